@@ -1,0 +1,132 @@
+"""The graph contract: the one table that compiler, runtime, tests and README share.
+
+One graph serves prefill, decode, verify and draft. Everything is token-major and packed: the new tokens of all
+sequences are concatenated, and only the attention op knows about sequences. This module imports numpy only.
+
+Dimension words:
+
+====  ====================  ==========================================================
+T     ``num_tokens``        new tokens in the step, all sequences together
+B     ``num_seqs``          cache rows in use
+Q     ``max_new_tokens``    most new tokens of one sequence in the step
+R     ``num_logit_rows``    token rows that reach the LM head
+V     ``vocab_size``        rows of the LM head
+L     ``kv_capacity``       cache entries a row can hold (``max_model_len`` + slack)
+K     ``lookahead``         draft tokens a round
+H     ``kv_heads``          key/value heads of one layer
+D     ``head_dim``          size of one key (or value) head of one layer
+====  ====================  ==========================================================
+"""
+
+from typing import Literal, NamedTuple
+
+ABI_VERSION = 1
+
+Role = Literal["token", "index", "cache", "output"]
+
+
+class TensorSpec(NamedTuple):
+    """One row of the contract.
+
+    Attributes:
+        name: graph input or output name; ``{i}`` stands for the layer number.
+        dtype: numpy dtype name, or ``"model"`` for the model's own dtype.
+        shape: dimension words or fixed sizes.
+        role: what the tensor is for.
+        meaning: one sentence.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[str | int, ...]
+    role: Role
+    meaning: str
+
+
+INPUT_IDS = TensorSpec("input_ids", "int64", ("T",), "token", "the step's new tokens of all sequences, concatenated")
+POSITIONS = TensorSpec("positions", "int64", ("T",), "token", "absolute position of each token in its sequence")
+LOGIT_ROWS = TensorSpec("logit_rows", "int64", ("R",), "token", "which of the T rows reach the LM head")
+KV_LENS = TensorSpec("kv_lens", "int32", ("B", 1), "index", "committed cache entries of each row before the step")
+CU_NEW_TOKENS = TensorSpec(
+    "cu_new_tokens", "int32", ("B+1",), "index", "running sum of new-token counts: row b owns tokens [cu[b], cu[b+1])"
+)
+ROW_TOTALS = TensorSpec("row_totals", "int32", ("B", 1), "index", "kv_lens + Q: a row's end when padded to Q new tokens")
+PAD_INDEX = TensorSpec(
+    "pad_index", "int64", ("B", 1, "Q"), "index", "token of slot (b, j) of the attention tile; any valid token if j is padding"
+)
+UNPAD_INDEX = TensorSpec("unpad_index", "int64", ("T",), "index", "slot b*Q + j of the attention tile that holds each token")
+K_CACHE = TensorSpec(
+    "k_cache.{i}", "model", ("B", 1, "H", "L", "D"), "cache", "keys of layer i, updated in place (output bound to input)"
+)
+V_CACHE = TensorSpec(
+    "v_cache.{i}", "model", ("B", 1, "H", "L", "D"), "cache", "values of layer i, updated in place (output bound to input)"
+)
+LOGITS = TensorSpec("logits", "float32", ("R", "V"), "output", "raw logits of the selected rows")
+K_CACHE_OUT = TensorSpec("k_cache_out.{i}", "model", ("B", 1, "H", "L", "D"), "output", "same memory as k_cache.{i}")
+V_CACHE_OUT = TensorSpec("v_cache_out.{i}", "model", ("B", 1, "H", "L", "D"), "output", "same memory as v_cache.{i}")
+
+STEP_INPUTS = (INPUT_IDS, POSITIONS, LOGIT_ROWS, KV_LENS, CU_NEW_TOKENS, ROW_TOTALS, PAD_INDEX, UNPAD_INDEX)
+"""Inputs filled by the host on every step. A lowered graph keeps those that it uses."""
+
+CACHE_INPUTS = (K_CACHE, V_CACHE)
+OUTPUTS = (LOGITS, K_CACHE_OUT, V_CACHE_OUT)
+
+OP_DOMAIN = "specexport"
+OP_NAME = "UnpaddedAttention"
+OP_VERSION = 1
+
+
+class StepShape(NamedTuple):
+    """Sizes of one packed step: everything that decides a binding, a profile or a CUDA graph.
+
+    Attributes:
+        first_row: first cache row of the step; rows ``[first_row, first_row + num_seqs)`` take part.
+        num_seqs: B.
+        num_tokens: T.
+        max_new_tokens: Q.
+        num_logit_rows: R.
+    """
+
+    first_row: int
+    num_seqs: int
+    num_tokens: int
+    max_new_tokens: int
+    num_logit_rows: int
+
+    def dim(self, word: str | int) -> int:
+        """Size of one dimension word that the host knows (``B``, ``B+1``, ``T``, ``Q``, ``R``) or a fixed size."""
+        if isinstance(word, int):
+            return word
+        return {
+            "B": self.num_seqs,
+            "B+1": self.num_seqs + 1,
+            "T": self.num_tokens,
+            "Q": self.max_new_tokens,
+            "R": self.num_logit_rows,
+        }[word]
+
+    def shape_of(self, spec: TensorSpec) -> tuple[int, ...]:
+        """Concrete shape of a step input in this step."""
+        return tuple(self.dim(word) for word in spec.shape)
+
+
+class LayerGeometry(NamedTuple):
+    """Cache sizes of one attention layer (keys and values may differ, as in multi-head latent attention)."""
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+
+
+def kv_slack(lookahead: int) -> int:
+    """Cache entries a row needs beyond ``max_model_len``: a verify step writes K+1 tokens before it knows which stay."""
+    return lookahead + 1
+
+
+def format_table() -> str:
+    """The contract as a Markdown table (the README's copy is compared with this by a test)."""
+    rows = ["| name | dtype | shape | meaning |", "| --- | --- | --- | --- |"]
+    for spec in (*STEP_INPUTS, *CACHE_INPUTS, *OUTPUTS):
+        shape = ", ".join(str(word) for word in spec.shape)
+        rows.append(f"| `{spec.name}` | {spec.dtype} | [{shape}] | {spec.meaning} |")
+    return "\n".join(rows)

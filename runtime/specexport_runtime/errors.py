@@ -1,0 +1,87 @@
+"""The error tree of specexport, shared by the compiler and the runtime.
+
+::
+
+    SpecexportError                   exit code 1
+    ├── UserInputError                exit code 2: the caller can fix it
+    │   ├── InvalidRequestError       a prompt or a sampling parameter
+    │   ├── RecipeError               a build flag or a recipe key
+    │   ├── CheckpointError           a checkpoint that cannot be read
+    │   ├── UnsupportedModelError     a model that cannot be traced exactly
+    │   ├── VocabularyMismatchError   target and draft disagree on tokens
+    │   ├── OutputExistsError         the output folder is in use
+    │   ├── MissingDependencyError    an extra is not installed
+    │   └── BundleError               a bundle part is missing or altered
+    ├── IncompatibleError             exit code 3: bundle or hardware does not fit
+    └── CheckFailedError              exit code 1: a proof did not hold
+
+Every message says what is wrong and where; ``hint`` says how to fix it. Commands print both on one line and no
+traceback. This module imports nothing.
+"""
+
+
+class SpecexportError(Exception):
+    """Root of all errors that specexport raises on purpose.
+
+    Args:
+        message: what is wrong, and where.
+        hint: how to fix it, as an instruction.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} Fix: {self.hint}" if self.hint else self.message
+
+
+class UserInputError(SpecexportError):
+    """The caller gave something that cannot be used."""
+
+    exit_code = 2
+
+
+class InvalidRequestError(UserInputError, ValueError):
+    """A prompt or a sampling parameter is out of its range."""
+
+
+class RecipeError(UserInputError):
+    """A build flag or a recipe key is unknown or out of its range."""
+
+
+class CheckpointError(UserInputError):
+    """A checkpoint is missing, empty, or in a form that is refused."""
+
+
+class UnsupportedModelError(UserInputError):
+    """A model cannot be traced exactly; the message names the reason."""
+
+
+class VocabularyMismatchError(UserInputError):
+    """Target and draft give different meanings to a token id."""
+
+
+class OutputExistsError(UserInputError):
+    """The output folder exists and is not empty."""
+
+
+class MissingDependencyError(UserInputError):
+    """An optional dependency is needed and not installed."""
+
+
+class BundleError(UserInputError):
+    """A bundle has a missing, altered or unreadable part."""
+
+
+class IncompatibleError(SpecexportError):
+    """A bundle or this machine's hardware or software does not fit the other."""
+
+    exit_code = 3
+
+
+class CheckFailedError(SpecexportError):
+    """A proof (verify, contract check) did not hold."""

@@ -1,0 +1,62 @@
+"""What the decoding loop needs from an engine. Implementations know nothing of sequences, sampling or drafting."""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport_runtime.abi import StepShape
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+
+
+class StepBuffers(NamedTuple):
+    """Host arrays of one packed step, to be filled in place before ``execute`` (shapes: see ``abi``).
+
+    They belong to the executor and stay valid until the next ``prepare``.
+    """
+
+    input_ids: Int64Array
+    positions: Int64Array
+    logit_rows: Int64Array
+    kv_lens: Int32Array
+    cu_new_tokens: Int32Array
+    row_totals: Int32Array
+    pad_index: Int64Array
+    unpad_index: Int64Array
+
+
+class Executor(Protocol):
+    """One engine with its KV arena of ``num_rows`` rows of ``kv_capacity`` entries."""
+
+    vocab_size: int
+    num_rows: int
+    kv_capacity: int
+    engine_seconds: float
+    """Seconds spent inside engine execution since creation."""
+
+    def prepare(self, shape: StepShape) -> StepBuffers:
+        """Bind the arena rows and buffers for ``shape`` and return the host arrays to fill."""
+        ...
+
+    def execute(self) -> Float32Array:
+        """Run the prepared step.
+
+        Returns:
+            logits [R, V], float32; a view that the next ``execute`` overwrites.
+        """
+        ...
+
+    def capture(self, shapes: list[StepShape]) -> None:
+        """Make ``shapes`` fast to run (bindings on a CPU, graphs on a GPU). Never changes results."""
+        ...
+
+    def move_row(self, source: int, destination: int, kv_len: int) -> None:
+        """Copy the first ``kv_len`` cache entries of row ``source`` to row ``destination``, in every layer."""
+        ...
+
+    def close(self) -> None:
+        """Release the engine and its memory."""
+        ...

@@ -1,0 +1,219 @@
+"""Bundle metadata: the schema of ``manifest.json``, reading it, and refusing what does not fit.
+
+The compiler writes manifests and the runtime reads them; both use these classes, so the schema exists once. Imports
+the standard library only.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specexport_runtime.abi import ABI_VERSION, LayerGeometry
+from specexport_runtime.errors import BundleError, IncompatibleError
+
+SCHEMA_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+_REBUILD = "build it again with `specexport build`."
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One engine of a bundle (the target or the draft).
+
+    Attributes:
+        path: engine file, relative to the bundle folder.
+        backend: backend that built it, for example ``"ort-cpu"``.
+        architecture: model class name of the checkpoint.
+        dtype: dtype of weights, activations and caches, a numpy name.
+        vocab_size: rows of the LM head (V).
+        layers: cache sizes of each attention layer, in order.
+        inputs: step inputs the lowered graph takes (names of the contract).
+        num_parameters: parameters of the model, tied ones counted once.
+        max_positions: positions the model supports; None if it has no limit.
+        source: where the checkpoint came from: a hub id, or the name of a local folder or file.
+        source_sha256: hash over the checkpoint's files.
+        passes: what each compiler pass changed, in order: ``[name, changes]``.
+    """
+
+    path: str
+    backend: str
+    architecture: str
+    dtype: str
+    vocab_size: int
+    layers: tuple[LayerGeometry, ...]
+    inputs: tuple[str, ...]
+    num_parameters: int
+    max_positions: int | None
+    source: str
+    source_sha256: str
+    passes: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "ModelEntry":
+        """Rebuild an entry from its JSON form."""
+        fields = dict(data)
+        fields["layers"] = tuple(LayerGeometry(*layer) for layer in data["layers"])
+        fields["inputs"] = tuple(data["inputs"])
+        fields["passes"] = tuple((str(name), int(count)) for name, count in data.get("passes", ()))
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class VocabularyInfo:
+    """Vocabulary and tokenizer identity.
+
+    Attributes:
+        size: token ids that both models know and that the tokenizer can produce: only ids below it are drafted.
+        tokenizer_sha256: hash of ``tokenizer.json``.
+        bos_token_id: id of the beginning-of-sequence token, if the checkpoint names one.
+        eos_token_ids: ids that end a generation.
+        special_tokens: text of named special tokens (``bos_token``, ``eos_token``, …), for chat templates.
+    """
+
+    size: int
+    tokenizer_sha256: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Hash and size (bytes) of one file of a bundle."""
+
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a bundle says about itself (``manifest.json``).
+
+    Attributes:
+        name: bundle name.
+        build_key: hash of all that decides the result: recipe, weights, compiler sources, tool versions.
+        recipe: the resolved build recipe.
+        tools: versions of the tools that built it.
+        vocabulary: vocabulary and tokenizer identity.
+        max_model_len: most tokens (prompt and generated) of one sequence.
+        lookahead: largest K the bundle was built and verified for.
+        models: ``"target"`` and, if the bundle has a draft model, ``"draft"``.
+        files: every other file of the bundle by relative path.
+        verify: summary of the last ``specexport verify``; None before the first.
+    """
+
+    name: str
+    build_key: str
+    recipe: Mapping[str, Any]
+    tools: Mapping[str, str]
+    vocabulary: VocabularyInfo
+    max_model_len: int
+    lookahead: int
+    models: Mapping[str, ModelEntry]
+    files: Mapping[str, FileEntry]
+    verify: Mapping[str, Any] | None = None
+    schema_version: int = SCHEMA_VERSION
+    abi_version: int = ABI_VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form, with ``manifest_sha256`` over everything else."""
+        data = asdict(self)
+        data["models"] = {
+            role: {**asdict(entry), "layers": [list(layer) for layer in entry.layers]}
+            for role, entry in self.models.items()
+        }
+        data = json.loads(json.dumps(data))
+        data["manifest_sha256"] = _digest(data)
+        return data
+
+    def write(self, folder: Path) -> None:
+        """Write ``manifest.json`` into ``folder`` in one step (temporary file, then rename)."""
+        path = folder / MANIFEST_NAME
+        temporary = path.with_name(f".{MANIFEST_NAME}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(self.to_json(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in data.items() if key != "manifest_sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    """Hash and size of each named file of ``folder``."""
+    return {name: FileEntry(sha256_file(folder / name), (folder / name).stat().st_size) for name in sorted(names)}
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Read and check ``folder/manifest.json``; the other files are checked by :func:`check_files`.
+
+    Raises:
+        BundleError: the folder is no bundle, or its manifest was altered.
+        IncompatibleError: the manifest has a newer schema or another ABI.
+    """
+    path = folder / MANIFEST_NAME
+    if not folder.is_dir():
+        raise BundleError(f"there is no bundle folder at {folder}.", "give the folder that `specexport build -o` wrote.")
+    if not path.is_file():
+        raise BundleError(f"{folder} has no {MANIFEST_NAME}, so it is not a bundle.", _REBUILD)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        schema, abi = int(data["schema_version"]), int(data["abi_version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise BundleError(f"{path} cannot be read ({error}).", _REBUILD) from error
+    if schema != SCHEMA_VERSION:
+        newer = schema > SCHEMA_VERSION
+        fix = "upgrade specexport (`pip install -U specexport`)." if newer else _REBUILD
+        raise IncompatibleError(f"{path}: schema_version is {schema}, this runtime reads {SCHEMA_VERSION}.", fix)
+    if abi != ABI_VERSION:
+        raise IncompatibleError(f"{path}: abi_version is {abi}, this runtime speaks {ABI_VERSION}.", _REBUILD)
+    if data.get("manifest_sha256") != _digest(data):
+        raise BundleError(f"{path} was altered: manifest_sha256 does not match its content.", _REBUILD)
+    return _from_json(data, path)
+
+
+def _from_json(data: dict[str, Any], path: Path) -> Manifest:
+    fields = {key: value for key, value in data.items() if key != "manifest_sha256"}
+    try:
+        vocabulary = dict(fields["vocabulary"])
+        vocabulary["eos_token_ids"] = tuple(vocabulary["eos_token_ids"])
+        fields["vocabulary"] = VocabularyInfo(**vocabulary)
+        fields["models"] = {role: ModelEntry.from_json(entry) for role, entry in fields["models"].items()}
+        fields["files"] = {name: FileEntry(**entry) for name, entry in fields["files"].items()}
+        return Manifest(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BundleError(f"{path} does not follow schema {SCHEMA_VERSION} ({error!r}).", _REBUILD) from error
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Check that every file of the manifest exists and has its recorded size and hash.
+
+    Raises:
+        BundleError: a file is missing, escapes the bundle folder, or was altered; the message names it.
+    """
+    root = folder.resolve()
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.resolve().is_relative_to(root):
+            raise BundleError(f"{folder}: the manifest names {name}, which lies outside the bundle.", _REBUILD)
+        if not path.is_file():
+            raise BundleError(f"{folder}: {name} is missing.", _REBUILD)
+        if path.stat().st_size != entry.size:
+            raise BundleError(f"{folder}: {name} has {path.stat().st_size} bytes, not {entry.size}.", _REBUILD)
+    # hashlib releases the interpreter lock, so large files are hashed side by side.
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        digests = pool.map(lambda name: sha256_file(folder / name), manifest.files)
+        for (name, entry), digest in zip(manifest.files.items(), digests, strict=True):
+            if digest != entry.sha256:
+                raise BundleError(f"{folder}: {name} was altered (its sha256 does not match the manifest).", _REBUILD)
