@@ -1,0 +1,43 @@
+"""What the decoding loop needs from a drafter: proposals, and news of what became of them."""
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from specexport_runtime.batch import Sequence
+    from specexport_runtime.sampling import Distribution
+
+
+class Proposal(NamedTuple):
+    """Draft tokens for one sequence.
+
+    Attributes:
+        tokens: the draft tokens, in order; empty for plain decoding.
+        distributions: the distribution each token was drawn from; None says one-hot (greedy, or copied text).
+    """
+
+    tokens: list[int]
+    distributions: "list[Distribution] | None" = None
+
+
+class Drafter(Protocol):
+    """A way to guess the next tokens of many sequences. Guesses change speed, never the output's distribution."""
+
+    engine_seconds: float
+    """Seconds spent inside engine execution since creation; 0 for drafters without an engine."""
+
+    def propose(self, sequences: "Seq[Sequence]", lookaheads: Seq[int]) -> list[Proposal]:
+        """Up to ``lookaheads[i]`` draft tokens for each sequence. 0 must return an empty proposal."""
+        ...
+
+    def commit(self, sequences: "Seq[Sequence]") -> None:
+        """Called after every round: the sequences' tokens now end with what was committed; forget the rest."""
+        ...
+
+    def move_row(self, source: int, destination: int) -> None:
+        """A sequence moved between cache rows; move any state kept for that row."""
+        ...
+
+    def release_row(self, row: int) -> None:
+        """The sequence of ``row`` is done; drop any state kept for it."""
+        ...
