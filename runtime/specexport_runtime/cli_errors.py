@@ -1,0 +1,120 @@
+"""How every command ends: one line for a user's mistake, a traceback only for our own.
+
+:class:`SuggestingGroup` is the click group that the compiler's and the runtime's command lines share. This module
+imports click and the error tree only.
+
+============================================  =========  ====================================================
+what was raised                               exit code  printed on standard error
+============================================  =========  ====================================================
+a ``SpecexportError``                         its own    ``error: what and where. Fix: how``
+a usage error (unknown flag, command, value)  2          the same, with the nearest match
+Ctrl-C                                        130        ``interrupted``
+a full disk (``ENOSPC``, ``EDQUOT``)          2          as for a ``SpecexportError``; names the path if known
+anything else                                 1          its traceback: it is a defect of ours
+============================================  =========  ====================================================
+"""
+
+import errno
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import click
+
+from specexport_runtime.errors import SpecexportError
+
+EXIT_INTERRUPTED = 130
+_INTERRUPTED = ("interrupted", EXIT_INTERRUPTED)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def suggest(word: str, known: Iterable[str]) -> str | None:
+    """The known word nearest to a mistyped one, or None if none is near."""
+    matches = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def format_error(message: str, hint: str | None = None) -> str:
+    """``error: what. Fix: how`` on one line."""
+    text = " ".join(message.split())
+    if not text.endswith((".", "!", "?")):
+        text += "."
+    return f"error: {text} Fix: {' '.join(hint.split())}" if hint else f"error: {text}"
+
+
+def describe_error(error: BaseException) -> tuple[str, int] | None:
+    """The line to print and the exit code for an error a user can act on; None for a defect of ours."""
+    if isinstance(error, SpecexportError):
+        return format_error(error.message, error.hint), error.exit_code
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        return error.format_message(), error.exit_code
+    if isinstance(error, click.UsageError):
+        command = error.ctx.command_path if error.ctx else "specexport"
+        return format_error(error.format_message(), f"see `{command} --help`."), error.exit_code
+    if isinstance(error, click.ClickException):
+        return format_error(error.format_message()), error.exit_code
+    if isinstance(error, (click.Abort, KeyboardInterrupt)):
+        return _INTERRUPTED
+    if isinstance(error, OSError) and error.errno in _DISK_FULL:
+        where = f" while writing {error.filename}" if error.filename else ""
+        return format_error(f"the disk is full{where}", "free some space, or write to another disk."), 2
+    return None
+
+
+def run_command(command: Callable[[], Any]) -> int:
+    """Run a command and turn what it raises into an exit code, as the table of this module says.
+
+    Args:
+        command: does the work; an int that it returns is the exit code.
+
+    Returns:
+        the exit code.
+    """
+    try:
+        result = command()
+    except Exception as error:
+        described = describe_error(error)
+        if described is None:
+            error.add_note("This is a defect in specexport. Please report it with this traceback.")
+            raise
+        line, code = described
+    except KeyboardInterrupt:
+        line, code = _INTERRUPTED
+    else:
+        return result if isinstance(result, int) else 0
+    click.echo(line, err=True)
+    return code
+
+
+class SuggestingGroup(click.Group):
+    """A click group that ends as this module's table says and suggests the nearest command for an unknown one."""
+
+    def main(  # type: ignore[override]  # click overloads it by the value of standalone_mode
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run the command line; see :meth:`click.Command.main`."""
+
+        def run() -> Any:
+            return super(SuggestingGroup, self).main(args, prog_name, complete_var, standalone_mode=False, **extra)
+
+        if not standalone_mode:
+            return run()
+        sys.exit(run_command(run))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; an unknown one is a usage error that names the nearest."""
+        name = args[0]
+        if not ctx.resilient_parsing and not name.startswith("-") and name not in self.list_commands(ctx):
+            near = suggest(name, self.list_commands(ctx))
+            known = ", ".join(self.list_commands(ctx))
+            tail = f"did you mean {near!r}?" if near else f"the commands are {known}."
+            raise click.UsageError(f"no such command {name!r}: {tail}", ctx=ctx)
+        return super().resolve_command(ctx, args)
