@@ -47,19 +47,22 @@ def describe_error(error: BaseException) -> tuple[str, int] | None:
     """The line to print and the exit code for an error a user can act on; None for a defect of ours."""
     if isinstance(error, SpecexportError):
         return format_error(error.message, error.hint), error.exit_code
-    if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        return error.format_message(), error.exit_code
-    if isinstance(error, click.UsageError):
-        command = error.ctx.command_path if error.ctx else "specexport"
-        return format_error(error.format_message(), f"see `{command} --help`."), error.exit_code
     if isinstance(error, click.ClickException):
-        return format_error(error.format_message()), error.exit_code
+        return _describe_click_error(error), error.exit_code
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
         return _INTERRUPTED
     if isinstance(error, OSError) and error.errno in _DISK_FULL:
         where = f" while writing {error.filename}" if error.filename else ""
         return format_error(f"the disk is full{where}", "free some space, or write to another disk."), 2
     return None
+
+
+def _describe_click_error(error: click.ClickException) -> str:
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        return error.format_message()
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        return format_error(error.format_message(), f"see `{error.ctx.command_path} --help`.")
+    return format_error(error.format_message())
 
 
 def run_command(command: Callable[[], Any]) -> int:
@@ -90,7 +93,7 @@ def run_command(command: Callable[[], Any]) -> int:
 class SuggestingGroup(click.Group):
     """A click group that ends as this module's table says and suggests the nearest command for an unknown one."""
 
-    def main(  # type: ignore[override]  # click overloads it by the value of standalone_mode
+    def main(
         self,
         args: Sequence[str] | None = None,
         prog_name: str | None = None,
