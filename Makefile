@@ -1,0 +1,49 @@
+# The commands of a newcomer and of CI. Everything lives in .venv; a second run reinstalls nothing.
+#   make demo PYTHON=python3.12          another interpreter
+#   make demo INSTALL_FLAGS=--torch-cuda keep the index's CUDA build of torch
+
+PYTHON ?= python3
+INSTALL_FLAGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+INPUTS := pyproject.toml tools/install.py
+
+# Two workers on two cores: one thread each, or they fight.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean distclean
+
+help: ## list the commands
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+demo: $(VENV)/.installed-demo ## install, build the demo bundle, generate with and without speculation
+	@$(BIN)/specexport demo
+
+test: $(VENV)/.installed-dev ## install and run the whole CPU test suite
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --durations=10 $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev ## ruff check, ruff format --check and mypy
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/mypy tools
+
+format: $(VENV)/.installed-dev ## let ruff fix and format
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+clean: ## remove built bundles and caches, keep .venv
+	rm -rf engines/demo dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find specexport runtime tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean ## clean, and remove .venv
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("specexport needs Python 3.11 or newer, this is %d.%d. Fix: make <target> PYTHON=python3.12" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-demo: $(INPUTS) | $(BIN)/python
+	@$(BIN)/python tools/install.py export,cpu $(INSTALL_FLAGS)
+	@touch $@
+
+$(VENV)/.installed-dev: $(INPUTS) | $(BIN)/python
+	@$(BIN)/python tools/install.py export,cpu,dev $(INSTALL_FLAGS)
+	@touch $@ $(VENV)/.installed-demo

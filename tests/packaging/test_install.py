@@ -1,0 +1,109 @@
+import importlib.util
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+LINUX = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "python_version": "3.11"}
+MAC = {"sys_platform": "darwin", "platform_system": "Darwin", "platform_machine": "arm64", "python_version": "3.13"}
+CUDA_REQUIRES = [
+    "filelock",
+    "sympy>=1.13.3",
+    'cuda-toolkit[cublas,cudart]==13.2.2; platform_system == "Linux"',
+    'nvidia-cudnn-cu13==9.26.0.51; platform_system == "Linux" and platform_machine == "x86_64"',
+    'triton~=3.9.0; platform_system == "Linux" and python_version < "3.16"',
+    'nvidia-extra; extra == "other"',
+]
+
+
+@pytest.fixture(scope="module")
+def install() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("install", ROOT / "tools" / "install.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def report(version: str, requires: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    metadata = {"name": "torch", "version": version, "requires_dist": requires}
+    return {"version": "1", "install": [{"metadata": metadata}], "environment": environment}
+
+
+def test_cuda_wheel_without_gpu_takes_the_cpu_index(install: ModuleType) -> None:
+    decision = install.decide(report("2.13.0", CUDA_REQUIRES, LINUX), has_gpu=False)
+    assert decision.use_cpu_index
+    assert "2 CUDA packages" in decision.reason
+    assert "--torch-cuda" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("version", "requires", "environment", "has_gpu", "torch_cuda"),
+    [
+        pytest.param("2.13.0", CUDA_REQUIRES, LINUX, True, False, id="gpu"),
+        pytest.param("2.13.0", CUDA_REQUIRES, LINUX, False, True, id="asked-for"),
+        pytest.param("2.13.0", CUDA_REQUIRES, MAC, False, False, id="mac"),
+        pytest.param("2.13.0+cpu", CUDA_REQUIRES, LINUX, False, False, id="cpu-wheel"),
+        pytest.param("2.13.0", ["filelock", "sympy"], LINUX, False, False, id="no-cuda"),
+    ],
+)
+def test_everything_else_stays_on_the_configured_index(
+    install: ModuleType, version: str, requires: list[str], environment: dict[str, str], has_gpu: bool, torch_cuda: bool
+) -> None:
+    decision = install.decide(report(version, requires, environment), has_gpu=has_gpu, torch_cuda=torch_cuda)
+    assert not decision.use_cpu_index
+    assert decision.reason
+
+
+def test_empty_report_is_left_to_pip(install: ModuleType) -> None:
+    assert not install.decide({}, has_gpu=False).use_cpu_index
+
+
+@pytest.mark.parametrize(
+    "marker",
+    [
+        'platform_system == "Linux"',
+        'platform_system != "Linux"',
+        'platform_system == "Linux" and python_version < "3.9"',
+        'platform_system == "Linux" or python_version < "3.9"',
+        '(platform_machine == "x86_64" or platform_machine == "aarch64") and python_version >= "3.10"',
+        'platform_machine in "x86_64 AMD64"',
+        'platform_machine not in "x86_64 AMD64"',
+        'python_version <= "3.11"',
+        'python_version > "3.9"',
+        'extra == "opt"',
+    ],
+)
+def test_markers_agree_with_packaging(install: ModuleType, marker: str) -> None:
+    expected = Requirement(f"x; {marker}").marker
+    assert expected is not None
+    assert install.marker_holds(marker, LINUX) == expected.evaluate({**LINUX, "extra": ""})
+
+
+@pytest.mark.parametrize("marker", ["not python", "__import__('os')", "platform_system ~= 'Linux'"])
+def test_unreadable_marker_counts_as_true(install: ModuleType, marker: str) -> None:
+    assert install.marker_holds(marker, LINUX)
+
+
+def test_pinned_torch_lies_in_the_declared_range(install: ModuleType) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    declared = next(r for r in map(Requirement, extras["export"]) if r.name == "torch")
+    pinned = next(iter(Requirement(install.TORCH).specifier)).version
+    assert declared.specifier.contains(pinned)
+
+
+def test_refuses_to_install_outside_a_virtual_environment() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.prefix = sys.base_prefix; sys.argv = ['install.py', 'cpu']; "
+         "import runpy; runpy.run_path('tools/install.py', run_name='__main__')"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert "virtual environment" in result.stderr

@@ -1,0 +1,225 @@
+"""Install specexport into the virtual environment that runs this script, without CUDA packages nobody can use.
+
+On Linux the public index serves a torch that depends on several gigabytes of CUDA packages. This script first asks pip
+what the configured index would give. If that needs CUDA packages and the machine has no NVIDIA GPU, torch comes from
+PyTorch's own index of CPU builds; in every other case pip installs as usual. Standard library only: it runs before
+anything is installed.
+
+    .venv/bin/python tools/install.py export,cpu
+    .venv/bin/python tools/install.py export,cpu --dry-run      # print the decision, change nothing
+    .venv/bin/python tools/install.py export,cpu --torch-cuda   # keep the index's own build
+"""
+
+import argparse
+import ast
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+TORCH = "torch==2.13.0"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# Below this version a dry run downloads whole wheels where their metadata would do.
+PIP_FOR_DRY_RUN = "pip>=24,<27"
+_CUDA_NAME = re.compile(r"^(nvidia|cuda)[-_.]", re.IGNORECASE)
+_REQUIREMENT_NAME = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
+
+
+class Decision(NamedTuple):
+    """Where torch comes from.
+
+    Attributes:
+        use_cpu_index: True for PyTorch's index of CPU builds, False for the configured index.
+        reason: one sentence for the person who waits.
+    """
+
+    use_cpu_index: bool
+    reason: str
+
+
+def decide(report: Mapping[str, Any], *, has_gpu: bool, torch_cuda: bool = False) -> Decision:
+    """Choose where torch comes from.
+
+    Args:
+        report: pip's installation report (format version 1) for ``torch`` alone.
+        has_gpu: this machine has an NVIDIA GPU.
+        torch_cuda: the user asked for the index's own build.
+    """
+    if torch_cuda:
+        return Decision(False, "--torch-cuda was given, so torch comes from the configured index.")
+    wheel = next((item for item in report.get("install", ()) if item["metadata"]["name"].lower() == "torch"), None)
+    if wheel is None:
+        return Decision(False, "pip reported nothing about torch, so it is left to pip.")
+    version = wheel["metadata"]["version"]
+    if version.endswith("+cpu"):
+        return Decision(False, f"the configured index gives torch {version}, a CPU build.")
+    cuda = cuda_packages(wheel["metadata"].get("requires_dist", ()), report.get("environment", {}))
+    if not cuda:
+        return Decision(False, f"the configured index gives torch {version}, which needs no CUDA packages here.")
+    if has_gpu:
+        return Decision(False, f"torch {version} needs CUDA packages, and this machine has an NVIDIA GPU.")
+    return Decision(
+        True,
+        f"torch {version} from the configured index needs {len(cuda)} CUDA packages ({cuda[0]}, …), and this machine "
+        f"has no NVIDIA GPU: taking the CPU build from {CPU_INDEX} (--torch-cuda keeps the other).",
+    )
+
+
+def cuda_packages(requirements: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Names of the CUDA packages among ``requirements`` whose markers hold in ``environment``."""
+    names = []
+    for requirement in requirements:
+        specifier, _, marker = requirement.partition(";")
+        match = _REQUIREMENT_NAME.match(specifier)
+        if match and _CUDA_NAME.match(match[1]) and marker_holds(marker, environment):
+            names.append(match[1])
+    return names
+
+
+def marker_holds(marker: str, environment: Mapping[str, str]) -> bool:
+    """Evaluate an environment marker (PEP 508); what cannot be evaluated counts as true.
+
+    Markers are a subset of Python's expression grammar, so the parsed tree is walked; nothing is executed.
+    """
+    if not marker.strip():
+        return True
+    try:
+        return _evaluate(ast.parse(marker.strip(), mode="eval").body, environment)
+    except (SyntaxError, ValueError):
+        return True
+
+
+def _evaluate(node: ast.expr, environment: Mapping[str, str]) -> bool:
+    if isinstance(node, ast.BoolOp):
+        results = [_evaluate(value, environment) for value in node.values]
+        return all(results) if isinstance(node.op, ast.And) else any(results)
+    if not isinstance(node, ast.Compare) or len(node.ops) != 1:
+        raise ValueError("not a marker")
+    left, right = _text(node.left, environment), _text(node.comparators[0], environment)
+    match node.ops[0]:
+        case ast.In():
+            return left in right
+        case ast.NotIn():
+            return left not in right
+        case ast.Eq():
+            return left == right
+        case ast.NotEq():
+            return left != right
+        case order:
+            return _compare(_release(left), _release(right), order)
+
+
+def _compare(left: tuple[int, ...], right: tuple[int, ...], order: ast.cmpop) -> bool:
+    match order:
+        case ast.Lt():
+            return left < right
+        case ast.LtE():
+            return left <= right
+        case ast.Gt():
+            return left > right
+        case ast.GtE():
+            return left >= right
+    raise ValueError("not a marker")
+
+
+def _text(node: ast.expr, environment: Mapping[str, str]) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.Name):
+        return str(environment.get(node.id, ""))  # `extra` is empty: none was asked for
+    raise ValueError("not a marker")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+def has_nvidia_gpu() -> bool:
+    """True if an NVIDIA driver is visible on this machine."""
+    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+
+
+def installed_version(name: str) -> str | None:
+    """Version of an installed distribution; None if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def pip(*arguments: str, check: bool = True) -> int:
+    """Run pip in this environment with its progress on a terminal, quietly elsewhere."""
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *quiet, *arguments]
+    return subprocess.run(command, check=check, stdin=subprocess.DEVNULL).returncode
+
+
+def torch_report(*, may_upgrade_pip: bool) -> dict[str, Any]:
+    """What the configured index would give for ``TORCH``, as pip's report; empty if pip cannot say."""
+    if may_upgrade_pip and int((installed_version("pip") or "0").split(".")[0]) < 24:
+        pip("--upgrade", PIP_FOR_DRY_RUN)
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--dry-run", "--ignore-installed"]
+    command += ["--no-deps", "--quiet", "--report", "-", TORCH]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    try:
+        report: dict[str, Any] = json.loads(result.stdout)
+    except ValueError:
+        return {}
+    return report
+
+
+def install_torch(*, torch_cuda: bool, dry_run: bool) -> None:
+    """Install ``TORCH`` unless it is there, from the place that :func:`decide` names."""
+    if installed := installed_version("torch"):
+        say(f"torch {installed} is installed already.")
+        return
+    report = torch_report(may_upgrade_pip=not dry_run) if sys.platform == "linux" and not torch_cuda else {}
+    decision = decide(report, has_gpu=has_nvidia_gpu(), torch_cuda=torch_cuda)
+    say(decision.reason)
+    if dry_run:
+        return
+    if decision.use_cpu_index:
+        # Only torch itself: its dependencies are resolved from the configured index, together with ours.
+        if pip("--no-deps", "--index-url", CPU_INDEX, "--retries", "1", TORCH, check=False) == 0:
+            return
+        say(f"{CPU_INDEX} could not serve it: taking the configured index's build with its CUDA packages.")
+    pip(TORCH)
+
+
+def say(message: str) -> None:
+    """Print one line at once."""
+    print(f"install: {message}", flush=True)
+
+
+def main() -> None:
+    """Parse the command line and install."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("extras", help="comma-separated extras, for example export,cpu")
+    parser.add_argument("--torch-cuda", action="store_true", default=bool(os.environ.get("SPECEXPORT_TORCH_CUDA")))
+    parser.add_argument("--dry-run", action="store_true", help="print the decision and change nothing")
+    options = parser.parse_args()
+    if sys.prefix == sys.base_prefix and not options.dry_run:
+        parser.error("run this with a virtual environment's python, for example .venv/bin/python")
+    started = time.monotonic()
+    if {"export", "dev"} & set(options.extras.split(",")):
+        install_torch(torch_cuda=options.torch_cuda, dry_run=options.dry_run)
+    if options.dry_run:
+        return
+    say(f"specexport[{options.extras}] into {sys.prefix} …")
+    pip("--editable", f"{ROOT}[{options.extras}]")
+    say(f"done in {time.monotonic() - started:.0f} s.")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"install: pip failed (exit code {error.returncode}); its message is above.")
