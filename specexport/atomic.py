@@ -1,0 +1,194 @@
+"""Folders that appear complete or not at all.
+
+A folder is written under a temporary name beside its final place, ``.NAME.tmp-PID``, and renamed at the end. What a
+killed process leaves behind is recognised by that name and removed by the next build. Imports the standard library
+and the error tree only.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from specexport_runtime.errors import UserInputError
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_CLONE_FILE = 0x40049409  # Linux ioctl FICLONE: share the blocks until one side is written
+
+
+def temporary_name(path: Path) -> Path:
+    """Where this process writes what will become ``path``."""
+    return path.parent / f".{path.name}.tmp-{os.getpid()}"
+
+
+def remove_leftovers(path: Path) -> list[Path]:
+    """Remove the temporary folders of ``path`` whose process is gone.
+
+    A process killed between the two renames of a replacement leaves ``path`` missing and the old folder beside it:
+    that one is put back.
+
+    Returns:
+        what was removed.
+    """
+    pattern = re.compile(re.escape(f".{path.name}.") + r"(tmp|old)-(\d+)")
+    removed = []
+    for folder in sorted(path.parent.glob(f".{glob_escape(path.name)}.*-*")):
+        match = pattern.fullmatch(folder.name)
+        if match is None or _is_alive(int(match[2])):
+            continue
+        if match[1] == "old" and not path.exists():
+            os.rename(folder, path)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+    return removed
+
+
+def glob_escape(name: str) -> str:
+    """``name`` with the wildcard characters of glob patterns made literal."""
+    return re.sub(r"([*?\[])", r"[\1]", name)
+
+
+def _is_alive(pid: int) -> bool:
+    # Our own number on a leftover is that of an earlier process (numbers are reused, quickly so in containers).
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A temporary folder that becomes ``path`` when the block ends, and vanishes when it raises.
+
+    Args:
+        path: where the folder will be.
+        replace: ``path`` may exist: it is renamed away, and deleted once the new folder is in place.
+
+    Yields:
+        the empty temporary folder to fill.
+
+    Raises:
+        UserInputError: the folder cannot be made, or the disk is full; names the needed and the free space.
+    """
+    temporary = temporary_name(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(path)
+        temporary.mkdir()
+    except OSError as error:
+        raise _refused(error, path) from error
+    try:
+        yield temporary
+        sync_tree(temporary)
+        _put_in_place(temporary, path, replace=replace)
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise
+        raise _disk_full(path, tree_size(temporary)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _put_in_place(temporary: Path, path: Path, *, replace: bool) -> None:
+    old = path.parent / f".{path.name}.old-{os.getpid()}"
+    if replace and path.exists():
+        os.rename(path, old)
+        try:
+            os.rename(temporary, path)
+        except OSError:
+            os.rename(old, path)
+            raise
+    else:
+        os.rename(temporary, path)  # refuses a folder that is not empty
+    _sync_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _refused(error: OSError, path: Path) -> UserInputError:
+    if error.errno in _DISK_FULL:
+        return _disk_full(path, 0)
+    return UserInputError(f"{path} cannot be written ({error.strerror}).", "choose another folder with -o.")
+
+
+def _disk_full(path: Path, wrote: int) -> UserInputError:
+    free = format_bytes(free_space(path))
+    return UserInputError(
+        f"the disk of {path} is full: it needs more than the {format_bytes(wrote)} written so far, {free} are free.",
+        "free some space, or choose another disk with -o.",
+    )
+
+
+def require_space(path: Path, needed: int) -> None:
+    """Check that the disk of ``path`` has room before the long work starts.
+
+    Raises:
+        UserInputError: it has not; names the needed and the free bytes.
+    """
+    free = free_space(path)
+    if free < needed:
+        raise UserInputError(
+            f"the disk of {path} is too small: the bundle needs about {format_bytes(needed)}, "
+            f"{format_bytes(free)} are free.",
+            "free some space, or choose another disk with -o.",
+        )
+
+
+def free_space(path: Path) -> int:
+    """Bytes free on the disk that holds ``path`` (or will)."""
+    folder = path.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def format_bytes(count: int) -> str:
+    """Bytes for a reader: ``1,073,741,824 bytes (1.07 GB)``."""
+    if count < 1_000_000:
+        return f"{count:,} bytes"
+    return f"{count:,} bytes ({count / 1e9:.2f} GB)" if count >= 10**8 else f"{count:,} bytes ({count / 1e6:.1f} MB)"
+
+
+def tree_size(folder: Path) -> int:
+    """Bytes of all files under ``folder``."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush every file and folder under ``folder`` to the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        elif path.is_dir():
+            _sync_folder(path)
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def clone_file(source: Path, destination: Path) -> None:
+    """Copy a file, sharing its blocks where the file system can.
+
+    Never a hard link: what is later written to one of the two must not reach the other.
+    """
+    import fcntl
+
+    with source.open("rb") as reader, destination.open("xb") as writer, contextlib.suppress(OSError):
+        fcntl.ioctl(writer.fileno(), _CLONE_FILE, reader.fileno())
+        return
+    shutil.copyfile(source, destination)

@@ -1,0 +1,221 @@
+"""What to build: a frozen recipe from flags or a TOML file, every value checked before any work starts.
+
+``"auto"`` stands for a value that depends on the models; :func:`resolve_recipe` replaces it once they are known. This
+module imports no torch, so that a bad flag is reported at once.
+"""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from specexport_runtime.cli_errors import suggest
+from specexport_runtime.errors import RecipeError
+
+Auto = Literal["auto"]
+
+MAX_LOOKAHEAD = 64
+MIN_MODEL_LEN = 16
+AUTO_MODEL_LEN = 4096
+"""``max_model_len = "auto"`` takes what the models support, but no more than this: the KV cache grows with it."""
+
+DTYPES_OF_BACKEND: Mapping[str, tuple[str, ...]] = {"ort-cpu": ("float32",)}
+"""Backends of this release and the dtypes each can build; the first one is what ``"auto"`` means."""
+
+_ALIASES = {"num_speculative_tokens": "lookahead"}
+_PATH_KEYS = ("target", "draft", "output")
+
+
+@dataclass(frozen=True)
+class BuildRecipe:
+    """Everything that decides a bundle, apart from the bytes of the checkpoints. Checked when it is made.
+
+    Attributes:
+        target: checkpoint of the target: a local folder, a ``.gguf`` file, or a hub id.
+        output: folder of the bundle.
+        draft: checkpoint of the draft; None builds a bundle that decodes plainly or with drafters that need no model.
+        name: name of the bundle; empty takes the output folder's name.
+        backend: what runs the engines.
+        dtype: dtype of weights, activations and KV caches, or ``"auto"``.
+        lookahead: K, the most draft tokens a round, 1 to 64.
+        max_model_len: most tokens of one sequence, or ``"auto"``.
+        revision: hub revision of the target.
+        draft_revision: hub revision of the draft.
+        trust_remote_code: let the hub's Python code run while loading.
+        check: compare each engine's logits with eager transformers before the bundle is kept.
+
+    Raises:
+        RecipeError: a value is out of its range or of the wrong type.
+    """
+
+    target: str
+    output: str
+    draft: str | None = None
+    name: str = ""
+    backend: str = "ort-cpu"
+    dtype: str = "auto"
+    lookahead: int = 8
+    max_model_len: int | Auto = "auto"
+    revision: str | None = None
+    draft_revision: str | None = None
+    trust_remote_code: bool = False
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        if self.backend not in DTYPES_OF_BACKEND:
+            known = ", ".join(DTYPES_OF_BACKEND)
+            raise RecipeError(f"backend {self.backend!r} is not in this release.", f"use one of: {known}.")
+        dtypes = DTYPES_OF_BACKEND[self.backend]
+        if self.dtype not in ("auto", *dtypes):
+            raise RecipeError(
+                f"dtype {self.dtype!r} cannot be built for backend {self.backend}.",
+                f"use one of: auto, {', '.join(dtypes)}.",
+            )
+        if not 1 <= self.lookahead <= MAX_LOOKAHEAD:
+            raise RecipeError(
+                f"lookahead (K) is {self.lookahead}, outside 1 to {MAX_LOOKAHEAD}.",
+                "give the most draft tokens a round, for example `--lookahead 8`; to decode without a draft, "
+                "leave out --draft.",
+            )
+        if isinstance(self.max_model_len, int) and self.max_model_len < MIN_MODEL_LEN:
+            raise RecipeError(
+                f"max_model_len is {self.max_model_len}, below {MIN_MODEL_LEN}.",
+                "give the most tokens of one sequence (prompt and generated), or auto.",
+            )
+
+    def _check_types(self) -> None:
+        for key in ("target", "output"):
+            if not isinstance(getattr(self, key), str) or not getattr(self, key):
+                raise RecipeError(f"{key} is missing.", _HOW_TO_GIVE[key])
+        for key in ("name", "backend", "dtype"):
+            _require_type(key, getattr(self, key), str, "text")
+        for key in ("draft", "revision", "draft_revision"):
+            if getattr(self, key) is not None:
+                _require_type(key, getattr(self, key), str, "text")
+        for key in ("trust_remote_code", "check"):
+            _require_type(key, getattr(self, key), bool, "true or false")
+        _require_type("lookahead", self.lookahead, int, "a whole number")
+        if self.max_model_len != "auto":
+            _require_type("max_model_len", self.max_model_len, int, 'a whole number or "auto"')
+        if self.draft is None and self.draft_revision is not None:
+            raise RecipeError("draft_revision is given and draft is not.", "give the draft, or leave both out.")
+
+    @property
+    def bundle_name(self) -> str:
+        """Name of the bundle: ``name``, or the output folder's name."""
+        return self.name or Path(self.output).resolve().name
+
+    def settings(self) -> dict[str, Any]:
+        """The recipe without the places it reads from and writes to: what belongs into hashes and manifests."""
+        data = asdict(self)
+        data["has_draft"] = self.draft is not None
+        for key in _PATH_KEYS:
+            del data[key]
+        data["name"] = self.bundle_name
+        return data
+
+
+_HOW_TO_GIVE = {
+    "target": "name a checkpoint folder, a .gguf file or a hub id: `specexport build TARGET -o DIR`.",
+    "output": "name the bundle folder with `-o DIR`.",
+}
+
+
+def _require_type(key: str, value: object, kind: type, meaning: str) -> None:
+    # bool is an int for Python, but `lookahead = true` is a mistake.
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise RecipeError(f"{key} is {value!r}, not {meaning}.", f"give {key} as {meaning}.")
+
+
+def load_recipe_file(path: Path) -> dict[str, Any]:
+    """Read the values of a TOML recipe.
+
+    Relative paths are taken from the recipe's own folder, so that a recipe works from anywhere.
+
+    Returns:
+        recipe fields by name; not checked yet, apart from their names.
+
+    Raises:
+        RecipeError: the file cannot be read, is not TOML, or has an unknown key.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"the recipe {path} cannot be read ({error.strerror}).", "give a TOML file.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"the recipe {path} is not valid TOML ({error}).", "correct that line.") from error
+    values = normalize_keys(data, where=f"recipe {path}")
+    for key in _PATH_KEYS:
+        if isinstance(values.get(key), str):
+            values[key] = _from_recipe_folder(key, values[key], path.parent)
+    return values
+
+
+def _from_recipe_folder(key: str, value: str, folder: Path) -> str:
+    expanded = Path(value).expanduser()
+    if expanded.is_absolute():
+        return str(expanded)
+    # "org/model" is a hub id unless there is such a folder beside the recipe.
+    looks_local = key == "output" or value.startswith(".") or value.endswith(".gguf") or value.count("/") > 1
+    return str(folder / expanded) if looks_local or (folder / expanded).exists() else value
+
+
+def normalize_keys(data: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Recipe fields by their own names; ``-`` and ``_`` are the same, and ``num_speculative_tokens`` is ``lookahead``.
+
+    Raises:
+        RecipeError: a key is unknown (the nearest is suggested) or given twice.
+    """
+    known = [field.name for field in fields(BuildRecipe)]
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        plain = key.replace("-", "_")
+        name = _ALIASES.get(plain, plain)
+        if name not in known:
+            near = suggest(plain, [*known, *_ALIASES])
+            hint = f"did you mean {near!r}?" if near else f"the keys are {', '.join(known)}."
+            raise RecipeError(f"{where} has an unknown key {key!r}.", hint)
+        if name in values:
+            raise RecipeError(f"{where} gives {name} twice.", f"keep one of {key!r} and {name!r}.")
+        values[name] = value
+    return values
+
+
+def make_recipe(flags: Mapping[str, Any], recipe_file: Path | None = None) -> BuildRecipe:
+    """A recipe from flags (None means not given) over an optional file.
+
+    Raises:
+        RecipeError: a key is unknown, or a value is missing, of the wrong type or out of its range.
+    """
+    values = load_recipe_file(recipe_file) if recipe_file is not None else {}
+    values.update({key: value for key, value in flags.items() if value is not None})
+    values.setdefault("target", "")
+    values.setdefault("output", "")
+    return BuildRecipe(**normalize_keys(values, where="the recipe"))
+
+
+def resolve_recipe(recipe: BuildRecipe, max_positions: Iterable[int | None]) -> BuildRecipe:
+    """The recipe with every ``"auto"`` replaced.
+
+    Args:
+        recipe: what was asked for.
+        max_positions: positions that each model of the bundle supports; None for a model without a limit.
+
+    Returns:
+        A recipe whose dtype and max_model_len are concrete: the smallest of the models' limits, at most 4096.
+
+    Raises:
+        RecipeError: max_model_len is larger than a model supports.
+    """
+    limits = [limit for limit in max_positions if limit is not None]
+    dtype = DTYPES_OF_BACKEND[recipe.backend][0] if recipe.dtype == "auto" else recipe.dtype
+    if recipe.max_model_len == "auto":
+        return replace(recipe, dtype=dtype, name=recipe.bundle_name, max_model_len=min([AUTO_MODEL_LEN, *limits]))
+    if limits and recipe.max_model_len > min(limits):
+        raise RecipeError(
+            f"max_model_len is {recipe.max_model_len}, but a model supports only {min(limits)} positions.",
+            f"give at most {min(limits)}, or auto.",
+        )
+    return replace(recipe, dtype=dtype, name=recipe.bundle_name)

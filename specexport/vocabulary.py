@@ -1,0 +1,78 @@
+"""Do target and draft mean the same by every token id? Compares ``tokenizer.json`` files.
+
+Needs neither torch nor the tokenizers library: the vocabulary is read from the JSON form.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from specexport_runtime.errors import CheckpointError, VocabularyMismatchError
+
+
+def read_vocabulary(tokenizer_json: bytes, *, where: str) -> dict[int, str]:
+    """Token text by id, added tokens included.
+
+    Args:
+        tokenizer_json: content of a ``tokenizer.json``.
+        where: name of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: the file is not a tokenizer of a known form.
+    """
+    try:
+        data: dict[str, Any] = json.loads(tokenizer_json)
+        vocab = data["model"]["vocab"]
+        if isinstance(vocab, Mapping):
+            tokens = {int(index): str(token) for token, index in vocab.items()}
+        else:  # Unigram: a list of [token, score], the position is the id
+            tokens = {index: str(piece[0]) for index, piece in enumerate(vocab)}
+        for added in data.get("added_tokens") or ():
+            tokens[int(added["id"])] = str(added["content"])
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(
+            f"the tokenizer.json of {where} cannot be read ({error!r}).", "save the tokenizer again in the fast format."
+        ) from error
+    return tokens
+
+
+def check_vocabularies(target: Mapping[int, str], draft: Mapping[int, str], *, num_shared_rows: int | None) -> None:
+    """Check that target and draft give the same token for each id.
+
+    Tokens at the end that only one of the two has are padding: they are never drafted, so they may differ.
+
+    Args:
+        target: token text by id.
+        draft: token text by id.
+        num_shared_rows: ids below this have a row in both LM heads; None if the heads are not known yet.
+
+    Raises:
+        VocabularyMismatchError: names the first id that differs and both tokens.
+    """
+    end = min(max(target, default=-1), max(draft, default=-1)) + 1
+    if num_shared_rows is not None:
+        end = min(end, num_shared_rows)
+    for index in range(end):
+        if target.get(index) != draft.get(index):
+            raise VocabularyMismatchError(
+                f"target and draft have different vocabularies: token id {index} is {_show(target.get(index))} in the "
+                f"target and {_show(draft.get(index))} in the draft.",
+                "use a draft with the target's tokenizer (of the same model family).",
+            )
+    if end == 0:
+        raise VocabularyMismatchError("target and draft share no token.", "use a draft with the target's tokenizer.")
+
+
+def _show(token: str | None) -> str:
+    return "unused" if token is None else repr(token)
+
+
+def draftable_size(vocabularies: list[Mapping[int, str]], head_rows: list[int]) -> int:
+    """Token ids that every model knows and every tokenizer can produce: only ids below it are drafted."""
+    return min([*head_rows, *(max(vocabulary, default=-1) + 1 for vocabulary in vocabularies)])
+
+
+def sha256_of(data: bytes) -> str:
+    """SHA-256 in hex."""
+    return hashlib.sha256(data).hexdigest()
