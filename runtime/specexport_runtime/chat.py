@@ -1,0 +1,121 @@
+"""Chat templates: messages to prompt text, as model authors write it (Jinja), in a sandbox."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from specexport_runtime.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+
+_TEMPLATE_HINT = "check the messages against the model's chat template, or pass a plain prompt."
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    special_tokens: Mapping[str, str],
+    add_generation_prompt: bool = True,
+) -> str:
+    """Render messages with a chat template.
+
+    Args:
+        template: Jinja source.
+        messages: each with a ``role`` and a ``content`` (or ``tool_calls``).
+        special_tokens: names to texts, for example ``{"bos_token": "<s>"}``; variables of the template.
+        add_generation_prompt: end with the header of the assistant's turn.
+
+    Returns:
+        the prompt. It usually holds the beginning-of-sequence token already: tokenize without adding one.
+
+    Raises:
+        InvalidRequestError: the messages are malformed, or the template is wrong or refuses them.
+    """
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    checked = _check_messages(messages)
+    try:
+        compiled = _compile(template)
+    except TemplateSyntaxError as error:
+        message = f"The chat template is not valid Jinja (line {error.lineno}): {error.message}."
+        raise InvalidRequestError(message, hint="fix chat_template.jinja of the bundle.") from error
+    variables = {**special_tokens, "messages": checked, "add_generation_prompt": add_generation_prompt}
+    try:
+        return compiled.render(tools=None, documents=None, **variables)
+    except TemplateError as error:
+        raise InvalidRequestError(f"The chat template refused: {error}.", hint=_TEMPLATE_HINT) from error
+    except Exception as error:  # a template is a program: wrong types in it fail with any exception
+        message = f"The chat template failed with {type(error).__name__}: {error}."
+        raise InvalidRequestError(message, hint=_TEMPLATE_HINT) from error
+
+
+def _check_messages(messages: object) -> list[dict[str, Any]]:
+    example = 'give a list such as [{"role": "user", "content": "Hello"}].'
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
+        raise InvalidRequestError(f"messages is {messages!r}, not a list of messages.", hint=example)
+    checked = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidRequestError(f"messages[{i}] is {message!r}, not a mapping.", hint=example)
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequestError(f"messages[{i}] has no role (a string).", hint=example)
+        content = message.get("content")
+        if not isinstance(content, (str, list)) and not message.get("tool_calls"):
+            raise InvalidRequestError(f"messages[{i}] has no content (a string or a list of parts).", hint=example)
+        checked.append(dict(message))
+    return checked
+
+
+@lru_cache(maxsize=8)
+def _compile(template: str) -> "Template":
+    return _environment().from_string(template)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> "Environment":
+    """The environment that published templates are written for."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationTag(Extension):
+        """``{% generation %}`` marks assistant text for training; here its body is rendered as it stands."""
+
+        tags = {"generation"}  # noqa: RUF012 - the type that Jinja declares
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without Jinja's HTML escaping: a prompt is not a web page."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _strftime_now(format_string: str) -> str:
+    return datetime.now().strftime(format_string)

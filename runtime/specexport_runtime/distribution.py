@@ -1,0 +1,79 @@
+"""Token distributions, dense or sparse, and drawing from them."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+
+_BLOCK = 512  # entries per block sum; a draw scans the block sums and then one block
+_SMALL = 4096  # below this one running sum is cheaper than two
+
+
+class Distribution(NamedTuple):
+    """A distribution over token ids: exactly the one that is drawn from and tested against.
+
+    Attributes:
+        token_ids: [n] int64, ascending ids of the support; None says dense: the id is the index.
+        probs: [n] float64, sums to 1.
+    """
+
+    token_ids: Int64Array | None
+    probs: Float64Array
+
+    def probability(self, token: int) -> float:
+        """Probability of one token; 0 when the distribution does not hold it."""
+        if self.token_ids is None:
+            return float(self.probs[token]) if 0 <= token < len(self.probs) else 0.0
+        index = int(self.token_ids.searchsorted(token))
+        if index == len(self.token_ids) or self.token_ids[index] != token:
+            return 0.0
+        return float(self.probs[index])
+
+
+def one_hot(token: int) -> Distribution:
+    """The distribution that always gives ``token``."""
+    return Distribution(np.array([token], dtype=np.int64), np.ones(1))
+
+
+def sample_token(distribution: Distribution, u: float) -> int:
+    """The token at ``u`` of the inverse cumulative distribution, ids ascending.
+
+    Args:
+        distribution: sums to 1 up to rounding.
+        u: uniform in [0, 1).
+
+    Returns:
+        a token id; never one of probability 0, for any ``u``.
+    """
+    probs = distribution.probs
+    index = _locate(probs, u) if len(probs) <= _SMALL else _locate_blocked(probs, u)
+    return index if distribution.token_ids is None else int(distribution.token_ids[index])
+
+
+def _locate(probs: Float64Array, u: float) -> int:
+    cumulative = probs.cumsum()
+    return _first_above(cumulative, u * cumulative[-1], probs)
+
+
+def _locate_blocked(probs: Float64Array, u: float) -> int:
+    blocks = np.add.reduceat(probs, np.arange(0, len(probs), _BLOCK))
+    cumulative = blocks.cumsum()
+    target = u * cumulative[-1]
+    block = _first_above(cumulative, target, blocks)
+    start = block * _BLOCK
+    inside = probs[start : start + _BLOCK]
+    before = cumulative[block - 1] if block else 0.0
+    return start + _first_above(inside.cumsum(), target - before, inside)
+
+
+def _first_above(cumulative: Float64Array, target: float, masses: Float64Array) -> int:
+    """First index whose running sum exceeds ``target``, so that an entry of mass 0 is never chosen.
+
+    Rounding can leave every running sum at or below the target; the last entry with mass is then the answer.
+    """
+    index = int(cumulative.searchsorted(target, side="right"))
+    return index if index < len(cumulative) and masses[index] > 0.0 else int(masses.nonzero()[0][-1])

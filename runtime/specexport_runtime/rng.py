@@ -1,0 +1,90 @@
+"""Counter-based random numbers: a pure function of (seed, position), whoever shares the batch."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from specexport_runtime.errors import InvalidRequestError
+
+_BLOCK = 64  # positions generated at once: one generator call costs as much as hundreds of its numbers
+_MAX_POSITION = 2**62
+_MASK64 = 2**64 - 1
+
+
+class Draws(NamedTuple):
+    """The three independent uniforms in [0, 1) of one (seed, position).
+
+    Attributes:
+        draft: draws the draft token.
+        accept: tests it.
+        resample: draws the token that the round ends with (residual or bonus).
+    """
+
+    draft: float
+    accept: float
+    resample: float
+
+
+def check_seed(seed: int) -> int:
+    """The seed as a plain int.
+
+    Raises:
+        InvalidRequestError: not an integer, or outside the signed 128-bit range (two seeds would share a stream).
+    """
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+        raise InvalidRequestError(f"seed is {seed!r}, which is not an integer.", hint="give an integer.")
+    if not -(2**127) <= seed < 2**127:
+        raise InvalidRequestError(f"seed is {seed}.", hint="give an integer in [-2**127, 2**127).")
+    return int(seed)
+
+
+class RandomStream:
+    """The random numbers of one request, addressed by position.
+
+    Philox4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): the seed is the key, the position
+    the counter, and three of the four 64-bit words of each counter are used.
+
+    A position that is drafted, discarded and drafted again sees the same numbers. This is exact because whether a
+    position is discarded depends on earlier positions only. It also binds the caller: how many tokens to draft next
+    must not be decided from drafted tokens that were discarded.
+
+    Args:
+        seed: signed 128-bit integer.
+
+    Raises:
+        InvalidRequestError: see ``check_seed``.
+    """
+
+    def __init__(self, seed: int) -> None:
+        key = check_seed(seed) % 2**128
+        self._key = np.array([key & _MASK64, key >> 64], dtype=np.uint64)
+        self._blocks: dict[int, list[Draws]] = {}
+
+    def draws(self, position: int) -> Draws:
+        """The uniforms of one position.
+
+        Args:
+            position: absolute position of the token in its sequence, from 0.
+
+        Raises:
+            ValueError: the position is negative or beyond 2**62.
+        """
+        index, offset = divmod(position, _BLOCK)
+        block = self._blocks.get(index)
+        if block is None:
+            block = self._generate(index)
+        return block[offset]
+
+    def _generate(self, index: int) -> list[Draws]:
+        first = index * _BLOCK
+        if not 0 <= first <= _MAX_POSITION:
+            raise ValueError(f"positions in [{first}, {first + _BLOCK}) are outside [0, 2**62]")
+        counter = np.array([first, 0, 0, 0], dtype=np.uint64)
+        words = np.random.Philox(key=self._key, counter=counter).random_raw(4 * _BLOCK).reshape(_BLOCK, 4)
+        # 53 bits, as numpy's own doubles: the largest value is 1 - 2**-53, never 1.
+        uniforms = ((words[:, :3] >> np.uint64(11)) * 2.0**-53).tolist()
+        block = [Draws(*row) for row in uniforms]
+        while len(self._blocks) > 1:  # the current block and the one before it: a round can straddle the border
+            del self._blocks[next(iter(self._blocks))]
+        self._blocks[index] = block
+        return block
