@@ -50,16 +50,32 @@ KV_LENS = TensorSpec("kv_lens", "int32", ("B", 1), "index", "committed cache ent
 CU_NEW_TOKENS = TensorSpec(
     "cu_new_tokens", "int32", ("B+1",), "index", "running sum of new-token counts: row b owns tokens [cu[b], cu[b+1])"
 )
-ROW_TOTALS = TensorSpec("row_totals", "int32", ("B", 1), "index", "kv_lens + Q: a row's end when padded to Q new tokens")
-PAD_INDEX = TensorSpec(
-    "pad_index", "int64", ("B", 1, "Q"), "index", "token of slot (b, j) of the attention tile; any valid token if j is padding"
+ROW_TOTALS = TensorSpec(
+    "row_totals", "int32", ("B", 1), "index", "kv_lens + Q: a row's end when padded to Q new tokens"
 )
-UNPAD_INDEX = TensorSpec("unpad_index", "int64", ("T",), "index", "slot b*Q + j of the attention tile that holds each token")
+PAD_INDEX = TensorSpec(
+    "pad_index",
+    "int64",
+    ("B", 1, "Q"),
+    "index",
+    "token of slot (b, j) of the attention tile; any token if j is padding",
+)
+UNPAD_INDEX = TensorSpec(
+    "unpad_index", "int64", ("T",), "index", "slot b*Q + j of the attention tile that holds each token"
+)
 K_CACHE = TensorSpec(
-    "k_cache.{i}", "model", ("B", 1, "H", "L", "D"), "cache", "keys of layer i, updated in place (output bound to input)"
+    "k_cache.{i}",
+    "model",
+    ("B", 1, "H", "L", "D"),
+    "cache",
+    "keys of layer i, updated in place (output bound to input)",
 )
 V_CACHE = TensorSpec(
-    "v_cache.{i}", "model", ("B", 1, "H", "L", "D"), "cache", "values of layer i, updated in place (output bound to input)"
+    "v_cache.{i}",
+    "model",
+    ("B", 1, "H", "L", "D"),
+    "cache",
+    "values of layer i, updated in place (output bound to input)",
 )
 LOGITS = TensorSpec("logits", "float32", ("R", "V"), "output", "raw logits of the selected rows")
 K_CACHE_OUT = TensorSpec("k_cache_out.{i}", "model", ("B", 1, "H", "L", "D"), "output", "same memory as k_cache.{i}")

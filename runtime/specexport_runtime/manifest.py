@@ -122,14 +122,14 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """JSON form, with ``manifest_sha256`` over everything else."""
-        data = asdict(self)
+        data: dict[str, Any] = asdict(self)
         data["models"] = {
             role: {**asdict(entry), "layers": [list(layer) for layer in entry.layers]}
             for role, entry in self.models.items()
         }
-        data = json.loads(json.dumps(data))
-        data["manifest_sha256"] = _digest(data)
-        return data
+        plain: dict[str, Any] = json.loads(json.dumps(data))
+        plain["manifest_sha256"] = _digest(plain)
+        return plain
 
     def write(self, folder: Path) -> None:
         """Write ``manifest.json`` into ``folder`` in one step (temporary file, then rename)."""
@@ -164,7 +164,7 @@ def load_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     if not folder.is_dir():
-        raise BundleError(f"there is no bundle folder at {folder}.", "give the folder that `specexport build -o` wrote.")
+        raise BundleError(f"there is no folder {folder}.", "give the bundle folder that `specexport build -o` wrote.")
     if not path.is_file():
         raise BundleError(f"{folder} has no {MANIFEST_NAME}, so it is not a bundle.", _REBUILD)
     try:

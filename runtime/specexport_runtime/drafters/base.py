@@ -4,8 +4,8 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from specexport_runtime.batch import Sequence
     from specexport_runtime.sampling import Distribution
+    from specexport_runtime.sequence import Sequence
 
 
 class Proposal(NamedTuple):
@@ -23,8 +23,10 @@ class Proposal(NamedTuple):
 class Drafter(Protocol):
     """A way to guess the next tokens of many sequences. Guesses change speed, never the output's distribution."""
 
-    engine_seconds: float
-    """Seconds spent inside engine execution since creation; 0 for drafters without an engine."""
+    @property
+    def engine_seconds(self) -> float:
+        """Seconds spent inside engine execution since creation; 0 for drafters without an engine."""
+        ...
 
     def propose(self, sequences: "Seq[Sequence]", lookaheads: Seq[int]) -> list[Proposal]:
         """Up to ``lookaheads[i]`` draft tokens for each sequence. 0 must return an empty proposal."""

@@ -1,0 +1,1 @@
+"""Executors: what runs engines. They know nothing of models, sequences or drafting."""

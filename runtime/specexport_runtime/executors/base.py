@@ -15,7 +15,8 @@ Float32Array = npt.NDArray[np.float32]
 class StepBuffers(NamedTuple):
     """Host arrays of one packed step, to be filled in place before ``execute`` (shapes: see ``abi``).
 
-    They belong to the executor and stay valid until the next ``prepare``.
+    They belong to the executor. The arrays of one shape keep their contents from step to step as long as ``prepare``
+    returns the same objects, so inputs that depend on the shape alone need not be filled again.
     """
 
     input_ids: Int64Array

@@ -1,0 +1,99 @@
+"""Opening a bundle folder: checks, tokenizer, chat template, executors by backend name."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from specexport_runtime.abi import kv_slack
+from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError
+from specexport_runtime.executors.base import Executor
+from specexport_runtime.manifest import Manifest, check_files, load_manifest
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOKENIZER_NAME = "tokenizer.json"
+CHAT_TEMPLATE_NAME = "chat_template.jinja"
+
+
+class Bundle(NamedTuple):
+    """A bundle that passed its checks.
+
+    Attributes:
+        folder: where it lies.
+        manifest: its metadata.
+        tokenizer: tokenizer of all its models.
+        chat_template: Jinja source; None if the checkpoint had none.
+        max_model_len: most tokens of one sequence, as asked for.
+        max_num_seqs: cache rows, as asked for.
+    """
+
+    folder: Path
+    manifest: Manifest
+    tokenizer: "Tokenizer"
+    chat_template: str | None
+    max_model_len: int
+    max_num_seqs: int
+
+    def make_executor(self, role: str, *, num_threads: int | None = None, spin: bool = True) -> Executor:
+        """Load the engine of one model (``"target"`` or ``"draft"``).
+
+        Raises:
+            IncompatibleError: the engine's backend is unknown to this runtime.
+        """
+        entry = self.manifest.models[role]
+        if entry.backend != "ort-cpu":
+            raise IncompatibleError(
+                f"{self.folder}: the {role} was built for backend {entry.backend!r}, which this runtime cannot run.",
+                "build it with --backend ort-cpu.",
+            )
+        from specexport_runtime.executors.ort import OrtExecutor
+
+        return OrtExecutor(
+            self.folder / entry.path,
+            entry,
+            num_rows=self.max_num_seqs,
+            kv_capacity=self.max_model_len + kv_slack(self.manifest.lookahead),
+            num_threads=num_threads,
+            spin=spin,
+        )
+
+
+def load_bundle(folder: Path, *, max_model_len: int | None = None, max_num_seqs: int = 8) -> Bundle:
+    """Open ``folder``, checking its versions and the hash of every file.
+
+    Args:
+        folder: bundle folder.
+        max_model_len: most tokens of one sequence; None takes the bundle's limit.
+        max_num_seqs: cache rows.
+
+    Raises:
+        BundleError: the folder is no bundle, or a file is missing or altered.
+        IncompatibleError: another schema or ABI.
+        InvalidRequestError: a limit is out of range.
+    """
+    from tokenizers import Tokenizer
+
+    manifest = load_manifest(folder)
+    if max_model_len is not None and not 2 <= max_model_len <= manifest.max_model_len:
+        raise InvalidRequestError(
+            f"max_model_len is {max_model_len}; this bundle allows 2 to {manifest.max_model_len}.",
+            "choose a number in that range, or build with a larger --max-model-len.",
+        )
+    if not 1 <= max_num_seqs <= 4096:
+        raise InvalidRequestError(f"max_num_seqs is {max_num_seqs}.", "choose a number from 1 to 4096.")
+    check_files(folder, manifest)
+    if "target" not in manifest.models:
+        raise BundleError(f"{folder}: the manifest names no target model.", "build it again.")
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_NAME))
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise BundleError(f"{folder / TOKENIZER_NAME} cannot be read: {error}", "build it again.") from error
+    template = folder / CHAT_TEMPLATE_NAME
+    return Bundle(
+        folder,
+        manifest,
+        tokenizer,
+        template.read_text(encoding="utf-8") if CHAT_TEMPLATE_NAME in manifest.files else None,
+        max_model_len or manifest.max_model_len,
+        max_num_seqs,
+    )

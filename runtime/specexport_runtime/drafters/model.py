@@ -1,0 +1,93 @@
+"""Drafting with a draft model (Chen et al. 2023): K tokens, one after another, from a smaller model."""
+
+from collections.abc import Sequence as Seq
+
+from specexport_runtime.batch import IDLE, ModelRunner, RowWork
+from specexport_runtime.drafters.base import Proposal
+from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.sampling import Distribution, sample_token
+from specexport_runtime.sequence import Sequence
+
+
+class ModelDrafter:
+    """Draft tokens from a second model with a KV cache of its own, row for row beside the target's.
+
+    Before drafting, the model is fed every committed token beyond its own ``kv_len``: one after a rejection, two after
+    a round that accepted everything, the whole prompt for a new sequence. Catching up needs no other case.
+
+    Args:
+        runner: the draft model.
+        vocab_size: ids that may be drafted; logits of padding rows beyond it are cut off.
+        max_backlog: a sequence with more tokens to catch up on is prefilled alone first, so that the packed step
+            stays narrow.
+    """
+
+    def __init__(self, runner: ModelRunner, *, vocab_size: int, max_backlog: int) -> None:
+        self.runner = runner
+        self.vocab_size = min(vocab_size, runner.executor.vocab_size)
+        self.max_backlog = max_backlog
+
+    @property
+    def engine_seconds(self) -> float:
+        """Seconds spent inside the draft engine since creation."""
+        return self.runner.executor.engine_seconds
+
+    def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
+        """Draft up to ``lookaheads[i]`` tokens for the sequence in row ``i``; see ``Drafter.propose``."""
+        proposals = [Proposal([], None if seq.sampler.is_greedy else []) for seq in sequences]
+        for depth in range(max(lookaheads, default=0)):
+            active = [row for row, limit in enumerate(lookaheads) if limit > depth]
+            first, last = active[0], active[-1]
+            work = [
+                RowWork(self._pending(sequences[row], proposals[row]), 1) if lookaheads[row] > depth else IDLE
+                for row in range(first, last + 1)
+            ]
+            logits = self.runner.step(first, work)
+            for row, item in enumerate(work, start=first):
+                self.runner.kv.commit(row, self.runner.kv.kv_len(row) + len(item.tokens))
+            self._draw(logits, [(sequences[row], proposals[row]) for row in active])
+        return proposals
+
+    def _pending(self, seq: Sequence, proposal: Proposal) -> list[int]:
+        """Tokens the draft model has not seen: the last draft token, or what it must catch up on."""
+        if proposal.tokens:
+            return proposal.tokens[-1:]
+        pending = self._known(seq.tokens[self.runner.kv.kv_len(seq.row) :])
+        if len(pending) > self.max_backlog:
+            self.runner.prefill(seq.row, pending[:-1])
+            pending = pending[-1:]
+        return pending
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """Ids the draft model can embed. The target may emit a padding id of its own; any stand-in is lossless."""
+        limit = self.runner.executor.vocab_size
+        return tokens if max(tokens) < limit else [token if token < limit else 0 for token in tokens]
+
+    def _draw(self, logits: Float32Array, active: Seq[tuple[Sequence, Proposal]]) -> None:
+        logits = logits[:, : self.vocab_size]
+        if all(seq.sampler.is_plain_greedy for seq, _ in active):
+            for (_, proposal), token in zip(active, logits.argmax(axis=1).tolist(), strict=True):
+                proposal.tokens.append(token)
+            return
+        for (seq, proposal), row in zip(active, logits, strict=True):
+            if proposal.distributions is None:
+                proposal.tokens.append(seq.sampler.greedy_token(row, proposal.tokens))
+                continue
+            distribution: Distribution = seq.sampler.distribution(row, proposal.tokens)
+            draws = seq.random.draws(seq.num_generated + len(proposal.tokens))
+            proposal.tokens.append(sample_token(distribution, draws.draft))
+            proposal.distributions.append(distribution)
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        """Keep the cache entries of accepted tokens; the token the target added has not been fed yet."""
+        for seq in sequences:
+            kv_len = self.runner.kv.kv_len(seq.row)
+            self.runner.kv.commit(seq.row, min(kv_len, len(seq.tokens) - 1))
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Move a sequence's draft cache to another row."""
+        self.runner.move_row(source, destination)
+
+    def release_row(self, row: int) -> None:
+        """Forget the sequence of ``row``."""
+        self.runner.release_row(row)

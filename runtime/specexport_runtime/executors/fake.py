@@ -1,0 +1,136 @@
+"""A deterministic tiny model in plain numpy, for tests of anything that drives an engine: ours and our users'.
+
+It is strict on purpose. Its logits are computed from the token ids found *in its cache*, so a wrong position, a stale
+entry or a lost rollback changes the output, and inputs that break the contract raise.
+"""
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport_runtime.abi import STEP_INPUTS, StepShape
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.base import Float32Array, StepBuffers
+
+_POISON = -1
+
+
+class FakeExecutor:
+    """An executor whose next-token logits are a fixed random function of the last ``context`` tokens.
+
+    Args:
+        vocab_size: V.
+        num_rows: cache rows.
+        kv_capacity: entries of each row.
+        context: how many of the last tokens decide the logits.
+        seed: two executors with one seed and ``noise`` 0 agree everywhere.
+        noise: standard deviation of a second random function added to the logits; a noisy copy of a target is a draft
+            that is right most of the time.
+        sharpness: standard deviation of the logits.
+        negate: turn the logits upside down: an adversarial draft that is always wrong under greedy decoding.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        num_rows: int,
+        kv_capacity: int,
+        *,
+        context: int = 6,
+        seed: int = 0,
+        noise: float = 0.0,
+        sharpness: float = 2.0,
+        negate: bool = False,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.num_rows = num_rows
+        self.kv_capacity = kv_capacity
+        self.engine_seconds = 0.0
+        self.calls: list[StepShape] = []
+        """Shape of every executed step."""
+        self._context, self._seed, self._noise = context, seed, noise
+        self._sharpness = -sharpness if negate else sharpness
+        self._cache = np.full((num_rows, kv_capacity), _POISON, np.int64)
+        self._memo: dict[tuple[int, ...], Float32Array] = {}
+        self._shape: StepShape | None = None
+        self._buffers: StepBuffers | None = None
+
+    def logits_after(self, tokens: npt.ArrayLike) -> Float32Array:
+        """Logits [V], float32, for the token that follows ``tokens``."""
+        key = tuple(int(token) for token in np.asarray(tokens)[-self._context :])
+        if key not in self._memo:
+            shifted = [token + 1 for token in key]
+            logits = np.random.default_rng([self._seed, *shifted]).normal(0, abs(self._sharpness), self.vocab_size)
+            noise = np.random.default_rng([self._seed, 7, *shifted]).normal(0, 1, self.vocab_size)
+            self._memo[key] = (np.sign(self._sharpness) * logits + self._noise * noise).astype(np.float32)
+        return self._memo[key]
+
+    def prepare(self, shape: StepShape) -> StepBuffers:
+        """Fresh arrays full of poison, so that every value must be filled."""
+        if min(shape.num_seqs, shape.num_tokens, shape.num_logit_rows) < 1:
+            raise SpecexportError(f"an empty step: {shape}.")
+        if shape.first_row + shape.num_seqs > self.num_rows:
+            raise SpecexportError(f"{shape} does not fit {self.num_rows} rows.")
+        self._shape = shape
+        self._buffers = StepBuffers(*(np.full(shape.shape_of(spec), -7, spec.dtype) for spec in STEP_INPUTS))
+        return self._buffers
+
+    def execute(self) -> Float32Array:
+        """Run the prepared step on the token cache; returns logits [R, V] float32.
+
+        Raises:
+            SpecexportError: an input breaks the contract.
+        """
+        start = time.perf_counter()
+        shape, buffers = self._shape, self._buffers
+        if shape is None or buffers is None:
+            raise SpecexportError("execute() was called before prepare().")
+        self.calls.append(shape)
+        after: dict[int, Float32Array] = {}
+        for offset in range(shape.num_seqs):
+            after.update(self._run_row(shape, buffers, offset))
+        self._shape = None
+        rows = [int(row) for row in buffers.logit_rows]
+        _require(all(row in after for row in rows), f"logit_rows {rows} are not rows of the step")
+        self.engine_seconds += time.perf_counter() - start
+        return np.stack([after[row] for row in rows])
+
+    def _run_row(self, shape: StepShape, buffers: StepBuffers, offset: int) -> dict[int, Float32Array]:
+        begin, end = (int(value) for value in buffers.cu_new_tokens[offset : offset + 2])
+        kv_len, count = int(buffers.kv_lens[offset, 0]), end - begin
+        cache = self._cache[shape.first_row + offset]
+        _require(0 <= begin <= end <= shape.num_tokens, "cu_new_tokens must not decrease")
+        _require(int(buffers.row_totals[offset, 0]) == kv_len + shape.max_new_tokens, "row_totals is kv_lens + Q")
+        _require(kv_len + shape.max_new_tokens <= self.kv_capacity, "the padded row must fit the cache")
+        _require(not (cache[:kv_len] == _POISON).any(), f"row {offset}: kv_len {kv_len} covers entries never written")
+        _require(
+            buffers.positions[begin:end].tolist() == list(range(kv_len, kv_len + count)),
+            f"positions of row {offset} continue at kv_len {kv_len}",
+        )
+        tile = buffers.pad_index[offset, 0]
+        _require(tile[:count].tolist() == list(range(begin, end)), "pad_index names the row's own tokens")
+        _require(bool(((tile >= 0) & (tile < shape.num_tokens)).all()), "pad_index names tokens of the step")
+        slots = (offset * shape.max_new_tokens + np.arange(count)).tolist()
+        _require(buffers.unpad_index[begin:end].tolist() == slots, "unpad_index is the inverse of pad_index")
+        tokens = buffers.input_ids[begin:end]
+        _require(bool(((tokens >= 0) & (tokens < self.vocab_size)).all()), "input_ids lie in the vocabulary")
+        # Real engines write the whole padded tile too.
+        cache[kv_len : kv_len + shape.max_new_tokens] = buffers.input_ids[tile]
+        return {begin + j: self.logits_after(cache[: kv_len + j + 1]) for j in range(count)}
+
+    def capture(self, shapes: list[StepShape]) -> None:
+        """Nothing to make faster."""
+
+    def move_row(self, source: int, destination: int, kv_len: int) -> None:
+        """Copy the first ``kv_len`` entries; the rest of the destination is poisoned."""
+        self._cache[destination] = _POISON
+        self._cache[destination, :kv_len] = self._cache[source, :kv_len]
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def _require(condition: bool, rule: str) -> None:
+    if not condition:
+        raise SpecexportError(f"the step breaks the contract: {rule}.")

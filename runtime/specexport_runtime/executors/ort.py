@@ -1,0 +1,182 @@
+"""ONNX Runtime executor: persistent bindings, a KV arena updated in place, rows bound by pointer.
+
+Imports onnxruntime when an executor is made, not before.
+"""
+
+import os
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport_runtime.abi import (
+    CACHE_INPUTS,
+    K_CACHE_OUT,
+    LOGITS,
+    STEP_INPUTS,
+    V_CACHE_OUT,
+    StepShape,
+)
+from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
+from specexport_runtime.executors.base import Float32Array, StepBuffers
+from specexport_runtime.manifest import ModelEntry
+
+MAX_BINDINGS = 256
+
+
+class _Binding(NamedTuple):
+    """Everything of one step shape that stays the same from step to step."""
+
+    io: Any
+    buffers: StepBuffers
+    logits: Float32Array
+
+
+def available_cores() -> int:
+    """CPU cores this process may really use: the affinity mask, cut by a cgroup v2 CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cores
+
+
+class OrtExecutor:
+    """Runs one engine with ONNX Runtime on the CPU.
+
+    A binding is kept for each step shape and refilled, because binding everything anew costs more than a small
+    model's step. The arena is one array per cache input; a step on rows [r, r+B) binds the address of row r, so no
+    cache entry is ever copied.
+
+    Args:
+        path: engine file of the bundle.
+        entry: its manifest entry.
+        num_rows: cache rows.
+        kv_capacity: entries of each row (L).
+        num_threads: compute threads; None takes the cores really available.
+        spin: let idle threads spin: faster on an idle machine, much slower on a busy one.
+
+    Raises:
+        MissingDependencyError: onnxruntime is not installed.
+        IncompatibleError: the engine's inputs do not match the contract.
+        BundleError: ONNX Runtime cannot load the engine.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        entry: ModelEntry,
+        *,
+        num_rows: int,
+        kv_capacity: int,
+        num_threads: int | None = None,
+        spin: bool = True,
+    ) -> None:
+        self.vocab_size = entry.vocab_size
+        self.num_rows = num_rows
+        self.kv_capacity = kv_capacity
+        self.engine_seconds = 0.0
+        self._session = _open_session(path, num_threads or available_cores(), spin)
+        self._check_contract(path, entry)
+        self._dtype = np.dtype(entry.dtype)
+        self._caches: dict[str, npt.NDArray[Any]] = {}
+        for i, layer in enumerate(entry.layers):
+            for spec, head_dim in zip(CACHE_INPUTS, (layer.k_dim, layer.v_dim), strict=True):
+                # Zeroed memory is not resident until a row is used.
+                shape = (num_rows, 1, layer.kv_heads, kv_capacity, head_dim)
+                self._caches[spec.name.format(i=i)] = np.zeros(shape, self._dtype)
+        self._bindings: OrderedDict[StepShape, _Binding] = OrderedDict()
+        self._logits: Float32Array = np.empty((0, self.vocab_size), np.float32)
+        self._current: _Binding | None = None
+
+    def _check_contract(self, path: Path, entry: ModelEntry) -> None:
+        caches = {spec.name.format(i=i) for i in range(len(entry.layers)) for spec in CACHE_INPUTS}
+        found = {value.name for value in self._session.get_inputs()}
+        if found != caches | set(entry.inputs):
+            odd = sorted(found ^ (caches | set(entry.inputs)))
+            raise IncompatibleError(f"{path}: inputs differ from the manifest's: {', '.join(odd)}.", "build it again.")
+
+    def prepare(self, shape: StepShape) -> StepBuffers:
+        """Bind ``shape`` (or find its binding) and return the arrays to fill. See ``Executor.prepare``."""
+        binding = self._bindings.get(shape)
+        if binding is None:
+            binding = self._bind(shape)
+        else:
+            self._bindings.move_to_end(shape)
+        self._current = binding
+        return binding.buffers
+
+    def execute(self) -> Float32Array:
+        """Run the prepared step; returns logits [R, V] float32, overwritten by the next call."""
+        binding = self._current
+        if binding is None:
+            raise SpecexportError("execute() was called before prepare().")
+        start = time.perf_counter()
+        self._session.run_with_iobinding(binding.io)
+        self.engine_seconds += time.perf_counter() - start
+        return binding.logits
+
+    def capture(self, shapes: list[StepShape]) -> None:
+        """Make the bindings of ``shapes`` ahead of time."""
+        for shape in shapes:
+            self.prepare(shape)
+
+    def move_row(self, source: int, destination: int, kv_len: int) -> None:
+        """Copy the first ``kv_len`` entries of a row to another, in every layer."""
+        for cache in self._caches.values():
+            cache[destination, :, :, :kv_len] = cache[source, :, :, :kv_len]
+
+    def close(self) -> None:
+        """Release the session and the arena."""
+        self._bindings.clear()
+        self._caches.clear()
+        self._current = None
+        self._session = None
+
+    def _bind(self, shape: StepShape) -> _Binding:
+        if shape.num_logit_rows > len(self._logits):
+            # All bindings share one logits array; a larger one makes the old addresses stale.
+            self._bindings.clear()
+            self._logits = np.empty((shape.num_logit_rows, self.vocab_size), np.float32)
+        while len(self._bindings) >= MAX_BINDINGS:
+            self._bindings.popitem(last=False)
+        io = self._session.io_binding()
+        arrays = {spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in STEP_INPUTS}
+        inputs = {value.name for value in self._session.get_inputs()}
+        for name, array in arrays.items():
+            if name in inputs:
+                io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        rows = slice(shape.first_row, shape.first_row + shape.num_seqs)
+        for name, cache in self._caches.items():
+            part = cache[rows]
+            io.bind_input(name, "cpu", 0, self._dtype.type, part.shape, part.ctypes.data)
+            out = K_CACHE_OUT if name.startswith("k_") else V_CACHE_OUT
+            out_name = out.name.format(i=name.rpartition(".")[2])
+            io.bind_output(out_name, "cpu", 0, self._dtype.type, part.shape, part.ctypes.data)
+        logits = self._logits[: shape.num_logit_rows]
+        io.bind_output(LOGITS.name, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        binding = _Binding(io, StepBuffers(**arrays), logits)
+        self._bindings[shape] = binding
+        return binding
+
+
+def _open_session(path: Path, num_threads: int, spin: bool) -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingDependencyError(
+            "onnxruntime is not installed, and this bundle's engines run on it.", "pip install 'specexport[cpu]'."
+        ) from error
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
+        raise BundleError(f"{path}: ONNX Runtime cannot load this engine: {error}", "build it again.") from error

@@ -1,0 +1,122 @@
+"""State of one sequence while it is decoded."""
+
+import time
+from collections.abc import Sequence as Seq
+from typing import Literal
+
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.sampling import RandomStream, Sampler, SamplingParams
+from specexport_runtime.stats import SequenceStats
+from specexport_runtime.text import TextStream
+
+NO_ROW = -1
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class Sequence:
+    """A prompt, the tokens generated for it, and when to stop.
+
+    Args:
+        index: the caller's number for this sequence.
+        prompt: prompt token ids, at least one.
+        params: sampling parameters.
+        vocab_size: rows of the target's LM head (V).
+        max_model_len: most tokens, prompt and generated, that a cache row can hold.
+        eos_token_ids: ids that end the text unless ``params.ignore_eos``.
+        text: detokenizer of this sequence; None if no text is wanted.
+        stream: keep the text of each token for :meth:`take_pieces`.
+        seed: seed of this sequence's random stream.
+
+    Attributes:
+        tokens: prompt and committed output.
+        row: cache row while it is running; ``NO_ROW`` before and after.
+        finish_reason: None while it may go on.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Seq[int],
+        params: SamplingParams,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Seq[int] = (),
+        text: TextStream | None = None,
+        stream: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.index = index
+        self.params = params
+        self.tokens = list(prompt)
+        self.num_prompt_tokens = len(prompt)
+        self.max_tokens = min(params.max_tokens, max_model_len - len(prompt))
+        self.sampler = Sampler(params, prompt, vocab_size)
+        self.random = RandomStream(seed)
+        self.text = text
+        self._pieces: list[str] | None = [] if stream else None
+        self.row = NO_ROW
+        self.finish_reason: FinishReason | None = None
+        self.stats = SequenceStats(num_prompt_tokens=len(prompt), start_time=time.perf_counter())
+        self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
+        if not prompt or self.max_tokens < 1:
+            raise SpecexportError("a sequence needs a prompt token and room for one generated token.")
+
+    @property
+    def num_generated(self) -> int:
+        """Committed output tokens."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def output(self) -> list[int]:
+        """Committed output token ids."""
+        return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def room_for_drafts(self) -> int:
+        """Most draft tokens worth testing: a round always adds one token of the target's own."""
+        return self.max_tokens - self.num_generated - 1
+
+    def finish_text(self) -> str:
+        """The whole text, cut at a stop string; empty if no detokenizer was given."""
+        if self.text is None:
+            return ""
+        self.text.finish()
+        return self.text.text
+
+    def take_pieces(self, count: int) -> list[str]:
+        """Text that became safe to show with each of the next ``count`` tokens; needs ``stream``."""
+        if self._pieces is None:
+            raise SpecexportError("this sequence was made without stream=True.")
+        pieces, self._pieces = self._pieces[:count], self._pieces[count:]
+        return pieces
+
+    def commit(self, new_tokens: Seq[int]) -> int:
+        """Append one round's tokens up to the first that ends the text.
+
+        Args:
+            new_tokens: accepted draft tokens and the target's own token, in order.
+
+        Returns:
+            how many of them were taken; less than all only if the sequence finished.
+        """
+        taken = 0
+        for token in new_tokens:
+            taken += 1
+            self.tokens.append(token)
+            # The text sees an ending token too, so that `skip_special_tokens=False` shows it.
+            if (self.text is not None and self.text.append(token)) or token in self._stop_ids:
+                self.finish_reason = "stop"
+            elif self.num_generated >= self.max_tokens:
+                self.finish_reason = "length"
+            if self._pieces is not None and self.text is not None:
+                self._pieces.append(self.text.take() if self.finish_reason is None else self.text.finish())
+            if self.finish_reason is not None:
+                break
+        self.sampler.append(new_tokens[:taken])
+        now = time.perf_counter()
+        if self.stats.first_token_time is None:
+            self.stats.first_token_time = now
+        if self.finish_reason is not None:
+            self.stats.end_time = now
+        return taken

@@ -1,0 +1,105 @@
+"""What a generation did, in vLLM's metric definitions.
+
+=======================  =====================================================================
+``rounds``               target forward passes that gave this sequence tokens (prefill's last one too)
+``drafted``              draft tokens that the target tested
+``accepted``             draft tokens that were accepted and emitted
+``acceptance_rate``      accepted / drafted
+``mean_accepted_length`` 1 + accepted / rounds that had a draft: the mean tokens of a speculative round
+=======================  =====================================================================
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class SequenceStats:
+    """Counters of one sequence. Times are seconds on a monotonic clock."""
+
+    rounds: int = 0
+    draft_rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    accepted_histogram: dict[int, int] = field(default_factory=dict)
+    """Speculative rounds by number of accepted draft tokens."""
+    start_time: float = 0.0
+    first_token_time: float | None = None
+    end_time: float | None = None
+
+    def record_round(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Count one verify round.
+
+        Args:
+            drafted: draft tokens tested.
+            accepted: of these, accepted and emitted.
+            emitted: tokens added to the output.
+        """
+        self.rounds += 1
+        self.num_generated_tokens += emitted
+        if drafted:
+            self.draft_rounds += 1
+            self.drafted += drafted
+            self.accepted += accepted
+            self.accepted_histogram[accepted] = self.accepted_histogram.get(accepted, 0) + 1
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted share of the drafted tokens; None if nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Mean tokens a speculative round, its correction or bonus token included; None if nothing was drafted."""
+        return 1 + self.accepted / self.draft_rounds if self.draft_rounds else None
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        """Seconds from the sequence's start (prefill) to its first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.start_time
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Generated tokens over the wall time from start (prefill included) to end."""
+        if self.end_time is None or self.end_time <= self.start_time:
+            return None
+        return self.num_generated_tokens / (self.end_time - self.start_time)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form; numbers are not rounded."""
+        return {
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_generated_tokens": self.num_generated_tokens,
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "mean_accepted_length": self.mean_accepted_length,
+            "accepted_histogram": {str(count): n for count, n in sorted(self.accepted_histogram.items())},
+            "tokens_per_second": self.tokens_per_second,
+            "time_to_first_token_s": self.time_to_first_token_s,
+        }
+
+
+@dataclass
+class PhaseTimes:
+    """Seconds a decoder spent, by phase.
+
+    Attributes:
+        prefill: target prefill.
+        draft: proposing (draft engine and draft sampling).
+        verify: packing, target execution.
+        accept: logits processing, acceptance, commit.
+        engine: inside engine execution, target and draft together.
+        total: whole decoding steps; total - engine is the runtime's own time.
+    """
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    accept: float = 0.0
+    engine: float = 0.0
+    total: float = 0.0
+    rounds: int = 0

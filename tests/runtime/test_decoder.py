@@ -1,0 +1,201 @@
+"""The whole loop on fake executors: greedy speculation equals plain greedy decoding, whatever the draft."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
+
+from specexport_runtime.errors import CheckFailedError, SpecexportError
+from specexport_runtime.sampling import SamplingParams
+
+PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]
+
+
+@pytest.mark.parametrize("lookahead", range(1, 9))
+@pytest.mark.parametrize("kind", ["same", "good", "random", "adversarial"])
+def test_greedy_output_equals_plain_greedy(kind, lookahead):
+    target = make_target()
+    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=5 + 7 * i)) for i, prompt in enumerate(PROMPTS)]
+    run(make_decoder(target, make_draft(kind), lookahead), sequences)
+    for seq, prompt in zip(sequences, PROMPTS, strict=True):
+        assert seq.output == greedy_reference(target, prompt, seq.params.max_tokens)
+        assert seq.finish_reason == "length"
+
+
+def test_drafts_are_as_good_as_their_names():
+    rates = {}
+    for kind in ("same", "good", "random", "adversarial"):
+        sequences = [make_sequence(i, p, SamplingParams(max_tokens=40)) for i, p in enumerate(PROMPTS)]
+        run(make_decoder(make_target(), make_draft(kind), 4), sequences)
+        rates[kind] = sum(s.stats.accepted for s in sequences) / sum(s.stats.drafted for s in sequences)
+    assert rates["same"] == 1.0
+    assert 0.3 < rates["good"] < 1.0
+    assert rates["random"] < 0.3
+    assert rates["adversarial"] == 0.0
+
+
+def test_every_round_adds_one_token_of_the_targets_own():
+    sequences = [make_sequence(i, p, SamplingParams(max_tokens=30)) for i, p in enumerate(PROMPTS)]
+    events = run(make_decoder(make_target(), make_draft("good"), 4), sequences)
+    for seq in sequences:
+        assert seq.stats.num_generated_tokens == seq.num_generated == 30
+        assert seq.stats.num_generated_tokens == seq.stats.rounds + seq.stats.accepted
+        assert sum(seq.stats.accepted_histogram.values()) == seq.stats.draft_rounds
+        mine = [event for event in events if event.sequence is seq]
+        assert [t for event in mine for t in event.tokens] == seq.output
+        assert sum(event.accepted for event in mine) == seq.stats.accepted
+
+
+def test_sequences_of_one_batch_accept_different_numbers():
+    sequences = [make_sequence(i, p, SamplingParams(max_tokens=30)) for i, p in enumerate(PROMPTS[:4])]
+    decoder = make_decoder(make_target(), make_draft("good"), 4)
+    for seq in sequences:
+        decoder.add(seq)
+    decoder.step()
+    ragged = False
+    while decoder.has_work:
+        ragged |= len({event.accepted for event in decoder.step()}) > 1
+    assert ragged
+
+
+def test_plain_decoding_is_one_token_a_round():
+    target = make_target()
+    seq = make_sequence(0, [1, 2], SamplingParams(max_tokens=12))
+    run(make_decoder(target, None, 0), [seq])
+    assert seq.output == greedy_reference(target, [1, 2], 12)
+    assert seq.stats.rounds == 12
+    assert [shape.num_tokens for shape in target.calls] == [2] + [1] * 11
+    assert seq.stats.acceptance_rate is None
+
+
+def test_long_prompts_are_prefilled_in_chunks():
+    target, draft = make_target(), make_draft("good")
+    prompt = [(7 * i) % VOCAB for i in range(31)]
+    seq = make_sequence(0, prompt, SamplingParams(max_tokens=20))
+    run(make_decoder(target, draft, 3, max_chunk=8), [seq])
+    assert seq.output == greedy_reference(target, prompt, 20)
+    assert [shape.num_tokens for shape in target.calls[:4]] == [8, 8, 8, 7]
+
+
+def test_a_sequence_stops_at_its_first_end_token_even_inside_an_accepted_draft():
+    target = make_target()
+    expected = greedy_reference(target, [3], 30)
+    eos = expected[7]
+    seq = make_sequence(0, [3], SamplingParams(max_tokens=30), eos_token_ids=[eos])
+    run(make_decoder(target, make_draft("same"), 5), [seq])
+    assert seq.output == expected[: expected.index(eos) + 1]
+    assert seq.finish_reason == "stop"
+
+
+def test_ignore_eos_and_stop_token_ids():
+    target = make_target()
+    expected = greedy_reference(target, [3], 30)
+    ignored = make_sequence(0, [3], SamplingParams(max_tokens=30, ignore_eos=True), eos_token_ids=[expected[2]])
+    stopped = make_sequence(1, [3], SamplingParams(max_tokens=30, stop_token_ids=(expected[4],)))
+    run(make_decoder(target, make_draft("good"), 3), [ignored, stopped])
+    assert ignored.output == expected
+    assert stopped.output == expected[: expected.index(expected[4]) + 1]
+
+
+def test_output_never_passes_the_model_length():
+    target = make_target()
+    prompt = [1] * (MAX_MODEL_LEN - 3)
+    seq = make_sequence(0, prompt, SamplingParams(max_tokens=50))
+    run(make_decoder(target, make_draft("same"), 8), [seq])
+    assert seq.output == greedy_reference(target, prompt, 3)
+    assert seq.finish_reason == "length"
+
+
+def test_results_do_not_depend_on_who_shares_the_batch():
+    params = SamplingParams(max_tokens=25, temperature=0.9, top_k=9)
+    alone = make_sequence(0, [5, 6], params, seed=11)
+    run(make_decoder(make_target(), make_draft("good"), 4), [alone])
+    crowd = [make_sequence(i, p, params, seed=i) for i, p in enumerate(PROMPTS)]
+    shared = make_sequence(9, [5, 6], params, seed=11)
+    run(make_decoder(make_target(3), make_draft("good", 3), 4), [*crowd[:3], shared, *crowd[3:]])
+    assert shared.output == alone.output
+    assert len({tuple(seq.output) for seq in crowd}) == len(crowd)
+
+
+def test_greedy_with_penalties_equals_plain_decoding_with_penalties():
+    params = SamplingParams(max_tokens=30, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={3: 1.5})
+    outputs = []
+    for kind, lookahead in ((None, 0), ("good", 4), ("adversarial", 2)):
+        seq = make_sequence(0, [4, 4, 1], params)
+        run(make_decoder(make_target(), make_draft(kind) if kind else None, lookahead), [seq])
+        outputs.append(seq.output)
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert outputs[0] != greedy_reference(make_target(), [4, 4, 1], 30)
+
+
+def test_padding_ids_of_the_larger_vocabulary_are_never_drafted():
+    target = make_target()
+    draft = make_draft("random")
+    decoder = make_decoder(target, draft, 4)
+    decoder.drafter.vocab_size = 9
+    seq = make_sequence(0, [3], SamplingParams(max_tokens=40))
+    decoder.add(seq)
+    while decoder.has_work:
+        decoder.step()
+    fed = {int(t) for t in draft._cache[0] if t >= 0}
+    assert fed & set(range(9))
+    assert seq.output == greedy_reference(target, [3], 40)
+    assert max(seq.output) >= 9  # the target itself is not restricted
+
+
+def test_a_draft_with_a_smaller_embedding_gets_only_ids_it_knows():
+    from specexport_runtime.executors.fake import FakeExecutor
+
+    target = make_target()
+    small = FakeExecutor(9, 4, 80, seed=5)
+    seq = make_sequence(0, [3, 16], SamplingParams(max_tokens=40))
+    run(make_decoder(target, small, 4), [seq])
+    assert seq.output == greedy_reference(target, [3, 16], 40)
+
+
+def test_nan_logits_are_an_error_not_a_token():
+    target = make_target()
+    target.logits_after([1])[3] = float("nan")
+    with pytest.raises(CheckFailedError, match="NaN"):
+        run(make_decoder(target, None, 0), [make_sequence(0, [1], SamplingParams(max_tokens=3))])
+
+
+def test_cancel_frees_every_row():
+    decoder = make_decoder(make_target(2), make_draft("good", 2), 4)
+    sequences = [make_sequence(i, p, SamplingParams(max_tokens=40)) for i, p in enumerate(PROMPTS)]
+    for seq in sequences:
+        decoder.add(seq)
+    decoder.step()
+    decoder.cancel()
+    decoder.check()
+    assert not decoder.has_work
+    assert {seq.finish_reason for seq in sequences} == {"cancelled"}
+    assert all(decoder.drafter.runner.kv.kv_len(row) == 0 for row in range(2))
+
+
+def test_the_fake_executor_notices_a_lost_rollback():
+    decoder = make_decoder(make_target(), make_draft("adversarial"), 4)
+    commit = decoder.target.kv.commit
+    decoder.target.kv.commit = lambda row, kv_len: commit(row, decoder.target.kv._written[row])
+    with pytest.raises(SpecexportError):
+        run(decoder, [make_sequence(0, [3], SamplingParams(max_tokens=20))])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), min_size=1, max_size=7),
+    lookahead=st.integers(1, 8),
+    rows=st.integers(1, 4),
+    chunk=st.integers(1, 9),
+    kind=st.sampled_from(["same", "good", "random", "adversarial"]),
+    data=st.data(),
+)
+def test_any_mix_of_sequences_decodes_as_if_alone(prompts, lookahead, rows, chunk, kind, data):
+    counts = [data.draw(st.integers(1, 25)) for _ in prompts]
+    target = make_target(rows)
+    sequences = [
+        make_sequence(i, p, SamplingParams(max_tokens=n)) for i, (p, n) in enumerate(zip(prompts, counts, strict=True))
+    ]
+    run(make_decoder(target, make_draft(kind, rows), lookahead, max_chunk=chunk), sequences)
+    for seq, prompt, count in zip(sequences, prompts, counts, strict=True):
+        assert seq.output == greedy_reference(target, prompt, count)
