@@ -66,12 +66,13 @@ def _is_alive(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
+def new_folder(path: Path, *, replace: bool = False, sync: bool = True) -> Iterator[Path]:
     """A temporary folder that becomes ``path`` when the block ends, and vanishes when it raises.
 
     Args:
         path: where the folder will be.
         replace: ``path`` may exist: it is renamed away, and deleted once the new folder is in place.
+        sync: flush the files to the disk before they get their final name.
 
     Yields:
         the empty temporary folder to fill.
@@ -88,7 +89,8 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         raise _refused(error, path) from error
     try:
         yield temporary
-        sync_tree(temporary)
+        if sync:
+            sync_tree(temporary)
         _put_in_place(temporary, path, replace=replace)
     except OSError as error:
         if error.errno not in _DISK_FULL:

@@ -1,0 +1,68 @@
+"""The command line. Lists every command without importing any of them: ``specexport --help`` must be quick."""
+
+import importlib
+import importlib.util
+from typing import NamedTuple
+
+import click
+
+from specexport_runtime.cli_errors import SuggestingGroup
+
+
+class _Mount(NamedTuple):
+    """Where a command lives.
+
+    Attributes:
+        module: module to import when the command is used.
+        attribute: a click command in it, or a group that has the command.
+        help: one line for the list of commands.
+    """
+
+    module: str
+    attribute: str
+    help: str
+
+
+COMMANDS = {
+    "build": _Mount("specexport.build_command", "build", "Build a bundle from a target and a draft checkpoint."),
+    "verify": _Mount("specexport.verify.cli", "verify", "Prove that a bundle decodes losslessly."),
+    "inspect": _Mount("specexport.inspect", "inspect", "Show what is in a bundle."),
+    "generate": _Mount("specexport_runtime.cli", "runtime_cli", "Generate text from a bundle."),
+    "doctor": _Mount("specexport.doctor", "doctor", "Show what this machine can run, and why not."),
+}
+
+
+class LazyGroup(SuggestingGroup):
+    """A group whose commands are imported when they are used; a part that is not installed hides its commands only."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # click's signature
+        """Names of the commands that are installed, in the order of the table."""
+        return [name for name, mount in COMMANDS.items() if _is_installed(mount.module)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command."""
+        mount = COMMANDS.get(cmd_name)
+        if mount is None or not _is_installed(mount.module):
+            return None
+        command = getattr(importlib.import_module(mount.module), mount.attribute)
+        if isinstance(command, click.Group):
+            return command.get_command(ctx, cmd_name)
+        return command if isinstance(command, click.Command) else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands from the table, without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name].help) for name in self.list_commands(ctx)])
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the module's package is missing
+        return False
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="specexport")
+def main() -> None:
+    """Compile a target and a draft model into a bundle, and decode from it losslessly."""

@@ -1,0 +1,91 @@
+"""The build's own proof: a new engine's logits against eager transformers, on a prefill and a ragged verify step.
+
+``specexport verify`` proves much more; this one is quick enough to run in every build and catches a wrong trace,
+pass or lowering before a bundle exists.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.executors.base import Float32Array, Int64Array
+from specexport_runtime.manifest import ModelEntry
+
+TOLERANCE = 1e-4
+"""Largest difference of a logit, for logits of magnitude up to 1; it grows in proportion beyond (float32 rounding)."""
+
+PREFILL_LENS = (6, 3)
+VERIFY_LENS = (3, 5)
+"""Tokens of the two sequences in each step: unequal in both, so that rows, padding and positions are told apart."""
+
+
+def check_sequences(vocab_size: int) -> list[Int64Array]:
+    """The two token sequences of the check: fixed, spread over the whole vocabulary.
+
+    Args:
+        vocab_size: V.
+    """
+    generator = np.random.default_rng(20)
+    lengths = [prefill + verify for prefill, verify in zip(PREFILL_LENS, VERIFY_LENS, strict=True)]
+    return [generator.integers(0, vocab_size, length, dtype=np.int64) for length in lengths]
+
+
+def check_engine(
+    folder: Path, entry: ModelEntry, sequences: Sequence[Int64Array], references: Sequence[Float32Array]
+) -> float:
+    """Run the engine on ``sequences`` and compare every logit.
+
+    Args:
+        folder: the model's folder.
+        entry: its manifest entry.
+        sequences: tokens of each sequence, as from :func:`check_sequences`.
+        references: eager logits [len, V] of each sequence.
+
+    Returns:
+        the largest absolute difference.
+
+    Raises:
+        CheckFailedError: it is beyond the tolerance; names the sequence and the position.
+    """
+    worst = 0.0
+    outputs = _run(folder, entry, sequences)
+    for index, (output, reference) in enumerate(zip(outputs, references, strict=True)):
+        # A position that is not a number must fail: compare with "not <=".
+        errors = np.abs(output - reference).max(axis=-1)
+        limit = TOLERANCE * max(1.0, float(np.abs(reference).max()))
+        bad = np.flatnonzero(~(errors <= limit))
+        if bad.size:
+            raise CheckFailedError(
+                f"the {entry.architecture} engine differs from eager transformers by {errors[bad[0]]:.3g} (at most "
+                f"{limit:.3g} is allowed) at position {bad[0]} of check sequence {index}.",
+                "report this model; `--dump-passes DIR` shows each stage. The bundle was not written.",
+            )
+        worst = max(worst, float(errors.max()))
+    return worst
+
+
+def _run(folder: Path, entry: ModelEntry, sequences: Sequence[Int64Array]) -> list[Float32Array]:
+    from specexport_runtime.batch import ModelRunner, RowWork
+    from specexport_runtime.executors.ort import OrtExecutor
+
+    capacity = max(len(sequence) for sequence in sequences) + max(VERIFY_LENS)
+    executor = OrtExecutor(folder / entry.path, entry, num_rows=len(sequences), kv_capacity=capacity, spin=False)
+    try:
+        runner = ModelRunner(executor)
+        parts: list[list[Float32Array]] = [[] for _ in sequences]
+        for counts in (PREFILL_LENS, VERIFY_LENS):
+            starts = [runner.kv.kv_len(row) for row in range(len(sequences))]
+            work = [
+                RowWork(sequence[start : start + count].tolist(), count)
+                for sequence, start, count in zip(sequences, starts, counts, strict=True)
+            ]
+            logits = runner.step(0, work).copy()
+            for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+                runner.kv.commit(row, start + count)
+            for part, piece in zip(parts, np.split(logits, np.cumsum(counts)[:-1]), strict=True):
+                part.append(piece)
+    finally:
+        executor.close()
+    return [np.concatenate(part) for part in parts]

@@ -1,0 +1,112 @@
+"""``specexport inspect``: what a bundle says about itself. Reads the manifest; needs no onnx and no onnxruntime."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specexport_runtime.abi import CACHE_INPUTS, OUTPUTS, STEP_INPUTS, LayerGeometry, TensorSpec, kv_slack
+from specexport_runtime.manifest import Manifest, ModelEntry, check_files, load_manifest
+
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--check-files", "whole", is_flag=True, help="Also check the hash of every file.")
+def inspect(bundle: Path, *, as_json: bool, whole: bool) -> None:
+    """Show what is in BUNDLE: models, shapes, sizes, what the passes did, tool versions, the last verification."""
+    manifest = load_manifest(bundle)
+    if whole:
+        check_files(bundle, manifest)
+    if as_json:
+        click.echo(json.dumps(describe_json(manifest)))
+    else:
+        click.echo("\n".join(describe(manifest, files_checked=whole)))
+
+
+def describe_json(manifest: Manifest) -> dict[str, Any]:
+    """The manifest as plain values, with what can be computed from it: the contract and the sizes in bytes."""
+    data = manifest.to_json()
+    data["total_bytes"] = sum(entry.size for entry in manifest.files.values())
+    for role, entry in manifest.models.items():
+        data["models"][role]["contract"] = [spec._asdict() for spec in contract_of(entry)]
+        data["models"][role]["engine_bytes"] = _engine_bytes(manifest, role)
+        data["models"][role]["kv_bytes_per_token"] = kv_bytes_per_token(entry)
+    return data
+
+
+def contract_of(entry: ModelEntry) -> list[TensorSpec]:
+    """Rows of the graph contract that a model's engine has; ``{i}`` stands for each layer."""
+    return [*(spec for spec in STEP_INPUTS if spec.name in entry.inputs), *CACHE_INPUTS, *OUTPUTS]
+
+
+def kv_bytes_per_token(entry: ModelEntry) -> int:
+    """Bytes of KV cache that one token takes, over all layers."""
+    values = sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in entry.layers)
+    return values * _ITEM_BYTES.get(entry.dtype, 4)
+
+
+def _engine_bytes(manifest: Manifest, role: str) -> int:
+    return sum(entry.size for name, entry in manifest.files.items() if name.startswith(f"{role}/"))
+
+
+def describe(manifest: Manifest, *, files_checked: bool = False) -> Iterator[str]:
+    """The bundle in lines for a reader."""
+    total = sum(entry.size for entry in manifest.files.values())
+    state = ", every hash checked" if files_checked else ""
+    yield f"{manifest.name}: {len(manifest.files)} files, {_size(total)}{state}"
+    yield f"  schema {manifest.schema_version}, ABI {manifest.abi_version}, build {manifest.build_key[:16]}"
+    slack = kv_slack(manifest.lookahead)
+    yield f"  lookahead K up to {manifest.lookahead}, max_model_len {manifest.max_model_len} (+{slack} cache slack)"
+    vocabulary = manifest.vocabulary
+    ends = ", ".join(map(str, vocabulary.eos_token_ids)) or "none"
+    yield f"  vocabulary: {vocabulary.size} draftable ids, bos {vocabulary.bos_token_id}, eos {ends}"
+    for role, entry in manifest.models.items():
+        yield from _describe_model(manifest, role, entry)
+    yield "files"
+    for name, file in manifest.files.items():
+        yield f"  {name:<28} {_size(file.size):>10}  sha256 {file.sha256[:16]}"
+    yield "recipe: " + ", ".join(f"{key}={value}" for key, value in sorted(manifest.recipe.items()))
+    yield "tools: " + ", ".join(f"{name} {version}" for name, version in sorted(manifest.tools.items()))
+    yield from _describe_verify(manifest)
+
+
+def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterator[str]:
+    yield f"{role}: {entry.architecture} from {entry.source} (sha256 {entry.source_sha256[:16]})"
+    yield (
+        f"  {entry.num_parameters / 1e6:.1f} M parameters, {entry.dtype}, backend {entry.backend}, "
+        f"{entry.path}, {_size(_engine_bytes(manifest, role))}"
+    )
+    limit = "no limit" if entry.max_positions is None else str(entry.max_positions)
+    yield f"  {len(entry.layers)} attention layers ({_layers(entry.layers)}), V {entry.vocab_size}, positions: {limit}"
+    yield f"  KV cache: {kv_bytes_per_token(entry)} bytes a token"
+    yield "  graph: " + ", ".join(
+        f"{spec.name}[{','.join(map(str, spec.shape))}] {entry.dtype if spec.dtype == 'model' else spec.dtype}"
+        for spec in contract_of(entry)
+    )
+    if entry.passes:
+        yield "  passes: " + ", ".join(f"{name} {count}" for name, count in entry.passes)
+
+
+def _layers(layers: tuple[LayerGeometry, ...]) -> str:
+    kinds: dict[LayerGeometry, int] = {}
+    for layer in layers:
+        kinds[layer] = kinds.get(layer, 0) + 1
+    return "; ".join(
+        f"{count}x {layer.kv_heads} KV heads, key {layer.k_dim}, value {layer.v_dim}" for layer, count in kinds.items()
+    )
+
+
+def _describe_verify(manifest: Manifest) -> Iterator[str]:
+    if manifest.verify is None:
+        yield "verify: not verified yet; run `specexport verify`"
+        return
+    yield "verify: " + ", ".join(f"{key}={value}" for key, value in manifest.verify.items())
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 10**6 else f"{count / 1e3:.1f} kB"

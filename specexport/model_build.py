@@ -1,0 +1,158 @@
+"""One model through the stages: load, reference, trace, passes, lower, build, check."""
+
+import gc
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specexport.atomic import require_space
+from specexport.built import BuiltModel
+from specexport.engine_check import check_engine, check_sequences
+from specexport.progress import StageClock
+from specexport.recipe import BuildRecipe, resolve_recipe
+from specexport_runtime.abi import STEP_INPUTS
+from specexport_runtime.errors import MissingDependencyError
+from specexport_runtime.executors.base import Float32Array, Int64Array
+from specexport_runtime.manifest import ModelEntry, hash_files
+
+STAGES = ("load", "reference", "trace", "passes", "lower", "build", "check")
+
+_NEEDED = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "safetensors", "onnxruntime")
+_BYTES_PER_PARAMETER = 4  # float32, the one dtype of this release
+_SPACE_MARGIN = 1.05  # graph, tokenizer and alignment beside the weights
+
+
+class _Reference(NamedTuple):
+    """Token sequences and the eager logits for them: all that is kept of the torch model for the check."""
+
+    sequences: Sequence[Int64Array]
+    logits: Sequence[Float32Array]
+
+
+def build_model(
+    recipe: BuildRecipe,
+    source: str,
+    *,
+    role: str,
+    revision: str | None,
+    source_sha256: str,
+    folder: Path,
+    clock: StageClock,
+    dump_dir: Path | None,
+) -> BuiltModel:
+    """Build one engine.
+
+    Args:
+        recipe: the recipe, ``"auto"`` allowed.
+        source: checkpoint: a folder, a ``.gguf`` file or a hub id.
+        role: ``"target"`` or ``"draft"``, for reports.
+        revision: hub revision.
+        source_sha256: hash over the checkpoint's files.
+        folder: where the engine files go; created.
+        clock: times the stages.
+        dump_dir: where to write the graph after each pass, if anywhere.
+
+    Returns:
+        the engine and what a bundle must know of its checkpoint.
+
+    Raises:
+        MissingDependencyError: the export extra is not installed.
+        CheckpointError, UnsupportedModelError, RecipeError: the checkpoint cannot be used, or not with this recipe.
+        CheckFailedError: the engine's logits differ from eager transformers.
+    """
+    require_export_stack()
+    from specexport.frontend import load_checkpoint
+
+    dtype = resolve_recipe(recipe, []).dtype
+    with clock.stage("load", role, source_name(source)):
+        checkpoint = load_checkpoint(source, dtype=dtype, revision=revision, trust_remote_code=recipe.trust_remote_code)
+        resolve_recipe(recipe, [checkpoint.max_positions])  # refuse a length the model cannot have, before the work
+        require_space(folder, int(checkpoint.num_parameters * _BYTES_PER_PARAMETER * _SPACE_MARGIN))
+    with clock.stage("reference", role):
+        reference = _eager_reference(checkpoint) if recipe.check else None
+    engine_name, inputs, layers, passes = _compile(
+        recipe, checkpoint, role, folder=folder, clock=clock, dump_dir=dump_dir
+    )
+    checkpoint.model = None  # frees the weights: the check needs the memory
+    gc.collect()
+    entry = ModelEntry(
+        path=engine_name,
+        backend=recipe.backend,
+        architecture=checkpoint.architecture,
+        dtype=dtype,
+        vocab_size=checkpoint.vocab_size,
+        layers=layers,
+        inputs=inputs,
+        num_parameters=checkpoint.num_parameters,
+        max_positions=checkpoint.max_positions,
+        source=source_name(source),
+        source_sha256=source_sha256,
+        passes=passes,
+    )
+    with clock.stage("check", role):
+        error = check_engine(folder, entry, *reference) if reference is not None else None
+    return BuiltModel(
+        entry=entry,
+        files=hash_files(folder, [path.name for path in folder.iterdir()]),
+        tokenizer_json=checkpoint.tokenizer_json,
+        chat_template=checkpoint.chat_template,
+        special_tokens=dict(checkpoint.special_tokens),
+        bos_token_id=checkpoint.bos_token_id,
+        eos_token_ids=tuple(checkpoint.eos_token_ids),
+        max_abs_error=error,
+    )
+
+
+def _eager_reference(checkpoint: Any) -> _Reference:
+    from specexport.frontend import reference_logits
+
+    sequences = check_sequences(checkpoint.vocab_size)
+    return _Reference(sequences, reference_logits(checkpoint, sequences))
+
+
+def _compile(
+    recipe: BuildRecipe, checkpoint: Any, role: str, *, folder: Path, clock: StageClock, dump_dir: Path | None
+) -> tuple[str, tuple[str, ...], Any, tuple[tuple[str, int], ...]]:
+    """Trace to engine files; returns engine file name, step inputs, layer geometry and what the passes did."""
+    from specexport.backends import build_engine
+    from specexport.frontend import trace_checkpoint
+    from specexport.lowering import lower_model
+    from specexport.passes import cleanup_passes, default_passes, run_passes
+
+    with clock.stage("trace", role):
+        traced = trace_checkpoint(checkpoint)
+        ir_model, layers = traced.ir_model, tuple(traced.layers)
+        checkpoint.model = None  # the graph holds the weights now
+        del traced
+        gc.collect()
+    with clock.stage("passes", role):
+        done = run_passes(ir_model, default_passes(recipe), dump_dir=dump_dir)
+    with clock.stage("lower", role, recipe.backend):
+        lower_model(ir_model, recipe.backend)
+        done += run_passes(ir_model, cleanup_passes(recipe), dump_dir=dump_dir)
+        present = {value.name for value in ir_model.graph.inputs}
+        inputs = tuple(spec.name for spec in STEP_INPUTS if spec.name in present)
+    with clock.stage("build", role):
+        folder.mkdir(parents=True, exist_ok=True)
+        engine_name = build_engine(ir_model, recipe.backend, folder)
+    return engine_name, inputs, layers, done
+
+
+def source_name(source: str) -> str:
+    """A checkpoint's name for reports and manifests: a hub id, or the last part of a local path."""
+    path = Path(source).expanduser()
+    return path.resolve().name if path.exists() else source
+
+
+def require_export_stack() -> None:
+    """Check that the compiler's dependencies are installed, without importing them.
+
+    Raises:
+        MissingDependencyError: names what is missing and the command that installs it.
+    """
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(
+            f"building needs {', '.join(missing)}, which is not installed.", "pip install 'specexport[export,cpu]'."
+        )

@@ -1,0 +1,233 @@
+"""The compiler's stages, in order, for each model of a bundle; then the bundle.
+
+::
+
+    plan ── per model: load ─ reference ─ trace ─ passes ─ lower ─ build ─ check ── bundle
+                          (or: reuse, when the cache has the engine)
+
+Models are built one after another, and each stage's input is freed before the next needs memory. Torch and
+everything else that is heavy is imported by the stages that need it: a build with nothing to do ends before.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from specexport.atomic import new_folder
+from specexport.built import TOKENIZER_NAME, BuiltModel
+from specexport.bundle import check_output, find_up_to_date, refuse_to_replace, write_bundle
+from specexport.cache import EngineCache
+from specexport.fingerprint import BUNDLE_SOURCES, ENGINE_SOURCES, hash_sources, hash_values, tool_versions
+from specexport.model_build import STAGES, build_model, source_name
+from specexport.progress import Progress, StageClock
+from specexport.recipe import BuildRecipe, resolve_recipe
+from specexport.vocabulary import check_vocabularies, read_vocabulary
+from specexport_runtime.manifest import FileEntry, Manifest
+
+_NUM_COMMON_STAGES = 2  # plan and bundle
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """What a build did.
+
+    Attributes:
+        path: the bundle.
+        manifest: its manifest.
+        up_to_date: nothing had changed, so nothing was done.
+        reused: roles whose engine came from the cache.
+        seconds: time of each stage, ``"role.stage"`` or ``"stage"``.
+        max_abs_errors: largest logit difference that the check of each model found; None if it was not checked.
+        peak_memory_bytes: most resident memory of this process so far.
+    """
+
+    path: Path
+    manifest: Manifest
+    up_to_date: bool
+    reused: tuple[str, ...]
+    seconds: Mapping[str, float]
+    max_abs_errors: Mapping[str, float | None]
+    peak_memory_bytes: int
+
+    @property
+    def files(self) -> Mapping[str, FileEntry]:
+        """Every file of the bundle but the manifest, with hash and size in bytes."""
+        return self.manifest.files
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Names and hashes known before any model is loaded.
+
+    Attributes:
+        sources: checkpoint of each role.
+        revisions: hub revision of each role.
+        source_sha256: hash over each checkpoint's files.
+        engine_keys: cache key of each role's engine.
+        build_key: hash of all that decides the bundle.
+        tools: tool versions.
+    """
+
+    sources: Mapping[str, str]
+    revisions: Mapping[str, str | None]
+    source_sha256: Mapping[str, str]
+    engine_keys: Mapping[str, str]
+    build_key: str
+    tools: Mapping[str, str]
+
+
+def build_bundle(
+    recipe: BuildRecipe,
+    *,
+    progress: Progress | None = None,
+    dump_passes: Path | None = None,
+    force: bool = False,
+    use_cache: bool = True,
+) -> BuildResult:
+    """Build the bundle of a recipe, or find that it is there already.
+
+    Args:
+        recipe: what to build.
+        progress: called as each stage begins.
+        dump_passes: folder for the graph after each pass, one subfolder a model; implies building every model anew.
+        force: replace a bundle that stands in the way.
+        use_cache: take engines from the cache and put new ones there.
+
+    Returns:
+        the bundle and what was done.
+
+    Raises:
+        UserInputError: a checkpoint, the vocabularies, the output folder or the disk do not allow it; one of its
+            subclasses says which.
+        CheckFailedError: an engine's logits differ from eager transformers.
+    """
+    output = Path(recipe.output).expanduser()
+    num_models = 2 if recipe.draft is not None else 1
+    clock = StageClock(progress, num_steps=len(STAGES) * num_models + _NUM_COMMON_STAGES)
+    with clock.stage("plan"):
+        exists = check_output(output, force=force)
+        plan = _make_plan(recipe)
+        present = find_up_to_date(output, plan.build_key) if exists else None
+        if present is not None and dump_passes is None:
+            return _result(output, present, clock, up_to_date=True)
+        if exists and present is None and not force:
+            raise refuse_to_replace(output)
+        _check_tokenizer_files(plan)
+    cache = EngineCache() if use_cache else None
+    reused: list[str] = []
+    models: dict[str, BuiltModel] = {}
+    with new_folder(output, replace=exists) as folder:
+        for role in plan.sources:
+            built = None
+            if cache is not None and dump_passes is None:
+                built = _reuse(cache, plan, role, folder / role, clock)
+            if built is None:
+                built = _build(recipe, plan, role, folder / role, clock=clock, dump_passes=dump_passes)
+                if cache is not None and recipe.check:
+                    cache.store(plan.engine_keys[role], built, folder / role)
+            else:
+                reused.append(role)
+            models[role] = built
+        with clock.stage("bundle"):
+            _check_built_vocabularies(models)
+            resolved = resolve_recipe(recipe, [built.entry.max_positions for built in models.values()])
+            manifest = write_bundle(folder, recipe=resolved, build_key=plan.build_key, tools=plan.tools, models=models)
+    errors = {role: built.max_abs_error for role, built in models.items()}
+    return _result(output, manifest, clock, reused=tuple(reused), max_abs_errors=errors)
+
+
+def _make_plan(recipe: BuildRecipe) -> _Plan:
+    from specexport.frontend import hash_checkpoint
+
+    sources = {"target": recipe.target} | ({"draft": recipe.draft} if recipe.draft is not None else {})
+    revisions = {"target": recipe.revision, "draft": recipe.draft_revision}
+    hashes = {role: hash_checkpoint(source, revisions[role]) for role, source in sources.items()}
+    tools = tool_versions()
+    # "auto" resolves the same way whenever all of this is the same.
+    common = {
+        "backend": recipe.backend,
+        "dtype": recipe.dtype,
+        "trust_remote_code": recipe.trust_remote_code,
+        "sources": hash_sources(ENGINE_SOURCES),
+        "tools": tools,
+    }
+    keys = {role: hash_values(common | {"checkpoint": digest}) for role, digest in hashes.items()}
+    build_key = hash_values(
+        {
+            "recipe": recipe.settings(),
+            "engines": keys,
+            "names": {role: source_name(source) for role, source in sources.items()},
+            "sources": hash_sources(BUNDLE_SOURCES),
+        }
+    )
+    return _Plan(sources, revisions, hashes, keys, build_key, tools)
+
+
+def _reuse(cache: EngineCache, plan: _Plan, role: str, folder: Path, clock: StageClock) -> BuiltModel | None:
+    with clock.stage("reuse", role, steps=0):
+        built = cache.restore(plan.engine_keys[role], folder)
+    if built is None:
+        return None
+    clock.skip(len(STAGES))
+    # The same checkpoint may be known by another name now.
+    return replace(built, entry=replace(built.entry, source=source_name(plan.sources[role])))
+
+
+def _build(
+    recipe: BuildRecipe, plan: _Plan, role: str, folder: Path, *, clock: StageClock, dump_passes: Path | None
+) -> BuiltModel:
+    return build_model(
+        recipe,
+        plan.sources[role],
+        role=role,
+        revision=plan.revisions[role],
+        source_sha256=plan.source_sha256[role],
+        folder=folder,
+        clock=clock,
+        dump_dir=dump_passes / role if dump_passes is not None else None,
+    )
+
+
+def _check_tokenizer_files(plan: _Plan) -> None:
+    """Compare vocabularies before the long work where both are plain files; they are compared again once loaded."""
+    paths = [Path(source).expanduser() / TOKENIZER_NAME for source in plan.sources.values()]
+    if len(paths) == 2 and all(path.is_file() for path in paths):
+        target, draft = (read_vocabulary(path.read_bytes(), where=path.parent.name) for path in paths)
+        check_vocabularies(target, draft, num_shared_rows=None)
+
+
+def _check_built_vocabularies(models: Mapping[str, BuiltModel]) -> None:
+    if "draft" not in models:
+        return
+    target, draft = (
+        read_vocabulary(models[role].tokenizer_json, where=models[role].entry.source) for role in ("target", "draft")
+    )
+    shared = min(built.entry.vocab_size for built in models.values())
+    check_vocabularies(target, draft, num_shared_rows=shared)
+
+
+def _result(
+    output: Path,
+    manifest: Manifest,
+    clock: StageClock,
+    *,
+    up_to_date: bool = False,
+    reused: tuple[str, ...] = (),
+    max_abs_errors: Mapping[str, float | None] | None = None,
+) -> BuildResult:
+    return BuildResult(
+        path=output,
+        manifest=manifest,
+        up_to_date=up_to_date,
+        reused=reused,
+        seconds=dict(clock.seconds),
+        max_abs_errors=max_abs_errors or {},
+        peak_memory_bytes=peak_memory_bytes(),
+    )
+
+
+def peak_memory_bytes() -> int:
+    """Most resident memory this process has had, in bytes."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
