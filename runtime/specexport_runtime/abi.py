@@ -135,7 +135,7 @@ class LayerGeometry(NamedTuple):
 
 
 def kv_slack(lookahead: int) -> int:
-    """Cache entries a row needs beyond ``max_model_len``: a verify step writes K+1 tokens before it knows which stay."""
+    """Cache entries a row needs beyond ``max_model_len``: verify writes K+1 tokens before it knows which stay."""
     return lookahead + 1
 
 

@@ -236,7 +236,7 @@ class SpecEngine:
             )
         if len(ids) >= self.max_model_len:
             raise InvalidRequestError(
-                f"the prompt has {len(ids)} tokens; this engine takes {self.max_model_len - 1} and one generated token.",
+                f"the prompt has {len(ids)} tokens; this engine takes up to {self.max_model_len - 1}.",
                 "shorten the prompt, or build with a larger --max-model-len.",
             )
         return ids

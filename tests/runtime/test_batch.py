@@ -1,0 +1,84 @@
+"""Packing: the flat arrays of a step say exactly what the per-row work said."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specexport_runtime.abi import STEP_INPUTS
+from specexport_runtime.batch import IDLE, ModelRunner, RowWork, fill_index_inputs, step_shape
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.base import StepBuffers
+from specexport_runtime.executors.fake import FakeExecutor
+
+
+@st.composite
+def works(draw):
+    counts = draw(st.lists(st.integers(0, 7), min_size=1, max_size=6).filter(any))
+    logits = [draw(st.integers(1 if count else 0, count)) for count in counts]
+    return [RowWork(tuple(range(10 * b, 10 * b + n)), m) for b, (n, m) in enumerate(zip(counts, logits, strict=True))]
+
+
+@given(works(), st.integers(0, 3))
+def test_index_inputs_describe_the_work(work, first_row):
+    shape = step_shape(first_row, work)
+    counts = [len(row.tokens) for row in work]
+    assert shape == (first_row, len(work), sum(counts), max(counts), sum(row.num_logits for row in work))
+    buffers = StepBuffers(*(np.full(shape.shape_of(spec), -99, spec.dtype) for spec in STEP_INPUTS))
+    fill_index_inputs(buffers, counts, [row.num_logits for row in work])
+    assert buffers.cu_new_tokens.tolist() == [sum(counts[:b]) for b in range(len(work) + 1)]
+    flat = [token for row in work for token in row.tokens]
+    tile = np.asarray(flat)[buffers.pad_index]  # also checks that padding names valid tokens
+    for b, row in enumerate(work):
+        assert tuple(tile[b, 0, : counts[b]]) == row.tokens
+    assert tile.reshape(-1)[buffers.unpad_index].tolist() == flat
+    wanted = [token for row in work for token in row.tokens[len(row.tokens) - row.num_logits :]]
+    assert np.asarray(flat)[buffers.logit_rows].tolist() == wanted
+
+
+@settings(deadline=None)
+@given(st.lists(works(), min_size=1, max_size=4))
+def test_steps_with_commits_between_equal_the_model_on_the_whole_text(steps):
+    executor = FakeExecutor(70, 6, 64)
+    runner = ModelRunner(executor)
+    texts = [[] for _ in range(6)]
+    for work in steps:
+        logits = runner.step(0, work)
+        row = 0
+        for b, item in enumerate(work):
+            count = len(item.tokens)
+            for j in range(count - item.num_logits, count):
+                assert np.array_equal(logits[row], executor.logits_after([*texts[b], *item.tokens[: j + 1]]))
+                row += 1
+            kept = count - count // 2  # the second half is "rejected"
+            runner.kv.commit(b, runner.kv.kv_len(b) + kept)
+            texts[b] += item.tokens[:kept]
+        assert row == len(logits)
+
+
+def test_a_row_without_room_for_the_padded_tile_raises_before_anything_runs():
+    executor = FakeExecutor(70, 2, 10)
+    runner = ModelRunner(executor)
+    runner.prefill(0, list(range(9)))
+    calls = len(executor.calls)
+    with pytest.raises(SpecexportError, match="KV row 0"):
+        runner.step(0, [RowWork([1], 1), RowWork([1, 2], 1)])
+    assert len(executor.calls) == calls
+
+
+def test_idle_rows_between_busy_ones():
+    executor = FakeExecutor(70, 3, 20)
+    runner = ModelRunner(executor)
+    logits = runner.step(0, [RowWork([4], 1), IDLE, RowWork([5, 6], 2)])
+    expected = [executor.logits_after(text) for text in ([4], [5], [5, 6])]
+    assert np.array_equal(logits, expected)
+
+
+def test_a_moved_row_continues_where_it_was():
+    executor = FakeExecutor(70, 3, 20)
+    runner = ModelRunner(executor)
+    runner.prefill(2, [1, 2, 3])
+    runner.move_row(2, 0)
+    logits = runner.step(0, [RowWork([9], 1)])
+    assert np.array_equal(logits[0], executor.logits_after([1, 2, 3, 9]))
+    assert runner.kv.kv_len(2) == 0

@@ -1,0 +1,182 @@
+"""The public API over fake executors: results, streaming, limits, refusals."""
+
+import threading
+
+import pytest
+from loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_draft, make_target
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from specexport_runtime import SamplingParams, SpecEngine, SpecexportError
+from specexport_runtime.errors import InvalidRequestError
+
+WORDS = [f"w{i}" for i in range(VOCAB)]
+
+
+@pytest.fixture
+def engine():
+    return make_engine()
+
+
+def make_engine(kind: str | None = "good", **options) -> SpecEngine:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    draft = make_draft(kind) if kind else None
+    return SpecEngine(make_target(), tokenizer, draft=draft, max_model_len=MAX_MODEL_LEN, **options)
+
+
+def test_results_come_in_the_order_of_the_prompts(engine):
+    prompts = ["w1 w2", "w3", "w4 w5 w6", "w7", "w8", "w9 w9"]
+    params = [SamplingParams(max_tokens=5 + 3 * (i % 3)) for i in range(6)]
+    results = engine.generate(prompts, params)
+    assert [result.prompt for result in results] == prompts
+    for result, item in zip(results, params, strict=True):
+        ids = [int(word[1:]) for word in result.prompt.split()]
+        assert result.token_ids == greedy_reference(make_target(), ids, item.max_tokens)
+        assert result.text == " ".join(WORDS[i] for i in result.token_ids)
+        assert result.finish_reason == "length"
+
+
+def test_speculative_plain_and_streamed_output_agree(engine):
+    params = SamplingParams(max_tokens=30)
+    fast = engine.generate("w1 w2", params)[0]
+    plain = engine.generate("w1 w2", params, speculation=False)[0]
+    chunks = list(engine.stream("w1 w2", params))
+    assert fast.token_ids == plain.token_ids
+    assert plain.stats.drafted == 0
+    assert [piece.token_id for chunk in chunks for piece in chunk.pieces] == fast.token_ids
+    assert "".join(chunk.text for chunk in chunks) == fast.text
+    assert [chunk.finish_reason for chunk in chunks][-1] == "length"
+    assert all(chunk.finish_reason is None for chunk in chunks[:-1])
+
+
+def test_stream_says_where_each_token_came_from(engine):
+    chunks = list(engine.stream("w1 w2", SamplingParams(max_tokens=40), num_speculative_tokens=3))
+    assert [piece.kind for piece in chunks[0].pieces] == ["target"]
+    for chunk in chunks[1:-1]:
+        kinds = [piece.kind for piece in chunk.pieces]
+        assert kinds[:-1] == ["accepted"] * (len(kinds) - 1)
+        assert kinds[-1] == ("bonus" if len(kinds) == 4 else "corrected")
+    stats = chunks[-1].stats
+    assert sum(piece.kind == "accepted" for chunk in chunks for piece in chunk.pieces) == stats.accepted
+
+
+def test_stop_strings_cut_the_text_in_both_forms(engine):
+    full = engine.generate("w1 w2", SamplingParams(max_tokens=30))[0]
+    stop = " ".join(WORDS[i] for i in full.token_ids[3:5])
+    params = SamplingParams(max_tokens=30, stop=stop)
+    result = engine.generate("w1 w2", params)[0]
+    assert result.finish_reason == "stop"
+    assert result.text == full.text[: full.text.index(stop)]
+    assert result.token_ids == full.token_ids[: len(result.token_ids)]
+    assert "".join(chunk.text for chunk in engine.stream("w1 w2", params)) == result.text
+
+
+def test_token_id_prompts_and_single_prompts(engine):
+    by_ids = engine.generate([1, 2], SamplingParams(max_tokens=6))
+    by_text = engine.generate("w1 w2", SamplingParams(max_tokens=6))
+    assert len(by_ids) == len(by_text) == 1
+    assert by_ids[0].token_ids == by_text[0].token_ids
+    assert engine.generate([]) == []
+    assert len(engine.generate([[1, 2], "w3"], SamplingParams(max_tokens=2))) == 2
+
+
+def test_a_seed_gives_the_same_text_and_no_seed_does_not(engine):
+    params = SamplingParams(max_tokens=30, temperature=1.5, seed=5)
+    first, second = (engine.generate("w1", params)[0].token_ids for _ in range(2))
+    assert first == second
+    free = SamplingParams(max_tokens=30, temperature=1.5)
+    assert len({tuple(engine.generate("w1", free)[0].token_ids) for _ in range(3)}) == 3
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], [""]])
+def test_empty_prompts_are_refused(engine, prompt):
+    if prompt == []:
+        assert engine.generate(prompt) == []
+        return
+    with pytest.raises(InvalidRequestError, match="empty"):
+        engine.generate(prompt)
+
+
+@pytest.mark.parametrize("bad", [[-1], [VOCAB], [1, 2, 400]])
+def test_token_ids_out_of_range_are_refused(engine, bad):
+    with pytest.raises(InvalidRequestError, match=f"{bad[-1]} of the prompt is out of range"):
+        engine.generate([bad])
+
+
+def test_a_prompt_longer_than_the_engine_allows_is_refused(engine):
+    with pytest.raises(InvalidRequestError, match=f"has {MAX_MODEL_LEN} tokens"):
+        engine.generate([[1] * MAX_MODEL_LEN])
+    result = engine.generate([[1] * (MAX_MODEL_LEN - 1)], SamplingParams(max_tokens=9))[0]
+    assert len(result.token_ids) == 1
+
+
+@pytest.mark.parametrize("lookahead", [0, -1, 9])
+def test_lookahead_outside_what_was_built_is_refused(engine, lookahead):
+    with pytest.raises(InvalidRequestError, match="1 to 8"):
+        engine.generate("w1", num_speculative_tokens=lookahead)
+    with pytest.raises(InvalidRequestError, match="1 to 8"):
+        engine.stream("w1", num_speculative_tokens=lookahead)  # at once, not at the first chunk
+
+
+def test_speculation_without_a_draft_is_refused_and_plain_works():
+    engine = make_engine(None)
+    with pytest.raises(InvalidRequestError, match="no draft"):
+        engine.generate("w1", num_speculative_tokens=4)
+    assert engine.generate("w1", SamplingParams(max_tokens=4))[0].stats.drafted == 0
+
+
+def test_contradicting_options_are_refused(engine):
+    with pytest.raises(InvalidRequestError, match="speculation is off"):
+        engine.generate("w1", num_speculative_tokens=3, speculation=False)
+    with pytest.raises(InvalidRequestError, match="2 sampling parameters"):
+        engine.generate(["w1"], [SamplingParams(), SamplingParams()])
+
+
+def test_default_lookahead_never_exceeds_what_was_built():
+    engine = make_engine("same", lookahead=2)
+    stats = engine.generate("w1", SamplingParams(max_tokens=31))[0].stats
+    assert max(stats.accepted_histogram) == 2
+
+
+def test_an_abandoned_stream_frees_the_engine(engine):
+    stream = engine.stream("w1", SamplingParams(max_tokens=40))
+    next(stream)
+    with pytest.raises(SpecexportError, match="already generating"):
+        engine.generate("w1")
+    stream.close()
+    assert len(engine.generate("w1", SamplingParams(max_tokens=3))[0].token_ids) == 3
+
+
+def test_threads_take_turns(engine):
+    expected = engine.generate("w1 w2", SamplingParams(max_tokens=30))[0].token_ids
+    outputs = []
+    threads = [
+        threading.Thread(
+            target=lambda: outputs.append(engine.generate("w1 w2", SamplingParams(max_tokens=30))[0].token_ids)
+        )
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outputs == [expected] * 4
+
+
+def test_chat_without_a_template_is_refused(engine):
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        engine.format_chat([{"role": "user", "content": "hi"}])
+    with_template = make_engine(chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}w1")
+    assert with_template.format_chat([{"role": "user", "content": "w5"}]) == "w5 w1"
+
+
+def test_stats_have_the_documented_fields(engine):
+    result = engine.generate("w1 w2", SamplingParams(max_tokens=20))[0]
+    stats = result.stats.to_json()
+    assert stats["num_prompt_tokens"] == 2
+    assert stats["num_generated_tokens"] == 20
+    assert stats["acceptance_rate"] == stats["accepted"] / stats["drafted"]
+    assert stats["mean_accepted_length"] == 1 + stats["accepted"] / sum(stats["accepted_histogram"].values())
+    assert stats["tokens_per_second"] > 0
+    assert 0 < stats["time_to_first_token_s"] < 5
+    assert engine.times.total > 0
