@@ -1,0 +1,251 @@
+"""``specexport demo``: build the demo pair's bundle, stream from it, measure it. Uses the public API only.
+
+Imports no torch itself; building does. It needs the example checkpoints, which are in the repository and not in the
+wheel.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+from specexport_runtime.errors import CheckFailedError, UserInputError
+
+if TYPE_CHECKING:
+    from specexport_runtime import GenerationResult, SpecEngine
+
+PAIR = Path("examples") / "demo_pair"
+STREAM_PROMPT = (
+    'def read_config(path, *, encoding=\'utf-8\'):\n    """Read a configuration file and return a dict."""\n'
+)
+_COLOURS = {"accepted": "green", "corrected": "red", "bonus": "cyan", "target": None}
+
+
+class Difference(NamedTuple):
+    """First difference between plain and speculative output.
+
+    Attributes:
+        prompt: number of the prompt, from 0.
+        position: output position of the first differing token, from 0.
+    """
+
+    prompt: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Plain against speculative decoding, greedy, one sequence at a time, both in one run.
+
+    Attributes:
+        num_prompts: prompts decoded in each repeat.
+        num_tokens: tokens generated in each repeat, by each of the two.
+        repeats: repeats; rates are medians over them.
+        lookahead: draft tokens a round (K).
+        plain_tokens_per_second: plain decoding, prefill included.
+        speculative_tokens_per_second: speculative decoding, prefill included.
+        speedup: median over the repeats of the ratio within one repeat.
+        acceptance_rate: accepted / drafted.
+        mean_accepted_length: tokens a speculative round, its correction or bonus token included.
+        identical: every prompt gave the same tokens both ways.
+        difference: where the first difference is; None if identical.
+    """
+
+    num_prompts: int
+    num_tokens: int
+    repeats: int
+    lookahead: int
+    plain_tokens_per_second: float
+    speculative_tokens_per_second: float
+    speedup: float
+    acceptance_rate: float
+    mean_accepted_length: float
+    identical: bool
+    difference: Difference | None
+
+
+def find_demo_pair() -> Path:
+    """Folder of the demo pair: beside the package in a clone, else below the working folder.
+
+    Raises:
+        UserInputError: it is in neither place.
+    """
+    places = [Path(__file__).resolve().parents[1] / PAIR, Path.cwd() / PAIR]
+    for place in places:
+        if (place / "target" / "config.json").is_file() and (place / "draft" / "config.json").is_file():
+            return place
+    raise UserInputError(
+        f"the demo needs the checkpoints of {PAIR}, which an installed package does not carry.",
+        "clone the repository and run `make demo` there.",
+    )
+
+
+def load_prompts(pair: Path) -> list[str]:
+    """The demo pair's own prompts (``prompts.jsonl``, field ``prompt``)."""
+    lines = (pair / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [str(json.loads(line)["prompt"]) for line in lines if line.strip()]
+
+
+def measure(
+    engine: "SpecEngine", prompts: Sequence[str], *, lookahead: int, max_tokens: int, repeats: int
+) -> Measurement:
+    """Decode every prompt plainly and speculatively, turn by turn, so that both meet the same machine.
+
+    Args:
+        engine: an engine with a draft.
+        prompts: prompts, one sequence at a time.
+        lookahead: draft tokens a round (K).
+        max_tokens: tokens to generate for each prompt.
+        repeats: how often; the order of the two changes from repeat to repeat.
+    """
+    from specexport_runtime import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+    def decode(prompt: str, speculative: bool) -> "GenerationResult":
+        if speculative:
+            return engine.generate(prompt, params, num_speculative_tokens=lookahead)[0]
+        return engine.generate(prompt, params, speculation=False)[0]
+
+    runs: dict[bool, list[list[GenerationResult]]] = {False: [], True: []}
+    for repeat in range(repeats):
+        results: dict[bool, list[GenerationResult]] = {False: [], True: []}
+        for prompt in prompts:
+            for speculative in (False, True) if repeat % 2 == 0 else (True, False):
+                results[speculative].append(decode(prompt, speculative))
+        for speculative, each in results.items():
+            runs[speculative].append(each)
+    return _summarize(runs[False], runs[True], lookahead)
+
+
+def _summarize(
+    plain: "list[list[GenerationResult]]", speculative: "list[list[GenerationResult]]", lookahead: int
+) -> Measurement:
+    rates = [(_rate(slow), _rate(fast)) for slow, fast in zip(plain, speculative, strict=True)]
+    stats = [result.stats for each in speculative for result in each]
+    drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
+    draft_rounds = sum(s.draft_rounds for s in stats)
+    difference = next(filter(None, map(_first_difference, plain, speculative)), None)
+    return Measurement(
+        num_prompts=len(plain[0]),
+        num_tokens=sum(len(result.token_ids) for result in plain[0]),
+        repeats=len(plain),
+        lookahead=lookahead,
+        plain_tokens_per_second=statistics.median(slow for slow, _ in rates),
+        speculative_tokens_per_second=statistics.median(fast for _, fast in rates),
+        speedup=statistics.median(fast / slow for slow, fast in rates),
+        acceptance_rate=accepted / max(drafted, 1),
+        mean_accepted_length=1 + accepted / max(draft_rounds, 1),
+        identical=difference is None,
+        difference=difference,
+    )
+
+
+def _rate(results: "list[GenerationResult]") -> float:
+    """Tokens a second over several generations: all tokens over all time."""
+    seconds = sum((result.stats.end_time or 0.0) - result.stats.start_time for result in results)
+    return sum(len(result.token_ids) for result in results) / seconds
+
+
+def _first_difference(plain: "list[GenerationResult]", speculative: "list[GenerationResult]") -> Difference | None:
+    for index, (one, other) in enumerate(zip(plain, speculative, strict=True)):
+        if one.token_ids != other.token_ids:
+            pairs = zip(one.token_ids, other.token_ids, strict=False)
+            shorter = min(len(one.token_ids), len(other.token_ids))
+            return Difference(index, next((i for i, (a, b) in enumerate(pairs) if a != b), shorter))
+    return None
+
+
+def format_measurement(measured: Measurement) -> str:
+    """The table that the command prints."""
+    rows = [
+        ("plain decoding", f"{measured.plain_tokens_per_second:.1f} tokens/s"),
+        (f"speculative decoding, K={measured.lookahead}", f"{measured.speculative_tokens_per_second:.1f} tokens/s"),
+        ("speed-up", f"{measured.speedup:.2f}×"),
+        ("acceptance rate", f"{measured.acceptance_rate:.3f}"),
+        ("mean accepted length", f"{measured.mean_accepted_length:.2f} tokens a round"),
+        ("identical to plain greedy", "yes" if measured.identical else "no"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name.ljust(width)}   {value}" for name, value in rows]
+    title = (
+        f"{measured.num_prompts} prompts, {measured.num_tokens} tokens each way, one sequence at a time, "
+        f"medians of {measured.repeats} repeats:"
+    )
+    return "\n".join([title, *lines])
+
+
+def _build(pair: Path, output: Path) -> None:
+    from specexport.pipeline import build_bundle
+    from specexport.progress import show_progress
+    from specexport.recipe import BuildRecipe
+
+    recipe = BuildRecipe(target=str(pair / "target"), draft=str(pair / "draft"), output=str(output))
+    with show_progress(sys.stderr) as progress:
+        result = build_bundle(recipe, progress=progress, force=True)
+    state = "is up to date" if result.up_to_date else f"built in {sum(result.seconds.values()):.1f} s"
+    click.echo(f"bundle {_short(output)} {state}", err=True)
+
+
+def _stream(engine: "SpecEngine", prompt: str, *, lookahead: int, max_tokens: int) -> None:
+    from specexport_runtime import SamplingParams
+
+    colour = sys.stdout.isatty()
+    click.echo()
+    click.secho(prompt, nl=False, dim=colour)
+    params = SamplingParams(max_tokens=max_tokens)
+    for chunk in engine.stream(prompt, params, num_speculative_tokens=lookahead):
+        for piece in chunk.pieces:
+            click.secho(piece.text, nl=False, fg=_COLOURS[piece.kind] if colour else None)
+        sys.stdout.flush()
+    click.echo("\n")
+    if colour:
+        legend = [click.style(kind, fg=fg) for kind, fg in _COLOURS.items() if fg]
+        click.echo(f"tokens: {', '.join(legend)}\n")
+
+
+def _short(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+@click.command()
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Bundle folder.  [default: engines/demo]")
+@click.option("--prompt", default=STREAM_PROMPT, help="Prompt of the live stream.")
+@click.option("--lookahead", "--num-speculative-tokens", type=int, default=4, show_default=True, help="K.")
+@click.option("--max-tokens", type=int, default=96, show_default=True, help="Tokens to generate for each prompt.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Timed repeats.")
+@click.option("--threads", type=int, help="Compute threads.  [default: the cores available]")
+@click.option("--json", "as_json", is_flag=True, help="Print the measured numbers as JSON and nothing else.")
+def demo(
+    output: Path | None,
+    prompt: str,
+    lookahead: int,
+    max_tokens: int,
+    repeats: int,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Build the demo bundle, stream text from it, and measure it against plain decoding."""
+    pair = find_demo_pair()
+    folder = output if output is not None else pair.parents[1] / "engines" / "demo"
+    _build(pair, folder)
+    from specexport_runtime import SpecEngine
+
+    engine = SpecEngine.load(folder, max_num_seqs=1, num_threads=threads)
+    try:
+        if not as_json:
+            _stream(engine, prompt, lookahead=lookahead, max_tokens=max_tokens)
+        measured = measure(engine, load_prompts(pair), lookahead=lookahead, max_tokens=max_tokens, repeats=repeats)
+    finally:
+        engine.close()
+    click.echo(json.dumps(asdict(measured)) if as_json else format_measurement(measured))
+    if measured.difference is not None:
+        raise CheckFailedError(
+            f"prompt {measured.difference.prompt} differs from plain decoding at token {measured.difference.position}.",
+            f"run `specexport verify {_short(folder)}` to see the logit gap there.",
+        )

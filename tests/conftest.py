@@ -1,0 +1,71 @@
+"""Fixtures that every test folder may use, and the summary of what tests measured."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO_PAIR = ROOT / "examples" / "demo_pair"
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on ``path``: the workers of pytest-xdist are separate processes."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="session")
+def session_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for the whole session, shared by all workers."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _isolated_environment(session_dir: Path) -> Iterator[None]:
+    """Caches of this session only, and no model hub: a test must not depend on what a machine did before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(session_dir / "cache"))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        yield
+
+
+@pytest.fixture(scope="session")
+def demo_pair() -> Path:
+    """Folder of the demo pair's checkpoints: ``target`` and ``draft``."""
+    return DEMO_PAIR
+
+
+@pytest.fixture(scope="session")
+def demo_bundle(session_dir: Path, demo_pair: Path) -> Path:
+    """The demo pair's bundle for ``ort-cpu``, built once a session. Read only: copy it to change it."""
+    from specexport.pipeline import build_bundle
+    from specexport.recipe import BuildRecipe
+
+    folder = session_dir / "demo-bundle"
+    with locked(session_dir / "demo-bundle.lock"):
+        if not folder.is_dir():
+            recipe = BuildRecipe(target=str(demo_pair / "target"), draft=str(demo_pair / "draft"), output=str(folder))
+            build_bundle(recipe)
+    return folder
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests recorded with ``record_property("measured: …", value)``: numbers that are no pass or fail."""
+    lines = [
+        f"{name.removeprefix('measured: ')}: {value}"
+        for report in terminalreporter.getreports("passed")
+        for name, value in report.user_properties
+        if name.startswith("measured: ")
+    ]
+    if lines:
+        terminalreporter.section("measured, not asserted")
+        for line in sorted(set(lines)):
+            terminalreporter.write_line(line)

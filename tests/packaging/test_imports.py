@@ -1,0 +1,115 @@
+import ast
+import json
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RUNTIME = ROOT / "runtime" / "specexport_runtime"
+COMPILER = ROOT / "specexport"
+
+HEAVY = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "tensorrt", "tensorrt_rtx", "triton"}
+# What the runtime may name at all. onnxruntime, tensorrt and cuda only inside functions: the import test sees to it.
+RUNTIME_MAY_IMPORT = {
+    "specexport_runtime", "click", "jinja2", "numpy", "rich", "tokenizers",
+    "onnxruntime", "tensorrt", "tensorrt_rtx", "cuda",
+}  # fmt: skip
+# Of the runtime, the compiler uses the shared contract; commands and proofs also its public API.
+COMPILER_MAY_IMPORT = {
+    "specexport_runtime.abi",
+    "specexport_runtime.manifest",
+    "specexport_runtime.errors",
+    "specexport_runtime.cli_errors",
+}
+DRIVES_THE_RUNTIME = ("cli.py", "demo.py", "doctor.py", "inspect", "verify", "bench")
+
+
+def modules_of(package: Path) -> list[str]:
+    found = pkgutil.walk_packages([str(package)], prefix=f"{package.name}.")
+    return [package.name, *(module.name for module in found if not module.name.endswith(".__main__"))]
+
+
+def loaded_after(code: str) -> tuple[set[str], float]:
+    """Top-level names in ``sys.modules`` after ``code`` ran in a fresh interpreter, and the seconds it took."""
+    script = (
+        f"import sys, time\nstart = time.perf_counter()\n{code}\nseconds = time.perf_counter() - start\n"
+        "import json\nprint(json.dumps([sorted({name.split('.')[0] for name in sys.modules}), seconds]))"
+    )
+    result = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    names, seconds = json.loads(result.stdout.splitlines()[-1])
+    return set(names), seconds
+
+
+def imports_in(path: Path) -> Iterator[tuple[int, str]]:
+    """Every import of a source file with its line, lazy ones and ``import_module("…")`` included."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, "." * node.level + (node.module or "")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in {"import_module", "__import__"}:
+            for argument in node.args[:1]:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    yield node.lineno, argument.value
+
+
+def test_every_runtime_module_imports_without_heavy_packages(record_property: Callable[[str, object], None]) -> None:
+    names, seconds = loaded_after("\n".join(f"import {name}" for name in modules_of(RUNTIME)))
+    assert "specexport_runtime" in names
+    assert not names & (HEAVY | {"specexport"})
+    record_property("measured: seconds to import every runtime module", f"{seconds:.2f}")
+
+
+@pytest.mark.parametrize("module", ["specexport", "specexport.cli", "specexport_runtime", "specexport_runtime.cli"])
+def test_entry_points_import_without_heavy_packages(
+    module: str, record_property: Callable[[str, object], None]
+) -> None:
+    names, seconds = loaded_after(f"import {module}")
+    assert not names & HEAVY
+    record_property(f"measured: seconds to import {module}", f"{seconds:.2f}")
+
+
+def test_help_imports_nothing_heavy(record_property: Callable[[str, object], None]) -> None:
+    code = (
+        "from specexport.cli import main\nsys.argv = ['specexport', '--help']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code"
+    )
+    names, seconds = loaded_after(code)
+    assert "specexport" in names
+    assert not names & HEAVY
+    record_property("measured: seconds for `specexport --help`", f"{seconds:.2f}")
+
+
+def test_runtime_sources_name_no_forbidden_package() -> None:
+    allowed = RUNTIME_MAY_IMPORT | set(sys.stdlib_module_names)
+    sources = sorted(RUNTIME.rglob("*.py"))
+    assert sources
+    for path in sources:
+        for line, name in imports_in(path):
+            where = f"{path.relative_to(ROOT)}:{line}"
+            assert name.split(".")[0] in allowed, f"{where} imports {name!r}, which the runtime must not"
+
+
+def test_compiler_uses_only_the_shared_contract_of_the_runtime() -> None:
+    sources = sorted(COMPILER.rglob("*.py"))
+    assert sources
+    for path in sources:
+        if path.relative_to(COMPILER).parts[0] in DRIVES_THE_RUNTIME:
+            continue
+        for line, name in imports_in(path):
+            if name.split(".")[0] == "specexport_runtime":
+                assert name in COMPILER_MAY_IMPORT, f"{path.relative_to(ROOT)}:{line} imports {name!r}"
+
+
+def test_the_scan_sees_lazy_and_indirect_imports(tmp_path: Path) -> None:
+    source = tmp_path / "sample.py"
+    source.write_text(
+        "import a.b\ndef f():\n    from c import d\n    import importlib\n    importlib.import_module('e.f')\n"
+        "    __import__('g')\n    from . import h\n"
+    )
+    assert {name for _, name in imports_in(source)} == {"a.b", "c", "importlib", "e.f", "g", "."}
