@@ -1,0 +1,123 @@
+from pathlib import Path
+
+import pytest
+
+from specexport.recipe import AUTO_MODEL_LEN, BuildRecipe, load_recipe_file, make_recipe, resolve_recipe
+from specexport_runtime.errors import RecipeError
+
+RECIPES = Path(__file__).parents[2] / "engines" / "recipes"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_flags_go_before_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, 'target = "/t"\noutput = "/o"\nlookahead = 3\nmax_model_len = 100\n')
+    recipe = make_recipe({"lookahead": 5, "draft": None}, path)
+    assert (recipe.target, recipe.output, recipe.lookahead, recipe.max_model_len) == ("/t", "/o", 5, 100)
+
+
+def test_paths_are_relative_to_the_recipe_file(tmp_path: Path) -> None:
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    path = write(tmp_path, 'target = "../models/a"\ndraft = "org/model"\noutput = "out"\n')
+    values = load_recipe_file(path)
+    assert values["target"] == str(tmp_path / ".." / "models" / "a")
+    assert values["draft"] == str(tmp_path / "org" / "model")
+    assert values["output"] == str(tmp_path / "out")
+
+
+def test_hub_ids_stay_hub_ids(tmp_path: Path) -> None:
+    path = write(tmp_path, 'target = "org/model"\ndraft = "gpt2"\noutput = "/o"\n')
+    values = load_recipe_file(path)
+    assert (values["target"], values["draft"]) == ("org/model", "gpt2")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('lokahead = 4\n', ["lokahead", "did you mean 'lookahead'"]),
+        ('num_speculative_token = 4\n', ["did you mean 'num_speculative_tokens'"]),
+        ('zebra = 4\n', ["zebra", "the keys are"]),
+        ('lookahead = 4\nnum_speculative_tokens = 4\n', ["lookahead twice"]),
+        ('lookahead = "4"\n', ["lookahead is '4', not a whole number"]),
+        ('lookahead = true\n', ["lookahead is True"]),
+        ('lookahead = \n', ["not valid TOML"]),
+        ('trust_remote_code = 1\n', ["trust_remote_code is 1, not true or false"]),
+        ('draft_revision = "main"\n', ["draft_revision is given and draft is not"]),
+        ('max_model_len = "all"\n', ["max_model_len is 'all'"]),
+    ],
+)  # fmt: skip
+def test_a_bad_recipe_file_is_refused_by_name(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = write(tmp_path, 'target = "/t"\noutput = "/o"\n' + text)
+    with pytest.raises(RecipeError) as caught:
+        make_recipe({}, path)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert caught.value.hint
+
+
+def test_a_missing_recipe_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="No such file"):
+        make_recipe({}, tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"lookahead": 0}, "lookahead (K) is 0, outside 1 to 64"),
+        ({"lookahead": -1}, "lookahead (K) is -1"),
+        ({"lookahead": 65}, "lookahead (K) is 65"),
+        ({"max_model_len": 3}, "max_model_len is 3, below 16"),
+        ({"backend": "tensorrt"}, "backend 'tensorrt' is not in this release"),
+        ({"dtype": "float16"}, "dtype 'float16' cannot be built for backend ort-cpu"),
+        ({"target": ""}, "target is missing"),
+        ({"output": ""}, "output is missing"),
+    ],
+)
+def test_values_out_of_range_are_refused(values: dict[str, object], words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        make_recipe({"target": "t", "output": "o"} | values)
+    assert words in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_recipe_is_frozen() -> None:
+    recipe = BuildRecipe(target="t", output="o")
+    with pytest.raises(AttributeError):
+        recipe.lookahead = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("asked", "limits", "expected"),
+    [
+        ("auto", [None, None], AUTO_MODEL_LEN),
+        ("auto", [512, 256], 256),
+        ("auto", [32768, None], AUTO_MODEL_LEN),
+        (300, [512], 300),
+        (9000, [None], 9000),
+    ],
+)
+def test_auto_is_resolved(asked: int | str, limits: list[int | None], expected: int) -> None:
+    recipe = BuildRecipe(target="t", output="some/folder", max_model_len=asked)  # type: ignore[arg-type]
+    resolved = resolve_recipe(recipe, limits)
+    assert resolved.max_model_len == expected
+    assert (resolved.dtype, resolved.name) == ("float32", "folder")
+
+
+def test_a_length_beyond_a_model_is_refused() -> None:
+    recipe = BuildRecipe(target="t", output="o", max_model_len=1000)
+    with pytest.raises(RecipeError, match="supports only 512 positions"):
+        resolve_recipe(recipe, [2048, 512])
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+def test_the_recipes_of_the_repository_are_valid(path: Path) -> None:
+    assert make_recipe({}, path).backend == "ort-cpu"
+
+
+def test_settings_name_no_place(tmp_path: Path) -> None:
+    recipe = BuildRecipe(target=str(tmp_path / "t"), draft=str(tmp_path / "d"), output=str(tmp_path / "bundle"))
+    assert str(tmp_path) not in str(recipe.settings())
+    assert recipe.settings()["has_draft"] is True
