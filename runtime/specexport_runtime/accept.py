@@ -13,6 +13,8 @@ from specexport_runtime.distribution import Distribution, Float64Array, Int64Arr
 from specexport_runtime.errors import CheckFailedError
 from specexport_runtime.rng import Draws
 
+_FEW = 4096  # supports up to here are aligned by binary search
+
 
 class Verdict(NamedTuple):
     """What became of one sequence's draft tokens in a round.
@@ -125,11 +127,15 @@ def _normalised(target: Distribution, masses: Float64Array) -> Distribution:
 
 def _probabilities(distribution: Distribution, ids: Int64Array) -> Float64Array:
     """Probabilities of ascending ``ids``; 0 for ids that the distribution does not hold."""
-    if distribution.token_ids is None:
-        known = int(ids.searchsorted(len(distribution.probs)))
-        found = np.zeros(len(ids))
-        found[:known] = distribution.probs[ids[:known]]
-        return found
-    slots = distribution.token_ids.searchsorted(ids)
-    np.minimum(slots, len(distribution.token_ids) - 1, out=slots)
-    return np.where(distribution.token_ids[slots] == ids, distribution.probs[slots], 0.0)
+    token_ids, probs = distribution
+    if token_ids is not None and min(len(ids), len(token_ids)) <= _FEW:
+        slots = token_ids.searchsorted(ids)
+        np.minimum(slots, len(token_ids) - 1, out=slots)
+        return np.where(token_ids[slots] == ids, probs[slots], 0.0)
+    if token_ids is not None:  # many binary searches are slower than one table
+        probs = np.zeros(int(token_ids[-1]) + 1)
+        probs[token_ids] = distribution.probs
+    known = int(ids.searchsorted(len(probs)))
+    found = np.zeros(len(ids))
+    found[:known] = probs[ids[:known]]
+    return found

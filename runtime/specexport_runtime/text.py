@@ -33,6 +33,7 @@ class TextStream:
         self._ids: list[int] = []  # the window, then tokens not decoded yet
         self._decoded = 0  # tokens of the window that have been decoded
         self._window_text = 0  # characters of the window's text that are in _text
+        self._has_byte_tokens = tokenizer.token_to_id("<0x41>") is not None
         self._in_bytes = False  # inside a run of byte tokens
         self._text = ""  # decided text: no later token can change it
         self._tentative = ""  # after it: may still change, but is right if generation ends here
@@ -87,37 +88,45 @@ class TextStream:
         if self._decoded == len(self._ids) and not final:
             return
         window = self._decode_ids(self._ids)
-        self._update_byte_run()
-        seen = len(self._text)
+        self._track_byte_run()
         if final:
-            decided = window
+            shown = decided = window
         elif self._in_bytes:
-            decided = window[: self._window_text]
+            shown, decided = window.rstrip(_UNFINISHED), window[: self._window_text]
         else:
-            decided = window.removesuffix(_UNFINISHED)
-        shown = window if final else decided if not self._in_bytes else window.rstrip(_UNFINISHED)
+            # The last character may be the first bytes of a real one; the next token, or the end, decides it.
+            shown = decided = window.removesuffix(_UNFINISHED)
+        seen = len(self._text)
         self._text += decided[self._window_text :]
-        self._tentative = shown[max(len(decided), self._window_text) :]
         self._window_text = max(self._window_text, len(decided))
+        self._tentative = shown[self._window_text :]
         self._decoded = len(self._ids)
         end = self._stops.find(self._text + self._tentative, seen)
         if end is not None:
             self._close((self._text + self._tentative)[:end])
-        elif len(self._ids) > _WINDOW and len(decided) == len(window):
+        elif len(self._ids) > _WINDOW and len(decided) == len(window) and not self._in_bytes:
             self._move_window(window)
 
     def _decode_ids(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=self._params.skip_special_tokens)
         return text
 
-    def _update_byte_run(self) -> None:
-        """Track runs of byte tokens: the decoder shows a run as text only if the whole run is valid UTF-8."""
-        for token in self._ids[self._decoded :]:
+    def _track_byte_run(self) -> None:
+        """Note whether the last token with text is a byte token (``<0x41>``).
+
+        The decoder shows a run of byte tokens as text only if the whole run is valid UTF-8, otherwise as one U+FFFD a
+        byte: until the run ends, none of its text is decided.
+        """
+        if not self._has_byte_tokens:
+            return
+        for token in reversed(self._ids[self._decoded :]):
             name = self._tokenizer.id_to_token(token) or ""
             if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
                 self._in_bytes = True
-            elif self._in_bytes and self._decode_ids([token]):
-                self._in_bytes = False  # a token without text (a skipped special one) does not end the run
+                return
+            if self._decode_ids([token]):
+                self._in_bytes = False
+                return  # a token without text (a skipped special one) neither starts nor ends a run
 
     def _move_window(self, window: str) -> None:
         ids = self._ids[-_CONTEXT:]
