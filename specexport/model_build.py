@@ -10,9 +10,9 @@ from specexport.atomic import require_space
 from specexport.built import BuiltModel
 from specexport.engine_check import check_engine, check_sequences
 from specexport.progress import StageClock
-from specexport.recipe import BuildRecipe, resolve_recipe
+from specexport.recipe import BuildRecipe, resolve_dtype, resolve_recipe
 from specexport_runtime.abi import STEP_INPUTS
-from specexport_runtime.errors import MissingDependencyError
+from specexport_runtime.errors import CheckpointError, MissingDependencyError
 from specexport_runtime.executors.base import Float32Array, Int64Array
 from specexport_runtime.manifest import ModelEntry, hash_files
 
@@ -36,6 +36,7 @@ def build_model(
     *,
     role: str,
     revision: str | None,
+    source_name: str,
     source_sha256: str,
     folder: Path,
     clock: StageClock,
@@ -48,6 +49,7 @@ def build_model(
         source: checkpoint: a folder, a ``.gguf`` file or a hub id.
         role: ``"target"`` or ``"draft"``, for reports.
         revision: hub revision.
+        source_name: the checkpoint's name for reports and the manifest.
         source_sha256: hash over the checkpoint's files.
         folder: where the engine files go; created.
         clock: times the stages.
@@ -64,29 +66,31 @@ def build_model(
     require_export_stack()
     from specexport.frontend import load_checkpoint
 
-    dtype = resolve_recipe(recipe, []).dtype
-    with clock.stage("load", role, source_name(source)):
-        checkpoint = load_checkpoint(source, dtype=dtype, revision=revision, trust_remote_code=recipe.trust_remote_code)
-        resolve_recipe(recipe, [checkpoint.max_positions])  # refuse a length the model cannot have, before the work
+    with clock.stage("load", role, source_name):
+        checkpoint = load_checkpoint(
+            source, dtype=resolve_dtype(recipe), revision=revision, trust_remote_code=recipe.trust_remote_code
+        )
+        if checkpoint.source_sha256 != source_sha256:
+            raise CheckpointError(f"checkpoint {source_name} changed while it was read.", "build again.")
+        recipe = resolve_recipe(recipe, [checkpoint.max_positions])  # refuses a length the model cannot have
         require_space(folder, int(checkpoint.num_parameters * _BYTES_PER_PARAMETER * _SPACE_MARGIN))
     with clock.stage("reference", role):
         reference = _eager_reference(checkpoint) if recipe.check else None
     engine_name, inputs, layers, passes = _compile(
         recipe, checkpoint, role, folder=folder, clock=clock, dump_dir=dump_dir
     )
-    checkpoint.model = None  # frees the weights: the check needs the memory
-    gc.collect()
+    gc.collect()  # the graph is gone: its weights must not be in memory beside the check's
     entry = ModelEntry(
         path=engine_name,
         backend=recipe.backend,
         architecture=checkpoint.architecture,
-        dtype=dtype,
+        dtype=recipe.dtype,
         vocab_size=checkpoint.vocab_size,
         layers=layers,
         inputs=inputs,
         num_parameters=checkpoint.num_parameters,
         max_positions=checkpoint.max_positions,
-        source=source_name(source),
+        source=source_name,
         source_sha256=source_sha256,
         passes=passes,
     )
@@ -108,7 +112,7 @@ def _eager_reference(checkpoint: Any) -> _Reference:
     from specexport.frontend import reference_logits
 
     sequences = check_sequences(checkpoint.vocab_size)
-    return _Reference(sequences, reference_logits(checkpoint, sequences))
+    return _Reference(sequences, reference_logits(checkpoint, [ids.tolist() for ids in sequences]))
 
 
 def _compile(
@@ -118,31 +122,23 @@ def _compile(
     from specexport.backends import build_engine
     from specexport.frontend import trace_checkpoint
     from specexport.lowering import lower_model
-    from specexport.passes import cleanup_passes, default_passes, run_passes
+    from specexport.passes import default_passes, run_passes
 
     with clock.stage("trace", role):
         traced = trace_checkpoint(checkpoint)
         ir_model, layers = traced.ir_model, tuple(traced.layers)
-        checkpoint.model = None  # the graph holds the weights now
-        del traced
+        del traced, checkpoint.model  # the graph holds the weights now
         gc.collect()
     with clock.stage("passes", role):
-        done = run_passes(ir_model, default_passes(recipe), dump_dir=dump_dir)
+        done = run_passes(ir_model, default_passes(recipe), dump_dir=dump_dir, on_pass=clock.note)
     with clock.stage("lower", role, recipe.backend):
         lower_model(ir_model, recipe.backend)
-        done += run_passes(ir_model, cleanup_passes(recipe), dump_dir=dump_dir)
         present = {value.name for value in ir_model.graph.inputs}
         inputs = tuple(spec.name for spec in STEP_INPUTS if spec.name in present)
     with clock.stage("build", role):
         folder.mkdir(parents=True, exist_ok=True)
         engine_name = build_engine(ir_model, recipe.backend, folder)
     return engine_name, inputs, layers, done
-
-
-def source_name(source: str) -> str:
-    """A checkpoint's name for reports and manifests: a hub id, or the last part of a local path."""
-    path = Path(source).expanduser()
-    return path.resolve().name if path.exists() else source
 
 
 def require_export_stack() -> None:

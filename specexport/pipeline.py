@@ -18,7 +18,7 @@ from specexport.built import TOKENIZER_NAME, BuiltModel
 from specexport.bundle import check_output, find_up_to_date, refuse_to_replace, write_bundle
 from specexport.cache import EngineCache
 from specexport.fingerprint import BUNDLE_SOURCES, ENGINE_SOURCES, hash_sources, hash_values, tool_versions
-from specexport.model_build import STAGES, build_model, source_name
+from specexport.model_build import STAGES, build_model
 from specexport.progress import Progress, StageClock
 from specexport.recipe import BuildRecipe, resolve_recipe
 from specexport.vocabulary import check_vocabularies, read_vocabulary
@@ -60,7 +60,8 @@ class _Plan:
     """Names and hashes known before any model is loaded.
 
     Attributes:
-        sources: checkpoint of each role.
+        sources: checkpoint of each role, as given.
+        names: name of each checkpoint for reports and manifests.
         revisions: hub revision of each role.
         source_sha256: hash over each checkpoint's files.
         engine_keys: cache key of each role's engine.
@@ -69,6 +70,7 @@ class _Plan:
     """
 
     sources: Mapping[str, str]
+    names: Mapping[str, str]
     revisions: Mapping[str, str | None]
     source_sha256: Mapping[str, str]
     engine_keys: Mapping[str, str]
@@ -137,11 +139,16 @@ def build_bundle(
 
 
 def _make_plan(recipe: BuildRecipe) -> _Plan:
-    from specexport.frontend import hash_checkpoint
+    from specexport.frontend.source import hash_source, resolve_source
 
     sources = {"target": recipe.target} | ({"draft": recipe.draft} if recipe.draft is not None else {})
     revisions = {"target": recipe.revision, "draft": recipe.draft_revision}
-    hashes = {role: hash_checkpoint(source, revisions[role]) for role, source in sources.items()}
+    found = {
+        role: resolve_source(source, revisions[role], remote_code=recipe.trust_remote_code)
+        for role, source in sources.items()
+    }
+    names = {role: source.name for role, source in found.items()}
+    hashes = {role: hash_source(source) for role, source in found.items()}
     tools = tool_versions()
     # "auto" resolves the same way whenever all of this is the same.
     common = {
@@ -156,11 +163,11 @@ def _make_plan(recipe: BuildRecipe) -> _Plan:
         {
             "recipe": recipe.settings(),
             "engines": keys,
-            "names": {role: source_name(source) for role, source in sources.items()},
+            "names": names,
             "sources": hash_sources(BUNDLE_SOURCES),
         }
     )
-    return _Plan(sources, revisions, hashes, keys, build_key, tools)
+    return _Plan(sources, names, revisions, hashes, keys, build_key, tools)
 
 
 def _reuse(cache: EngineCache, plan: _Plan, role: str, folder: Path, clock: StageClock) -> BuiltModel | None:
@@ -170,7 +177,7 @@ def _reuse(cache: EngineCache, plan: _Plan, role: str, folder: Path, clock: Stag
         return None
     clock.skip(len(STAGES))
     # The same checkpoint may be known by another name now.
-    return replace(built, entry=replace(built.entry, source=source_name(plan.sources[role])))
+    return replace(built, entry=replace(built.entry, source=plan.names[role]))
 
 
 def _build(
@@ -181,6 +188,7 @@ def _build(
         plan.sources[role],
         role=role,
         revision=plan.revisions[role],
+        source_name=plan.names[role],
         source_sha256=plan.source_sha256[role],
         folder=folder,
         clock=clock,

@@ -196,6 +196,11 @@ def make_recipe(flags: Mapping[str, Any], recipe_file: Path | None = None) -> Bu
     return BuildRecipe(**normalize_keys(values, where="the recipe"))
 
 
+def resolve_dtype(recipe: BuildRecipe) -> str:
+    """The dtype to build; ``"auto"`` is the backend's first."""
+    return DTYPES_OF_BACKEND[recipe.backend][0] if recipe.dtype == "auto" else recipe.dtype
+
+
 def resolve_recipe(recipe: BuildRecipe, max_positions: Iterable[int | None]) -> BuildRecipe:
     """The recipe with every ``"auto"`` replaced.
 
@@ -210,7 +215,7 @@ def resolve_recipe(recipe: BuildRecipe, max_positions: Iterable[int | None]) -> 
         RecipeError: max_model_len is larger than a model supports.
     """
     limits = [limit for limit in max_positions if limit is not None]
-    dtype = DTYPES_OF_BACKEND[recipe.backend][0] if recipe.dtype == "auto" else recipe.dtype
+    dtype = resolve_dtype(recipe)
     if recipe.max_model_len == "auto":
         return replace(recipe, dtype=dtype, name=recipe.bundle_name, max_model_len=min([AUTO_MODEL_LEN, *limits]))
     if limits and recipe.max_model_len > min(limits):

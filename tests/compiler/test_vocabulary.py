@@ -17,7 +17,7 @@ def test_added_tokens_and_both_vocabulary_forms_are_read() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"{", b"{}", b'{"model": {"vocab": 3}}', b"\xff\xfe"])
 def test_a_broken_tokenizer_file_is_refused(data: bytes) -> None:
-    with pytest.raises(CheckpointError, match="tokenizer.json of mymodel"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json of mymodel"):
         read_vocabulary(data, where="mymodel")
 
 
