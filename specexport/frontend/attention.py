@@ -1,0 +1,161 @@
+"""The hook: transformers' attention interface, answered by ``UnpaddedAttention``.
+
+transformers calls a registered function instead of its own attention, and builds no mask for a name that is missing
+from its mask functions: causality, windows and raggedness are then the custom op's business. The KV caches and the step
+inputs travel in a context beside the model, because not every model passes unknown keyword arguments on.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import specexport.ops.torch_op  # noqa: F401 - registers torch.ops.specexport.unpadded_attention
+from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.errors import UnsupportedModelError
+
+HOOK_NAME = "specexport"
+
+# Tensors that some models pass along and that do not change the scores (or are read by name).
+_KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position", "cos", "sin"}
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What one layer asks of attention.
+
+    Attributes:
+        index: layer number.
+        geometry: cache sizes.
+        num_heads: query heads.
+        scale: factor on the scores.
+        window: entries a token sees, itself included; -1 for all.
+        softcap: 0 for off.
+        sinks: whether the layer has attention sinks.
+    """
+
+    index: int
+    geometry: LayerGeometry
+    num_heads: int
+    scale: float
+    window: int
+    softcap: float
+    sinks: bool
+
+
+def _read_call(module: Any, q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> LayerCall:
+    scaling = named.get("scaling")
+    window = named.get("sliding_window")
+    if window is None:
+        window = getattr(module, "sliding_window", None)
+    return LayerCall(
+        index=int(module.layer_idx),
+        geometry=LayerGeometry(k.shape[1], k.shape[3], v.shape[3]),
+        num_heads=q.shape[1],
+        scale=float(q.shape[3] ** -0.5 if scaling is None else scaling),
+        window=int(window) if window else -1,
+        softcap=float(named.get("softcap") or 0.0),
+        sinks=named.get("s_aux") is not None,
+    )
+
+
+Answer = Callable[[LayerCall, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+class AttentionContext:
+    """Answers the attention calls of one forward pass.
+
+    Args:
+        answer: called with (call, q, k, v, sinks), packed: q [T, num_heads*D], k [T, H*D], v [T, H*Dv];
+            returns [T, num_heads*Dv].
+        on_mask: called with (layer number, mask) instead of refusing a mask; for probing only.
+    """
+
+    def __init__(self, answer: Answer, on_mask: Callable[[int, Tensor | None], None] | None = None) -> None:
+        self.calls: list[LayerCall] = []
+        self.on_mask = on_mask
+        self._answer = answer
+
+    def __call__(self, module: Any, q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> Tensor:
+        """One attention call, tensors as transformers passes them: [1, heads, T, D]. Returns [1, T, heads, Dv]."""
+        call = _read_call(module, q, k, v, named)
+        self.calls.append(call)
+        output = self._answer(call, _pack(q), _pack(k), _pack(v), named.get("s_aux"))
+        return output.view(1, output.shape[0], call.num_heads, call.geometry.v_dim)
+
+
+def _pack(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).reshape(x.shape[2], x.shape[1] * x.shape[3])
+
+
+_contexts: list[AttentionContext] = []
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
+) -> tuple[Tensor, None]:
+    context = _contexts[-1]
+    if context.on_mask is not None:
+        context.on_mask(int(module.layer_idx), attention_mask)
+    elif attention_mask is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} brings its own attention mask, which a packed step cannot keep.",
+            "use a decoder with causal or sliding-window attention.",
+        )
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} is not causal: its tokens see later ones.", "use a decoder-only language model."
+        )
+    odd = sorted(name for name, x in named.items() if isinstance(x, Tensor) and name not in _KNOWN_TENSORS)
+    if odd:
+        raise UnsupportedModelError(f"{type(module).__name__} gives attention extra tensors: {', '.join(odd)}.")
+    return context(module, query, key, value, named), None
+
+
+@contextmanager
+def attention_hook(model: Any, context: AttentionContext) -> Iterator[None]:
+    """Within the block, ``context`` answers the model's attention; afterwards the model's own attention is back."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(HOOK_NAME, _attention)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(HOOK_NAME)
+    _contexts.append(context)
+    try:
+        yield
+    finally:
+        _contexts.pop()
+        model.set_attn_implementation(before)
+
+
+def unpadded_attention(
+    call: LayerCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    caches: tuple[Tensor, Tensor],
+    step: tuple[Tensor, ...],
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The custom op with the arguments in its declared order.
+
+    Args:
+        call: what the layer asks for.
+        q: [T, num_heads*D].
+        k: [T, H*D].
+        v: [T, H*Dv].
+        caches: keys and values of the layer, [B, 1, H, L, D] each.
+        step: kv_lens, cu_new_tokens, row_totals, pad_index, unpad_index.
+        sinks: [num_heads] or None.
+
+    Returns:
+        output [T, num_heads*Dv] and the two updated caches.
+    """
+    heads = (call.num_heads, call.geometry.kv_heads)
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.specexport.unpadded_attention(
+        q, k, v, *caches, *step, sinks, *heads, call.scale, call.window, call.softcap
+    )
+    return result

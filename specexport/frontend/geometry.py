@@ -1,0 +1,95 @@
+"""One probe forward: how many layers call attention, with which cache sizes, scale, window, softcap and sinks.
+
+No configuration is parsed for this, so an architecture nobody thought of is measured as well as a known one. The probe
+also compares the mask that transformers would build for each layer with the one the custom op implies.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specexport.frontend.attention import HOOK_NAME, AttentionContext, LayerCall, attention_hook
+from specexport.frontend.refuse import check_layers, refuse
+from specexport_runtime.errors import UnsupportedModelError
+
+_PROBE_TOKENS = 3
+
+
+def probe_layers(model: Any) -> tuple[LayerCall, ...]:
+    """What each attention layer asks for, in layer order.
+
+    Args:
+        model: a transformers causal language model in eval mode.
+
+    Raises:
+        UnsupportedModelError: the forward pass fails, a layer's attention cannot be seen, or its mask is neither
+            causal nor the sliding window it announces.
+    """
+    recorder = _MaskRecorder()
+
+    def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:  # noqa: ARG001
+        return q.new_zeros(q.shape[0], call.num_heads * call.geometry.v_dim)
+
+    context = AttentionContext(answer, on_mask=recorder.note)
+    tokens = torch.arange(_PROBE_TOKENS)[None]
+    try:
+        with torch.no_grad(), attention_hook(model, context), recorder.installed():
+            model(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=torch.tensor([1]))
+    except UnsupportedModelError as error:
+        raise refuse(model, error.message.rstrip(".")) from error
+    except Exception as error:
+        raise refuse(model, f"its forward pass fails on packed tokens ({type(error).__name__}: {error})") from error
+    check_layers(model, [call.index for call in context.calls])
+    for call in context.calls:
+        recorder.check(model, call)
+    return tuple(context.calls)
+
+
+class _MaskRecorder:
+    """Remembers which mask rule transformers would use for each layer, without building large masks."""
+
+    def __init__(self) -> None:
+        self._built: list[tuple[Tensor, Any]] = []
+        self._rules: dict[int, Any] = {}
+
+    def installed(self) -> Any:
+        """A context in which transformers' mask building is recorded for the hook's attention name."""
+        from contextlib import contextmanager
+
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS  # noqa: N811
+
+        def build(*, q_length: int, kv_length: int, mask_function: Any, **_: Any) -> Tensor:
+            mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
+            self._built.append((mask, mask_function))
+            return mask
+
+        @contextmanager
+        def registered() -> Any:
+            type(MASKS).register(HOOK_NAME, build)
+            try:
+                yield
+            finally:
+                type(MASKS)._global_mapping.pop(HOOK_NAME)
+
+        return registered()
+
+    def note(self, layer: int, mask: Tensor | None) -> None:
+        """A layer received ``mask``."""
+        self._rules[layer] = next((rule for built, rule in self._built if built is mask), None)
+
+    def check(self, model: Any, call: LayerCall) -> None:
+        """Compare the recorded rule with causal-in-a-window at the places where they could differ."""
+        rule = self._rules[call.index]
+        if rule is None:
+            raise refuse(model, f"the mask of layer {call.index} is not built by transformers' mask functions")
+        edge = call.window if call.window > 0 else 4096
+        points = sorted({0, 1, 2, 7, edge - 1, edge, edge + 1, 2 * edge, 2 * edge + 1, 100_003})
+        zero = torch.tensor(0)
+        for query in points:
+            near = {query - edge - 1, query - edge, query - edge + 1, query - 1, query, query + 1, 0, query // 2}
+            for key in sorted(k for k in near if k >= 0):
+                seen = key <= query and (call.window < 0 or key > query - call.window)
+                if bool(rule(zero, zero, torch.tensor(query), torch.tensor(key))) != seen:
+                    kind = f"a window of {call.window}" if call.window > 0 else "causal"
+                    raise refuse(model, f"layer {call.index} masks position {key} from {query} unlike {kind}")

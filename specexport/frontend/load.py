@@ -1,0 +1,136 @@
+"""Loading a checkpoint through transformers: safetensors or GGUF, no remote code unless asked for.
+
+Weights are read straight into the wanted dtype, one tensor at a time, so the model is held once.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from specexport.frontend import Checkpoint
+from specexport.frontend.source import Source, hash_source, resolve_source
+from specexport.frontend.tokenizer import collect_eos_ids, load_tokenizer
+from specexport_runtime.errors import CheckpointError, UnsupportedModelError
+
+
+def load(source: str, *, dtype: str, revision: str | None, trust_remote_code: bool) -> Checkpoint:
+    """See ``specexport.frontend.load_checkpoint``."""
+    found = resolve_source(source, revision, remote_code=trust_remote_code)
+    with _quiet_transformers():
+        config = _load_config(found, trust_remote_code)
+        tokenizer = load_tokenizer(found, trust_remote_code=trust_remote_code)
+        model = _load_model(found, config, getattr(torch, dtype), trust_remote_code)
+    text = model.config.get_text_config()
+    return Checkpoint(
+        source=found.name,
+        source_sha256=hash_source(found),
+        architecture=type(model).__name__,
+        model=model,
+        dtype=dtype,
+        tokenizer_json=tokenizer.json,
+        chat_template=tokenizer.chat_template,
+        special_tokens=tokenizer.special_tokens,
+        bos_token_id=tokenizer.bos_token_id if tokenizer.bos_token_id is not None else text.bos_token_id,
+        eos_token_ids=collect_eos_ids(model, tokenizer.eos_token_id),
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        max_positions=getattr(text, "max_position_embeddings", None),
+    )
+
+
+def _load_config(source: Source, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    named = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    try:
+        config = AutoConfig.from_pretrained(
+            source.folder, local_files_only=True, trust_remote_code=trust_remote_code, **named
+        )
+    except Exception as error:  # unreadable JSON, missing keys, values of the wrong type, unknown model types
+        raise CheckpointError(
+            f"{source.name}: the model configuration cannot be read ({_first_line(error)}).",
+            "check that config.json is complete and that its model_type is one transformers knows.",
+        ) from error
+    method = getattr(config, "quantization_config", None)
+    if method is not None and not source.gguf_file:
+        kind = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", "?")
+        raise CheckpointError(
+            f"{source.name} holds quantized weights ({kind}).", "give the checkpoint it was quantized from."
+        )
+    return config
+
+
+def _load_model(source: Source, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{config.model_type} cannot be exported: it is an encoder-decoder model.", "use a decoder-only model."
+        )
+    kind = {"gguf_file": source.gguf_file} if source.gguf_file else {"use_safetensors": True}
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source.folder,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **kind,
+        )
+    except ValueError as error:
+        if "Unrecognized configuration class" in str(error):
+            raise UnsupportedModelError(
+                f"{config.model_type} cannot be exported: transformers has no causal language model for it.",
+                "use a decoder-only language model.",
+            ) from error
+        raise _unreadable(source, error) from error
+    except Exception as error:  # damaged safetensors, shapes that do not fit, missing shards
+        raise _unreadable(source, error) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        # transformers fills these with random numbers and carries on.
+        raise CheckpointError(
+            f"{source.name}: {len(missing)} weights are missing, for example {missing[0]}.",
+            "give the complete checkpoint.",
+        )
+    _clear_quantizer_marks(model)
+    return model.eval().requires_grad_(False)
+
+
+def _unreadable(source: Source, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{source.name}: the weights cannot be loaded ({_first_line(error)}).", "fetch or convert the checkpoint again."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _clear_quantizer_marks(model: Any) -> None:
+    """A GGUF model is dequantized by now, but still carries the marks of its quantizer."""
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+        if name in vars(model):
+            delattr(model, name)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and no advice from transformers: what matters here is raised as an error."""
+    from transformers.utils import logging as hf_logging
+
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity(logging.CRITICAL)
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bars:
+            hf_logging.enable_progress_bar()

@@ -1,0 +1,94 @@
+"""What cannot be traced exactly is refused here, by model type and reason, before any tracing starts."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from specexport_runtime.errors import UnsupportedModelError
+
+_TRACEABLE_LAYERS = {"full_attention", "sliding_attention"}
+_ROPE_REASONS = {
+    "dynamic": "its rope type 'dynamic' rescales the frequencies with the longest sequence seen, so a token's logits "
+    "depend on its batch",
+    "longrope": "its rope type 'longrope' switches frequency tables with the sequence length, so cached keys go stale",
+}
+_HINT = "use a decoder with causal or sliding-window attention and fixed rotary or learned positions."
+
+
+def refuse(model: Any, reason: str, hint: str = _HINT) -> UnsupportedModelError:
+    """The error for a model that cannot be exported (returned, not raised)."""
+    name = f"{getattr(model.config, 'model_type', '?')} ({type(model).__name__})"
+    return UnsupportedModelError(f"{name} cannot be exported: {reason}.", hint)
+
+
+def check_config(model: Any) -> None:
+    """Refuse what the configuration alone gives away.
+
+    Raises:
+        UnsupportedModelError: encoder-decoder, dynamic or longrope positions, linear attention or other layer kinds
+            without a plain KV cache, ALiBi, or a forward without positions or row selection.
+    """
+    config = model.config
+    text = config.get_text_config()
+    if config.is_encoder_decoder:
+        raise refuse(model, "it is an encoder-decoder model")
+    for rope_type in sorted(set(_rope_types(config)) | set(_rope_types(text))):
+        if rope_type in _ROPE_REASONS:
+            raise refuse(model, _ROPE_REASONS[rope_type], "use a checkpoint with rope type default, linear or yarn.")
+    odd = sorted(set(getattr(text, "layer_types", None) or ()) - _TRACEABLE_LAYERS)
+    if odd:
+        raise refuse(model, f"it has {', '.join(odd)} layers, which keep no plain KV cache")
+    if _has_alibi(model, text):
+        raise refuse(model, "its ALiBi position bias does not go through the attention interface")
+    _check_forward(model)
+
+
+def _rope_types(config: Any) -> Iterator[str]:
+    for key in ("rope_parameters", "rope_scaling"):
+        yield from _nested_rope_types(getattr(config, key, None))
+
+
+def _nested_rope_types(parameters: Any) -> Iterator[str]:
+    """Rope types of a flat dict, or of one dict a layer kind."""
+    if not isinstance(parameters, Mapping):
+        return
+    for key, value in parameters.items():
+        if key in ("rope_type", "type") and isinstance(value, str):
+            yield value
+        yield from _nested_rope_types(value)
+
+
+def _has_alibi(model: Any, text: Any) -> bool:
+    nested = getattr(text, "attn_config", None)
+    by_config = getattr(text, "alibi", False) or getattr(nested, "alibi", False)
+    return bool(by_config) or any(hasattr(module, "build_alibi_tensor") for module in model.modules())
+
+
+def _check_forward(model: Any) -> None:
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if "logits_to_keep" not in parameters:
+        raise refuse(model, "its forward pass cannot select logit rows (it takes no logits_to_keep)")
+    if "position_ids" not in parameters and not takes_any:
+        raise refuse(model, "its forward pass takes no position_ids")
+
+
+def check_layers(model: Any, called: list[int]) -> None:
+    """Refuse a model whose attention layers were not each seen exactly once, in order.
+
+    Args:
+        model: the model.
+        called: layer numbers of the attention calls of one forward pass.
+
+    Raises:
+        UnsupportedModelError: a layer is missing, repeated or out of order.
+    """
+    expected = model.config.get_text_config().num_hidden_layers
+    if called == list(range(expected)):
+        return
+    found = len(set(called))
+    if found < expected:
+        reason = f"only {found} of its {expected} layers call transformers' attention interface"
+    else:
+        reason = f"its attention layers are called in the order {called}, not each once"
+    raise refuse(model, reason)

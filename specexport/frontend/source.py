@@ -1,0 +1,118 @@
+"""Where a checkpoint's files are: a local folder, a GGUF file, or a hub repository; and the hash over them.
+
+Only named kinds of files are ever read or fetched: configuration, tokenizer, safetensors. Pickled weights are refused.
+"""
+
+import hashlib
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from specexport_runtime.errors import CheckpointError
+from specexport_runtime.manifest import sha256_file
+
+_CONFIG = "config.json"
+_WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_CONVERT = (
+    "convert the weights to safetensors: load them once where you trust them and call "
+    "model.save_pretrained(folder) there."
+)
+
+
+class Source(NamedTuple):
+    """A checkpoint on this machine.
+
+    Attributes:
+        name: hub id, or the name of the folder or file; never a machine path.
+        folder: folder with the files.
+        gguf_file: name of the GGUF file in it, or None.
+        files: the files that make the checkpoint, sorted by name.
+    """
+
+    name: str
+    folder: Path
+    gguf_file: str | None
+    files: tuple[Path, ...]
+
+
+def resolve_source(source: str, revision: str | None = None, *, remote_code: bool = False) -> Source:
+    """Find a checkpoint's files, fetching them from the hub if ``source`` is a hub id.
+
+    Raises:
+        CheckpointError: nothing there, nothing usable there, or the hub cannot be reached.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return _gguf_source(path)
+    if path.is_dir():
+        return _folder_source(path, path.resolve().name, remote_code)
+    if source.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(source):
+        raise CheckpointError(
+            f"checkpoint {source}: there is no such folder or file.",
+            "give a Hugging Face folder, a .gguf file or a hub id.",
+        )
+    return _folder_source(_fetch(source, revision, remote_code), source, remote_code)
+
+
+def hash_checkpoint(source: str, revision: str | None = None) -> str:
+    """SHA-256 over a checkpoint's files (names and contents), without loading weights.
+
+    Raises:
+        CheckpointError: as ``resolve_source``.
+    """
+    return hash_source(resolve_source(source, revision))
+
+
+def hash_source(source: Source) -> str:
+    """SHA-256 over the names and contents of a source's files."""
+    digest = hashlib.sha256()
+    for path in source.files:
+        digest.update(f"{path.name}\0{sha256_file(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _gguf_source(path: Path) -> Source:
+    if path.suffix.lower() == ".gguf":
+        return Source(path.name, path.parent, path.name, (path,))
+    if any(path.match(pattern) for pattern in _PICKLED):
+        raise CheckpointError(f"{path.name} may be pickled, and loading a pickle can run code.", _CONVERT)
+    raise CheckpointError(f"{path.name} is a file, but not a .gguf file.", "give the folder that holds config.json.")
+
+
+def _folder_source(folder: Path, name: str, remote_code: bool) -> Source:
+    if not any(folder.iterdir()):
+        raise CheckpointError(f"checkpoint folder {name} is empty.", "give a folder with config.json and safetensors.")
+    ggufs = sorted(folder.glob("*.gguf"))
+    if not (folder / _CONFIG).is_file():
+        hint = f"give the file itself: {ggufs[0]}" if ggufs else "give the folder that holds config.json."
+        raise CheckpointError(f"checkpoint folder {name} has no {_CONFIG}.", hint)
+    if not any(folder.glob("*.safetensors")):
+        pickled = sorted(file.name for pattern in _PICKLED for file in folder.glob(pattern))
+        if pickled:
+            raise CheckpointError(f"{name} has pickled weights only ({pickled[0]}), which can run code.", _CONVERT)
+        raise CheckpointError(f"checkpoint {name} has no safetensors weights.", _CONVERT)
+    patterns = (*_WANTED, "*.py") if remote_code else _WANTED
+    return Source(name, folder, None, tuple(sorted({file for pattern in patterns for file in folder.glob(pattern)})))
+
+
+def _fetch(repo_id: str, revision: str | None, remote_code: bool) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    patterns = [*_WANTED, "*.py"] if remote_code else list(_WANTED)
+    where = f"{repo_id} at revision {revision}" if revision else repo_id
+    try:
+        folder = snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
+    except errors.GatedRepoError as error:
+        raise CheckpointError(f"{where} is gated.", "accept its licence on the hub and set HF_TOKEN.") from error
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
+        hint = "check the spelling, or give a local folder."
+        raise CheckpointError(f"{where} is neither a local folder nor on the model hub.", hint) from error
+    except (OSError, RuntimeError) as error:  # no network, offline mode with nothing cached, a broken download
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{where} is not a local folder, and the model hub could not be reached ({reason}).",
+            "check the network, or download the checkpoint elsewhere and give its folder.",
+        ) from error
+    return Path(folder)

@@ -1,0 +1,155 @@
+"""From a transformers model to a packed ONNX graph with one ``UnpaddedAttention`` a layer.
+
+torch.export with explicit dimensions, then the dynamo exporter at opset 23 (which keeps RMSNormalization and
+RotaryEmbedding as single nodes; 24 does not). Inputs and outputs carry the contract's names.
+"""
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from specexport.frontend.attention import AttentionContext, LayerCall, attention_hook, unpadded_attention
+from specexport.ops.onnx_op import build_translation, register_schema
+from specexport.ops.spec import DIM_NAMES
+from specexport_runtime.abi import CACHE_INPUTS, K_CACHE, K_CACHE_OUT, LOGITS, STEP_INPUTS, V_CACHE_OUT, LayerGeometry
+
+OPSET = 23
+# Sizes of the example inputs: all different, so that no two dimensions are taken for one.
+_EXAMPLE = {"T": 7, "B": 2, "B+1": 3, "Q": 5, "R": 4, "L": 16}
+
+
+class TracedModel(NamedTuple):
+    """A traced model.
+
+    Attributes:
+        ir_model: ONNX IR with ``specexport::UnpaddedAttention`` nodes and the contract's inputs and outputs.
+        layers: cache sizes of each layer.
+    """
+
+    ir_model: ir.Model
+    layers: tuple[LayerGeometry, ...]
+
+
+class PackedModel(torch.nn.Module):
+    """The model as the contract sees it: packed tokens and caches in, selected logits and caches out."""
+
+    def __init__(self, model: Any, calls: tuple[LayerCall, ...]) -> None:
+        super().__init__()
+        self.model = model
+        self.num_layers = len(calls)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """One step. Inputs: the step inputs, then k and v cache of each layer; outputs: logits [R, V], then caches."""
+        input_ids, positions, logit_rows, *step = inputs[: len(STEP_INPUTS)]
+        caches = list(inputs[len(STEP_INPUTS) :])
+
+        def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+            pair = slice(2 * call.index, 2 * call.index + 2)
+            old_k, old_v = caches[pair]
+            output, *caches[pair] = unpadded_attention(call, q, k, v, (old_k, old_v), tuple(step), sinks)
+            return output
+
+        with attention_hook(self.model, AttentionContext(answer)):
+            result = self.model(
+                input_ids=input_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows
+            )
+        return (result.logits[0], *caches)
+
+
+def cache_names(num_layers: int) -> tuple[list[str], list[str]]:
+    """Names of the cache inputs and outputs, k and v of each layer in turn."""
+    pairs = [(i, spec) for i in range(num_layers) for spec in (*CACHE_INPUTS, K_CACHE_OUT, V_CACHE_OUT)]
+    inputs = [spec.name.format(i=i) for i, spec in pairs if spec in CACHE_INPUTS]
+    outputs = [spec.name.format(i=i) for i, spec in pairs if spec not in CACHE_INPUTS]
+    return inputs, outputs
+
+
+def trace_model(model: Any, calls: tuple[LayerCall, ...]) -> TracedModel:
+    """Trace ``model`` (eval mode) to ONNX IR.
+
+    Args:
+        model: a transformers causal language model.
+        calls: its layers, from ``probe_layers``.
+
+    Returns:
+        The traced model; weights stay the model's own memory until they are written.
+    """
+    register_schema()
+    packed = PackedModel(model, calls).eval()
+    arguments, dims = _example(model.dtype, calls)
+    cache_inputs, cache_outputs = cache_names(len(calls))
+    with _quiet(), torch.no_grad():
+        exported = torch.export.export(packed, arguments, dynamic_shapes={"inputs": dims}, strict=False)
+        program = torch.onnx.export(
+            exported,
+            (),
+            dynamo=True,
+            opset_version=OPSET,
+            optimize=True,
+            verbose=False,
+            input_names=[*(spec.name for spec in STEP_INPUTS), *cache_inputs],
+            output_names=[LOGITS.name, *cache_outputs],
+            custom_translation_table={torch.ops.specexport.unpadded_attention.default: build_translation()},
+        )
+    name_dimensions(program.model)
+    return TracedModel(program.model, tuple(call.geometry for call in calls))
+
+
+def _example(dtype: torch.dtype, calls: tuple[LayerCall, ...]) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+    """Example inputs and their dynamic dimensions."""
+    words = {word: torch.export.Dim(name, min=1, max=1 << 24) for word, name in DIM_NAMES.items()}
+    words["B+1"] = words["B"] + 1
+    tensors, dims = [], []
+    for spec in STEP_INPUTS:
+        shape = [_EXAMPLE[word] if isinstance(word, str) else word for word in spec.shape]
+        tensors.append(torch.zeros(shape, dtype=getattr(torch, spec.dtype)))
+        dims.append({axis: words[word] for axis, word in enumerate(spec.shape) if isinstance(word, str)})
+    for call in calls:
+        heads, k_dim, v_dim = call.geometry
+        for head_dim in (k_dim, v_dim):
+            tensors.append(torch.zeros(_EXAMPLE["B"], 1, heads, _EXAMPLE["L"], head_dim, dtype=dtype))
+            dims.append({0: words["B"], 3: words["L"]})
+    return tuple(tensors), tuple(dims)
+
+
+def name_dimensions(ir_model: ir.Model) -> None:
+    """Give the exporter's anonymous symbols (s21, s15 + 1) the contract's dimension names, in place."""
+    symbols: dict[str, str] = {}
+    by_name = {value.name: value for value in ir_model.graph.inputs}
+    for spec in (*STEP_INPUTS, K_CACHE._replace(name="k_cache.0")):
+        for word, dim in zip(spec.shape, by_name[spec.name].shape, strict=True):
+            if word in DIM_NAMES:
+                symbols[str(dim.value)] = DIM_NAMES[str(word)]
+    pattern = re.compile(r"\b(" + "|".join(map(re.escape, symbols)) + r")\b")
+    values = [*ir_model.graph.inputs, *(value for node in ir_model.graph for value in node.outputs)]
+    for value in values:
+        if value.shape is not None:
+            named = [
+                dim if isinstance(dim, int) else pattern.sub(lambda m: symbols[m[1]], str(dim.value))
+                for dim in value.shape
+            ]
+            value.shape = ir.Shape(named)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the exporter: its warnings are about itself, and what matters is checked on the graph."""
+    names = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "transformers")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

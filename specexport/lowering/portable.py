@@ -1,0 +1,136 @@
+"""The portable attention of one cache row, from standard ONNX operators.
+
+Written as the body of the Scan in ``ort_cpu``: ScatterND appends in place where input and output share memory, and a
+Slice to the row's true length keeps the cost independent of the capacity.
+"""
+
+_APPEND = """
+    zero = Constant<value_ints = [0]>()
+    unit = Constant<value_ints = [1]>()
+    rest = Constant<value_ints = [-1]>()
+    scalar0 = Constant<value_int = 0>()
+    scalar1 = Constant<value_int = 1>()
+    heads = Shape<start = 1, end = 2>(row_k_cache)
+    k_size = Shape<start = 3, end = 4>(row_k_cache)
+    v_size = Shape<start = 3, end = 4>(row_v_cache)
+    new = Shape<start = 1, end = 2>(row_q)
+    total = Cast<to = 7>(row_total)
+    past = Sub(total, new)
+    past0 = Squeeze(past)
+    total0 = Squeeze(total)
+    at = Range(past0, total0, scalar1)
+    k_split = Concat<axis = 0>(new, heads, k_size)
+    v_split = Concat<axis = 0>(new, heads, v_size)
+    k3 = Reshape(row_k, k_split)
+    v3 = Reshape(row_v, v_split)
+    k_new = Transpose<perm = [1, 0, 2]>(k3)
+    v_new = Transpose<perm = [1, 0, 2]>(v3)
+    heads0 = Squeeze(heads)
+    head_ids = Range(scalar0, heads0, scalar1)
+    grid = Concat<axis = 0>(heads, new, unit)
+    head_axis = Constant<value_ints = [1, 2]>()
+    head_column = Unsqueeze(head_ids, head_axis)
+    at_axis = Constant<value_ints = [0, 2]>()
+    at_column = Unsqueeze(at, at_axis)
+    head_grid = Expand(head_column, grid)
+    at_grid = Expand(at_column, grid)
+    row_grid = Mul(head_grid, scalar0)
+    slots = Concat<axis = 2>(row_grid, head_grid, at_grid)
+    row_k_out = ScatterND(row_k_cache, slots, k_new)
+    row_v_out = ScatterND(row_v_cache, slots, v_new)
+    slot_axis = Constant<value_ints = [2]>()
+    seen_k4 = Slice(row_k_out, zero, total, slot_axis)
+    seen_v4 = Slice(row_v_out, zero, total, slot_axis)
+    seen_k = Squeeze(seen_k4, zero)
+    seen_v = Squeeze(seen_v4, zero)
+"""
+
+# Query heads of one key/value head are stacked: [H, group*Q, D] against [H, n, D].
+_SCORES = """
+    q_split = Concat<axis = 0>(new, heads, rest, k_size)
+    q4 = Reshape(row_q, q_split)
+    q_heads = Transpose<perm = [1, 2, 0, 3]>(q4)
+    q_stack = Concat<axis = 0>(heads, rest, k_size)
+    q3 = Reshape(q_heads, q_stack)
+    k_turned = Transpose<perm = [0, 2, 1]>(seen_k)
+    raw = MatMul(q3, k_turned)
+    scale_by = Constant<value_float: float = @scale>()
+    scaled = Mul(raw, scale_by)
+"""
+
+_SOFTCAP = """
+    cap = Constant<value_float: float = @softcap>()
+    relative = Div(scaled, cap)
+    bent = Tanh(relative)
+    capped = Mul(bent, cap)
+"""
+
+_MASK = """
+    group = Shape<start = 1, end = 2>(q_heads)
+    score_split = Concat<axis = 0>(heads, group, new, total)
+    scores4 = Reshape({scores}, score_split)
+    entries = Range(scalar0, total0, scalar1)
+    query_at = Unsqueeze(at, unit)
+    causal = LessOrEqual(entries, query_at)
+"""
+
+_WINDOW = """
+    window_size = Constant<value_int: int = @window>()
+    before = Sub(query_at, window_size)
+    inside = Greater(entries, before)
+    seen = And(causal, inside)
+"""
+
+_SOFTMAX = """
+    never = Constant<value_float = -inf>()
+    masked = Where({seen}, scores4, never)
+    weights4 = Softmax<axis = -1>(masked)
+"""
+
+# A sink is one more score that takes weight and has no value.
+_SOFTMAX_SINKS = """
+    never = Constant<value_float = -3.4e38>()
+    masked = Where({seen}, scores4, never)
+    sink_split = Concat<axis = 0>(heads, group, unit, unit)
+    sink4 = Reshape(sinks, sink_split)
+    sink_grid = Concat<axis = 0>(heads, group, new, unit)
+    sink_column = Expand(sink4, sink_grid)
+    with_sink = Concat<axis = 3>(masked, sink_column)
+    weights5 = Softmax<axis = -1>(with_sink)
+    last_axis = Constant<value_ints = [3]>()
+    weights4 = Slice(weights5, zero, total, last_axis)
+"""
+
+_OUTPUT = """
+    weight_stack = Concat<axis = 0>(heads, rest, total)
+    weights = Reshape(weights4, weight_stack)
+    mixed = MatMul(weights, seen_v)
+    mixed_split = Concat<axis = 0>(heads, group, new, v_size)
+    mixed4 = Reshape(mixed, mixed_split)
+    by_token = Transpose<perm = [2, 0, 1, 3]>(mixed4)
+    out_shape = Concat<axis = 0>(unit, new, rest)
+    row_out = Reshape(by_token, out_shape)
+"""
+
+
+def portable_row_body(*, sinks: bool, window: bool, softcap: bool) -> str:
+    """ONNX text of one row's append and attention.
+
+    Reads row_q [1, Q, Hq*D], row_k [1, Q, H*D], row_v [1, Q, H*Dv], row_k_cache [1, H, L, D], row_v_cache
+    [1, H, L, Dv], row_total [1] (int32) and, from outside, sinks [Hq]; writes row_out [1, Q, Hq*Dv], row_k_out and
+    row_v_out.
+
+    Args:
+        sinks: one more score a head.
+        window: limit what a token sees to the attribute ``window``.
+        softcap: bend the scores by the attribute ``softcap``.
+    """
+    parts = [_APPEND, _SCORES]
+    if softcap:
+        parts.append(_SOFTCAP)
+    parts.append(_MASK.format(scores="capped" if softcap else "scaled"))
+    if window:
+        parts.append(_WINDOW)
+    softmax = _SOFTMAX_SINKS if sinks else _SOFTMAX
+    parts += [softmax.format(seen="seen" if window else "causal"), _OUTPUT]
+    return "".join(parts)

@@ -1,0 +1,78 @@
+"""What ``UnpaddedAttention`` means, in plain numpy and loops. Every lowering and kernel is tested against this.
+
+Imports numpy only.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+def _attend(query: Array, keys: Array, values: Array, scale: float, softcap: float, sink: float | None) -> Array:
+    """One query [D] of one head over the entries it may see, keys [n, D] and values [n, Dv]."""
+    scores = keys @ query * scale
+    if softcap > 0:
+        scores = softcap * np.tanh(scores / softcap)
+    top = scores.max() if sink is None else max(scores.max(), sink)
+    weights = np.exp(scores - top)
+    total = weights.sum() + (0.0 if sink is None else np.exp(sink - top))  # a sink takes weight and gives nothing
+    result: Array = weights @ values / total
+    return result
+
+
+def unpadded_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    k_cache: Array,
+    v_cache: Array,
+    kv_lens: Array,
+    cu_new_tokens: Array,
+    sinks: Array | None = None,
+    *,
+    num_heads: int,
+    kv_num_heads: int,
+    scale: float,
+    window: int = -1,
+    softcap: float = 0.0,
+) -> tuple[Array, Array, Array]:
+    """Append and attend, one token and one head at a time, in float64.
+
+    Args:
+        q: queries [T, num_heads*D].
+        k: new keys [T, kv_num_heads*D].
+        v: new values [T, kv_num_heads*Dv].
+        k_cache: [B, 1, kv_num_heads, L, D].
+        v_cache: [B, 1, kv_num_heads, L, Dv].
+        kv_lens: committed entries of each row [B, 1].
+        cu_new_tokens: running sum of the rows' new tokens [B+1].
+        sinks: one extra score a head [num_heads], or None.
+        num_heads: query heads; head ``h`` reads key/value head ``h // (num_heads / kv_num_heads)``.
+        kv_num_heads: key/value heads.
+        scale: factor on every score.
+        window: entries a token sees, itself included; -1 for all.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 for off.
+
+    Returns:
+        output [T, num_heads*Dv] and the two caches, all float64; entries beyond a row's new length are left as they were.
+    """
+    keys, values = k_cache.astype(np.float64), v_cache.astype(np.float64)
+    queries = q.astype(np.float64).reshape(len(q), num_heads, -1)
+    new_keys = k.reshape(len(k), kv_num_heads, -1)
+    new_values = v.reshape(len(v), kv_num_heads, -1)
+    output = np.zeros((len(q), num_heads, values.shape[-1]))
+    for row, past in enumerate(kv_lens[:, 0]):
+        for offset, token in enumerate(range(cu_new_tokens[row], cu_new_tokens[row + 1])):
+            end = int(past) + offset + 1
+            keys[row, 0, :, end - 1] = new_keys[token]
+            values[row, 0, :, end - 1] = new_values[token]
+            start = max(0, end - window) if window > 0 else 0
+            for head in range(num_heads):
+                group = head * kv_num_heads // num_heads
+                sink = None if sinks is None else float(sinks[head])
+                seen_keys, seen_values = keys[row, 0, group, start:end], values[row, 0, group, start:end]
+                output[token, head] = _attend(queries[token, head], seen_keys, seen_values, scale, softcap, sink)
+    return output.reshape(len(q), -1), keys, values

@@ -1,0 +1,54 @@
+"""Passes over the traced model: one pass a file, each reporting how many things it changed."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from specexport.passes.base import CountingPass
+
+__all__ = ["default_passes", "run_passes"]
+
+
+class PassRecipe(Protocol):
+    """What the passes need to know of a recipe."""
+
+    @property
+    def dtype(self) -> str:
+        """Numpy name of the dtype of weights, activations and caches."""
+        ...
+
+
+def default_passes(recipe: PassRecipe) -> "list[CountingPass]":
+    """The passes of every build, in order, each with its reason."""
+    from specexport.passes.pipeline import list_passes
+
+    return list_passes(recipe.dtype)
+
+
+def run_passes(
+    ir_model: "ir.Model",
+    passes: "Sequence[CountingPass]",
+    *,
+    dump_dir: Path | None = None,
+    on_pass: Callable[[str], Any] | None = None,
+) -> tuple[tuple[str, int], ...]:
+    """Run ``passes`` in order on ``ir_model``, in place, checking the contract before the first and after each.
+
+    Args:
+        ir_model: the traced model.
+        passes: from ``default_passes``.
+        dump_dir: write the graph after each pass here as ``NN-name.onnx`` (without weights) and ``NN-name.txt``.
+        on_pass: called with each pass's name when it is done.
+
+    Returns:
+        (name, number of changes) of each pass.
+
+    Raises:
+        CheckFailedError: the contract does not hold; the message names the pass after which it broke.
+    """
+    from specexport.passes.pipeline import run_list
+
+    return run_list(ir_model, passes, dump_dir=dump_dir, on_pass=on_pass)

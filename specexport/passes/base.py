@@ -1,0 +1,43 @@
+"""The base of all passes: an in-place ``onnx_ir`` pass that counts what it changed."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from specexport_runtime.abi import OP_DOMAIN, OP_NAME
+
+
+class CountingPass(ir.passes.InPlacePass):
+    """A pass with a name, a reason and a count.
+
+    Attributes:
+        name: short name for reports and dumps.
+        reason: why the pass is in the list.
+        changes: things changed by the last call.
+    """
+
+    name: str
+    reason: str
+    changes: int = 0
+
+    @abstractmethod
+    def rewrite(self, model: ir.Model) -> int:
+        """Change ``model`` in place; returns how many things were changed."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Run ``rewrite`` and keep its count (called by the pass infrastructure)."""
+        self.changes = self.rewrite(model)
+        return ir.passes.PassResult(model, modified=self.changes > 0)
+
+
+def attention_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    """The ``UnpaddedAttention`` nodes of a traced model, in graph order."""
+    return (node for node in model.graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN)
+
+
+def constant_of(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor behind an initializer; None for anything else."""
+    if value is None or not value.is_initializer():
+        return None
+    return value.const_value

@@ -1,0 +1,100 @@
+"""Does the graph still keep the contract of ``abi``? Changes nothing; runs between all stages."""
+
+from collections.abc import Iterator, Sequence
+
+import onnx_ir as ir
+
+from specexport.ops.spec import DIM_NAMES
+from specexport.passes.base import CountingPass, attention_nodes
+from specexport_runtime.abi import CACHE_INPUTS, LOGITS, OUTPUTS, STEP_INPUTS, TensorSpec
+from specexport_runtime.errors import CheckFailedError
+
+_FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+
+
+class ContractCheckPass(CountingPass):
+    """Inputs, outputs, dtypes, shapes, and one attention node a layer, each between its own caches."""
+
+    name = "contract-check"
+    reason = "a pass that breaks the graph is named at once, not found in a wrong answer later"
+
+    def rewrite(self, model: ir.Model) -> int:
+        """Check; always 0 changes.
+
+        Raises:
+            CheckFailedError: the contract does not hold.
+        """
+        problems = self.problems(model)
+        if problems:
+            raise CheckFailedError(f"the graph breaks its contract: {'; '.join(problems[:5])}.")
+        return 0
+
+    @staticmethod
+    def problems(model: ir.Model) -> list[str]:
+        """Everything that is wrong, one phrase each; empty if nothing is."""
+        layers = sum(1 for _ in attention_nodes(model))
+        expected_inputs = list(STEP_INPUTS) + [_numbered(spec, i) for i in range(layers) for spec in CACHE_INPUTS]
+        expected_outputs = [LOGITS] + [_numbered(spec, i) for i in range(layers) for spec in OUTPUTS if spec != LOGITS]
+        return [
+            *_compare("input", expected_inputs, model.graph.inputs),
+            *_compare("output", expected_outputs, model.graph.outputs),
+            *_check_attention(model),
+            *_check_weights(model),
+        ]
+
+
+def _numbered(spec: TensorSpec, layer: int) -> TensorSpec:
+    return spec._replace(name=spec.name.format(i=layer))
+
+
+def _compare(kind: str, expected: list[TensorSpec], found: Sequence[ir.Value]) -> Iterator[str]:
+    by_name = {str(value.name): value for value in found}
+    for name in sorted({spec.name for spec in expected} ^ set(by_name)):
+        yield f"{kind} {name} is {'unexpected' if name in by_name else 'missing'}"
+    for spec in expected:
+        if spec.name in by_name:
+            yield from _compare_one(kind, spec, by_name[spec.name])
+
+
+def _compare_one(kind: str, spec: TensorSpec, value: ir.Value) -> Iterator[str]:
+    dtype = value.dtype
+    wrong = dtype not in _FLOATS if spec.dtype == "model" else str(dtype).lower() not in (spec.dtype, _onnx(spec.dtype))
+    if wrong:
+        yield f"{kind} {spec.name} is {dtype}, not {spec.dtype}"
+    shape = value.shape
+    if shape is None or len(shape) != len(spec.shape):
+        yield f"{kind} {spec.name} has shape {shape}, not {list(spec.shape)}"
+        return
+    for word, dim in zip(spec.shape, shape, strict=True):
+        static = isinstance(dim, int)
+        if isinstance(word, int) and dim != word:
+            yield f"{kind} {spec.name} has {dim} where the contract has {word}"
+        if word in DIM_NAMES and (static or dim.value != DIM_NAMES[word]):
+            yield f"{kind} {spec.name} has {dim} where the contract has {DIM_NAMES[word]}"
+
+
+def _onnx(dtype: str) -> str:
+    return {"float32": "float"}.get(dtype, dtype)
+
+
+def _check_attention(model: ir.Model) -> Iterator[str]:
+    for i, node in enumerate(attention_nodes(model)):
+        wired = [node.inputs[3], node.inputs[4], node.outputs[1], node.outputs[2]]
+        names = [spec.name.format(i=i) for spec in (*CACHE_INPUTS, *(s for s in OUTPUTS if s != LOGITS))]
+        for value, name in zip(wired, names, strict=True):
+            if value is None or value.name != name:
+                yield f"attention {i} uses {None if value is None else value.name} in the place of {name}"
+        if node.outputs[0].dtype != node.inputs[3].dtype:  # type: ignore[union-attr]
+            yield f"attention {i} computes in {node.outputs[0].dtype} on caches of another dtype"
+
+
+def _check_weights(model: ir.Model) -> Iterator[str]:
+    """Matrices must have the caches' dtype: anything else is a precision nobody asked for."""
+    node = next(attention_nodes(model), None)
+    dtype = None if node is None or node.inputs[3] is None else node.inputs[3].dtype
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if tensor is None:
+            yield f"weight {value.name} has no data"
+        elif tensor.dtype in _FLOATS | {ir.DataType.DOUBLE} and len(tensor.shape) > 1 and tensor.dtype != dtype:
+            yield f"weight {value.name} is {tensor.dtype}, the model {dtype}"

@@ -1,0 +1,80 @@
+"""The list of passes and the loop that runs it."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from specexport.passes.base import CountingPass
+from specexport.passes.constant_fold import ConstantFoldPass
+from specexport.passes.contract_check import ContractCheckPass
+from specexport.passes.logit_row_select import LogitRowSelectPass
+from specexport.passes.node_deduplicate import NodeDeduplicatePass
+from specexport.passes.precision_cast import PrecisionCastPass
+from specexport.passes.transpose_fold import TransposeFoldPass
+from specexport.passes.weight_deduplicate import WeightDeduplicatePass
+from specexport.passes.weight_remove import WeightRemovePass
+from specexport_runtime.errors import CheckFailedError
+
+
+def list_passes(dtype: str) -> list[CountingPass]:
+    """The passes of every build, in order. Each says why it is there in its ``reason``."""
+    return [
+        WeightDeduplicatePass(),  # before anything copies or transposes a weight: they are still the model's own memory
+        LogitRowSelectPass(),  # before TransposeFold: it takes the LM head's weight as it is stored
+        TransposeFoldPass(),
+        PrecisionCastPass(dtype),
+        ConstantFoldPass(),
+        NodeDeduplicatePass(),
+        WeightRemovePass(),  # last: the others leave weights without readers
+    ]
+
+
+def run_list(
+    ir_model: ir.Model,
+    passes: Sequence[CountingPass],
+    *,
+    dump_dir: Path | None = None,
+    on_pass: Callable[[str], Any] | None = None,
+) -> tuple[tuple[str, int], ...]:
+    """See ``specexport.passes.run_passes``."""
+    report = []
+    _check(ir_model, "tracing")
+    if dump_dir is not None:
+        _dump(ir_model, dump_dir, 0, "traced")
+    for number, item in enumerate(passes, start=1):
+        item(ir_model)
+        _check(ir_model, f"pass {item.name}")
+        report.append((item.name, item.changes))
+        if dump_dir is not None:
+            _dump(ir_model, dump_dir, number, item.name)
+        if on_pass is not None:
+            on_pass(item.name)
+    return tuple(report)
+
+
+def _check(ir_model: ir.Model, after: str) -> None:
+    problems = ContractCheckPass.problems(ir_model)
+    if problems:
+        raise CheckFailedError(f"after {after} the graph breaks its contract: {'; '.join(problems[:5])}.")
+
+
+def _dump(ir_model: ir.Model, folder: Path, number: int, name: str) -> None:
+    """Write the graph for readers: as text, and as an .onnx file that names its weights but does not hold them."""
+    import onnx
+
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"{number:02d}-{name}"
+    stem.with_suffix(".txt").write_text(str(ir_model), encoding="utf-8")
+    weights = {value: value.const_value for value in ir_model.graph.initializers.values()}
+    try:
+        for value, tensor in weights.items():
+            if tensor is not None and tensor.nbytes > 1024:
+                value.const_value = ir.ExternalTensor(
+                    "weights-not-dumped", 0, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=str(value.name)
+                )
+        onnx.save(ir.to_proto(ir_model), str(stem.with_suffix(".onnx")))
+    finally:
+        for value, tensor in weights.items():
+            value.const_value = tensor

@@ -1,0 +1,57 @@
+"""Store linear weights the way they are multiplied."""
+
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+
+from specexport.passes.base import CountingPass, constant_of
+
+
+class TransposeFoldPass(CountingPass):
+    """Fold Transpose nodes on weights into the weights.
+
+    torch stores a linear layer as [out, in] and the trace transposes it on every step. The folded weight is lazy: it is
+    computed when the engine is written, one weight at a time. A weight that somebody also reads untransposed (a tied
+    embedding) is left alone, or it would be stored twice. Counts the Transposes folded.
+    """
+
+    name = "transpose-fold"
+    reason = "weights are transposed once at build time, not on every step or every load"
+
+    def rewrite(self, model: ir.Model) -> int:
+        """Fold every Transpose whose weight has no other kind of reader."""
+        folded = 0
+        for weight in list(model.graph.initializers.values()):
+            readers = [use.node for use in weight.uses()]
+            same = {tuple(node.attributes["perm"].as_ints()) for node in readers if _has_perm(node)}
+            if not readers or len(same) != 1 or not all(_has_perm(node) for node in readers):
+                continue
+            tensor = constant_of(weight)
+            if tensor is None or weight in model.graph.outputs:
+                continue
+            self._fold(model, weight, tensor, readers, same.pop())
+            folded += len(readers)
+        return folded
+
+    @staticmethod
+    def _fold(
+        model: ir.Model, weight: ir.Value, tensor: ir.TensorProtocol, readers: list[ir.Node], perm: tuple[int, ...]
+    ) -> None:
+        shape = ir.Shape([tensor.shape[axis] for axis in perm])
+        name = f"{weight.name}.transposed"
+        lazy = ir.LazyTensor(partial(_transposed, tensor, perm), dtype=tensor.dtype, shape=shape, name=name)
+        value = ir.Value(name=name, shape=shape, type=ir.TensorType(tensor.dtype), const_value=lazy)
+        model.graph.initializers[name] = value
+        for node in readers:
+            ir.convenience.replace_all_uses_with(node.outputs[0], value)
+            model.graph.remove(node, safe=True)
+        del model.graph.initializers[str(weight.name)]
+
+
+def _has_perm(node: ir.Node) -> bool:
+    return node.op_type == "Transpose" and node.domain == "" and "perm" in node.attributes
+
+
+def _transposed(tensor: ir.TensorProtocol, perm: tuple[int, ...]) -> ir.Tensor:
+    return ir.Tensor(np.ascontiguousarray(tensor.numpy().transpose(perm)), dtype=tensor.dtype)
