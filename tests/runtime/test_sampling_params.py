@@ -1,0 +1,111 @@
+"""Every sampling parameter is checked, and says how to fix a wrong value."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.sampling import Sampler, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("temperature", None),
+        ("temperature", True),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("top_k", True),
+        ("top_p", 0.0),
+        ("top_p", 1.0001),
+        ("top_p", -1),
+        ("top_p", math.nan),
+        ("min_p", -0.01),
+        ("min_p", 1.01),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", math.inf),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", -2.1),
+        ("logit_bias", [1, 2]),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"a": 1.0}),
+        ("logit_bias", {1: math.inf}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {1: "x"}),
+        ("seed", 1.5),
+        ("seed", "x"),
+        ("seed", True),
+        ("seed", 2**127),
+        ("seed", -(2**127) - 1),
+        ("max_tokens", 0),
+        ("max_tokens", -5),
+        ("max_tokens", 2.0),
+        ("stop", ""),
+        ("stop", ("a", "")),
+        ("stop", ("a", 3)),
+        ("stop", 3),
+        ("stop", b"x"),
+        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", ("x",)),
+        ("stop_token_ids", "12"),
+        ("stop_token_ids", 5),
+        ("ignore_eos", 1),
+        ("include_stop_str_in_output", "yes"),
+        ("skip_special_tokens", None),
+    ],
+)
+def test_out_of_range_is_refused_by_name_with_a_fix(name, value):
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{name: value})
+    assert name in caught.value.message
+    assert caught.value.hint
+
+
+def test_unknown_parameter_is_a_type_error():
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)
+
+
+def test_edges_of_the_ranges_are_accepted_and_normalised():
+    params = SamplingParams(
+        temperature=np.float32(1),
+        top_k=np.int64(3),
+        top_p=1,
+        min_p=1,
+        presence_penalty=-2,
+        logit_bias={np.int64(4): 1, 5: -math.inf},
+        seed=-(2**127),
+        stop=["a", "b"],
+        stop_token_ids=[np.int32(7)],
+    )
+    assert type(params.temperature) is float
+    assert type(params.top_k) is int
+    assert params.logit_bias == {4: 1.0, 5: -math.inf}
+    assert params.stop == ("a", "b")
+    assert params.stop_token_ids == (7,)
+    assert SamplingParams(stop="x").stop == ("x",)
+    assert SamplingParams().stop_strings == ()
+    assert hash(params) == hash(dataclasses.replace(params))
+
+
+def test_params_are_frozen_and_keep_their_own_bias():
+    bias = {1: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[2] = 5.0
+    assert params.logit_bias == {1: 1.0}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.top_k = 3
+
+
+def test_bias_beyond_the_vocabulary_is_refused_by_the_sampler():
+    with pytest.raises(InvalidRequestError, match="token 10"):
+        Sampler(SamplingParams(logit_bias={10: 1.0}), [1], 10)
+    Sampler(SamplingParams(logit_bias={9: 1.0}), [1], 10)
