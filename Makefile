@@ -12,10 +12,12 @@ INPUTS := pyproject.toml tools/install.py
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean distclean
+.PHONY: help install demo test lint format clean distclean
 
 help: ## list the commands
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+install: $(VENV)/.installed-demo ## make .venv and install what is needed to build and run bundles
 
 demo: $(VENV)/.installed-demo ## install, build the demo bundle, generate with and without speculation
 	@$(BIN)/specexport demo

@@ -1,0 +1,125 @@
+"""Every command of the documentation is run, in order, in a copy of the repository.
+
+A fence that cannot be run says why in its first line: ```` ```bash no-test: the reason ````.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from specexport_runtime import abi
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(?P<language>\w+)[ ]?(?P<note>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\((?P<target>[^)\s]+)\)")
+NOT_COPIED = shutil.ignore_patterns(
+    ".git", ".venv", "engines", "__pycache__", ".*_cache", ".hypothesis", "dist", "build"
+)
+BLOCK_SECONDS = 300
+COMMAND = Path(sys.executable).with_name("specexport")
+# Its commands are long measurements of models that are not in the repository; their options are still checked.
+NOT_RUN = ROOT / "docs" / "benchmarks.md"
+
+
+class Block(NamedTuple):
+    """One fenced piece of a page."""
+
+    page: Path
+    line: int
+    language: str
+    note: str
+    body: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    for match in FENCE.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        yield Block(page, line, match["language"], match["note"].strip(), match["body"])
+
+
+def runnable(page: Path) -> list[Block]:
+    if page == NOT_RUN:
+        return []
+    return [block for block in blocks_of(page) if block.language in {"bash", "python"} and not block.note]
+
+
+def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = ["bash", "-euo", "pipefail", "-c"] if block.language == "bash" else ["python", "-c"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return subprocess.run(
+        [*command, block.body], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True,
+        check=False, stdin=subprocess.DEVNULL, timeout=BLOCK_SECONDS,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda page: page.name)
+def test_commands_run_as_written(page: Path, demo_bundle: Path, tmp_path: Path) -> None:
+    # `demo_bundle` is not used here; waiting for it puts the demo's engines into the session's cache.
+    folder = tmp_path / "specexport"
+    shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
+    for block in runnable(page):
+        result = run_block(block, folder)
+        assert result.returncode == 0, (
+            f"{block} failed:\n{block.body}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+        )
+        assert "Traceback" not in result.stderr, block
+
+
+def test_the_readme_has_commands_to_run() -> None:
+    text = "\n".join(block.body for block in runnable(README))
+    for command in ("build", "generate", "verify", "inspect", "doctor"):
+        assert f"specexport {command}" in text
+    assert "SpecEngine.load" in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_fence_that_is_not_run_says_why(page: Path) -> None:
+    for block in blocks_of(page):
+        if block.note:
+            assert re.fullmatch(r"no-test: \S.{9,}", block.note), f"{block}: write `no-test: reason`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    for match in LINK.finditer(page.read_text(encoding="utf-8")):
+        target = match["target"]
+        if not re.match(r"[a-z]+:", target):
+            path, _, anchor = target.partition("#")
+            file = page.parent / path if path else page
+            assert file.exists(), f"{page.name} links to {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+                assert anchor in {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
+
+
+def test_the_contract_table_is_the_compilers_own() -> None:
+    assert abi.format_table() in README.read_text(encoding="utf-8")
+
+
+def test_documented_options_exist() -> None:
+    """Every long option after a `specexport` command is one that the command's help lists."""
+    for page in PAGES:
+        for block in blocks_of(page):
+            if block.language != "bash":
+                continue
+            for line in block.body.replace("\\\n", " ").splitlines():
+                if match := re.match(r"(?:\S*/)?specexport (\w+)", line):
+                    help_text = subprocess.run(
+                        [COMMAND, match[1], "--help"], capture_output=True, text=True, check=True
+                    ).stdout
+                    for option in re.findall(r"(?<=\s)--[a-z-]+", line):
+                        assert option in help_text, f"{block}: specexport {match[1]} has no {option}"
