@@ -171,7 +171,7 @@ def _make_plan(recipe: BuildRecipe) -> _Plan:
 
 
 def _reuse(cache: EngineCache, plan: _Plan, role: str, folder: Path, clock: StageClock) -> BuiltModel | None:
-    with clock.stage("reuse", role, steps=0):
+    with clock.stage("cache", role, steps=0):
         built = cache.restore(plan.engine_keys[role], folder)
     if built is None:
         return None

@@ -1,0 +1,127 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from specexport.built import BuiltModel
+from specexport.cache import EngineCache, cache_folder
+from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.manifest import ModelEntry, hash_files
+
+KEY = "a" * 64
+
+
+def make_engine(folder: Path, weights: bytes = b"w" * 1000) -> BuiltModel:
+    folder.mkdir(parents=True)
+    (folder / "model.onnx").write_bytes(b"graph")
+    (folder / "model.onnx.data").write_bytes(weights)
+    entry = ModelEntry(
+        path="model.onnx",
+        backend="ort-cpu",
+        architecture="TinyForCausalLM",
+        dtype="float32",
+        vocab_size=8,
+        layers=(LayerGeometry(2, 4, 4), LayerGeometry(1, 8, 4)),
+        inputs=("input_ids", "positions"),
+        num_parameters=250,
+        max_positions=None,
+        source="tiny",
+        source_sha256="0" * 64,
+        passes=(("fold", 3),),
+    )
+    return BuiltModel(
+        entry=entry,
+        files=hash_files(folder, ["model.onnx", "model.onnx.data"]),
+        tokenizer_json="{„}".encode(),
+        chat_template=None,
+        special_tokens={"eos_token": "</s>"},
+        bos_token_id=None,
+        eos_token_ids=(2, 3),
+        max_abs_error=1e-6,
+    )
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> EngineCache:
+    return EngineCache(tmp_path / "cache")
+
+
+def test_what_was_stored_comes_back_equal(cache: EngineCache, tmp_path: Path) -> None:
+    built = make_engine(tmp_path / "one")
+    assert cache.store(KEY, built, tmp_path / "one")
+    assert cache.restore(KEY, tmp_path / "two") == built
+    assert hash_files(tmp_path / "two", built.files) == built.files
+    assert cache.restore("b" * 64, tmp_path / "three") is None
+    assert not (tmp_path / "three").exists()
+
+
+def test_a_bundle_altered_in_place_does_not_reach_the_cache(cache: EngineCache, tmp_path: Path) -> None:
+    built = make_engine(tmp_path / "one")
+    cache.store(KEY, built, tmp_path / "one")
+    cache.restore(KEY, tmp_path / "two")
+    for folder in ("one", "two"):
+        with (tmp_path / folder / "model.onnx.data").open("r+b") as file:
+            file.write(b"poison")
+    assert cache.restore(KEY, tmp_path / "three") == built
+    assert hash_files(tmp_path / "three", built.files) == built.files
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "tokenizer.json", "entry.json"])
+@pytest.mark.parametrize("how", ["alter", "truncate", "remove"])
+def test_a_damaged_entry_is_dropped(cache: EngineCache, tmp_path: Path, name: str, how: str) -> None:
+    built = make_engine(tmp_path / "one")
+    cache.store(KEY, built, tmp_path / "one")
+    path = cache.folder / KEY / name
+    data = path.read_bytes()
+    path.unlink()
+    if how != "remove":
+        path.write_bytes(data[:-1] if how == "truncate" else bytes([data[0] ^ 1]) + data[1:])
+    assert cache.restore(KEY, tmp_path / "two") is None
+    assert not (tmp_path / "two").exists()
+    assert not (cache.folder / KEY).exists()
+    assert cache.store(KEY, built, tmp_path / "one")
+    assert cache.restore(KEY, tmp_path / "two") == built
+
+
+def test_the_least_recently_used_entries_go_first(tmp_path: Path) -> None:
+    cache = EngineCache(tmp_path / "cache")
+    built = make_engine(tmp_path / "one")
+    keys = ["a" * 64, "b" * 64, "c" * 64]
+    for age, key in enumerate(keys):
+        cache.store(key, built, tmp_path / "one")
+        os.utime(cache.folder / key / "entry.json", (1000 + age, 1000 + age))
+    cache.restore(keys[0], tmp_path / "two")  # now the most recently used
+    size = sum(path.stat().st_size for path in cache.folder.rglob("*") if path.is_file()) // 3
+    assert EngineCache(tmp_path / "cache", max_bytes=2 * size + 10).prune() == [keys[1]]
+    assert sorted(path.name for path in cache.folder.iterdir()) == [keys[0], keys[2]]
+    assert EngineCache(tmp_path / "cache", max_bytes=0).prune(keep=keys[0]) == [keys[2]]
+
+
+def test_an_engine_larger_than_the_cache_is_not_stored(tmp_path: Path) -> None:
+    cache = EngineCache(tmp_path / "cache", max_bytes=100)
+    assert not cache.store(KEY, make_engine(tmp_path / "one"), tmp_path / "one")
+    assert not (cache.folder / KEY).exists()
+
+
+def test_a_cache_that_cannot_be_written_does_not_fail_a_build(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    cache = EngineCache(tmp_path / "cache")
+    assert not cache.store(KEY, make_engine(tmp_path / "one"), tmp_path / "one")
+    assert cache.restore(KEY, tmp_path / "two") is None
+
+
+def test_pruning_removes_what_a_killed_build_left(cache: EngineCache) -> None:
+    leftover = cache.folder / f".{KEY}.tmp-{2**22 + 1}"  # beyond the largest process number
+    leftover.mkdir(parents=True)
+    cache.prune()
+    assert not leftover.exists()
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "a"))
+    assert cache_folder() == tmp_path / "a"
+    monkeypatch.delenv("SPECEXPORT_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    assert cache_folder() == tmp_path / "b" / "specexport"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "specexport"
