@@ -1,0 +1,280 @@
+"""Logits processing against a plain full-sort reference, and drawing from its result."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specexport_runtime import truncation
+from specexport_runtime.sampling import Distribution, Sampler, SamplingParams, sample_token
+
+
+def reference(logits, params, prompt=(), output=()):
+    """The documented processing, written the slow and obvious way. Returns {token: probability}."""
+    z = np.asarray(logits, dtype=np.float32).copy()
+    for token, bias in params.logit_bias.items():
+        if token < len(z):
+            z[token] = np.float32(z[token] + bias)
+    z = z.astype(np.float64)
+    for token in set(prompt) | set(output):
+        if token < len(z):
+            r = params.repetition_penalty
+            z[token] = z[token] / r if z[token] > 0 else z[token] * r
+            z[token] -= params.frequency_penalty * list(output).count(token)
+            z[token] -= params.presence_penalty * (token in output)
+    order = sorted(range(len(z)), key=lambda i: (-np.float32(z[i]), i))
+    if params.temperature == 0:
+        return {order[0]: 1.0}
+    weights = {i: math.exp((z[i] - z[order[0]]) / params.temperature) for i in order}
+    if params.min_p > 0:
+        weights = {i: w for i, w in weights.items() if w >= params.min_p * (1 - 1e-6)}
+    if params.top_k > 0:
+        weights = dict(list(weights.items())[: params.top_k])
+    if params.top_p < 1:
+        total, mass, kept = sum(weights.values()), 0.0, {}
+        for i, w in weights.items():
+            kept[i] = w
+            mass += w / total
+            if mass >= params.top_p - 1e-12:
+                break
+        weights = kept
+    total = sum(weights.values())
+    return {i: w / total for i, w in weights.items()}
+
+
+def as_dict(distribution):
+    ids = range(len(distribution.probs)) if distribution.token_ids is None else distribution.token_ids.tolist()
+    return {i: p for i, p in zip(ids, distribution.probs.tolist(), strict=True) if p > 0}
+
+
+def assert_same(got: Distribution, expected: dict[int, float], tolerance=1e-6):
+    assert got.probs.dtype == np.float64
+    assert abs(got.probs.sum() - 1) < 1e-12
+    if got.token_ids is not None:
+        assert got.token_ids.dtype == np.int64
+        assert (np.diff(got.token_ids) > 0).all()
+    actual = as_dict(got)
+    assert set(actual) == {i for i, p in expected.items() if p > 1e-300}
+    for token, p in actual.items():
+        assert p == pytest.approx(expected[token], rel=tolerance, abs=1e-12)
+
+
+# Quarter steps make exact ties and, with these temperatures, exact sums at the border of top-p common.
+ROWS = st.lists(st.integers(-20, 20).map(lambda i: i / 4), min_size=1, max_size=40)
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.25, 0.7, 1.0, 2.0]),
+    top_k=st.integers(0, 45),
+    top_p=st.sampled_from([1e-9, 0.1, 0.33, 0.5, 0.8, 0.95, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.01, 0.2, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.8]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.5, -0.25]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.75, -0.5]),
+    logit_bias=st.dictionaries(st.integers(0, 39), st.sampled_from([-1.0, 2.5]), max_size=3),
+)
+TOKENS = st.lists(st.integers(0, 39), max_size=8)
+
+
+@settings(max_examples=400, deadline=None)
+@given(row=ROWS, params=PARAMS, prompt=TOKENS, output=TOKENS, drafted=TOKENS)
+def test_small_rows_equal_the_full_sort_reference(row, params, prompt, output, drafted):
+    sampler = Sampler(params, prompt, 40)
+    sampler.append(output)
+    logits = np.array(row, dtype=np.float32)
+    before = logits.copy()
+    got = sampler.distribution(logits, drafted)
+    assert_same(got, reference(logits, params, prompt, output + drafted))
+    np.testing.assert_array_equal(logits, before)
+    again = sampler.distribution(logits, drafted)  # asking must leave no trace in the history
+    np.testing.assert_array_equal(again.probs, got.probs)
+    sampler.append(drafted)  # committed tokens count exactly as drafted ones do
+    np.testing.assert_array_equal(sampler.distribution(logits).probs, got.probs)
+
+
+def quantised(rng, size, spread, step):
+    return (np.round(rng.normal(size=size) * spread / step) * step).astype(np.float32)
+
+
+@pytest.mark.parametrize("size", [257, 1000, 4096, 20_000, 70_001])
+@pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 8.0])
+@pytest.mark.parametrize("step", [1e-6, 0.5])
+def test_large_rows_equal_the_full_sort_reference(size, spread, step):
+    """Flat and peaked rows, with few ties and with thousands of them: every shortcut and its fallback."""
+    rng = np.random.default_rng(size)
+    logits = quantised(rng, size, spread, step)
+    order = np.lexsort((np.arange(size), -logits))
+    weights = np.exp((logits[order].astype(np.float64) - logits.max()) / 0.8)
+    for top_k, top_p in [(0, 0.95), (0, 0.5), (0, 0.9999), (7, 1.0), (300, 1.0), (1200, 0.9), (0, 1e-6)]:
+        kept = order if top_k == 0 else order[:top_k]
+        mass = weights[: len(kept)].cumsum() / weights[: len(kept)].sum()
+        count = len(kept) if top_p == 1 else int(mass.searchsorted(top_p)) + 1
+        got = Sampler(SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p), [0], size).distribution(logits)
+        ids = np.arange(size) if got.token_ids is None else got.token_ids
+        # Sums in another order round differently: the cut may move by entries of no weight, never by more.
+        slack = int(mass.searchsorted(top_p + 1e-9)) - int(mass.searchsorted(top_p - 1e-9)) if top_p < 1 else 0
+        assert abs(len(ids) - min(count, len(kept))) <= slack
+        np.testing.assert_array_equal(ids, np.sort(kept[: len(ids)]))
+        expected = np.exp((logits[ids].astype(np.float64) - logits.max()) / 0.8)
+        np.testing.assert_allclose(got.probs, expected / expected.sum(), rtol=1e-9)
+
+
+def test_a_misleading_sample_falls_back_to_sorting(monkeypatch):
+    """Large logits only where the strided sample does not look."""
+    size = truncation._LARGE * 2
+    logits = np.zeros(size, dtype=np.float32)
+    step = size // truncation._SAMPLE
+    logits[1::step] = np.linspace(2, 3, len(logits[1::step]))
+    fallbacks = []
+    original = truncation._cut_by_sorting
+    monkeypatch.setattr(truncation, "_cut_by_sorting", lambda *args: fallbacks.append(1) or original(*args))
+    got = Sampler(SamplingParams(temperature=1.0, top_p=0.3), [0], size).distribution(logits)
+    assert fallbacks
+    order = np.lexsort((np.arange(size), -logits))
+    weights = np.exp(logits[order].astype(np.float64))
+    count = int((weights.cumsum() / weights.sum()).searchsorted(0.3)) + 1
+    np.testing.assert_array_equal(got.token_ids, np.sort(order[:count]))
+
+
+def test_top_k_keeps_exactly_k_and_the_lower_ids_of_ties():
+    logits = np.array([1, 5, 5, 5, 0, 5], dtype=np.float32)
+    got = Sampler(SamplingParams(temperature=1.0, top_k=2), [], 6).distribution(logits)
+    assert got.token_ids.tolist() == [1, 2]
+    for size in (3000, 300_000):
+        got = Sampler(SamplingParams(temperature=1.0, top_k=5), [], size).distribution(np.zeros(size, np.float32))
+        assert got.token_ids.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_top_p_keeps_the_smallest_set_and_the_lower_ids_of_ties():
+    logits = np.zeros(4, dtype=np.float32)
+    for top_p, kept in [(0.5, [0, 1]), (0.500001, [0, 1, 2]), (0.25, [0]), (1e-12, [0]), (0.75, [0, 1, 2])]:
+        got = Sampler(SamplingParams(temperature=1.0, top_p=top_p), [], 4).distribution(logits)
+        assert got.token_ids.tolist() == kept
+
+
+def test_min_p_and_top_p_and_top_k_see_what_the_one_before_left():
+    probs = np.array([0.4, 0.3, 0.2, 0.1])
+    logits = np.log(probs).astype(np.float32)
+    # min_p leaves 0.4, 0.3, 0.2; of those renormalised, 0.44 + 0.33 reach 0.75 (of the whole row they would not).
+    params = SamplingParams(temperature=1.0, min_p=0.4, top_p=0.75)
+    assert Sampler(params, [], 4).distribution(logits).token_ids.tolist() == [0, 1]
+    # After top_k = 2 the first token alone has 0.57.
+    params = SamplingParams(temperature=1.0, top_k=2, top_p=0.55)
+    assert Sampler(params, [], 4).distribution(logits).token_ids.tolist() == [0]
+
+
+def test_penalties_by_hand():
+    logits = np.array([2.0, -2.0, 1.0, 0.5], dtype=np.float32)
+    params = SamplingParams(
+        temperature=1.0, repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias={3: 1.0}
+    )
+    sampler = Sampler(params, [0, 1], 4)  # the prompt counts for repetition only
+    sampler.append([1, 2])
+    expected = np.exp([2 / 2, -2 * 2 - 0.75, 1 / 2 - 0.5 * 2 - 0.25, 0.5 + 1.0])
+    got = sampler.distribution(logits, [2])
+    np.testing.assert_allclose(got.probs, expected / expected.sum(), rtol=1e-6)
+
+
+def test_greedy_takes_the_lowest_id_of_ties_after_penalties():
+    logits = np.array([1, 3, 3, 2], dtype=np.float32)
+    plain = Sampler(SamplingParams(), [1], 4)
+    assert plain.is_greedy
+    assert plain.is_plain_greedy
+    assert plain.greedy_token(logits) == 1
+    assert as_dict(plain.distribution(logits)) == {1: 1.0}
+    penalised = Sampler(SamplingParams(presence_penalty=2.0), [1], 4)
+    assert penalised.is_greedy
+    assert not penalised.is_plain_greedy
+    assert penalised.greedy_token(logits) == 1
+    assert penalised.greedy_token(logits, [1]) == 2
+    penalised.append([1, 2])
+    assert penalised.greedy_token(logits) == 3
+    assert not Sampler(SamplingParams(logit_bias={0: 5.0}), [1], 4).is_plain_greedy
+    assert not Sampler(SamplingParams(temperature=0.1), [1], 4).is_greedy
+
+
+def test_logits_longer_or_shorter_than_the_vocabulary():
+    params = SamplingParams(temperature=1.0, presence_penalty=1.0, repetition_penalty=1.5, logit_bias={5: 9.0})
+    sampler = Sampler(params, [4, 5], 6)
+    sampler.append([5, 1])
+    short = np.array([1, 2, 3, 4], dtype=np.float32)
+    got = sampler.distribution(short, [5, 3])
+    assert len(got.probs) == 4
+    assert_same(got, reference(short, params, [4, 5], [5, 1, 5, 3]))
+    padded = np.array([1, 2, 3, 4, 5, 6, 99, 99], dtype=np.float32)
+    got = sampler.distribution(padded)
+    assert_same(got, reference(padded[:6], params, [4, 5], [5, 1]))
+    assert Sampler(SamplingParams(), [0], 6).greedy_token(padded) == 5
+
+
+def test_banned_tokens_are_never_drawn():
+    sampler = Sampler(SamplingParams(temperature=1.0, logit_bias={0: -math.inf, 2: -math.inf}), [], 3)
+    got = sampler.distribution(np.array([9, 0, 9], dtype=np.float32))
+    assert got.probs.tolist() == [0.0, 1.0, 0.0]
+    assert {sample_token(got, u) for u in (0.0, 0.5, 1 - 2**-53)} == {1}
+
+
+@pytest.mark.parametrize("size", [4, 400, 40_000])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0, top_p=0.9, min_p=0.1, top_k=3),
+        SamplingParams(temperature=0.0, presence_penalty=1.0),
+    ],
+)
+def test_nan_and_infinite_logits_are_refused(size, params):
+    sampler = Sampler(params, [0], size)
+    logits = np.zeros(size, dtype=np.float32)
+    logits[size // 2] = np.nan
+    with pytest.raises(ValueError, match=f"NaN.*token {size // 2} is nan"):
+        sampler.distribution(logits)
+    with pytest.raises(ValueError, match="NaN"):
+        sampler.greedy_token(logits)
+    logits[size // 2] = np.inf
+    with pytest.raises(ValueError, match=f"token {size // 2} is inf"):
+        sampler.distribution(logits)
+    with pytest.raises(ValueError, match="no token is possible"):
+        sampler.distribution(np.full(size, -np.inf, dtype=np.float32))
+    logits[:] = -np.inf
+    logits[1] = 0
+    assert as_dict(sampler.distribution(logits)) == {1: 1.0}
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-10, 1e10, 1e300])
+@pytest.mark.parametrize("size", [8, 2000, 70_000])
+def test_extreme_temperatures_and_logits_do_not_overflow(temperature, size):
+    logits = np.linspace(-1, 1, size).astype(np.float32)
+    logits[0] = np.finfo(np.float32).min
+    for top_p in (1.0, 0.9):
+        got = Sampler(SamplingParams(temperature=temperature, top_p=top_p), [], size).distribution(logits)
+        assert abs(got.probs.sum() - 1) < 1e-9
+        if temperature < 1:
+            assert as_dict(got) == {size - 1: 1.0}
+
+
+@pytest.mark.parametrize("size", [1, 5, 511, 4096, 4097, 10_000])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_draws_invert_the_cumulative_distribution(size, sparse):
+    rng = np.random.default_rng(size)
+    probs = rng.random(size) * (rng.random(size) < 0.5) + 1e-9 * (np.arange(size) == size // 2)
+    probs /= probs.sum()
+    ids = np.arange(size) * 3 + 1 if sparse else None
+    distribution = Distribution(ids, probs)
+    cumulative = probs.cumsum()
+    for u in [0.0, 1 - 2**-53, *rng.random(300)]:
+        token = sample_token(distribution, u)
+        index = (token - 1) // 3 if sparse else token
+        assert probs[index] > 0
+        assert cumulative[index] >= u - 1e-12
+        assert cumulative[index] - probs[index] <= u + 1e-12
+        assert distribution.probability(token) == probs[index]
+
+
+def test_probability_of_absent_tokens_is_zero():
+    sparse = Distribution(np.array([2, 5]), np.array([0.25, 0.75]))
+    assert [sparse.probability(t) for t in (0, 2, 3, 5, 6)] == [0, 0.25, 0, 0.75, 0]
+    dense = Distribution(None, np.array([0.25, 0.75]))
+    assert [dense.probability(t) for t in (-1, 0, 1, 2)] == [0, 0.25, 0.75, 0]
