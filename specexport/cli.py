@@ -28,6 +28,9 @@ COMMANDS = {
     "verify": _Mount("specexport.verify.cli", "verify", "Prove that a bundle decodes losslessly."),
     "inspect": _Mount("specexport.inspect", "inspect", "Show what is in a bundle."),
     "generate": _Mount("specexport_runtime.cli", "runtime_cli", "Generate text from a bundle."),
+    "demo": _Mount(
+        "specexport.demo", "demo", "Build the demo pair, stream from it, measure it against plain decoding."
+    ),
     "doctor": _Mount("specexport.doctor", "doctor", "Show what this machine can run, and why not."),
 }
 
