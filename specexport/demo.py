@@ -23,6 +23,7 @@ PAIR = Path("examples") / "demo_pair"
 STREAM_PROMPT = (
     'def read_config(path, *, encoding=\'utf-8\'):\n    """Read a configuration file and return a dict."""\n'
 )
+NUM_PROMPTS = 8
 _COLOURS = {"accepted": "green", "corrected": "red", "bonus": "cyan", "target": None}
 
 
@@ -70,11 +71,7 @@ class Measurement:
 
 
 def find_demo_pair() -> Path:
-    """Folder of the demo pair: beside the package in a clone, else below the working folder.
-
-    Raises:
-        UserInputError: it is in neither place.
-    """
+    """Folder of the demo pair: beside the package in a clone, else below the working folder (else UserInputError)."""
     places = [Path(__file__).resolve().parents[1] / PAIR, Path.cwd() / PAIR]
     for place in places:
         if (place / "target" / "config.json").is_file() and (place / "draft" / "config.json").is_file():
@@ -217,7 +214,7 @@ def _short(path: Path) -> Path:
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Bundle folder.  [default: engines/demo]")
 @click.option("--prompt", default=STREAM_PROMPT, help="Prompt of the live stream.")
 @click.option("--lookahead", "--num-speculative-tokens", type=int, default=4, show_default=True, help="K.")
-@click.option("--max-tokens", type=int, default=96, show_default=True, help="Tokens to generate for each prompt.")
+@click.option("--max-tokens", type=int, default=64, show_default=True, help="Tokens to generate for each prompt.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Timed repeats.")
 @click.option("--threads", type=int, help="Compute threads.  [default: the cores available]")
 @click.option("--json", "as_json", is_flag=True, help="Print the measured numbers as JSON and nothing else.")
@@ -240,7 +237,9 @@ def demo(
     try:
         if not as_json:
             _stream(engine, prompt, lookahead=lookahead, max_tokens=max_tokens)
-        measured = measure(engine, load_prompts(pair), lookahead=lookahead, max_tokens=max_tokens, repeats=repeats)
+        measured = measure(
+            engine, load_prompts(pair)[:NUM_PROMPTS], lookahead=lookahead, max_tokens=max_tokens, repeats=repeats
+        )
     finally:
         engine.close()
     click.echo(json.dumps(asdict(measured)) if as_json else format_measurement(measured))
