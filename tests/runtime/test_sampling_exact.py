@@ -1,0 +1,211 @@
+"""The whole draft-and-test procedure emits the target's distribution, for every combination of parameters.
+
+A toy target and toy drafts are tables: the logits of a position depend on the token before it. For each combination
+the joint distribution of the first tokens is enumerated exactly, the procedure is run many times, and a chi-square test
+compares the two. Wrong acceptance rules must fail the same check.
+"""
+
+import itertools
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import pytest
+from scipy.stats import chi2
+
+from specexport_runtime import accept
+from specexport_runtime.accept import Verdict, accept_sampled
+from specexport_runtime.sampling import Draws, RandomStream, Sampler, SamplingParams, sample_token
+
+VOCAB = 6
+PROMPT = (2, 4)
+P_VALUE = 1e-5  # hundreds of fixed cases: a correct procedure stays above this, a wrong one falls far below
+
+rng = np.random.default_rng(20240607)
+TARGET = (1.3 * rng.normal(size=(VOCAB, VOCAB))).astype(np.float32)
+NOISE = rng.normal(size=(VOCAB, VOCAB)).astype(np.float32)
+DRAFTS = {
+    "good": TARGET + 0.4 * NOISE,
+    "random": 1.5 * NOISE,
+    "adversarial": -TARGET,
+    "disjoint": np.where(TARGET.argsort(axis=1).argsort(axis=1) < 3, 0, -np.inf).astype(np.float32),
+    "short": (TARGET + NOISE)[:, : VOCAB - 2],
+    "one-hot": None,
+}
+COPIED = (TARGET + NOISE).argmax(axis=1).tolist()  # the one-hot draft's guess after each token
+
+SWITCHES = {
+    "temperature": ({"temperature": 0.7}, {"temperature": 1.4}),
+    "top-k": ({}, {"top_k": 4}),
+    "top-p": ({}, {"top_p": 0.85}),
+    "min-p": ({}, {"min_p": 0.08}),
+    "penalties": ({}, {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": -0.4}),
+    "bias": ({}, {"logit_bias": {0: 1.0, 3: -0.7, 5: 0.4}}),
+}
+COMBINATIONS = [{k: v for part in parts for k, v in part.items()} for parts in itertools.product(*SWITCHES.values())]
+
+
+class Toy:
+    """A table-driven target and draft behind the real Sampler; distributions are remembered by history."""
+
+    def __init__(self, params, draft):
+        self.params = params
+        self.table = DRAFTS[draft]
+        self.target = cache(lambda done, drafted: self._distribution(TARGET, done, drafted))
+        self.draft = cache(lambda done, drafted: self._distribution(self.table, done, drafted))
+
+    def _distribution(self, table, done, drafted):
+        sampler = Sampler(self.params, PROMPT, VOCAB)
+        sampler.append(done)
+        return sampler.distribution(table[(*PROMPT, *done, *drafted)[-1]], drafted)
+
+    def propose(self, done, lookahead, draws):
+        drafted, distributions = (), []
+        for j in range(lookahead):
+            if self.table is None:
+                drafted += (COPIED[(*PROMPT, *done, *drafted)[-1]],)
+                continue
+            distributions.append(self.draft(done, drafted))
+            drafted += (sample_token(distributions[-1], draws(len(done) + j).draft),)
+        return drafted, distributions if self.table is not None else None
+
+    def exact(self, length):
+        """Joint probability of every sequence of ``length`` tokens under the target alone."""
+        joint = {(): 1.0}
+        for _ in range(length):
+            joint = {
+                (*done, token): p * self.target(done, ()).probability(token)
+                for done, p in joint.items()
+                for token in range(VOCAB)
+                if p > 0
+            }
+        return joint
+
+
+def emit(toy, length, lookahead, draws, rule):
+    """Tokens of one sequence, round by round, as the decoding loop does it."""
+    done = ()
+    while len(done) < length:
+        drafted, distributions = toy.propose(done, lookahead, draws)
+        verdict = rule(
+            drafted,
+            distributions,
+            lambda j, done=done, drafted=drafted: toy.target(done, drafted[:j]),
+            lambda j, done=done: draws(len(done) + j),
+        )
+        done += (*drafted[: verdict.accepted], verdict.next_token)
+    return done[:length]
+
+
+def p_value(counts, exact):
+    """Chi-square test of counts against exact probabilities; cells that expect few counts are pooled."""
+    total = sum(counts.values())
+    if any(exact.get(cell, 0.0) == 0.0 for cell in counts):
+        return 0.0  # something impossible was emitted
+    cells = [(counts[cell], p * total) for cell, p in exact.items() if p > 0]
+    kept = [(o, e) for o, e in cells if e >= 5]
+    rest = [(o, e) for o, e in cells if e < 5]
+    if sum(e for _, e in rest) >= 5:
+        kept.append((sum(o for o, _ in rest), sum(e for _, e in rest)))
+    statistic = sum((o - e) ** 2 / e for o, e in kept)
+    return float(chi2.sf(statistic, max(len(kept) - 1, 1)))
+
+
+def check(params, draft, *, rule=accept_sampled, samples=800, length=2, lookahead=3, seed=0):
+    """p-value of one combination."""
+    toy = Toy(params, draft)
+    uniforms = np.random.default_rng([seed, samples, lookahead]).random((samples, length + lookahead + 1, 3))
+    counts = Counter()
+    for rows in uniforms.tolist():
+        counts[emit(toy, length, lookahead, [Draws(*row) for row in rows].__getitem__, rule)] += 1
+    return p_value(counts, toy.exact(length))
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: " ".join(f"{k}={v}" for k, v in c.items()))
+def test_every_combination_of_parameters_with_every_draft(combination):
+    for number, draft in enumerate(DRAFTS):
+        p = check(SamplingParams(**combination), draft, seed=number)
+        assert p > P_VALUE, f"{draft} draft: p = {p}"
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 5])
+def test_three_tokens_with_many_samples(draft, lookahead):
+    params = SamplingParams(temperature=0.9, top_k=5, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.3)
+    assert check(params, draft, samples=3000, length=3, lookahead=lookahead, seed=11) > P_VALUE
+
+
+def test_with_the_real_random_streams():
+    toy = Toy(SamplingParams(temperature=1.0), "random")
+    counts = Counter(emit(toy, 2, 3, RandomStream(seed).draws, accept_sampled) for seed in range(4000))
+    assert p_value(counts, toy.exact(2)) > P_VALUE
+
+
+def accept_always(drafted, distributions, target, draws):
+    return Verdict(len(drafted), sample_token(target(len(drafted)), draws(len(drafted)).resample), True)
+
+
+def residual_is_target(drafted, distributions, target, draws):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accept, "residual", lambda q, p: q)
+        patch.setattr(accept, "residual_one_hot", lambda q, token: q)
+        return accept_sampled(drafted, distributions, target, draws)
+
+
+def ratio_inverted(drafted, distributions, target, draws):
+    for j, token in enumerate(drafted):
+        q, p = target(j), distributions[j] if distributions else None
+        if draws(j).accept * q.probability(token) >= (p.probability(token) if p else 1.0):
+            rest = accept.residual(q, p) if p else accept.residual_one_hot(q, token)
+            return Verdict(j, sample_token(rest, draws(j).resample), False)
+    return accept_always(drafted, distributions, target, draws)
+
+
+def one_uniform_for_all(drafted, distributions, target, draws):
+    return accept_sampled(drafted, distributions, target, lambda j: Draws(*[draws(j).draft] * 3))
+
+
+def bonus_from_the_last_row(drafted, distributions, target, draws):
+    return accept_sampled(drafted, distributions, lambda j: target(max(0, min(j, len(drafted) - 1))), draws)
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafts"),
+    [
+        (accept_always, ["random", "adversarial", "disjoint", "one-hot"]),
+        (residual_is_target, ["random", "adversarial", "short", "one-hot"]),
+        (ratio_inverted, ["random", "adversarial", "disjoint", "one-hot"]),
+        (one_uniform_for_all, ["random", "adversarial"]),
+        (bonus_from_the_last_row, ["good"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_wrong_rules_fail_the_same_check(rule, drafts):
+    params = SamplingParams(temperature=0.7)
+    for draft in drafts:
+        assert check(params, draft, lookahead=1) > P_VALUE
+        assert check(params, draft, lookahead=1, rule=rule) < P_VALUE, f"{draft} draft: not noticed"
+
+
+def test_a_draft_processed_differently_fails_the_same_check():
+    """Drawn from the raw softmax, tested as if from the processed one."""
+    toy = Toy(SamplingParams(temperature=0.7, top_k=3), "random")
+    raw = Toy(SamplingParams(temperature=1.0), "random")
+
+    def propose(done, lookahead, draws):
+        drafted, _ = raw.propose(done, lookahead, draws)
+        return drafted, [toy.draft(done, drafted[:j]) for j in range(lookahead)]
+
+    toy.propose = propose
+
+    def lenient(drafted, distributions, target, draws):
+        fixed = [p if p.probability(t) > 0 else None for t, p in zip(drafted, distributions, strict=True)]
+        if None in fixed:  # a library without our check would go on somehow; here: rejected at once
+            q = target(0)
+            return Verdict(0, sample_token(q, draws(0).resample), False)
+        return accept_sampled(drafted, distributions, target, draws)
+
+    counts = Counter()
+    for rows in np.random.default_rng(5).random((4000, 5, 3)).tolist():
+        counts[emit(toy, 2, 1, [Draws(*row) for row in rows].__getitem__, lenient)] += 1
+    assert p_value(counts, toy.exact(2)) < P_VALUE
