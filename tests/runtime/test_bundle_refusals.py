@@ -1,0 +1,136 @@
+"""A bundle that was altered, cut, or made for another version is refused, in one line that says how to mend it."""
+
+import json
+import shutil
+
+import pytest
+from click.testing import CliRunner
+
+from specexport_runtime import SpecEngine
+from specexport_runtime.cli import runtime_cli
+from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError
+from specexport_runtime.manifest import Manifest, hash_files, load_manifest
+
+
+@pytest.fixture
+def bundle(demo_bundle, tmp_path):
+    return shutil.copytree(demo_bundle, tmp_path / "bundle")
+
+
+def refuse(bundle, exit_code: int = 2) -> str:
+    """Run `generate` on the bundle; it must end in one line with a fix and without a traceback."""
+    result = CliRunner().invoke(runtime_cli, ["generate", str(bundle), "def f():"])
+    assert result.exit_code == exit_code, result.output
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: ")
+    assert " Fix: " in result.stderr
+    assert not result.stdout
+    return result.stderr
+
+
+def files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json")
+
+
+def test_one_changed_byte_in_any_file_is_found(bundle):
+    for path in files(bundle):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        assert f"{path.relative_to(bundle)} was altered" in refuse(bundle)
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    load_manifest(bundle)
+
+
+def test_a_missing_or_cut_file_is_found(bundle):
+    path = files(bundle)[0]
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    assert f"{path.relative_to(bundle)} has {len(data) - 1} bytes" in refuse(bundle)
+    path.unlink()
+    assert f"{path.relative_to(bundle)} is missing" in refuse(bundle)
+
+
+@pytest.mark.parametrize("position", [0.1, 0.35, 0.5, 0.77, 0.99])
+def test_a_changed_byte_in_the_manifest_is_found(bundle, position):
+    path = bundle / "manifest.json"
+    data = bytearray(path.read_bytes())
+    at = next(i for i in range(int(len(data) * position), len(data)) if chr(data[i]).isalnum())
+    data[at] = ord("0") if data[at] != ord("0") else ord("1")
+    path.write_bytes(data)
+    with pytest.raises((BundleError, IncompatibleError)):
+        SpecEngine.load(bundle)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "fix"),
+    [("schema_version", 99, "upgrade"), ("schema_version", 0, "build"), ("abi_version", 99, "build")],
+)
+def test_other_versions_are_incompatible(bundle, field, value, fix):
+    path = bundle / "manifest.json"
+    data = json.loads(path.read_text())
+    data[field] = value
+    path.write_text(json.dumps(data))
+    message = refuse(bundle, exit_code=3)
+    assert f"{field} is {value}" in message
+    assert fix in message
+
+
+def rewrite(bundle, **changes):
+    manifest = load_manifest(bundle)
+    Manifest(**{**vars(manifest), **changes}).write(bundle)
+
+
+def test_a_backend_this_runtime_does_not_know_is_incompatible(bundle):
+    manifest = load_manifest(bundle)
+    target = type(manifest.models["target"])(**{**vars(manifest.models["target"]), "backend": "abacus"})
+    rewrite(bundle, models={"target": target})
+    assert "'abacus'" in refuse(bundle, exit_code=3)
+
+
+def test_a_manifest_that_names_files_outside_the_bundle_is_refused(bundle):
+    (bundle.parent / "outside").write_text("x")
+    manifest = load_manifest(bundle)
+    rewrite(bundle, files={**manifest.files, **hash_files(bundle, ["../outside"])})
+    assert "outside the bundle" in refuse(bundle)
+
+
+def test_an_unreadable_tokenizer_is_refused_even_if_its_hash_fits(bundle):
+    (bundle / "tokenizer.json").write_text("{}")
+    manifest = load_manifest(bundle)
+    rewrite(bundle, files={**manifest.files, **hash_files(bundle, ["tokenizer.json"])})
+    assert "tokenizer.json cannot be read" in refuse(bundle)
+
+
+def test_an_engine_onnxruntime_cannot_load_is_refused(bundle):
+    manifest = load_manifest(bundle)
+    name = manifest.models["target"].path
+    (bundle / name).write_bytes(b"not a model")
+    rewrite(bundle, files={**manifest.files, **hash_files(bundle, [name])})
+    assert "cannot load this engine" in refuse(bundle)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"schema_version": 1}', '{"schema_version": "x", "abi_version": 1}']
+)
+def test_a_broken_manifest_is_refused(bundle, content):
+    (bundle / "manifest.json").write_text(content)
+    assert "manifest.json" in refuse(bundle)
+
+
+def test_folders_that_are_no_bundles(tmp_path):
+    assert "has no manifest.json" in refuse(tmp_path)
+    assert "there is no folder" in refuse(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("limits", [{"max_model_len": 1}, {"max_model_len": 10**6}, {"max_num_seqs": 0}])
+def test_limits_out_of_range(demo_bundle, limits):
+    with pytest.raises(InvalidRequestError, match=next(iter(limits))):
+        SpecEngine.load(demo_bundle, **limits)
+
+
+def test_a_manifest_survives_writing_and_reading(bundle):
+    manifest = load_manifest(bundle)
+    manifest.write(bundle)
+    assert load_manifest(bundle) == manifest

@@ -1,0 +1,161 @@
+"""`generate` on the demo bundle: every source of prompts, every form of output, every refusal."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from specexport_runtime.cli import runtime_cli
+
+PROMPT = "def read_lines(path):\n"
+
+
+@pytest.fixture
+def run(demo_bundle):
+    def invoke(*args, stdin=None, exit_code=0):
+        result = CliRunner().invoke(
+            runtime_cli, ["generate", str(demo_bundle), *map(str, args), "--threads", "1", "--no-spin"], input=stdin
+        )
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code == exit_code, result.output
+        return result
+
+    return invoke
+
+
+def refuse(run, *args, **options):
+    result = run(*args, exit_code=2, **options)
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert not result.stdout
+    return result.stderr
+
+
+def records(result):
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_all_sources_of_a_prompt_agree(run, tmp_path):
+    (tmp_path / "p.txt").write_text(PROMPT)
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": PROMPT}) + "\n")
+    outputs = [
+        run(PROMPT, "--max-tokens", 12).stdout,
+        run("--prompt-file", tmp_path / "p.txt", "--max-tokens", 12).stdout,
+        run("--max-tokens", 12, stdin=PROMPT).stdout,
+        run("-", "--max-tokens", 12, stdin=PROMPT).stdout,
+        run("--prompts", tmp_path / "p.jsonl", "--max-tokens", 12).stdout,
+        run(PROMPT, "--max-tokens", 12, "--no-speculation").stdout,
+    ]
+    assert len(set(outputs)) == 1
+    assert outputs[0].strip()
+
+
+def test_json_lines_have_every_field_and_full_precision(run, tmp_path):
+    prompts = [PROMPT, "class Stack:\n", "import os\n"]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n\n" for p in prompts))
+    result = run("--prompts", tmp_path / "p.jsonl", "--json", "--max-tokens", 16, "--max-num-seqs", 2)
+    found = records(result)
+    assert [record["prompt"] for record in found] == prompts
+    for record in found:
+        assert set(record) == {"prompt", "text", "token_ids", "finish_reason", "stats"}
+        stats = record["stats"]
+        wanted = "num_generated_tokens rounds drafted accepted acceptance_rate mean_accepted_length"
+        assert set(f"{wanted} tokens_per_second time_to_first_token_s".split()) <= set(stats)
+        assert stats["num_generated_tokens"] == len(record["token_ids"])
+        assert stats["acceptance_rate"] == stats["accepted"] / stats["drafted"]
+    single = records(run(PROMPT, "--json", "--max-tokens", 16))[0]
+    assert single["token_ids"] == found[0]["token_ids"]
+
+
+def test_stream_and_json_text_agree(run):
+    text = records(run(PROMPT, "--json", "--max-tokens", 24))[0]["text"]
+    assert run(PROMPT, "--max-tokens", 24).stdout == text + "\n"
+
+
+def test_stats_go_to_standard_error(run):
+    result = run(PROMPT, "--max-tokens", 24, "--stats")
+    assert "24 tokens in" in result.stderr
+    assert "mean accepted length" in result.stderr
+    assert "tokens in" not in result.stdout
+
+
+def test_colour_marks_where_tokens_came_from(run):
+    plain = run(PROMPT, "--max-tokens", 40).stdout
+    coloured = run(PROMPT, "--max-tokens", 40, "--color").stdout
+    assert "\x1b[32m" in coloured  # accepted
+    assert "\x1b[31m" in coloured  # corrected
+    assert "\x1b" not in plain
+    assert "".join(part.split("m", 1)[-1] for part in coloured.split("\x1b[")) == plain
+
+
+def test_sampling_flags_reach_the_sampler(run):
+    sampled = [run(PROMPT, "--max-tokens", 20, "--temperature", 1.2, "--seed", seed).stdout for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+    greedy = records(run(PROMPT, "--json", "--max-tokens", 8))[0]
+    banned = greedy["token_ids"][0]
+    biased = records(run(PROMPT, "--json", "--max-tokens", 8, "--logit-bias", f"{banned}=-100"))[0]
+    assert banned not in biased["token_ids"]
+    top1 = run(PROMPT, "--max-tokens", 8, "--temperature", 2, "--top-k", 1).stdout
+    assert top1 == greedy["text"] + "\n"
+    stop = greedy["text"][3:6]
+    assert records(run(PROMPT, "--json", "--max-tokens", 8, "--stop", stop))[0]["text"] == greedy["text"].split(stop)[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["", "--max-tokens", 4], "the prompt is empty"),
+        ([PROMPT, "--temperature", "-1"], "temperature"),
+        ([PROMPT, "--temperature", "nan"], "temperature"),
+        ([PROMPT, "--top-p", "0"], "top_p"),
+        ([PROMPT, "--top-p", "1.5"], "top_p"),
+        ([PROMPT, "--top-k", "-3"], "top_k"),
+        ([PROMPT, "--max-tokens", "0"], "max_tokens"),
+        ([PROMPT, "--num-speculative-tokens", "0"], "num_speculative_tokens is 0"),
+        ([PROMPT, "--num-speculative-tokens", "-2"], "num_speculative_tokens is -2"),
+        ([PROMPT, "--lookahead", "99"], "num_speculative_tokens is 99"),
+        ([PROMPT, "--lookahead", "2", "--no-speculation"], "speculation is off"),
+        ([PROMPT, "--logit-bias", "x=1"], "ID=BIAS"),
+        ([PROMPT, "--logit-bias", "999999=1"], "999999"),
+        ([PROMPT, "--max-num-seqs", "0"], "max_num_seqs"),
+        ([PROMPT, "--max-model-len", "99999"], "max_model_len"),
+        ([PROMPT, "--tempreture", "1"], "--temperature"),
+        ([PROMPT, "--max-tokens", "many"], "max-tokens"),
+        ([PROMPT, "--chat"], "no chat template"),
+        (["word " * 3000], "tokens; this engine takes up to 1023"),
+        (["--prompt-file", "no/such/file"], "no/such/file"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(run, args, words):
+    assert words in refuse(run, *args)
+
+
+def test_bad_prompt_files(run, tmp_path):
+    path = tmp_path / "p"
+    path.write_bytes(b"caf\xe9 au lait")
+    assert "not UTF-8: byte 0xe9 at offset 3" in refuse(run, "--prompt-file", path)
+    assert "not UTF-8" in refuse(run, "--prompts", path)
+    assert "not UTF-8" in refuse(run, stdin=b"\xff\xfe")
+    for content, words in [
+        ("", "has no prompts"),
+        ('{"prompt": "a"}\nnot json\n', "line 2"),
+        ('{"text": "a"}\n', "line 1"),
+        ("[1]\n", "line 1"),
+        ('{"prompt": 3}\n', "not a text"),
+    ]:
+        path.write_text(content)
+        assert words in refuse(run, "--prompts", path)
+    path.write_text("x")
+    assert "both given" in refuse(run, PROMPT, "--prompt-file", path)
+
+
+def test_module_entry_point_and_unknown_command():
+    command = [sys.executable, "-m", "specexport_runtime"]
+    shown = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
+    assert "generate" in shown.stdout
+    wrong = subprocess.run([*command, "genrate"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert "'generate'" in wrong.stderr
