@@ -23,7 +23,7 @@ demo: $(VENV)/.installed-demo ## install, build the demo bundle, generate with a
 	@$(BIN)/specexport demo
 
 test: $(VENV)/.installed-dev ## install and run the whole CPU test suite
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --durations=10 $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup --durations=10 $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff check, ruff format --check and mypy
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/mypy tools

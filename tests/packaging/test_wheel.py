@@ -95,6 +95,7 @@ def production(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("production")  # one worker, one environment
 def test_production_environment_generates_from_a_bundle(production: Path, demo_bundle: Path, tmp_path: Path) -> None:
     for package in NOT_IN_PRODUCTION:
         assert run([production / "python", "-c", f"import {package}"], cwd=tmp_path).returncode != 0, package
@@ -110,11 +111,11 @@ def test_production_environment_generates_from_a_bundle(production: Path, demo_b
 
 
 @pytest.mark.slow
-def test_production_environment_names_the_missing_extra(production: Path, tmp_path: Path) -> None:
+@pytest.mark.xdist_group("production")  # one worker, one environment
+def test_production_environment_names_the_missing_extra(production: Path, demo_pair: Path, tmp_path: Path) -> None:
     assert run([production / "specexport", "--help"], cwd=tmp_path).returncode == 0
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
-    result = run([production / "specexport", "build", "model", "-o", "bundle"], cwd=tmp_path)
+    result = run([production / "specexport", "build", demo_pair / "target", "-o", "bundle"], cwd=tmp_path)
     assert result.returncode == 2
-    assert "specexport[export]" in result.stderr
+    assert "specexport[export" in result.stderr
     assert "Traceback" not in result.stderr
+    assert not (tmp_path / "bundle").exists()
