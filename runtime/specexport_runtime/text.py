@@ -88,7 +88,8 @@ class TextStream:
         if self._decoded == len(self._ids) and not final:
             return
         window = self._decode_ids(self._ids)
-        self._track_byte_run()
+        if not final:
+            self._track_byte_run()
         if final:
             shown = decided = window
         elif self._in_bytes:
@@ -104,7 +105,7 @@ class TextStream:
         end = self._stops.find(self._text + self._tentative, seen)
         if end is not None:
             self._close((self._text + self._tentative)[:end])
-        elif len(self._ids) > _WINDOW and len(decided) == len(window) and not self._in_bytes:
+        elif len(self._ids) > _WINDOW and len(decided) == len(window) and not (final or self._in_bytes):
             self._move_window(window)
 
     def _decode_ids(self, ids: list[int]) -> str:

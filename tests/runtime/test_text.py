@@ -1,0 +1,281 @@
+"""Streamed text is the decoded text, piece by piece, cut at the first stop string."""
+
+from functools import cache
+from itertools import chain
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from specexport_runtime.sampling import SamplingParams
+from specexport_runtime.text import StopStrings, TextStream
+
+
+@cache
+def byte_level():
+    """Byte-level BPE with some merges, across and inside characters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    merges = []
+    for text in [" a", "ab", " hello", "中", "文", "é", "😀", "\ufffd"]:
+        parts = list(spell(text)[0][0])
+        while len(parts) > 1:
+            pair = (parts[0], parts[1])
+            if "".join(pair) not in vocab:
+                vocab["".join(pair)] = len(vocab)
+                merges.append(pair)
+            parts[:2] = ["".join(pair)]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>"), AddedToken("<|im|>")])
+    return tokenizer
+
+
+def sentencepiece(decoder):
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
+    pieces += ["▁", "a", "b", "c", "▁a", "▁▁", "▁ab", "中", "é", ".", "\n"]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
+
+
+@cache
+def llama_like():
+    """Metaspace pieces, byte fallback, one leading space stripped from the whole text."""
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    return sentencepiece(decoders.Sequence(steps))
+
+
+@cache
+def gemma_like():
+    """The same without stripping."""
+    return sentencepiece(decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]))
+
+
+@cache
+def metaspace():
+    """The Metaspace decoder strips the space of the first piece; byte tokens after it are joined."""
+    return sentencepiece(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]))
+
+
+@cache
+def wordpiece():
+    words = ["[UNK]", "the", "cat", "##s", "##ing", ".", ",", "don", "'", "t"]
+    tokenizer = Tokenizer(models.WordPiece(vocab={w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+TOKENIZERS = [byte_level, llama_like, gemma_like, metaspace, wordpiece]
+
+
+def ids_of(make):
+    """Token ids, bytes of multi-byte characters and special tokens made common."""
+    tokenizer = make()
+    size = tokenizer.get_vocab_size()
+    pieces = st.integers(0, size - 1).map(lambda token: [token])
+    if make is wordpiece:
+        return st.lists(pieces, max_size=60).map(lambda parts: list(chain.from_iterable(parts)))
+    texts = st.sampled_from([" a", "ab", "中文", "é", "😀", "\ufffd", " ", "x", "."])
+    if make is byte_level:
+        spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+        spelled = texts.map(lambda text: [tokenizer.token_to_id(c) for c in spell(text)[0][0]])
+        encoded = texts.map(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+    else:
+        spelled = texts.map(lambda text: [tokenizer.token_to_id(f"<0x{b:02X}>") for b in text.encode()])
+        encoded = texts.map(lambda text: [tokenizer.token_to_id(c) or 0 for c in text.replace(" ", "▁")])
+    special = st.sampled_from([token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special])
+    # Parts of characters too: cut the spelled bytes anywhere.
+    cut = st.tuples(spelled, st.integers(1, 4)).map(lambda pair: pair[0][: pair[1]])
+    chunk = st.one_of(pieces, encoded, spelled, cut, special.map(lambda token: [token]))
+    return st.lists(chunk, max_size=60).map(lambda parts: list(chain.from_iterable(parts)))
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+@pytest.mark.parametrize("skip", [True, False])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_pieces_joined_equal_decode(make, skip, data):
+    tokenizer = make()
+    ids = data.draw(ids_of(make))
+    asks = data.draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))
+    stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=skip))
+    joined = ""
+    for i, (token, ask) in enumerate(zip(ids, asks, strict=True)):
+        assert stream.append(token) is False
+        if ask:
+            joined += stream.take()
+            sofar = tokenizer.decode(ids[: i + 1], skip_special_tokens=skip)
+            assert sofar.startswith(joined)
+            if make is byte_level:  # a last U+FFFD may still become a character
+                assert not (joined == sofar and sofar.endswith("\ufffd"))
+    joined += stream.finish()
+    assert joined == tokenizer.decode(ids, skip_special_tokens=skip)
+    assert stream.text == joined
+    assert stream.take() == stream.finish() == ""
+
+
+def naive(tokenizer, ids, params):
+    """Decode everything after every token; stop at the first token whose text holds a stop string."""
+    for count in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:count], skip_special_tokens=params.skip_special_tokens)
+        decided = text if count == len(ids) else text.rstrip("\ufffd")
+        for end in range(len(decided) + 1):
+            found = [s for s in params.stop_strings if decided[:end].endswith(s)]
+            if found:
+                keep = 0 if params.include_stop_str_in_output else max(map(len, found))
+                return count, decided[: end - keep]
+    return None, tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+
+
+STOPS = st.lists(st.text(alphabet="ab c.中é", min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("make", [byte_level, llama_like, gemma_like, metaspace])
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), stops=STOPS, include=st.booleans())
+def test_stop_strings_across_token_borders(make, data, stops, include):
+    tokenizer = make()
+    ids = data.draw(ids_of(make))
+    params = SamplingParams(stop=stops, include_stop_str_in_output=include)
+    expected_count, expected = naive(tokenizer, ids, params)
+    stream = TextStream(tokenizer, params)
+    joined, stopped_at = "", None
+    for count, token in enumerate(ids, start=1):
+        stopped = stream.append(token)
+        joined += stream.take()
+        assert expected.startswith(joined)  # nothing is ever taken back
+        if stopped:
+            stopped_at = count
+            break
+    joined += stream.finish()
+    assert joined == stream.text == expected
+    assert stopped_at == expected_count or (stopped_at is None and expected_count == len(ids))
+
+
+@given(
+    text=st.text(alphabet="abc", max_size=20),
+    strings=st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=4),
+)
+def test_hold_back_is_the_longest_possible_start(text, strings):
+    assume(not any(s in text for s in strings))
+    expected = max(
+        (n for n in range(len(text) + 1) for s in strings if n < len(s) and text.endswith(s[:n])),
+        default=0,
+    )
+    assert StopStrings(tuple(strings), include=False).held_back(text) == expected
+
+
+def feed(tokenizer, tokens, **params):
+    stream = TextStream(tokenizer, SamplingParams(**params))
+    pieces = []
+    for token in tokens:
+        stopped = stream.append(token)
+        pieces.append(stream.take())
+        if stopped:
+            break
+    return pieces, stream.finish(), stream
+
+
+def test_never_half_a_character():
+    tokenizer = byte_level()
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    ids = [tokenizer.token_to_id(c) for c in spell("a😀b")[0][0]]
+    pieces, rest, _ = feed(tokenizer, ids)
+    assert pieces == ["a", "", "", "", "😀", "b"]
+    assert rest == ""
+    pieces, rest, stream = feed(tokenizer, ids[:3])
+    assert pieces == ["a", "", ""]
+    assert rest == "\ufffd"  # it can no longer complete
+    assert stream.text == "a\ufffd"
+    pieces, rest, _ = feed(tokenizer, [*ids[:3], ids[0]])
+    assert "".join(pieces) == "a\ufffda"  # decided by the next token, not by the end
+
+
+def test_byte_tokens_appear_when_their_run_is_decided():
+    tokenizer = llama_like()
+    run = [tokenizer.token_to_id(f"<0x{b:02X}>") for b in "中".encode()]
+    a = tokenizer.token_to_id("▁a")
+    pieces, rest, _ = feed(tokenizer, [a, *run, a])
+    assert pieces == ["a", "", "", "", "中 a"]
+    pieces, rest, _ = feed(tokenizer, [a, *run])
+    assert (pieces, rest) == (["a", "", "", ""], "中")
+    # One more byte makes the whole run invalid: had "中" been given out, it could not be taken back.
+    pieces, rest, _ = feed(tokenizer, [*run, tokenizer.token_to_id("<0xFF>"), a])
+    assert "".join(pieces) == "\ufffd" * 4 + " a"
+    # But a stop string inside the run ends generation there, so the run is decided.
+    pieces, rest, stream = feed(tokenizer, [a, *run, a], stop="中")
+    assert len(pieces) == 4
+    assert stream.text == "a"
+
+
+def test_of_several_stop_strings_the_first_to_complete_counts():
+    tokenizer = gemma_like()
+    ids = [tokenizer.token_to_id(c) for c in "abcab"]
+    _, _, stream = feed(tokenizer, ids, stop=["cab", "bc"])
+    assert stream.text == "a"
+    _, _, stream = feed(tokenizer, ids, stop=["b", "ab"])
+    assert stream.text == ""  # both complete at once: the longer one is cut
+    _, _, stream = feed(tokenizer, ids, stop=["b", "ab"], include_stop_str_in_output=True)
+    assert stream.text == "ab"
+
+
+def test_a_possible_start_of_a_stop_string_waits():
+    tokenizer = gemma_like()
+    ids = [tokenizer.token_to_id(c) for c in "aabab.c"]
+    pieces, rest, _ = feed(tokenizer, ids, stop="abc")
+    assert pieces == ["", "a", "", "ab", "", "ab.", "c"]
+    pieces, rest, _ = feed(tokenizer, ids[:3], stop="abc")
+    assert (pieces, rest) == (["", "a", ""], "ab")
+
+
+def test_no_token_after_the_end():
+    tokenizer = gemma_like()
+    a = tokenizer.token_to_id("a")
+    _, _, stream = feed(tokenizer, [a, a], stop="a")
+    with pytest.raises(ValueError, match="finished"):
+        stream.append(a)
+    stream = TextStream(tokenizer, SamplingParams())
+    assert stream.finish() == ""
+    with pytest.raises(ValueError, match="finished"):
+        stream.append(a)
+
+
+class CountingTokenizer:
+    """Counts the tokens that are decoded."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self.decoded = 0
+
+    def decode(self, ids, skip_special_tokens=True):
+        self.decoded += len(ids)
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_work_per_token_does_not_grow(make):
+    count = 2000
+    tokenizer = CountingTokenizer(make())
+    token = tokenizer.token_to_id("cat" if make is wordpiece else "a")
+    stream = TextStream(tokenizer, SamplingParams())
+    for _ in range(count):
+        stream.append(token)
+    assert tokenizer.decoded == 0  # nobody asked
+    stream.finish()
+    assert tokenizer.decoded <= count
+    tokenizer.decoded = 0
+    stream = TextStream(tokenizer, SamplingParams(stop="never"))
+    for _ in range(count):
+        stream.append(token)
+        stream.take()
+    assert tokenizer.decoded < 40 * count
