@@ -60,13 +60,22 @@ def find_up_to_date(output: Path, build_key: str) -> Manifest | None:
     return manifest
 
 
-def refuse_to_replace(output: Path) -> OutputExistsError:
-    """The error for a bundle that stands in the way and is not up to date."""
+def refuse_to_replace(output: Path, recipe: BuildRecipe) -> OutputExistsError:
+    """The error for a bundle that stands in the way and is not up to date; says what differs."""
+    fix = "pass --force to replace it, or choose another folder with -o."
     try:
-        name = f"the bundle {load_manifest(output).name!r}, built from other input"
-    except (BundleError, IncompatibleError):
-        name = "a bundle that is damaged or of another version"
-    return OutputExistsError(f"{output} holds {name}.", "pass --force to replace it, or choose another folder with -o.")
+        manifest = load_manifest(output)
+        check_files(output, manifest)
+    except (BundleError, IncompatibleError) as error:
+        return OutputExistsError(f"{output} holds a bundle that cannot be used ({error.message})", fix)
+    asked = recipe.settings()
+    differences = [
+        f"{key} is {manifest.recipe.get(key)}, asked for {value}"
+        for key, value in asked.items()
+        if value != "auto" and manifest.recipe.get(key) != value
+    ]
+    reason = "; ".join(differences) or "its checkpoints, the compiler or the tools have changed"
+    return OutputExistsError(f"{output} holds another bundle ({reason}).", fix)
 
 
 def write_bundle(

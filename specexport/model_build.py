@@ -136,9 +136,30 @@ def _compile(
         present = {value.name for value in ir_model.graph.inputs}
         inputs = tuple(spec.name for spec in STEP_INPUTS if spec.name in present)
     with clock.stage("build", role):
-        folder.mkdir(parents=True, exist_ok=True)
+        strip_metadata(ir_model)
         engine_name = build_engine(ir_model, recipe.backend, folder)
     return engine_name, inputs, layers, done
+
+
+def strip_metadata(ir_model: Any) -> None:
+    """Remove what the exporter notes beside nodes and values: stack traces with paths of this machine, half the file.
+
+    Dumped passes keep it, for whoever looks for where a node came from.
+    """
+    import onnx_ir as ir
+
+    for graph in (ir_model.graph, *ir_model.functions.values()):
+        graph.metadata_props.clear()
+        for value in graph.inputs:
+            value.metadata_props.clear()
+        for node in ir.traversal.RecursiveGraphIterator(graph):
+            node.metadata_props.clear()
+            node.doc_string = None
+            for value in node.outputs:
+                value.metadata_props.clear()
+    for initializer in ir_model.graph.initializers.values():
+        initializer.metadata_props.clear()
+    ir_model.metadata_props.clear()
 
 
 def require_export_stack() -> None:

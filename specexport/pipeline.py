@@ -110,11 +110,12 @@ def build_bundle(
         exists = check_output(output, force=force)
         plan = _make_plan(recipe)
         present = find_up_to_date(output, plan.build_key) if exists else None
-        if present is not None and dump_passes is None:
-            return _result(output, present, clock, up_to_date=True)
         if exists and present is None and not force:
-            raise refuse_to_replace(output)
-        _check_tokenizer_files(plan)
+            raise refuse_to_replace(output, recipe)
+        if present is None:
+            _check_tokenizer_files(plan)
+    if present is not None and dump_passes is None:
+        return _result(output, present, clock, up_to_date=True)
     cache = EngineCache() if use_cache else None
     reused: list[str] = []
     models: dict[str, BuiltModel] = {}

@@ -1,0 +1,57 @@
+"""A tiny target and draft, and one bundle of them: made once a session and only read."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from pairs import TinyPair, locked
+from tiny_models import make_llama, save_checkpoint
+
+from specexport.cli import main
+from specexport.pipeline import build_bundle
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(session_dir: Path) -> TinyPair:
+    pair = TinyPair(session_dir / "tiny-pair")
+    with locked(session_dir / "tiny-pair.lock"):
+        if not pair.draft.is_dir():
+            save_checkpoint(make_llama(0), pair.target)
+            save_checkpoint(make_llama(1, hidden_size=32, num_hidden_layers=1, vocab_size=300), pair.draft)
+    return pair
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(session_dir: Path, tiny_pair: TinyPair) -> Path:
+    """A bundle of the tiny pair; its engines are in the session's cache too."""
+    folder = session_dir / "tiny-bundle"
+    with locked(session_dir / "tiny-bundle.lock"):
+        if not folder.is_dir():
+            build_bundle(tiny_pair.recipe(folder))
+    return folder
+
+
+@pytest.fixture
+def run_cli() -> Callable[..., Result]:
+    """Run the command line in this process."""
+    return lambda *args: CliRunner().invoke(main, [str(arg) for arg in args])
+
+
+@pytest.fixture
+def refuse_cli(run_cli: Callable[..., Result], tmp_path: Path) -> Callable[..., str]:
+    """Run a command that must be refused: exit code 2, one line, no traceback; returns the line."""
+
+    def refuse(*args: object, exit_code: int = 2) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        result = run_cli(*args)
+        assert result.exit_code == exit_code, result.output
+        assert result.stdout == ""
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("error: ")
+        assert " Fix: " in line
+        assert "Traceback" not in line
+        assert sorted(tmp_path.rglob("*")) == before, "something was left behind"
+        return line
+
+    return refuse

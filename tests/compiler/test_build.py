@@ -1,0 +1,238 @@
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pairs import TinyPair
+from tiny_models import VOCAB
+
+from specexport.cache import EngineCache
+from specexport.engine_check import check_engine, check_sequences
+from specexport.model_build import STAGES
+from specexport.pipeline import build_bundle
+from specexport.progress import ProgressEvent
+from specexport_runtime.errors import BundleError, CheckFailedError, OutputExistsError
+from specexport_runtime.manifest import check_files, load_manifest
+
+NUM_TOKENS = 3 + 256  # of the tiny tokenizer: special tokens and bytes
+
+
+def flip_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def states(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_ino) for path in folder.rglob("*")}
+
+
+def entries(cache: EngineCache) -> set[str]:
+    return {path.name for path in cache.folder.iterdir()}
+
+
+def test_a_bundle_says_what_it_is(tiny_pair: TinyPair, tiny_bundle: Path) -> None:
+    manifest = load_manifest(tiny_bundle)
+    check_files(tiny_bundle, manifest)
+    assert list(manifest.models) == ["draft", "target"]
+    target, draft = manifest.models["target"], manifest.models["draft"]
+    assert (target.vocab_size, draft.vocab_size) == (VOCAB, 300)
+    assert (len(target.layers), len(draft.layers)) == (2, 1)
+    assert (target.architecture, target.source, target.dtype) == ("LlamaForCausalLM", "target", "float32")
+    assert target.max_positions == 256
+    assert manifest.max_model_len == 256
+    assert manifest.lookahead == 8
+    assert manifest.vocabulary.size == NUM_TOKENS, "padding rows of the LM heads must not be drafted"
+    assert (manifest.vocabulary.bos_token_id, manifest.vocabulary.eos_token_ids) == (1, (2,))
+    assert manifest.recipe["dtype"] == "float32"
+    assert manifest.tools["torch"]
+    on_disk = {path.relative_to(tiny_bundle).as_posix() for path in tiny_bundle.rglob("*") if path.is_file()}
+    assert on_disk == {*manifest.files, "manifest.json"}
+    assert {"target/model.onnx", "draft/model.onnx", "tokenizer.json"} <= on_disk
+
+
+def test_a_bundle_names_no_machine_path(tiny_pair: TinyPair, tiny_bundle: Path) -> None:
+    for name in ("manifest.json", "target/model.onnx", "draft/model.onnx"):
+        data = (tiny_bundle / name).read_bytes()
+        for path in (tiny_pair.target, tiny_bundle, Path(__file__).parents[2], Path.home()):
+            if len(path.parts) > 2:  # "/root" may be part of a word
+                assert str(path).encode() not in data, f"{name} names {path}"
+
+
+def test_building_again_does_nothing_and_loads_nothing_heavy(tiny_pair: TinyPair, tiny_bundle: Path) -> None:
+    before = states(tiny_bundle)
+    code = (
+        "import sys\n"
+        "from specexport.cli import main\n"
+        "code = main(sys.argv[1:], standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'onnx', 'onnx_ir', 'onnxruntime', 'numpy.testing'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    args = ["build", tiny_pair.target, "--draft", tiny_pair.draft, "-o", tiny_bundle]
+    done = subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "is up to date" in done.stdout
+    assert "nothing to do" in done.stdout
+    assert states(tiny_bundle) == before
+
+
+def test_another_recipe_takes_engines_from_the_cache(tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path) -> None:
+    events: list[ProgressEvent] = []
+    result = build_bundle(tiny_pair.recipe(tmp_path / "out", lookahead=3), progress=events.append)
+    assert result.reused == ("target", "draft")
+    assert not result.up_to_date
+    assert result.manifest.lookahead == 3
+    assert not any(event.stage in STAGES for event in events)
+    assert events[-1].step == events[-1].num_steps
+    check_files(tmp_path / "out", load_manifest(tmp_path / "out"))
+    first = load_manifest(tiny_bundle)
+    assert result.manifest.files["target/model.onnx.data"] == first.files["target/model.onnx.data"]
+    assert result.manifest.build_key != first.build_key
+    assert result.max_abs_errors["target"] is not None
+
+
+def test_a_bundle_in_the_way_is_replaced_only_on_request(
+    tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    build_bundle(tiny_pair.recipe(out, lookahead=3))
+    before = states(out)
+    with pytest.raises(OutputExistsError, match="lookahead is 3, asked for 4") as caught:
+        build_bundle(tiny_pair.recipe(out, lookahead=4))
+    assert "--force" in str(caught.value.hint)
+    assert states(out) == before
+    assert build_bundle(tiny_pair.recipe(out, lookahead=4), force=True).manifest.lookahead == 4
+    assert load_manifest(out).lookahead == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", ["target/model.onnx.data", "tokenizer.json", "manifest.json"])
+def test_a_damaged_bundle_is_not_up_to_date(tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out"
+    recipe = tiny_pair.recipe(out)
+    build_bundle(recipe)
+    flip_byte(out / name)
+    with pytest.raises(OutputExistsError):
+        build_bundle(recipe)
+    result = build_bundle(recipe, force=True)
+    assert result.reused == ("target", "draft"), "an altered bundle must not damage the cache"
+    check_files(out, load_manifest(out))
+
+
+def test_a_damaged_cache_entry_is_built_again(
+    tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = EngineCache()
+    shutil.copytree(shared.folder.parent, tmp_path / "cache")
+    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
+    cache = EngineCache()
+    assert cache.folder.parent == tmp_path / "cache"
+    small = min(cache.folder.glob("*/model.onnx.data"), key=lambda path: path.stat().st_size)
+    for path in cache.folder.glob("*/model.onnx.data"):
+        if path.stat().st_size == small.stat().st_size:  # every entry of the draft
+            flip_byte(path)
+    result = build_bundle(tiny_pair.recipe(tmp_path / "out"))
+    assert result.reused == ("target",)
+    check_files(tmp_path / "out", load_manifest(tmp_path / "out"))
+    assert result.manifest.files["draft/model.onnx.data"] == load_manifest(tiny_bundle).files["draft/model.onnx.data"]
+    shutil.rmtree(tmp_path / "out")
+    assert build_bundle(tiny_pair.recipe(tmp_path / "out")).reused == ("target", "draft")
+
+
+def test_changed_weights_are_another_engine(tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_pair.draft, tmp_path / "draft")
+    flip_byte(tmp_path / "draft" / "model.safetensors")
+    recipe = tiny_pair.recipe(tmp_path / "out", draft=str(tmp_path / "draft"))
+    result = build_bundle(recipe)
+    assert result.reused == ("target",)
+    first = load_manifest(tiny_bundle).models["draft"].source_sha256
+    assert result.manifest.models["draft"].source_sha256 != first
+
+
+def test_the_same_checkpoint_under_another_name_is_the_same_engine(
+    tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_pair.draft, tmp_path / "renamed")
+    result = build_bundle(tiny_pair.recipe(tmp_path / "out", draft=str(tmp_path / "renamed")))
+    assert result.reused == ("target", "draft")
+    assert result.manifest.models["draft"].source == "renamed"
+
+
+def test_without_a_draft_a_bundle_has_one_model(tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path) -> None:
+    result = build_bundle(tiny_pair.recipe(tmp_path / "out", draft=None))
+    assert list(result.manifest.models) == ["target"]
+    assert not (tmp_path / "out" / "draft").exists()
+
+
+def test_no_check_and_no_cache_leave_the_cache_alone(tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path) -> None:
+    cache = EngineCache()
+    before = entries(cache)
+    recipe = tiny_pair.recipe(tmp_path / "out", target=str(tiny_pair.draft), draft=None, check=False)
+    result = build_bundle(recipe, dump_passes=tmp_path / "dumps")
+    assert result.max_abs_errors == {"target": None}
+    assert entries(cache) == before, "an engine that was not checked must not be kept"
+    assert list((tmp_path / "dumps" / "target").iterdir()), "dumping passes builds anew"
+    again = build_bundle(tiny_pair.recipe(tmp_path / "two", target=str(tiny_pair.draft), draft=None), use_cache=False)
+    assert again.reused == ()
+    assert entries(cache) == before
+    assert again.manifest.files["target/model.onnx"] == result.manifest.files["target/model.onnx"], "reproducible"
+
+
+def test_a_wrong_engine_fails_the_check_and_leaves_nothing(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specexport.engine_check.TOLERANCE", 0.0)
+    recipe = tiny_pair.recipe(tmp_path / "out", target=str(tiny_pair.draft), draft=None)
+    with pytest.raises(CheckFailedError, match="LlamaForCausalLM engine differs from eager transformers") as caught:
+        build_bundle(recipe, use_cache=False)
+    assert caught.value.exit_code == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("sequence", "position"), [(0, 0), (0, 8), (1, 2), (1, 7)])
+@pytest.mark.parametrize("wrong", [1.0, np.nan])
+def test_the_check_sees_every_position(tiny_bundle: Path, sequence: int, position: int, wrong: float) -> None:
+    entry = load_manifest(tiny_bundle).models["draft"]
+    sequences = check_sequences(entry.vocab_size)
+    truth = [np.zeros((len(tokens), entry.vocab_size), np.float32) for tokens in sequences]
+    # the engine's own logits stand in for the reference, then one value is made wrong
+    from specexport.engine_check import _run
+
+    truth = _run(tiny_bundle, entry, sequences)
+    assert check_engine(tiny_bundle, entry, sequences, truth) == 0.0
+    truth[sequence][position, 5] += np.float32(wrong)
+    with pytest.raises(CheckFailedError, match=f"position {position} of check sequence {sequence}"):
+        check_engine(tiny_bundle, entry, sequences, truth)
+
+
+def test_the_result_as_json_has_bytes_and_seconds(tiny_pair: TinyPair, tiny_bundle: Path, run_cli) -> None:
+    args = ["build", tiny_pair.target, "--draft", tiny_pair.draft, "-o", tiny_bundle, "--json"]
+    result = run_cli(*args)
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert data["bundle"] == str(tiny_bundle)
+    assert data["up_to_date"] is True
+    assert data["build_key"] == load_manifest(tiny_bundle).build_key
+    assert data["files"]["target/model.onnx"] == (tiny_bundle / "target" / "model.onnx").stat().st_size
+    assert data["seconds"]["plan"] > 0
+    assert data["peak_memory_bytes"] > 10**7
+
+
+def test_a_recipe_file_builds_what_flags_build(tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path, run_cli) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'target = "{tiny_pair.target}"\ndraft = "{tiny_pair.draft}"\noutput = "out"\nlookahead = 5\n')
+    result = run_cli("build", "--recipe", recipe, "--num-speculative-tokens", "6", "--name", "mine", "--json", "-q")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    manifest = load_manifest(tmp_path / "out")
+    assert (manifest.lookahead, manifest.name) == (6, "mine")
+
+
+def test_a_half_written_folder_is_no_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_bundle, tmp_path / "out")
+    (tmp_path / "out" / "manifest.json").unlink()
+    with pytest.raises(BundleError, match=r"no manifest\.json"):
+        load_manifest(tmp_path / "out")
