@@ -14,9 +14,10 @@ import click
 
 from specexport_runtime.cli_errors import SuggestingGroup
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.prompts import read_prompts
 
 if TYPE_CHECKING:
-    from specexport_runtime.engine import GenerationResult, StreamChunk
+    from specexport_runtime.results import GenerationResult, StreamChunk
     from specexport_runtime.sampling import SamplingParams
 
 
@@ -103,7 +104,7 @@ def generate(
     params = _params(sampling)
     if threads is not None and threads < 1:
         raise InvalidRequestError(f"--threads is {threads}.", "give 1 or more.")
-    texts = list(_read_prompts(prompt, prompt_file, prompts))
+    texts = list(read_prompts(prompt, prompt_file, prompts))
     from specexport_runtime.engine import SpecEngine
 
     terminal = sys.stdout.isatty()
@@ -141,62 +142,6 @@ def _params(sampling: dict[str, Any]) -> "SamplingParams":
         except ValueError:
             raise InvalidRequestError(f"--logit-bias {item!r} is not ID=BIAS.", "write for example 42=-1.5.") from None
     return SamplingParams(logit_bias=bias, **sampling)
-
-
-def _read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> Iterator[str]:
-    given = [
-        name for name, value in (("PROMPT", prompt), ("--prompt-file", prompt_file), ("--prompts", prompts)) if value
-    ]
-    if len(given) > 1:
-        raise InvalidRequestError(f"{' and '.join(given)} were both given.", "give one source of prompts.")
-    if prompts is not None:
-        yield from _read_jsonl(prompts)
-    elif prompt_file is not None:
-        yield _read_text(prompt_file)
-    elif prompt is not None and prompt != "-":
-        yield prompt
-    else:
-        if prompt is None and sys.stdin.isatty():
-            raise InvalidRequestError(
-                "no prompt was given.", "give it as an argument, with --prompt-file, or on stdin."
-            )
-        yield _decode(sys.stdin.buffer.read(), "standard input")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return _decode(path.read_bytes(), str(path))
-    except OSError as error:
-        raise InvalidRequestError(f"{path} cannot be read: {error.strerror}.", "give a readable UTF-8 file.") from error
-
-
-def _decode(data: bytes, where: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(
-            f"{where} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}.", "save it as UTF-8."
-        ) from None
-
-
-def _read_jsonl(path: Path) -> Iterator[str]:
-    empty = True
-    for number, line in enumerate(_read_text(path).splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["prompt"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise InvalidRequestError(
-                f"{path}, line {number}: no JSON object with a field `prompt` ({type(error).__name__}).",
-                'write one object a line: {"prompt": "…"}.',
-            ) from None
-        if not isinstance(text, str):
-            raise InvalidRequestError(f"{path}, line {number}: `prompt` is not a text.", "write it as a JSON string.")
-        empty = False
-        yield text
-    if empty:
-        raise InvalidRequestError(f"{path} has no prompts.", 'write one object a line: {"prompt": "…"}.')
 
 
 _STYLES: dict[str, dict[str, Any]] = {

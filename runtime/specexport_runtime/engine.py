@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from specexport_runtime.abi import kv_slack
 from specexport_runtime.batch import ModelRunner
@@ -16,60 +18,23 @@ from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.drafters.none import NoDrafter
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors.base import Executor
+from specexport_runtime.requests import check_token_ids, resolve_lookahead
+from specexport_runtime.results import (
+    GenerationResult,
+    Prompt,
+    StreamChunk,
+    StreamPiece,
+    as_prompts,
+    make_result,
+    piece_kind,
+)
 from specexport_runtime.sampling import SamplingParams
-from specexport_runtime.sequence import FinishReason, Sequence
-from specexport_runtime.stats import PhaseTimes, SequenceStats
+from specexport_runtime.sequence import Sequence
+from specexport_runtime.stats import PhaseTimes
 from specexport_runtime.text import TextStream
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-DEFAULT_LOOKAHEAD = 4
-Prompt = str | Seq[int]
-PieceKind = Literal["accepted", "corrected", "bonus", "target"]
-
-
-class GenerationResult(NamedTuple):
-    """One finished generation.
-
-    Attributes:
-        prompt: the prompt as it was given.
-        text: generated text, cut at a stop string.
-        token_ids: generated token ids, the ending one included.
-        finish_reason: ``"stop"`` (end token, stop id or stop string) or ``"length"``.
-        stats: counters and times.
-    """
-
-    prompt: Prompt
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    stats: SequenceStats
-
-
-class StreamPiece(NamedTuple):
-    """Text that became safe to show with one token (may be empty), and where the token came from.
-
-    ``kind`` is ``"accepted"`` (a draft token that passed), ``"corrected"`` (the target's token in place of a rejected
-    one), ``"bonus"`` (the target's token after a draft that passed whole) or ``"target"`` (no draft was tested).
-    """
-
-    text: str
-    token_id: int
-    kind: PieceKind
-
-
-class StreamChunk(NamedTuple):
-    """The pieces of one round. The last chunk has a ``finish_reason``."""
-
-    pieces: list[StreamPiece]
-    finish_reason: FinishReason | None
-    stats: SequenceStats
-
-    @property
-    def text(self) -> str:
-        """Text of all pieces."""
-        return "".join(piece.text for piece in self.pieces)
 
 
 class SpecEngine:
@@ -191,7 +156,7 @@ class SpecEngine:
         speculation: bool = True,
     ) -> Iterator[GenerationResult]:
         """As :meth:`generate`, but each result comes as soon as it and those before it are finished."""
-        batch = _as_prompts(prompts)
+        batch = as_prompts(prompts)
         lookahead = self._lookahead(num_speculative_tokens, speculation)
         each = [params or SamplingParams()] * len(batch) if not isinstance(params, Seq) else list(params)
         if len(each) != len(batch):
@@ -225,20 +190,9 @@ class SpecEngine:
             InvalidRequestError: the prompt is empty, too long for the engine, or has ids out of range.
         """
         ids: list[int] = []
-        if prompt:
-            ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise InvalidRequestError("the prompt is empty.", "give at least one token of text.")
-        bad = next((t for t in ids if not isinstance(t, int) or not 0 <= t < self.target.vocab_size), None)
-        if bad is not None:
-            raise InvalidRequestError(
-                f"token id {bad!r} of the prompt is out of range.", f"use ids from 0 to {self.target.vocab_size - 1}."
-            )
-        if len(ids) >= self.max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {len(ids)} tokens; this engine takes up to {self.max_model_len - 1}.",
-                "shorten the prompt, or build with a larger --max-model-len.",
-            )
+        if len(prompt):
+            ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else np.asarray(prompt).tolist()
+        check_token_ids(ids, vocab_size=self.target.vocab_size, max_model_len=self.max_model_len)
         return ids
 
     def format_chat(self, messages: Seq[Mapping[str, Any]]) -> str:
@@ -263,23 +217,7 @@ class SpecEngine:
             self.draft.close()
 
     def _lookahead(self, requested: int | None, speculation: bool) -> int:
-        if not speculation:
-            if requested is not None:
-                raise InvalidRequestError("speculation is off, but a number of draft tokens was given.", "drop one.")
-            return 0
-        if requested is None:
-            return min(DEFAULT_LOOKAHEAD, self.lookahead) if self.draft is not None else 0
-        if self.draft is None:
-            raise InvalidRequestError(
-                "this bundle has no draft model.", "build it with --draft, or do not ask for speculative tokens."
-            )
-        if not 1 <= requested <= self.lookahead:
-            raise InvalidRequestError(
-                f"num_speculative_tokens is {requested}; this engine was built for 1 to {self.lookahead}.",
-                "choose a number in that range, or build with a larger --lookahead"
-                + (" (turn speculation off for plain decoding)." if requested == 0 else "."),
-            )
-        return requested
+        return resolve_lookahead(requested, built=self.lookahead if self.draft else 0, speculation=speculation)
 
     def _sequence(self, index: int, prompt: Prompt, params: SamplingParams, *, stream: bool = False) -> Sequence:
         return Sequence(
@@ -320,14 +258,14 @@ class SpecEngine:
         done = 0
         for _ in self._run(sequences, lookahead):
             while done < len(sequences) and sequences[done].finish_reason is not None:
-                yield _result(prompts[done], sequences[done])
+                yield make_result(prompts[done], sequences[done])
                 done += 1
 
     def _stream(self, seq: Sequence, lookahead: int) -> Iterator[StreamChunk]:
         for events in self._run([seq], lookahead):
             for event in events:
                 pieces = [
-                    StreamPiece(text, event.tokens[j], _kind(event, j))
+                    StreamPiece(text, event.tokens[j], piece_kind(event, j))
                     for j, text in enumerate(seq.take_pieces(len(event.tokens)))
                 ]
                 last = event is events[-1]
@@ -346,23 +284,3 @@ class SpecEngine:
                 yield
             finally:
                 self._owner = None
-
-
-def _as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]  # the check above makes it token ids
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _result(prompt: Prompt, seq: Sequence) -> GenerationResult:
-    return GenerationResult(prompt, seq.finish_text(), seq.output, seq.finish_reason or "cancelled", seq.stats)
-
-
-def _kind(event: RoundEvent, position: int) -> PieceKind:
-    if not event.drafted:
-        return "target"
-    if position < event.accepted:
-        return "accepted"
-    return "bonus" if event.is_bonus else "corrected"

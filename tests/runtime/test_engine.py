@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 from loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_draft, make_target
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -76,6 +77,8 @@ def test_token_id_prompts_and_single_prompts(engine):
     by_text = engine.generate("w1 w2", SamplingParams(max_tokens=6))
     assert len(by_ids) == len(by_text) == 1
     assert by_ids[0].token_ids == by_text[0].token_ids
+    by_array = engine.generate(np.array([1, 2]), SamplingParams(max_tokens=6))
+    assert by_array[0].token_ids == by_text[0].token_ids
     assert engine.generate([]) == []
     assert len(engine.generate([[1, 2], "w3"], SamplingParams(max_tokens=2))) == 2
 
@@ -97,7 +100,7 @@ def test_empty_prompts_are_refused(engine, prompt):
         engine.generate(prompt)
 
 
-@pytest.mark.parametrize("bad", [[-1], [VOCAB], [1, 2, 400]])
+@pytest.mark.parametrize("bad", [[-1], [VOCAB], [1, 2, 400], [1, 2.5]])
 def test_token_ids_out_of_range_are_refused(engine, bad):
     with pytest.raises(InvalidRequestError, match=f"{bad[-1]} of the prompt is out of range"):
         engine.generate([bad])

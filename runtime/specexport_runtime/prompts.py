@@ -1,0 +1,74 @@
+"""Reading prompts for a command: an argument, a text file, JSON lines, or standard input."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from specexport_runtime.errors import InvalidRequestError
+
+
+def read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> Iterator[str]:
+    """The prompts of one command.
+
+    Args:
+        prompt: the argument; ``-`` or None reads standard input.
+        prompt_file: a UTF-8 text file.
+        prompts: a UTF-8 file of JSON lines with a field ``prompt``.
+
+    Raises:
+        InvalidRequestError: two sources, none, an unreadable file, bytes that are not UTF-8, a line without a prompt.
+    """
+    given = [
+        name for name, value in (("PROMPT", prompt), ("--prompt-file", prompt_file), ("--prompts", prompts)) if value
+    ]
+    if len(given) > 1:
+        raise InvalidRequestError(f"{' and '.join(given)} were both given.", "give one source of prompts.")
+    if prompts is not None:
+        yield from _read_jsonl(prompts)
+    elif prompt_file is not None:
+        yield _read_text(prompt_file)
+    elif prompt is not None and prompt != "-":
+        yield prompt
+    else:
+        if prompt is None and sys.stdin.isatty():
+            raise InvalidRequestError(
+                "no prompt was given.", "give it as an argument, with --prompt-file, or on stdin."
+            )
+        yield _decode(sys.stdin.buffer.read(), "standard input")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return _decode(path.read_bytes(), str(path))
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be read: {error.strerror}.", "give a readable UTF-8 file.") from error
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"{where} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}.", "save it as UTF-8."
+        ) from None
+
+
+def _read_jsonl(path: Path) -> Iterator[str]:
+    empty = True
+    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["prompt"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise InvalidRequestError(
+                f"{path}, line {number}: no JSON object with a field `prompt` ({type(error).__name__}).",
+                'write one object a line: {"prompt": "…"}.',
+            ) from None
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"{path}, line {number}: `prompt` is not a text.", "write it as a JSON string.")
+        empty = False
+        yield text
+    if empty:
+        raise InvalidRequestError(f"{path} has no prompts.", 'write one object a line: {"prompt": "…"}.')

@@ -1,0 +1,80 @@
+"""What a generation gives back: results, and the pieces of a stream."""
+
+from collections.abc import Sequence as Seq
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from specexport_runtime.decoder import RoundEvent
+from specexport_runtime.sequence import FinishReason, Sequence
+from specexport_runtime.stats import SequenceStats
+
+Prompt = str | Seq[int]
+"""A text, or token ids."""
+PieceKind = Literal["accepted", "corrected", "bonus", "target"]
+
+
+class GenerationResult(NamedTuple):
+    """One finished generation.
+
+    Attributes:
+        prompt: the prompt as it was given.
+        text: generated text, cut at a stop string.
+        token_ids: generated token ids, the ending one included.
+        finish_reason: ``"stop"`` (end token, stop id or stop string) or ``"length"``.
+        stats: counters and times.
+    """
+
+    prompt: Prompt
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: SequenceStats
+
+
+class StreamPiece(NamedTuple):
+    """Text that became safe to show with one token (may be empty), and where the token came from.
+
+    ``kind`` is ``"accepted"`` (a draft token that passed), ``"corrected"`` (the target's token in place of a rejected
+    one), ``"bonus"`` (the target's token after a draft that passed whole) or ``"target"`` (no draft was tested).
+    """
+
+    text: str
+    token_id: int
+    kind: PieceKind
+
+
+class StreamChunk(NamedTuple):
+    """The pieces of one round. The last chunk has a ``finish_reason``."""
+
+    pieces: list[StreamPiece]
+    finish_reason: FinishReason | None
+    stats: SequenceStats
+
+    @property
+    def text(self) -> str:
+        """Text of all pieces."""
+        return "".join(piece.text for piece in self.pieces)
+
+
+def as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """One prompt, or many, as a list. Token ids of one prompt are one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) and all(isinstance(item, (int, np.integer)) for item in prompts):
+        return [prompts]  # type: ignore[list-item]  # the check above makes it token ids
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def make_result(prompt: Prompt, seq: Sequence) -> GenerationResult:
+    """The result of a finished sequence."""
+    return GenerationResult(prompt, seq.finish_text(), seq.output, seq.finish_reason or "cancelled", seq.stats)
+
+
+def piece_kind(event: RoundEvent, position: int) -> PieceKind:
+    """Where the token at ``position`` of a round's tokens came from."""
+    if not event.drafted:
+        return "target"
+    if position < event.accepted:
+        return "accepted"
+    return "bonus" if event.is_bonus else "corrected"
