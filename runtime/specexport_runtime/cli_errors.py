@@ -60,9 +60,14 @@ def describe_error(error: BaseException) -> tuple[str, int] | None:
 def _describe_click_error(error: click.ClickException) -> str:
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         return error.format_message()
-    if isinstance(error, click.UsageError) and error.ctx is not None:
-        return format_error(error.format_message(), f"see `{error.ctx.command_path} --help`.")
-    return format_error(error.format_message())
+    if not isinstance(error, click.UsageError) or error.ctx is None:
+        return format_error(error.format_message())
+    message = error.format_message()
+    if isinstance(error, click.NoSuchOption):  # click's own wording differs between its versions
+        flags = [flag for param in error.ctx.command.get_params(error.ctx) for flag in param.opts]
+        near = suggest(error.option_name, flags)
+        message = f"no such option {error.option_name!r}" + (f": did you mean {near!r}?" if near else "")
+    return format_error(message, f"see `{error.ctx.command_path} --help`.")
 
 
 def run_command(command: Callable[[], Any]) -> int:
