@@ -65,7 +65,8 @@ class Sampler:
             drafted: draft tokens between the committed tokens and this position.
 
         Raises:
-            ValueError: the logits hold NaN or +inf, or no token is possible.
+            CheckFailedError: the logits hold NaN or +inf.
+            InvalidRequestError: every token is banned.
         """
         processed = self._process(logits, drafted)
         if self.is_greedy:

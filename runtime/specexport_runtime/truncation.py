@@ -9,6 +9,7 @@ import math
 import numpy as np
 
 from specexport_runtime.distribution import Distribution, Float32Array, Float64Array, Int64Array
+from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.params import SamplingParams
 
 _BLOCK = 512  # entries per block maximum in top-k
@@ -25,16 +26,22 @@ def check_peak(peak: float, logits: Float32Array) -> None:
         logits: [V'] float32, for the message.
 
     Raises:
-        ValueError: NaN or +inf among the logits, or every token at -inf.
+        CheckFailedError: NaN or +inf among the logits: the engine is broken.
+        InvalidRequestError: every token at -inf: the request bans them all.
     """
     if math.isfinite(peak):
         return
     if peak == -math.inf:
-        raise ValueError(f"all {len(logits)} logits are -inf: no token is possible")
+        raise InvalidRequestError(
+            f"all {len(logits)} logits are -inf: no token is possible.", hint="ban fewer tokens in logit_bias."
+        )
     bad = np.isnan(logits) | np.isposinf(logits)
     first = int(bad.argmax())
     count = int(bad.sum())
-    raise ValueError(f"{count} of {len(logits)} logits are NaN or +inf (first: token {first} is {logits[first]})")
+    raise CheckFailedError(
+        f"{count} of {len(logits)} logits are NaN or +inf (first: token {first} is {logits[first]}).",
+        hint="run `specexport verify` on this bundle.",
+    )
 
 
 @np.errstate(over="ignore")  # a very low logit over a very low temperature is -inf, as it should be
@@ -49,7 +56,8 @@ def truncated_softmax(logits: Float32Array, params: SamplingParams) -> Distribut
         dense if nothing was cut, otherwise sparse.
 
     Raises:
-        ValueError: see ``check_peak``.
+        CheckFailedError: see ``check_peak``.
+        InvalidRequestError: see ``check_peak``.
     """
     peak = float(logits.max())
     check_peak(peak, logits)

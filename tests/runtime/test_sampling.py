@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specexport_runtime import truncation
+from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.sampling import Distribution, Sampler, SamplingParams, sample_token
 
 
@@ -229,14 +230,14 @@ def test_nan_and_infinite_logits_are_refused(size, params):
     sampler = Sampler(params, [0], size)
     logits = np.zeros(size, dtype=np.float32)
     logits[size // 2] = np.nan
-    with pytest.raises(ValueError, match=f"NaN.*token {size // 2} is nan"):
+    with pytest.raises(CheckFailedError, match=f"NaN.*token {size // 2} is nan"):
         sampler.distribution(logits)
-    with pytest.raises(ValueError, match="NaN"):
+    with pytest.raises(CheckFailedError, match="NaN"):
         sampler.greedy_token(logits)
     logits[size // 2] = np.inf
-    with pytest.raises(ValueError, match=f"token {size // 2} is inf"):
+    with pytest.raises(CheckFailedError, match=f"token {size // 2} is inf"):
         sampler.distribution(logits)
-    with pytest.raises(ValueError, match="no token is possible"):
+    with pytest.raises(InvalidRequestError, match="no token is possible"):
         sampler.distribution(np.full(size, -np.inf, dtype=np.float32))
     logits[:] = -np.inf
     logits[1] = 0

@@ -1,0 +1,105 @@
+"""Time of logits processing, drawing and acceptance, without a model.
+
+A round at K=4: five target rows are processed, and four draft tokens (whose distributions are given) are tested.
+Every row is processed, also those that a rejection would have spared, so that runs compare.
+
+python benchmarks/sampling.py --repeats 5
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from common import median, report, timed
+
+from specexport_runtime.accept import accept_sampled
+from specexport_runtime.sampling import RandomStream, Sampler, SamplingParams, sample_token
+
+ROWS = 5
+VOCAB_SIZES = (4096, 32_000, 262_144)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "temperature": {},
+    "top-p 0.95": {"top_p": 0.95},
+    "top-k 50": {"top_k": 50},
+    "top-k 50, top-p 0.95": {"top_k": 50, "top_p": 0.95},
+    "min-p 0.05": {"min_p": 0.05},
+    "top-p 0.95, penalties": {"top_p": 0.95, "repetition_penalty": 1.1, "frequency_penalty": 0.1},
+}
+
+
+def make_logits(kind: str, vocab_size: int, rng: np.random.Generator) -> npt.NDArray[np.float32]:
+    """[ROWS, vocab_size] logits: ``peaked`` as a model's (a Zipf-like head over a noisy floor), or plain noise."""
+    if kind != "peaked":
+        return (float(kind.removeprefix("noise ")) * rng.normal(size=(ROWS, vocab_size))).astype(np.float32)
+    logits = 2.5 * rng.normal(size=(ROWS, vocab_size))
+    for row in logits:
+        head = rng.choice(vocab_size, 200, replace=False)
+        row[head] += 16.0 - 2.0 * np.log(np.arange(1, 201))
+    return logits.astype(np.float32)
+
+
+def milliseconds(function: Callable[[], object], repeats: int) -> float:
+    """Median over ``repeats`` of the mean of enough calls to fill a fifth of a second."""
+    function()
+    calls = max(3, int(0.2 / timed(function)[0]))
+
+    def several() -> None:
+        for _ in range(calls):
+            function()
+
+    return median(timed(several)[0] / calls for _ in range(repeats)) * 1e3
+
+
+def measure(kind: str, vocab_size: int, setting: str, repeats: int) -> dict[str, Any]:
+    """One line of the table."""
+    rng = np.random.default_rng(0)
+    logits = make_logits(kind, vocab_size, rng)
+    draft_logits = (logits + 0.5 * rng.normal(size=logits.shape)).astype(np.float32)
+    params = SamplingParams(temperature=0.8, **SETTINGS[setting])
+    sampler = Sampler(params, rng.integers(0, vocab_size, 300).tolist(), vocab_size)
+    stream = RandomStream(1)
+    drafts = [sampler.distribution(row) for row in draft_logits[: ROWS - 1]]
+    drafted = [sample_token(draft, stream.draws(j).draft) for j, draft in enumerate(drafts)]
+
+    def whole_round() -> None:
+        rows = [sampler.distribution(row, drafted[:j]) for j, row in enumerate(logits)]
+        accept_sampled(drafted, drafts, rows.__getitem__, stream.draws)
+
+    kept = [len(sampler.distribution(row).probs) for row in logits]
+    return {
+        "logits": kind,
+        "vocab_size": vocab_size,
+        "setting": setting,
+        "mean_kept_tokens": sum(kept) / ROWS,
+        "round_ms": milliseconds(whole_round, repeats),
+        "row_ms": milliseconds(lambda: sampler.distribution(logits[0]), repeats),
+    }
+
+
+def main() -> None:
+    """Measure every combination of logits, vocabulary and setting."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results = [
+        measure(kind, vocab_size, setting, args.repeats)
+        for vocab_size in VOCAB_SIZES
+        for kind in ("peaked", "noise 1", "noise 3")
+        for setting in SETTINGS
+    ]
+    rows = [
+        (
+            f"V={r['vocab_size']}, {r['logits']} logits, {r['setting']}",
+            f"{r['round_ms']:.3f} ms for {ROWS} rows; {r['row_ms']:.3f} ms a row; {r['mean_kept_tokens']:.0f} kept",
+        )
+        for r in results
+    ]
+    report("Logits processing, drawing and acceptance", rows, {"rows": ROWS, "results": results}, args.json)
+
+
+if __name__ == "__main__":
+    main()
