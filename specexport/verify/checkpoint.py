@@ -1,0 +1,93 @@
+"""Finding the checkpoint that an engine was built from, by its hash, and its eager logits.
+
+A manifest records a checkpoint's name and hash and no machine path, so the name is tried where it may lie; what is
+found counts only if its hash is the recorded one. Torch and transformers are imported when logits are asked for.
+"""
+
+import gc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from specexport_runtime.errors import CheckpointError
+from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.manifest import Manifest
+
+_REVISION_KEYS = {"target": "revision", "draft": "draft_revision"}
+_OPTIONS = {"target": "--checkpoint", "draft": "--draft-checkpoint"}
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """No checkpoint with the recorded hash was found where one was looked for."""
+
+
+def find_checkpoint(manifest: Manifest, role: str, given: str | None, bundle: Path) -> str:
+    """The checkpoint that the engine of ``role`` was built from.
+
+    Args:
+        manifest: the bundle's manifest.
+        role: ``"target"`` or ``"draft"``.
+        given: checkpoint that the caller named: a folder, a file or a hub id.
+        bundle: the bundle's folder.
+
+    Returns:
+        a source for :func:`specexport.frontend.load_checkpoint` whose hash is the recorded one.
+
+    Raises:
+        CheckpointError: ``given`` cannot be read, or is another checkpoint.
+        CheckpointNotFoundError: nothing was given, and none was found.
+    """
+    from specexport.frontend import hash_checkpoint
+
+    entry = manifest.models[role]
+    revision = manifest.recipe.get(_REVISION_KEYS[role])
+    if given is not None:
+        found = hash_checkpoint(given, revision)
+        if found != entry.source_sha256:
+            raise CheckpointError(
+                f"{_OPTIONS[role]} {given} is not what this {role} was built from: its sha256 is {found[:16]}…, the "
+                f"manifest records {entry.source_sha256[:16]}… ({entry.source}).",
+                f"give the checkpoint {entry.source} as it was at build time.",
+            )
+        return given
+    for candidate in _candidates(entry.source, bundle):
+        try:
+            if hash_checkpoint(candidate, revision) == entry.source_sha256:
+                return candidate
+        except CheckpointError:
+            continue
+    raise CheckpointNotFoundError(
+        f"the {role}'s checkpoint {entry.source} (sha256 {entry.source_sha256[:16]}…) was not found.",
+        f"name it with {_OPTIONS[role]}.",
+    )
+
+
+def _candidates(source: str, bundle: Path) -> Iterator[str]:
+    """Where a checkpoint of that name may lie: here, beside the bundle, on the hub (or in its cache)."""
+    for folder in (Path(), bundle.resolve().parent):
+        if (folder / source).exists():
+            yield str(folder / source)
+    if "/" in source:
+        yield source
+
+
+def eager_references(
+    source: str, revision: str | None, sequences: Sequence[Sequence[int]], *, dtype: str, trust_remote_code: bool
+) -> list[Float32Array]:
+    """Logits [len, V] of each sequence from eager transformers; the model is freed before this returns.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be loaded.
+    """
+    from specexport.frontend import load_checkpoint, reference_logits
+
+    checkpoint = load_checkpoint(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    references = reference_logits(checkpoint, [list(sequence) for sequence in sequences])
+    del checkpoint
+    gc.collect()
+    return references
+
+
+def recorded_revision(manifest: Manifest, role: str) -> str | None:
+    """The hub revision that the recipe asked for."""
+    revision = manifest.recipe.get(_REVISION_KEYS[role])
+    return None if revision is None else str(revision)

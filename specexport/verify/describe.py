@@ -1,0 +1,78 @@
+"""A verification's report in lines for a reader."""
+
+from collections.abc import Iterator
+
+from specexport.verify.greedy import GreedyResult
+from specexport.verify.report import VerifyReport
+from specexport.verify.sampling_test import SamplingResult
+from specexport.verify.tensors import TensorResult
+
+
+def describe(report: VerifyReport) -> Iterator[str]:
+    """The report in lines for a reader."""
+    yield f"{report.bundle} (build {report.build_key[:16]})"
+    for part in report.parts:
+        yield f"{part.name:<9} {part.status}" + (f": {part.reason}" if part.reason else "")
+        for result in part.results:
+            if isinstance(result, TensorResult):
+                yield from _describe_tensors(result)
+            elif isinstance(result, GreedyResult):
+                yield from _describe_greedy(result)
+            else:
+                yield from _describe_sampling(result)
+    words = {"passed": "every part passed", "failed": "not lossless as measured", "incomplete": "not everything ran"}
+    yield f"verify    {report.status}: {words[report.status]} ({sum(report.seconds.values()):.0f} s)"
+
+
+def _describe_tensors(result: TensorResult) -> Iterator[str]:
+    rows = sum(case.rows for case in result.cases)
+    yield (
+        f"  {result.role}: max difference from eager torch {result.max_abs:.1e}, {result.max_relative:.1e} of the "
+        f"logit scale (limit {result.tolerance:.0e}), {rows} logit rows in {len(result.cases)} kinds of step"
+    )
+    for case in result.cases:
+        if not case.passed:
+            agreement = f"argmax agrees in {case.argmax_agreement:.1%} of {case.rows} rows"
+            yield f"  FAILED {result.role}, {case.name}: {case.max_relative:.3g} of the logit scale; {agreement}"
+
+
+def _describe_greedy(result: GreedyResult) -> Iterator[str]:
+    yield f"  {result.compared}"
+    for run in result.runs:
+        mean = "-" if run.mean_accepted_length is None else f"{run.mean_accepted_length:.2f}"
+        yield (
+            f"  {run.drafter}, K={run.lookahead}: {run.identical} of {result.num_prompts} outputs identical "
+            f"({run.tokens_compared} tokens compared), mean accepted length {mean}"
+        )
+    for item in result.differences:
+        kind = "near-tie" if item.explained else "FAILED"
+        yield (
+            f"  {kind} {item.drafter}, K={item.lookahead}, prompt {item.prompt}, token {item.position}: "
+            f"plain {item.plain_token}, speculative {item.speculative_token}, "
+            f"logit gap {item.gap:.3g} (limit {item.limit:.2g})"
+        )
+
+
+def _describe_sampling(result: SamplingResult) -> Iterator[str]:
+    yield (
+        f"  {len(result.tests)} tests; smallest p-value {result.min_p_value:.3g} (limit {result.alpha:.1e}), largest "
+        f"total variation {result.max_total_variation:.3f}"
+    )
+    settings = dict.fromkeys((test.kind, test.setting) for test in result.tests)
+    for kind, setting in settings:
+        tests = [test for test in result.tests if (test.kind, test.setting) == (kind, setting)]
+        worst = max(tests, key=lambda test: test.total_variation - test.expected_total_variation)
+        yield (
+            f"  {kind}, {setting}: {len(tests)} x {worst.samples} draws, p >= {min(t.p_value for t in tests):.3g}, "
+            f"total variation {worst.total_variation:.3f} (sampling error alone {worst.expected_total_variation:.3f})"
+        )
+    for test in result.tests:
+        if not test.passed:
+            yield (
+                f"  FAILED {test.kind}, {test.setting}, prompt {test.prompt}: p-value {test.p_value:.3g}, "
+                f"total variation {test.total_variation:.3f} (limit {test.total_variation_limit:.3f}), "
+                f"{test.impossible} impossible"
+            )
+    if result.control_p_value is not None:
+        seen = "seen" if result.control_p_value < result.alpha else "not seen: the draft is too close to the target"
+        yield f"  control, every draft token accepted untested: p-value {result.control_p_value:.1g} ({seen})"

@@ -1,0 +1,79 @@
+"""Drawing outcomes of speculative decoding on recorded distributions: drafting, testing, resampling, no engine."""
+
+from collections.abc import Callable, Sequence
+
+from specexport.verify.logit_tree import Conditional, Path
+from specexport_runtime.accept import Verdict
+from specexport_runtime.distribution import Distribution, one_hot
+from specexport_runtime.sampling import Draws, RandomStream, sample_token
+
+AcceptFunction = Callable[
+    [Sequence[int], Sequence[Distribution] | None, Callable[[int], Distribution], Callable[[int], Draws]], Verdict
+]
+"""The form of :func:`specexport_runtime.accept.accept_sampled`, the rule that is tested."""
+
+_UNSEEN = one_hot(0)
+
+
+def accept_everything(
+    drafted: Sequence[int],
+    draft_distributions: Sequence[Distribution] | None,  # noqa: ARG001  # the signature of accept_sampled
+    target_distribution: Callable[[int], Distribution],
+    draws: Callable[[int], Draws],
+) -> Verdict:
+    """A wrong acceptance rule: the control that shows what the test can see."""
+    last = len(drafted)
+    return Verdict(last, sample_token(target_distribution(last), draws(last).resample), is_bonus=True)
+
+
+def draw_outcome(
+    target: Conditional,
+    draft: Conditional | None,
+    stream: RandomStream,
+    accept: AcceptFunction,
+    *,
+    depth: int,
+    lookahead: int,
+) -> Path:
+    """The first ``depth`` tokens of a speculative decoding, round by round as the decoder does it.
+
+    Args:
+        target: the target's distributions.
+        draft: the draft's; None drafts the target's likeliest token and says so with a one-hot distribution.
+        stream: random numbers by position.
+        accept: the acceptance rule.
+        depth: tokens wanted.
+        lookahead: most draft tokens a round.
+    """
+    tokens: Path = ()
+    while len(tokens) < depth:
+        tokens = _draw_round(tokens, target, draft, stream, accept, min(lookahead, depth - len(tokens)))
+    return tokens[:depth]
+
+
+def _draw_round(
+    known: Path,
+    target: Conditional,
+    draft: Conditional | None,
+    stream: RandomStream,
+    accept: AcceptFunction,
+    count: int,
+) -> Path:
+    path, distributions = known, []
+    for _ in range(count):
+        if draft is None:
+            likeliest = target(path)
+            index = int(likeliest.probs.argmax())
+            token = index if likeliest.token_ids is None else int(likeliest.token_ids[index])
+        else:
+            distributions.append(draft(path))
+            token = sample_token(distributions[-1], stream.draws(len(path)).draft)
+        path = (*path, token)
+    verdict = accept(
+        path[len(known) :],
+        None if draft is None else distributions,
+        # The token after the last draft lies beyond the outcome: its distribution need not be computed.
+        lambda j: target(path[: len(known) + j]) if j < count else _UNSEEN,
+        lambda j: stream.draws(len(known) + j),
+    )
+    return (*path[: len(known) + verdict.accepted], verdict.next_token)

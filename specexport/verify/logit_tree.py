@@ -1,0 +1,153 @@
+"""Exact next-token distributions after a context and any continuation of it, each logit row computed once."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from specexport_runtime.batch import ModelRunner, RowWork
+from specexport_runtime.distribution import Distribution, Float32Array, Float64Array
+from specexport_runtime.executors.base import Executor
+from specexport_runtime.sampling import Sampler
+
+Path = tuple[int, ...]
+"""Tokens after the context."""
+
+Conditional = Callable[[Path], Distribution]
+"""The distribution of the token after the context and a path."""
+
+
+class LogitTree:
+    """Logits after ``context`` and a path, from the engine.
+
+    Args:
+        executor: the engine. Cache row 0 belongs to the tree until its last new path: nothing else may run meanwhile.
+        context: token ids, at least one.
+        vocab_size: ids below it have a logit; None takes the engine's.
+    """
+
+    def __init__(self, executor: Executor, context: Sequence[int], *, vocab_size: int | None = None) -> None:
+        self._runner = ModelRunner(executor)
+        self.vocab_size = vocab_size or executor.vocab_size
+        self._known = executor.vocab_size
+        self._last = self._stand_in(context[-1:])
+        self._rows: dict[Path, Float32Array] = {}
+        self._runner.prefill(0, self._stand_in(context[:-1]))
+
+    def __call__(self, path: Path) -> Float32Array:
+        """Logits [V'] of the token after the context and ``path``."""
+        row = self._rows.get(path)
+        if row is None:
+            # Nothing is committed, so every path starts at the context.
+            logits = self._runner.step(0, [RowWork(self._last + self._stand_in(path), 1)])
+            row = self._rows[path] = logits[0, : self.vocab_size].copy()
+        return row
+
+    def _stand_in(self, tokens: Sequence[int]) -> list[int]:
+        # A draft cannot embed padding ids of a larger target: any stand-in keeps the drafts lossless.
+        return [token if token < self._known else 0 for token in tokens]
+
+
+def conditional(tree: LogitTree, sampler: Sampler) -> Conditional:
+    """The processed distributions of a tree, each computed once.
+
+    Args:
+        tree: raw logits.
+        sampler: logits processing of a sequence whose committed tokens are the tree's context.
+    """
+    known: dict[Path, Distribution] = {}
+
+    def distribution(path: Path) -> Distribution:
+        found = known.get(path)
+        if found is None:
+            found = known[path] = sampler.distribution(tree(path), path)
+        return found
+
+    return distribution
+
+
+class _Node(NamedTuple):
+    distribution: Distribution
+    children: dict[int, int | None]
+    """Cell of each token that has one of its own; None where the token leads to a node."""
+    rest: int | None
+    """Cell of the other possible tokens."""
+
+
+IMPOSSIBLE = -1
+"""Cell number of an outcome that has probability 0."""
+
+
+class Partition:
+    """Continuations of ``depth`` tokens, grouped into cells of exact probability large enough for a chi-square test.
+
+    The cells depend on the distribution alone, never on what was drawn. A token with enough mass is followed into the
+    next position; the others of its position share a cell; small cells are joined at the end.
+
+    Args:
+        target: the exact distributions.
+        depth: tokens of an outcome.
+        num_samples: draws that the test will see.
+        min_expected: least expected draws of a cell (Cochran's rule asks for 5; more makes small p-values exact).
+    """
+
+    def __init__(self, target: Conditional, depth: int, num_samples: int, *, min_expected: float = 10.0) -> None:
+        self._target, self._depth = target, depth
+        self._min_mass = min_expected / num_samples
+        self._nodes: dict[Path, _Node] = {}
+        self._masses: list[float] = []
+        self._expand((), 1.0)
+        self._joined = self._join_small()
+        masses = np.bincount(self._joined, weights=self._masses).astype(np.float64)
+        self.probabilities: Float64Array = masses / masses.sum()
+
+    def _new_cell(self, mass: float) -> int:
+        self._masses.append(mass)
+        return len(self._masses) - 1
+
+    def _expand(self, path: Path, mass: float) -> None:
+        distribution = self._target(path)
+        masses = mass * distribution.probs
+        heavy = np.flatnonzero(masses >= self._min_mass)
+        children: dict[int, int | None] = {}
+        for index in heavy:
+            token = int(index if distribution.token_ids is None else distribution.token_ids[index])
+            if len(path) + 1 < self._depth:
+                children[token] = None
+                self._expand((*path, token), float(masses[index]))
+            else:
+                children[token] = self._new_cell(float(masses[index]))
+        rest = mass - float(masses[heavy].sum())
+        possible = int(np.count_nonzero(distribution.probs)) > len(heavy)
+        self._nodes[path] = _Node(distribution, children, self._new_cell(max(rest, 0.0)) if possible else None)
+
+    def _join_small(self) -> list[int]:
+        """New number of each cell: all small ones share one, with the smallest large one if they stay small."""
+        order = sorted(range(len(self._masses)), key=self._masses.__getitem__)
+        pooled, joined = 0.0, 0
+        while joined < len(order) and (
+            self._masses[order[joined]] < self._min_mass or (joined and pooled < self._min_mass)
+        ):
+            pooled += self._masses[order[joined]]
+            joined += 1
+        numbers = [0] * len(order)
+        first = 1 if joined else 0
+        for number, cell in enumerate(order[joined:], start=first):
+            numbers[cell] = number
+        return numbers
+
+    def cell(self, tokens: Sequence[int]) -> int:
+        """Cell of an outcome of at least ``depth`` tokens; ``IMPOSSIBLE`` if it has probability 0."""
+        path: Path = ()
+        while True:
+            node = self._nodes[path]
+            token = tokens[len(path)]
+            if token in node.children:
+                cell = node.children[token]
+                if cell is not None:
+                    return self._joined[cell]
+                path = (*path, token)
+            elif node.rest is not None and node.distribution.probability(token) > 0.0:
+                return self._joined[node.rest]
+            else:
+                return IMPOSSIBLE

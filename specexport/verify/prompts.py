@@ -1,0 +1,86 @@
+"""Prompts for the checks: a small built-in set of code and prose, or a JSONL file."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specexport_runtime.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+DEFAULT_PROMPTS = (
+    'def read_config(path):\n    """Read a file of key = value lines into a dictionary."""\n',
+    "class Queue:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "import os\n\n\ndef walk_files(root):\n    for folder, _, names in os.walk(root):\n",
+    "# Sort the words by length, the longest first.\nwords = sorted(words, key=",
+    "The old lighthouse stood at the end of the pier, and every evening the keeper",
+    "To make bread you need flour, water, salt and",
+    "In 1969 the first people walked on the Moon. They",
+    "Question: what is the sum of 12 and 30?\nAnswer:",
+)
+
+_FORM = 'write one object a line: {"prompt": "…"}.'
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The field ``prompt`` of each line of a JSONL file.
+
+    Raises:
+        InvalidRequestError: the file cannot be read, is not UTF-8, has no prompts, or a line has another form.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be read ({error.strerror}).", "give a readable file.") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"{path} is not UTF-8 (byte offset {error.start}).", "save it as UTF-8.") from None
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            raise InvalidRequestError(f"{path}, line {number}: this is not JSON.", _FORM) from None
+        prompt = record.get("prompt") if isinstance(record, dict) else None
+        if not isinstance(prompt, str) or not prompt:
+            raise InvalidRequestError(f"{path}, line {number}: there is no text in a field `prompt`.", _FORM)
+        prompts.append(prompt)
+    if not prompts:
+        raise InvalidRequestError(f"{path} has no prompts.", _FORM)
+    return prompts
+
+
+def encode_prompts(
+    texts: Sequence[str], tokenizer: "Tokenizer", *, vocab_size: int, max_model_len: int, shorten: bool
+) -> list[list[int]]:
+    """Token ids of each prompt, with room for at least one generated token.
+
+    Args:
+        texts: the prompts.
+        tokenizer: the bundle's tokenizer.
+        vocab_size: V; the bundle's models know the ids below it.
+        max_model_len: most tokens of one sequence.
+        shorten: cut a prompt to half of ``max_model_len`` instead of refusing a longer one.
+
+    Raises:
+        InvalidRequestError: a prompt has no tokens, too many, or one that the models do not know.
+    """
+    encoded = []
+    for number, text in enumerate(texts, start=1):
+        ids = tokenizer.encode(text).ids
+        if shorten:
+            ids = ids[: max_model_len // 2]
+        if not 0 < len(ids) < max_model_len:
+            raise InvalidRequestError(
+                f"prompt {number} has {len(ids)} tokens; this bundle takes 1 to {max_model_len - 1}.",
+                "change it, or build with a larger --max-model-len.",
+            )
+        if max(ids) >= vocab_size:
+            raise InvalidRequestError(
+                f"prompt {number} has token id {max(ids)}; the models know ids below {vocab_size}.", "change it."
+            )
+        encoded.append(ids)
+    return encoded

@@ -1,0 +1,166 @@
+"""The report of a verification: its JSON file, and the record in the bundle's manifest."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from specexport.verify.greedy import GreedyResult
+from specexport.verify.sampling_test import SamplingResult
+from specexport.verify.tensors import TensorResult
+from specexport_runtime.errors import BundleError, UserInputError
+from specexport_runtime.manifest import Manifest, hash_files, load_manifest
+
+REPORT_NAME = "verify_report.json"
+REPORT_VERSION = 1
+
+PartStatus = Literal["passed", "failed", "skipped"]
+Status = Literal["passed", "failed", "incomplete"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a verification.
+
+    Attributes:
+        name: ``"tensors"``, ``"greedy"`` or ``"sampling"``.
+        status: ``"skipped"`` says that something was not proven, never that it holds.
+        reason: why it was skipped, or why it broke off.
+        results: what was found: one for each engine in ``tensors``, else at most one.
+    """
+
+    name: str
+    status: PartStatus
+    reason: str | None
+    results: tuple[TensorResult, ...] | tuple[GreedyResult, ...] | tuple[SamplingResult, ...]
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """A whole verification.
+
+    Attributes:
+        bundle: name of the bundle.
+        build_key: build that was verified.
+        date: when, in UTC, ISO 8601.
+        tools: versions that it ran with.
+        options: what decides the result: prompts, tokens, samples, seed.
+        seconds: time of each stage.
+        parts: the three parts.
+    """
+
+    bundle: str
+    build_key: str
+    date: str
+    tools: Mapping[str, str]
+    options: Mapping[str, Any]
+    seconds: Mapping[str, float]
+    parts: tuple[Part, ...]
+
+    @property
+    def status(self) -> Status:
+        """``"failed"`` if any part failed, else ``"incomplete"`` if any was skipped, else ``"passed"``."""
+        found = {part.status for part in self.parts}
+        return "failed" if "failed" in found else "incomplete" if "skipped" in found else "passed"
+
+    @property
+    def failed_parts(self) -> list[str]:
+        """Names of the parts that failed."""
+        return [part.name for part in self.parts if part.status == "failed"]
+
+    def summary(self) -> dict[str, Any]:
+        """The worst numbers on one level: what the manifest keeps. Numbers of parts that did not run are left out."""
+        data: dict[str, Any] = {"status": self.status, "date": self.date}
+        for part in self.parts:
+            data[part.name] = part.status
+        for result in (result for part in self.parts for result in part.results):
+            data |= _worst_numbers(result)
+        data |= {f"{name}_version": version for name, version in self.tools.items()}
+        plain: dict[str, Any] = _plain(data)
+        return plain
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form; numbers are not rounded, and those that are not finite become text."""
+        parts = {
+            part.name: {
+                "status": part.status,
+                "reason": part.reason,
+                "results": [asdict(result) for result in part.results],
+            }
+            for part in self.parts
+        }
+        rest = {key: getattr(self, key) for key in ("bundle", "build_key", "date", "tools", "options", "seconds")}
+        data = {"report_version": REPORT_VERSION, "status": self.status, "summary": self.summary(), "parts": parts}
+        plain: dict[str, Any] = _plain(data | rest)
+        return plain
+
+
+def _worst_numbers(result: TensorResult | GreedyResult | SamplingResult) -> dict[str, Any]:
+    if isinstance(result, TensorResult):
+        return {f"{result.role}_max_abs": result.max_abs, f"{result.role}_max_relative": result.max_relative}
+    if isinstance(result, GreedyResult):
+        compared = sum(run.tokens_compared for run in result.runs)
+        return {
+            "greedy_tokens": compared,
+            "greedy_near_ties": result.near_ties,
+            "greedy_failures": result.failures,
+        }
+    return {"sampling_min_p_value": result.min_p_value, "sampling_max_total_variation": result.max_total_variation}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no NaN
+    return value
+
+
+def write_json(path: Path, report: VerifyReport) -> None:
+    """Write the report in one step (temporary file, then rename).
+
+    Raises:
+        UserInputError: the file cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserInputError(f"{path} cannot be written ({error.strerror}).", "choose another place.") from error
+
+
+def record_report(bundle: Path, report: VerifyReport) -> Manifest:
+    """Put the report into the bundle: the file with its hash, and the summary in the manifest.
+
+    Whenever this is interrupted, the bundle stays valid: the manifest never names a file of another content.
+
+    Returns:
+        the manifest as it is now; its ``build_key`` is unchanged, so the bundle is still up to date.
+
+    Raises:
+        BundleError: the bundle was rebuilt meanwhile.
+        UserInputError: the bundle cannot be written.
+    """
+    manifest = load_manifest(bundle)
+    if manifest.build_key != report.build_key:
+        raise BundleError(f"{bundle} was rebuilt while it was verified.", "run `specexport verify` again.")
+    files = {name: entry for name, entry in manifest.files.items() if name != REPORT_NAME}
+    try:
+        if len(files) < len(manifest.files):
+            replace(manifest, files=files, verify=None).write(bundle)  # the old report is about to go
+        write_json(bundle / REPORT_NAME, report)
+        files |= hash_files(bundle, [REPORT_NAME])
+        done = replace(manifest, files=files, verify=report.summary())
+        done.write(bundle)
+    except OSError as error:
+        raise UserInputError(
+            f"the report cannot be recorded in {bundle} ({error.strerror}).", "make it writable, or pass --no-record."
+        ) from error
+    return done

@@ -1,0 +1,186 @@
+"""Part (c): sampled speculative output follows the target's distribution.
+
+Two ways to draw, judged by the same test against the same exact probabilities:
+
+``acceptance``  logits of target and draft are computed once for each context and continuation; drafting, testing and
+                resampling then run thousands of times on them with the runtime's own sampler, random streams and
+                acceptance function
+``engine``      whole generations through the engine, each with its own seed: fewer, but every part takes part
+
+An outcome is the first few tokens together, so that acceptance at one position and its effect on the next are seen.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from specexport.verify.draws import AcceptFunction, accept_everything, draw_outcome
+from specexport.verify.logit_tree import LogitTree, Partition, Path, conditional
+from specexport.verify.sampling_test import SamplingResult, SamplingTest, judge
+from specexport_runtime.accept import accept_sampled
+from specexport_runtime.engine import SpecEngine
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.sampling import RandomStream, Sampler, SamplingParams
+
+FAMILY_ALPHA = 1e-6
+"""Probability that a correct bundle fails any of the tests; each of n tests gets 1/n of it for either statistic."""
+
+MAX_CONTEXT = 24
+"""Tokens of context: the end of a real prompt. Longer ones would only cost prefill time."""
+
+
+class Setting(NamedTuple):
+    """Sampling parameters to test.
+
+    Attributes:
+        name: for the report.
+        params: the parameters; seed and lengths are replaced.
+        depth: tokens of an outcome on recorded logits. 1 where the support is large: a second token would need an
+            engine step for every first one.
+    """
+
+    name: str
+    params: SamplingParams
+    depth: int
+
+
+SETTINGS = (
+    Setting("temperature 1", SamplingParams(temperature=1.0), 1),
+    Setting("top-k 4", SamplingParams(temperature=1.2, top_k=4), 3),
+    Setting("top-p 0.9", SamplingParams(temperature=1.0, top_p=0.9), 1),
+    Setting(
+        "temperature 0.8, top-k 6, top-p 0.95, penalties",
+        SamplingParams(
+            temperature=0.8, top_k=6, top_p=0.95, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3
+        ),
+        3,
+    ),
+)
+"""One for each rule on its own, and one that joins them with penalties, which look at the history."""
+
+_ENGINE_DEPTH = 3
+_MIN_SAMPLES = 100
+_NOTABLE = 0.025  # ten expected draws in the engine's 400 runs
+
+
+class _Context(NamedTuple):
+    """A context with the trees of both models.
+
+    Attributes:
+        prompt: index of the prompt.
+        tokens: token ids.
+        target: the target's logits.
+        draft: the draft's logits; None without a draft model.
+    """
+
+    prompt: int
+    tokens: list[int]
+    target: LogitTree
+    draft: LogitTree | None
+
+    def sampler(self, params: SamplingParams) -> Sampler:
+        """Logits processing after this context."""
+        return Sampler(params, self.tokens, self.target.vocab_size)
+
+
+class _Drawing(NamedTuple):
+    lookahead: int
+    num_samples: int
+    seed: int
+    alpha: float
+
+
+def check_sampling(
+    engine: SpecEngine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    settings: Sequence[Setting] = SETTINGS,
+    num_samples: int = 4000,
+    num_runs: int = 400,
+    num_contexts: int = 3,
+    draft_vocab_size: int | None = None,
+    seed: int = 0,
+    accept: AcceptFunction = accept_sampled,
+) -> SamplingResult:
+    """Draw from the speculative process and compare with the target's exact distribution.
+
+    Args:
+        engine: the engine; without a draft model, one-hot drafts are tested on recorded logits and plain sampling in
+            the engine.
+        prompts: token ids of real prompts; the ends of those with most possible next tokens are the contexts.
+        settings: sampling parameters to test.
+        num_samples: outcomes on recorded logits, for each setting and context.
+        num_runs: generations through the engine, for each setting.
+        num_contexts: contexts for the recorded logits; the first one serves the engine too.
+        draft_vocab_size: ids below it may be drafted; None takes the draft's LM head.
+        seed: of the first draw. The result depends on it and the bundle only.
+        accept: the acceptance rule on recorded logits.
+
+    Raises:
+        InvalidRequestError: there is no prompt or setting, or too few samples for a test.
+    """
+    if not prompts or not settings or min(num_samples, num_runs) < _MIN_SAMPLES:
+        raise InvalidRequestError(f"the sampling test needs a prompt and {_MIN_SAMPLES} samples.", "ask for more.")
+    chosen = _choose_contexts(engine, prompts, num_contexts)
+    alpha = FAMILY_ALPHA / (2 * len(settings) * (len(chosen) + 1))
+    drawing = _Drawing(engine.lookahead, num_samples, seed, alpha)
+    tests: list[SamplingTest] = []
+    control: float | None = None
+    exact: list[Partition] = []
+    for prompt, tokens in chosen:
+        target = LogitTree(engine.target, tokens)
+        draft = LogitTree(engine.draft, tokens, vocab_size=draft_vocab_size) if engine.draft is not None else None
+        context = _Context(prompt, tokens, target, draft)
+        for setting in settings:
+            tests.append(_test_recorded(context, setting, accept, drawing))
+            if control is None and tests[-1].cells > 1 and setting.depth > 1:
+                control = _test_recorded(context, setting, accept_everything, drawing).p_value
+            if len(exact) < len(settings):  # the first context serves the engine: its cells, while its tree lives
+                distribution = conditional(target, context.sampler(setting.params))
+                exact.append(Partition(distribution, _ENGINE_DEPTH, num_runs))
+    for setting, partition in zip(settings, exact, strict=True):
+        prompt, tokens = chosen[0]
+        outcomes = _run_engine(engine, tokens, setting.params, num_runs, seed)
+        tests.append(judge("engine", setting.name, prompt, partition, outcomes, _ENGINE_DEPTH, alpha))
+    compared = (
+        f"{len(settings)} settings: {num_samples} draws on recorded logits of {len(chosen)} contexts and {num_runs} "
+        "generations each, against the target's exact distribution"
+    )
+    return SamplingResult(all(test.passed for test in tests), tuple(tests), alpha, control, compared)
+
+
+def _choose_contexts(engine: SpecEngine, prompts: Sequence[Sequence[int]], count: int) -> list[tuple[int, list[int]]]:
+    """Index and last tokens of the prompts that the test can see most of: with most next tokens of notable mass."""
+    length = max(1, min(MAX_CONTEXT, engine.max_model_len - _ENGINE_DEPTH - 2))
+    sampler = Sampler(SamplingParams(temperature=1.0), (), engine.target.vocab_size)
+    ranked = []
+    for index, prompt in enumerate(prompts):
+        tokens = list(prompt)[-length:]
+        probs = sampler.distribution(LogitTree(engine.target, tokens)(())).probs
+        ranked.append((-int(np.count_nonzero(probs >= _NOTABLE)), index, tokens))
+    return [(index, tokens) for _, index, tokens in sorted(ranked)[:count]]
+
+
+def _test_recorded(context: _Context, setting: Setting, accept: AcceptFunction, drawing: _Drawing) -> SamplingTest:
+    target = conditional(context.target, context.sampler(setting.params))
+    draft = None if context.draft is None else conditional(context.draft, context.sampler(setting.params))
+    outcomes = [
+        draw_outcome(
+            target, draft, RandomStream(drawing.seed + i), accept, depth=setting.depth, lookahead=drawing.lookahead
+        )
+        for i in range(drawing.num_samples)
+    ]
+    partition = Partition(target, setting.depth, drawing.num_samples)
+    return judge("acceptance", setting.name, context.prompt, partition, outcomes, setting.depth, drawing.alpha)
+
+
+def _run_engine(engine: SpecEngine, tokens: list[int], params: SamplingParams, count: int, seed: int) -> list[Path]:
+    """First tokens of ``count`` generations. One more token is generated, so that the last one counted was drafted."""
+    each = [
+        replace(params, seed=seed + i, max_tokens=_ENGINE_DEPTH + 1, ignore_eos=True, stop=(), stop_token_ids=())
+        for i in range(count)
+    ]
+    results = engine.generate([tokens] * count, each)
+    return [tuple(result.token_ids[:_ENGINE_DEPTH]) for result in results]

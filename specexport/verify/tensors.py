@@ -1,0 +1,232 @@
+"""Part (a): an engine's logits against eager transformers, at every step shape that a decoding round can have.
+
+::
+
+    prefill   one row, the whole sequence, in chunks
+    width w   one row, w new tokens on a past, for w = 1 … K+1, each after a rollback of the one before
+    ragged    several rows of unequal pasts and unequal new tokens (some none), with rejected tokens left in the cache
+
+The references come from the caller, so this module imports neither torch nor transformers.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from specexport.verify.tolerance import engine_tolerance, logit_scale
+from specexport_runtime.batch import ModelRunner, RowWork
+from specexport_runtime.executors.base import Executor, Float32Array
+
+_MAX_RAGGED_STEPS = 12
+_NUM_ROWS = 4
+_REFERENCE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class TensorCase:
+    """One kind of step.
+
+    Attributes:
+        name: ``"prefill"``, ``"width 3"``, ``"ragged"``.
+        rows: logit rows compared.
+        max_abs: largest absolute difference of a logit.
+        max_relative: largest difference over the logit scale of its sequence.
+        argmax_agreement: share of rows with the same most likely token.
+        passed: every difference is within the tolerance.
+    """
+
+    name: str
+    rows: int
+    max_abs: float
+    max_relative: float
+    argmax_agreement: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class TensorResult:
+    """One engine against eager transformers.
+
+    Attributes:
+        role: ``"target"`` or ``"draft"``.
+        passed: every case passed.
+        cases: one for each kind of step.
+        tolerance: largest difference allowed, relative to the logit scale.
+        compared: what was compared, in words.
+    """
+
+    role: str
+    passed: bool
+    cases: tuple[TensorCase, ...]
+    tolerance: float
+    compared: str
+
+    @property
+    def max_abs(self) -> float:
+        """Largest absolute difference of all cases (NaN if any is)."""
+        return float(np.max([case.max_abs for case in self.cases]))
+
+    @property
+    def max_relative(self) -> float:
+        """Largest relative difference of all cases (NaN if any is)."""
+        return float(np.max([case.max_relative for case in self.cases]))
+
+
+def make_sequences(
+    texts: Seq[Seq[int]], vocab_size: int, *, lookahead: int, max_model_len: int, num_rows: int = _NUM_ROWS
+) -> list[list[int]]:
+    """Token sequences for the check: real text, and one of random ids so that rare embeddings are seen too.
+
+    Args:
+        texts: token ids of real prompts.
+        vocab_size: V; ids beyond it are left out.
+        lookahead: K.
+        max_model_len: most tokens of one sequence.
+        num_rows: sequences wanted.
+
+    Returns:
+        ``num_rows`` sequences, the first one long (a cache of several hundred entries where V allows it).
+    """
+    pool = [token for text in texts for token in text if token < vocab_size] or [0]
+    random = np.random.default_rng(7).integers(0, vocab_size, max_model_len).tolist()
+    short = min(4 * (lookahead + 1), max_model_len)
+    # References are [len, V] float32; a vocabulary of 262,144 leaves room for fewer tokens.
+    budget = _REFERENCE_BYTES // (4 * vocab_size)
+    long = max(short, min(600, max_model_len, budget - (num_rows - 1) * short))
+    sequences = []
+    for row in range(num_rows):
+        length = long if row == 0 else max(2, short - 3 * row)
+        source = random if row == 1 else _cycle(pool, 17 * row, length)
+        sequences.append(list(source[:length]))
+    return sequences
+
+
+def _cycle(pool: Seq[int], start: int, length: int) -> list[int]:
+    return [pool[(start + i) % len(pool)] for i in range(length)]
+
+
+class _Comparison:
+    """Collects rows of logits and their references under the names of cases."""
+
+    def __init__(self, tolerance: float, references: Seq[Float32Array]) -> None:
+        self._tolerance = tolerance
+        self._references = references
+        self._scales = [logit_scale(reference) for reference in references]
+        self._rows: dict[str, list[tuple[float, float, bool]]] = {}
+
+    def add(self, case: str, sequence: int, start: int, logits: Float32Array) -> None:
+        """Compare ``logits`` [n, V] with the reference of positions start … start+n-1 of a sequence."""
+        reference = self._references[sequence][start : start + len(logits)]
+        with np.errstate(invalid="ignore"):  # infinities that should not be there become NaN, which fails
+            errors = np.abs(logits - reference).max(axis=1)
+        same = logits.argmax(axis=1) == reference.argmax(axis=1)
+        scale = self._scales[sequence]
+        self._rows.setdefault(case, []).extend(
+            (float(error), float(error) / scale, bool(agrees)) for error, agrees in zip(errors, same, strict=True)
+        )
+
+    def cases(self) -> tuple[TensorCase, ...]:
+        found = []
+        for name, rows in self._rows.items():
+            absolute, relative, same = (np.array(column) for column in zip(*rows, strict=True))
+            # NaN must fail: it is not at most the tolerance.
+            passed = bool(relative.max() <= self._tolerance)
+            found.append(
+                TensorCase(name, len(rows), float(absolute.max()), float(relative.max()), float(same.mean()), passed)
+            )
+        return tuple(found)
+
+
+def check_tensors(
+    role: str,
+    executor: Executor,
+    sequences: Seq[Seq[int]],
+    references: Seq[Float32Array],
+    *,
+    lookahead: int,
+    dtype: str = "float32",
+) -> TensorResult:
+    """Compare an engine with reference logits.
+
+    Args:
+        role: ``"target"`` or ``"draft"``, for the report.
+        executor: the engine; nothing else may use it meanwhile.
+        sequences: token ids, one sequence for each cache row used; none longer than a cache row less K+1 entries.
+        references: [len, V] logits of each sequence.
+        lookahead: K; widths 1 … K+1 are checked.
+        dtype: the engine's dtype, which decides the tolerance.
+
+    Raises:
+        IncompatibleError: no tolerance is known for ``dtype``.
+    """
+    tolerance = engine_tolerance(dtype)
+    comparison = _Comparison(tolerance, references)
+    _check_prefill(executor, sequences[0], comparison)
+    _check_widths(executor, sequences[0], lookahead, comparison)
+    if len(sequences) > 1:
+        _check_ragged(executor, sequences, lookahead, comparison)
+    cases = comparison.cases()
+    compared = (
+        f"all logits of {sum(case.rows for case in cases)} rows: prefill of {len(sequences[0])} tokens, steps of 1 to "
+        f"{lookahead + 1} tokens, ragged steps of {len(sequences)} sequences, each after rollbacks"
+    )
+    return TensorResult(role, all(case.passed for case in cases), cases, tolerance, compared)
+
+
+def _check_prefill(executor: Executor, sequence: Seq[int], comparison: _Comparison) -> None:
+    runner = ModelRunner(executor)
+    for start in range(0, len(sequence), runner.max_chunk):
+        chunk = list(sequence[start : start + runner.max_chunk])
+        comparison.add("prefill", 0, start, runner.step(0, [RowWork(chunk, len(chunk))]))
+        runner.kv.commit(0, start + len(chunk))
+
+
+def _check_widths(executor: Executor, sequence: Seq[int], lookahead: int, comparison: _Comparison) -> None:
+    runner = ModelRunner(executor)
+    # Widths are tried on a short past and on the longest one, whose cache entries span many blocks.
+    for first_past in dict.fromkeys((3, max(0, len(sequence) - 2 * (lookahead + 1)))):
+        runner.kv.release(0)
+        past = 0
+        for width in range(1, min(lookahead + 1, len(sequence)) + 1):
+            goal = min(first_past + width - 1, len(sequence) - width)
+            if goal > past:
+                runner.prefill(0, list(sequence[past:goal]))
+            runner.kv.commit(0, goal)
+            past = goal
+            logits = runner.step(0, [RowWork(list(sequence[past : past + width]), width)])
+            comparison.add(f"width {width}", 0, past, logits)
+            # Nothing of it is committed: the next width overwrites these entries.
+
+
+def _check_ragged(executor: Executor, sequences: Seq[Seq[int]], lookahead: int, comparison: _Comparison) -> None:
+    """Rounds as decoding makes them: every row takes its own number of tokens and keeps its own number of them."""
+    runner = ModelRunner(executor)
+    random = np.random.default_rng(11)
+    width = lookahead + 1
+    for row, sequence in enumerate(sequences):
+        past = min(len(sequence) // 2, max(0, len(sequence) - 2 * width))
+        if past:
+            runner.prefill(row, list(sequence[:past]))
+    for _ in range(_MAX_RAGGED_STEPS):
+        pasts = [runner.kv.kv_len(row) for row in range(len(sequences))]
+        most = [min(width, len(sequence) - past) for sequence, past in zip(sequences, pasts, strict=True)]
+        if not any(most):
+            break
+        # Wrong tokens first, as a rejected draft leaves them: never committed, so they must not be seen.
+        wrong = [random.integers(0, executor.vocab_size, limit).tolist() for limit in most]
+        runner.step(0, [RowWork(tokens, min(len(tokens), 1)) for tokens in wrong])
+        counts = [int(random.integers(0, limit + 1)) for limit in most]
+        if not any(counts):
+            counts = most
+        work = [
+            RowWork(list(sequence[past : past + count]), count)
+            for sequence, past, count in zip(sequences, pasts, counts, strict=True)
+        ]
+        logits = runner.step(0, work)
+        start = 0
+        for row, (past, count) in enumerate(zip(pasts, counts, strict=True)):
+            if count:
+                comparison.add("ragged", row, past, logits[start : start + count])
+            start += count
+            runner.kv.commit(row, past + int(random.integers(0, count + 1)))
