@@ -65,7 +65,7 @@ def describe(manifest: Manifest, *, files_checked: bool = False) -> Iterator[str
     vocabulary = manifest.vocabulary
     ends = ", ".join(map(str, vocabulary.eos_token_ids)) or "none"
     yield f"  vocabulary: {vocabulary.size} draftable ids, bos {vocabulary.bos_token_id}, eos {ends}"
-    for role, entry in manifest.models.items():
+    for role, entry in sorted(manifest.models.items(), key=lambda item: item[0] != "target"):
         yield from _describe_model(manifest, role, entry)
     yield "files"
     for name, file in manifest.files.items():

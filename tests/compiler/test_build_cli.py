@@ -1,0 +1,149 @@
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from specexport import cli
+from specexport.progress import ProgressEvent, StageClock, show_progress
+from specexport_runtime.cli_errors import SuggestingGroup, format_error
+from specexport_runtime.errors import CheckFailedError, IncompatibleError, RecipeError
+
+RunCli = Callable[..., Result]
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from specexport.cli import main\n"
+        "main(['--help'], standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'onnx', 'onnxruntime', 'rich', 'tokenizers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "build" in done.stdout
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_every_command_of_the_table_can_be_used(run_cli: RunCli, name: str) -> None:
+    if name not in cli.main.list_commands(click.Context(cli.main)):
+        pytest.skip(f"{cli.COMMANDS[name].module} is not installed")
+    result = run_cli(name, "--help")
+    assert result.exit_code == 0, result.output
+    assert f" {name} " in result.output.splitlines()[0]
+
+
+def test_a_missing_part_hides_its_command_only(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "fly", cli._Mount("specexport.no.such.part", "fly", "Fly."))
+    result = run_cli("--help")
+    assert result.exit_code == 0
+    assert "build" in result.output
+    assert "fly" not in result.output
+    assert run_cli("fly").exit_code == 2
+
+
+@click.group(cls=SuggestingGroup)
+def sample() -> None:
+    """Raises what it is told to."""
+
+
+@sample.command()
+@click.argument("what")
+def fail(what: str) -> None:
+    """Raise."""
+    raise {
+        "recipe": RecipeError("K is\n bad", "do better."),
+        "hardware": IncompatibleError("no"),
+        "check": CheckFailedError("differs."),
+        "interrupt": KeyboardInterrupt(),
+        "disk": OSError(28, "No space left on device", "/some/file"),
+    }[what]
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "line"),
+    [
+        ("recipe", 2, "error: K is bad. Fix: do better."),
+        ("hardware", 3, "error: no."),
+        ("check", 1, "error: differs."),
+        ("interrupt", 130, "interrupted"),
+        (
+            "disk",
+            2,
+            "error: the disk is full while writing /some/file. Fix: free some space, or write to another disk.",
+        ),
+    ],
+)
+def test_how_commands_end(what: str, code: int, line: str) -> None:
+    result = CliRunner().invoke(sample, ["fail", what])
+    assert result.exit_code == code
+    assert result.stderr.strip() == line
+
+
+def test_a_command_decides_its_exit_code_and_no_command_shows_the_help() -> None:
+    result = CliRunner().invoke(sample, [])
+    assert result.exit_code == 2
+    assert "Usage:" in result.stderr
+    assert format_error("what?", None) == "error: what?"
+
+
+def test_stages_are_counted_and_timed() -> None:
+    events: list[ProgressEvent] = []
+    clock = StageClock(events.append, num_steps=4)
+    with clock.stage("plan"):
+        clock.note("thinking")
+    clock.skip(2)
+    with pytest.raises(ValueError, match="x"), clock.stage("load", "target", "name"):
+        raise ValueError("x")
+    assert [(event.stage, event.role, event.step, event.message) for event in events] == [
+        ("plan", "", 1, ""),
+        ("plan", "", 1, "thinking"),
+        ("load", "target", 4, "name"),
+    ]
+    assert set(clock.seconds) == {"plan", "target.load"}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_plain_lines_off_a_terminal_and_a_bar_on_one() -> None:
+    event = ProgressEvent("trace", "target", 3, 16, "llama")
+    lines = io.StringIO()
+    with show_progress(lines) as progress:
+        progress(event)
+    assert lines.getvalue() == "[3/16] target trace: llama\n"
+    with show_progress(lines, quiet=True) as progress:
+        progress(event)
+    assert lines.getvalue().count("\n") == 1
+    terminal = Terminal()
+    with show_progress(terminal) as progress:
+        progress(event)
+    assert "3/16" in terminal.getvalue()
+    assert "target trace: llama" in terminal.getvalue()
+
+
+def test_inspect_needs_the_manifest_only(run_cli: RunCli, tiny_bundle: Path) -> None:
+    result = run_cli("inspect", tiny_bundle, "--check-files")
+    assert result.exit_code == 0, result.output
+    for words in ("target: LlamaForCausalLM", "input_ids[T] int64", "KV cache: 512 bytes a token", "not verified yet",
+                  "lookahead K up to 8", "max_model_len 256", "every hash checked", "torch 2."):  # fmt: skip
+        assert words in result.stdout, words
+    assert result.stdout.index("target: ") < result.stdout.index("draft: ")
+    data = json.loads(run_cli("inspect", tiny_bundle, "--json").stdout)
+    assert data["models"]["target"]["kv_bytes_per_token"] == 2 * 2 * (16 + 16) * 4  # layers, heads, dims, bytes
+    assert data["total_bytes"] == sum(entry["size"] for entry in data["files"].values())
+    assert {"name": "logits", "dtype": "float32"}.items() <= data["models"]["draft"]["contract"][-3].items()
+
+
+def test_inspect_refuses_what_is_no_bundle(refuse_cli: Callable[..., str], tmp_path: Path) -> None:
+    assert "there is no folder" in refuse_cli("inspect", tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    assert "has no manifest.json" in refuse_cli("inspect", tmp_path / "empty")

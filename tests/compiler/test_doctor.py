@@ -1,0 +1,87 @@
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from specexport import doctor
+
+RunCli = Callable[..., Result]
+
+
+def test_this_machine_can_build_and_run(run_cli: RunCli) -> None:
+    result = run_cli("doctor", "--json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert data["can"] == {"build bundles for ort-cpu": True, "run ort-cpu bundles": True}
+    topics = [finding["topic"] for finding in data["findings"]]
+    assert topics == ["python", "cores", "memory", "cpu features", "onnxruntime", "export stack", "gpu", "tensorrt",
+                      "cache"]  # fmt: skip
+    text = run_cli("doctor").stdout
+    assert all(topic in text for topic in topics)
+
+
+def test_without_onnxruntime_nothing_runs_and_it_says_how_to_mend_that(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else find_spec(name))
+    result = run_cli("doctor")
+    assert result.exit_code == 1
+    assert "pip install 'specexport[cpu]'" in result.stdout
+    assert "cannot" in result.stdout
+
+
+def test_without_the_export_stack_bundles_still_run(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name in ("torch", "onnxscript"):
+            raise doctor.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(doctor, "version", version)
+    result = run_cli("doctor", "--json")
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    assert data["can"] == {"build bundles for ort-cpu": False, "run ort-cpu bundles": True}
+    (stack,) = (finding for finding in data["findings"] if finding["topic"] == "export stack")
+    assert stack["found"] == "without onnxscript, torch"
+    assert "specexport[export,cpu]" in stack["fix"]
+
+
+@pytest.mark.parametrize(
+    ("installed", "inside"),
+    [("1.31.1", True), ("1.31.0", True), ("1.31", True), ("1.30.9", False), ("1.32.0", False), ("1.31.1+cpu", True)],
+)
+def test_versions_are_held_against_the_tested_range(installed: str, inside: bool) -> None:
+    assert (doctor.outside_tested_range("onnxruntime", installed, extra="cpu") == "") is inside
+
+
+def test_the_tested_ranges_come_from_the_installed_package() -> None:
+    ranges = dict(doctor.tested_ranges("export"))
+    assert set(ranges) >= {"torch", "transformers", "onnx", "onnx-ir"}
+    assert ranges["torch"].startswith(("<", ">="))
+    assert "pytest" not in ranges
+
+
+def test_a_machine_without_a_driver_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda _name: None)
+    assert "no nvidia-smi" in doctor._gpu().found
+
+
+def test_a_driver_is_asked_for_its_cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setattr(doctor.shutil, "which", lambda _name: str(tool))
+    tool.write_text("#!/bin/sh\necho 'NVIDIA X, 580.1, 81559 MiB, 9.0'\n")
+    tool.chmod(0o755)
+    assert "NVIDIA X, 580.1, 81559 MiB, 9.0" in doctor._gpu().found
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert doctor._gpu().fix == "mend the NVIDIA driver."
+
+
+def test_a_container_limit_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "memory_bytes", lambda: (64 * 10**9, 60 * 10**9, 10**9))
+    finding = doctor._memory()
+    assert finding.state == "note"
+    assert "1.0 GB, 1.0 GB free (container limit)" in finding.found
