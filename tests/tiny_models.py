@@ -42,6 +42,114 @@ def make_llama(seed: int = 0, **overrides: Any) -> Any:
     return randomize(LlamaForCausalLM(LlamaConfig(**(GROUPED | overrides))), seed)
 
 
+WINDOW = 6
+"""Small enough that the window cuts both the prefill and the verify step of the tests."""
+
+
+def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **parameters}}
+
+
+_ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_SMALL_GPT = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_OPT = {"vocab_size": VOCAB, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+_MLA = {
+    **(BASE | _EXPERTS),
+    **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+    **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+}
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", GROUPED),
+    "llama_tied": ("Llama", GROUPED | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama_rope_llama3": (
+        "Llama",
+        GROUPED
+        | _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+    ),
+    "llama_rope_yarn": ("Llama", GROUPED | _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "llama_rope_linear": ("Llama", GROUPED | _rope("linear", factor=4.0)),
+    "opt": ("OPT", _OPT | {"max_position_embeddings": 256, "word_embed_proj_dim": 48}),
+    "gpt2": ("GPT2:GPT2LMHeadModel", _SMALL_GPT),
+    "qwen2": ("Qwen2", GROUPED),
+    "qwen3": ("Qwen3", GROUPED | {"head_dim": 24}),
+    "gemma": ("Gemma", GROUPED | {"head_dim": 32}),
+    "gemma2": ("Gemma2", GROUPED | {"head_dim": 32, "attn_logit_softcapping": 2.0} | _ALTERNATING),
+    "gemma3": ("Gemma3:Gemma3ForCausalLM:Gemma3TextConfig", GROUPED | {"head_dim": 32} | _ALTERNATING),
+    "mistral": ("Mistral", GROUPED | {"sliding_window": WINDOW}),
+    "phi": ("Phi", BASE),
+    "phi3": ("Phi3", GROUPED),
+    "gpt_neox": ("GPTNeoX", BASE),
+    "olmo2": ("Olmo2", GROUPED),
+    "starcoder2": ("Starcoder2", GROUPED | {"sliding_window": WINDOW}),
+    "cohere2": ("Cohere2", GROUPED | {"logit_scale": 0.5} | _ALTERNATING),
+    "granite": ("Granite", GROUPED | {"attention_multiplier": 0.3, "logits_scaling": 2.0, "residual_multiplier": 0.7}),
+    "smollm3": ("SmolLM3", GROUPED),
+    "stablelm": ("StableLm", GROUPED),
+    "mixtral": ("Mixtral", GROUPED | {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "qwen3_moe": ("Qwen3Moe", GROUPED | _EXPERTS | {"num_experts": 4, "head_dim": 16}),
+    "gpt_oss": ("GptOss", GROUPED | {"head_dim": 16, "num_local_experts": 4} | _ALTERNATING),
+    "deepseek_v3": ("DeepseekV3", _MLA),
+}
+"""Name to (transformers class prefix, or prefix:model class[:config class], and configuration)."""
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gptj": ("GPTJ", _SMALL_GPT | {"rotary_dim": 16}, "call transformers' attention interface"),
+    "bloom": ("Bloom", {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "ALiBi"),
+    "falcon": (
+        "Falcon",
+        {k: BASE[k] for k in ("vocab_size", "hidden_size", "num_hidden_layers")}
+        | {"num_attention_heads": 4, "alibi": False},
+        "call transformers' attention interface",
+    ),
+    "falcon_alibi": (
+        "Falcon",
+        {k: BASE[k] for k in ("vocab_size", "hidden_size", "num_hidden_layers")}
+        | {"num_attention_heads": 4, "alibi": True},
+        "ALiBi",
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        GROUPED | _EXPERTS | {"num_hidden_layers": 4, "head_dim": 16, "num_experts": 4},
+        "linear_attention layers",
+    ),
+    "phi3_longrope": (
+        "Phi3",
+        GROUPED
+        | _rope("longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, original_max_position_embeddings=128)
+        | {"original_max_position_embeddings": 128},
+        "longrope",
+    ),
+    "llama_dynamic": ("Llama", GROUPED | _rope("dynamic", factor=2.0), "'dynamic'"),
+    "gemma3_dynamic": (
+        "Gemma3:Gemma3ForCausalLM:Gemma3TextConfig",
+        GROUPED
+        | {"head_dim": 16}
+        | _ALTERNATING
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+            }
+        },
+        "'dynamic'",
+    ),
+    "bert": ("Bert:BertLMHeadModel", BASE | {"is_decoder": False}, "not causal"),
+}
+"""Name to (classes as in ARCHITECTURES, configuration, and words of the reason)."""
+
+
+def make_model(classes: str, config: dict[str, Any], seed: int = 0) -> Any:
+    """A random model of a transformers architecture."""
+    import transformers
+
+    prefix, model_name, config_name, *_ = [*classes.split(":"), "", ""]
+    model_class = getattr(transformers, model_name or f"{prefix}ForCausalLM")
+    config_class = getattr(transformers, config_name or f"{prefix}Config")
+    return randomize(model_class(config_class(**config)), seed)
+
+
 def randomize(model: Any, seed: int = 0) -> Any:
     """Redraw every weight so that logits spread over several units and no layer is near the identity or zero."""
     import torch

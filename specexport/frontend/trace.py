@@ -1,7 +1,7 @@
 """From a transformers model to a packed ONNX graph with one ``UnpaddedAttention`` a layer.
 
-torch.export with explicit dimensions, then the dynamo exporter at opset 23 (which keeps RMSNormalization and
-RotaryEmbedding as single nodes; 24 does not). Inputs and outputs carry the contract's names.
+torch.export with explicit dimensions, then the dynamo exporter at opset 23 (where RMSNormalization and RotaryEmbedding
+can be fused again by a pass; the fusions do not know 24). Inputs and outputs carry the contract's names.
 """
 
 import logging
@@ -92,7 +92,7 @@ def trace_model(model: Any, calls: tuple[LayerCall, ...]) -> TracedModel:
             (),
             dynamo=True,
             opset_version=OPSET,
-            optimize=True,
+            optimize=False,  # the passes do that, without copying weights
             verbose=False,
             input_names=[*(spec.name for spec in STEP_INPUTS), *cache_inputs],
             output_names=[LOGITS.name, *cache_outputs],
@@ -131,11 +131,13 @@ def name_dimensions(ir_model: ir.Model) -> None:
     values = [*ir_model.graph.inputs, *(value for node in ir_model.graph for value in node.outputs)]
     for value in values:
         if value.shape is not None:
-            named = [
-                dim if isinstance(dim, int) else pattern.sub(lambda m: symbols[m[1]], str(dim.value))
-                for dim in value.shape
-            ]
-            value.shape = ir.Shape(named)
+            value.shape = ir.Shape([_named(dim, pattern, symbols) for dim in value.shape])
+
+
+def _named(dim: Any, pattern: re.Pattern[str], symbols: dict[str, str]) -> Any:
+    if isinstance(dim, int) or dim.value is None:  # None is "unknown"; as a name it would mean "all the same"
+        return dim
+    return pattern.sub(lambda match: symbols[match[1]], str(dim.value))
 
 
 @contextmanager

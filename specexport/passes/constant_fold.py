@@ -1,28 +1,32 @@
-"""Fold what depends on constants only."""
+"""Fold what depends on constants only, and drop what does nothing."""
 
 import onnx_ir as ir
 
-from specexport.passes.base import CountingPass
+from specexport.passes.base import CountingPass, constant_of
 
-_LARGEST_INPUT = 8192
-_LARGEST_OUTPUT = 65536
+_LARGE = 1024  # elements
 
 
 class ConstantFoldPass(CountingPass):
-    """Replace small constant subgraphs by their values.
+    """Replace small constant subgraphs by their values, inline the exporter's helper functions, drop no-ops.
 
-    Shapes, index vectors and scalars; never a weight: a folded copy of a large tensor would be held in memory beside
-    the original until the engine is written. Counts the nodes that went away.
+    Shapes, index vectors, scalars and tables; never a weight matrix: a folded copy would be held in memory beside the
+    original until the engine is written (``TransposeFoldPass`` does that lazily). Counts the nodes that went away.
     """
 
     name = "constant-fold"
-    reason = "shape arithmetic of the trace is fixed by now and need not run every step"
+    reason = "the shape arithmetic of the trace is known by now and need not run on every step"
 
     def rewrite(self, model: ir.Model) -> int:
-        """Fold, then drop what nobody reads any more."""
+        """Fold until nothing changes."""
         from onnxscript import optimizer
 
         before = len(model.graph)
-        optimizer.fold_constants(model, input_size_limit=_LARGEST_INPUT, output_size_limit=_LARGEST_OUTPUT)
-        optimizer.remove_unused_nodes(model)
-        return before - len(model.graph)
+        optimizer.optimize_ir(model, input_size_limit=_LARGE, should_fold=_should_fold)
+        return max(0, before - len(model.graph))
+
+
+def _should_fold(node: ir.Node) -> bool | None:
+    """False for a node that reads a large constant, None to leave the decision to the folder."""
+    tensors = (constant_of(value) for value in node.inputs)
+    return False if any(tensor is not None and tensor.size > _LARGE for tensor in tensors) else None

@@ -1,13 +1,175 @@
-"""placeholder"""
+"""Only the selected rows reach the LM head, as a matrix, with the weight as it is stored."""
 
+from typing import NamedTuple
+
+import numpy as np
 import onnx_ir as ir
 
-from specexport.passes.base import CountingPass
+from specexport.ops.spec import DIM_NAMES
+from specexport.passes.base import CountingPass, constant_of
+from specexport_runtime.abi import LOGIT_ROWS, LOGITS
+
+_ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Tanh", "Cast", "Clip", "Identity"}
+_SWAP = (1, 0, 2)
+
+
+class _Head(NamedTuple):
+    """The matched tail of the graph.
+
+    Attributes:
+        hidden: [1, T, H], before the selection.
+        selected: [1, R, H], after it.
+        chain: nodes from ``selected`` to the logits, in order; one of them is ``matmul``, the last ``squeeze``.
+        matmul: the LM head.
+        squeeze: drops the batch axis, giving [R, V].
+    """
+
+    hidden: ir.Value
+    selected: ir.Value
+    chain: list[ir.Node]
+    matmul: ir.Node
+    squeeze: ir.Node
 
 
 class LogitRowSelectPass(CountingPass):
+    """Select rows of a matrix [T, H] by one Gather, and multiply them by the LM head in one Gemm.
+
+    The trace selects rows through a GatherND between two Transposes (which copy all T rows), multiplies by a transposed
+    weight, and cuts off the batch axis (which copies all R*V logits). Here:
+
+    1. hidden [1, T, H] is squeezed to [T, H] and gathered to [R, H];
+    2. MatMul with Transpose(W) becomes Gemm(transB=1) with W [V, H] as stored, so that a tied embedding is one weight;
+       with a weight that nobody transposes it becomes a plain Gemm;
+    3. elementwise nodes behind it (bias, scale, softcap) carry on with [R, V], and the last cut goes.
+
+    A tail of another form is left as it is: it is correct as traced, and the contract check has seen that the logits
+    have R rows. Counts 1 if it matched.
+    """
+
     name = "logit-row-select"
-    reason = "x"
+    reason = "the LM head is the largest weight of a small model: it must see no row in vain and be stored once"
 
     def rewrite(self, model: ir.Model) -> int:
-        return 0
+        """Rewrite the tail if it has the expected form."""
+        head = _match(model)
+        if head is None:
+            return 0
+        graph = model.graph
+        axis = ir.Value(name="logit_row_batch_axis", const_value=ir.tensor(np.array([0], np.int64)))
+        axis.shape, axis.dtype = ir.Shape([1]), ir.DataType.INT64
+        graph.initializers[str(axis.name)] = axis
+        width, dtype = head.hidden.shape[2], head.hidden.dtype  # type: ignore[index]
+        rows_in = next(value for value in graph.inputs if value.name == LOGIT_ROWS.name)
+        tokens = _node("Squeeze", [head.hidden, axis], {}, [DIM_NAMES["T"], width], dtype)
+        rows = _node("Gather", [tokens.outputs[0], rows_in], {"axis": 0}, [DIM_NAMES["R"], width], dtype)
+        gemm = _gemm(head)
+        graph.insert_before(head.chain[0], [tokens, rows])
+        head.chain[0].replace_input_with(_index(head.chain[0], head.selected), rows.outputs[0])
+        if head.chain[0] is head.matmul:
+            gemm.replace_input_with(0, rows.outputs[0])
+        graph.insert_before(head.matmul, gemm)
+        self._shorten(graph, head, gemm)
+        return 1
+
+    @staticmethod
+    def _shorten(graph: ir.Graph, head: _Head, gemm: ir.Node) -> None:
+        """Put the Gemm in the MatMul's place and let the last node before the cut give the logits."""
+        ir.convenience.replace_all_uses_with(head.matmul.outputs[0], gemm.outputs[0])
+        chain = [gemm if node is head.matmul else node for node in head.chain[:-1]]
+        for node in chain:
+            shape = node.outputs[0].shape
+            if shape is not None and len(shape) == 3:
+                node.outputs[0].shape = ir.Shape(list(shape)[1:])
+        logits, last = head.squeeze.outputs[0], chain[-1].outputs[0]
+        graph.outputs[graph.outputs.index(logits)] = last
+        shape, dtype = logits.shape, logits.dtype
+        graph.remove([head.squeeze, head.matmul], safe=True)  # safe: also gives back their inputs
+        logits.name = None
+        last.name, last.shape, last.dtype = LOGITS.name, shape, dtype
+
+
+def _node(
+    op_type: str, inputs: list[ir.Value], attributes: dict[str, int], shape: list[object], dtype: ir.DataType | None
+) -> ir.Node:
+    node = ir.node(op_type, inputs, attributes=attributes)
+    node.outputs[0].shape, node.outputs[0].dtype = ir.Shape(shape), dtype  # type: ignore[arg-type]
+    return node
+
+
+def _gemm(head: _Head) -> ir.Node:
+    rows, weight = head.matmul.inputs
+    assert rows is not None and weight is not None  # noqa: PT018, S101 - a MatMul has both
+    transposed = weight.producer()
+    stored = transposed.inputs[0] if transposed is not None else weight
+    attributes = {"transB": 1} if transposed is not None else {}
+    shape = [DIM_NAMES["R"], head.matmul.outputs[0].shape[2]]  # type: ignore[index]
+    return _node("Gemm", [rows, stored], attributes, shape, head.matmul.outputs[0].dtype)  # type: ignore[list-item]
+
+
+def _index(node: ir.Node, value: ir.Value) -> int:
+    return next(i for i, x in enumerate(node.inputs) if x is value)
+
+
+def _match(model: ir.Model) -> _Head | None:
+    selection = _match_selection(model)
+    if selection is None:
+        return None
+    hidden, selected = selection
+    chain, matmul, value = [], None, selected
+    while True:
+        readers = [use.node for use in value.uses()]
+        if len(readers) != 1 or value in model.graph.outputs:
+            return None
+        node = readers[0]
+        chain.append(node)
+        if _drops_batch(node):
+            return _Head(hidden, selected, chain, matmul, node) if matmul is not None else None
+        if matmul is None and node.op_type == "MatMul" and node.inputs[0] is value and _is_weight(node.inputs[1]):
+            matmul = node
+        elif node.op_type not in _ELEMENTWISE or not all(x is value or _broadcasts(x) for x in node.inputs):
+            return None
+        value = node.outputs[0]
+
+
+def _match_selection(model: ir.Model) -> tuple[ir.Value, ir.Value] | None:
+    """hidden [1, T, H] and selected [1, R, H] around Transpose, GatherND(logit_rows), Transpose."""
+    rows = next(value for value in model.graph.inputs if value.name == LOGIT_ROWS.name)
+    readers = [use.node for use in rows.uses()]
+    if len(readers) != 1 or readers[0].op_type != "Unsqueeze":
+        return None
+    gather = _only_reader(readers[0].outputs[0], "GatherND")
+    back = _only_reader(gather.outputs[0], "Transpose") if gather is not None else None
+    there = gather.inputs[0].producer() if gather is not None and gather.inputs[0] is not None else None
+    if back is None or there is None or there.op_type != "Transpose" or there.inputs[0] is None:
+        return None
+    if any(tuple(node.attributes["perm"].as_ints()) != _SWAP for node in (there, back)):
+        return None
+    return there.inputs[0], back.outputs[0]
+
+
+def _only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
+    readers = [use.node for use in value.uses()]
+    return readers[0] if len(readers) == 1 and readers[0].op_type == op_type else None
+
+
+def _is_weight(value: ir.Value | None) -> bool:
+    """A constant matrix, or the Transpose of one."""
+    producer = None if value is None else value.producer()
+    if producer is not None:
+        value = producer.inputs[0] if producer.op_type == "Transpose" else None
+    tensor = constant_of(value)
+    return tensor is not None and len(tensor.shape) == 2
+
+
+def _broadcasts(value: ir.Value | None) -> bool:
+    """A constant that means the same beside [1, R, V] and beside [R, V]: a scalar or a vector."""
+    tensor = constant_of(value)
+    return value is None or (tensor is not None and len(tensor.shape) <= 1)
+
+
+def _drops_batch(node: ir.Node) -> bool:
+    """``x[0]`` of the trace: Gather of index 0 on axis 0."""
+    if node.op_type != "Gather" or node.attributes.get_int("axis", 0) != 0:
+        return False
+    index = constant_of(node.inputs[1])
+    return index is not None and len(index.shape) == 0 and int(index.numpy()) == 0

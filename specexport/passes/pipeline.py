@@ -11,6 +11,7 @@ from specexport.passes.constant_fold import ConstantFoldPass
 from specexport.passes.contract_check import ContractCheckPass
 from specexport.passes.logit_row_select import LogitRowSelectPass
 from specexport.passes.node_deduplicate import NodeDeduplicatePass
+from specexport.passes.operator_fuse import OperatorFusePass
 from specexport.passes.precision_cast import PrecisionCastPass
 from specexport.passes.transpose_fold import TransposeFoldPass
 from specexport.passes.weight_deduplicate import WeightDeduplicatePass
@@ -21,11 +22,12 @@ from specexport_runtime.errors import CheckFailedError
 def list_passes(dtype: str) -> list[CountingPass]:
     """The passes of every build, in order. Each says why it is there in its ``reason``."""
     return [
-        WeightDeduplicatePass(),  # before anything copies or transposes a weight: they are still the model's own memory
+        ConstantFoldPass(),  # first: the other passes look for tidy patterns
+        OperatorFusePass(),
+        WeightDeduplicatePass(),  # before anything touches a weight: they are still the model's own memory
         LogitRowSelectPass(),  # before TransposeFold: it takes the LM head's weight as it is stored
         TransposeFoldPass(),
         PrecisionCastPass(dtype),
-        ConstantFoldPass(),
         NodeDeduplicatePass(),
         WeightRemovePass(),  # last: the others leave weights without readers
     ]

@@ -1,0 +1,108 @@
+"""Runs a built engine the way the runtime does: bound by pointer, caches in place."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specexport_runtime.abi import CACHE_INPUTS, STEP_INPUTS, LayerGeometry
+
+
+def make_checkpoint(model: Any) -> Any:
+    """A checkpoint around a model in memory."""
+    from specexport.frontend import Checkpoint
+
+    return Checkpoint(
+        source="tiny",
+        source_sha256="",
+        architecture=type(model).__name__,
+        model=model,
+        dtype="float32",
+        tokenizer_json=b"{}",
+        chat_template=None,
+        special_tokens={},
+        bos_token_id=1,
+        eos_token_ids=(2,),
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        num_parameters=model.num_parameters(),
+        max_positions=256,
+    )
+
+
+class Recipe:
+    """What the passes read of a recipe."""
+
+    dtype = "float32"
+
+
+def build(
+    model: Any, folder: Path, dump_dir: Path | None = None
+) -> tuple[Any, tuple[LayerGeometry, ...], dict[str, int]]:
+    """Compile ``model`` into ``folder``; returns the lowered IR, the layers and what each pass changed."""
+    from specexport.backends import build_engine
+    from specexport.frontend import trace_checkpoint
+    from specexport.lowering import lower_model
+    from specexport.passes import default_passes, run_passes
+
+    traced = trace_checkpoint(make_checkpoint(model))
+    report = run_passes(traced.ir_model, default_passes(Recipe()), dump_dir=dump_dir)
+    lower_model(traced.ir_model, "ort-cpu")
+    build_engine(traced.ir_model, "ort-cpu", folder)
+    return traced.ir_model, traced.layers, dict(report)
+
+
+def pack(tokens: Sequence[Sequence[int]], pasts: Sequence[int]) -> dict[str, np.ndarray]:
+    """Step inputs for one packed step: new tokens and past length of each row; every token's logits are wanted."""
+    counts = np.array([len(row) for row in tokens])
+    width, cu = int(max(counts)), np.concatenate([[0], np.cumsum(counts)])
+    pad = np.zeros((len(tokens), 1, width), np.int64)
+    unpad, positions = [], []
+    for b, count in enumerate(counts):
+        pad[b, 0, :count] = np.arange(cu[b], cu[b + 1])
+        unpad += [b * width + j for j in range(count)]
+        positions += [pasts[b] + j for j in range(count)]
+    lens = np.array(pasts, np.int32)[:, None]
+    return {
+        "input_ids": np.array([t for row in tokens for t in row], np.int64),
+        "positions": np.array(positions, np.int64),
+        "logit_rows": np.arange(cu[-1], dtype=np.int64),
+        "kv_lens": lens,
+        "cu_new_tokens": cu.astype(np.int32),
+        "row_totals": lens + np.int32(width),
+        "pad_index": pad,
+        "unpad_index": np.array(unpad, np.int64),
+    }
+
+
+class Engine:
+    """A session with its cache arena; ``step`` binds rows by address and updates them in place."""
+
+    def __init__(self, folder: Path, layers: Sequence[LayerGeometry], num_rows: int, capacity: int) -> None:
+        import onnxruntime as ort
+
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1
+        self.session = ort.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
+        self.inputs = {value.name for value in self.session.get_inputs()}
+        self.caches = {
+            spec.name.format(i=i): np.full((num_rows, 1, layer.kv_heads, capacity, dim), np.nan, np.float32)
+            for i, layer in enumerate(layers)
+            for spec, dim in zip(CACHE_INPUTS, (layer.k_dim, layer.v_dim), strict=True)
+        }
+
+    def step(self, tokens: Sequence[Sequence[int]], pasts: Sequence[int], first_row: int = 0) -> np.ndarray:
+        """Logits [T, V] of the new tokens of rows ``first_row …``."""
+        io = self.session.io_binding()
+        step = pack(tokens, pasts)
+        for spec in STEP_INPUTS:
+            if spec.name in self.inputs:
+                io.bind_cpu_input(spec.name, step[spec.name])
+        for name, cache in self.caches.items():
+            rows = cache[first_row : first_row + len(tokens)]
+            bound = ("cpu", 0, np.float32, rows.shape, rows.ctypes.data)
+            io.bind_input(name, *bound)
+            io.bind_output(name.replace("_cache.", "_cache_out."), *bound)
+        io.bind_output("logits", "cpu")
+        self.session.run_with_iobinding(io)
+        return io.get_outputs()[-1].numpy()

@@ -1,0 +1,45 @@
+"""The built engine of every supported architecture against eager transformers; the others refused by reason."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specexport.frontend import reference_logits, trace_checkpoint
+from specexport_runtime.errors import UnsupportedModelError
+from tests.engine_harness import Engine, build, make_checkpoint
+from tests.tiny_models import ARCHITECTURES, REFUSED, VOCAB, make_model
+
+PREFILL = (9, 17, 4)
+VERIFY = (5, 1, 3)  # new tokens a row: ragged, on ragged pasts
+CAPACITY = 40
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_engine_logits_equal_eager_transformers(name: str, tmp_path: Path) -> None:
+    model = make_model(*ARCHITECTURES[name])
+    random = np.random.default_rng(7)
+    sequences = [random.integers(3, VOCAB, past + new).tolist() for past, new in zip(PREFILL, VERIFY, strict=True)]
+    expected = reference_logits(make_checkpoint(model), sequences)
+    assert min(float(logits.std()) for logits in expected) > 0.1, "degenerate logits would hide an error"
+
+    _, layers, _ = build(model, tmp_path)
+    engine = Engine(tmp_path, layers, num_rows=len(sequences), capacity=CAPACITY)
+    for row, past in enumerate(PREFILL):
+        logits = engine.step([sequences[row][:past]], [0], first_row=row)
+        assert np.abs(logits - expected[row][:past]).max() < TOLERANCE
+    verify = engine.step([ids[past:] for ids, past in zip(sequences, PREFILL, strict=True)], PREFILL)
+    wanted = np.concatenate([logits[past:] for logits, past in zip(expected, PREFILL, strict=True)])
+    assert np.abs(verify - wanted).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_traced_exactly_is_refused_by_name_and_reason(name: str) -> None:
+    classes, config, reason = REFUSED[name]
+    model = make_model(classes, config)
+    with pytest.raises(UnsupportedModelError) as caught:
+        trace_checkpoint(make_checkpoint(model))
+    assert reason in str(caught.value)
+    assert model.config.model_type in str(caught.value)
+    assert caught.value.exit_code == 2
