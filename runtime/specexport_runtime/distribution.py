@@ -71,9 +71,9 @@ def _locate_blocked(probs: Float64Array, u: float) -> int:
 
 
 def _first_above(cumulative: Float64Array, target: float, masses: Float64Array) -> int:
-    """First index whose running sum exceeds ``target``, so that an entry of mass 0 is never chosen.
+    """First index whose running sum exceeds ``target`` (at least 0), so that an entry of mass 0 is never chosen.
 
     Rounding can leave every running sum at or below the target; the last entry with mass is then the answer.
     """
     index = int(cumulative.searchsorted(target, side="right"))
-    return index if index < len(cumulative) and masses[index] > 0.0 else int(masses.nonzero()[0][-1])
+    return index if index < len(cumulative) else int(masses.nonzero()[0][-1])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specexport_runtime import truncation
+from specexport_runtime import distribution, truncation
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.sampling import Distribution, Sampler, SamplingParams, sample_token
 
@@ -263,15 +263,23 @@ def test_draws_invert_the_cumulative_distribution(size, sparse):
     probs = rng.random(size) * (rng.random(size) < 0.5) + 1e-9 * (np.arange(size) == size // 2)
     probs /= probs.sum()
     ids = np.arange(size) * 3 + 1 if sparse else None
-    distribution = Distribution(ids, probs)
+    drawn_from = Distribution(ids, probs)
     cumulative = probs.cumsum()
     for u in [0.0, 1 - 2**-53, *rng.random(300)]:
-        token = sample_token(distribution, u)
+        token = sample_token(drawn_from, u)
         index = (token - 1) // 3 if sparse else token
         assert probs[index] > 0
         assert cumulative[index] >= u - 1e-12
         assert cumulative[index] - probs[index] <= u + 1e-12
-        assert distribution.probability(token) == probs[index]
+        assert drawn_from.probability(token) == probs[index]
+
+
+def test_a_target_beyond_the_last_running_sum_gives_the_last_possible_token():
+    """Block sums and running sums round differently, so a draw near 1 can overshoot its block."""
+    masses = np.array([0.0, 0.5, 0.25, 0.0])
+    assert distribution._first_above(masses.cumsum(), 0.75, masses) == 2
+    assert distribution._first_above(masses.cumsum(), 0.7499, masses) == 2
+    assert distribution._first_above(masses.cumsum(), 0.0, masses) == 1
 
 
 def test_probability_of_absent_tokens_is_zero():

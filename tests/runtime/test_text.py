@@ -247,6 +247,31 @@ def test_no_token_after_the_end():
         stream.append(a)
 
 
+@pytest.mark.parametrize("make", [llama_like, metaspace])
+def test_a_window_without_text_is_no_context(make):
+    """After a long run of skipped tokens, the next space must not be taken for the first of the text."""
+    tokenizer = make()
+    a, end = tokenizer.token_to_id("▁a"), tokenizer.token_to_id("</s>")
+    ids = [a] * 3 + [end] * 50 + [a, a]
+    pieces, rest, _ = feed(tokenizer, ids)
+    assert "".join(pieces) + rest == tokenizer.decode(ids) == "a a a a a"
+
+
+class AlternatingTokenizer:
+    """Decodes tokens in turns as x and y, counted from the first: no window of odd length can stand for the text."""
+
+    def token_to_id(self, name):
+        return None
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join("xy"[i % 2] for i in range(len(ids)))
+
+
+def test_a_window_moves_only_to_where_it_decodes_alike():
+    pieces, rest, _ = feed(AlternatingTokenizer(), [0] * 101)
+    assert "".join(pieces) + rest == "xy" * 50 + "x"
+
+
 class CountingTokenizer:
     """Counts the tokens that are decoded."""
 
