@@ -1,7 +1,7 @@
 """Frontend: from a checkpoint to a traced model.
 
-``load_checkpoint`` reads, ``trace_checkpoint`` traces, ``reference_logits`` is what both are measured against. Importing
-this package imports neither torch nor transformers; its functions do.
+``load_checkpoint`` reads, ``trace_checkpoint`` traces, ``reference_logits`` is what both are measured against.
+Importing this package imports neither torch nor transformers; its functions do.
 """
 
 from dataclasses import dataclass

@@ -57,7 +57,7 @@ class _MaskRecorder:
         """A context in which transformers' mask building is recorded for the hook's attention name."""
         from contextlib import contextmanager
 
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS  # noqa: N811
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
         def build(*, q_length: int, kv_length: int, mask_function: Any, **_: Any) -> Tensor:
             mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)

@@ -37,7 +37,7 @@ class TracedModel(NamedTuple):
     layers: tuple[LayerGeometry, ...]
 
 
-class PackedModel(torch.nn.Module):
+class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
     """The model as the contract sees it: packed tokens and caches in, selected logits and caches out."""
 
     def __init__(self, model: Any, calls: tuple[LayerCall, ...]) -> None:
@@ -124,9 +124,9 @@ def name_dimensions(ir_model: ir.Model) -> None:
     symbols: dict[str, str] = {}
     by_name = {value.name: value for value in ir_model.graph.inputs}
     for spec in (*STEP_INPUTS, K_CACHE._replace(name="k_cache.0")):
-        for word, dim in zip(spec.shape, by_name[spec.name].shape, strict=True):
+        for word, dim in zip(spec.shape, by_name[spec.name].shape or (), strict=True):
             if word in DIM_NAMES:
-                symbols[str(dim.value)] = DIM_NAMES[str(word)]
+                symbols[str(dim)] = DIM_NAMES[str(word)]
     pattern = re.compile(r"\b(" + "|".join(map(re.escape, symbols)) + r")\b")
     values = [*ir_model.graph.inputs, *(value for node in ir_model.graph for value in node.outputs)]
     for value in values:

@@ -5,7 +5,7 @@ past for more than one row. The packed tokens are gathered into a tile [B, 1, Q,
 enter and leave the Scan in the graph's own shape: any reshape around it would copy them.
 
 Two bodies: the fused ``com.microsoft.GroupQueryAttention``, and a portable one from standard operators for what that
-kernel cannot do (values of another size than keys).
+kernel cannot do (values of another size than keys, head sizes that are no multiple of 8).
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _CONTRIB = "com.microsoft"
+_FUSED_HEAD_MULTIPLE = 8  # the fused kernel refuses other head sizes
 _USED = ("q", "k", "v", "k_cache", "v_cache", "row_totals", "pad_index", "unpad_index")
 
 _FUSED_ROW = """
@@ -85,7 +86,7 @@ def choose_body(node: "ir.Node") -> Body:
     if not isinstance(k_dim, int) or not isinstance(v_dim, int):
         raise CheckFailedError(f"{node.name}: the caches have no static head size.")
     sinks = given.get("sinks") is not None
-    if k_dim == v_dim:
+    if k_dim == v_dim and k_dim % _FUSED_HEAD_MULTIPLE == 0:
         return Body(fused=True, sinks=sinks, window=False, softcap=False)
     window, softcap = node.attributes["window"].as_int(), node.attributes["softcap"].as_float()
     return Body(fused=False, sinks=sinks, window=window > 0, softcap=softcap > 0)
@@ -102,7 +103,8 @@ def build_function(body: Body, opset: int) -> "ir.Function":
         row = portable_row_body(sinks=body.sinks, window=body.window, softcap=body.softcap)
     inputs = ", ".join([*_USED, "sinks"] if body.sinks else _USED)
     text = _FUNCTION.format(domain=OP_DOMAIN, opset=opset, name=body.function_name, inputs=inputs, row=row)
-    return ir.from_proto(parser.parse_function(text))
+    function: ir.Function = ir.from_proto(parser.parse_function(text))
+    return function
 
 
 def lower_ort_cpu(ir_model: "ir.Model") -> None:

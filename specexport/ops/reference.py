@@ -57,7 +57,7 @@ def unpadded_attention(
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 for off.
 
     Returns:
-        output [T, num_heads*Dv] and the two caches, all float64; entries beyond a row's new length are left as they were.
+        output [T, num_heads*Dv] and the two caches, all float64; entries beyond a row's new length stay as they were.
     """
     keys, values = k_cache.astype(np.float64), v_cache.astype(np.float64)
     queries = q.astype(np.float64).reshape(len(q), num_heads, -1)

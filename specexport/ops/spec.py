@@ -1,8 +1,8 @@
 """The one declaration of ``specexport::UnpaddedAttention``.
 
-The torch op and its fake (``torch_op``), the ONNX schema and the exporter's translation (``onnx_op``) and the test of the
-argument order all derive from this table, so an argument is added here and nowhere else. Imports the standard library
-and the runtime's contract only.
+The torch op and its fake (``torch_op``), the ONNX schema and the exporter's translation (``onnx_op``) and the test of
+the argument order all derive from this table, so an argument is added here and nowhere else. Imports the standard
+library and the runtime's contract only.
 """
 
 from typing import Literal, NamedTuple
@@ -60,7 +60,7 @@ class OpSpec(NamedTuple):
     @property
     def argument_names(self) -> tuple[str, ...]:
         """Names of inputs and attributes, in calling order."""
-        return tuple(item.name for item in (*self.inputs, *self.attributes))
+        return (*(item.name for item in self.inputs), *(item.name for item in self.attributes))
 
     @property
     def torch_schema(self) -> str:
@@ -105,6 +105,6 @@ UNPADDED_ATTENTION = OpSpec(
 """Append each row's new keys and values to its cache row, then attend causally to everything the row holds.
 
 Row ``b`` owns tokens ``[cu_new_tokens[b], cu_new_tokens[b+1])``; token ``j`` of it is written to cache entry
-``kv_lens[b] + j`` and sees entries ``0 … kv_lens[b] + j``. Cache entries at and beyond ``kv_lens[b] + (new tokens)`` are
+``kv_lens[b] + j`` and sees entries ``0 … kv_lens[b] + j``. Entries at and beyond ``kv_lens[b] + (new tokens)`` are
 undefined afterwards. ``row_totals``, ``pad_index`` and ``unpad_index`` say the same thing for lowerings that pad.
 """

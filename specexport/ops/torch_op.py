@@ -62,7 +62,7 @@ def _unpadded_attention(
         values[row, 0, :, past:end] = new_values[tokens].transpose(0, 1)
         seen_keys, seen_values = keys[row, 0, :, :end], values[row, 0, :, :end]
         attended = _attend_row(queries[tokens], seen_keys, seen_values, past, scale, window, softcap, sinks)
-        output[tokens] = attended.reshape(len(attended), -1)
+        output[tokens] = attended.flatten(1)
     return output, keys, values
 
 

@@ -66,10 +66,9 @@ def _compare_one(kind: str, spec: TensorSpec, value: ir.Value) -> Iterator[str]:
         yield f"{kind} {spec.name} has shape {shape}, not {list(spec.shape)}"
         return
     for word, dim in zip(spec.shape, shape, strict=True):
-        static = isinstance(dim, int)
         if isinstance(word, int) and dim != word:
             yield f"{kind} {spec.name} has {dim} where the contract has {word}"
-        if word in DIM_NAMES and (static or dim.value != DIM_NAMES[word]):
+        if word in DIM_NAMES and (isinstance(dim, int) or dim.value != DIM_NAMES[str(word)]):
             yield f"{kind} {spec.name} has {dim} where the contract has {DIM_NAMES[word]}"
 
 

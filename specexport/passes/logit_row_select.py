@@ -56,7 +56,7 @@ class LogitRowSelectPass(CountingPass):
             return 0
         graph = model.graph
         axis = ir.Value(name="logit_row_batch_axis", const_value=ir.tensor(np.array([0], np.int64)))
-        axis.shape, axis.dtype = ir.Shape([1]), ir.DataType.INT64
+        axis.shape, axis.type = ir.Shape([1]), ir.TensorType(ir.DataType.INT64)
         graph.initializers[str(axis.name)] = axis
         width, dtype = head.hidden.shape[2], head.hidden.dtype  # type: ignore[index]
         rows_in = next(value for value in graph.inputs if value.name == LOGIT_ROWS.name)
@@ -85,14 +85,17 @@ class LogitRowSelectPass(CountingPass):
         shape, dtype = logits.shape, logits.dtype
         graph.remove([head.squeeze, head.matmul], safe=True)  # safe: also gives back their inputs
         logits.name = None
-        last.name, last.shape, last.dtype = LOGITS.name, shape, dtype
+        last.name, last.shape = LOGITS.name, shape
+        if dtype is not None:
+            last.dtype = dtype
 
 
 def _node(
     op_type: str, inputs: list[ir.Value], attributes: dict[str, int], shape: list[object], dtype: ir.DataType | None
 ) -> ir.Node:
     node = ir.node(op_type, inputs, attributes=attributes)
-    node.outputs[0].shape, node.outputs[0].dtype = ir.Shape(shape), dtype  # type: ignore[arg-type]
+    node.outputs[0].shape = ir.Shape(shape)  # type: ignore[arg-type]  # words and numbers
+    node.outputs[0].type = ir.TensorType(dtype) if dtype is not None else None
     return node
 
 
@@ -132,7 +135,7 @@ def _match(model: ir.Model) -> _Head | None:
 
 
 def _match_selection(model: ir.Model) -> tuple[ir.Value, ir.Value] | None:
-    """hidden [1, T, H] and selected [1, R, H] around Transpose, GatherND(logit_rows), Transpose."""
+    """Values ``hidden`` [1, T, H] and ``selected`` [1, R, H] around Transpose, GatherND(logit_rows), Transpose."""
     rows = next(value for value in model.graph.inputs if value.name == LOGIT_ROWS.name)
     readers = [use.node for use in rows.uses()]
     if len(readers) != 1 or readers[0].op_type != "Unsqueeze":

@@ -74,7 +74,12 @@ def _dump(ir_model: ir.Model, folder: Path, number: int, name: str) -> None:
         for value, tensor in weights.items():
             if tensor is not None and tensor.nbytes > 1024:
                 value.const_value = ir.ExternalTensor(
-                    "weights-not-dumped", 0, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=str(value.name)
+                    "weights-not-dumped",
+                    0,
+                    tensor.nbytes,
+                    tensor.dtype,
+                    shape=value.shape,
+                    name=str(value.name),
                 )
         onnx.save(ir.to_proto(ir_model), str(stem.with_suffix(".onnx")))
     finally:

@@ -38,7 +38,7 @@ class TransposeFoldPass(CountingPass):
     def _fold(
         model: ir.Model, weight: ir.Value, tensor: ir.TensorProtocol, readers: list[ir.Node], perm: tuple[int, ...]
     ) -> None:
-        shape = ir.Shape([tensor.shape[axis] for axis in perm])
+        shape = ir.Shape([tensor.numpy().shape[axis] for axis in perm])
         name = f"{weight.name}.transposed"
         lazy = ir.LazyTensor(partial(_transposed, tensor, perm), dtype=tensor.dtype, shape=shape, name=name)
         value = ir.Value(name=name, shape=shape, type=ir.TensorType(tensor.dtype), const_value=lazy)
@@ -53,5 +53,5 @@ def _has_perm(node: ir.Node) -> bool:
     return node.op_type == "Transpose" and node.domain == "" and "perm" in node.attributes
 
 
-def _transposed(tensor: ir.TensorProtocol, perm: tuple[int, ...]) -> ir.Tensor:
+def _transposed(tensor: ir.TensorProtocol, perm: tuple[int, ...]) -> ir.TensorProtocol:
     return ir.Tensor(np.ascontiguousarray(tensor.numpy().transpose(perm)), dtype=tensor.dtype)

@@ -16,9 +16,9 @@ _Key = Callable[[ir.TensorProtocol], object]
 class WeightDeduplicatePass(CountingPass):
     """Make readers of equal weights share one, found by content.
 
-    Tied embeddings are one parameter in the checkpoint and may be two initializers in a trace; so may buffers that every
-    layer repeats. Weights are compared in two steps, so that the bytes of a large model are hashed only where a sparse
-    sample agrees. Counts the weights that went away.
+    Tied embeddings are one parameter in the checkpoint and may be two initializers in a trace; so may buffers that
+    every layer repeats. Weights are compared in two steps, so that the bytes of a large model are hashed only where a
+    sparse sample agrees. Counts the weights that went away.
     """
 
     name = "weight-deduplicate"
@@ -56,4 +56,4 @@ def _sample_key(tensor: ir.TensorProtocol) -> object:
 
 
 def _content_key(tensor: ir.TensorProtocol) -> object:
-    return hashlib.sha256(memoryview(np.ascontiguousarray(tensor.numpy())).cast("B")).digest()
+    return hashlib.sha256(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data).digest()

@@ -1,0 +1,211 @@
+"""The torch op and every lowering of UnpaddedAttention against the plain reference."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from specexport.lowering import lower_model
+from specexport.lowering.ort_cpu import choose_body
+from specexport.ops import UNPADDED_ATTENTION
+from specexport.ops.onnx_op import register_schema
+from specexport.ops.reference import unpadded_attention
+
+CAPACITY = 48
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: rows given as (past, new tokens)."""
+
+    rows: tuple[tuple[int, int], ...]
+    heads: int = 4
+    kv_heads: int = 2
+    k_dim: int = 16
+    v_dim: int = 16
+    window: int = -1
+    softcap: float = 0.0
+    sinks: bool = False
+    scale: float = 0.3
+
+
+RAGGED = ((3, 5), (17, 1), (0, 3), (30, 12))
+CASES = {
+    "ragged": Case(RAGGED),
+    "one_token_rows": Case(((4, 1), (9, 1), (0, 1))),
+    "one_row_prefill": Case(((0, 21),)),
+    "empty_rows": Case(((5, 0), (2, 4), (0, 0), (7, 0))),
+    "permuted_rows": Case(tuple(reversed(RAGGED))),
+    "multi_query": Case(RAGGED, kv_heads=1),
+    "multi_head": Case(RAGGED, kv_heads=4),
+    "window": Case(RAGGED, window=4),
+    "window_of_one": Case(RAGGED, window=1),
+    "window_wider_than_past": Case(RAGGED, window=100),
+    "softcap": Case(RAGGED, softcap=1.5),
+    "sinks": Case(RAGGED, sinks=True),
+    "everything": Case(RAGGED, window=5, softcap=2.0, sinks=True),
+    "odd_head_size": Case(RAGGED, k_dim=20, v_dim=20),
+    "tiny_head_size": Case(RAGGED, k_dim=5, v_dim=5, window=3),
+    "large_head_size": Case(((2, 3), (0, 5)), k_dim=256, v_dim=256),
+    "values_smaller": Case(RAGGED, k_dim=24, v_dim=16),
+    "values_larger": Case(RAGGED, k_dim=8, v_dim=32, kv_heads=4),
+    "values_smaller_empty_rows": Case(((5, 0), (2, 4), (0, 0)), k_dim=24, v_dim=16),
+    "values_smaller_window": Case(RAGGED, k_dim=24, v_dim=16, window=4),
+    "values_smaller_everything": Case(RAGGED, k_dim=24, v_dim=16, window=4, softcap=1.5, sinks=True),
+}
+
+
+def make_inputs(case: Case, poison: float = np.nan) -> dict[str, np.ndarray]:
+    """All inputs of the op; cache entries that must not be read hold ``poison``."""
+    random = np.random.default_rng(3)
+    past, new = (np.array(column) for column in zip(*case.rows, strict=True))
+    total, width = int(new.sum()), int(max(new.max(), 1))
+
+    def normal(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape, dtype=np.float32)
+
+    cu = np.concatenate([[0], np.cumsum(new)])
+    pad = np.zeros((len(new), 1, width), np.int64)
+    for b, count in enumerate(new):
+        pad[b, 0, :count] = np.arange(cu[b], cu[b + 1])
+    lens = past.astype(np.int32)[:, None]
+    inputs = {
+        "q": normal(total, case.heads * case.k_dim),
+        "k": normal(total, case.kv_heads * case.k_dim),
+        "v": normal(total, case.kv_heads * case.v_dim),
+        "k_cache": normal(len(new), 1, case.kv_heads, CAPACITY, case.k_dim),
+        "v_cache": normal(len(new), 1, case.kv_heads, CAPACITY, case.v_dim),
+        "kv_lens": lens,
+        "cu_new_tokens": cu.astype(np.int32),
+        "row_totals": (lens + width).astype(np.int32),
+        "pad_index": pad,
+        "unpad_index": np.array([b * width + j for b, count in enumerate(new) for j in range(count)], np.int64),
+    }
+    for b, length in enumerate(past):
+        inputs["k_cache"][b, 0, :, length:] = poison
+        inputs["v_cache"][b, 0, :, length:] = poison
+    if case.sinks:
+        inputs["sinks"] = normal(case.heads)
+    return inputs
+
+
+def attributes(case: Case) -> dict[str, Any]:
+    return {
+        "num_heads": case.heads,
+        "kv_num_heads": case.kv_heads,
+        "scale": case.scale,
+        "window": case.window,
+        "softcap": case.softcap,
+    }
+
+
+def expect(case: Case, inputs: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    names = ("q", "k", "v", "k_cache", "v_cache", "kv_lens", "cu_new_tokens")
+    return unpadded_attention(*(inputs[name] for name in names), inputs.get("sinks"), **attributes(case))
+
+
+def assert_equal(case: Case, found: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...]) -> None:
+    """Outputs everywhere, caches up to each row's new length."""
+    np.testing.assert_allclose(found[0], wanted[0], atol=1e-5, rtol=0)
+    for cache, expected in zip(found[1:], wanted[1:], strict=True):
+        for b, (past, new) in enumerate(case.rows):
+            np.testing.assert_array_equal(cache[b, 0, :, : past + new], expected[b, 0, :, : past + new])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torch_op_equals_reference(name: str) -> None:
+    import torch
+
+    import specexport.ops.torch_op  # noqa: F401
+
+    case = CASES[name]
+    inputs = make_inputs(case)
+    tensors = [torch.from_numpy(inputs[i.name]) if i.name in inputs else None for i in UNPADDED_ATTENTION.inputs]
+    found = torch.ops.specexport.unpadded_attention(*tensors, *attributes(case).values())
+    assert_equal(case, tuple(x.numpy() for x in found), expect(case, inputs))
+
+
+def one_node_model(case: Case) -> ir.Model:
+    """A model of one UnpaddedAttention node."""
+    register_schema()
+    kinds = {"model": ir.DataType.FLOAT, "int32": ir.DataType.INT32, "int64": ir.DataType.INT64}
+    sizes = {"Hq*D": case.heads * case.k_dim, "H*D": case.kv_heads * case.k_dim, "H*Dv": case.kv_heads * case.v_dim}
+    sizes |= {"Hq*Dv": case.heads * case.v_dim, "H": case.kv_heads, "D": case.k_dim, "Dv": case.v_dim, "Hq": case.heads}
+
+    def value(item: Any) -> ir.Value:
+        return ir.Value(
+            name=item.name,
+            type=ir.TensorType(kinds[item.dtype]),
+            shape=ir.Shape([sizes.get(word, word) for word in item.shape]),
+        )
+
+    inputs = [value(item) for item in UNPADDED_ATTENTION.inputs if not item.optional or case.sinks]
+    outputs = [value(item) for item in UNPADDED_ATTENTION.outputs]
+    node = ir.node(
+        UNPADDED_ATTENTION.name, inputs, domain=UNPADDED_ATTENTION.domain, attributes=attributes(case), outputs=outputs
+    )
+    graph = ir.Graph(inputs, outputs, nodes=[node], opset_imports={"": 23, "specexport": 1}, name="one_node")
+    return ir.Model(graph, ir_version=10)
+
+
+def run_in_place(case: Case, inputs: dict[str, np.ndarray], folder: Path) -> tuple[np.ndarray, ...]:
+    """Lower, run with caches bound to their own memory, return output and the caches that were bound."""
+    import onnxruntime as ort
+
+    model = one_node_model(case)
+    lower_model(model, "ort-cpu")
+    ir.save(model, folder / "op.onnx")
+    session = ort.InferenceSession(str(folder / "op.onnx"), providers=["CPUExecutionProvider"])
+    io = session.io_binding()
+    for value in session.get_inputs():
+        array = inputs[value.name]
+        io.bind_input(value.name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+    for name in ("k_cache", "v_cache"):
+        cache = inputs[name]
+        io.bind_output(f"{name}_out", "cpu", 0, cache.dtype, cache.shape, cache.ctypes.data)
+    io.bind_output("output", "cpu")
+    session.run_with_iobinding(io)
+    return io.get_outputs()[-1].numpy(), inputs["k_cache"], inputs["v_cache"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ort_cpu_lowering_equals_reference_and_writes_in_place(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    inputs = make_inputs(case)
+    wanted = expect(case, inputs)
+    assert_equal(case, run_in_place(case, inputs, tmp_path), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"), [("ragged", True), ("everything", True), ("values_smaller", False), ("odd_head_size", False)]
+)
+def test_fused_kernel_wherever_it_can_run(name: str, fused: bool) -> None:
+    node = next(iter(one_node_model(CASES[name]).graph))
+    assert choose_body(node).fused is fused
+
+
+def test_a_window_off_by_one_would_be_noticed() -> None:
+    case = CASES["window"]
+    inputs = make_inputs(case)
+    output = expect(case, inputs)[0]
+    for other in (3, 5):
+        wrong = expect(Case(RAGGED, window=other), inputs)[0]
+        assert np.abs(wrong - output).max() > 1e-3
+
+
+def test_reference_on_numbers_worked_out_by_hand() -> None:
+    # One head of size 1, scale 1: two entries with scores 0 and ln 3 weigh 1/4 and 3/4.
+    ones = np.ones((1, 1), np.float32)
+    cache_k = np.zeros((1, 1, 1, 4, 1), np.float32)
+    cache_v = np.full((1, 1, 1, 4, 1), 8.0, np.float32)
+    call = (ones, ones * np.log(3), ones * 4, cache_k, cache_v, np.array([[1]], np.int32), np.array([0, 1], np.int32))
+    output, keys, values = unpadded_attention(*call, num_heads=1, kv_num_heads=1, scale=1.0)
+    assert output[0, 0] == pytest.approx(0.25 * 8 + 0.75 * 4)
+    assert keys[0, 0, 0, :, 0].tolist() == pytest.approx([0, np.log(3), 0, 0])
+    assert values[0, 0, 0, :, 0].tolist() == [8, 4, 8, 8]
+    # A sink with score ln 4 takes half of the weight and gives nothing.
+    sunk, _, _ = unpadded_attention(*call, np.log([4.0]), num_heads=1, kv_num_heads=1, scale=1.0)
+    assert sunk[0, 0] == pytest.approx((8 + 3 * 4) / 8)
