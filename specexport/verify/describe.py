@@ -1,4 +1,4 @@
-"""A verification's report in lines for a reader."""
+"""A verification's report in lines for a reader, who counts prompts from 1 (the JSON counts from 0)."""
 
 from collections.abc import Iterator
 
@@ -47,7 +47,7 @@ def _describe_greedy(result: GreedyResult) -> Iterator[str]:
     for item in result.differences:
         kind = "near-tie" if item.explained else "FAILED"
         yield (
-            f"  {kind} {item.drafter}, K={item.lookahead}, prompt {item.prompt}, token {item.position}: "
+            f"  {kind} {item.drafter}, K={item.lookahead}, prompt {item.prompt + 1}, token {item.position}: "
             f"plain {item.plain_token}, speculative {item.speculative_token}, "
             f"logit gap {item.gap:.3g} (limit {item.limit:.2g})"
         )
@@ -69,7 +69,7 @@ def _describe_sampling(result: SamplingResult) -> Iterator[str]:
     for test in result.tests:
         if not test.passed:
             yield (
-                f"  FAILED {test.kind}, {test.setting}, prompt {test.prompt}: p-value {test.p_value:.3g}, "
+                f"  FAILED {test.kind}, {test.setting}, prompt {test.prompt + 1}: p-value {test.p_value:.3g}, "
                 f"total variation {test.total_variation:.3f} (limit {test.total_variation_limit:.3f}), "
                 f"{test.impossible} impossible"
             )

@@ -1,0 +1,128 @@
+"""``specexport verify`` on the demo bundle, and what it refuses."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from specexport.bundle import find_up_to_date
+from specexport.cli import main
+from specexport.verify.report import REPORT_NAME
+from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.manifest import check_files, load_manifest
+
+FAST = ["--max-prompts", "3", "--max-tokens", "12", "--num-samples", "1000", "--quiet"]
+
+
+@pytest.fixture
+def bundle(demo_bundle, tmp_path):
+    return shutil.copytree(demo_bundle, tmp_path / "bundle")
+
+
+def run(*args):
+    return CliRunner().invoke(main, ["verify", *map(str, args)])
+
+
+def test_the_demo_bundle_is_verified(bundle, demo_pair, tmp_path):
+    before = load_manifest(bundle)
+    command = [sys.executable, "-c", "from specexport.cli import main; main()", "verify", str(bundle), *FAST]
+    # The names recorded in the manifest are looked for in the current folder.
+    done = subprocess.run(
+        [*command, "--json", "--report", str(tmp_path / "report.json")],
+        cwd=demo_pair,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["status"] == "passed"
+    assert {name: part["status"] for name, part in report["parts"].items()} == {
+        "tensors": "passed",
+        "greedy": "passed",
+        "sampling": "passed",
+    }
+    assert 0 < report["summary"]["target_max_relative"] < 1e-5
+    assert report["summary"]["greedy_failures"] == 0
+    assert {result["role"] for result in report["parts"]["tensors"]["results"]} == {"target", "draft"}
+    assert (
+        report == json.loads((bundle / REPORT_NAME).read_text()) == json.loads((tmp_path / "report.json").read_text())
+    )
+    manifest = load_manifest(bundle)
+    check_files(bundle, manifest)
+    assert manifest.verify == report["summary"]
+    assert manifest.build_key == before.build_key
+    assert find_up_to_date(bundle, before.build_key) == manifest
+    assert SpecEngine.load(bundle, max_num_seqs=1).generate("def f(", SamplingParams(max_tokens=3))[0].token_ids
+
+
+def test_without_checkpoints_the_result_is_incomplete(bundle, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "import os"}\n\n{"prompt": "def f(x):", "id": 3}\n')
+    result = run(bundle, *FAST, "--prompts", prompts, "--no-record")
+    assert result.exit_code == 0, result.output
+    assert "tensors   skipped: the target's checkpoint target (sha256 " in result.stdout
+    assert "--draft-checkpoint" in result.stdout
+    assert "incomplete" in result.stdout
+    assert "of 2 outputs identical" in result.stdout
+    assert load_manifest(bundle).verify is None
+    assert not (bundle / REPORT_NAME).exists()
+
+
+def test_a_failed_part_exits_with_1_after_the_report(bundle, demo_pair, monkeypatch):
+    def wrong_references(source, revision, sequences, **_):
+        return [np.zeros((len(ids), 4096), np.float32) for ids in sequences]
+
+    monkeypatch.setattr("specexport.verify.run.eager_references", wrong_references)
+    result = run(bundle, *FAST, "--checkpoint", demo_pair / "target", "--draft-checkpoint", demo_pair / "draft")
+    assert result.exit_code == 1
+    assert "error: " in result.stderr
+    assert "tensors failed" in result.stderr
+    assert "Traceback" not in result.output
+    assert "FAILED target, width 1" in result.stdout
+    assert load_manifest(bundle).verify["status"] == "failed"
+    assert load_manifest(bundle).verify["greedy"] == "passed"
+    check_files(bundle, load_manifest(bundle))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--checkpoint", "{pair}/draft"], "is not what this target was built from"),
+        (["--checkpoint", "{tmp}/nothing"], "there is no such folder or file"),
+        (["--require-checkpoint"], "checkpoint target (sha256"),
+        (["--prompts", "{tmp}/nothing.jsonl"], "cannot be read"),
+        (["--prompts", "{tmp}/latin.jsonl"], "not UTF-8"),
+        (["--prompts", "{tmp}/text.jsonl"], "line 2: this is not JSON"),
+        (["--prompts", "{tmp}/fields.jsonl"], "line 1: there is no text in a field `prompt`"),
+        (["--prompts", "{tmp}/empty.jsonl"], "has no prompts"),
+        (["--prompts", "{tmp}/long.jsonl"], "tokens; this bundle takes 1 to"),
+        (["--max-tokens", "1"], "max_tokens is 1"),
+        (["--max-prompts", "0"], "max_prompts is 0"),
+        (["--num-samples", "10"], "num_samples is 10"),
+        (["--sead", "1"], "--seed"),
+    ],
+)
+def test_bad_input_is_refused(demo_bundle, demo_pair, tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
+    (tmp_path / "text.jsonl").write_text('{"prompt": "a"}\nplain text\n')
+    (tmp_path / "fields.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "word " * 5000}))
+    result = run(demo_bundle, *(arg.format(pair=demo_pair, tmp=tmp_path) for arg in args))
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert load_manifest(demo_bundle).verify is None
+
+
+def test_a_folder_that_is_no_bundle_is_refused(tmp_path):
+    result = run(tmp_path)
+    assert result.exit_code == 2
+    assert "not a bundle" in result.stderr

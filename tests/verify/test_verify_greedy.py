@@ -1,0 +1,101 @@
+"""The greedy part: equal outputs pass, a near-tie is explained, anything else fails and says where."""
+
+import pytest
+from verify_fakes import LOOKAHEAD, PROMPTS, VOCAB, WidthDependent, make_engine, make_executor
+
+from specexport.verify.greedy import check_greedy, explain, logits_one_at_a_time
+from specexport.verify.scripted import ScriptedDrafter
+from specexport_runtime.errors import InvalidRequestError
+
+
+@pytest.mark.parametrize("draft", ["same", "good", "random", "adversarial", None])
+def test_a_right_engine_passes_with_any_draft(draft):
+    result = check_greedy(make_engine(draft), PROMPTS, max_tokens=24)
+    assert result.passed
+    assert result.differences == ()
+    expected = [("scripted", LOOKAHEAD)]
+    if draft:
+        expected = [("draft model", 1), ("draft model", 2), ("draft model", 4), *expected]
+    assert [(run.drafter, run.lookahead) for run in result.runs] == expected
+    assert all(run.identical == len(PROMPTS) and run.tokens_compared == 24 * len(PROMPTS) for run in result.runs)
+
+
+def test_scripted_drafts_are_accepted_at_every_length():
+    drafter = ScriptedDrafter([[1, 2, 3, 4, 5, 6]], VOCAB)
+    seq = make_sequence()
+    right = set()
+    for _ in range(5):
+        tokens = drafter.propose([seq], [4])[0].tokens
+        right.add(next((i for i, (a, b) in enumerate(zip(tokens, [1, 2, 3, 4], strict=True)) if a != b), 4))
+    assert right == {0, 1, 2, 3, 4}
+    assert drafter.propose([seq], [0])[0].tokens == []
+
+
+def make_sequence():
+    from specexport_runtime.sampling import SamplingParams
+    from specexport_runtime.sequence import Sequence
+
+    return Sequence(0, [7], SamplingParams(max_tokens=9), vocab_size=VOCAB, max_model_len=40)
+
+
+def test_a_near_tie_is_explained():
+    engine = make_engine(target=make_executor(WidthDependent, gap=1e-6))
+    result = check_greedy(engine, PROMPTS, max_tokens=16)
+    assert result.differences
+    assert result.passed
+    assert result.near_ties == len(result.differences)
+    assert result.failures == 0
+    for item in result.differences:
+        assert item.plain_token != item.speculative_token
+        assert item.gap == item.shortfall == pytest.approx(1e-6, rel=0.5)
+        assert item.gap <= item.limit
+
+
+def test_a_real_difference_fails_and_says_where():
+    engine = make_engine(target=make_executor(WidthDependent, gap=0.5))
+    result = check_greedy(engine, PROMPTS, max_tokens=16)
+    assert not result.passed
+    assert result.failures == len(result.differences)
+    first = result.differences[0]
+    assert first.gap == pytest.approx(0.5)
+    plain = engine.generate(PROMPTS[first.prompt], speculation=False)[0].token_ids
+    assert plain[first.position] == first.plain_token
+    run = next(run for run in result.runs if run.lookahead == first.lookahead)
+    assert run.identical < len(PROMPTS)
+    assert run.tokens_compared < 16 * len(PROMPTS)
+
+
+def test_two_tokens_that_tie_far_below_the_top_are_no_near_tie():
+    logits = make_executor().logits_after([1]).copy()
+    logits[2] = logits[3] = logits.max() - 1
+    item = explain(logits, (2, 3), drafter="draft model", lookahead=1, prompt=0, position=0)
+    assert item.gap == 0
+    assert item.shortfall == pytest.approx(1)
+    assert not item.explained
+
+
+def test_logits_that_are_not_numbers_explain_nothing():
+    logits = make_executor().logits_after([1]).copy()
+    logits[5] = float("nan")
+    assert not explain(logits, (2, 3), drafter="scripted", lookahead=1, prompt=0, position=0).explained
+
+
+def test_a_shorter_output_fails():
+    from specexport.verify.greedy import _compare
+
+    found = _compare(make_executor(), [[1]], [[1, 2, 3]], [[1, 2]], "draft model", 4)
+    assert [(item.position, item.plain_token, item.speculative_token) for item in found] == [(2, 3, -1)]
+    assert not found[0].explained
+
+
+@pytest.mark.parametrize("output", [[], [5, 6, 7]])
+def test_the_rerun_goes_one_token_at_a_time(output):
+    executor = make_executor()
+    logits = logits_one_at_a_time(executor, [1, 2, 3], output)
+    assert (logits == executor.logits_after([1, 2, 3, *output])).all()
+    assert {shape.num_tokens for shape in executor.calls[1:]} == {1}
+
+
+def test_bad_prompts_are_refused():
+    with pytest.raises(InvalidRequestError, match="empty"):
+        check_greedy(make_engine(), [[]])

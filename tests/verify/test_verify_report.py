@@ -1,0 +1,172 @@
+"""Status, summary, and the record in the bundle, which stays valid whatever happens meanwhile."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from verify_fakes import PROMPTS, WidthDependent, make_engine, make_executor
+
+from specexport.bundle import find_up_to_date
+from specexport.inspect import describe as inspect_lines
+from specexport.verify.describe import describe
+from specexport.verify.greedy import check_greedy
+from specexport.verify.parts import run_greedy, run_sampling
+from specexport.verify.report import REPORT_NAME, Part, VerifyReport, record_report, write_json
+from specexport.verify.sampling import check_sampling
+from specexport.verify.tensors import TensorCase, TensorResult
+from specexport_runtime.errors import BundleError, UserInputError
+from specexport_runtime.manifest import Manifest, VocabularyInfo, check_files, hash_files, load_manifest
+
+GOOD = TensorResult("target", True, (TensorCase("prefill", 9, 1e-6, 1e-7, 1.0, True),), 1e-4, "all of it")
+BAD = TensorResult("draft", False, (TensorCase("ragged", 9, math.nan, math.nan, 0.5, False),), 1e-4, "all of it")
+
+
+def make_report(*parts, **changes):
+    if not parts:
+        parts = (Part("tensors", "passed", None, (GOOD,)), Part("greedy", "passed", None, ()))
+    values = {
+        "bundle": "demo",
+        "build_key": "k" * 64,
+        "date": "2026-01-02T03:04:05+00:00",
+        "tools": {"numpy": "2.3"},
+        "options": {"seed": 0},
+        "seconds": {"greedy": 1.5},
+        "parts": parts,
+    }
+    return VerifyReport(**(values | changes))
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    (folder / "weights").write_bytes(b"weights")
+    make_manifest(hash_files(folder, ["weights"])).write(folder)
+    return folder
+
+
+def make_manifest(files, build_key="k" * 64):
+    vocabulary = VocabularyInfo(10, "0" * 64, None, ())
+    return Manifest("demo", build_key, {}, {}, vocabulary, 64, 4, {}, files)
+
+
+def test_a_skipped_part_is_never_a_pass():
+    skipped = Part("tensors", "skipped", "no checkpoint.", ())
+    passed = Part("greedy", "passed", None, ())
+    failed = Part("sampling", "failed", "the logits are NaN.", ())
+    assert make_report(passed).status == "passed"
+    assert make_report(skipped, passed).status == "incomplete"
+    assert make_report(skipped, passed, failed).status == "failed"
+    assert make_report(passed, failed).failed_parts == ["sampling"]
+    text = "\n".join(describe(make_report(skipped, passed)))
+    assert "tensors   skipped: no checkpoint." in text
+    assert "incomplete" in text
+    assert make_report(skipped, passed).summary()["tensors"] == "skipped"
+
+
+def test_numbers_that_are_not_finite_are_valid_json():
+    report = make_report(Part("tensors", "failed", None, (GOOD, BAD)))
+    data = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert data["summary"]["draft_max_abs"] == "nan"
+    assert data["summary"]["target_max_abs"] == 1e-6
+    assert data["parts"]["tensors"]["results"][1]["cases"][0]["argmax_agreement"] == 0.5
+    assert "FAILED draft, ragged" in "\n".join(describe(report))
+
+
+def test_the_text_names_what_failed_and_where():
+    wrong = make_engine("random", target=make_executor(WidthDependent, gap=0.5))
+    greedy = check_greedy(wrong, PROMPTS, max_tokens=8)
+    sampling = check_sampling(make_engine(), PROMPTS, num_samples=1000, num_runs=100, num_contexts=1)
+    report = make_report(Part("greedy", "failed", None, (greedy,)), Part("sampling", "passed", None, (sampling,)))
+    text = "\n".join(describe(report))
+    first = greedy.differences[0]
+    assert f"FAILED {first.drafter}, K={first.lookahead}, prompt {first.prompt + 1}, token {first.position}" in text
+    assert "acceptance, top-k 4: 1 x 1000 draws" in text
+    assert "control, every draft token accepted untested" in text
+    assert report.summary()["greedy_failures"] == greedy.failures
+    assert report.summary()["sampling_min_p_value"] == sampling.min_p_value
+    json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_the_bundle_keeps_the_report_and_stays_up_to_date(bundle):
+    for round_ in range(2):
+        report = make_report(date=f"2026-01-0{round_ + 1}T00:00:00+00:00")
+        done = record_report(bundle, report)
+        manifest = load_manifest(bundle)
+        assert manifest == done
+        check_files(bundle, manifest)
+        assert set(manifest.files) == {"weights", REPORT_NAME}
+        assert manifest.verify["date"] == report.date
+        assert manifest.verify["status"] == "passed"
+        assert json.loads((bundle / REPORT_NAME).read_text()) == json.loads(json.dumps(report.to_json()))
+        assert find_up_to_date(bundle, "k" * 64) == manifest
+        assert f"date={report.date}" in "\n".join(inspect_lines(manifest))
+    assert sorted(path.name for path in bundle.iterdir()) == ["manifest.json", REPORT_NAME, "weights"]
+
+
+@pytest.mark.parametrize("after", ["report", "manifest"])
+def test_an_interrupted_record_leaves_a_valid_bundle(bundle, monkeypatch, after):
+    record_report(bundle, make_report())
+    if after == "report":  # the new report is written, and then nothing more
+        monkeypatch.setattr("specexport.verify.report.hash_files", interrupt)
+    else:  # the old record is taken back, and then nothing more
+        monkeypatch.setattr("specexport.verify.report.write_json", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        record_report(bundle, make_report(date="2027-01-01T00:00:00+00:00"))
+    manifest = load_manifest(bundle)
+    check_files(bundle, manifest)
+    assert manifest.verify is None
+
+
+def interrupt(*_args):
+    raise KeyboardInterrupt
+
+
+def test_a_bundle_rebuilt_meanwhile_is_not_touched(bundle):
+    make_manifest(hash_files(bundle, ["weights"]), build_key="other").write(bundle)
+    with pytest.raises(BundleError, match="rebuilt"):
+        record_report(bundle, make_report())
+    assert not (bundle / REPORT_NAME).exists()
+
+
+def test_a_place_that_cannot_be_written_is_a_users_error(tmp_path):
+    with pytest.raises(UserInputError, match="cannot be written"):
+        write_json(tmp_path / "missing" / "report.json", make_report())
+
+
+def test_a_bundle_that_cannot_be_written_says_how_to_go_on(bundle, monkeypatch):
+    def refuse(*_args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Manifest, "write", refuse)
+    with pytest.raises(UserInputError, match="--no-record"):
+        record_report(bundle, make_report())
+
+
+def make_clock():
+    from specexport.progress import StageClock
+
+    return StageClock(None, 1)
+
+
+def test_logits_that_are_not_numbers_fail_their_part():
+    class Broken(type(make_executor())):
+        def logits_after(self, tokens):
+            return super().logits_after(tokens) * float("nan")
+
+    engine = make_engine(target=make_executor(Broken))
+    greedy = run_greedy(engine, PROMPTS, make_clock(), max_tokens=4)
+    manifest = make_manifest({})
+    sampling = run_sampling(engine, manifest, PROMPTS, make_clock(), num_samples=1000, seed=0)
+    assert (greedy.status, sampling.status) == ("failed", "failed")
+    assert "NaN" in greedy.reason
+    assert "NaN" in sampling.reason
+
+
+def test_a_target_that_is_certain_of_everything_is_not_proven():
+    engine = make_engine(target=make_executor(sharpness=2000.0))
+    manifest = make_manifest({})
+    part = run_sampling(engine, manifest, PROMPTS, make_clock(), num_samples=1000, seed=0)
+    assert part.status == "skipped"
+    assert "certain" in part.reason
