@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult
 from specexport.verify.report import VerifyReport
-from specexport.verify.sampling_test import SamplingResult
 from specexport.verify.tensors import TensorResult
 
 

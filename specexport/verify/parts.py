@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from specexport.progress import StageClock
+from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult, check_greedy
 from specexport.verify.report import Part
 from specexport.verify.sampling import check_sampling
-from specexport.verify.sampling_test import SamplingResult
 from specexport.verify.tensors import TensorResult, check_tensors
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import CheckFailedError, UserInputError

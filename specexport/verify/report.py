@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult
-from specexport.verify.sampling_test import SamplingResult
 from specexport.verify.tensors import TensorResult
 from specexport_runtime.errors import BundleError, UserInputError
 from specexport_runtime.manifest import Manifest, hash_files, load_manifest

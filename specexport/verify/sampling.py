@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from specexport.verify.draws import AcceptFunction, accept_everything, draw_outcome
+from specexport.verify.goodness_of_fit import SamplingResult, SamplingTest, judge
 from specexport.verify.logit_tree import LogitTree, Partition, Path, conditional
-from specexport.verify.sampling_test import SamplingResult, SamplingTest, judge
 from specexport_runtime.accept import accept_sampled
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
