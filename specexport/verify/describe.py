@@ -58,9 +58,11 @@ def _describe_sampling(result: SamplingResult) -> Iterator[str]:
         f"  {len(result.tests)} tests; smallest p-value {result.min_p_value:.3g} (limit {result.alpha:.1e}), largest "
         f"total variation {result.max_total_variation:.3f}"
     )
-    settings = dict.fromkeys((test.kind, test.setting) for test in result.tests)
-    for kind, setting in settings:
-        tests = [test for test in result.tests if (test.kind, test.setting) == (kind, setting)]
+    for kind, setting in dict.fromkeys((test.kind, test.setting) for test in result.tests):
+        tests = [test for test in result.tests if (test.kind, test.setting) == (kind, setting) and test.cells > 1]
+        if not tests:
+            yield f"  {kind}, {setting}: the target is certain, nothing to test"
+            continue
         worst = max(tests, key=lambda test: test.total_variation - test.expected_total_variation)
         yield (
             f"  {kind}, {setting}: {len(tests)} x {worst.samples} draws, p >= {min(t.p_value for t in tests):.3g}, "

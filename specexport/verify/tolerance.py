@@ -1,7 +1,8 @@
 """What counts as equal, in one place, with the reasons. All limits grow with the largest logit they are applied to.
 
-Float32 keeps 24 bits, so a logit of a model a few dozen layers deep comes out within about 1e-6 to 1e-5 of its scale,
-whichever order its sums are taken in. A wrong mask, position, scale or cache entry moves logits by 1e-2 of it and more.
+Float32 keeps 24 bits, and a step adds the same numbers in another order than eager torch does. Measured over all step
+shapes, that moves logits by 6e-7 of their scale in the demo pair and by 3e-6 in Gemma 3 270M. Mistakes made on
+purpose in the demo pair: a position off by one moves them by 5e-2 and more, one wrong cache entry of 600 by 1e-3.
 """
 
 import numpy as np
@@ -10,12 +11,12 @@ from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.base import Float32Array
 
 ENGINE_TOLERANCE = {"float32": 1e-4}
-"""Largest logit difference between an engine and eager transformers, by dtype, for logits of magnitude up to 1: ten
-times above rounding and a hundred times below the smallest real mistake."""
+"""Largest logit difference between an engine and eager transformers, by dtype, for logits of magnitude up to 1: thirty
+times the rounding measured, a tenth of the smallest mistake."""
 
 NEAR_TIE_TOLERANCE = 1e-5
-"""Largest gap between two logits whose order may depend on the shape of the step, for logits of magnitude up to 1.
-Steps of 1 and of K+1 tokens differ by about 1e-6 of the logit scale; either may move, and deep models add more."""
+"""Largest gap between two logits whose order may depend on the shape of the step, for logits of magnitude up to 1:
+both may move by rounding, so a little more than twice 3e-6."""
 
 
 def logit_scale(logits: Float32Array) -> float:
