@@ -2,7 +2,7 @@
 
 import gc
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,6 +128,7 @@ def _compile(
         traced = trace_checkpoint(checkpoint)
         ir_model, layers = traced.ir_model, tuple(traced.layers)
         del traced, checkpoint.model  # the graph holds the weights now
+        traced_weights = list(ir_model.graph.initializers.values())
         gc.collect()
     with clock.stage("passes", role):
         done = run_passes(ir_model, default_passes(recipe), dump_dir=dump_dir, on_pass=clock.note)
@@ -138,7 +139,21 @@ def _compile(
     with clock.stage("build", role):
         strip_metadata(ir_model)
         engine_name = build_engine(ir_model, recipe.backend, folder)
+        release_weights([*traced_weights, *ir_model.graph.initializers.values()])
     return engine_name, inputs, layers, done
+
+
+def release_weights(values: Iterable[Any]) -> None:
+    """Let go of the weights of a graph that has been written.
+
+    The rewrite rules of onnxscript live as long as their module and remember the last graph they saw; without this the
+    checkpoint would stay in memory beside the engine that the check loads.
+
+    Args:
+        values: onnx_ir values of the initializers, those that passes replaced too.
+    """
+    for value in values:
+        value.const_value = None
 
 
 def strip_metadata(ir_model: Any) -> None:

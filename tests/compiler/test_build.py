@@ -1,8 +1,10 @@
+import gc
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -236,3 +238,31 @@ def test_a_half_written_folder_is_no_bundle(tiny_bundle: Path, tmp_path: Path) -
     (tmp_path / "out" / "manifest.json").unlink()
     with pytest.raises(BundleError, match=r"no manifest\.json"):
         load_manifest(tmp_path / "out")
+
+
+def test_the_torch_weights_are_gone_before_the_check(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from specexport import frontend
+
+    addresses: set[int] = set()
+    load = frontend.load_checkpoint
+
+    def load_and_note(*args: Any, **kwargs: Any) -> Any:
+        checkpoint = load(*args, **kwargs)
+        addresses.update(weight.data_ptr() for weight in checkpoint.model.parameters())
+        return checkpoint
+
+    def no_weight_lives(*_args: object) -> float:
+        kinds = (torch.Tensor, torch.nn.Parameter)
+        alive = [tensor for tensor in gc.get_objects() if type(tensor) in kinds and tensor.data_ptr() in addresses]
+        assert not alive, f"{len(alive)} weights are in memory beside the engine's"
+        return 0.25
+
+    monkeypatch.setattr(frontend, "load_checkpoint", load_and_note)
+    monkeypatch.setattr("specexport.model_build.check_engine", no_weight_lives)
+    recipe = tiny_pair.recipe(tmp_path / "out", target=str(tiny_pair.draft), draft=None)
+    assert build_bundle(recipe, use_cache=False).max_abs_errors == {"target": 0.25}
+    assert addresses
