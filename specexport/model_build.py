@@ -11,7 +11,7 @@ from specexport.built import BuiltModel
 from specexport.engine_check import check_engine, check_sequences
 from specexport.progress import StageClock
 from specexport.recipe import BuildRecipe, resolve_dtype, resolve_recipe
-from specexport_runtime.abi import STEP_INPUTS
+from specexport_runtime.abi import STEP_INPUTS, LayerGeometry
 from specexport_runtime.errors import CheckpointError, MissingDependencyError
 from specexport_runtime.executors.base import Float32Array, Int64Array
 from specexport_runtime.manifest import ModelEntry, hash_files
@@ -30,27 +30,41 @@ class _Reference(NamedTuple):
     logits: Sequence[Float32Array]
 
 
+class _Engine(NamedTuple):
+    """What compiling tells: the fields of a manifest entry that come from the graph."""
+
+    path: str
+    layers: tuple[LayerGeometry, ...]
+    inputs: tuple[str, ...]
+    passes: tuple[tuple[str, int], ...]
+
+
+class ModelSource(NamedTuple):
+    """A checkpoint to build from, found and hashed.
+
+    Attributes:
+        role: ``"target"`` or ``"draft"``.
+        source: checkpoint as it was given: a folder, a ``.gguf`` file or a hub id.
+        revision: hub revision.
+        name: its name for reports and the manifest; never a machine path.
+        sha256: hash over its files.
+    """
+
+    role: str
+    source: str
+    revision: str | None
+    name: str
+    sha256: str
+
+
 def build_model(
-    recipe: BuildRecipe,
-    source: str,
-    *,
-    role: str,
-    revision: str | None,
-    source_name: str,
-    source_sha256: str,
-    folder: Path,
-    clock: StageClock,
-    dump_dir: Path | None,
+    recipe: BuildRecipe, source: ModelSource, folder: Path, *, clock: StageClock, dump_dir: Path | None = None
 ) -> BuiltModel:
     """Build one engine.
 
     Args:
         recipe: the recipe, ``"auto"`` allowed.
-        source: checkpoint: a folder, a ``.gguf`` file or a hub id.
-        role: ``"target"`` or ``"draft"``, for reports.
-        revision: hub revision.
-        source_name: the checkpoint's name for reports and the manifest.
-        source_sha256: hash over the checkpoint's files.
+        source: the checkpoint.
         folder: where the engine files go; created.
         clock: times the stages.
         dump_dir: where to write the graph after each pass, if anywhere.
@@ -64,37 +78,26 @@ def build_model(
         CheckFailedError: the engine's logits differ from eager transformers.
     """
     require_export_stack()
-    from specexport.frontend import load_checkpoint
-
-    with clock.stage("load", role, source_name):
-        checkpoint = load_checkpoint(
-            source, dtype=resolve_dtype(recipe), revision=revision, trust_remote_code=recipe.trust_remote_code
-        )
-        if checkpoint.source_sha256 != source_sha256:
-            raise CheckpointError(f"checkpoint {source_name} changed while it was read.", "build again.")
+    with clock.stage("load", source.role, source.name):
+        checkpoint = _load(recipe, source)
         recipe = resolve_recipe(recipe, [checkpoint.max_positions])  # refuses a length the model cannot have
         require_space(folder, int(checkpoint.num_parameters * _BYTES_PER_PARAMETER * _SPACE_MARGIN))
-    with clock.stage("reference", role):
+    with clock.stage("reference", source.role):
         reference = _eager_reference(checkpoint) if recipe.check else None
-    engine_name, inputs, layers, passes = _compile(
-        recipe, checkpoint, role, folder=folder, clock=clock, dump_dir=dump_dir
-    )
+    engine = _compile(recipe, checkpoint, source.role, folder=folder, clock=clock, dump_dir=dump_dir)
     gc.collect()  # the graph is gone: its weights must not be in memory beside the check's
     entry = ModelEntry(
-        path=engine_name,
+        **engine._asdict(),
         backend=recipe.backend,
         architecture=checkpoint.architecture,
         dtype=recipe.dtype,
         vocab_size=checkpoint.vocab_size,
-        layers=layers,
-        inputs=inputs,
         num_parameters=checkpoint.num_parameters,
         max_positions=checkpoint.max_positions,
-        source=source_name,
-        source_sha256=source_sha256,
-        passes=passes,
+        source=source.name,
+        source_sha256=source.sha256,
     )
-    with clock.stage("check", role):
+    with clock.stage("check", source.role):
         error = check_engine(folder, entry, *reference) if reference is not None else None
     return BuiltModel(
         entry=entry,
@@ -108,6 +111,20 @@ def build_model(
     )
 
 
+def _load(recipe: BuildRecipe, source: ModelSource) -> Any:
+    from specexport.frontend import load_checkpoint
+
+    checkpoint = load_checkpoint(
+        source.source,
+        dtype=resolve_dtype(recipe),
+        revision=source.revision,
+        trust_remote_code=recipe.trust_remote_code,
+    )
+    if checkpoint.source_sha256 != source.sha256:
+        raise CheckpointError(f"checkpoint {source.name} changed while it was read.", "build again.")
+    return checkpoint
+
+
 def _eager_reference(checkpoint: Any) -> _Reference:
     from specexport.frontend import reference_logits
 
@@ -117,8 +134,8 @@ def _eager_reference(checkpoint: Any) -> _Reference:
 
 def _compile(
     recipe: BuildRecipe, checkpoint: Any, role: str, *, folder: Path, clock: StageClock, dump_dir: Path | None
-) -> tuple[str, tuple[str, ...], Any, tuple[tuple[str, int], ...]]:
-    """Trace to engine files; returns engine file name, step inputs, layer geometry and what the passes did."""
+) -> _Engine:
+    """Trace to engine files; the checkpoint's torch model is gone afterwards."""
     from specexport.backends import build_engine
     from specexport.frontend import trace_checkpoint
     from specexport.lowering import lower_model
@@ -140,7 +157,7 @@ def _compile(
         strip_metadata(ir_model)
         engine_name = build_engine(ir_model, recipe.backend, folder)
         release_weights([*traced_weights, *ir_model.graph.initializers.values()])
-    return engine_name, inputs, layers, done
+    return _Engine(engine_name, layers, inputs, done)
 
 
 def release_weights(values: Iterable[Any]) -> None:

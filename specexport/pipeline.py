@@ -18,7 +18,7 @@ from specexport.built import TOKENIZER_NAME, BuiltModel
 from specexport.bundle import check_output, find_up_to_date, refuse_to_replace, write_bundle
 from specexport.cache import EngineCache
 from specexport.fingerprint import BUNDLE_SOURCES, ENGINE_SOURCES, hash_sources, hash_values, tool_versions
-from specexport.model_build import STAGES, build_model
+from specexport.model_build import STAGES, ModelSource, build_model
 from specexport.progress import Progress, StageClock
 from specexport.recipe import BuildRecipe, resolve_recipe
 from specexport.vocabulary import check_vocabularies, read_vocabulary
@@ -57,22 +57,16 @@ class BuildResult:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Names and hashes known before any model is loaded.
+    """What is known before any model is loaded.
 
     Attributes:
-        sources: checkpoint of each role, as given.
-        names: name of each checkpoint for reports and manifests.
-        revisions: hub revision of each role.
-        source_sha256: hash over each checkpoint's files.
+        models: checkpoint of each role, target first.
         engine_keys: cache key of each role's engine.
         build_key: hash of all that decides the bundle.
         tools: tool versions.
     """
 
-    sources: Mapping[str, str]
-    names: Mapping[str, str]
-    revisions: Mapping[str, str | None]
-    source_sha256: Mapping[str, str]
+    models: tuple[ModelSource, ...]
     engine_keys: Mapping[str, str]
     build_key: str
     tools: Mapping[str, str]
@@ -116,40 +110,31 @@ def build_bundle(
             _check_tokenizer_files(plan)
     if present is not None and dump_passes is None:
         return _result(output, present, clock, up_to_date=True)
+    # Dumping passes needs every pass to run, so engines are not taken from the cache then.
     cache = EngineCache() if use_cache else None
+    built: dict[str, BuiltModel] = {}
     reused: list[str] = []
-    models: dict[str, BuiltModel] = {}
     with new_folder(output, replace=exists) as folder:
-        for role in plan.sources:
-            built = None
-            if cache is not None and dump_passes is None:
-                built = _reuse(cache, plan, role, folder / role, clock)
-            if built is None:
-                built = _build(recipe, plan, role, folder / role, clock=clock, dump_passes=dump_passes)
-                if cache is not None and recipe.check:
-                    cache.store(plan.engine_keys[role], built, folder / role)
-            else:
-                reused.append(role)
-            models[role] = built
+        for model in plan.models:
+            key, place = plan.engine_keys[model.role], folder / model.role
+            found = _reuse(cache, key, model, place, clock) if cache is not None and dump_passes is None else None
+            if found is not None:
+                reused.append(model.role)
+            built[model.role] = found or _build_anew(
+                recipe, model, place, clock, cache=cache, key=key, dump=dump_passes
+            )
         with clock.stage("bundle"):
-            _check_built_vocabularies(models)
-            resolved = resolve_recipe(recipe, [built.entry.max_positions for built in models.values()])
-            manifest = write_bundle(folder, recipe=resolved, build_key=plan.build_key, tools=plan.tools, models=models)
-    errors = {role: built.max_abs_error for role, built in models.items()}
+            _check_built_vocabularies(built)
+            resolved = resolve_recipe(recipe, [model.entry.max_positions for model in built.values()])
+            manifest = write_bundle(folder, recipe=resolved, build_key=plan.build_key, tools=plan.tools, models=built)
+    errors = {role: model.max_abs_error for role, model in built.items()}
     return _result(output, manifest, clock, reused=tuple(reused), max_abs_errors=errors)
 
 
 def _make_plan(recipe: BuildRecipe) -> _Plan:
-    from specexport.frontend.source import hash_source, resolve_source
-
-    sources = {"target": recipe.target} | ({"draft": recipe.draft} if recipe.draft is not None else {})
-    revisions = {"target": recipe.revision, "draft": recipe.draft_revision}
-    found = {
-        role: resolve_source(source, revisions[role], remote_code=recipe.trust_remote_code)
-        for role, source in sources.items()
-    }
-    names = {role: source.name for role, source in found.items()}
-    hashes = {role: hash_source(source) for role, source in found.items()}
+    models = [_find_model(recipe, "target", recipe.target, recipe.revision)]
+    if recipe.draft is not None:
+        models.append(_find_model(recipe, "draft", recipe.draft, recipe.draft_revision))
     tools = tool_versions()
     # "auto" resolves the same way whenever all of this is the same.
     common = {
@@ -159,47 +144,55 @@ def _make_plan(recipe: BuildRecipe) -> _Plan:
         "sources": hash_sources(ENGINE_SOURCES),
         "tools": tools,
     }
-    keys = {role: hash_values(common | {"checkpoint": digest}) for role, digest in hashes.items()}
+    keys = {model.role: hash_values(common | {"checkpoint": model.sha256}) for model in models}
     build_key = hash_values(
         {
             "recipe": recipe.settings(),
             "engines": keys,
-            "names": names,
+            "names": {model.role: model.name for model in models},
             "sources": hash_sources(BUNDLE_SOURCES),
         }
     )
-    return _Plan(sources, names, revisions, hashes, keys, build_key, tools)
+    return _Plan(tuple(models), keys, build_key, tools)
 
 
-def _reuse(cache: EngineCache, plan: _Plan, role: str, folder: Path, clock: StageClock) -> BuiltModel | None:
-    with clock.stage("cache", role, steps=0):
-        built = cache.restore(plan.engine_keys[role], folder)
+def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | None) -> ModelSource:
+    from specexport.frontend.source import hash_source, resolve_source
+
+    found = resolve_source(source, revision, remote_code=recipe.trust_remote_code)
+    return ModelSource(role, source, revision, found.name, hash_source(found))
+
+
+def _reuse(cache: EngineCache, key: str, model: ModelSource, folder: Path, clock: StageClock) -> BuiltModel | None:
+    with clock.stage("cache", model.role, steps=0):
+        built = cache.restore(key, folder)
     if built is None:
         return None
     clock.skip(len(STAGES))
     # The same checkpoint may be known by another name now.
-    return replace(built, entry=replace(built.entry, source=plan.names[role]))
+    return replace(built, entry=replace(built.entry, source=model.name))
 
 
-def _build(
-    recipe: BuildRecipe, plan: _Plan, role: str, folder: Path, *, clock: StageClock, dump_passes: Path | None
+def _build_anew(
+    recipe: BuildRecipe,
+    model: ModelSource,
+    folder: Path,
+    clock: StageClock,
+    *,
+    cache: EngineCache | None,
+    key: str,
+    dump: Path | None,
 ) -> BuiltModel:
-    return build_model(
-        recipe,
-        plan.sources[role],
-        role=role,
-        revision=plan.revisions[role],
-        source_name=plan.names[role],
-        source_sha256=plan.source_sha256[role],
-        folder=folder,
-        clock=clock,
-        dump_dir=dump_passes / role if dump_passes is not None else None,
-    )
+    dump_dir = dump / model.role if dump is not None else None
+    built = build_model(recipe, model, folder, clock=clock, dump_dir=dump_dir)
+    if cache is not None and recipe.check:  # an engine that was not checked is not kept
+        cache.store(key, built, folder)
+    return built
 
 
 def _check_tokenizer_files(plan: _Plan) -> None:
-    """Compare vocabularies before the long work where both are plain files; they are compared again once loaded."""
-    paths = [Path(source).expanduser() / TOKENIZER_NAME for source in plan.sources.values()]
+    """Compare vocabularies before the long work where both are plain files; they are compared again once built."""
+    paths = [Path(model.source).expanduser() / TOKENIZER_NAME for model in plan.models]
     if len(paths) == 2 and all(path.is_file() for path in paths):
         target, draft = (read_vocabulary(path.read_bytes(), where=path.parent.name) for path in paths)
         check_vocabularies(target, draft, num_shared_rows=None)
