@@ -28,7 +28,17 @@ TOOLS = (
 )
 """Distributions whose version decides what a build writes."""
 
-ENGINE_SOURCES = ("frontend", "ops", "passes", "lowering", "backends", "kernels", "plugin", "engine_check.py")
+ENGINE_SOURCES = (
+    "frontend",
+    "ops",
+    "passes",
+    "lowering",
+    "backends",
+    "kernels",
+    "plugin",
+    "engine_check.py",
+    "model_build.py",
+)
 BUNDLE_SOURCES = ("pipeline.py", "bundle.py", "vocabulary.py", "recipe.py", "built.py")
 """Modules of this package that decide an engine's content, and those that decide the rest of a bundle."""
 
