@@ -18,7 +18,7 @@ from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.drafters.none import NoDrafter
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors.base import Executor
-from specexport_runtime.requests import check_token_ids, resolve_lookahead
+from specexport_runtime.requests import DEFAULT_LOOKAHEAD, check_token_ids, parse_speculative_config, resolve_lookahead
 from specexport_runtime.results import (
     GenerationResult,
     Prompt,
@@ -74,6 +74,7 @@ class SpecEngine:
         self.max_model_len = max_model_len
         self.lookahead = lookahead
         self.eos_token_ids = tuple(eos_token_ids)
+        self.default_lookahead = DEFAULT_LOOKAHEAD
         self.times = PhaseTimes()
         """Phase times of the last finished call."""
         self._draft_vocab_size = draft_vocab_size or target.vocab_size
@@ -91,6 +92,7 @@ class SpecEngine:
         max_model_len: int | None = None,
         num_threads: int | None = None,
         spin: bool = True,
+        speculative_config: Mapping[str, Any] | None = None,
     ) -> "SpecEngine":
         """Load a bundle, checking versions and every file's hash.
 
@@ -100,6 +102,7 @@ class SpecEngine:
             max_model_len: most tokens of one sequence; None takes the bundle's own limit, which is also the most.
             num_threads: compute threads; None takes the cores really available.
             spin: let idle threads spin: faster on an idle machine, slower on a busy one.
+            speculative_config: vLLM's keys ``method``, ``model``, ``num_speculative_tokens``; sets the default K.
 
         Raises:
             BundleError: the folder is no bundle, or a file is missing or altered.
@@ -111,8 +114,13 @@ class SpecEngine:
 
         bundle = load_bundle(Path(path), max_model_len=max_model_len, max_num_seqs=max_num_seqs)
         manifest = bundle.manifest
+        default = None
+        if speculative_config is not None:
+            draft = manifest.models.get("draft")
+            source = None if draft is None else draft.source
+            default = parse_speculative_config(speculative_config, draft_source=source, built=manifest.lookahead)
         executors = {role: bundle.make_executor(role, num_threads=num_threads, spin=spin) for role in manifest.models}
-        return cls(
+        engine = cls(
             executors["target"],
             bundle.tokenizer,
             draft=executors.get("draft"),
@@ -123,6 +131,8 @@ class SpecEngine:
             chat_template=bundle.chat_template,
             special_tokens=manifest.vocabulary.special_tokens,
         )
+        engine.default_lookahead = default or DEFAULT_LOOKAHEAD
+        return engine
 
     def generate(
         self,
@@ -191,7 +201,8 @@ class SpecEngine:
         """
         ids: list[int] = []
         if len(prompt):
-            ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else np.asarray(prompt).tolist()
+            given = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
+            ids = [int(token) if isinstance(token, np.integer) else token for token in given]
         check_token_ids(ids, vocab_size=self.target.vocab_size, max_model_len=self.max_model_len)
         return ids
 
@@ -217,7 +228,8 @@ class SpecEngine:
             self.draft.close()
 
     def _lookahead(self, requested: int | None, speculation: bool) -> int:
-        return resolve_lookahead(requested, built=self.lookahead if self.draft else 0, speculation=speculation)
+        built = self.lookahead if self.draft else 0
+        return resolve_lookahead(requested, built=built, speculation=speculation, default=self.default_lookahead)
 
     def _sequence(self, index: int, prompt: Prompt, params: SamplingParams, *, stream: bool = False) -> Sequence:
         return Sequence(

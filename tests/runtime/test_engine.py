@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport_runtime import SamplingParams, SpecEngine, SpecexportError
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.requests import parse_speculative_config
 
 WORDS = [f"w{i}" for i in range(VOCAB)]
 
@@ -183,3 +184,33 @@ def test_stats_have_the_documented_fields(engine):
     assert stats["tokens_per_second"] > 0
     assert 0 < stats["time_to_first_token_s"] < 5
     assert engine.times.total > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"num_speculative_token": 3}, "'num_speculative_tokens'"),
+        ({"method": "eagle"}, "'eagle'"),
+        ({"model": "other"}, "'draft-name'"),
+        ({"num_speculative_tokens": 9}, "1 to 8"),
+        ({"num_speculative_tokens": 0}, "1 to 8"),
+        ({"num_speculative_tokens": "3"}, "integer"),
+    ],
+)
+def test_speculative_config_is_honoured_or_refused(config, words):
+    with pytest.raises(InvalidRequestError, match=words):
+        parse_speculative_config(config, draft_source="draft-name", built=8)
+    full = {"method": "draft_model", "model": "draft-name", "num_speculative_tokens": 3}
+    assert parse_speculative_config(full, draft_source="draft-name", built=8) == 3
+    assert parse_speculative_config({}, draft_source="draft-name", built=2) == 2
+    with pytest.raises(InvalidRequestError, match="no draft"):
+        parse_speculative_config({}, draft_source=None, built=8)
+
+
+def test_speculative_config_sets_the_default(demo_bundle):
+    engine = SpecEngine.load(
+        demo_bundle, max_num_seqs=1, num_threads=1, spin=False, speculative_config={"num_speculative_tokens": 2}
+    )
+    stats = engine.generate("def f(x):", SamplingParams(max_tokens=24, ignore_eos=True))[0].stats
+    assert max(stats.accepted_histogram) <= 2
+    assert stats.drafted > stats.draft_rounds
