@@ -5,6 +5,29 @@ import onnx_ir as ir
 from specexport.passes.base import CountingPass, constant_of
 
 _LARGE = 1024  # elements
+_ROUNDS = 2  # a simplified reshape can make another shape constant
+
+# Rules of onnxscript, by name. Those with several outputs are left out: matching them is quadratic in the graph.
+_RULES = (
+    "add_0_rule",
+    "sub_0_rule",
+    "mul_by_1_rule",
+    "div_by_1_rule",
+    "cast_cast_rule",
+    "no_op_cast_rule",
+    "no_op_expand_rule",
+    "no_op_transpose_rule",
+    "transpose_transpose_rule",
+    "unsqueeze_unsqueeze_rule",
+    "squeeze_reshape_1d_rule",
+    "reshape_reshape_rule",
+    "materialize_reshape_shape_rule",
+    "collapse_slice_rule",
+    "collapse_slice2_rule",
+    "cast_constant_of_shape_rule",
+    "no_op_dynamic_scatter_nd_rule",
+    "no_op_static_scatter_nd_rule",
+)
 
 
 class ConstantFoldPass(CountingPass):
@@ -18,11 +41,30 @@ class ConstantFoldPass(CountingPass):
     reason = "the shape arithmetic of the trace is known by now and need not run on every step"
 
     def rewrite(self, model: ir.Model) -> int:
-        """Fold until nothing changes."""
+        """Inline, fold and simplify, then keep every constant as an initializer."""
+        from onnx_ir.passes import common
         from onnxscript import optimizer
+        from onnxscript.rewriter import RewritePass
+        from onnxscript.rewriter.rules import common as rules
 
+        common.InlinePass()(model)
         before = len(model.graph)
-        optimizer.optimize_ir(model, input_size_limit=_LARGE, should_fold=_should_fold)
+        simplify = RewritePass([getattr(rules, name) for name in _RULES])
+        for _ in range(_ROUNDS):
+            optimizer.fold_constants(
+                model, onnx_shape_inference=True, input_size_limit=_LARGE, should_fold=_should_fold
+            )
+            simplify(model)
+            common.RemoveUnusedNodesPass()(model)
+        tidy: list[ir.passes.PassBase] = [
+            common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
+            common.RemoveUnusedOpsetsPass(),
+            common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+            common.CommonSubexpressionEliminationPass(),
+            common.NameFixPass(),
+        ]
+        for step in tidy:
+            step(model)
         return max(0, before - len(model.graph))
 
 

@@ -78,7 +78,7 @@ def _dump(ir_model: ir.Model, folder: Path, number: int, name: str) -> None:
                     0,
                     tensor.nbytes,
                     tensor.dtype,
-                    shape=value.shape,
+                    shape=value.shape or ir.Shape(()),
                     name=str(value.name),
                 )
         onnx.save(ir.to_proto(ir_model), str(stem.with_suffix(".onnx")))
