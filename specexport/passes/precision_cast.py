@@ -1,21 +1,26 @@
-"""Make precision explicit: weights in the recipe's dtype, logits in float32."""
+"""Make precision explicit: weights and caches in the recipe's dtype, logits in float32."""
+
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 
-from specexport.passes.base import CountingPass
+from specexport.passes.base import CountingPass, constant_of
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import CheckFailedError
 
+_FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE}
+
 
 class PrecisionCastPass(CountingPass):
-    """Bring every weight matrix to the model's dtype and the logits to float32.
+    """Decide dtypes once, at build time.
 
-    1. A matrix of another float dtype is converted, lazily, when the engine is written. Vectors that the model
-       itself keeps in float32 (norms, rotary frequencies) stay: their graph casts around them.
+    1. A weight that is stored in one float dtype and cast to the model's on every step is stored in the model's; the
+       conversion is lazy, done when the engine is written.
     2. Logits that are not float32 get a Cast, because sampling is defined on float32.
 
-    Counts converted weights and added casts.
+    Vectors that a model keeps in float32 on purpose (norms, rotary frequencies) are not touched. Counts the casts
+    removed and added.
 
     Args:
         dtype: numpy name of the dtype of weights, activations and caches.
@@ -36,9 +41,33 @@ class PrecisionCastPass(CountingPass):
         for value in model.graph.inputs:
             if value.shape is not None and len(value.shape) == 5 and value.dtype != self.dtype:
                 raise CheckFailedError(f"{value.name} was traced in {value.dtype}, the recipe says {self.dtype}.")
-        return self._cast_logits(model)
+        return self._convert_weights(model) + self._cast_logits(model)
 
-    def _cast_logits(self, model: ir.Model) -> int:
+    def _convert_weights(self, model: ir.Model) -> int:
+        converted = 0
+        for weight in list(model.graph.initializers.values()):
+            tensor = constant_of(weight)
+            readers = [use.node for use in weight.uses()]
+            if tensor is None or tensor.dtype not in _FLOATS or not readers:
+                continue
+            if weight in model.graph.outputs or not all(self._casts_to_model(node) for node in readers):
+                continue
+            name, shape = f"{weight.name}.cast", ir.Shape(list(tensor.numpy().shape))
+            lazy = ir.LazyTensor(partial(_cast, tensor, self.dtype), dtype=self.dtype, shape=shape, name=name)
+            value = ir.Value(name=name, shape=shape, type=ir.TensorType(self.dtype), const_value=lazy)
+            model.graph.initializers[name] = value
+            for node in readers:
+                ir.convenience.replace_all_uses_with(node.outputs[0], value)
+                model.graph.remove(node, safe=True)
+            del model.graph.initializers[str(weight.name)]
+            converted += len(readers)
+        return converted
+
+    def _casts_to_model(self, node: ir.Node) -> bool:
+        return node.op_type == "Cast" and node.attributes.get_int("to", 0) == int(self.dtype)
+
+    @staticmethod
+    def _cast_logits(model: ir.Model) -> int:
         logits = next(value for value in model.graph.outputs if value.name == LOGITS.name)
         if logits.dtype == ir.DataType.FLOAT:
             return 0
@@ -46,8 +75,12 @@ class PrecisionCastPass(CountingPass):
         logits.name = f"{LOGITS.name}_model_dtype"
         cast = ir.node("Cast", [logits], attributes={"to": int(ir.DataType.FLOAT)})
         cast.outputs[0].name = LOGITS.name
-        cast.outputs[0].dtype = ir.DataType.FLOAT
+        cast.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
         cast.outputs[0].shape = logits.shape
         model.graph.append(cast)
         model.graph.outputs[position] = cast.outputs[0]
         return 1
+
+
+def _cast(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:
+    return ir.Tensor(tensor.numpy().astype(dtype.numpy()), dtype=dtype)

@@ -1,0 +1,107 @@
+"""Tracing: the contract's names, what each layer asked for, and the two nets that catch models which behave oddly."""
+
+from typing import Any
+
+import pytest
+
+from specexport.frontend import reference_logits, trace_checkpoint
+from specexport.frontend.geometry import probe_layers
+from specexport.passes.base import attention_nodes
+from specexport_runtime.abi import STEP_INPUTS, LayerGeometry
+from specexport_runtime.errors import UnsupportedModelError
+from tests.engine_harness import make_checkpoint
+from tests.tiny_models import ARCHITECTURES, GROUPED, WINDOW, make_llama, make_model
+
+
+def test_the_trace_speaks_the_contract() -> None:
+    traced = trace_checkpoint(make_checkpoint(make_llama()))
+    graph = traced.ir_model.graph
+    assert [value.name for value in graph.inputs][: len(STEP_INPUTS)] == [spec.name for spec in STEP_INPUTS]
+    shapes = {value.name: [str(dim) for dim in value.shape or ()] for value in (*graph.inputs, *graph.outputs)}
+    assert shapes["input_ids"] == shapes["positions"] == shapes["unpad_index"] == ["num_tokens"]
+    assert shapes["pad_index"] == ["num_seqs", "1", "max_new_tokens"]
+    assert shapes["k_cache.1"] == shapes["k_cache_out.1"] == ["num_seqs", "1", "2", "kv_capacity", "16"]
+    assert shapes["logits"] == ["num_logit_rows", "320"]
+    assert traced.layers == (LayerGeometry(2, 16, 16),) * 2
+    assert sum(1 for _ in attention_nodes(traced.ir_model)) == 2
+
+
+def test_each_layer_keeps_its_own_window_softcap_and_scale() -> None:
+    model = make_model(*ARCHITECTURES["gemma2"])
+    nodes = list(attention_nodes(trace_checkpoint(make_checkpoint(model)).ir_model))
+    assert [node.attributes["window"].as_int() for node in nodes] == [WINDOW, -1]
+    assert [node.attributes["softcap"].as_float() for node in nodes] == [2.0, 2.0]
+    assert nodes[0].attributes["scale"].as_float() == pytest.approx(model.config.query_pre_attn_scalar**-0.5)
+
+
+def test_sinks_reach_the_op() -> None:
+    nodes = attention_nodes(trace_checkpoint(make_checkpoint(make_model(*ARCHITECTURES["gpt_oss"]))).ir_model)
+    assert all(len(node.inputs) == 11 and node.inputs[10] is not None for node in nodes)
+
+
+def test_latent_attention_has_keys_and_values_of_unequal_size() -> None:
+    layers = probe_layers(make_model(*ARCHITECTURES["deepseek_v3"]))
+    assert [call.geometry for call in layers] == [LayerGeometry(4, 24, 16)] * 2
+
+
+def test_the_model_is_given_back_as_it_was() -> None:
+    model = make_model(*ARCHITECTURES["mixtral"])
+    before = (model.config._attn_implementation, model.config._experts_implementation)
+    logits = reference_logits(make_checkpoint(model), [[3, 4, 5]])
+    trace_checkpoint(make_checkpoint(model))
+    assert (model.config._attn_implementation, model.config._experts_implementation) == before
+    assert (reference_logits(make_checkpoint(model), [[3, 4, 5]])[0] == logits[0]).all()
+
+
+def test_a_mask_unlike_the_announced_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.masking_utils import create_sliding_window_causal_mask
+    from transformers.models.llama import modeling_llama
+
+    # Llama's layers announce no window; give the model one anyway. It is longer than any trial sequence.
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", create_sliding_window_causal_mask)
+    model = make_llama()
+    model.config.sliding_window = 100
+    with pytest.raises(UnsupportedModelError, match=r"llama \(LlamaForCausalLM\).*layer 0 masks position"):
+        trace_checkpoint(make_checkpoint(model))
+
+
+def test_a_model_that_mixes_tokens_outside_attention_is_refused() -> None:
+    model = make_llama()
+
+    def smear(_module: Any, _inputs: Any, output: Any) -> Any:
+        return output + output.cumsum(dim=1)
+
+    model.model.norm.register_forward_hook(smear)
+    with pytest.raises(UnsupportedModelError, match="packed tokens change its logits"):
+        trace_checkpoint(make_checkpoint(model))
+
+
+def test_a_forward_that_fails_is_refused_with_its_reason() -> None:
+    model = make_llama()
+
+    def explode(_module: Any, _inputs: Any) -> None:
+        raise RuntimeError("needs images")
+
+    model.model.register_forward_pre_hook(explode)
+    with pytest.raises(UnsupportedModelError, match="its forward pass fails on packed tokens .*needs images"):
+        trace_checkpoint(make_checkpoint(model))
+
+
+def test_layers_that_run_twice_are_refused() -> None:
+    model = make_llama()
+    model.model.layers[1] = model.model.layers[0]
+    with pytest.raises(UnsupportedModelError, match="only 1 of its 2 layers"):
+        trace_checkpoint(make_checkpoint(model))
+
+
+def test_chunked_attention_is_refused_by_layer_kind() -> None:
+    model = make_llama()
+    model.config.layer_types = ["chunked_attention", "full_attention"]
+    with pytest.raises(UnsupportedModelError, match="chunked_attention layers"):
+        trace_checkpoint(make_checkpoint(model))
+
+
+def test_positions_as_old_configurations_spell_them_are_refused_too() -> None:
+    model = make_model("Llama", GROUPED | {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
+    with pytest.raises(UnsupportedModelError, match="'dynamic'"):
+        trace_checkpoint(make_checkpoint(model))
