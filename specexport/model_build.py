@@ -143,7 +143,8 @@ def _compile(
 
     with clock.stage("trace", role):
         traced = trace_checkpoint(checkpoint)
-        ir_model, layers = traced.ir_model, tuple(traced.layers)
+        # A copy of the graph (not of the weights): the exporter's own still refers to tied weights it has dropped.
+        ir_model, layers = traced.ir_model.clone(), tuple(traced.layers)
         del traced, checkpoint.model  # the graph holds the weights now
         traced_weights = list(ir_model.graph.initializers.values())
         gc.collect()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pairs import TinyPair
-from tiny_models import VOCAB
+from tiny_models import VOCAB, make_llama, save_checkpoint
 
 from specexport.cache import EngineCache
 from specexport.engine_check import check_engine, check_sequences
@@ -240,8 +240,9 @@ def test_a_half_written_folder_is_no_bundle(tiny_bundle: Path, tmp_path: Path) -
         load_manifest(tmp_path / "out")
 
 
+@pytest.mark.parametrize("tied", [False, True])
 def test_the_torch_weights_are_gone_before_the_check(
-    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tied: bool, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
@@ -263,6 +264,7 @@ def test_the_torch_weights_are_gone_before_the_check(
 
     monkeypatch.setattr(frontend, "load_checkpoint", load_and_note)
     monkeypatch.setattr("specexport.model_build.check_engine", no_weight_lives)
-    recipe = tiny_pair.recipe(tmp_path / "out", target=str(tiny_pair.draft), draft=None)
+    save_checkpoint(make_llama(2, num_hidden_layers=1, tie_word_embeddings=tied), tmp_path / "model")
+    recipe = tiny_pair.recipe(tmp_path / "out", target=str(tmp_path / "model"), draft=None)
     assert build_bundle(recipe, use_cache=False).max_abs_errors == {"target": 0.25}
     assert addresses
