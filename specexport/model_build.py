@@ -18,7 +18,7 @@ from specexport_runtime.manifest import ModelEntry, hash_files
 
 STAGES = ("load", "reference", "trace", "passes", "lower", "build", "check")
 
-_NEEDED = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "safetensors", "onnxruntime")
+_NEEDED = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "safetensors", "huggingface_hub", "onnxruntime")
 _BYTES_PER_PARAMETER = 4  # float32, the one dtype of this release
 _SPACE_MARGIN = 1.05  # graph, tokenizer and alignment beside the weights
 

@@ -18,7 +18,7 @@ from specexport.built import TOKENIZER_NAME, BuiltModel
 from specexport.bundle import check_output, find_up_to_date, refuse_to_replace, write_bundle
 from specexport.cache import EngineCache
 from specexport.fingerprint import BUNDLE_SOURCES, ENGINE_SOURCES, hash_sources, hash_values, tool_versions
-from specexport.model_build import STAGES, ModelSource, build_model
+from specexport.model_build import STAGES, ModelSource, build_model, require_export_stack
 from specexport.progress import Progress, StageClock
 from specexport.recipe import BuildRecipe, resolve_recipe
 from specexport.vocabulary import check_vocabularies, read_vocabulary
@@ -159,6 +159,8 @@ def _make_plan(recipe: BuildRecipe) -> _Plan:
 def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | None) -> ModelSource:
     from specexport.frontend.source import hash_source, resolve_source
 
+    if not Path(source).expanduser().exists():  # a hub id: fetching it needs what building needs
+        require_export_stack()
     found = resolve_source(source, revision, remote_code=recipe.trust_remote_code)
     return ModelSource(role, source, revision, found.name, hash_source(found))
 
