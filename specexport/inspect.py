@@ -105,7 +105,8 @@ def _describe_verify(manifest: Manifest) -> Iterator[str]:
     if manifest.verify is None:
         yield "verify: not verified yet; run `specexport verify`"
         return
-    yield "verify: " + ", ".join(f"{key}={value}" for key, value in manifest.verify.items())
+    shown = {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in manifest.verify.items()}
+    yield "verify: " + ", ".join(f"{key}={value}" for key, value in shown.items())
 
 
 def _size(count: int) -> str:

@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -13,6 +14,7 @@ from specexport import cli
 from specexport.progress import ProgressEvent, StageClock, show_progress
 from specexport_runtime.cli_errors import SuggestingGroup, format_error
 from specexport_runtime.errors import CheckFailedError, IncompatibleError, RecipeError
+from specexport_runtime.manifest import load_manifest
 
 RunCli = Callable[..., Result]
 
@@ -141,6 +143,14 @@ def test_inspect_needs_the_manifest_only(run_cli: RunCli, tiny_bundle: Path) -> 
     assert data["models"]["target"]["kv_bytes_per_token"] == 2 * 2 * (16 + 16) * 4  # layers, heads, dims, bytes
     assert data["total_bytes"] == sum(entry["size"] for entry in data["files"].values())
     assert {"name": "logits", "dtype": "float32"}.items() <= data["models"]["draft"]["contract"][-3].items()
+
+
+def test_inspect_shows_the_last_verification(run_cli: RunCli, tiny_bundle: Path, tmp_path: Path) -> None:
+    manifest = load_manifest(tiny_bundle)
+    replace(manifest, verify={"status": "passed", "target_max_abs": 1.23456e-6}).write(tmp_path)
+    result = run_cli("inspect", tmp_path)
+    assert "verify: status=passed, target_max_abs=1.23e-06" in result.stdout
+    assert json.loads(run_cli("inspect", tmp_path, "--json").stdout)["verify"]["target_max_abs"] == 1.23456e-6
 
 
 def test_inspect_refuses_what_is_no_bundle(refuse_cli: Callable[..., str], tmp_path: Path) -> None:
