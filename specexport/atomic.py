@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from specexport_runtime.errors import UserInputError
+from specexport_runtime.errors import OutputExistsError, UserInputError
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLONE_FILE = 0x40049409  # Linux ioctl FICLONE: share the blocks until one side is written
@@ -78,7 +78,8 @@ def new_folder(path: Path, *, replace: bool = False, sync: bool = True) -> Itera
         the empty temporary folder to fill.
 
     Raises:
-        UserInputError: the folder cannot be made, or the disk is full; names the needed and the free space.
+        UserInputError: the folder cannot be made, or the disk is full; names the written and the free bytes.
+        OutputExistsError: ``path`` is in use by the time the block ends.
     """
     temporary = temporary_name(path)
     try:
@@ -110,7 +111,14 @@ def _put_in_place(temporary: Path, path: Path, *, replace: bool) -> None:
             os.rename(old, path)
             raise
     else:
-        os.rename(temporary, path)  # refuses a folder that is not empty
+        try:
+            os.rename(temporary, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise OutputExistsError(
+                f"{path} has appeared while it was being built.", "see what is in it, then build again."
+            ) from error
     _sync_folder(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specexport import atomic
-from specexport_runtime.errors import UserInputError
+from specexport_runtime.errors import OutputExistsError, UserInputError
 
 
 def names(folder: Path) -> list[str]:
@@ -91,6 +91,21 @@ def test_a_failed_second_rename_puts_the_old_folder_back(tmp_path: Path, monkeyp
         pass
     assert names(tmp_path) == ["out"]
     assert names(out) == ["old"]
+
+
+def test_a_folder_that_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def build_beside_another() -> None:
+        with atomic.new_folder(out) as folder:
+            (folder / "mine").write_text("1")
+            out.mkdir()
+            (out / "theirs").write_text("2")
+
+    with pytest.raises(OutputExistsError, match="appeared while"):
+        build_beside_another()
+    assert names(tmp_path) == ["out"]
+    assert names(out) == ["theirs"]
 
 
 def test_leftovers_go_when_their_process_is_gone(tmp_path: Path) -> None:
