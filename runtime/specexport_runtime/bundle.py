@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 TOKENIZER_NAME = "tokenizer.json"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
+SMALL_DRAFT_PARAMETERS = 20_000_000
+"""Below this a draft's step is mostly fixed cost per operator, which threads do not share."""
 
 
 class Bundle(NamedTuple):
@@ -37,6 +39,10 @@ class Bundle(NamedTuple):
     def make_executor(self, role: str, *, num_threads: int | None = None, spin: bool = True) -> Executor:
         """Load the engine of one model (``"target"`` or ``"draft"``).
 
+        The threads of two engines must not fight for the same cores: while one runs, the idle threads of the other
+        would still spin. So a small draft runs on the calling thread alone, and a large one does not spin. With both
+        spinning on two threads, a round of the demo pair took twice as long.
+
         Raises:
             IncompatibleError: the engine's backend is unknown to this runtime.
         """
@@ -48,6 +54,9 @@ class Bundle(NamedTuple):
             )
         from specexport_runtime.executors.ort import OrtExecutor
 
+        if role == "draft":
+            small = entry.num_parameters < SMALL_DRAFT_PARAMETERS
+            num_threads, spin = (1 if small else num_threads), spin and small
         return OrtExecutor(
             self.folder / entry.path,
             entry,
