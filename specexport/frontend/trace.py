@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import onnx_ir as ir
 import torch
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import Tensor
 
 from specexport.frontend.attention import AttentionContext, LayerCall, attention_hook, unpadded_attention
@@ -98,6 +99,8 @@ def trace_model(model: Any, calls: tuple[LayerCall, ...]) -> TracedModel:
             output_names=[LOGITS.name, *cache_outputs],
             custom_translation_table={torch.ops.specexport.unpadded_attention.default: build_translation()},
         )
+    # The exporter notes Python stack traces, with paths of this machine, on every node.
+    ClearMetadataAndDocStringPass()(program.model)
     name_dimensions(program.model)
     return TracedModel(program.model, tuple(call.geometry for call in calls))
 

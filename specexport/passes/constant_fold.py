@@ -5,7 +5,7 @@ import onnx_ir as ir
 from specexport.passes.base import CountingPass, constant_of
 
 _LARGE = 1024  # elements
-_ROUNDS = 2  # a simplified reshape can make another shape constant
+_MAX_ROUNDS = 6  # a simplified reshape can make another shape constant
 
 # Rules of onnxscript, by name. Those with several outputs are left out: matching them is quadratic in the graph.
 _RULES = (
@@ -50,12 +50,15 @@ class ConstantFoldPass(CountingPass):
         common.InlinePass()(model)
         before = len(model.graph)
         simplify = RewritePass([getattr(rules, name) for name in _RULES])
-        for _ in range(_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
+            nodes = len(model.graph)
             optimizer.fold_constants(
                 model, onnx_shape_inference=True, input_size_limit=_LARGE, should_fold=_should_fold
             )
             simplify(model)
             common.RemoveUnusedNodesPass()(model)
+            if len(model.graph) == nodes:
+                break
         tidy: list[ir.passes.PassBase] = [
             common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
             common.RemoveUnusedOpsetsPass(),

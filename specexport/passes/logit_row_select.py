@@ -86,8 +86,7 @@ class LogitRowSelectPass(CountingPass):
         graph.remove([head.squeeze, head.matmul], safe=True)  # safe: also gives back their inputs
         logits.name = None
         last.name, last.shape = LOGITS.name, shape
-        if dtype is not None:
-            last.dtype = dtype
+        last.type = ir.TensorType(dtype) if dtype is not None else None
 
 
 def _node(

@@ -90,6 +90,6 @@ def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_with_only_a_gguf_file_points_at_the_file(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match="has no config.json") as caught:
+    with pytest.raises(CheckpointError, match=r"has no config\.json") as caught:
         load_checkpoint(str(tmp_path))
     assert "model.gguf" in (caught.value.hint or "")

@@ -83,7 +83,7 @@ def test_a_forward_that_fails_is_refused_with_its_reason() -> None:
         raise RuntimeError("needs images")
 
     model.model.register_forward_pre_hook(explode)
-    with pytest.raises(UnsupportedModelError, match="its forward pass fails on packed tokens .*needs images"):
+    with pytest.raises(UnsupportedModelError, match=r"its forward pass fails on packed tokens .*needs images"):
         trace_checkpoint(make_checkpoint(model))
 
 

@@ -1,0 +1,99 @@
+"""A lowered model: which inputs remain, and that caches are updated in the memory they came in."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specexport.lowering import lower_model
+from specexport_runtime.errors import RecipeError
+from tests.engine_harness import Engine, build
+from tests.tiny_models import ARCHITECTURES, make_llama, make_model
+
+STEP = ["input_ids", "positions", "logit_rows", "row_totals", "pad_index", "unpad_index"]
+
+
+@pytest.fixture(scope="module", params=["llama", "deepseek_v3"])
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model on the fused body and one on the portable body."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model, layers, _ = build(make_model(*ARCHITECTURES[request.param]), folder)
+    return folder, model, layers
+
+
+def test_only_the_step_inputs_that_are_read_remain(built: Any) -> None:
+    _, model, _ = built
+    names = [value.name for value in model.graph.inputs]
+    assert [name for name in names if "cache" not in name] == STEP
+
+
+def test_no_unlowered_op_is_left_and_bodies_are_shared(built: Any) -> None:
+    _, model, _ = built
+    kinds = {node.op_type for node in model.graph if node.domain == "specexport"}
+    assert len(kinds) == 1
+    assert [key[1] for key in model.functions if key[0] == "specexport"] == list(kinds)
+    assert "UnpaddedAttention" not in kinds
+
+
+def test_caches_are_updated_in_the_memory_they_came_in(built: Any) -> None:
+    folder, _, layers = built
+    engine = Engine(folder, layers, num_rows=3, capacity=32)
+    before = {name: cache.copy() for name, cache in engine.caches.items()}
+    engine.step([[5, 6, 7, 8], [9, 10]], [0, 0], first_row=1)
+    for name, cache in engine.caches.items():
+        assert np.isnan(cache[0]).all(), "a row outside the step was touched"
+        assert np.isfinite(cache[1, 0, :, :4]).all()
+        assert np.isfinite(cache[2, 0, :, :2]).all()
+        # Row totals are padded to the longest row: nothing behind them may change.
+        np.testing.assert_array_equal(cache[1:, :, :, 4:], before[name][1:, :, :, 4:])
+
+
+def test_results_do_not_depend_on_the_capacity(built: Any) -> None:
+    folder, _, layers = built
+    results = []
+    for capacity in (16, 512):
+        engine = Engine(folder, layers, num_rows=2, capacity=capacity)
+        engine.step([[5, 6, 7], [8, 9]], [0, 0])
+        results.append(engine.step([[4], [3, 2]], [3, 2]))
+    np.testing.assert_array_equal(*results)
+
+
+def test_steps_accumulate_at_the_bound_address(built: Any) -> None:
+    folder, _, layers = built
+    engine = Engine(folder, layers, num_rows=1, capacity=16)
+    pointers = {name: cache.ctypes.data for name, cache in engine.caches.items()}
+    for past, tokens in ((0, [3, 4, 5]), (3, [6]), (4, [7, 8])):
+        engine.step([tokens], [past])
+    assert {name: cache.ctypes.data for name, cache in engine.caches.items()} == pointers
+    assert all(np.isfinite(cache[0, 0, :, :6]).all() for cache in engine.caches.values())
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(RecipeError, match="no lowering for backend 'cuda'"):
+        lower_model(None, "cuda")  # type: ignore[arg-type]
+
+
+def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        build(make_llama(tie_word_embeddings=True), tmp_path / name)
+    for file in ("model.onnx", "model.onnx.data"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    assert str(Path(__file__).parents[2]).encode() not in (tmp_path / "a" / "model.onnx").read_bytes()
+
+
+def test_weights_are_stored_once_in_one_page_aligned_file(tmp_path: Path) -> None:
+    import onnx
+
+    model = make_llama(tie_word_embeddings=True, vocab_size=2048)
+    build(model, tmp_path)
+    parameters = sum(p.numel() for p in model.parameters()) * 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
+    data = (tmp_path / "model.onnx.data").stat().st_size
+    assert data < parameters + 30 * 4096, "the tied embedding is half of the weights: twice would show"
+    proto = onnx.load(tmp_path / "model.onnx", load_external_data=False)
+    external = {t.name: {e.key: e.value for e in t.external_data} for t in proto.graph.initializer if t.external_data}
+    big = {name: entry for name, entry in external.items() if int(entry["length"]) >= 4096}
+    assert len(big) == 15
+    assert all(int(entry["offset"]) % 4096 == 0 for entry in big.values())
+    assert {entry["location"] for entry in external.values()} == {"model.onnx.data"}

@@ -1,0 +1,219 @@
+"""Each pass on a real trace: what it changes, what it leaves alone, and that weights are stored once."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from specexport.passes import default_passes, run_passes
+from specexport.passes.constant_fold import ConstantFoldPass
+from specexport.passes.logit_row_select import LogitRowSelectPass
+from specexport.passes.node_deduplicate import NodeDeduplicatePass
+from specexport.passes.operator_fuse import OperatorFusePass
+from specexport.passes.precision_cast import PrecisionCastPass
+from specexport.passes.transpose_fold import TransposeFoldPass
+from specexport.passes.weight_deduplicate import WeightDeduplicatePass
+from specexport.passes.weight_remove import WeightRemovePass
+from specexport_runtime.errors import CheckFailedError
+from tests.engine_harness import Recipe
+from tests.tiny_models import VOCAB
+
+Traced = Callable[[str], Any]
+NAMES = [
+    "constant-fold",
+    "operator-fuse",
+    "weight-deduplicate",
+    "logit-row-select",
+    "transpose-fold",
+    "precision-cast",
+    "node-deduplicate",
+    "weight-remove",
+]
+
+
+def count(model: ir.Model) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph)
+
+
+def add_weight(model: ir.Model, name: str, data: np.ndarray) -> ir.Value:
+    value = ir.Value(name=name, const_value=ir.tensor(data, name=name))
+    value.type, value.shape = ir.TensorType(ir.DataType.from_numpy(data.dtype)), ir.Shape(data.shape)
+    model.graph.initializers[name] = value
+    return value
+
+
+def find_weights(model: ir.Model, shape: tuple[int, ...]) -> list[str]:
+    values = model.graph.initializers.values()
+    return [str(v.name) for v in values if v.const_value is not None and tuple(v.const_value.shape) == shape]
+
+
+def test_the_list_is_documented_and_runs_in_order(traced: Traced) -> None:
+    passes = default_passes(Recipe())
+    assert [item.name for item in passes] == NAMES
+    assert all(len(item.reason) > 20 and item.__doc__ for item in passes)
+    assert all(type(item).__name__.endswith("Pass") for item in passes)
+    seen: list[str] = []
+    report = run_passes(traced("llama"), passes, on_pass=seen.append)
+    assert seen == [name for name, _ in report] == NAMES
+
+
+def test_what_the_passes_do_to_a_tied_llama(traced: Traced) -> None:
+    model = traced("llama_tied")
+    report = dict(run_passes(model, default_passes(Recipe())))
+    # Per layer 2 norms and 2 rotary embeddings, and the last norm; 7 linear weights a layer; the head in one Gemm.
+    assert (report["operator-fuse"], report["transpose-fold"], report["logit-row-select"]) == (9, 14, 1)
+    counts = count(model)
+    assert (counts["RMSNormalization"], counts["RotaryEmbedding"], counts["Gemm"]) == (5, 4, 1)
+    assert (counts["Cos"], counts["Sin"], counts["UnpaddedAttention"]) == (1, 1, 2)
+    assert not find_weights(model, (128, VOCAB))
+    assert len(find_weights(model, (VOCAB, 128))) == 1
+
+
+def test_a_dump_shows_the_graph_after_each_pass_without_weights(traced: Traced, tmp_path: Path) -> None:
+    model = traced("llama")
+    run_passes(model, default_passes(Recipe()), dump_dir=tmp_path)
+    stems = [f"{i:02d}-{name}" for i, name in enumerate(["traced", *NAMES])]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        stem + end for stem in stems for end in (".onnx", ".txt")
+    )
+    last = onnx.load(tmp_path / f"{stems[-1]}.onnx", load_external_data=False)
+    assert [node.op_type for node in last.graph.node] == [node.op_type for node in model.graph]
+    assert (tmp_path / f"{stems[-1]}.onnx").stat().st_size < 100_000
+    assert "UnpaddedAttention" in (tmp_path / f"{stems[0]}.txt").read_text()
+    assert all(
+        v.const_value is not None and v.const_value.numpy() is not None for v in model.graph.initializers.values()
+    )
+
+
+def test_equal_weights_become_one_and_nearly_equal_ones_do_not(traced: Traced) -> None:
+    model = traced("llama")
+    data = np.random.default_rng(0).standard_normal((40, 50)).astype(np.float32)
+    near = data.copy()
+    near[7, 3] = np.nextafter(near[7, 3], 9)  # one bit, where the sparse sample does not look
+    sinks = []
+    for name, weight in (("a", data), ("b", data.copy()), ("c", near), ("d", data.astype(np.float64))):
+        node = ir.node("Identity", [add_weight(model, name, weight)])
+        model.graph.append(node)
+        sinks.append(node)
+    before = len(model.graph.initializers)
+    assert WeightDeduplicatePass()(model).modified
+    assert sinks[0].inputs[0] is sinks[1].inputs[0]
+    assert len({id(node.inputs[0]) for node in sinks}) == 3
+    assert "b" not in model.graph.initializers
+    assert len(model.graph.initializers) < before
+
+
+def test_transposes_fold_lazily_and_not_where_the_weight_is_shared(traced: Traced) -> None:
+    model = traced("llama_tied")
+    ConstantFoldPass()(model)
+    head = "model.lm_head.weight"
+    originals = {
+        name: v.const_value.numpy() for name, v in model.graph.initializers.items() if len(v.const_value.shape) == 2
+    }
+    folding = TransposeFoldPass()
+    folding(model)
+    assert folding.changes == 14
+    assert head in model.graph.initializers, "the tied embedding is read untransposed too"
+    folded = {n: v for n, v in model.graph.initializers.items() if n.endswith(".transposed")}
+    assert len(folded) == 14
+    for name, value in folded.items():
+        assert isinstance(value.const_value, ir.LazyTensor)
+        np.testing.assert_array_equal(value.const_value.numpy(), originals[name.removesuffix(".transposed")].T)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "phi", "gemma2", "granite", "cohere2", "mixtral", "gpt_oss"])
+def test_the_head_is_one_gemm_over_the_stored_weight(name: str, traced: Traced) -> None:
+    model = traced(name)
+    ConstantFoldPass()(model)
+    assert LogitRowSelectPass()(model).modified
+    (gemm,) = [node for node in model.graph if node.op_type == "Gemm" and node.outputs[0].shape[0] == "num_logit_rows"]
+    assert gemm.attributes["transB"].as_int() == 1
+    assert gemm.inputs[1].const_value.shape[0] == VOCAB
+    assert len(gemm.inputs[0].shape) == 2
+    # Only the rows that are wanted: the Gemm reads a Gather of logit_rows.
+    gather = gemm.inputs[0].producer()
+    while gather.op_type != "Gather":
+        gather = gather.inputs[0].producer()
+    assert gather.inputs[1].name == "logit_rows"
+
+
+def test_an_unexpected_tail_is_left_as_it_is(traced: Traced) -> None:
+    model = traced("llama")
+    ConstantFoldPass()(model)
+    matmul = next(v for v in model.graph.outputs if v.name == "logits").producer().inputs[0].producer()
+    matmul.op_type = "Einsum"
+    selecting = LogitRowSelectPass()
+    assert not selecting(model).modified
+    assert selecting.changes == 0
+
+
+def test_constant_folding_never_copies_a_weight_matrix(traced: Traced) -> None:
+    model = traced("llama")
+    matrices = {n for n, v in model.graph.initializers.items() if v.const_value.size > 1024}
+    nodes = len(model.graph)
+    folding = ConstantFoldPass()
+    folding(model)
+    assert folding.changes == nodes - len(model.graph) > 0
+    after = {n for n, v in model.graph.initializers.items() if v.const_value.size > 1024}
+    assert after <= matrices
+    assert not ConstantFoldPass()(model).modified, "a second run has nothing left to do"
+
+
+def test_fusing_and_merging_count_what_they_change(traced: Traced) -> None:
+    model = traced("llama")
+    ConstantFoldPass()(model)
+    before = count(model)
+    fusing = OperatorFusePass()
+    fusing(model)
+    assert fusing.changes == count(model)["RMSNormalization"] + count(model)["RotaryEmbedding"] == 9
+    merging = NodeDeduplicatePass()
+    nodes = len(model.graph)
+    merging(model)
+    assert merging.changes == nodes - len(model.graph) > 0
+    assert before["MatMul"] == count(model)["MatMul"]
+
+
+def test_weights_without_readers_go(traced: Traced) -> None:
+    model = traced("llama")
+    add_weight(model, "orphan", np.ones(3, np.float32))
+    dead = ir.node("Neg", [add_weight(model, "dead", np.ones(3, np.float32))])
+    model.graph.append(dead)
+    names = set(model.graph.initializers)
+    removing = WeightRemovePass()
+    removing(model)
+    assert {"orphan", "dead"} <= names - set(model.graph.initializers)
+    assert removing.changes == len(names) - len(model.graph.initializers)
+
+
+def test_casts_on_weights_happen_at_build_time(traced: Traced) -> None:
+    model = traced("llama")
+    data = np.random.default_rng(0).standard_normal((60, 60)).astype(np.float16)
+    cast = ir.node("Cast", [add_weight(model, "half", data)], attributes={"to": int(ir.DataType.FLOAT)})
+    reader = ir.node("Neg", [cast.outputs[0]])
+    model.graph.extend([cast, reader])
+    casting = PrecisionCastPass("float32")
+    casting(model)
+    assert casting.changes >= 1
+    assert reader.inputs[0].const_value.dtype == ir.DataType.FLOAT
+    np.testing.assert_array_equal(reader.inputs[0].const_value.numpy(), data.astype(np.float32))
+    assert "half" not in model.graph.initializers
+
+
+def test_logits_leave_in_float32(traced: Traced) -> None:
+    model = traced("llama")
+    logits = next(v for v in model.graph.outputs if v.name == "logits")
+    logits.type = ir.TensorType(ir.DataType.FLOAT16)
+    PrecisionCastPass("float32")(model)
+    out = next(v for v in model.graph.outputs if v.name == "logits")
+    assert out.dtype == ir.DataType.FLOAT
+    assert out.producer().op_type == "Cast"
+
+
+def test_caches_of_another_dtype_than_the_recipes_are_an_error(traced: Traced) -> None:
+    with pytest.raises(CheckFailedError, match=r"k_cache\.0 was traced in FLOAT, the recipe says FLOAT16"):
+        PrecisionCastPass("float16").rewrite(traced("llama"))
