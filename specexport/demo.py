@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from specexport_runtime import GenerationResult, SpecEngine
 
 PAIR = Path("examples") / "demo_pair"
-STREAM_PROMPT = (
-    'def read_config(path, *, encoding=\'utf-8\'):\n    """Read a configuration file and return a dict."""\n'
-)
+STREAM_PROMPT = 'def read_lines(path, *, encoding="utf-8"):\n    """Return the lines of a file."""\n    with open(path'
 NUM_PROMPTS = 8
 _COLOURS = {"accepted": "green", "corrected": "red", "bonus": "cyan", "target": None}
 
@@ -171,8 +169,8 @@ def format_measurement(measured: Measurement) -> str:
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name.ljust(width)}   {value}" for name, value in rows]
     title = (
-        f"{measured.num_prompts} prompts, {measured.num_tokens} tokens each way, one sequence at a time, "
-        f"medians of {measured.repeats} repeats:"
+        f"Greedy, {measured.num_prompts} prompts, {measured.num_tokens} tokens each way, one sequence at a time, "
+        f"medians of {measured.repeats}:"
     )
     return "\n".join([title, *lines])
 
@@ -195,7 +193,7 @@ def _stream(engine: "SpecEngine", prompt: str, *, lookahead: int, max_tokens: in
     colour = sys.stdout.isatty()
     click.echo()
     click.secho(prompt, nl=False, dim=colour)
-    params = SamplingParams(max_tokens=max_tokens)
+    params = SamplingParams(temperature=0.5, top_p=0.9, seed=1, max_tokens=max_tokens)
     for chunk in engine.stream(prompt, params, num_speculative_tokens=lookahead):
         for piece in chunk.pieces:
             click.secho(piece.text, nl=False, fg=_COLOURS[piece.kind] if colour else None)
