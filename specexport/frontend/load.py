@@ -123,14 +123,17 @@ def _clear_quantizer_marks(model: Any) -> None:
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """No progress bars and no advice from transformers: what matters here is raised as an error."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_utils
     from transformers.utils import logging as hf_logging
 
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity(logging.CRITICAL)
     hf_logging.disable_progress_bar()
+    bar, gguf_utils.tqdm = gguf_utils.tqdm, lambda tensors, **_: tensors  # this one does not ask the logger
     try:
         yield
     finally:
+        gguf_utils.tqdm = bar
         hf_logging.set_verbosity(verbosity)
         if bars:
             hf_logging.enable_progress_bar()

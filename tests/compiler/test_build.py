@@ -169,7 +169,11 @@ def test_without_a_draft_a_bundle_has_one_model(tiny_pair: TinyPair, tiny_bundle
     assert not (tmp_path / "out" / "draft").exists()
 
 
-def test_no_check_and_no_cache_leave_the_cache_alone(tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path) -> None:
+def test_no_check_and_no_cache_leave_the_cache_alone(
+    tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(EngineCache().folder.parent, tmp_path / "cache")  # other workers write to the shared one
+    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
     cache = EngineCache()
     before = entries(cache)
     recipe = tiny_pair.recipe(tmp_path / "out", target=str(tiny_pair.draft), draft=None, check=False)

@@ -99,3 +99,22 @@ def test_training_script_makes_a_loadable_pair(tmp_path):
     assert rows[-1]["tokens"] == 8192
     for role in ("target", "draft"):
         assert loss(tmp_path / role, SNIPPET) < 7.0
+
+
+@pytest.mark.slow
+def test_distillation_script_makes_a_draft_that_fits(demo_bundle, tmp_path):
+    command = [
+        sys.executable,
+        str(PAIR / "distill.py"),
+        str(PAIR),
+        "--teacher",
+        str(demo_bundle),
+        "--out",
+        str(tmp_path),
+    ]
+    command += ["--snippets", "6", "--minutes", "0.02", "--threads", "1", "--rows", "1"]
+    subprocess.run(command, check=True, capture_output=True, timeout=240)
+    draft = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
+    assert draft.config.vocab_size == transformers.AutoConfig.from_pretrained(PAIR / "target").vocab_size
+    assert (tmp_path / "draft" / "tokenizer.json").read_bytes() == (PAIR / "draft" / "tokenizer.json").read_bytes()
+    assert loss(tmp_path / "draft", SNIPPET) < 5.0  # it went on from the trained draft

@@ -65,11 +65,12 @@ def write_gguf(model: Any, path: Path) -> None:
     writer.close()
 
 
-def test_a_gguf_file_gives_the_original_model(tmp_path: Path) -> None:
+def test_a_gguf_file_gives_the_original_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = make_model("Qwen2", GROUPED)
     path = tmp_path / "tiny.gguf"
     write_gguf(model, path)
     checkpoint = load_checkpoint(str(path))
+    assert capfd.readouterr().err == ""  # no progress bar of the libraries beside our own
     assert checkpoint.source == "tiny.gguf"
     assert checkpoint.source_sha256 == hash_checkpoint(str(path))
     assert checkpoint.eos_token_ids == (2,)

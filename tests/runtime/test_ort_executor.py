@@ -151,3 +151,11 @@ def test_threads_default_to_the_cores_really_available():
     import os
 
     assert 1 <= available_cores() <= len(os.sched_getaffinity(0))
+
+
+def test_a_small_draft_runs_on_one_thread_and_the_target_on_those_asked_for(bundle):
+    threads = {
+        role: bundle.make_executor(role, num_threads=2)._session.get_session_options().intra_op_num_threads
+        for role in ("target", "draft")
+    }
+    assert threads == {"target": 2, "draft": 1}
