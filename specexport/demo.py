@@ -212,7 +212,7 @@ def _short(path: Path) -> Path:
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Bundle folder.  [default: engines/demo]")
 @click.option("--prompt", default=STREAM_PROMPT, help="Prompt of the live stream.")
 @click.option("--lookahead", "--num-speculative-tokens", type=int, default=4, show_default=True, help="K.")
-@click.option("--max-tokens", type=int, default=64, show_default=True, help="Tokens to generate for each prompt.")
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="Tokens to generate for each prompt.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Timed repeats.")
 @click.option("--threads", type=int, help="Compute threads.  [default: the cores available]")
 @click.option("--json", "as_json", is_flag=True, help="Print the measured numbers as JSON and nothing else.")
