@@ -3,7 +3,9 @@
 A round at K=4: five target rows are processed, and four draft tokens (whose distributions are given) are tested.
 Every row is processed, also those that a rejection would have spared, so that runs compare.
 
-python benchmarks/sampling.py --repeats 5
+With ``--bundle`` the rows are a real target's, after the last five tokens of a prompt.
+
+python benchmarks/sampling.py --bundle engines/demo
 """
 
 import argparse
@@ -16,6 +18,8 @@ import numpy.typing as npt
 from common import median, report, timed
 
 from specexport_runtime.accept import accept_sampled
+from specexport_runtime.batch import ModelRunner, RowWork
+from specexport_runtime.bundle import load_bundle
 from specexport_runtime.sampling import RandomStream, Sampler, SamplingParams, sample_token
 
 ROWS = 5
@@ -41,6 +45,15 @@ def make_logits(kind: str, vocab_size: int, rng: np.random.Generator) -> npt.NDA
     return logits.astype(np.float32)
 
 
+def bundle_logits(path: Path, prompt: str) -> npt.NDArray[np.float32]:
+    """[ROWS, V] logits of a bundle's target after the last ROWS tokens of ``prompt``."""
+    bundle = load_bundle(path, max_num_seqs=1)
+    executor = bundle.make_executor("target")
+    logits = ModelRunner(executor).step(0, [RowWork(bundle.tokenizer.encode(prompt).ids, ROWS)]).copy()
+    executor.close()
+    return logits
+
+
 def milliseconds(function: Callable[[], object], repeats: int) -> float:
     """Median over ``repeats`` of the mean of enough calls to fill a fifth of a second."""
     function()
@@ -53,10 +66,10 @@ def milliseconds(function: Callable[[], object], repeats: int) -> float:
     return median(timed(several)[0] / calls for _ in range(repeats)) * 1e3
 
 
-def measure(kind: str, vocab_size: int, setting: str, repeats: int) -> dict[str, Any]:
+def measure(kind: str, logits: npt.NDArray[np.float32], setting: str, repeats: int) -> dict[str, Any]:
     """One line of the table."""
     rng = np.random.default_rng(0)
-    logits = make_logits(kind, vocab_size, rng)
+    vocab_size = logits.shape[1]
     draft_logits = (logits + 0.5 * rng.normal(size=logits.shape)).astype(np.float32)
     params = SamplingParams(temperature=0.8, **SETTINGS[setting])
     sampler = Sampler(params, rng.integers(0, vocab_size, 300).tolist(), vocab_size)
@@ -83,14 +96,16 @@ def main() -> None:
     """Measure every combination of logits, vocabulary and setting."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--bundle", type=Path, help="take the rows from this bundle's target instead")
+    parser.add_argument("--prompt", default="Question: How many legs do three spiders and two birds have?\nAnswer:")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    results = [
-        measure(kind, vocab_size, setting, args.repeats)
-        for vocab_size in VOCAB_SIZES
-        for kind in ("peaked", "noise 1", "noise 3")
-        for setting in SETTINGS
-    ]
+    if args.bundle is not None:
+        sources = [(args.bundle.name, bundle_logits(args.bundle, args.prompt))]
+    else:
+        kinds = [(kind, size) for size in VOCAB_SIZES for kind in ("peaked", "noise 1", "noise 3")]
+        sources = [(kind, make_logits(kind, size, np.random.default_rng(0))) for kind, size in kinds]
+    results = [measure(kind, logits, setting, args.repeats) for kind, logits in sources for setting in SETTINGS]
     rows = [
         (
             f"V={r['vocab_size']}, {r['logits']} logits, {r['setting']}",
