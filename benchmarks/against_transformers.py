@@ -70,9 +70,7 @@ def main() -> None:
     ours(prompts[0])
     times: list[tuple[float, float]] = []
     for _ in range(args.repeats):
-        pairs = [
-            (timed(lambda p=p: theirs(p))[0], timed(lambda p=p: ours(p))[0]) for p in speed_prompts
-        ]
+        pairs = [(timed(lambda p=p: theirs(p))[0], timed(lambda p=p: ours(p))[0]) for p in speed_prompts]
         times.append((sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)))
     differences = []
     for number, prompt in enumerate(prompts):
