@@ -120,9 +120,8 @@ class Decoder:
         self.running.append(seq)
         head = (len(seq.tokens) - 1) // self.target.max_chunk * self.target.max_chunk
         self.target.prefill(seq.row, seq.tokens[:head])
-        event = self._verify([seq], [_EMPTY])[0]
         self.times.prefill += time.perf_counter() - start
-        return event
+        return self._verify([seq], [_EMPTY])[0]
 
     def _round(self) -> list[RoundEvent]:
         engines_before = self._engine_seconds()

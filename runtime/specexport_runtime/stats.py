@@ -88,12 +88,12 @@ class PhaseTimes:
     """Seconds a decoder spent, by phase.
 
     Attributes:
-        prefill: target prefill.
+        prefill: prompt chunks before the last one, which is a verify step.
         draft: proposing (draft engine and draft sampling).
         verify: packing, target execution.
         accept: logits processing, acceptance, commit.
-        engine: inside engine execution, target and draft together.
-        total: whole decoding steps; total - engine is the runtime's own time.
+        engine: inside engine execution, target and draft together, in the rounds counted by ``rounds``.
+        total: those rounds as a whole, admissions left out; total - engine is the runtime's own time.
     """
 
     prefill: float = 0.0

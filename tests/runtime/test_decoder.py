@@ -1,5 +1,7 @@
 """The whole loop on fake executors: greedy speculation equals plain greedy decoding, whatever the draft."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -158,6 +160,17 @@ def test_nan_logits_are_an_error_not_a_token():
     target.logits_after([1])[3] = float("nan")
     with pytest.raises(CheckFailedError, match="NaN"):
         run(make_decoder(target, None, 0), [make_sequence(0, [1], SamplingParams(max_tokens=3))])
+
+
+def test_phases_do_not_count_the_same_time_twice():
+    decoder = make_decoder(make_target(), make_draft("good"), 4)
+    start = time.perf_counter()
+    run(decoder, [make_sequence(0, [1, 2, 3] * 15, SamplingParams(max_tokens=1))])
+    wall = time.perf_counter() - start
+    times = decoder.times
+    assert times.prefill > 0
+    assert times.verify > 0
+    assert times.prefill + times.draft + times.verify + times.accept <= wall
 
 
 def test_cancel_frees_every_row():
