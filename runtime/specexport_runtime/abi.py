@@ -12,6 +12,7 @@ Q     ``max_new_tokens``    most new tokens of one sequence in the step
 R     ``num_logit_rows``    token rows that reach the LM head
 V     ``vocab_size``        rows of the LM head
 L     ``kv_capacity``       cache entries a row can hold (``max_model_len`` + slack)
+P     ``kv_span``           cache entries that ``kv_positions`` describes (padded-KV graphs only)
 K     ``lookahead``         draft tokens a round
 H     ``kv_heads``          key/value heads of one layer
 D     ``head_dim``          size of one key (or value) head of one layer
@@ -20,9 +21,9 @@ D     ``head_dim``          size of one key (or value) head of one layer
 
 from typing import Literal, NamedTuple
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
-Role = Literal["token", "index", "cache", "output"]
+Role = Literal["token", "index", "padding", "cache", "output"]
 
 
 class TensorSpec(NamedTuple):
@@ -50,8 +51,12 @@ KV_LENS = TensorSpec("kv_lens", "int32", ("B", 1), "index", "committed cache ent
 CU_NEW_TOKENS = TensorSpec(
     "cu_new_tokens", "int32", ("B+1",), "index", "running sum of new-token counts: row b owns tokens [cu[b], cu[b+1])"
 )
+ROW_STARTS = TensorSpec("row_starts", "int64", ("B", 1), "index", "first token of each row (any token for an idle row)")
+ROW_ENDS = TensorSpec(
+    "row_ends", "int64", ("B", 1), "index", "one past the last token of each row; an idle row still names one token"
+)
 ROW_TOTALS = TensorSpec(
-    "row_totals", "int32", ("B", 1), "index", "kv_lens + Q: a row's end when padded to Q new tokens"
+    "row_totals", "int32", ("B", 1), "index", "cache entries of each row after the step: kv_lens + row_ends - row_starts"
 )
 PAD_INDEX = TensorSpec(
     "pad_index",
@@ -62,6 +67,13 @@ PAD_INDEX = TensorSpec(
 )
 UNPAD_INDEX = TensorSpec(
     "unpad_index", "int64", ("T",), "index", "slot b*Q + j of the attention tile that holds each token"
+)
+KV_POSITIONS = TensorSpec(
+    "kv_positions",
+    "int64",
+    ("B", 1, "P"),
+    "padding",
+    "padded-KV graphs only: position of the token in each cache entry, this step's included; -1 for a padding entry",
 )
 K_CACHE = TensorSpec(
     "k_cache.{i}",
@@ -81,8 +93,22 @@ LOGITS = TensorSpec("logits", "float32", ("R", "V"), "output", "raw logits of th
 K_CACHE_OUT = TensorSpec("k_cache_out.{i}", "model", ("B", 1, "H", "L", "D"), "output", "same memory as k_cache.{i}")
 V_CACHE_OUT = TensorSpec("v_cache_out.{i}", "model", ("B", 1, "H", "L", "D"), "output", "same memory as v_cache.{i}")
 
-STEP_INPUTS = (INPUT_IDS, POSITIONS, LOGIT_ROWS, KV_LENS, CU_NEW_TOKENS, ROW_TOTALS, PAD_INDEX, UNPAD_INDEX)
+STEP_INPUTS = (
+    INPUT_IDS,
+    POSITIONS,
+    LOGIT_ROWS,
+    KV_LENS,
+    CU_NEW_TOKENS,
+    ROW_STARTS,
+    ROW_ENDS,
+    ROW_TOTALS,
+    PAD_INDEX,
+    UNPAD_INDEX,
+)
 """Inputs filled by the host on every step. A lowered graph keeps those that it uses."""
+
+PADDED_STEP_INPUTS = (*STEP_INPUTS, KV_POSITIONS)
+"""Step inputs of a padded-KV graph, where rows hold padding entries and only ``kv_positions`` tells them apart."""
 
 CACHE_INPUTS = (K_CACHE, V_CACHE)
 OUTPUTS = (LOGITS, K_CACHE_OUT, V_CACHE_OUT)
@@ -101,6 +127,7 @@ class StepShape(NamedTuple):
         num_tokens: T.
         max_new_tokens: Q.
         num_logit_rows: R.
+        kv_span: P; 0 for graphs without padding in the KV cache.
     """
 
     first_row: int
@@ -108,9 +135,10 @@ class StepShape(NamedTuple):
     num_tokens: int
     max_new_tokens: int
     num_logit_rows: int
+    kv_span: int = 0
 
     def dim(self, word: str | int) -> int:
-        """Size of one dimension word that the host knows (``B``, ``B+1``, ``T``, ``Q``, ``R``) or a fixed size."""
+        """Size of one dimension word that the host knows (``B``, ``B+1``, ``T``, ``Q``, ``R``, ``P``) or a fixed size."""
         if isinstance(word, int):
             return word
         return {
@@ -119,6 +147,7 @@ class StepShape(NamedTuple):
             "T": self.num_tokens,
             "Q": self.max_new_tokens,
             "R": self.num_logit_rows,
+            "P": self.kv_span,
         }[word]
 
     def shape_of(self, spec: TensorSpec) -> tuple[int, ...]:
@@ -142,7 +171,7 @@ def kv_slack(lookahead: int) -> int:
 def format_table() -> str:
     """The contract as a Markdown table (the README's copy is compared with this by a test)."""
     rows = ["| name | dtype | shape | meaning |", "| --- | --- | --- | --- |"]
-    for spec in (*STEP_INPUTS, *CACHE_INPUTS, *OUTPUTS):
+    for spec in (*PADDED_STEP_INPUTS, *CACHE_INPUTS, *OUTPUTS):
         shape = ", ".join(str(word) for word in spec.shape)
         rows.append(f"| `{spec.name}` | {spec.dtype} | [{shape}] | {spec.meaning} |")
     return "\n".join(rows)

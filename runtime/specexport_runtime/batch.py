@@ -6,9 +6,12 @@
     input_ids:  a b c d e                                        T = 5, B = 3, Q = 3
     cu:         0     3 3   5
     tile:       [a b c] [. . .] [d e .]                          slot (b, j) = b*Q + j
+
+An idle row names one token of another row: attention needs something to compute, the entry it writes is not committed.
 """
 
 from collections.abc import Sequence as Seq
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +19,7 @@ import numpy as np
 from specexport_runtime.abi import StepShape
 from specexport_runtime.executors.base import Executor, Float32Array, StepBuffers
 from specexport_runtime.kv import KvArena
+from specexport_runtime.padded_kv import PaddedKvArena
 
 
 class RowWork(NamedTuple):
@@ -31,55 +35,84 @@ class RowWork(NamedTuple):
 
 
 IDLE = RowWork((), 0)
+PADDING_TOKEN = 0  # an input token that is never committed may be any
 MAX_FILLED = 512
+SPAN_BUCKET = 64  # kv_span grows in steps of this, so that bindings of padded graphs are used again
 
 
-def step_shape(first_row: int, work: Seq[RowWork]) -> StepShape:
+def step_shape(first_row: int, work: Seq[RowWork], kv_span: int = 0) -> StepShape:
     """Sizes of the packed step for ``work`` on rows ``first_row``, ``first_row + 1``, and so on."""
     if len(work) == 1:  # the common case, kept free of generator overhead
         count = len(work[0].tokens)
-        return StepShape(first_row, 1, count, count, work[0].num_logits)
+        return StepShape(first_row, 1, count, count, work[0].num_logits, kv_span)
     counts = [len(row.tokens) for row in work]
-    return StepShape(first_row, len(work), sum(counts), max(counts), sum(row.num_logits for row in work))
+    return StepShape(first_row, len(work), sum(counts), max(counts), sum(row.num_logits for row in work), kv_span)
+
+
+def pad_work(work: Seq[RowWork]) -> list[RowWork]:
+    """Every row padded to the longest, as the padded method feeds it: padding tokens get logits like any other."""
+    width = max(len(row.tokens) for row in work)
+    return [
+        RowWork([*row.tokens, *[PADDING_TOKEN] * (width - len(row.tokens))], row.num_logits + width - len(row.tokens))
+        for row in work
+    ]
 
 
 def fill_index_inputs(buffers: StepBuffers, counts: Seq[int], num_logits: Seq[int]) -> None:
-    """Fill the inputs that depend on the counts only: cu_new_tokens, pad_index, unpad_index, logit_rows.
+    """Fill the inputs that depend on the counts only: all but input_ids, positions, kv_lens, row_totals, kv_positions.
 
     Args:
         buffers: host arrays of the step.
         counts: new tokens of each row.
         num_logits: trailing tokens of each row that need logits.
     """
-    tile_width = buffers.pad_index.shape[2]
-    start = logit = 0
+    num_rows, _, width = buffers.pad_index.shape
+    given, wanted = np.asarray(counts), np.asarray(num_logits)
     buffers.cu_new_tokens[0] = 0
-    for row, (count, wanted) in enumerate(zip(counts, num_logits, strict=True)):
-        end = start + count
-        slots = np.arange(start, end)
-        buffers.pad_index[row, 0, :count] = slots
-        # Padding slots may hold any token: what attention computes for them is never read.
-        buffers.pad_index[row, 0, count:] = min(start, max(sum(counts) - 1, 0))
-        buffers.unpad_index[start:end] = slots - start + row * tile_width
-        buffers.cu_new_tokens[row + 1] = end
-        buffers.logit_rows[logit : logit + wanted] = np.arange(end - wanted, end)
-        start, logit = end, logit + wanted
+    np.cumsum(given, out=buffers.cu_new_tokens[1:])
+    cu = buffers.cu_new_tokens.astype(np.int64)
+    num_tokens = int(cu[-1])
+    np.minimum(cu[:-1], num_tokens - 1, out=buffers.row_starts[:, 0])
+    np.maximum(cu[1:], buffers.row_starts[:, 0] + 1, out=buffers.row_ends[:, 0])
+    # Padding slots may hold any token: what attention computes for them is never read.
+    np.minimum(buffers.row_starts + np.arange(width), buffers.row_ends - 1, out=buffers.pad_index[:, 0])
+    np.add(np.arange(num_tokens), np.repeat(np.arange(num_rows) * width - cu[:-1], given), out=buffers.unpad_index)
+    firsts = np.cumsum(wanted) - wanted
+    np.add(np.arange(firsts[-1] + wanted[-1]), np.repeat(cu[1:] - wanted - firsts, wanted), out=buffers.logit_rows)
 
 
 class ModelRunner:
     """One model: an executor, its KV bookkeeping, and the packing of steps for it.
 
     Args:
-        executor: the engine.
+        executor: the engine; for ``unpad_kv=False`` one that runs a padded-KV graph.
         max_chunk: most tokens of one prefill step.
+        unpad_kv: each row has its own write position; False advances all rows of a step together, with padding.
+        unpad_input: new tokens are concatenated; False pads every row of a step to the longest.
+
+    Attributes:
+        logit_starts: after a step, where each row's logits begin.
+        input_tokens: tokens fed in packed steps of more than one row, padding left out.
+        input_padding: padding tokens fed beside them.
     """
 
-    def __init__(self, executor: Executor, *, max_chunk: int = 512) -> None:
+    def __init__(
+        self, executor: Executor, *, max_chunk: int = 512, unpad_kv: bool = True, unpad_input: bool = True
+    ) -> None:
         self.executor = executor
-        self.kv = KvArena(executor.num_rows, executor.kv_capacity)
+        arena = KvArena if unpad_kv else PaddedKvArena
+        self.kv: KvArena = arena(executor.num_rows, executor.kv_capacity)
         self.max_chunk = max_chunk
+        self.unpad_input = unpad_input
+        self.logit_starts: list[int] = []
+        self.input_tokens = self.input_padding = 0
         self._filled: dict[StepShape, tuple[StepBuffers, tuple[tuple[int, int], ...]]] = {}
         self._arange = np.arange(executor.kv_capacity + 1, dtype=np.int64)
+
+    @property
+    def unpad_kv(self) -> bool:
+        """Whether each row has its own write position."""
+        return not isinstance(self.kv, PaddedKvArena)
 
     def step(self, first_row: int, work: Seq[RowWork]) -> Float32Array:
         """Run one packed step. Entries are written after each row's committed ones and are not committed.
@@ -89,33 +122,67 @@ class ModelRunner:
             work: new tokens of consecutive rows; at least one token and one logit row in all.
 
         Returns:
-            logits [R, V], float32: the wanted rows of each sequence, in order; overwritten by the next step.
+            logits [R, V], float32: the wanted rows of each sequence, from ``logit_starts[i]`` on; overwritten by the
+            next step.
 
         Raises:
             SpecexportError: a row cannot hold the new tokens.
         """
-        shape = step_shape(first_row, work)
-        for offset in range(len(work)):
-            # Padding slots are written too (and never committed), so every row needs room for Q entries.
-            self.kv.write(first_row + offset, shape.max_new_tokens)
-        buffers = self.executor.prepare(shape)
+        if len(work) > 1:
+            given = sum(len(row.tokens) for row in work)
+            work = work if self.unpad_input else pad_work(work)
+            self.input_tokens += given
+            self.input_padding += sum(len(row.tokens) for row in work) - given
         counts = tuple((len(row.tokens), row.num_logits) for row in work)
+        needed = [count or 1 for count, _ in counts]
+        span = self._make_room(first_row, needed)
+        self.kv.write(first_row, needed)
+        shape = step_shape(first_row, work, span)
+        buffers = self.executor.prepare(shape)
         filled = self._filled.get(shape)
         if filled is None or filled[0] is not buffers or filled[1] != counts:
             fill_index_inputs(buffers, [count for count, _ in counts], [wanted for _, wanted in counts])
             if len(self._filled) >= MAX_FILLED:
                 self._filled.clear()
             self._filled[shape] = (buffers, counts)
-        start = 0
-        for offset, row in enumerate(work):
-            kv_len = self.kv.kv_len(first_row + offset)
-            end = start + len(row.tokens)
-            buffers.input_ids[start:end] = row.tokens
-            buffers.positions[start:end] = self._arange[kv_len : kv_len + end - start]
-            buffers.kv_lens[offset, 0] = kv_len
-            buffers.row_totals[offset, 0] = kv_len + shape.max_new_tokens
-            start = end
+        self._fill_tokens(buffers, first_row, work, needed)
+        self.logit_starts = [0] * len(work)
+        for i in range(1, len(work)):
+            self.logit_starts[i] = self.logit_starts[i - 1] + counts[i - 1][1]
         return self.executor.execute()
+
+    def _make_room(self, first_row: int, needed: Seq[int]) -> int:
+        """In the padded method: pad the rows to one length, squeezing old padding out when they are full.
+
+        Returns:
+            kv_span of the step; 0 without padding in the cache.
+        """
+        if not isinstance(self.kv, PaddedKvArena):
+            return 0
+        self.kv.align(first_row, len(needed))
+        if not self.kv.fits(first_row, needed):
+            for row in range(first_row, first_row + len(needed)):
+                self.executor.move_entries(row, self.kv.squeeze(row))
+            self.kv.align(first_row, len(needed))
+        end = max(self.kv.entries(first_row + i) + count for i, count in enumerate(needed))
+        return min(-(-end // SPAN_BUCKET) * SPAN_BUCKET, self.kv.capacity)
+
+    def _fill_tokens(self, buffers: StepBuffers, first_row: int, work: Seq[RowWork], needed: Seq[int]) -> None:
+        if len(work) == 1:
+            kv_len = self.kv.kv_len(first_row)
+            buffers.input_ids[:] = work[0].tokens
+            buffers.positions[:] = self._arange[kv_len : kv_len + len(work[0].tokens)]
+        else:
+            buffers.input_ids[:] = list(chain.from_iterable(row.tokens for row in work))
+            kv_lens = [self.kv.kv_len(first_row + i) for i in range(len(work))]
+            shifts = np.asarray(kv_lens) - buffers.cu_new_tokens[:-1]
+            counts = [len(row.tokens) for row in work]
+            np.add(self._arange[: len(buffers.positions)], np.repeat(shifts, counts), out=buffers.positions)
+        buffers.kv_lens[:, 0] = [self.kv.entries(first_row + i) for i in range(len(work))]
+        buffers.row_totals[:, 0] = buffers.kv_lens[:, 0] + needed
+        if buffers.kv_positions is not None and isinstance(self.kv, PaddedKvArena):
+            span = buffers.kv_positions.shape[2]
+            buffers.kv_positions[:, 0] = self.kv.kv_positions[first_row : first_row + len(work), :span]
 
     def prefill(self, row: int, tokens: Seq[int]) -> None:
         """Feed ``tokens`` to ``row`` in chunks and commit them; their logits are not wanted."""
@@ -126,9 +193,14 @@ class ModelRunner:
 
     def move_row(self, source: int, destination: int) -> None:
         """Move a sequence's cache to another row."""
-        self.executor.move_row(source, destination, self.kv.kv_len(source))
+        self.executor.move_row(source, destination, self.kv.entries(source))
         self.kv.move(source, destination)
 
     def release_row(self, row: int) -> None:
         """Forget the sequence in ``row``."""
         self.kv.release(row)
+
+    def reset(self) -> None:
+        """Forget every row."""
+        for row in range(self.kv.num_rows):
+            self.kv.release(row)

@@ -1,8 +1,10 @@
 """KV bookkeeping of one model: which rows are in use and how many entries of each are committed.
 
 Rollback is arithmetic: entries written for rejected tokens are not counted in ``kv_len`` and the next step overwrites
-them. The memory itself belongs to the executor.
+them. The memory itself belongs to the executor. ``padded_kv`` has the bookkeeping of the padded method.
 """
+
+from collections.abc import Sequence as Seq
 
 from specexport_runtime.errors import SpecexportError
 
@@ -30,16 +32,21 @@ class KvArena:
         """Committed entries of ``row``."""
         return self._kv_lens[row]
 
-    def write(self, row: int, count: int) -> None:
-        """A step wrote ``count`` entries after the committed ones of ``row``.
+    def entries(self, row: int) -> int:
+        """Cache entries that the next step of ``row`` writes behind: its committed ones."""
+        return self._kv_lens[row]
+
+    def write(self, first_row: int, counts: Seq[int]) -> None:
+        """A step is about to write ``counts[i]`` entries after the committed ones of row ``first_row + i``.
 
         Raises:
-            SpecexportError: the row cannot hold them; nothing may have been written before this was called.
+            SpecexportError: a row cannot hold them; no row is changed then.
         """
-        end = self._kv_lens[row] + count
-        if end > self.capacity:
-            raise SpecexportError(f"KV row {row} holds {self.capacity} entries; a step would write entry {end}.")
-        self._written[row] = end
+        ends = [kv_len + count for kv_len, count in zip(self._kv_lens[first_row:], counts, strict=False)]
+        if max(ends) > self.capacity:
+            row = first_row + ends.index(max(ends))
+            raise SpecexportError(f"KV row {row} holds {self.capacity} entries; a step would write entry {max(ends)}.")
+        self._written[first_row : first_row + len(ends)] = ends
 
     def commit(self, row: int, kv_len: int) -> None:
         """Make ``kv_len`` the committed length of ``row``; what lies beyond is forgotten.

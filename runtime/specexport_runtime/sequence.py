@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence as Seq
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.sampling import RandomStream, Sampler, SamplingParams
@@ -10,7 +10,19 @@ from specexport_runtime.stats import SequenceStats
 from specexport_runtime.text import TextStream
 
 NO_ROW = -1
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class DraftStage(NamedTuple):
+    """One way to draft for a sequence, and how far.
+
+    Attributes:
+        drafter: ``"lookup"`` or ``"draft-model"``.
+        lookahead: most draft tokens a round (K).
+    """
+
+    drafter: str
+    lookahead: int
 
 
 class Sequence:
@@ -26,11 +38,14 @@ class Sequence:
         text: detokenizer of this sequence; None if no text is wanted.
         stream: keep the text of each token for :meth:`take_pieces`.
         seed: seed of this sequence's random stream.
+        draft_plan: ways to draft, tried in order until one finds something; empty for plain decoding.
+        reference: token ids that lookup drafting may copy from, besides the sequence's own.
 
     Attributes:
         tokens: prompt and committed output.
         row: cache row while it is running; ``NO_ROW`` before and after.
         finish_reason: None while it may go on.
+        error: what ended it, if its ``finish_reason`` is ``"error"``.
     """
 
     def __init__(
@@ -45,6 +60,8 @@ class Sequence:
         text: TextStream | None = None,
         stream: bool = False,
         seed: int = 0,
+        draft_plan: Seq[DraftStage] = (),
+        reference: Seq[int] = (),
     ) -> None:
         self.index = index
         self.params = params
@@ -57,6 +74,9 @@ class Sequence:
         self._pieces: list[str] | None = [] if stream else None
         self.row = NO_ROW
         self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
+        self.draft_plan = tuple(draft_plan)
+        self.reference = tuple(reference)
         self.stats = SequenceStats(num_prompt_tokens=len(prompt), start_time=time.perf_counter())
         self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
         if not prompt or self.max_tokens < 1:
@@ -114,9 +134,18 @@ class Sequence:
             if self.finish_reason is not None:
                 break
         self.sampler.append(new_tokens[:taken])
+        self._note_time()
+        return taken
+
+    def end(self, reason: FinishReason, error: Exception | None = None) -> None:
+        """End a sequence that has not finished; one that has stays as it is."""
+        if self.finish_reason is None:
+            self.finish_reason, self.error = reason, error
+            self._note_time()
+
+    def _note_time(self) -> None:
         now = time.perf_counter()
-        if self.stats.first_token_time is None:
+        if self.num_generated and self.stats.first_token_time is None:
             self.stats.first_token_time = now
         if self.finish_reason is not None:
             self.stats.end_time = now
-        return taken

@@ -24,9 +24,13 @@ class StepBuffers(NamedTuple):
     logit_rows: Int64Array
     kv_lens: Int32Array
     cu_new_tokens: Int32Array
+    row_starts: Int64Array
+    row_ends: Int64Array
     row_totals: Int32Array
     pad_index: Int64Array
     unpad_index: Int64Array
+    kv_positions: Int64Array | None = None
+    """Only where the shape has a ``kv_span``."""
 
 
 class Executor(Protocol):
@@ -56,6 +60,10 @@ class Executor(Protocol):
 
     def move_row(self, source: int, destination: int, kv_len: int) -> None:
         """Copy the first ``kv_len`` cache entries of row ``source`` to row ``destination``, in every layer."""
+        ...
+
+    def move_entries(self, row: int, entries: Int64Array) -> None:
+        """Keep the listed cache entries (ascending) of a row, packed to its front, in every layer."""
         ...
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from specexport_runtime.abi import STEP_INPUTS, StepShape
+from specexport_runtime.abi import PADDED_STEP_INPUTS, STEP_INPUTS, StepShape
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array, StepBuffers
 
@@ -73,7 +73,8 @@ class FakeExecutor:
         if shape.first_row + shape.num_seqs > self.num_rows:
             raise SpecexportError(f"{shape} does not fit {self.num_rows} rows.")
         self._shape = shape
-        self._buffers = StepBuffers(*(np.full(shape.shape_of(spec), -7, spec.dtype) for spec in STEP_INPUTS))
+        inputs = PADDED_STEP_INPUTS if shape.kv_span else STEP_INPUTS
+        self._buffers = StepBuffers(*(np.full(shape.shape_of(spec), -7, spec.dtype) for spec in inputs))
         return self._buffers
 
     def execute(self) -> Float32Array:
@@ -101,23 +102,36 @@ class FakeExecutor:
         kv_len, count = int(buffers.kv_lens[offset, 0]), end - begin
         cache = self._cache[shape.first_row + offset]
         _require(0 <= begin <= end <= shape.num_tokens, "cu_new_tokens must not decrease")
-        _require(int(buffers.row_totals[offset, 0]) == kv_len + shape.max_new_tokens, "row_totals is kv_lens + Q")
-        _require(kv_len + shape.max_new_tokens <= self.kv_capacity, "the padded row must fit the cache")
-        _require(not (cache[:kv_len] == _POISON).any(), f"row {offset}: kv_len {kv_len} covers entries never written")
-        _require(
-            buffers.positions[begin:end].tolist() == list(range(kv_len, kv_len + count)),
-            f"positions of row {offset} continue at kv_len {kv_len}",
-        )
+        start, stop = int(buffers.row_starts[offset, 0]), int(buffers.row_ends[offset, 0])
+        _require(0 <= start < stop <= shape.num_tokens, "row_starts and row_ends name tokens of the step")
+        _require(count == 0 or (start, stop) == (begin, end), "row_starts and row_ends name the row's own tokens")
+        total = kv_len + stop - start
+        _require(int(buffers.row_totals[offset, 0]) == total, "row_totals is kv_lens + row_ends - row_starts")
+        _require(total <= self.kv_capacity, "the row must fit the cache")
         tile = buffers.pad_index[offset, 0]
         _require(tile[:count].tolist() == list(range(begin, end)), "pad_index names the row's own tokens")
         _require(bool(((tile >= 0) & (tile < shape.num_tokens)).all()), "pad_index names tokens of the step")
         slots = (offset * shape.max_new_tokens + np.arange(count)).tolist()
         _require(buffers.unpad_index[begin:end].tolist() == slots, "unpad_index is the inverse of pad_index")
-        tokens = buffers.input_ids[begin:end]
+        tokens = buffers.input_ids[start:stop]
         _require(bool(((tokens >= 0) & (tokens < self.vocab_size)).all()), "input_ids lie in the vocabulary")
-        # Real engines write the whole padded tile too.
-        cache[kv_len : kv_len + shape.max_new_tokens] = buffers.input_ids[tile]
-        return {begin + j: self.logits_after(cache[: kv_len + j + 1]) for j in range(count)}
+        cache[kv_len:total] = tokens
+        positions = buffers.positions[begin:end].tolist()
+        known = list(range(kv_len)) if buffers.kv_positions is None else self._known(buffers.kv_positions[offset, 0], kv_len)
+        _require(not (cache[known] == _POISON).any(), f"row {offset}: kv_len {kv_len} covers entries never written")
+        _require(positions == list(range(len(known), len(known) + count)), f"row {offset} goes on at {len(known)}")
+        if buffers.kv_positions is not None:
+            own = buffers.kv_positions[offset, 0, kv_len : kv_len + count].tolist()
+            _require(own == positions, "kv_positions holds the step's own tokens")
+        return {begin + j: self.logits_after(cache[known + list(range(kv_len, kv_len + j + 1))]) for j in range(count)}
+
+    @staticmethod
+    def _known(kv_positions: npt.NDArray[np.int64], entries: int) -> list[int]:
+        """Entries that hold tokens, among the first ``entries``; the positions must be 0, 1, 2, …"""
+        held = kv_positions[:entries]
+        known = np.flatnonzero(held >= 0)
+        _require(held[known].tolist() == list(range(len(known))), "kv_positions counts up from 0")
+        return [int(entry) for entry in known]
 
     def capture(self, shapes: list[StepShape]) -> None:
         """Nothing to make faster."""
@@ -126,6 +140,12 @@ class FakeExecutor:
         """Copy the first ``kv_len`` entries; the rest of the destination is poisoned."""
         self._cache[destination] = _POISON
         self._cache[destination, :kv_len] = self._cache[source, :kv_len]
+
+    def move_entries(self, row: int, entries: npt.NDArray[np.int64]) -> None:
+        """Keep the listed entries of a row, packed to its front; the rest is poisoned."""
+        kept = self._cache[row, entries]
+        self._cache[row] = _POISON
+        self._cache[row, : len(kept)] = kept
 
     def close(self) -> None:
         """Nothing to release."""
