@@ -31,6 +31,9 @@ COMMANDS = {
     "demo": _Mount(
         "specexport.demo", "demo", "Build the demo pair, stream from it, measure it against plain decoding."
     ),
+    "simulate": _Mount(
+        "specexport.simulate.command", "simulate", "Expected padding and speedup of a batch, without a model."
+    ),
     "doctor": _Mount("specexport.doctor", "doctor", "Show what this machine can run, and why not."),
 }
 

@@ -1,0 +1,181 @@
+"""``specexport simulate``: table, JSON, plot, errors, and what it imports."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from specexport.cli import main
+from specexport.simulate.closed_form import StepCost, batch_padding, best_draft_length, expected_speedup
+from specexport.simulate.report import Study, compute_rows, format_table, write_file
+from specexport_runtime.errors import UserInputError
+
+FAST = ["simulate", "--accuracy", "0.5,0.8", "--batch-size", "1,4", "--samples", "500"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [*map(str, arguments)])
+
+
+def cells(table):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+
+
+def test_table_has_the_exact_values():
+    result = run(*FAST)
+    assert result.exit_code == 0, result.output
+    header, _, *rows = cells(result.stdout)
+    found = [dict(zip(header, row, strict=True)) for row in rows]
+    assert [(row["accuracy"], row["batch"]) for row in found] == [
+        ("0.5", "1"),
+        ("0.5", "4"),
+        ("0.8", "1"),
+        ("0.8", "4"),
+    ]
+    for row in found:
+        exact = batch_padding(float(row["accuracy"]), int(row["batch"]), 7)
+        assert float(row["accepted"]) == pytest.approx(exact.accepted, abs=6e-4)
+        assert float(row["longest"]) == pytest.approx(exact.longest, abs=6e-4)
+        assert row["ratio"] == f"{exact.ratio:.1%}"
+        assert row["best K"] == "≥ 16"
+    assert "padded" not in header  # equal to `speedup` without a token cost
+    assert "standard errors" in result.stdout
+
+
+def test_json_record_is_complete_and_repeatable(tmp_path):
+    options = ["--hit-rate", 0.6, "--token-cost", 0.05, "--cost-ratio", 0.01, "--max-new-tokens", 20, "--seed", 7]
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    for file in files:
+        result = run(*FAST, *options, "--json", file)
+        assert result.exit_code == 0, result.output
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert sorted(tmp_path.iterdir()) == files  # no temporary file stays
+    found = json.loads(files[0].read_text())
+    assert found["schema"] == "specexport.simulate/1"
+    assert found["parameters"]["accuracies"] == [0.5, 0.8]
+    assert found["parameters"]["cost"] == {"cost_ratio": 0.01, "token_cost": 0.05}
+    assert len(found["rows"]) == 4
+    row = found["rows"][3]
+    exact = batch_padding(0.8, 4, 7, hit_rate=0.6)
+    assert row["exact"] == exact._asdict() | {"ratio": exact.ratio}
+    cost = StepCost(0.01, 0.05)
+    assert row["speedup"] == expected_speedup(0.8, 7, cost, batch_size=4, hit_rate=0.6)._asdict()
+    assert row["speedup"]["padded"] < row["speedup"]["unpadded"]
+    assert row["best_draft_length"] == best_draft_length(0.8, cost, max_draft_length=16, batch_size=4, hit_rate=0.6)
+    ratio = row["simulated"]["ratio"]
+    assert row["deviations"] == pytest.approx((ratio["mean"] - exact.ratio) / ratio["standard_error"])
+    assert set(row["generation"]) == {"rounds", "ratio", "idle", "cache_slots"}
+    assert found["rows"][0]["deviations"] is None  # one sequence: no padding, no error
+
+
+def test_another_seed_moves_the_simulation_only():
+    one, other = (compute_rows(Study([0.7], [4], 5, samples=200, seed=seed))[0] for seed in (0, 1))
+    assert one.exact == other.exact
+    assert one.simulated != other.simulated
+
+
+def test_generations_add_columns():
+    table = format_table(compute_rows(Study([0.7], [4], 5, samples=200, max_new_tokens=20, generations=10)), 16)
+    header, _, row = cells(table)
+    assert header[-4:] == ["rounds", "ratio, whole", "idle", "cache"]
+    assert all(row)
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_plot_is_written(tmp_path, ending):
+    file = tmp_path / f"figure.{ending}"
+    result = run(*FAST, "--plot", file)
+    assert result.exit_code == 0, result.output
+    assert file.read_bytes()[:5] in {b"\x89PNG\r", b"<?xml"}
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_plot_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", hide("matplotlib"))
+    result = run(*FAST, "--plot", tmp_path / "figure.png")
+    assert result.exit_code == 2
+    assert "pip install 'specexport[bench]'" in result.output
+    assert "|" not in result.stdout  # found out before the work
+    assert not list(tmp_path.iterdir())
+
+
+def hide(hidden):
+    import importlib.util
+
+    find_spec = importlib.util.find_spec
+    return lambda name, package=None: None if name == hidden else find_spec(name, package)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--accuracy", "1.5"], "not a probability"),
+        (["--accuracy", "0.5,-0.1"], "not a probability"),
+        (["--accuracy", "nan"], "not a probability"),
+        (["--accuracy", "high"], "not a list of numbers"),
+        (["--accuracy", ""], "not a list of numbers"),
+        (["--batch-size", "4,0"], "batch size is 0"),
+        (["--batch-size", "1.5"], "not a list of whole numbers"),
+        (["--batch-size", "99999999"], "too many"),
+        (["--draft-length", "0"], "draft length is 0"),
+        (["--samples", "0"], "number of samples is 0"),
+        (["--generations", "0"], "number of generations is 0"),
+        (["--max-new-tokens", "0"], "number of new tokens is 0"),
+        (["--max-draft-length", "0"], "largest draft length is 0"),
+        (["--hit-rate", "2"], "not a probability"),
+        (["--concentration", "0"], "concentration is 0"),
+        (["--cost-ratio", "-1"], "cost ratio is -1"),
+        (["--token-cost", "inf"], "token cost is inf"),
+        (["--seed", "-1"], "range"),
+        (["--json", "missing/x.json"], "cannot be written"),
+        (["--json", "."], "directory"),
+        (["--plot", "missing/x.png"], "cannot be written"),
+        (["--plot", "x.bmp"], "unknown image format"),
+        (["--acuracy", "1"], "--accuracy"),
+    ],
+)
+def test_mistakes_end_with_one_line_and_code_2(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("simulate", *arguments)
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert "Fix: " in result.stderr
+    assert not result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    file = tmp_path / "record.json"
+    file.write_text("old")
+
+    def fail(path):
+        path.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserInputError, match="No space left"):
+        write_file(file, fail)
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_accuracies_zero_and_one_are_fine():
+    result = run("simulate", "--accuracy", "0,1", "--batch-size", "1,3", "--samples", "10")
+    assert result.exit_code == 0, result.output
+    assert {row[5] for row in cells(result.stdout)[2:]} == {"0.0%"}
+
+
+def test_imports_stay_light():
+    script = (
+        "import sys, pkgutil, importlib, specexport.simulate as package\n"
+        "for module in pkgutil.walk_packages(package.__path__, 'specexport.simulate.'):\n"
+        "    importlib.import_module(module.name)\n"
+        "heavy = {'matplotlib', 'scipy', 'torch', 'transformers', 'onnx', 'onnxruntime'}\n"
+        "assert 'specexport.simulate.plot' in sys.modules\n"
+        "found = heavy & {name.split('.')[0] for name in sys.modules}\n"
+        "assert not found, found"
+    )
+    result = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
