@@ -13,7 +13,8 @@ class ModelDrafter:
     """Draft tokens from a second model with a KV cache of its own, row for row beside the target's.
 
     Before drafting, the model is fed every committed token beyond its own ``kv_len``: one after a rejection, two after
-    a round that accepted everything, the whole prompt for a new sequence. Catching up needs no other case.
+    a round that accepted everything, more after rounds in which it was not asked, the whole prompt for a new sequence.
+    Catching up needs no other case.
 
     Args:
         runner: the draft model.
@@ -33,20 +34,30 @@ class ModelDrafter:
         return self.runner.executor.engine_seconds
 
     def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for the sequence in row ``i``; see ``Drafter.propose``."""
+        """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``Drafter.propose``.
+
+        The sequences may be in any ascending rows. Rows between them, and sequences that draft nothing (any more),
+        sit the step out.
+        """
         proposals = [Proposal([], None if seq.sampler.is_greedy else []) for seq in sequences]
+        drafting = list(zip(sequences, proposals, lookaheads, strict=True))
         for depth in range(max(lookaheads, default=0)):
-            active = [row for row, limit in enumerate(lookaheads) if limit > depth]
-            first, last = active[0], active[-1]
-            work = [
-                RowWork(self._pending(sequences[row], proposals[row]), 1) if lookaheads[row] > depth else IDLE
-                for row in range(first, last + 1)
-            ]
-            logits = self.runner.step(first, work)
-            for row, item in enumerate(work, start=first):
-                self.runner.kv.commit(row, self.runner.kv.kv_len(row) + len(item.tokens))
-            self._draw(logits, [(sequences[row], proposals[row]) for row in active])
+            active = [(seq, proposal) for seq, proposal, limit in drafting if limit > depth]
+            self._draw(self._step(active), active)
         return proposals
+
+    def _step(self, active: Seq[tuple[Sequence, Proposal]]) -> Float32Array:
+        """Feed what each sequence needs; logits [A, V], one row for each of the A sequences."""
+        first = active[0][0].row
+        work = [IDLE] * (active[-1][0].row - first + 1)
+        for seq, proposal in active:
+            work[seq.row - first] = RowWork(self._pending(seq, proposal), 1)
+        logits = self.runner.step(first, work)
+        for seq, _ in active:
+            self.runner.kv.commit(seq.row, self.runner.kv.kv_len(seq.row) + len(work[seq.row - first].tokens))
+        if len(logits) > len(active):  # a runner that pads its input returns logits of padding too
+            logits = logits[[self.runner.logit_starts[seq.row - first] for seq, _ in active]]
+        return logits
 
     def _pending(self, seq: Sequence, proposal: Proposal) -> list[int]:
         """Tokens the draft model has not seen: the last draft token, or what it must catch up on."""

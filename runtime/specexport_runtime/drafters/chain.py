@@ -1,0 +1,77 @@
+"""Several drafters behind one: each sequence names those it wants, and the first that finds something drafts."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+from specexport_runtime.drafters.base import Drafter, Proposal
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.sequence import Sequence
+
+
+class ChainDrafter:
+    """Walks each sequence's ``draft_plan`` until a stage proposes something.
+
+    A plan of ``(lookup, draft-model)`` copies text where it can and asks the model where it cannot. An empty plan is
+    plain decoding, so a chain of no drafters serves engines that never draft.
+
+    Sequences that wait for the same drafter share one call, at whatever place it has in their plans; a drafter that
+    none waits for is not called. All drafters hear of commits and rows: one that was not asked in some rounds catches
+    up from what it has seen of a sequence.
+
+    Args:
+        drafters: drafters by the names that plans use, cheap ones first: of those that are waited for, the first is
+            called first, so that sequences it has nothing for can still join a later one's call.
+    """
+
+    def __init__(self, drafters: Mapping[str, Drafter] | None = None) -> None:
+        self.drafters = dict(drafters or {})
+
+    @property
+    def engine_seconds(self) -> float:
+        """Seconds spent inside the engines of all drafters since creation."""
+        return sum(drafter.engine_seconds for drafter in self.drafters.values())
+
+    def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
+        """Draft tokens for each sequence; see ``Drafter.propose``.
+
+        Args:
+            sequences: sequences that are ready to draft, in ascending rows.
+            lookaheads: room of each sequence. A stage drafts at most the smaller of this and its own lookahead.
+
+        Raises:
+            SpecexportError: a plan names a drafter that is not here.
+        """
+        proposals = [Proposal([]) for _ in sequences]
+        plans = [
+            [(name, min(own, room)) for name, own in seq.draft_plan if min(own, room) > 0]
+            for seq, room in zip(sequences, lookaheads, strict=True)
+        ]
+        while any(plans):
+            name = self._next({plan[0][0] for plan in plans if plan})
+            limits = [plan[0][1] if plan and plan[0][0] == name else 0 for plan in plans]
+            for i, proposal in enumerate(self.drafters[name].propose(sequences, limits)):
+                if limits[i]:
+                    proposals[i] = proposal
+                    plans[i] = [] if proposal.tokens else plans[i][1:]
+        return proposals
+
+    def _next(self, wanted: set[str]) -> str:
+        for name in self.drafters:
+            if name in wanted:
+                return name
+        raise SpecexportError(f"no drafter is named {' or '.join(sorted(wanted))}; there is {list(self.drafters)}.")
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        """Tell every drafter; see ``Drafter.commit``."""
+        for drafter in self.drafters.values():
+            drafter.commit(sequences)
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Tell every drafter; see ``Drafter.move_row``."""
+        for drafter in self.drafters.values():
+            drafter.move_row(source, destination)
+
+    def release_row(self, row: int) -> None:
+        """Tell every drafter; see ``Drafter.release_row``."""
+        for drafter in self.drafters.values():
+            drafter.release_row(row)

@@ -1,0 +1,135 @@
+"""The suffix index against a brute-force search, and the work it does on texts made to be hard."""
+
+import sys
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from specexport_runtime.drafters.suffix_index import SuffixIndex
+
+
+def search(text):
+    """Length of the longest suffix that occurred before, and where its most recent earlier occurrence ends."""
+    for length in range(len(text) - 1, 0, -1):
+        suffix = text[-length:]
+        for end in range(len(text) - 1, length - 1, -1):
+            if text[end - length : end] == suffix:
+                return length, end
+    return 0, None
+
+
+def hit_rate(text, min_length):
+    rate = 0.5
+    for i in range(1, len(text)):
+        length, end = search(text[:i])
+        if length >= min_length:
+            rate += 0.1 * ((text[end] == text[i]) - rate)
+    return rate
+
+
+def answers(text, min_length=1):
+    index = SuffixIndex(min_length)
+    for token in text:
+        index.append(token)
+        yield index.match_length, index.match_end if index.match_length else None
+    assert index.tokens == list(text)
+
+
+def periodic(data):
+    period = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
+    return (period * 40)[: data.draw(st.integers(1, 30))]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=60))
+@example([0] * 60)
+@example([0] * 29 + [1] + [0] * 30)
+@example([0, 1] * 30)
+def test_longest_match_and_most_recent_place(text):
+    for i, answer in enumerate(answers(text), start=1):
+        assert answer == search(text[:i])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_texts_of_periodic_pieces(data):
+    text = [*periodic(data), *periodic(data)]
+    for i, answer in enumerate(answers(text), start=1):
+        assert answer == search(text[:i])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 3))
+def test_hit_rate(text, min_length):
+    index = SuffixIndex(min_length)
+    index.extend(text)
+    assert index.hit_rate == pytest.approx(hit_rate(text, min_length))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 40), max_size=5))
+def test_how_the_text_is_split_does_not_matter(text, cuts):
+    whole, pieces = SuffixIndex(2), SuffixIndex(2)
+    whole.extend(text)
+    edges = [0, *sorted(cuts), len(text)]
+    for begin, end in pairwise(edges):
+        pieces.extend(text[begin:end])
+    assert vars(pieces) == vars(whole)
+
+
+def test_before_and_after_the_first_token():
+    index = SuffixIndex()
+    assert index.match_length == 0
+    index.append(7)
+    assert (index.match_length, index.tokens) == (0, [7])
+
+
+def test_beyond_the_bounded_walk_matches_stay_longest_and_places_stay_true():
+    blocks = [token for j in range(4) for token in [0] * 150 + [1 + j]]
+    for i, (length, end) in enumerate(answers(blocks), start=1):
+        text = blocks[:i]
+        if length:
+            assert text[end - length : end] == text[i - length :]
+        run = i % 151
+        if i > 151 and run:
+            assert length == run
+
+
+def fibonacci(count):
+    shorter, longer = [0], [0, 1]
+    while len(longer) < count:
+        shorter, longer = longer, longer + shorter
+    return longer[:count]
+
+
+HARD = {
+    "one token": [5] * 4096,
+    "period 7": list(range(7)) * 585,
+    "run, other, run": [0] * 2048 + [1] + [0] * 2047,
+    "runs with new ends": [token for j in range(45) for token in [0] * 90 + [1 + j]],
+    "fibonacci": fibonacci(4096),
+    "all new": list(range(4096)),
+}
+
+
+@pytest.mark.parametrize("text", HARD.values(), ids=HARD)
+def test_work_is_linear_on_hard_texts(text):
+    """Counts executed lines, not seconds: a walk over the whole chain of links would take millions."""
+    lines = 0
+
+    def count(frame, event, argument):
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    index = SuffixIndex()
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        index.extend(text)
+    finally:
+        sys.settrace(before)
+    assert lines < 300 * len(text)
+    assert len(index._link) <= 2 * len(text)
