@@ -56,7 +56,11 @@ ROW_ENDS = TensorSpec(
     "row_ends", "int64", ("B", 1), "index", "one past the last token of each row; an idle row still names one token"
 )
 ROW_TOTALS = TensorSpec(
-    "row_totals", "int32", ("B", 1), "index", "cache entries of each row after the step: kv_lens + row_ends - row_starts"
+    "row_totals",
+    "int32",
+    ("B", 1),
+    "index",
+    "cache entries of each row after the step: kv_lens + row_ends - row_starts",
 )
 PAD_INDEX = TensorSpec(
     "pad_index",
@@ -138,7 +142,7 @@ class StepShape(NamedTuple):
     kv_span: int = 0
 
     def dim(self, word: str | int) -> int:
-        """Size of one dimension word that the host knows (``B``, ``B+1``, ``T``, ``Q``, ``R``, ``P``) or a fixed size."""
+        """Size of a dimension word that the host knows (``B``, ``B+1``, ``T``, ``Q``, ``R``, ``P``) or a fixed size."""
         if isinstance(word, int):
             return word
         return {

@@ -92,8 +92,7 @@ class ModelRunner:
 
     Attributes:
         logit_starts: after a step, where each row's logits begin.
-        input_tokens: tokens fed in packed steps of more than one row, padding left out.
-        input_padding: padding tokens fed beside them.
+        step_padding: padding tokens that were fed in that step.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class ModelRunner:
         self.max_chunk = max_chunk
         self.unpad_input = unpad_input
         self.logit_starts: list[int] = []
-        self.input_tokens = self.input_padding = 0
+        self.step_padding = 0
         self._filled: dict[StepShape, tuple[StepBuffers, tuple[tuple[int, int], ...]]] = {}
         self._arange = np.arange(executor.kv_capacity + 1, dtype=np.int64)
 
@@ -128,11 +127,11 @@ class ModelRunner:
         Raises:
             SpecexportError: a row cannot hold the new tokens.
         """
-        if len(work) > 1:
+        self.step_padding = 0
+        if not self.unpad_input and len(work) > 1:
             given = sum(len(row.tokens) for row in work)
-            work = work if self.unpad_input else pad_work(work)
-            self.input_tokens += given
-            self.input_padding += sum(len(row.tokens) for row in work) - given
+            work = pad_work(work)
+            self.step_padding = sum(len(row.tokens) for row in work) - given
         counts = tuple((len(row.tokens), row.num_logits) for row in work)
         needed = [count or 1 for count, _ in counts]
         span = self._make_room(first_row, needed)

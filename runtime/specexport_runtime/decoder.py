@@ -1,26 +1,29 @@
 """The decoding round: draft, verify, accept, commit. One loop for every way to draft; plain decoding drafts nothing.
 
-A running sequence has exactly one token that the target has not seen: the last one committed. A round feeds it, with
-the draft tokens behind it, and gets the target's distribution after each of them (Chen et al. 2023, algorithm 2). Each
-sequence accepts its own number of tokens; nothing is advanced by what another accepted.
+A sequence that is decoding has exactly one token that the target has not seen: the last one committed. A round feeds
+it, with the draft tokens behind it, and gets the target's distribution after each of them (Chen et al. 2023,
+algorithm 2). Each sequence accepts its own number of tokens (EMS-SD, Ni et al. 2025). Prompts of sequences that have
+just arrived are fed in chunks, in the same packed step.
 """
 
 import time
-from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
 
 from specexport_runtime.accept import Verdict, accept_greedy, accept_sampled
-from specexport_runtime.batch import ModelRunner, RowWork
+from specexport_runtime.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.drafters.base import Drafter, Proposal
-from specexport_runtime.errors import CheckFailedError, SpecexportError
+from specexport_runtime.errors import CheckFailedError
 from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.scheduler import Scheduler
 from specexport_runtime.sequence import NO_ROW, Sequence
-from specexport_runtime.stats import PhaseTimes
+from specexport_runtime.stats import PaddingStats, PhaseTimes
 
 _EMPTY = Proposal([])
+_NOT_A_NUMBER = -1
 
 
 class RoundEvent(NamedTuple):
@@ -28,7 +31,8 @@ class RoundEvent(NamedTuple):
 
     Attributes:
         sequence: the sequence; its ``finish_reason`` says whether it is done.
-        tokens: tokens committed: ``accepted`` draft tokens, then the target's own (unless the text ended before it).
+        tokens: tokens committed: ``accepted`` draft tokens, then the target's own (unless the text ended before it);
+            none if it failed.
         drafted: draft tokens tested.
         accepted: of these, accepted and committed.
         is_bonus: the target's own token follows a fully accepted draft; otherwise it corrects the draft.
@@ -44,134 +48,186 @@ class RoundEvent(NamedTuple):
 class Decoder:
     """Decodes many sequences at once over one target and one drafter.
 
-    Sequences wait in first-come order for a cache row. Running sequences hold rows 0…n-1; when one finishes, the last
-    row moves into the hole.
-
     Args:
         target: the target model.
         drafter: where draft tokens come from.
-        lookahead: most draft tokens a round (K); 0 is plain decoding.
         max_num_seqs: most sequences at a time; at most the target's cache rows.
+        max_num_batched_tokens: most tokens of one step, see ``Scheduler``.
     """
 
     def __init__(
-        self, target: ModelRunner, drafter: Drafter, *, lookahead: int, max_num_seqs: int | None = None
+        self,
+        target: ModelRunner,
+        drafter: Drafter,
+        *,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int = 512,
     ) -> None:
         self.target = target
         self.drafter = drafter
-        self.lookahead = lookahead
-        self.max_num_seqs = min(max_num_seqs or target.executor.num_rows, target.executor.num_rows)
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        rows = target.executor.num_rows
+        self.scheduler = Scheduler(min(max_num_seqs or rows, rows), max_num_batched_tokens=max_num_batched_tokens)
         self.times = PhaseTimes()
+        self.padding = PaddingStats()
+        # Padding a whole batch to the width of a prompt chunk helps nobody: the padded method prefills apart.
+        self._mixes_prefill = target.unpad_kv and target.unpad_input
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; it starts when a cache row is free."""
-        self.waiting.append(sequence)
+        self.scheduler.waiting.append(sequence)
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
-        return bool(self.waiting or self.running)
+        return self.scheduler.has_work
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences that hold a cache row."""
+        return self.scheduler.running
 
     def step(self) -> list[RoundEvent]:
-        """Admit what fits, then run one round for all running sequences.
+        """Admit what fits, then run one packed step: a round for all that decode, with prompt chunks of the others.
+
+        An exception inside one sequence's acceptance, text or sampling ends that sequence alone, with its ``error``
+        set. An exception of an engine leaves this method; call :meth:`fail` then.
 
         Returns:
-            one event for each sequence that got tokens; a sequence that was admitted may appear twice.
+            one event for each sequence that got tokens or failed.
         """
-        events = []
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            events.append(self._admit(self.waiting.popleft()))
-        if self.running:
-            events.extend(self._round())
+        start = time.perf_counter()
+        engines_before = self.target.executor.engine_seconds + self.drafter.engine_seconds
+        busy = sum(1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in self.running if self._is_ready(seq))
+        self.scheduler.place(busy, self._pending, self._move_row)
+        ready = [seq for seq in self.running if self._is_ready(seq)]
+        chunks: dict[int, int] = {}
+        if not self._mixes_prefill:
+            chunks = self.scheduler.share(0, self._pending, self.target.max_chunk)
+            if chunks:
+                ready, chunks = [], dict([next(iter(chunks.items()))])
+        self.times.schedule += time.perf_counter() - start
+        proposals = self._propose(ready)
+        if self._mixes_prefill:
+            shared = time.perf_counter()
+            taken = len(ready) + sum(len(proposal.tokens) for proposal in proposals.values())
+            chunks = self.scheduler.share(taken, self._pending, self.target.max_chunk)
+            self.times.schedule += time.perf_counter() - shared
+        if not ready and not chunks:
+            return []
+        events = self._verify(ready, proposals, chunks)
+        if ready:
+            self.times.total += time.perf_counter() - start
+            self.times.engine += self.target.executor.engine_seconds + self.drafter.engine_seconds - engines_before
+            self.times.rounds += 1
         return events
 
-    def cancel(self) -> None:
-        """Drop every sequence, waiting or running, and free its row."""
-        for seq in (*self.running, *self.waiting):
-            seq.finish_reason = seq.finish_reason or "cancelled"
-        self.waiting.clear()
-        while self.running:
-            self._retire(self.running[-1])
+    def cancel(self, sequence: Sequence) -> None:
+        """Drop one sequence, waiting or running, and free its row; one that has finished stays as it is."""
+        if sequence.finish_reason is None:
+            sequence.end("cancelled")
+            self._retire(sequence)
+
+    def fail(self, error: Exception) -> list[Sequence]:
+        """End all running sequences with ``error`` and forget their rows; waiting ones stay queued.
+
+        Returns:
+            the sequences that were ended.
+        """
+        failed = self.running
+        for seq in failed:
+            seq.end("error", error)
+            self._retire(seq)
+        self.target.reset()
+        return failed
 
     def check(self) -> None:
         """Assert the invariants between rounds.
 
         Raises:
-            SpecexportError: a row number, a cache length or the drafter's state is wrong.
+            SpecexportError: a row number or a cache length is wrong.
         """
         self.target.kv.check()
-        for row, seq in enumerate(self.running):
-            if seq.row != row or self.target.kv.kv_len(row) != len(seq.tokens) - 1:
-                raise SpecexportError(
-                    f"row {row} holds sequence {seq.index} (row {seq.row}) with kv_len {self.target.kv.kv_len(row)} "
-                    f"for {len(seq.tokens)} tokens."
-                )
-        for row in range(len(self.running), self.target.kv.num_rows):
-            if self.target.kv.kv_len(row):
-                raise SpecexportError(f"row {row} has no sequence but {self.target.kv.kv_len(row)} committed entries.")
+        self.scheduler.check([self.target.kv.kv_len(row) for row in range(self.target.kv.num_rows)])
 
-    def _admit(self, seq: Sequence) -> RoundEvent:
-        """Prefill one sequence in a free row; its last chunk is a round of its own and gives the first token."""
-        start = time.perf_counter()
-        seq.stats.start_time = start
-        seq.row = len(self.running)
-        self.running.append(seq)
-        head = (len(seq.tokens) - 1) // self.target.max_chunk * self.target.max_chunk
-        self.target.prefill(seq.row, seq.tokens[:head])
-        self.times.prefill += time.perf_counter() - start
-        return self._verify([seq], [_EMPTY])[0]
+    def _pending(self, seq: Sequence) -> int:
+        """Tokens of a sequence that the target has not seen."""
+        return len(seq.tokens) - (self.target.kv.kv_len(seq.row) if seq.row != NO_ROW else 0)
 
-    def _round(self) -> list[RoundEvent]:
-        engines_before = self._engine_seconds()
+    def _is_ready(self, seq: Sequence) -> bool:
+        return len(seq.tokens) - self.target.kv.kv_len(seq.row) == 1
+
+    def _move_row(self, source: int, destination: int) -> None:
+        """Move a sequence's caches, of the target and of the drafter, to another row."""
+        self.target.move_row(source, destination)
+        self.drafter.move_row(source, destination)
+
+    def _propose(self, ready: Seq[Sequence]) -> dict[int, Proposal]:
+        """Draft for the sequences that decode; by row."""
         start = time.perf_counter()
-        lookaheads = [min(self.lookahead, seq.room_for_drafts) for seq in self.running]
-        proposals = self.drafter.propose(self.running, lookaheads)
+        proposals = self.drafter.propose(ready, [seq.room_for_drafts for seq in ready]) if ready else []
         self.times.draft += time.perf_counter() - start
-        events = self._verify(self.running, proposals)
-        self.times.total += time.perf_counter() - start
-        self.times.engine += self._engine_seconds() - engines_before
-        self.times.rounds += 1
-        return events
+        return {seq.row: proposal for seq, proposal in zip(ready, proposals, strict=True)}
 
-    def _engine_seconds(self) -> float:
-        return self.target.executor.engine_seconds + self.drafter.engine_seconds
-
-    def _verify(self, sequences: Seq[Sequence], proposals: Seq[Proposal]) -> list[RoundEvent]:
+    def _verify(
+        self, ready: Seq[Sequence], proposals: Mapping[int, Proposal], chunks: Mapping[int, int]
+    ) -> list[RoundEvent]:
+        """One packed step of the target, and what follows from its logits."""
         start = time.perf_counter()
-        sequences = list(sequences)  # finished ones leave self.running below
-        first_row = sequences[0].row
-        kv_len = self.target.kv.kv_len
-        work = [
-            RowWork(seq.tokens[kv_len(row) :] + proposal.tokens, len(proposal.tokens) + 1)
-            for row, (seq, proposal) in enumerate(zip(sequences, proposals, strict=True), start=first_row)
-        ]
-        logits = self.target.step(first_row, work)
+        engine_before = self.target.executor.engine_seconds
+        rows = [*(seq.row for seq in ready), *chunks]
+        first = min(rows)
+        work = [self._work(row, proposals.get(row), chunks.get(row, 0)) for row in range(first, max(rows) + 1)]
+        logits = self.target.step(first, work)
         executed = time.perf_counter()
-        verdicts = self._accept(sequences, proposals, logits)
-        events = [self._commit(*item) for item in zip(sequences, proposals, verdicts, strict=True)]
-        self.drafter.commit(sequences)
-        for seq in reversed(sequences):
+        by_row = {row: self.scheduler.rows[row] for row in sorted(rows)}
+        verified = []
+        for row, seq in by_row.items():
+            if seq is not None and self._pending(seq) > (chunk := chunks.get(row, 1)):
+                self.target.kv.commit(row, self.target.kv.kv_len(row) + chunk)  # a prompt with more to come
+            elif seq is not None:
+                verified.append(seq)
+        events = self._accept(verified, proposals, logits, first)
+        if ready:
+            self.padding.record_round([len(e.tokens) for e in events if e.sequence.row in proposals])
+            self.padding.input_tokens += sum(len(row.tokens) for row in work)
+            self.padding.input_padding += self.target.step_padding
+        self.drafter.commit(verified)
+        for seq in verified:
             if seq.finish_reason is not None:
                 self._retire(seq)
-        self.times.verify += executed - start
-        self.times.accept += time.perf_counter() - executed
+        self._count_times(start, executed, engine_before, is_round=bool(ready))
         return events
 
-    def _accept(self, sequences: Seq[Sequence], proposals: Seq[Proposal], logits: Float32Array) -> list[Verdict]:
+    def _work(self, row: int, proposal: Proposal | None, chunk: int) -> RowWork:
+        seq = self.scheduler.rows[row]
+        if seq is None or (proposal is None and not chunk):
+            return IDLE
+        if proposal is not None:
+            return RowWork([seq.tokens[-1], *proposal.tokens], len(proposal.tokens) + 1)
+        kv_len = self.target.kv.kv_len(row)
+        return RowWork(seq.tokens[kv_len : kv_len + chunk], 1)
+
+    def _accept(
+        self, sequences: Seq[Sequence], proposals: Mapping[int, Proposal], logits: Float32Array, first_row: int
+    ) -> list[RoundEvent]:
         # One argmax serves all rows; rows of sampled sequences are so few that skipping them would not pay.
         greedy = _argmax(logits) if any(seq.sampler.is_plain_greedy for seq in sequences) else []
-        verdicts = []
-        start = 0
-        for seq, proposal in zip(sequences, proposals, strict=True):
-            end = start + len(proposal.tokens) + 1
-            if seq.sampler.is_plain_greedy:
-                verdicts.append(accept_greedy(proposal.tokens, greedy[start:end]))
-            else:
-                verdicts.append(_accept_processed(seq, proposal, logits[start:end]))
-            start = end
-        return verdicts
+        events = []
+        for seq in sequences:
+            proposal = proposals.get(seq.row, _EMPTY)
+            begin = self.target.logit_starts[seq.row - first_row]
+            end = begin + len(proposal.tokens) + 1
+            try:
+                if seq.sampler.is_plain_greedy:
+                    verdict = accept_greedy(proposal.tokens, greedy[begin:end])
+                    _check_number(verdict)
+                else:
+                    verdict = _accept_processed(seq, proposal, logits[begin:end])
+                events.append(self._commit(seq, proposal, verdict))
+            except Exception as error:  # whatever it is, it concerns this sequence alone
+                seq.end("error", error)
+                events.append(RoundEvent(seq, [], len(proposal.tokens), 0, is_bonus=False))
+        return events
 
     def _commit(self, seq: Sequence, proposal: Proposal, verdict: Verdict) -> RoundEvent:
         tokens = [*proposal.tokens[: verdict.accepted], verdict.next_token]
@@ -184,26 +240,34 @@ class Decoder:
         return RoundEvent(seq, tokens[:taken], len(proposal.tokens), accepted, is_bonus)
 
     def _retire(self, seq: Sequence) -> None:
-        row = seq.row
-        self.target.release_row(row)
-        self.drafter.release_row(row)
-        last = self.running.pop()
-        if last is not seq:
-            self.target.move_row(last.row, row)
-            self.drafter.move_row(last.row, row)
-            last.row = row
-            self.running[row] = last
-        seq.row = NO_ROW
+        if seq.row != NO_ROW:
+            self.target.release_row(seq.row)
+            self.drafter.release_row(seq.row)
+        self.scheduler.retire(seq)
+
+    def _count_times(self, start: float, executed: float, engine_before: float, *, is_round: bool) -> None:
+        engine = self.target.executor.engine_seconds - engine_before
+        if not is_round:
+            self.times.prefill += time.perf_counter() - start
+            return
+        self.times.pack += executed - start - engine
+        self.times.verify += engine
+        self.times.accept += time.perf_counter() - executed
 
 
 def _argmax(logits: Float32Array) -> list[int]:
+    """The greedy token of each row; ``_NOT_A_NUMBER`` for a row that holds a NaN."""
     tokens = logits.argmax(axis=1)
     # argmax returns the first NaN if there is one, so this one look finds any NaN of the step.
     best = logits[np.arange(len(tokens)), tokens]
-    if np.isnan(best).any():
-        raise CheckFailedError("the target's logits contain NaN.", "run `specexport verify` on this bundle.")
+    tokens[np.isnan(best)] = _NOT_A_NUMBER
     result: list[int] = tokens.tolist()
     return result
+
+
+def _check_number(verdict: Verdict) -> None:
+    if verdict.next_token == _NOT_A_NUMBER:
+        raise CheckFailedError("the target's logits contain NaN.", "run `specexport verify` on this bundle.")
 
 
 def _accept_processed(seq: Sequence, proposal: Proposal, logits: Float32Array) -> Verdict:

@@ -1,10 +1,8 @@
 """Public API: load a bundle, generate, stream. Imports onnxruntime and tokenizers when an engine is made."""
 
 import secrets
-import threading
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,36 +10,42 @@ import numpy as np
 
 from specexport_runtime.abi import kv_slack
 from specexport_runtime.batch import ModelRunner
-from specexport_runtime.decoder import Decoder, RoundEvent
+from specexport_runtime.decoder import Decoder
 from specexport_runtime.drafters.base import Drafter
+from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.model import ModelDrafter
-from specexport_runtime.drafters.none import NoDrafter
-from specexport_runtime.errors import InvalidRequestError, SpecexportError
+from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import Executor
-from specexport_runtime.requests import DEFAULT_LOOKAHEAD, check_token_ids, parse_speculative_config, resolve_lookahead
-from specexport_runtime.results import (
-    GenerationResult,
-    Prompt,
-    StreamChunk,
-    StreamPiece,
-    as_prompts,
-    make_result,
-    piece_kind,
+from specexport_runtime.handle import Callback, RequestHandle
+from specexport_runtime.loop import DecodeLoop
+from specexport_runtime.requests import (
+    DraftDefaults,
+    RequestOptions,
+    check_match_length,
+    check_token_ids,
+    check_token_range,
+    one_each,
+    parse_speculative_config,
+    resolve_draft_plan,
 )
+from specexport_runtime.results import GenerationResult, Prompt, StreamChunk, as_prompts
 from specexport_runtime.sampling import SamplingParams
 from specexport_runtime.sequence import Sequence
-from specexport_runtime.stats import PhaseTimes
+from specexport_runtime.stats import PaddingStats, PhaseTimes
 from specexport_runtime.text import TextStream
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+DEFAULT_BATCHED_TOKENS = 512
+
 
 class SpecEngine:
     """A target, optionally a draft, and a tokenizer, ready to generate.
 
-    One call generates at a time: calls from other threads wait. Use :meth:`load`; the constructor serves tests and
-    services that bring their own executors.
+    Requests of any thread share one running batch. Use :meth:`load`; the constructor serves tests and services that
+    bring their own executors.
 
     Args:
         target: the target's executor.
@@ -53,6 +57,11 @@ class SpecEngine:
         eos_token_ids: ids that end a text.
         chat_template: Jinja template of the checkpoint.
         special_tokens: named special tokens for the chat template.
+        unpad_kv: each sequence writes its KV at its own position; False advances a batch together (the padded method
+            of EMS-SD) and needs executors of padded-KV graphs.
+        unpad_input: new tokens are concatenated; False pads every sequence of a step to the longest.
+        max_num_batched_tokens: most tokens of one step, draft tokens and prompt chunks together.
+        draft_defaults: how to draft for requests that do not say.
     """
 
     def __init__(
@@ -67,21 +76,43 @@ class SpecEngine:
         eos_token_ids: Seq[int] = (),
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
+        unpad_kv: bool = True,
+        unpad_input: bool = True,
+        max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS,
+        draft_defaults: DraftDefaults = DraftDefaults(),  # noqa: B008 immutable
     ) -> None:
+        if max_num_batched_tokens < 1:
+            raise InvalidRequestError(f"max_num_batched_tokens is {max_num_batched_tokens}.", "give 1 or more.")
+        check_match_length(draft_defaults.match_length)
         self.target = target
         self.draft = draft
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.lookahead = lookahead
         self.eos_token_ids = tuple(eos_token_ids)
-        self.default_lookahead = DEFAULT_LOOKAHEAD
-        self.times = PhaseTimes()
-        """Phase times of the last finished call."""
-        self._draft_vocab_size = draft_vocab_size or target.vocab_size
+        self.defaults = draft_defaults
         self._chat_template = chat_template
         self._special_tokens = dict(special_tokens or {})
-        self._lock = threading.Lock()
-        self._owner: int | None = None
+        runner = ModelRunner(target, unpad_kv=unpad_kv, unpad_input=unpad_input)
+        drafters: dict[str, Drafter] = {"lookup": LookupDrafter(match_length=draft_defaults.match_length)}
+        if draft is not None:
+            drafters["draft-model"] = ModelDrafter(
+                ModelRunner(draft, unpad_kv=unpad_kv, unpad_input=unpad_input),
+                vocab_size=draft_vocab_size or target.vocab_size,
+                max_backlog=kv_slack(lookahead),
+            )
+        decoder = Decoder(runner, ChainDrafter(drafters), max_num_batched_tokens=max_num_batched_tokens)
+        self._loop = DecodeLoop(decoder)
+
+    @property
+    def times(self) -> PhaseTimes:
+        """Phase times since the engine was last idle."""
+        return self._loop.decoder.times
+
+    @property
+    def padding(self) -> PaddingStats:
+        """Padding counters since the engine was last idle."""
+        return self._loop.decoder.padding
 
     @classmethod
     def load(
@@ -92,6 +123,10 @@ class SpecEngine:
         max_model_len: int | None = None,
         num_threads: int | None = None,
         spin: bool = True,
+        unpad_kv: bool = True,
+        unpad_input: bool = True,
+        max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS,
+        match_length: int | None = None,
         speculative_config: Mapping[str, Any] | None = None,
     ) -> "SpecEngine":
         """Load a bundle, checking versions and every file's hash.
@@ -102,7 +137,12 @@ class SpecEngine:
             max_model_len: most tokens of one sequence; None takes the bundle's own limit, which is also the most.
             num_threads: compute threads; None takes the cores really available.
             spin: let idle threads spin: faster on an idle machine, slower on a busy one.
-            speculative_config: vLLM's keys ``method``, ``model``, ``num_speculative_tokens``; sets the default K.
+            unpad_kv: each sequence writes its KV at its own position; False is the padded method, for comparison.
+            unpad_input: new tokens are concatenated; False pads every sequence of a step to the longest.
+            max_num_batched_tokens: most tokens of one step, draft tokens and prompt chunks together.
+            match_length: fewest tokens that lookup drafting must match; None takes 2.
+            speculative_config: vLLM's keys ``method``, ``model``, ``num_speculative_tokens``, ``prompt_lookup_min``;
+                sets the default drafter and its K.
 
         Raises:
             BundleError: the folder is no bundle, or a file is missing or altered.
@@ -114,13 +154,19 @@ class SpecEngine:
 
         bundle = load_bundle(Path(path), max_model_len=max_model_len, max_num_seqs=max_num_seqs)
         manifest = bundle.manifest
-        default = None
+        defaults = DraftDefaults()
         if speculative_config is not None:
             draft = manifest.models.get("draft")
             source = None if draft is None else draft.source
-            default = parse_speculative_config(speculative_config, draft_source=source, built=manifest.lookahead)
-        executors = {role: bundle.make_executor(role, num_threads=num_threads, spin=spin) for role in manifest.models}
-        engine = cls(
+            defaults = parse_speculative_config(speculative_config, draft_source=source, built=manifest.lookahead)
+        if match_length is not None:
+            defaults = defaults._replace(match_length=match_length)
+        check_match_length(defaults.match_length)
+        executors = {
+            role: bundle.make_executor(role, num_threads=num_threads, spin=spin, unpad_kv=unpad_kv)
+            for role in manifest.models
+        }
+        return cls(
             executors["target"],
             bundle.tokenizer,
             draft=executors.get("draft"),
@@ -130,68 +176,110 @@ class SpecEngine:
             eos_token_ids=manifest.vocabulary.eos_token_ids,
             chat_template=bundle.chat_template,
             special_tokens=manifest.vocabulary.special_tokens,
+            unpad_kv=unpad_kv,
+            unpad_input=unpad_input,
+            max_num_batched_tokens=max_num_batched_tokens,
+            draft_defaults=defaults,
         )
-        engine.default_lookahead = default or DEFAULT_LOOKAHEAD
-        return engine
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        drafter: str | None = None,
+        num_speculative_tokens: int | None = None,
+        speculation: bool = True,
+        reference: Prompt | None = None,
+        callback: Callback | None = None,
+    ) -> RequestHandle:
+        """Queue one request; it joins the running batch as soon as a cache row is free, in order of arrival.
+
+        Args:
+            prompt: a text or token ids.
+            params: sampling parameters; None is greedy.
+            drafter: ``"draft-model"``, ``"lookup"``, ``"chained"`` (lookup, and the draft model where it finds
+                nothing) or ``"none"``; None takes the draft model if there is one.
+            num_speculative_tokens: K of the draft model (4 if None), or tokens copied by ``"lookup"`` (7 if None).
+            speculation: False decodes plainly, as ``drafter="none"``.
+            reference: a text or token ids that lookup may copy from, besides the prompt and what was generated.
+            callback: called with each chunk in the decoding thread: keep it short.
+
+        Raises:
+            InvalidRequestError: the request can never be served; others are not affected.
+        """
+        options = RequestOptions(drafter, num_speculative_tokens, speculation)
+        seq = self._sequence(0, prompt, params or SamplingParams(), options, reference, stream=True)
+        handle = RequestHandle(prompt, seq, self._loop, stream=True, callback=callback)
+        self._loop.submit([handle])
+        return handle
 
     def generate(
         self,
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        drafter: str | None = None,
         num_speculative_tokens: int | None = None,
         speculation: bool = True,
+        references: Seq[Prompt | None] | None = None,
     ) -> list[GenerationResult]:
         """Generate for one or many prompts; results come in the order of the prompts.
 
         Args:
             prompts: a text, token ids, or a list of either.
             params: sampling parameters for all, or one for each prompt; None is greedy.
-            num_speculative_tokens: lookahead K; None takes 4, or less if the bundle was built for less.
-            speculation: False decodes plainly, one token a round, through the same loop.
+            drafter: as :meth:`submit`, for all prompts.
+            num_speculative_tokens: as :meth:`submit`.
+            speculation: as :meth:`submit`.
+            references: for each prompt what lookup may copy from, or None.
 
         Raises:
             InvalidRequestError: a prompt is empty, too long or has ids out of range, or K is out of range.
+            RequestFailedError: a request was ended by an exception.
         """
-        return list(
-            self.iter_results(prompts, params, num_speculative_tokens=num_speculative_tokens, speculation=speculation)
-        )
+        options = RequestOptions(drafter, num_speculative_tokens, speculation)
+        return list(self._iter_results(prompts, params, options, references))
 
     def iter_results(
         self,
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        drafter: str | None = None,
         num_speculative_tokens: int | None = None,
         speculation: bool = True,
+        references: Seq[Prompt | None] | None = None,
     ) -> Iterator[GenerationResult]:
         """As :meth:`generate`, but each result comes as soon as it and those before it are finished."""
-        batch = as_prompts(prompts)
-        lookahead = self._lookahead(num_speculative_tokens, speculation)
-        each = [params or SamplingParams()] * len(batch) if not isinstance(params, Seq) else list(params)
-        if len(each) != len(batch):
-            raise InvalidRequestError(
-                f"{len(each)} sampling parameters were given for {len(batch)} prompts.", "give one, or one a prompt."
-            )
-        sequences = [self._sequence(i, *item) for i, item in enumerate(zip(batch, each, strict=True))]
-        return self._finish_in_order(batch, sequences, lookahead)
+        options = RequestOptions(drafter, num_speculative_tokens, speculation)
+        return self._iter_results(prompts, params, options, references)
 
     def stream(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        drafter: str | None = None,
         num_speculative_tokens: int | None = None,
         speculation: bool = True,
+        reference: Prompt | None = None,
     ) -> Iterator[StreamChunk]:
-        """Generate for one prompt, a chunk a round. Closing the iterator early frees the engine.
+        """Generate for one prompt, a chunk a round. Closing the iterator early cancels the request.
 
         Raises:
-            InvalidRequestError: as :meth:`generate`, before the first chunk.
+            InvalidRequestError: as :meth:`submit`, before the first chunk.
         """
-        lookahead = self._lookahead(num_speculative_tokens, speculation)
-        seq = self._sequence(0, prompt, params or SamplingParams(), stream=True)
-        return self._stream(seq, lookahead)
+        return iter(
+            self.submit(
+                prompt,
+                params,
+                drafter=drafter,
+                num_speculative_tokens=num_speculative_tokens,
+                speculation=speculation,
+                reference=reference,
+            )
+        )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked.
@@ -222,16 +310,46 @@ class SpecEngine:
         return render_chat(self._chat_template, messages, self._special_tokens)
 
     def close(self) -> None:
-        """Release the engines and their memory."""
+        """End what is running and release the engines and their memory. Requests are refused from now on."""
+        self._loop.close()
         self.target.close()
         if self.draft is not None:
             self.draft.close()
 
-    def _lookahead(self, requested: int | None, speculation: bool) -> int:
-        built = self.lookahead if self.draft else 0
-        return resolve_lookahead(requested, built=built, speculation=speculation, default=self.default_lookahead)
+    def _iter_results(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None,
+        options: "RequestOptions",
+        references: Seq[Prompt | None] | None,
+    ) -> Iterator[GenerationResult]:
+        batch = as_prompts(prompts)
+        each = one_each(params or SamplingParams(), len(batch), "sampling parameters")
+        copied = one_each(references, len(batch), "references")
+        handles = [
+            RequestHandle(prompt, self._sequence(i, prompt, item, options, reference), self._loop)
+            for i, (prompt, item, reference) in enumerate(zip(batch, each, copied, strict=True))
+        ]
+        self._loop.submit(handles)
+        return _results_in_order(handles)
 
-    def _sequence(self, index: int, prompt: Prompt, params: SamplingParams, *, stream: bool = False) -> Sequence:
+    def _sequence(
+        self,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        options: "RequestOptions",
+        reference: Prompt | None,
+        *,
+        stream: bool = False,
+    ) -> Sequence:
+        plan = resolve_draft_plan(
+            *options, has_draft=self.draft is not None, built=self.lookahead, defaults=self.defaults
+        )
+        if reference is not None and not any(stage.drafter == "lookup" for stage in plan):
+            raise InvalidRequestError(
+                "a reference is copied from by lookup only.", "use drafter 'lookup' or 'chained'."
+            )
         return Sequence(
             index,
             self.encode(prompt),
@@ -242,57 +360,24 @@ class SpecEngine:
             text=TextStream(self.tokenizer, params),
             stream=stream,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
+            draft_plan=plan,
+            reference=self._encode_reference(reference),
         )
 
-    def _decoder(self, lookahead: int, num_sequences: int) -> Decoder:
-        target = ModelRunner(self.target)
-        drafter: Drafter = NoDrafter()
-        if lookahead and self.draft is not None:
-            runner = ModelRunner(self.draft)
-            drafter = ModelDrafter(runner, vocab_size=self._draft_vocab_size, max_backlog=kv_slack(lookahead))
-        return Decoder(target, drafter, lookahead=lookahead, max_num_seqs=num_sequences)
+    def _encode_reference(self, reference: Prompt | None) -> list[int]:
+        if reference is None or not len(reference):
+            return []
+        if isinstance(reference, str):
+            return self.tokenizer.encode(reference, add_special_tokens=False).ids
+        ids = [int(token) if isinstance(token, np.integer) else token for token in reference]
+        check_token_range(ids, vocab_size=self.target.vocab_size, what="the reference")
+        return ids
 
-    def _run(self, sequences: Seq[Sequence], lookahead: int) -> Iterator[list[RoundEvent]]:
-        with self._exclusive():
-            decoder = self._decoder(lookahead, len(sequences))
-            for seq in sequences:
-                decoder.add(seq)
-            try:
-                while decoder.has_work:
-                    yield decoder.step()
-            finally:
-                decoder.cancel()
-                self.times = decoder.times
 
-    def _finish_in_order(
-        self, prompts: Seq[Prompt], sequences: Seq[Sequence], lookahead: int
-    ) -> Iterator[GenerationResult]:
-        done = 0
-        for _ in self._run(sequences, lookahead):
-            while done < len(sequences) and sequences[done].finish_reason is not None:
-                yield make_result(prompts[done], sequences[done])
-                done += 1
-
-    def _stream(self, seq: Sequence, lookahead: int) -> Iterator[StreamChunk]:
-        for events in self._run([seq], lookahead):
-            for event in events:
-                pieces = [
-                    StreamPiece(text, event.tokens[j], piece_kind(event, j))
-                    for j, text in enumerate(seq.take_pieces(len(event.tokens)))
-                ]
-                last = event is events[-1]
-                yield StreamChunk(pieces, seq.finish_reason if last else None, seq.stats)
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        me = threading.get_ident()
-        if self._owner == me:
-            raise SpecexportError(
-                "this engine is already generating in this thread.", "finish or close the other stream first."
-            )
-        with self._lock:
-            self._owner = me
-            try:
-                yield
-            finally:
-                self._owner = None
+def _results_in_order(handles: Seq[RequestHandle]) -> Iterator[GenerationResult]:
+    try:
+        for handle in handles:
+            yield handle.result()
+    finally:
+        for handle in handles:
+            handle.cancel()

@@ -13,6 +13,7 @@
     │   ├── MissingDependencyError    an extra is not installed
     │   └── BundleError               a bundle part is missing or altered
     ├── IncompatibleError             exit code 3: bundle or hardware does not fit
+    ├── RequestFailedError            exit code 1: a request ended by an exception, which is its cause
     └── CheckFailedError              exit code 1: a proof did not hold
 
 Every message says what is wrong and where; ``hint`` says how to fix it. Commands print both on one line and no
@@ -85,3 +86,7 @@ class IncompatibleError(SpecexportError):
 
 class CheckFailedError(SpecexportError):
     """A proof (verify, contract check) did not hold."""
+
+
+class RequestFailedError(SpecexportError):
+    """A request was ended by an exception: in its callback, in its sampling, or in the engine (``__cause__``)."""

@@ -64,7 +64,9 @@ class PaddedKvArena(KvArena):
     def write(self, first_row: int, counts: Seq[int]) -> None:
         """As :meth:`KvArena.write`; the new entries get the positions that follow the committed tokens."""
         if not self.fits(first_row, counts):
-            raise SpecexportError(f"KV rows from {first_row} hold {self.capacity} entries; {max(counts)} more do not fit.")
+            raise SpecexportError(
+                f"KV rows from {first_row} hold {self.capacity} entries; {max(counts)} more do not fit."
+            )
         for row, count in enumerate(counts, start=first_row):
             start, kv_len = self._entries[row], self._kv_lens[row]
             self.kv_positions[row, start : start + count] = np.arange(kv_len, kv_len + count)

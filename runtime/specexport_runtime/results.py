@@ -21,7 +21,7 @@ class GenerationResult(NamedTuple):
         prompt: the prompt as it was given.
         text: generated text, cut at a stop string.
         token_ids: generated token ids, the ending one included.
-        finish_reason: ``"stop"`` (end token, stop id or stop string) or ``"length"``.
+        finish_reason: ``"stop"`` (end token, stop id or stop string), ``"length"`` or ``"cancelled"``.
         stats: counters and times.
     """
 
@@ -69,6 +69,14 @@ def as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
 def make_result(prompt: Prompt, seq: Sequence) -> GenerationResult:
     """The result of a finished sequence."""
     return GenerationResult(prompt, seq.finish_text(), seq.output, seq.finish_reason or "cancelled", seq.stats)
+
+
+def make_chunk(event: RoundEvent) -> StreamChunk:
+    """The chunk of one round of a sequence that was made with ``stream=True``."""
+    seq = event.sequence
+    texts = seq.take_pieces(len(event.tokens))
+    pieces = [StreamPiece(text, event.tokens[j], piece_kind(event, j)) for j, text in enumerate(texts)]
+    return StreamChunk(pieces, seq.finish_reason, seq.stats)
 
 
 def piece_kind(event: RoundEvent, position: int) -> PieceKind:

@@ -97,6 +97,11 @@ class Sequence:
         """Most draft tokens worth testing: a round always adds one token of the target's own."""
         return self.max_tokens - self.num_generated - 1
 
+    @property
+    def max_lookahead(self) -> int:
+        """Most draft tokens that the plan may ask for in a round."""
+        return max((stage.lookahead for stage in self.draft_plan), default=0)
+
     def finish_text(self) -> str:
         """The whole text, cut at a stop string; empty if no detokenizer was given."""
         if self.text is None:

@@ -9,6 +9,7 @@
 =======================  =====================================================================
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,9 @@ class SequenceStats:
     num_generated_tokens: int = 0
     accepted_histogram: dict[int, int] = field(default_factory=dict)
     """Speculative rounds by number of accepted draft tokens."""
+    accepted_lengths: list[int] = field(default_factory=list)
+    """Tokens that each round added, the target's own included."""
+    submit_time: float = 0.0
     start_time: float = 0.0
     first_token_time: float | None = None
     end_time: float | None = None
@@ -39,6 +43,7 @@ class SequenceStats:
         """
         self.rounds += 1
         self.num_generated_tokens += emitted
+        self.accepted_lengths.append(emitted)
         if drafted:
             self.draft_rounds += 1
             self.drafted += drafted
@@ -54,6 +59,18 @@ class SequenceStats:
     def mean_accepted_length(self) -> float | None:
         """Mean tokens a speculative round, its correction or bonus token included; None if nothing was drafted."""
         return 1 + self.accepted / self.draft_rounds if self.draft_rounds else None
+
+    @property
+    def queued_s(self) -> float:
+        """Seconds from submission to the start of prefill."""
+        return max(self.start_time - self.submit_time, 0.0)
+
+    @property
+    def decode_s(self) -> float | None:
+        """Seconds from the first token to the end."""
+        if self.end_time is None or self.first_token_time is None:
+            return None
+        return self.end_time - self.first_token_time
 
     @property
     def time_to_first_token_s(self) -> float | None:
@@ -78,8 +95,11 @@ class SequenceStats:
             "acceptance_rate": self.acceptance_rate,
             "mean_accepted_length": self.mean_accepted_length,
             "accepted_histogram": {str(count): n for count, n in sorted(self.accepted_histogram.items())},
+            "accepted_lengths": list(self.accepted_lengths),
+            "queued_s": self.queued_s,
             "tokens_per_second": self.tokens_per_second,
             "time_to_first_token_s": self.time_to_first_token_s,
+            "decode_s": self.decode_s,
         }
 
 
@@ -88,18 +108,53 @@ class PhaseTimes:
     """Seconds a decoder spent, by phase.
 
     Attributes:
-        prefill: prompt chunks before the last one, which is a verify step.
+        prefill: steps that only fed prompts.
+        schedule: admission, cache rows, sharing out the token budget.
         draft: proposing (draft engine and draft sampling).
-        verify: packing, target execution.
+        pack: filling the inputs of the target's steps.
+        verify: those steps as a whole, packing left out. A step may carry prompt chunks of other sequences.
         accept: logits processing, acceptance, commit.
         engine: inside engine execution, target and draft together, in the rounds counted by ``rounds``.
-        total: those rounds as a whole, admissions left out; total - engine is the runtime's own time.
+        total: those rounds as a whole; total - engine is the runtime's own time.
+        rounds: steps in which sequences were verified.
     """
 
     prefill: float = 0.0
+    schedule: float = 0.0
     draft: float = 0.0
+    pack: float = 0.0
     verify: float = 0.0
     accept: float = 0.0
     engine: float = 0.0
     total: float = 0.0
     rounds: int = 0
+
+
+@dataclass
+class PaddingStats:
+    """What the padded method pays for, counted in every mode (EMS-SD, Ni et al. 2025, section 2).
+
+    In a verify round of several sequences each advances by its own accepted length (draft tokens accepted, and the
+    target's own token). The padded method advances all by the longest of them.
+
+    Attributes:
+        accepted: sum of the accepted lengths.
+        padding: sum of what each falls short of the longest in its round.
+        input_tokens: tokens fed in these rounds, prompt chunks included.
+        input_padding: padding tokens fed beside them (0 with unpadded input).
+    """
+
+    accepted: int = 0
+    padding: int = 0
+    input_tokens: int = 0
+    input_padding: int = 0
+
+    def record_round(self, lengths: Sequence[int]) -> None:
+        """Count one round by the accepted lengths of its sequences."""
+        self.accepted += sum(lengths)
+        self.padding += max(lengths) * len(lengths) - sum(lengths)
+
+    @property
+    def ratio(self) -> float:
+        """The padding ratio: average padding length over average accepted length; 0 before the first round."""
+        return self.padding / self.accepted if self.accepted else 0.0

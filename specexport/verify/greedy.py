@@ -164,7 +164,7 @@ def _decode_scripted(
         Sequence(index, prompt, params, vocab_size=vocab_size, max_model_len=engine.max_model_len)
         for index, prompt in enumerate(prompts)
     ]
-    decoder = Decoder(ModelRunner(engine.target), ScriptedDrafter(plain, vocab_size), lookahead=engine.lookahead)
+    decoder = Decoder(ModelRunner(engine.target), ScriptedDrafter(plain, vocab_size, engine.lookahead))
     for seq in sequences:
         decoder.add(seq)
     while decoder.has_work:

@@ -15,19 +15,24 @@ class ScriptedDrafter:
     Args:
         outputs: the expected output of each sequence, by ``Sequence.index``.
         vocab_size: V; a changed token is the next id, modulo V.
+        lookahead: K.
     """
 
     engine_seconds = 0.0
 
-    def __init__(self, outputs: Seq[Seq[int]], vocab_size: int) -> None:
+    def __init__(self, outputs: Seq[Seq[int]], vocab_size: int, lookahead: int) -> None:
         self._outputs = outputs
         self._vocab_size = vocab_size
+        self._lookahead = lookahead
         self._turn = 0
 
     def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
         """Up to ``lookaheads[i]`` tokens of sequence i's script, the mistake moving on from round to round."""
         self._turn += 1
-        return [Proposal(self._draft(seq, limit)) for seq, limit in zip(sequences, lookaheads, strict=True)]
+        return [
+            Proposal(self._draft(seq, min(limit, self._lookahead)))
+            for seq, limit in zip(sequences, lookaheads, strict=True)
+        ]
 
     def _draft(self, seq: Sequence, limit: int) -> list[int]:
         start = seq.num_generated

@@ -2,11 +2,13 @@
 
 from specexport_runtime.batch import ModelRunner
 from specexport_runtime.decoder import Decoder, RoundEvent
+from specexport_runtime.drafters.base import Drafter
+from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.model import ModelDrafter
-from specexport_runtime.drafters.none import NoDrafter
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.sampling import SamplingParams
-from specexport_runtime.sequence import Sequence
+from specexport_runtime.sequence import DraftStage, Sequence
 
 VOCAB = 17
 CAPACITY = 80
@@ -31,30 +33,57 @@ def make_sequence(index: int, prompt: list[int], params: SamplingParams, **optio
     return Sequence(index, prompt, params, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN, **options)
 
 
+class PlannedDecoder(Decoder):
+    """Gives sequences without a draft plan the one it was made with."""
+
+    plan: tuple[DraftStage, ...] = ()
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.draft_plan = sequence.draft_plan or self.plan
+        super().add(sequence)
+
+    @property
+    def draft_model(self) -> ModelDrafter | None:
+        return self.drafter.drafters.get("draft-model")
+
+
 def make_decoder(
     target: FakeExecutor,
     draft: FakeExecutor | None,
     lookahead: int,
     *,
     max_chunk: int = 512,
-    max_num_seqs: int | None = None,
-) -> Decoder:
-    drafter = NoDrafter()
+    unpad_kv: bool = True,
+    unpad_input: bool = True,
+    plan: tuple[DraftStage, ...] | None = None,
+    **options: object,
+) -> PlannedDecoder:
+    def runner(executor: FakeExecutor) -> ModelRunner:
+        return ModelRunner(executor, max_chunk=max_chunk, unpad_kv=unpad_kv, unpad_input=unpad_input)
+
+    drafters: dict[str, Drafter] = {"lookup": LookupDrafter()}
     if draft is not None:
-        runner = ModelRunner(draft, max_chunk=max_chunk)
-        drafter = ModelDrafter(runner, vocab_size=draft.vocab_size, max_backlog=lookahead + 1)
-    return Decoder(ModelRunner(target, max_chunk=max_chunk), drafter, lookahead=lookahead, max_num_seqs=max_num_seqs)
+        drafters["draft-model"] = ModelDrafter(
+            runner(draft), vocab_size=draft.vocab_size, max_backlog=max(lookahead, 8) + 1
+        )
+    decoder = PlannedDecoder(runner(target), ChainDrafter(drafters), **options)
+    default = (DraftStage("draft-model", lookahead),) if draft is not None else ()
+    decoder.plan = default if plan is None else plan
+    return decoder
 
 
-def run(decoder: Decoder, sequences: list[Sequence]) -> list[RoundEvent]:
+def run(decoder: PlannedDecoder, sequences: list[Sequence]) -> list[RoundEvent]:
     for seq in sequences:
         decoder.add(seq)
     events = []
     while decoder.has_work:
         events += decoder.step()
         decoder.check()
-        if isinstance(decoder.drafter, ModelDrafter):
-            decoder.drafter.runner.kv.check()
+        if decoder.draft_model is not None:
+            decoder.draft_model.runner.kv.check()
+    for seq in sequences:
+        if seq.error is not None:
+            raise seq.error
     return events
 
 

@@ -23,7 +23,7 @@ def works(draw):
 def test_index_inputs_describe_the_work(work, first_row):
     shape = step_shape(first_row, work)
     counts = [len(row.tokens) for row in work]
-    assert shape == (first_row, len(work), sum(counts), max(counts), sum(row.num_logits for row in work))
+    assert shape == (first_row, len(work), sum(counts), max(counts), sum(row.num_logits for row in work), 0)
     buffers = StepBuffers(*(np.full(shape.shape_of(spec), -99, spec.dtype) for spec in STEP_INPUTS))
     fill_index_inputs(buffers, counts, [row.num_logits for row in work])
     assert buffers.cu_new_tokens.tolist() == [sum(counts[:b]) for b in range(len(work) + 1)]
@@ -32,6 +32,11 @@ def test_index_inputs_describe_the_work(work, first_row):
     for b, row in enumerate(work):
         assert tuple(tile[b, 0, : counts[b]]) == row.tokens
     assert tile.reshape(-1)[buffers.unpad_index].tolist() == flat
+    for b, count in enumerate(counts):
+        start, end = int(buffers.row_starts[b, 0]), int(buffers.row_ends[b, 0])
+        assert end - start == max(count, 1)
+        assert 0 <= start < end <= len(flat)
+        assert not count or flat[start:end] == list(work[b].tokens)
     wanted = [token for row in work for token in row.tokens[len(row.tokens) - row.num_logits :]]
     assert np.asarray(flat)[buffers.logit_rows].tolist() == wanted
 
@@ -56,14 +61,36 @@ def test_steps_with_commits_between_equal_the_model_on_the_whole_text(steps):
         assert row == len(logits)
 
 
-def test_a_row_without_room_for_the_padded_tile_raises_before_anything_runs():
+def test_a_row_without_room_raises_before_anything_runs():
     executor = FakeExecutor(70, 2, 10)
     runner = ModelRunner(executor)
     runner.prefill(0, list(range(9)))
     calls = len(executor.calls)
     with pytest.raises(SpecexportError, match="KV row 0"):
-        runner.step(0, [RowWork([1], 1), RowWork([1, 2], 1)])
+        runner.step(0, [RowWork([1, 2], 1), RowWork([1], 1)])
     assert len(executor.calls) == calls
+
+
+def test_a_full_row_shares_a_step_with_a_long_chunk():
+    executor = FakeExecutor(70, 2, 10)
+    runner = ModelRunner(executor)
+    runner.prefill(0, list(range(9)))
+    logits = runner.step(0, [RowWork([1], 1), RowWork(list(range(8)), 1)])
+    assert np.array_equal(logits, [executor.logits_after([*range(9), 1]), executor.logits_after(list(range(8)))])
+
+
+@given(works())
+def test_padded_input_gives_the_same_logits_in_wider_rows(work):
+    plain, padded = ModelRunner(FakeExecutor(70, 6, 64)), ModelRunner(FakeExecutor(70, 6, 64), unpad_input=False)
+    expected, got = plain.step(0, work), padded.step(0, work)
+    for b, row in enumerate(work):
+        ours = expected[plain.logit_starts[b] : plain.logit_starts[b] + row.num_logits]
+        assert np.array_equal(ours, got[padded.logit_starts[b] : padded.logit_starts[b] + row.num_logits])
+    width = max(len(row.tokens) for row in work)
+    if len(work) > 1:
+        assert padded.executor.calls[-1].num_tokens == width * len(work)
+        assert padded.step_padding == width * len(work) - sum(len(row.tokens) for row in work)
+    assert plain.step_padding == 0
 
 
 def test_idle_rows_between_busy_ones():

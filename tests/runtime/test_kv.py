@@ -6,14 +6,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.kv import KvArena
+from specexport_runtime.padded_kv import PaddedKvArena
 
 
 def test_rejected_entries_are_not_counted():
     arena = KvArena(2, 10)
-    arena.write(0, 6)
+    arena.write(0, [6])
     arena.commit(0, 4)
     assert arena.kv_len(0) == 4
-    arena.write(0, 6)
+    arena.write(0, [6])
     arena.commit(0, 10)
     assert arena.kv_len(0) == 10
     assert arena.kv_len(1) == 0
@@ -22,8 +23,8 @@ def test_rejected_entries_are_not_counted():
 def test_overflow_and_commits_of_unwritten_entries_raise():
     arena = KvArena(1, 10)
     with pytest.raises(SpecexportError, match="holds 10"):
-        arena.write(0, 11)
-    arena.write(0, 3)
+        arena.write(0, [11])
+    arena.write(0, [3])
     with pytest.raises(SpecexportError, match="cannot commit 4"):
         arena.commit(0, 4)
     with pytest.raises(SpecexportError):
@@ -45,10 +46,11 @@ class ArenaMachine(RuleBasedStateMachine):
     """Any order of calls agrees with a model that keeps the entries themselves."""
 
     ROWS, CAPACITY = 3, 12
+    make_arena = KvArena
 
     def __init__(self):
         super().__init__()
-        self.arena = KvArena(self.ROWS, self.CAPACITY)
+        self.arena = self.make_arena(self.ROWS, self.CAPACITY)
         self.committed = [[] for _ in range(self.ROWS)]
         self.written = [[] for _ in range(self.ROWS)]
         self.clock = 0
@@ -59,9 +61,9 @@ class ArenaMachine(RuleBasedStateMachine):
         self.clock += count
         if len(self.committed[row]) + count > self.CAPACITY:
             with pytest.raises(SpecexportError):
-                self.arena.write(row, count)
+                self.arena.write(row, [count])
         else:
-            self.arena.write(row, count)
+            self.arena.write(row, [count])
             self.written[row] = self.committed[row] + entries
 
     @rule(row=st.integers(0, 2), data=st.data())
@@ -90,3 +92,47 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArena = ArenaMachine.TestCase
+
+
+class PaddedArenaMachine(ArenaMachine):
+    """The same rules hold with padding between the entries; rows grow together and padding can be squeezed out."""
+
+    make_arena = PaddedKvArena
+
+    @rule(row=st.integers(0, 2), count=st.integers(1, 6))
+    def write(self, row, count):
+        if not self.arena.fits(row, [count]):
+            self.arena.squeeze(row)
+        super().write(row, count)
+
+    @rule(first=st.integers(0, 1), count=st.integers(1, 2))
+    def align(self, first, count):
+        self.arena.align(first, count)
+        for row in range(first, first + count):
+            self.written[row] = self.committed[row]
+        assert len({self.arena.entries(row) for row in range(first, first + count)}) == 1
+
+    @invariant()
+    def positions_count_up(self):
+        for row in range(self.ROWS):
+            held = self.arena.kv_positions[row, : self.arena.entries(row)]
+            assert held[held >= 0].tolist() == list(range(self.arena.kv_len(row)))
+
+
+TestPaddedArena = PaddedArenaMachine.TestCase
+
+
+def test_rows_of_the_padded_method_advance_together():
+    arena = PaddedKvArena(2, 20)
+    arena.write(0, [4, 4])
+    arena.commit(0, 4)
+    arena.commit(1, 1)
+    arena.align(0, 2)
+    assert [arena.entries(row) for row in (0, 1)] == [4, 4]
+    assert [arena.kv_len(row) for row in (0, 1)] == [4, 1]
+    arena.write(0, [2, 2])
+    assert arena.kv_positions[1, :6].tolist() == [0, -1, -1, -1, 1, 2]
+    arena.commit(1, 2)
+    assert arena.squeeze(1).tolist() == [0, 4]
+    assert arena.kv_positions[1, :3].tolist() == [0, 1, -1]
+    arena.check()

@@ -117,7 +117,11 @@ class FakeExecutor:
         _require(bool(((tokens >= 0) & (tokens < self.vocab_size)).all()), "input_ids lie in the vocabulary")
         cache[kv_len:total] = tokens
         positions = buffers.positions[begin:end].tolist()
-        known = list(range(kv_len)) if buffers.kv_positions is None else self._known(buffers.kv_positions[offset, 0], kv_len)
+        known = (
+            list(range(kv_len))
+            if buffers.kv_positions is None
+            else self._known(buffers.kv_positions[offset, 0], kv_len)
+        )
         _require(not (cache[known] == _POISON).any(), f"row {offset}: kv_len {kv_len} covers entries never written")
         _require(positions == list(range(len(known), len(known) + count)), f"row {offset} goes on at {len(known)}")
         if buffers.kv_positions is not None:
@@ -127,7 +131,7 @@ class FakeExecutor:
 
     @staticmethod
     def _known(kv_positions: npt.NDArray[np.int64], entries: int) -> list[int]:
-        """Entries that hold tokens, among the first ``entries``; the positions must be 0, 1, 2, …"""
+        """Entries that hold tokens, among the first ``entries``; the positions must count up from 0."""
         held = kv_positions[:entries]
         known = np.flatnonzero(held >= 0)
         _require(held[known].tolist() == list(range(len(known))), "kv_positions counts up from 0")
