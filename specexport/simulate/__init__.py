@@ -4,6 +4,7 @@
 ``closed_form``    exact expectations of one round, and the expected speedup
 ``monte_carlo``    the same round simulated token by token; whole generations
 ``report``         rows of a table, JSON record
+``plot``           a picture of the rows
 ``command``        ``specexport simulate``
 =================  ===============================================================
 

@@ -20,11 +20,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from specexport_runtime.errors import UserInputError
+from specexport.simulate.checks import (
+    check_batch,
+    check_concentration,
+    check_count,
+    check_not_negative,
+    check_probability,
+)
 
 Floats = NDArray[np.float64]
-MAX_DRAFT_TOKENS = 1 << 21
-"""Most draft tokens of a round, all sequences together: 16 MB of random numbers."""
 
 
 class Padding(NamedTuple):
@@ -77,61 +81,6 @@ class Speedup(NamedTuple):
 
     unpadded: float
     padded: float
-
-
-def check_probability(name: str, value: float) -> None:
-    """Refuse a value outside [0, 1].
-
-    Raises:
-        UserInputError: it is outside, or not a number.
-    """
-    if not 0.0 <= value <= 1.0:
-        raise UserInputError(f"{name} is {value:g}, which is not a probability.", "give a number from 0 to 1.")
-
-
-def check_count(name: str, value: int) -> None:
-    """Refuse a count below 1.
-
-    Raises:
-        UserInputError: it is below 1.
-    """
-    if value < 1:
-        raise UserInputError(f"{name} is {value}.", "give a whole number from 1 up.")
-
-
-def check_batch(batch_size: int, draft_length: int) -> None:
-    """Refuse a batch or a draft below 1, and one that would not fit into memory.
-
-    Raises:
-        UserInputError: as said.
-    """
-    check_count("The batch size", batch_size)
-    check_count("The draft length", draft_length)
-    if batch_size * draft_length > MAX_DRAFT_TOKENS:
-        raise UserInputError(
-            f"{batch_size} drafts of {draft_length} tokens are too many.",
-            f"stay below {MAX_DRAFT_TOKENS} draft tokens a round.",
-        )
-
-
-def check_not_negative(name: str, value: float) -> None:
-    """Refuse a negative or infinite value.
-
-    Raises:
-        UserInputError: it is negative, infinite or not a number.
-    """
-    if not 0.0 <= value < np.inf:
-        raise UserInputError(f"{name} is {value:g}.", "give a finite number from 0 up.")
-
-
-def check_concentration(value: float | None) -> None:
-    """Refuse a concentration that is not positive.
-
-    Raises:
-        UserInputError: it is zero, negative, infinite or not a number.
-    """
-    if value is not None and not 0.0 < value < np.inf:
-        raise UserInputError(f"The concentration is {value:g}.", "give a finite number above 0, or none.")
 
 
 def survival(

@@ -7,14 +7,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specexport.simulate.closed_form import (
+from specexport.simulate.checks import (
     MAX_DRAFT_TOKENS,
-    Floats,
     check_batch,
     check_concentration,
     check_count,
     check_probability,
 )
+from specexport.simulate.closed_form import Floats
 
 Counts = NDArray[np.int64]
 Seed = int | tuple[int, ...]

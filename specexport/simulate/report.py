@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specexport.simulate.checks import check_count
 from specexport.simulate.closed_form import (
     Padding,
     Speedup,
     StepCost,
     batch_padding,
     best_draft_length,
-    check_count,
     expected_speedup,
 )
 from specexport.simulate.monte_carlo import (

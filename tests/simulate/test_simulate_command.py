@@ -1,8 +1,10 @@
 """``specexport simulate``: table, JSON, plot, errors, and what it imports."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -12,6 +14,7 @@ from specexport.simulate.closed_form import StepCost, batch_padding, best_draft_
 from specexport.simulate.report import Study, compute_rows, format_table, write_file
 from specexport_runtime.errors import UserInputError
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "simulate.md"
 FAST = ["simulate", "--accuracy", "0.5,0.8", "--batch-size", "1,4", "--samples", "500"]
 
 
@@ -179,3 +182,23 @@ def test_imports_stay_light():
     )
     result = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def documented_tables():
+    """Each `specexport simulate` of the documentation with the table printed below it."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    return re.findall(r"```bash\nspecexport (simulate [^\n]*)\n```\n\n((?:\|[^\n]*\n)+)", text)
+
+
+@pytest.mark.parametrize(("command", "table"), documented_tables(), ids=lambda value: value[:60])
+def test_documented_tables_are_what_the_command_prints(command, table):
+    exact = ("accuracy", "batch", "accepted", "longest", "padding", "ratio", "speedup", "padded", "best K")
+    result = run(*command.split(), "--samples", "10")
+    assert result.exit_code == 0, result.output
+    for found, printed in zip(cells(result.stdout), cells(table), strict=True):
+        columns = [i for i, name in enumerate(cells(table)[0]) if name in exact]
+        assert [found[i] for i in columns] == [printed[i] for i in columns]
+
+
+def test_documentation_has_tables():
+    assert len(documented_tables()) == 4

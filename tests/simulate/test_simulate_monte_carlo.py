@@ -147,6 +147,9 @@ def test_a_generation_by_hand():
     padded = 2 * (0 + 4) + 2 * (4 + 4) + sum(length + 4 for length in range(8, 14))
     own = 2 * (0 + 4) + (4 + 4) + (1 + 4) + sum(length + 4 for length in range(2, 8))
     assert found[:, 0].tolist() == [8, 2 + 8, 3 + 3, padded, own]
+    # With 5 tokens each the first has one token left in round 2, and needs no more than the second: no padding there.
+    shorter = _generate(Drafts(0.5, 3), np.array([[1.0, 0.0]]), 5, 0, np.random.default_rng(0))
+    assert shorter[:3, 0].tolist() == [5, 2 + 5, 3]
     longer_prompt = _generate(Drafts(0.5, 3), np.array([[1.0, 0.0]]), 8, 100, np.random.default_rng(0))
     assert longer_prompt[:, 0].tolist() == [8, 10, 6, padded + 1000, own + 1000]
 
