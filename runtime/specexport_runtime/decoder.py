@@ -95,11 +95,12 @@ class Decoder:
         Returns:
             one event for each sequence that got tokens or failed.
         """
+        # A sequence's first token is never drafted: how its prompt was cut into chunks must not change the draws.
         start = time.perf_counter()
         engines_before = self.target.executor.engine_seconds + self.drafter.engine_seconds
-        busy = sum(1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in self.running if self._is_ready(seq))
+        busy = sum(1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in self.running if seq.num_generated)
         self.scheduler.place(busy, self._pending, self._move_row)
-        ready = [seq for seq in self.running if self._is_ready(seq)]
+        ready = [seq for seq in self.running if seq.num_generated]
         chunks: dict[int, int] = {}
         if not self._mixes_prefill:
             chunks = self.scheduler.share(0, self._pending, self.target.max_chunk)
@@ -152,9 +153,6 @@ class Decoder:
     def _pending(self, seq: Sequence) -> int:
         """Tokens of a sequence that the target has not seen."""
         return len(seq.tokens) - (self.target.kv.kv_len(seq.row) if seq.row != NO_ROW else 0)
-
-    def _is_ready(self, seq: Sequence) -> bool:
-        return len(seq.tokens) - self.target.kv.kv_len(seq.row) == 1
 
     def _move_row(self, source: int, destination: int) -> None:
         """Move a sequence's caches, of the target and of the drafter, to another row."""

@@ -86,13 +86,13 @@ class Scheduler:
         left = max(self.max_num_batched_tokens - busy_tokens, self.min_prefill_tokens)
         chunks = {}
         for seq in self._arrivals.values():
-            count = pending(seq)
-            if count > 1:
-                chunk = min(count, left, max_chunk)
-                if chunk < 1:
-                    break
-                chunks[seq.row] = chunk
-                left -= chunk
+            if seq.num_generated:
+                continue
+            chunk = min(pending(seq), left, max_chunk)
+            if chunk < 1:
+                break
+            chunks[seq.row] = chunk
+            left -= chunk
         return chunks
 
     def retire(self, seq: Sequence) -> None:
@@ -126,7 +126,7 @@ class Scheduler:
                 )
 
     def _prompt_tokens(self, pending: Callable[[Sequence], int]) -> list[int]:
-        return [count for seq in self._arrivals.values() if (count := pending(seq)) > 1]
+        return [pending(seq) for seq in self._arrivals.values() if not seq.num_generated]
 
     def _free_row(self) -> int:
         if None in self.rows:

@@ -7,7 +7,7 @@ import pytest
 from loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_draft, make_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from specexport_runtime import SamplingParams, SpecEngine, SpecexportError
+from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests import parse_speculative_config
 

@@ -1,0 +1,259 @@
+"""Requests that come and go: queueing, cancelling, and failures that stay where they belong."""
+
+import threading
+
+import pytest
+from loop import MAX_MODEL_LEN, greedy_reference, make_target
+from test_engine import make_engine
+
+from specexport_runtime import SamplingParams
+from specexport_runtime.errors import InvalidRequestError, RequestFailedError, SpecexportError
+
+LONG = SamplingParams(max_tokens=40)
+
+
+def expected(prompt, count):
+    return greedy_reference(make_target(), prompt, count)
+
+
+def slow_down(engine, started: threading.Event, go: threading.Event):
+    """Hold every step after the first until ``go`` is set."""
+    execute = engine.target.execute
+
+    def held():
+        if started.is_set():
+            assert go.wait(10)
+        started.set()
+        return execute()
+
+    engine.target.execute = held
+
+
+@pytest.fixture
+def engine():
+    engine = make_engine()
+    engine._loop._check = True
+    return engine
+
+
+def test_a_handle_streams_and_has_a_result(engine):
+    handle = engine.submit("w1 w2", LONG)
+    chunks = list(handle)
+    assert [piece.token_id for chunk in chunks for piece in chunk.pieces] == expected([1, 2], 40)
+    assert chunks[-1].finish_reason == "length"
+    assert handle.result().token_ids == expected([1, 2], 40)
+    assert handle.done
+
+
+def test_more_requests_than_rows_run_in_order_of_arrival(engine):
+    handles = [engine.submit([i], SamplingParams(max_tokens=5 + i)) for i in range(12)]
+    results = [handle.result(30) for handle in handles]
+    for i, result in enumerate(results):
+        assert result.token_ids == expected([i], 5 + i)
+    starts = [handle.sequence.stats.start_time for handle in handles]
+    assert starts == sorted(starts)
+    assert all(result.stats.queued_s >= 0 for result in results)
+
+
+def test_a_request_longer_than_capacity_is_refused_at_submit_and_nobody_else_notices(engine):
+    running = engine.submit("w1", LONG)
+    with pytest.raises(InvalidRequestError, match=f"has {MAX_MODEL_LEN} tokens"):
+        engine.submit([1] * MAX_MODEL_LEN)
+    assert running.result(30).token_ids == expected([1], 40)
+
+
+def test_cancel_before_during_and_after(engine):
+    started, go = threading.Event(), threading.Event()
+    slow_down(engine, started, go)
+    running = [engine.submit([i], LONG) for i in range(4)]  # all rows
+    waiting = engine.submit([9], LONG)
+    assert started.wait(10)
+    waiting.cancel()  # before it has a row
+    running[0].cancel()  # in the middle
+    go.set()
+    assert waiting.result(30).finish_reason == "cancelled"
+    assert waiting.result().token_ids == []
+    cut = running[0].result(30)
+    assert cut.finish_reason == "cancelled"
+    assert cut.token_ids == expected([0], 40)[: len(cut.token_ids)]
+    assert len(cut.token_ids) < 40
+    for i in (1, 2, 3):
+        assert running[i].result(30).token_ids == expected([i], 40)
+    running[1].cancel()  # afterwards
+    assert running[1].result().finish_reason == "length"
+    assert list(waiting)[-1].finish_reason == "cancelled"
+
+
+def test_leaving_a_stream_cancels_its_request(engine):
+    handle = engine.submit("w1", SamplingParams(max_tokens=60))
+    started, go = threading.Event(), threading.Event()
+    slow_down(engine, started, go)
+    for _ in handle:
+        break
+    go.set()
+    assert handle.result(30).finish_reason in ("cancelled", "length")
+    assert engine.generate("w1", SamplingParams(max_tokens=3))[0].token_ids == expected([1], 3)
+
+
+def test_an_exception_in_one_callback_ends_that_request_alone(engine):
+    seen = []
+
+    def broken(chunk):
+        seen.append(chunk)
+        if len(seen) == 3:
+            raise KeyError("boom")
+
+    others = [engine.submit([i], LONG) for i in (1, 2)]
+    bad = engine.submit([3], LONG, callback=broken)
+    with pytest.raises(RequestFailedError, match="boom") as caught:
+        bad.result(30)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert len(seen) == 3
+    for i, handle in zip((1, 2), others, strict=True):
+        assert handle.result(30).token_ids == expected([i], 40)
+
+
+def test_callbacks_get_every_chunk(engine):
+    tokens = []
+    handle = engine.submit([5], LONG, callback=lambda chunk: tokens.extend(p.token_id for p in chunk.pieces))
+    assert handle.result(30).token_ids == tokens == expected([5], 40)
+
+
+@pytest.mark.parametrize("where", ["target", "draft"])
+def test_an_engine_failure_ends_the_requests_in_flight_and_spares_later_ones(engine, where):
+    executor = getattr(engine, where)
+    execute = executor.execute
+    calls = []
+
+    def failing():
+        calls.append(None)
+        if len(calls) == 6:
+            raise RuntimeError("the device went away")
+        return execute()
+
+    executor.execute = failing
+    handles = [engine.submit([i], LONG) for i in range(6)]  # two of them wait
+    failed = 0
+    for i, handle in enumerate(handles):
+        try:
+            assert handle.result(30).token_ids == expected([i], 40)
+        except RequestFailedError as error:
+            failed += 1
+            assert "the device went away" in str(error)
+            assert isinstance(error.__cause__, RuntimeError)
+            with pytest.raises(RequestFailedError):
+                list(handle)
+    assert 1 <= failed <= 4
+    assert engine.generate([7], LONG)[0].token_ids == expected([7], 40)
+
+
+def test_a_broken_sampler_ends_one_request(engine):
+    engine.target.logits_after([1, 2])[3] = float("nan")
+    good = engine.submit([3], LONG)
+    with pytest.raises(SpecexportError, match="NaN"):
+        engine.submit([1, 2], LONG).result(30)
+    assert good.result(30).token_ids == expected([3], 40)
+
+
+def test_a_defect_of_the_loop_itself_leaves_nobody_waiting(engine, monkeypatch):
+    def broken(_):
+        raise RuntimeError("defect")
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(engine._loop.decoder, "fail", broken)
+    monkeypatch.setattr(engine._loop.decoder, "step", lambda: broken(None))
+    handles = [engine.submit([i], LONG) for i in range(2)]
+    for handle in handles:
+        with pytest.raises((RequestFailedError, SpecexportError)):
+            handle.result(30)
+
+
+def test_result_waits_no_longer_than_asked(engine):
+    started, go = threading.Event(), threading.Event()
+    slow_down(engine, started, go)
+    handle = engine.submit([1], LONG)
+    with pytest.raises(TimeoutError, match=r"0\.01 s"):
+        handle.result(0.01)
+    go.set()
+    assert handle.result(30).token_ids == expected([1], 40)
+
+
+def test_close_ends_everything_and_refuses_more(engine):
+    started, go = threading.Event(), threading.Event()
+    slow_down(engine, started, go)
+    handles = [engine.submit([i], LONG) for i in range(6)]
+    assert started.wait(10)
+    go.set()
+    engine.close()
+    assert all(handle.done for handle in handles)
+    with pytest.raises(SpecexportError, match="closed"):
+        engine.submit([1])
+    with pytest.raises(SpecexportError, match="closed"):
+        engine.generate([1])
+
+
+def test_the_decoding_thread_ends_when_there_is_nothing_to_do(engine):
+    engine.generate("w1", SamplingParams(max_tokens=3))
+    for _ in range(100):
+        if engine._loop._thread is None:
+            break
+        threading.Event().wait(0.01)
+    assert engine._loop._thread is None
+
+
+@pytest.mark.parametrize("reference", [None, "", []])
+def test_no_or_an_empty_reference_is_plain_lookup(engine, reference):
+    result = engine.submit("w1 w2", LONG, drafter="lookup", reference=reference).result(30)
+    assert result.token_ids == expected([1, 2], 40)
+
+
+def test_a_reference_that_holds_the_answer_is_copied_from(engine):
+    answer = expected([1, 2], 40)
+    with_it = engine.submit([1, 2], LONG, drafter="lookup", reference=[1, 2, *answer]).result(30)
+    without = engine.submit([1, 2], LONG, drafter="lookup").result(30)
+    assert with_it.token_ids == without.token_ids == answer
+    assert with_it.stats.rounds < without.stats.rounds
+
+
+def test_references_are_checked(engine):
+    with pytest.raises(InvalidRequestError, match="999 of the reference"):
+        engine.submit([1], drafter="lookup", reference=[999])
+    with pytest.raises(InvalidRequestError, match="lookup only"):
+        engine.submit([1], reference=[1])
+    with pytest.raises(InvalidRequestError, match="2 references"):
+        engine.generate(["w1"], drafter="lookup", references=["w2", "w3"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"drafter": "lokup"}, "'lookup'"),
+        ({"drafter": "lookup", "num_speculative_tokens": 9}, "1 to 8"),
+        ({"drafter": "lookup", "speculation": False}, "drop one"),
+        ({"drafter": "none", "num_speculative_tokens": 2}, "drop one"),
+    ],
+)
+def test_contradicting_drafters_are_refused(engine, options, words):
+    with pytest.raises(InvalidRequestError, match=words):
+        engine.submit("w1", **options)
+
+
+@pytest.mark.parametrize("drafter", ["draft-model", "chained"])
+def test_a_bundle_without_a_draft_can_only_look_up(drafter):
+    engine = make_engine(None)
+    with pytest.raises(InvalidRequestError, match="use drafter 'lookup'"):
+        engine.submit("w1", drafter=drafter)
+    assert engine.submit("w1", LONG, drafter="lookup").result(30).token_ids == expected([1], 40)
+
+
+def test_requests_of_one_batch_may_draft_differently(engine):
+    handles = [engine.submit([3, 4], LONG, drafter=name) for name in ("none", "lookup", "draft-model", "chained")]
+    for handle in handles:
+        assert handle.result(30).token_ids == expected([3, 4], 40)
+    assert handles[0].result().stats.drafted == 0
+    assert handles[2].result().stats.drafted > 0
+
+
+def test_bad_limits_are_refused():
+    with pytest.raises(InvalidRequestError, match="max_num_batched_tokens is 0"):
+        make_engine(max_num_batched_tokens=0)
