@@ -55,9 +55,8 @@ class SuffixIndex:
     def append(self, token: int) -> None:
         """Append one token to the text."""
         transitions, link, last = self._next, self._link, self._last
-        foretold = self.match_length > 0 and self.tokens[self.match_end] == token
         if self.match_length >= self.min_length:
-            self.hit_rate += _HIT_WEIGHT * (foretold - self.hit_rate)
+            self.hit_rate += _HIT_WEIGHT * ((self.tokens[self.match_end] == token) - self.hit_rate)
         self.tokens.append(token)
         end = len(self.tokens)
         tail = self._add_state({}, 0, end, end)
@@ -69,8 +68,7 @@ class SuffixIndex:
             link[tail] = self._state_after(state, token)
         state = link[tail]
         self.match_length = self._length[state]
-        # A match that goes on ends one further, also where the bounded walk below has fallen behind.
-        self.match_end = max(last[state], self.match_end + 1) if foretold else last[state]
+        self.match_end = last[state]
         for _ in range(_MAX_WALK):
             if state <= 0:
                 break
