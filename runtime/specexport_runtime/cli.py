@@ -3,22 +3,31 @@
 Engines are imported when a command runs, so that ``--help`` is fast.
 """
 
-import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from specexport_runtime.cli_errors import SuggestingGroup
+from specexport_runtime.cli_output import OutputOptions, print_padding, print_result, print_stream
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.prompts import read_prompts
+from specexport_runtime.prompts import read_prompts, read_text
 
 if TYPE_CHECKING:
-    from specexport_runtime.results import GenerationResult, StreamChunk
     from specexport_runtime.sampling import SamplingParams
+
+
+_LIMITS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "unpad_kv",
+    "unpad_input",
+    "num_threads",
+    "spin",
+    "match_length",
+)
 
 
 @click.group(cls=SuggestingGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -48,12 +57,36 @@ def _sampling_options(command: Any) -> Any:
     return command
 
 
-@dataclass(frozen=True)
-class _Output:
-    as_json: bool
-    stats: bool
-    colour: bool
-    show_prompt: bool
+def _batch_options(command: Any) -> Any:
+    """The options that make engine limits and the way of batching."""
+    options = [
+        click.option("--max-num-seqs", type=int, default=8, show_default=True, help="Sequences decoded at a time."),
+        click.option("--max-num-batched-tokens", type=int, default=512, show_default=True, help="Tokens of one step."),
+        click.option("--max-model-len", type=int, help="Most tokens of a sequence.  [default: the bundle's limit]"),
+        click.option(
+            "--unpad-kv/--no-unpad-kv",
+            default=True,
+            show_default=True,
+            help="Off: all sequences advance by the batch's maximum, with padding in the KV cache.",
+        ),
+        click.option(
+            "--unpad-input/--no-unpad-input",
+            default=True,
+            show_default=True,
+            help="Off: all sequences of a step are padded to the longest draft.",
+        ),
+        click.option("--threads", "num_threads", type=int, help="Compute threads.  [default: the cores available]"),
+        click.option(
+            "--spin/--no-spin",
+            default=True,
+            show_default=True,
+            help="Let idle threads spin; turn off on busy machines.",
+        ),
+        click.option("--match-length", type=int, help="Fewest tokens that lookup must match.  [default: 2]"),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 @runtime_cli.command()
@@ -63,18 +96,20 @@ class _Output:
 @click.option("--prompts", type=click.Path(path_type=Path), help="Many prompts: JSONL with a field `prompt`.")
 @click.option("--chat", is_flag=True, help="Put each prompt into the bundle's chat template as a user message.")
 @click.option(
+    "--drafter",
+    metavar="NAME",
+    help="draft-model, lookup (copy from the text so far), chained (lookup, then the draft model) or none.  "
+    "[default: the bundle's draft model, if it has one]",
+)
+@click.option(
     "--num-speculative-tokens",
     "--lookahead",
     type=int,
-    help="Draft tokens a round (K).  [default: 4, or less if the bundle was built for less]",
+    help="Draft tokens a round (K).  [default: 4, for lookup 7, or less if the bundle was built for less]",
 )
 @click.option("--no-speculation", is_flag=True, help="Plain decoding: one token a round.")
-@click.option("--max-num-seqs", type=int, default=8, show_default=True, help="Sequences decoded at a time.")
-@click.option("--max-model-len", type=int, help="Most tokens of a sequence.  [default: the bundle's limit]")
-@click.option("--threads", type=int, help="Compute threads.  [default: the cores available]")
-@click.option(
-    "--spin/--no-spin", default=True, show_default=True, help="Let idle threads spin; turn off on busy machines."
-)
+@click.option("--reference", type=click.Path(path_type=Path), help="UTF-8 text file that lookup may copy from.")
+@_batch_options
 @_sampling_options
 @click.option("--stats", is_flag=True, help="Print counters and speed to standard error.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line instead of text.")
@@ -88,47 +123,51 @@ def generate(
     prompt_file: Path | None,
     prompts: Path | None,
     chat: bool,
+    drafter: str | None,
     num_speculative_tokens: int | None,
     no_speculation: bool,
-    max_num_seqs: int,
-    max_model_len: int | None,
-    threads: int | None,
-    spin: bool,
+    reference: Path | None,
     stats: bool,
     as_json: bool,
     show_prompt: bool | None,
     colour: bool | None,
-    **sampling: Any,
+    **options: Any,
 ) -> None:
     """Generate text from BUNDLE for PROMPT (or --prompt-file, --prompts, or standard input)."""
-    params = _params(sampling)
-    if threads is not None and threads < 1:
-        raise InvalidRequestError(f"--threads is {threads}.", "give 1 or more.")
-    texts = list(read_prompts(prompt, prompt_file, prompts))
+    limits = {name: options.pop(name) for name in _LIMITS}
+    params = _params(options)
+    if limits["num_threads"] is not None and limits["num_threads"] < 1:
+        raise InvalidRequestError(f"--threads is {limits['num_threads']}.", "give 1 or more.")
+    items = list(read_prompts(prompt, prompt_file, prompts))
+    shared = None if reference is None else read_text(reference)
+    references = [shared if item.reference is None else item.reference for item in items]
     from specexport_runtime.engine import SpecEngine
 
     terminal = sys.stdout.isatty()
-    output = _Output(
+    output = OutputOptions(
         as_json,
         stats,
         terminal if colour is None else colour,
         terminal if show_prompt is None else show_prompt,
     )
-    engine = SpecEngine.load(
-        bundle,
-        max_num_seqs=min(max_num_seqs, max(len(texts), 1)),
-        max_model_len=max_model_len,
-        num_threads=threads,
-        spin=spin,
-    )
+    limits["max_num_seqs"] = min(limits["max_num_seqs"], max(len(items), 1))
+    engine = SpecEngine.load(bundle, **limits)
+    texts = [item.text for item in items]
     if chat:
         texts = [engine.format_chat([{"role": "user", "content": text}]) for text in texts]
-    options = {"num_speculative_tokens": num_speculative_tokens, "speculation": not no_speculation}
+    drafting: dict[str, Any] = {
+        "drafter": drafter,
+        "num_speculative_tokens": num_speculative_tokens,
+        "speculation": not no_speculation,
+    }
     if prompts is None and not as_json:
-        _print_stream(texts[0], engine.stream(texts[0], params, **options), output)  # type: ignore[arg-type]
+        print_stream(texts[0], engine.stream(texts[0], params, reference=references[0], **drafting), output)
         return
-    for text, result in zip(texts, engine.iter_results(texts, params, **options), strict=True):  # type: ignore[arg-type]
-        _print_result(text, result, output)
+    results = engine.iter_results(texts, params, references=references, **drafting)
+    for text, result in zip(texts, results, strict=True):
+        print_result(text, result, output)
+    if stats and len(texts) > 1:
+        print_padding(engine.padding)
 
 
 def _params(sampling: dict[str, Any]) -> "SamplingParams":
@@ -142,59 +181,3 @@ def _params(sampling: dict[str, Any]) -> "SamplingParams":
         except ValueError:
             raise InvalidRequestError(f"--logit-bias {item!r} is not ID=BIAS.", "write for example 42=-1.5.") from None
     return SamplingParams(logit_bias=bias, **sampling)
-
-
-_STYLES: dict[str, dict[str, Any]] = {
-    "accepted": {"fg": "green"},
-    "corrected": {"fg": "red"},
-    "bonus": {"fg": "cyan"},
-    "target": {},
-}
-
-
-def _print_stream(prompt: str, chunks: "Iterator[StreamChunk]", output: _Output) -> None:
-    if output.show_prompt:
-        click.secho(prompt, nl=False, dim=output.colour, color=output.colour)
-    stats = None
-    for chunk in chunks:
-        for piece in chunk.pieces:
-            style = _STYLES[piece.kind] if output.colour else {}
-            click.echo(click.style(piece.text, **style), nl=False, color=output.colour)
-        sys.stdout.flush()
-        stats = chunk.stats
-    click.echo()
-    if output.colour:
-        legend = " ".join(click.style(kind, **style) for kind, style in _STYLES.items() if style)
-        click.echo(f"[{legend}]", err=True, color=True)
-    if output.stats and stats is not None:
-        _print_stats(stats.to_json())
-
-
-def _print_result(prompt: str, result: "GenerationResult", output: _Output) -> None:
-    stats = result.stats.to_json()
-    if output.as_json:
-        record = {
-            "prompt": prompt,
-            "text": result.text,
-            "token_ids": result.token_ids,
-            "finish_reason": result.finish_reason,
-            "stats": stats,
-        }
-        click.echo(json.dumps(record, ensure_ascii=False))
-    else:
-        click.echo(f"{prompt if output.show_prompt else ''}{result.text}")
-    if output.stats:
-        _print_stats(stats)
-
-
-def _print_stats(stats: dict[str, Any]) -> None:
-    def number(key: str, form: str) -> str:
-        return "-" if stats[key] is None else format(stats[key], form)
-
-    click.echo(
-        f"{stats['num_generated_tokens']} tokens in {stats['rounds']} rounds, "
-        f"{number('tokens_per_second', '.1f')} tokens/s, first after {number('time_to_first_token_s', '.3f')} s; "
-        f"drafted {stats['drafted']}, accepted {stats['accepted']} (rate {number('acceptance_rate', '.3f')}), "
-        f"mean accepted length {number('mean_accepted_length', '.2f')}",
-        err=True,
-    )

@@ -1,12 +1,9 @@
 """Public API: load a bundle, generate, stream. Imports onnxruntime and tokenizers when an engine is made."""
 
-import secrets
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from specexport_runtime.abi import kv_slack
 from specexport_runtime.batch import ModelRunner
@@ -19,21 +16,17 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.handle import Callback, RequestHandle
 from specexport_runtime.loop import DecodeLoop
+from specexport_runtime.request_builder import RequestBuilder
 from specexport_runtime.requests import (
     DraftDefaults,
     RequestOptions,
     check_match_length,
-    check_token_ids,
-    check_token_range,
     one_each,
     parse_speculative_config,
-    resolve_draft_plan,
 )
 from specexport_runtime.results import GenerationResult, Prompt, StreamChunk, as_prompts
 from specexport_runtime.sampling import SamplingParams
-from specexport_runtime.sequence import Sequence
 from specexport_runtime.stats import PaddingStats, PhaseTimes
-from specexport_runtime.text import TextStream
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -89,8 +82,15 @@ class SpecEngine:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.lookahead = lookahead
-        self.eos_token_ids = tuple(eos_token_ids)
-        self.defaults = draft_defaults
+        self._builder = RequestBuilder(
+            tokenizer,
+            target.vocab_size,
+            max_model_len,
+            lookahead,
+            has_draft=draft is not None,
+            eos_token_ids=tuple(eos_token_ids),
+            defaults=draft_defaults,
+        )
         self._chat_template = chat_template
         self._special_tokens = dict(special_tokens or {})
         runner = ModelRunner(target, unpad_kv=unpad_kv, unpad_input=unpad_input)
@@ -209,7 +209,7 @@ class SpecEngine:
             InvalidRequestError: the request can never be served; others are not affected.
         """
         options = RequestOptions(drafter, num_speculative_tokens, speculation)
-        seq = self._sequence(0, prompt, params or SamplingParams(), options, reference, stream=True)
+        seq = self._builder.build(0, prompt, params or SamplingParams(), options, reference, stream=True)
         handle = RequestHandle(prompt, seq, self._loop, stream=True, callback=callback)
         self._loop.submit([handle])
         return handle
@@ -287,12 +287,7 @@ class SpecEngine:
         Raises:
             InvalidRequestError: the prompt is empty, too long for the engine, or has ids out of range.
         """
-        ids: list[int] = []
-        if len(prompt):
-            given = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
-            ids = [int(token) if isinstance(token, np.integer) else token for token in given]
-        check_token_ids(ids, vocab_size=self.target.vocab_size, max_model_len=self.max_model_len)
-        return ids
+        return self._builder.encode(prompt)
 
     def format_chat(self, messages: Seq[Mapping[str, Any]]) -> str:
         """The prompt text of a conversation, by the checkpoint's chat template.
@@ -320,58 +315,18 @@ class SpecEngine:
         self,
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None,
-        options: "RequestOptions",
+        options: RequestOptions,
         references: Seq[Prompt | None] | None,
     ) -> Iterator[GenerationResult]:
         batch = as_prompts(prompts)
         each = one_each(params or SamplingParams(), len(batch), "sampling parameters")
         copied = one_each(references, len(batch), "references")
         handles = [
-            RequestHandle(prompt, self._sequence(i, prompt, item, options, reference), self._loop)
+            RequestHandle(prompt, self._builder.build(i, prompt, item, options, reference), self._loop)
             for i, (prompt, item, reference) in enumerate(zip(batch, each, copied, strict=True))
         ]
         self._loop.submit(handles)
         return _results_in_order(handles)
-
-    def _sequence(
-        self,
-        index: int,
-        prompt: Prompt,
-        params: SamplingParams,
-        options: "RequestOptions",
-        reference: Prompt | None,
-        *,
-        stream: bool = False,
-    ) -> Sequence:
-        plan = resolve_draft_plan(
-            *options, has_draft=self.draft is not None, built=self.lookahead, defaults=self.defaults
-        )
-        if reference is not None and not any(stage.drafter == "lookup" for stage in plan):
-            raise InvalidRequestError(
-                "a reference is copied from by lookup only.", "use drafter 'lookup' or 'chained'."
-            )
-        return Sequence(
-            index,
-            self.encode(prompt),
-            params,
-            vocab_size=self.target.vocab_size,
-            max_model_len=self.max_model_len,
-            eos_token_ids=self.eos_token_ids,
-            text=TextStream(self.tokenizer, params),
-            stream=stream,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-            draft_plan=plan,
-            reference=self._encode_reference(reference),
-        )
-
-    def _encode_reference(self, reference: Prompt | None) -> list[int]:
-        if reference is None or not len(reference):
-            return []
-        if isinstance(reference, str):
-            return self.tokenizer.encode(reference, add_special_tokens=False).ids
-        ids = [int(token) if isinstance(token, np.integer) else token for token in reference]
-        check_token_range(ids, vocab_size=self.target.vocab_size, what="the reference")
-        return ids
 
 
 def _results_in_order(handles: Seq[RequestHandle]) -> Iterator[GenerationResult]:

@@ -4,17 +4,30 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from specexport_runtime.errors import InvalidRequestError
 
 
-def read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> Iterator[str]:
+class PromptItem(NamedTuple):
+    """One prompt of a command.
+
+    Attributes:
+        text: the prompt.
+        reference: text that lookup drafting may copy from; None if none was given.
+    """
+
+    text: str
+    reference: str | None = None
+
+
+def read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> Iterator[PromptItem]:
     """The prompts of one command.
 
     Args:
         prompt: the argument; ``-`` or None reads standard input.
         prompt_file: a UTF-8 text file.
-        prompts: a UTF-8 file of JSON lines with a field ``prompt``.
+        prompts: a UTF-8 file of JSON lines with a field ``prompt`` and optionally ``reference``.
 
     Raises:
         InvalidRequestError: two sources, none, an unreadable file, bytes that are not UTF-8, a line without a prompt.
@@ -27,18 +40,23 @@ def read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | N
     if prompts is not None:
         yield from _read_jsonl(prompts)
     elif prompt_file is not None:
-        yield _read_text(prompt_file)
+        yield PromptItem(read_text(prompt_file))
     elif prompt is not None and prompt != "-":
-        yield prompt
+        yield PromptItem(prompt)
     else:
         if prompt is None and sys.stdin.isatty():
             raise InvalidRequestError(
                 "no prompt was given.", "give it as an argument, with --prompt-file, or on stdin."
             )
-        yield _decode(sys.stdin.buffer.read(), "standard input")
+        yield PromptItem(_decode(sys.stdin.buffer.read(), "standard input"))
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The content of a UTF-8 text file.
+
+    Raises:
+        InvalidRequestError: it cannot be read, or is not UTF-8.
+    """
     try:
         return _decode(path.read_bytes(), str(path))
     except OSError as error:
@@ -54,13 +72,14 @@ def _decode(data: bytes, where: str) -> str:
         ) from None
 
 
-def _read_jsonl(path: Path) -> Iterator[str]:
+def _read_jsonl(path: Path) -> Iterator[PromptItem]:
     empty = True
-    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            text = json.loads(line)["prompt"]
+            record = json.loads(line)
+            text, reference = record["prompt"], record.get("reference")
         except (ValueError, TypeError, KeyError) as error:
             raise InvalidRequestError(
                 f"{path}, line {number}: no JSON object with a field `prompt` ({type(error).__name__}).",
@@ -68,7 +87,11 @@ def _read_jsonl(path: Path) -> Iterator[str]:
             ) from None
         if not isinstance(text, str):
             raise InvalidRequestError(f"{path}, line {number}: `prompt` is not a text.", "write it as a JSON string.")
+        if not isinstance(reference, str | None):
+            raise InvalidRequestError(
+                f"{path}, line {number}: `reference` is not a text.", "write it as a JSON string."
+            )
         empty = False
-        yield text
+        yield PromptItem(text, reference)
     if empty:
         raise InvalidRequestError(f"{path} has no prompts.", 'write one object a line: {"prompt": "…"}.')

@@ -13,6 +13,7 @@ RUNTIME = ROOT / "runtime" / "specexport_runtime"
 COMPILER = ROOT / "specexport"
 
 HEAVY = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "tensorrt", "tensorrt_rtx", "triton"}
+HEAVY |= {"matplotlib", "scipy"}
 # What the runtime may name at all. onnxruntime, tensorrt and cuda only inside functions: the import test sees to it.
 RUNTIME_MAY_IMPORT = {
     "specexport_runtime", "click", "jinja2", "numpy", "rich", "tokenizers",
