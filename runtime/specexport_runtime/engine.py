@@ -5,7 +5,6 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specexport_runtime.abi import kv_slack
 from specexport_runtime.batch import ModelRunner
 from specexport_runtime.decoder import Decoder
 from specexport_runtime.drafters.base import Drafter
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 DEFAULT_BATCHED_TOKENS = 512
+MAX_BACKLOG = 32  # tokens that a draft model catches up on within a drafting step: several copied drafts in a row
 
 
 class SpecEngine:
@@ -99,7 +99,7 @@ class SpecEngine:
             drafters["draft-model"] = ModelDrafter(
                 ModelRunner(draft, unpad_kv=unpad_kv, unpad_input=unpad_input),
                 vocab_size=draft_vocab_size or target.vocab_size,
-                max_backlog=kv_slack(lookahead),
+                max_backlog=MAX_BACKLOG,
             )
         decoder = Decoder(runner, ChainDrafter(drafters), max_num_batched_tokens=max_num_batched_tokens)
         self._loop = DecodeLoop(decoder)

@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH, DEFAULT_MATCH_LENGTH
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sequence import DraftStage
 
@@ -13,9 +14,6 @@ DRAFTERS = ("draft-model", "lookup", "chained", "none")
 
 DEFAULT_LOOKAHEAD = 4
 """K where nothing else is asked for: the best in most settings of Chen et al. 2023 (figure 1)."""
-DEFAULT_MATCH_LENGTH = 2
-DEFAULT_COPY_LENGTH = 7
-"""LLMA's match and copy lengths as EMS-SD uses them (Ni et al. 2025, section 4)."""
 
 
 def check_token_ids(ids: Seq[int], *, vocab_size: int, max_model_len: int) -> None:
