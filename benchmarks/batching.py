@@ -1,0 +1,119 @@
+"""Batches: the host's own time, lookup that finds nothing, and continuous against static batching.
+
+    python benchmarks/batching.py engines/demo [--json FILE]
+
+Everything is measured in turns within one run; figures are medians.
+"""
+
+import argparse
+import random
+from pathlib import Path
+from typing import Any
+
+from common import DEMO_PROMPTS, median, read_prompts, report, timed
+
+from specexport_runtime import SamplingParams, SpecEngine
+
+NEVER_MATCHES = 4096  # longer than any text here
+
+
+def host_share(engine: SpecEngine, prompts: list[str], args: argparse.Namespace) -> dict[str, float]:
+    """Scheduling and packing as a share of a round, plain and with lookup, all rows busy."""
+    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
+    shares: dict[str, float] = {}
+    for drafter in ("none", "lookup"):
+        runs = []
+        for _ in range(args.repeats):
+            engine.generate(prompts, params, drafter=drafter)
+            times = engine.times
+            runs.append((times.schedule + times.pack) / times.total)
+        shares[drafter] = median(runs)
+    return shares
+
+
+def no_match(engine: SpecEngine, prompts: list[str], args: argparse.Namespace) -> float:
+    """Time of lookup that never finds a match over the time of plain decoding."""
+    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
+    ratios = []
+    for _ in range(args.repeats):
+        plain, _ = timed(lambda: engine.generate(prompts, params, drafter="none"))
+        lookup, results = timed(lambda: engine.generate(prompts, params, drafter="lookup"))
+        if any(result.stats.drafted for result in results):
+            raise SystemExit("lookup found a match where it must not")
+        ratios.append(lookup / plain)
+    return median(ratios)
+
+
+def continuous_against_static(engine: SpecEngine, prompts: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Requests of mixed length: all at once, against groups that wait for their longest."""
+    chosen = random.Random(args.seed)
+    requests = [prompts[i % len(prompts)] for i in range(args.requests)]
+    each = [SamplingParams(max_tokens=chosen.randint(args.shortest, args.longest), ignore_eos=True) for _ in requests]
+    rows = args.batch_size
+    groups = [slice(start, start + rows) for start in range(0, len(requests), rows)]
+    runs: dict[str, list[float]] = {"continuous": [], "static": []}
+    same = True
+    for _ in range(args.repeats):
+        seconds, together = timed(lambda: engine.generate(requests, each, drafter=args.drafter))
+        runs["continuous"].append(seconds)
+        seconds, apart = timed(
+            lambda: [r for g in groups for r in engine.generate(requests[g], each[g], drafter=args.drafter)]
+        )
+        runs["static"].append(seconds)
+        same &= [result.token_ids for result in together] == [result.token_ids for result in apart]
+    tokens = sum(params.max_tokens for params in each)
+    return {
+        "tokens": tokens,
+        "seconds": runs,
+        "speedup": median(static / own for static, own in zip(runs["static"], runs["continuous"], strict=True)),
+        "same_text": same,
+    }
+
+
+def main() -> None:
+    """Run the three and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--prompts", type=Path, default=DEMO_PROMPTS)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--shortest", type=int, default=16)
+    parser.add_argument("--longest", type=int, default=256)
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--drafter", default="none", help="of continuous against static")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = args.batch_size
+    prompts = read_prompts(args.prompts, max(rows, 16))
+    crowd = [prompts[i % len(prompts)] for i in range(rows)]
+    record: dict[str, Any] = {"no_match": {}}
+    options: dict[str, Any] = {"max_num_seqs": rows, "max_model_len": args.max_model_len}
+    engine = SpecEngine.load(args.bundle, **options, match_length=NEVER_MATCHES)
+    engine.generate(crowd, SamplingParams(max_tokens=16, ignore_eos=True))  # warm-up
+    for name, some in (("1", crowd[:1]), (str(rows), crowd)):
+        record["no_match"][name] = no_match(engine, some, args)
+    engine.close()
+    engine = SpecEngine.load(args.bundle, **options)
+    engine.generate(crowd, SamplingParams(max_tokens=16, ignore_eos=True), drafter="lookup")
+    record["host_share"] = host_share(engine, crowd, args)
+    record["continuous"] = continuous_against_static(engine, prompts, args)
+    engine.close()
+    table = [
+        (f"scheduling and packing, batch {rows}, {name}", f"{share:.1%} of the round")
+        for name, share in record["host_share"].items()
+    ]
+    table += [
+        (f"lookup without a match over plain, time, batch {name}", f"{ratio:.3f}")
+        for name, ratio in record["no_match"].items()
+    ]
+    found = record["continuous"]
+    table.append((f"continuous over static, {args.requests} requests, {rows} rows", f"{found['speedup']:.2f}×"))
+    table.append(("same text both ways", "yes" if found["same_text"] else "no"))
+    report("Batching", table, record, args.json)
+
+
+if __name__ == "__main__":
+    main()
