@@ -15,7 +15,7 @@ class BuiltModel:
     """A target or draft, built.
 
     Attributes:
-        entry: its manifest entry; the path is relative to the model's own folder.
+        entry: its manifest entry; paths are relative to the model's own folder.
         files: engine files by path relative to that folder.
         tokenizer_json: content of the checkpoint's ``tokenizer.json``.
         chat_template: Jinja source, if the checkpoint has one.
@@ -52,5 +52,10 @@ class BuiltModel:
 
 
 def entry_in_bundle(built: BuiltModel, role: str) -> ModelEntry:
-    """The manifest entry with its path relative to the bundle folder."""
-    return replace(built.entry, path=str(Path(role) / built.entry.path))
+    """The manifest entry with its paths relative to the bundle folder."""
+    padded = built.entry.padded_path
+    return replace(
+        built.entry,
+        path=str(Path(role) / built.entry.path),
+        padded_path=None if padded is None else str(Path(role) / padded),
+    )

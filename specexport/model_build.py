@@ -11,7 +11,7 @@ from specexport.built import BuiltModel
 from specexport.engine_check import check_engine, check_sequences
 from specexport.progress import StageClock
 from specexport.recipe import BuildRecipe, resolve_dtype, resolve_recipe
-from specexport_runtime.abi import STEP_INPUTS, LayerGeometry
+from specexport_runtime.abi import PADDED_STEP_INPUTS, LayerGeometry
 from specexport_runtime.errors import CheckpointError, MissingDependencyError
 from specexport_runtime.executors.base import Float32Array, Int64Array
 from specexport_runtime.manifest import ModelEntry, hash_files
@@ -37,6 +37,8 @@ class _Engine(NamedTuple):
     layers: tuple[LayerGeometry, ...]
     inputs: tuple[str, ...]
     passes: tuple[tuple[str, int], ...]
+    padded_path: str
+    padded_inputs: tuple[str, ...]
 
 
 class ModelSource(NamedTuple):
@@ -136,7 +138,7 @@ def _compile(
     recipe: BuildRecipe, checkpoint: Any, role: str, *, folder: Path, clock: StageClock, dump_dir: Path | None
 ) -> _Engine:
     """Trace to engine files; the checkpoint's torch model is gone afterwards."""
-    from specexport.backends import build_engine
+    from specexport.backends import build_engine, build_padded_engine
     from specexport.frontend import trace_checkpoint
     from specexport.lowering import lower_model
     from specexport.passes import default_passes, run_passes
@@ -151,14 +153,21 @@ def _compile(
     with clock.stage("passes", role):
         done = run_passes(ir_model, default_passes(recipe), dump_dir=dump_dir, on_pass=clock.note)
     with clock.stage("lower", role, recipe.backend):
-        lower_model(ir_model, recipe.backend)
-        present = {value.name for value in ir_model.graph.inputs}
-        inputs = tuple(spec.name for spec in STEP_INPUTS if spec.name in present)
-    with clock.stage("build", role):
         strip_metadata(ir_model)
-        engine_name = build_engine(ir_model, recipe.backend, folder)
-        release_weights([*traced_weights, *ir_model.graph.initializers.values()])
-    return _Engine(engine_name, layers, inputs, done)
+        padded_model = ir_model.clone()  # shares the weights
+        lower_model(ir_model, recipe.backend)
+        lower_model(padded_model, recipe.backend, padded_kv=True)
+    with clock.stage("build", role):
+        name = build_engine(ir_model, recipe.backend, folder)
+        padded_name = build_padded_engine(padded_model, recipe.backend, folder)
+        graphs = (ir_model.graph, padded_model.graph)
+        release_weights([*traced_weights, *(value for graph in graphs for value in graph.initializers.values())])
+    return _Engine(name, layers, _step_inputs(ir_model), done, padded_name, _step_inputs(padded_model))
+
+
+def _step_inputs(ir_model: Any) -> tuple[str, ...]:
+    present = {value.name for value in ir_model.graph.inputs}
+    return tuple(spec.name for spec in PADDED_STEP_INPUTS if spec.name in present)
 
 
 def release_weights(values: Iterable[Any]) -> None:

@@ -63,13 +63,18 @@ def pack(tokens: Sequence[Sequence[int]], pasts: Sequence[int]) -> dict[str, np.
         unpad += [b * width + j for j in range(count)]
         positions += [pasts[b] + j for j in range(count)]
     lens = np.array(pasts, np.int32)[:, None]
+    # A row without tokens names one of the step's tokens; the entry it writes is not counted.
+    starts = np.minimum(cu[:-1], cu[-1] - 1)[:, None]
+    ends = np.maximum(cu[1:, None], starts + 1)
     return {
         "input_ids": np.array([t for row in tokens for t in row], np.int64),
         "positions": np.array(positions, np.int64),
         "logit_rows": np.arange(cu[-1], dtype=np.int64),
         "kv_lens": lens,
         "cu_new_tokens": cu.astype(np.int32),
-        "row_totals": lens + np.int32(width),
+        "row_starts": starts,
+        "row_ends": ends,
+        "row_totals": (lens + ends - starts).astype(np.int32),
         "pad_index": pad,
         "unpad_index": np.array(unpad, np.int64),
     }

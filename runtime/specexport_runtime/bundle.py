@@ -36,15 +36,17 @@ class Bundle(NamedTuple):
     max_model_len: int
     max_num_seqs: int
 
-    def make_executor(self, role: str, *, num_threads: int | None = None, spin: bool = True) -> Executor:
-        """Load the engine of one model (``"target"`` or ``"draft"``).
+    def make_executor(
+        self, role: str, *, num_threads: int | None = None, spin: bool = True, unpad_kv: bool = True
+    ) -> Executor:
+        """Load the engine of one model (``"target"`` or ``"draft"``); ``unpad_kv=False`` loads its padded-KV graph.
 
         The threads of two engines must not fight for the same cores: while one runs, the idle threads of the other
         would still spin. So a small draft runs on the calling thread alone, and a large one does not spin. With both
         spinning on two threads, a round of the demo pair took twice as long.
 
         Raises:
-            IncompatibleError: the engine's backend is unknown to this runtime.
+            IncompatibleError: the engine's backend is unknown to this runtime, or has no padded-KV graph.
         """
         entry = self.manifest.models[role]
         if entry.backend != "ort-cpu":
@@ -52,18 +54,22 @@ class Bundle(NamedTuple):
                 f"{self.folder}: the {role} was built for backend {entry.backend!r}, which this runtime cannot run.",
                 "build it with --backend ort-cpu.",
             )
+        path = entry.path if unpad_kv else entry.padded_path
+        if path is None:
+            raise IncompatibleError(f"{self.folder}: the {role} has no padded-KV graph.", "build it again.")
         from specexport_runtime.executors.ort import OrtExecutor
 
         if role == "draft":
             small = entry.num_parameters < SMALL_DRAFT_PARAMETERS
             num_threads, spin = (1 if small else num_threads), spin and small
         return OrtExecutor(
-            self.folder / entry.path,
+            self.folder / path,
             entry,
             num_rows=self.max_num_seqs,
             kv_capacity=self.max_model_len + kv_slack(self.manifest.lookahead),
             num_threads=num_threads,
             spin=spin,
+            unpad_kv=unpad_kv,
         )
 
 

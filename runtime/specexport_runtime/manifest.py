@@ -16,7 +16,7 @@ from typing import Any
 from specexport_runtime.abi import ABI_VERSION, LayerGeometry
 from specexport_runtime.errors import BundleError, IncompatibleError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 _REBUILD = "build it again with `specexport build`."
 
@@ -38,6 +38,8 @@ class ModelEntry:
         source: where the checkpoint came from: a hub id, or the name of a local folder or file.
         source_sha256: hash over the checkpoint's files.
         passes: what each compiler pass changed, in order: ``[name, changes]``.
+        padded_path: graph for caches that hold padding entries, over the same weights; None if there is none.
+        padded_inputs: step inputs that graph takes.
     """
 
     path: str
@@ -52,6 +54,8 @@ class ModelEntry:
     source: str
     source_sha256: str
     passes: tuple[tuple[str, int], ...] = ()
+    padded_path: str | None = None
+    padded_inputs: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "ModelEntry":
@@ -59,6 +63,7 @@ class ModelEntry:
         fields = dict(data)
         fields["layers"] = tuple(LayerGeometry(*layer) for layer in data["layers"])
         fields["inputs"] = tuple(data["inputs"])
+        fields["padded_inputs"] = tuple(data.get("padded_inputs", ()))
         fields["passes"] = tuple((str(name), int(count)) for name, count in data.get("passes", ()))
         return cls(**fields)
 

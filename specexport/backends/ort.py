@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specexport_runtime.errors import CheckFailedError
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 ENGINE_NAME = "model.onnx"
+PADDED_NAME = "model.padded.onnx"
 DATA_NAME = "model.onnx.data"
 PAGE_BYTES = 4096
 INLINE_BYTES = 1024
@@ -34,3 +37,27 @@ def write_onnx(ir_model: "ir.Model", folder: Path) -> str:
         align_threshold=PAGE_BYTES - 1,
     )
     return ENGINE_NAME
+
+
+def write_padded_onnx(ir_model: "ir.Model", folder: Path) -> str:
+    """Write ``model.padded.onnx``: another graph over the weights that :func:`write_onnx` has written.
+
+    Args:
+        ir_model: the padded-KV graph, lowered from a copy of the same traced model; its weights are let go.
+        folder: where ``model.onnx`` is.
+
+    Returns:
+        the file's name.
+
+    Raises:
+        CheckFailedError: the graph has a weight that ``model.onnx`` has not.
+    """
+    import onnx_ir as ir
+
+    written = ir.load(folder / ENGINE_NAME).graph.initializers
+    for name, value in ir_model.graph.initializers.items():
+        if name not in written:
+            raise CheckFailedError(f"the padded-KV graph has a weight of its own, {name}.")
+        value.const_value = written[name].const_value
+    ir.save(ir_model, folder / PADDED_NAME)
+    return PADDED_NAME

@@ -148,7 +148,7 @@ def unpadded_attention(
         k: [T, H*D].
         v: [T, H*Dv].
         caches: keys and values of the layer, [B, 1, H, L, D] each.
-        step: kv_lens, cu_new_tokens, row_totals, pad_index, unpad_index.
+        step: kv_lens, cu_new_tokens, row_starts, row_ends, row_totals, pad_index, unpad_index.
         sinks: [num_heads] or None.
 
     Returns:

@@ -1,18 +1,29 @@
 """Lowering for ONNX Runtime on the CPU: model-local functions, inlined when a session loads the model.
 
 A ``Scan`` over cache rows runs one batch-1 attention a row, because the fused kernel refuses several new tokens with a
-past for more than one row. The packed tokens are gathered into a tile [B, 1, Q, heads*D] and scattered back. The caches
-enter and leave the Scan in the graph's own shape: any reshape around it would copy them.
+past for more than one row. The caches enter and leave the Scan in the graph's own shape: any reshape around it would
+copy them. Each row reads, writes and attends to exactly its own tokens; where every row fills the attention tile, the
+packed tokens are the tile already and nothing is cut. What depends on the step alone is computed once, at the top.
 
 Two bodies: the fused ``com.microsoft.GroupQueryAttention``, and a portable one from standard operators for what that
-kernel cannot do (values of another size than keys, head sizes that are no multiple of 8).
+kernel cannot do (values of another size than keys, head sizes that are no multiple of 8). Either comes in a second
+form for padded-KV graphs, with a mask made from ``kv_positions``.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from specexport.lowering.portable import portable_row_body
-from specexport.ops.spec import UNPADDED_ATTENTION
-from specexport_runtime.abi import OP_DOMAIN, OP_NAME, STEP_INPUTS
+from specexport.lowering.functions import (
+    PADDED_PLAN_OUTPUTS,
+    PLAN_OUTPUTS,
+    attention_text,
+    fused_row,
+    header,
+    mask_text,
+    plan_text,
+)
+from specexport.lowering.portable import portable_row
+from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
+from specexport_runtime.abi import KV_POSITIONS, OP_DOMAIN, OP_NAME, PADDED_STEP_INPUTS
 from specexport_runtime.errors import CheckFailedError
 
 if TYPE_CHECKING:
@@ -20,35 +31,10 @@ if TYPE_CHECKING:
 
 _CONTRIB = "com.microsoft"
 _FUSED_HEAD_MULTIPLE = 8  # the fused kernel refuses other head sizes
-_USED = ("q", "k", "v", "k_cache", "v_cache", "row_totals", "pad_index", "unpad_index")
-
-_FUSED_ROW = """
-    row_out, row_k_out, row_v_out = com.microsoft.GroupQueryAttention<
-        num_heads: int = @num_heads, kv_num_heads: int = @kv_num_heads, scale: float = @scale,
-        local_window_size: int = @window, softcap: float = @softcap
-    >(row_q, row_k, row_v, row_k_cache, row_v_cache, row_last, row_total{sinks})
-"""
-
-_FUNCTION = """<domain: "{domain}", opset_import: ["": {opset}, "com.microsoft": 1]>
-{name}<num_heads, kv_num_heads, scale, window, softcap>({inputs}) => (output, k_cache_out, v_cache_out) {{
-  tile_q = Gather<axis = 0>(q, pad_index)
-  tile_k = Gather<axis = 0>(k, pad_index)
-  tile_v = Gather<axis = 0>(v, pad_index)
-  one = Constant<value_int = 1>()
-  one32 = Cast<to = 6>(one)
-  row_lasts = Sub(row_totals, one32)
-  tile_out, k_cache_out, v_cache_out = Scan<num_scan_inputs = 7, body = row_attention (
-      float[1, Q, HqD] row_q, float[1, Q, HD] row_k, float[1, Q, HDv] row_v,
-      float[1, H, L, D] row_k_cache, float[1, H, L, Dv] row_v_cache, int32[1] row_last, int32[1] row_total
-  ) => (float[1, Q, HqDv] row_out, float[1, H, L, D] row_k_out, float[1, H, L, Dv] row_v_out) {{
-{row}
-  }}>(tile_q, tile_k, tile_v, k_cache, v_cache, row_lasts, row_totals)
-  width = Shape<start = 3, end = 4>(tile_out)
-  all = Constant<value_ints = [-1]>()
-  slots = Concat<axis = 0>(all, width)
-  flat_out = Reshape(tile_out, slots)
-  output = Gather<axis = 0>(flat_out, unpad_index)
-}}"""
+_PLAN_NAME = "RowPlan"
+_MASK_NAME = "KvMask"
+_STEP = ("row_starts", "row_ends", "row_totals", "unpad_index", *PLAN_OUTPUTS)
+_USED = ("q", "k", "v", "k_cache", "v_cache", *_STEP)
 
 
 class Body(NamedTuple):
@@ -57,80 +43,153 @@ class Body(NamedTuple):
     Attributes:
         fused: the fused kernel, or the portable body.
         sinks: the node has attention sinks.
-        window: the node has a window (the portable body leaves the comparison out otherwise).
-        softcap: the node caps its scores (the same).
+        window: the body compares entries with a window (the fused kernel and the mask do it themselves).
+        softcap: the body caps its scores (the same).
+        masked: which entries count is told by a mask, not by order.
     """
 
     fused: bool
     sinks: bool
     window: bool
     softcap: bool
+    masked: bool = False
 
     @property
     def function_name(self) -> str:
         """Name of the function, in the op's domain."""
-        parts = (("Sinks", self.sinks), ("Window", self.window), ("Softcap", self.softcap))
+        parts = (
+            ("Sinks", self.sinks),
+            ("Window", self.window),
+            ("Softcap", self.softcap),
+            ("Masked", self.masked),
+        )
         return OP_NAME + ("Fused" if self.fused else "Portable") + "".join(name for name, given in parts if given)
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Inputs of the function, in order."""
+        return (*_USED, *(("row_sizes", "kv_mask") if self.masked else ()), *(("sinks",) if self.sinks else ()))
 
-def choose_body(node: "ir.Node") -> Body:
+
+def choose_body(node: "ir.Node", *, masked: bool = False) -> Body:
     """The body for one ``UnpaddedAttention`` node.
+
+    Args:
+        node: the node.
+        masked: for a padded-KV graph.
 
     Raises:
         CheckFailedError: the caches have no static head sizes.
     """
-    names = [item.name for item in UNPADDED_ATTENTION.inputs]
-    given = dict(zip(names, node.inputs, strict=False))
-    k_cache, v_cache = given["k_cache"], given["v_cache"]
-    k_dim, v_dim = (None if x is None or x.shape is None else x.shape[4] for x in (k_cache, v_cache))
-    if not isinstance(k_dim, int) or not isinstance(v_dim, int):
-        raise CheckFailedError(f"{node.name}: the caches have no static head size.")
+    given = _named_inputs(node)
+    k_dim, v_dim = _head_dim(node, given["k_cache"]), _head_dim(node, given["v_cache"])
     sinks = given.get("sinks") is not None
     if k_dim == v_dim and k_dim % _FUSED_HEAD_MULTIPLE == 0:
-        return Body(fused=True, sinks=sinks, window=False, softcap=False)
-    window, softcap = node.attributes["window"].as_int(), node.attributes["softcap"].as_float()
-    return Body(fused=False, sinks=sinks, window=window > 0, softcap=softcap > 0)
+        return Body(fused=True, sinks=sinks, window=False, softcap=False, masked=masked)
+    window, softcap = _window(node), node.attributes["softcap"].as_float()
+    return Body(fused=False, sinks=sinks, window=window > 0 and not masked, softcap=softcap > 0, masked=masked)
+
+
+def _named_inputs(node: "ir.Node") -> dict[str, "ir.Value | None"]:
+    return dict(zip([item.name for item in UNPADDED_ATTENTION.inputs], node.inputs, strict=False))
+
+
+def _head_dim(node: "ir.Node", cache: "ir.Value | None") -> int:
+    size = None if cache is None or cache.shape is None else cache.shape[4]
+    if not isinstance(size, int):
+        raise CheckFailedError(f"{node.name}: the caches have no static head size.")
+    return size
+
+
+def _window(node: "ir.Node") -> int:
+    return node.attributes["window"].as_int()
 
 
 def build_function(body: Body, opset: int) -> "ir.Function":
     """The model-local function of ``body``."""
+    if body.fused:
+        row = fused_row(sinks=body.sinks, masked=body.masked)
+    else:
+        row = portable_row(sinks=body.sinks, window=body.window, softcap=body.softcap, masked=body.masked)
+    parts = ("qkv",) if body.fused else ("q", "k", "v")
+    inputs = ", ".join(body.inputs)
+    return _parse(attention_text(body.function_name, inputs, parts=parts, row=row, masked=body.masked), opset)
+
+
+def _parse(text: str, opset: int) -> "ir.Function":
     import onnx_ir as ir
     from onnx import parser
 
-    if body.fused:
-        row = _FUSED_ROW.format(sinks=", , , , , sinks" if body.sinks else "")
-    else:
-        row = portable_row_body(sinks=body.sinks, window=body.window, softcap=body.softcap)
-    inputs = ", ".join([*_USED, "sinks"] if body.sinks else _USED)
-    text = _FUNCTION.format(domain=OP_DOMAIN, opset=opset, name=body.function_name, inputs=inputs, row=row)
-    function: ir.Function = ir.from_proto(parser.parse_function(text))
+    function: ir.Function = ir.from_proto(parser.parse_function(header(OP_DOMAIN, opset) + text))
     return function
 
 
-def lower_ort_cpu(ir_model: "ir.Model") -> None:
-    """Attach the bodies and drop the step inputs that no body reads, in place."""
-    opset = ir_model.opset_imports[""]
-    names = [item.name for item in UNPADDED_ATTENTION.inputs]
-    for node in [n for n in ir_model.graph if n.op_type == OP_NAME and n.domain == OP_DOMAIN]:
-        body = choose_body(node)
-        given = dict(zip(names, node.inputs, strict=False))
-        function = build_function(body, opset)
+def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
+    """Attach the bodies and drop the step inputs that no body reads, in place.
+
+    Args:
+        ir_model: the traced model.
+        padded_kv: make the padded-KV graph, with the step input ``kv_positions``.
+    """
+    nodes = [n for n in ir_model.graph if n.op_type == OP_NAME and n.domain == OP_DOMAIN]
+    shared = _prologue(ir_model, sorted({_window(node) for node in nodes}) if padded_kv else [])
+    for node in nodes:
+        body = choose_body(node, masked=padded_kv)
+        given = _named_inputs(node) | shared
+        if padded_kv:
+            given["kv_mask"] = shared[f"kv_mask.{_window(node)}"]
+        function = build_function(body, ir_model.opset_imports[""])
         ir_model.functions.setdefault(function.identifier(), function)
-        _replace_node(ir_model, node, function.name, [given[name] for name in (*_USED, "sinks")[: 8 + body.sinks]])
+        _replace_node(ir_model, node, function.name, [given[name] for name in body.inputs])
     ir_model.opset_imports.setdefault(_CONTRIB, 1)
     drop_unused_step_inputs(ir_model)
+
+
+def _prologue(ir_model: "ir.Model", mask_windows: list[int]) -> dict[str, "ir.Value | None"]:
+    """Insert what is computed once a step at the top; returns it by name, masks as ``kv_mask.<window>``."""
+    import onnx_ir as ir
+
+    graph, opset = ir_model.graph, ir_model.opset_imports[""]
+    if mask_windows:
+        shape = ir.Shape([DIM_NAMES.get(word, word) if isinstance(word, str) else word for word in KV_POSITIONS.shape])
+        graph.inputs.append(ir.Value(name=KV_POSITIONS.name, type=ir.TensorType(ir.DataType.INT64), shape=shape))
+    by_name: dict[str, ir.Value | None] = {str(value.name): value for value in graph.inputs}
+    masked = bool(mask_windows)
+    plan = plan_text(_PLAN_NAME, masked=masked)
+    calls: list[tuple[str, dict[str, int], tuple[str, ...]]] = [
+        (plan, {}, PADDED_PLAN_OUTPUTS if masked else PLAN_OUTPUTS)
+    ]
+    for window in mask_windows:
+        name = _MASK_NAME + ("Window" if window > 0 else "")
+        attributes = {"window": window} if window > 0 else {}
+        calls.append((mask_text(name, window=window > 0), attributes, (f"kv_mask.{window}",)))
+    nodes: list[ir.Node] = []
+    made: dict[str, ir.Value | None] = {}
+    for text, attributes, names in calls:
+        function = _parse(text, opset)
+        ir_model.functions.setdefault(function.identifier(), function)
+        inputs = [by_name.get(str(value.name), made.get(str(value.name))) for value in function.inputs]
+        node = ir.node(function.name, inputs, attributes, domain=OP_DOMAIN, num_outputs=len(names))
+        for value, name in zip(node.outputs, names, strict=True):
+            value.name = name
+            made[name] = value
+        nodes.append(node)
+    graph.insert_before(graph[0], nodes)
+    return made
 
 
 def _replace_node(ir_model: "ir.Model", node: "ir.Node", op_type: str, inputs: list["ir.Value | None"]) -> None:
     import onnx_ir as ir
 
-    new = ir.Node(OP_DOMAIN, op_type, inputs, node.attributes.values(), outputs=None, num_outputs=3, name=node.name)
+    width = node.attributes["num_heads"].as_int() * _head_dim(node, _named_inputs(node)["v_cache"])
+    attributes = [*node.attributes.values(), ir.AttrInt64s("out_shape", [-1, width])]
+    new = ir.Node(OP_DOMAIN, op_type, inputs, attributes, outputs=None, num_outputs=3, name=node.name)
     ir.convenience.replace_nodes_and_values(ir_model.graph, node, [node], [new], node.outputs, new.outputs)
 
 
 def drop_unused_step_inputs(ir_model: "ir.Model") -> tuple[str, ...]:
     """Remove step inputs without readers from the graph's inputs; returns their names."""
-    step_names = {spec.name for spec in STEP_INPUTS}
+    step_names = {spec.name for spec in PADDED_STEP_INPUTS}
     graph = ir_model.graph
     unused = [x for x in graph.inputs if x.name in step_names and not x.uses()]
     for value in unused:

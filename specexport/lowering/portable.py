@@ -1,6 +1,6 @@
 """The portable attention of one cache row, from standard ONNX operators.
 
-Written as the body of the Scan in ``ort_cpu``: ScatterND appends in place where input and output share memory, and a
+Written as the body of the Scans in ``functions``: ScatterND appends in place where input and output share memory, and a
 Slice to the row's true length keeps the cost independent of the capacity.
 """
 
@@ -65,13 +65,21 @@ _SOFTCAP = """
     capped = Mul(bent, cap)
 """
 
-_MASK = """
+_SPLIT = """
     group = Shape<start = 1, end = 2>(q_heads)
     score_split = Concat<axis = 0>(heads, group, new, total)
     scores4 = Reshape({scores}, score_split)
+"""
+
+_CAUSAL = """
     entries = Range(scalar0, total0, scalar1)
     query_at = Unsqueeze(at, unit)
     causal = LessOrEqual(entries, query_at)
+"""
+
+# The mask is finite: a query that sees nothing stays a number.
+_MASK = """
+    masked = Add(scores4, row_mask)
 """
 
 _WINDOW = """
@@ -81,16 +89,17 @@ _WINDOW = """
     seen = And(causal, inside)
 """
 
-_SOFTMAX = """
+_HIDE = """
     never = Constant<value_float = -inf>()
     masked = Where({seen}, scores4, never)
+"""
+
+_SOFTMAX = """
     weights4 = Softmax<axis = -1>(masked)
 """
 
 # A sink is one more score that takes weight and has no value.
 _SOFTMAX_SINKS = """
-    never = Constant<value_float = -3.4e38>()
-    masked = Where({seen}, scores4, never)
     sink_split = Concat<axis = 0>(heads, group, unit, unit)
     sink4 = Reshape(sinks, sink_split)
     sink_grid = Concat<axis = 0>(heads, group, new, unit)
@@ -108,29 +117,31 @@ _OUTPUT = """
     mixed_split = Concat<axis = 0>(heads, group, new, v_size)
     mixed4 = Reshape(mixed, mixed_split)
     by_token = Transpose<perm = [2, 0, 1, 3]>(mixed4)
-    out_shape = Concat<axis = 0>(unit, new, rest)
-    row_out = Reshape(by_token, out_shape)
+    out_dims = Concat<axis = 0>(unit, new, rest)
+    attended = Reshape(by_token, out_dims)
 """
 
 
-def portable_row_body(*, sinks: bool, window: bool, softcap: bool) -> str:
+def portable_row(*, sinks: bool, window: bool, softcap: bool, masked: bool = False) -> str:
     """ONNX text of one row's append and attention.
 
-    Reads row_q [1, Q, Hq*D], row_k [1, Q, H*D], row_v [1, Q, H*Dv], row_k_cache [1, H, L, D], row_v_cache
-    [1, H, L, Dv], row_total [1] (int32) and, from outside, sinks [Hq]; writes row_out [1, Q, Hq*Dv], row_k_out and
+    Reads row_q [1, n, Hq*D], row_k [1, n, H*D], row_v [1, n, H*Dv], row_k_cache [1, H, L, D], row_v_cache
+    [1, H, L, Dv], row_total [1] (int32) and, from outside, sinks [Hq]; writes attended [1, n, Hq*Dv], row_k_out and
     row_v_out.
 
     Args:
         sinks: one more score a head.
         window: limit what a token sees to the attribute ``window``.
         softcap: bend the scores by the attribute ``softcap``.
+        masked: read row_mask [1, 1, n, row_total] and add it to the scores; nothing else then hides an entry.
     """
     parts = [_APPEND, _SCORES]
     if softcap:
         parts.append(_SOFTCAP)
-    parts.append(_MASK.format(scores="capped" if softcap else "scaled"))
-    if window:
-        parts.append(_WINDOW)
-    softmax = _SOFTMAX_SINKS if sinks else _SOFTMAX
-    parts += [softmax.format(seen="seen" if window else "causal"), _OUTPUT]
+    parts.append(_SPLIT.format(scores="capped" if softcap else "scaled"))
+    if masked:
+        parts.append(_MASK)
+    else:
+        parts.append(_CAUSAL + (_WINDOW if window else "") + _HIDE.format(seen="seen" if window else "causal"))
+    parts += [_SOFTMAX_SINKS if sinks else _SOFTMAX, _OUTPUT]
     return "".join(parts)

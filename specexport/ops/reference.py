@@ -23,6 +23,14 @@ def _attend(query: Array, keys: Array, values: Array, scale: float, softcap: flo
     return result
 
 
+def _seen_entries(entry_at: Array, query_at: int, window: int) -> Array:
+    """Indices of the entries that a token at ``query_at`` sees, given the position in each entry (-1: padding)."""
+    seen = (entry_at >= 0) & (entry_at <= query_at)
+    if window > 0:
+        seen &= entry_at > query_at - window
+    return np.flatnonzero(seen)
+
+
 def unpadded_attention(
     q: Array,
     k: Array,
@@ -33,6 +41,8 @@ def unpadded_attention(
     cu_new_tokens: Array,
     sinks: Array | None = None,
     *,
+    positions: Array | None = None,
+    kv_positions: Array | None = None,
     num_heads: int,
     kv_num_heads: int,
     scale: float,
@@ -50,14 +60,19 @@ def unpadded_attention(
         kv_lens: committed entries of each row [B, 1].
         cu_new_tokens: running sum of the rows' new tokens [B+1].
         sinks: one extra score a head [num_heads], or None.
+        positions: position of each token [T]; only with ``kv_positions``.
+        kv_positions: position of the token in each cache entry [B, 1, P], this step's included, -1 for padding: a token
+            then sees the entries at positions up to its own (in the window), in whatever entries they lie. None: every
+            entry counts, and its position is its index.
         num_heads: query heads; head ``h`` reads key/value head ``h // (num_heads / kv_num_heads)``.
         kv_num_heads: key/value heads.
         scale: factor on every score.
-        window: entries a token sees, itself included; -1 for all.
+        window: positions a token sees, its own included; -1 for all.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 for off.
 
     Returns:
-        output [T, num_heads*Dv] and the two caches, all float64; entries beyond a row's new length stay as they were.
+        output [T, num_heads*Dv] (zeros for a token that sees nothing) and the two caches, all float64; entries beyond a
+        row's new length stay as they were.
     """
     keys, values = k_cache.astype(np.float64), v_cache.astype(np.float64)
     queries = q.astype(np.float64).reshape(len(q), num_heads, -1)
@@ -69,10 +84,14 @@ def unpadded_attention(
             end = int(past) + offset + 1
             keys[row, 0, :, end - 1] = new_keys[token]
             values[row, 0, :, end - 1] = new_values[token]
-            start = max(0, end - window) if window > 0 else 0
-            for head in range(num_heads):
+            if positions is None or kv_positions is None:
+                entry_at, query_at = np.arange(end), end - 1
+            else:
+                entry_at, query_at = kv_positions[row, 0, :end], int(positions[token])
+            seen = _seen_entries(entry_at, query_at, window)
+            for head in range(num_heads if len(seen) else 0):
                 group = head * kv_num_heads // num_heads
                 sink = None if sinks is None else float(sinks[head])
-                seen_keys, seen_values = keys[row, 0, group, start:end], values[row, 0, group, start:end]
+                seen_keys, seen_values = keys[row, 0, group, seen], values[row, 0, group, seen]
                 output[token, head] = _attend(queries[token, head], seen_keys, seen_values, scale, softcap, sink)
     return output.reshape(len(q), -1), keys, values

@@ -14,11 +14,20 @@ from specexport_runtime.abi import (
     OP_NAME,
     OP_VERSION,
     PAD_INDEX,
+    ROW_ENDS,
+    ROW_STARTS,
     ROW_TOTALS,
     UNPAD_INDEX,
 )
 
-DIM_NAMES = {"T": "num_tokens", "B": "num_seqs", "Q": "max_new_tokens", "R": "num_logit_rows", "L": "kv_capacity"}
+DIM_NAMES = {
+    "T": "num_tokens",
+    "B": "num_seqs",
+    "Q": "max_new_tokens",
+    "R": "num_logit_rows",
+    "L": "kv_capacity",
+    "P": "kv_span",
+}
 """Names of a graph's dynamic dimensions, by dimension word."""
 
 
@@ -70,7 +79,7 @@ class OpSpec(NamedTuple):
         return f"({', '.join(inputs + attributes)}) -> ({', '.join('Tensor' for _ in self.outputs)})"
 
 
-_STEP_INPUTS = (KV_LENS, CU_NEW_TOKENS, ROW_TOTALS, PAD_INDEX, UNPAD_INDEX)
+_STEP_INPUTS = (KV_LENS, CU_NEW_TOKENS, ROW_STARTS, ROW_ENDS, ROW_TOTALS, PAD_INDEX, UNPAD_INDEX)
 _CACHES = (
     OpInput("k_cache", "model", ("B", 1, "H", "L", "D")),
     OpInput("v_cache", "model", ("B", 1, "H", "L", "Dv")),
@@ -106,5 +115,7 @@ UNPADDED_ATTENTION = OpSpec(
 
 Row ``b`` owns tokens ``[cu_new_tokens[b], cu_new_tokens[b+1])``; token ``j`` of it is written to cache entry
 ``kv_lens[b] + j`` and sees entries ``0 … kv_lens[b] + j``. Entries at and beyond ``kv_lens[b] + (new tokens)`` are
-undefined afterwards. ``row_totals``, ``pad_index`` and ``unpad_index`` say the same thing for lowerings that pad.
+undefined afterwards (a row without tokens may have one token written there, and must have room for it).
+``row_starts``, ``row_ends``, ``row_totals``, ``pad_index`` and ``unpad_index`` say the same thing for lowerings that
+work row by row.
 """

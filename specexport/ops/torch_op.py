@@ -40,7 +40,9 @@ def _unpadded_attention(
     v_cache: Tensor,
     kv_lens: Tensor,
     cu_new_tokens: Tensor,
-    row_totals: Tensor,  # noqa: ARG001 - for lowerings that pad
+    row_starts: Tensor,  # noqa: ARG001 - for lowerings that work row by row
+    row_ends: Tensor,  # noqa: ARG001
+    row_totals: Tensor,  # noqa: ARG001
     pad_index: Tensor,  # noqa: ARG001
     unpad_index: Tensor,  # noqa: ARG001
     sinks: Tensor | None,

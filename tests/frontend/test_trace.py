@@ -6,6 +6,7 @@ import pytest
 
 from specexport.frontend import reference_logits, trace_checkpoint
 from specexport.frontend.geometry import probe_layers
+from specexport.ops import UNPADDED_ATTENTION
 from specexport.passes.base import attention_nodes
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry
 from specexport_runtime.errors import UnsupportedModelError
@@ -19,6 +20,7 @@ def test_the_trace_speaks_the_contract() -> None:
     assert [value.name for value in graph.inputs][: len(STEP_INPUTS)] == [spec.name for spec in STEP_INPUTS]
     shapes = {value.name: [str(dim) for dim in value.shape or ()] for value in (*graph.inputs, *graph.outputs)}
     assert shapes["input_ids"] == shapes["positions"] == shapes["unpad_index"] == ["num_tokens"]
+    assert shapes["row_starts"] == shapes["row_ends"] == ["num_seqs", "1"]
     assert shapes["pad_index"] == ["num_seqs", "1", "max_new_tokens"]
     assert shapes["k_cache.1"] == shapes["k_cache_out.1"] == ["num_seqs", "1", "2", "kv_capacity", "16"]
     assert shapes["logits"] == ["num_logit_rows", "320"]
@@ -36,7 +38,7 @@ def test_each_layer_keeps_its_own_window_softcap_and_scale() -> None:
 
 def test_sinks_reach_the_op() -> None:
     nodes = attention_nodes(trace_checkpoint(make_checkpoint(make_model(*ARCHITECTURES["gpt_oss"]))).ir_model)
-    assert all(len(node.inputs) == 11 and node.inputs[10] is not None for node in nodes)
+    assert all(len(node.inputs) == len(UNPADDED_ATTENTION.inputs) and node.inputs[-1] is not None for node in nodes)
 
 
 def test_latent_attention_has_keys_and_values_of_unequal_size() -> None:

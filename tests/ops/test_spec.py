@@ -43,7 +43,8 @@ def test_fake_op_has_the_shapes_of_the_real_one(sinks: bool) -> None:
     def arguments() -> list[object]:
         shapes = [(3, 4 * 8), (3, 2 * 8), (3, 2 * 6), (1, 1, 2, 5, 8), (1, 1, 2, 5, 6)]
         step = [torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32)]
-        rest = [torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, 3).long(), torch.zeros(3).long()]
+        ends = [torch.zeros(1, 1).long(), torch.full((1, 1), 3), torch.zeros(1, 1, dtype=torch.int32)]
+        rest = [*ends, torch.zeros(1, 1, 3).long(), torch.zeros(3).long()]
         floats = [torch.randn(shape) for shape in shapes]
         return [*floats, *step, *rest, torch.zeros(4) if sinks else None, 4, 2, 1.0, -1, 0.0]
 

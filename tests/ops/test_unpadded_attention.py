@@ -1,6 +1,6 @@
 """The torch op and every lowering of UnpaddedAttention against the plain reference."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,15 @@ from specexport.ops.onnx_op import register_schema
 from specexport.ops.reference import unpadded_attention
 
 CAPACITY = 48
+SPAN = 51  # entries that kv_positions describes: at least every row's total
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call: rows given as (past, new tokens)."""
+    """One call: rows given as (past, new tokens); ``padding`` says which past entries of each row are padding."""
 
     rows: tuple[tuple[int, int], ...]
+    padding: tuple[tuple[int, ...], ...] = ()
     heads: int = 4
     kv_heads: int = 2
     k_dim: int = 16
@@ -55,6 +57,14 @@ CASES = {
     "values_smaller_empty_rows": Case(((5, 0), (2, 4), (0, 0)), k_dim=24, v_dim=16),
     "values_smaller_window": Case(RAGGED, k_dim=24, v_dim=16, window=4),
     "values_smaller_everything": Case(RAGGED, k_dim=24, v_dim=16, window=4, softcap=1.5, sinks=True),
+    # One row's long chunk beside rows at the very end of their capacity: each may write its own tokens only.
+    "full_row_beside_chunk": Case(((0, 30), (47, 1), (40, 8), (46, 2))),
+    "full_idle_row_beside_chunk": Case(((0, 30), (47, 0), (44, 4))),
+    "values_smaller_full_row_beside_chunk": Case(((0, 30), (47, 1), (44, 4), (47, 0)), k_dim=24),
+    "every_row_full": Case(((45, 3), (45, 3), (0, 3))),
+    "values_smaller_every_row_full": Case(((45, 3), (45, 3), (0, 3)), k_dim=24),
+    "last_row_idle": Case(((5, 2), (7, 0))),
+    "one_token_among_idle_rows": Case(((5, 0), (7, 1), (9, 0))),
 }
 
 
@@ -68,9 +78,9 @@ def make_inputs(case: Case, poison: float = np.nan) -> dict[str, np.ndarray]:
         return random.standard_normal(shape, dtype=np.float32)
 
     cu = np.concatenate([[0], np.cumsum(new)])
-    pad = np.zeros((len(new), 1, width), np.int64)
-    for b, count in enumerate(new):
-        pad[b, 0, :count] = np.arange(cu[b], cu[b + 1])
+    starts = np.minimum(cu[:-1], total - 1)[:, None]  # an idle row names some token of the step
+    ends = np.maximum(cu[1:, None], starts + 1)
+    pad = np.minimum(starts + np.arange(width), ends - 1)[:, None]
     lens = past.astype(np.int32)[:, None]
     inputs = {
         "q": normal(total, case.heads * case.k_dim),
@@ -80,7 +90,9 @@ def make_inputs(case: Case, poison: float = np.nan) -> dict[str, np.ndarray]:
         "v_cache": normal(len(new), 1, case.kv_heads, CAPACITY, case.v_dim),
         "kv_lens": lens,
         "cu_new_tokens": cu.astype(np.int32),
-        "row_totals": (lens + width).astype(np.int32),
+        "row_starts": starts,
+        "row_ends": ends,
+        "row_totals": (lens + ends - starts).astype(np.int32),
         "pad_index": pad,
         "unpad_index": np.array([b * width + j for b, count in enumerate(new) for j in range(count)], np.int64),
     }
@@ -89,7 +101,19 @@ def make_inputs(case: Case, poison: float = np.nan) -> dict[str, np.ndarray]:
         inputs["v_cache"][b, 0, :, length:] = poison
     if case.sinks:
         inputs["sinks"] = normal(case.heads)
-    return inputs
+    return inputs | make_positions(case)
+
+
+def make_positions(case: Case) -> dict[str, np.ndarray]:
+    """``positions`` and ``kv_positions`` of a padded-KV graph: positions count the entries that are no padding."""
+    kv_positions = np.full((len(case.rows), 1, SPAN), -1, np.int64)
+    positions = []
+    for b, (past, new) in enumerate(case.rows):
+        padding = set(case.padding[b]) if case.padding else set()
+        real = [entry for entry in range(past + new) if entry not in padding]
+        kv_positions[b, 0, real] = np.arange(len(real))
+        positions += [len(real) - new + j for j in range(new)]
+    return {"positions": np.array(positions, np.int64), "kv_positions": kv_positions}
 
 
 def attributes(case: Case) -> dict[str, Any]:
@@ -102,9 +126,12 @@ def attributes(case: Case) -> dict[str, Any]:
     }
 
 
-def expect(case: Case, inputs: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def expect(
+    case: Case, inputs: dict[str, np.ndarray], *, padded_kv: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     names = ("q", "k", "v", "k_cache", "v_cache", "kv_lens", "cu_new_tokens")
-    return unpadded_attention(*(inputs[name] for name in names), inputs.get("sinks"), **attributes(case))
+    more = {name: inputs[name] for name in ("positions", "kv_positions")} if padded_kv else {}
+    return unpadded_attention(*(inputs[name] for name in names), inputs.get("sinks"), **attributes(case), **more)
 
 
 def assert_equal(case: Case, found: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...]) -> None:
@@ -147,16 +174,21 @@ def one_node_model(case: Case) -> ir.Model:
     node = ir.node(
         UNPADDED_ATTENTION.name, inputs, domain=UNPADDED_ATTENTION.domain, attributes=attributes(case), outputs=outputs
     )
-    graph = ir.Graph(inputs, outputs, nodes=[node], opset_imports={"": 23, "specexport": 1}, name="one_node")
+    positions = ir.Value(name="positions", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["T"]))
+    graph = ir.Graph(
+        [*inputs, positions], outputs, nodes=[node], opset_imports={"": 23, "specexport": 1}, name="one_node"
+    )
     return ir.Model(graph, ir_version=10)
 
 
-def run_in_place(case: Case, inputs: dict[str, np.ndarray], folder: Path) -> tuple[np.ndarray, ...]:
+def run_in_place(
+    case: Case, inputs: dict[str, np.ndarray], folder: Path, *, padded_kv: bool = False
+) -> tuple[np.ndarray, ...]:
     """Lower, run with caches bound to their own memory, return output and the caches that were bound."""
     import onnxruntime as ort
 
     model = one_node_model(case)
-    lower_model(model, "ort-cpu")
+    lower_model(model, "ort-cpu", padded_kv=padded_kv)
     ir.save(model, folder / "op.onnx")
     session = ort.InferenceSession(str(folder / "op.onnx"), providers=["CPUExecutionProvider"])
     io = session.io_binding()
@@ -176,7 +208,84 @@ def test_ort_cpu_lowering_equals_reference_and_writes_in_place(name: str, tmp_pa
     case = CASES[name]
     inputs = make_inputs(case)
     wanted = expect(case, inputs)
-    assert_equal(case, run_in_place(case, inputs, tmp_path), wanted)
+    found = run_in_place(case, inputs, tmp_path)
+    assert_equal(case, found, wanted)
+    assert_tail_untouched(case, found)
+
+
+def assert_tail_untouched(case: Case, found: tuple[np.ndarray, ...]) -> None:
+    """Entries beyond a row's own tokens are still poison; an idle row may have written one."""
+    for cache in found[1:]:
+        for b, (past, new) in enumerate(case.rows):
+            assert np.isnan(cache[b, 0, :, past + max(new, 1) :]).all()
+
+
+PADDING = ((1, 2), (0, 5, 6, 16), (), tuple(range(18, 29)))
+PADDED_CASES = {
+    "none": Case(RAGGED, ((), (), (), ())),
+    "ragged": Case(RAGGED, PADDING),
+    "one_token_rows": Case(((4, 1), (9, 1), (3, 1)), ((0,), (3, 4, 8), ())),
+    "empty_rows": Case(((5, 0), (2, 4), (3, 0)), ((2,), (1,), (0, 1, 2))),
+    "window": Case(RAGGED, PADDING, window=4),  # padding inside the window must not count
+    "window_of_one": Case(RAGGED, PADDING, window=1),
+    "softcap": Case(RAGGED, PADDING, softcap=1.5),
+    "sinks": Case(RAGGED, PADDING, sinks=True),
+    "everything": Case(RAGGED, PADDING, window=5, softcap=2.0, sinks=True),
+    "every_row_full": Case(((43, 3), (43, 3), (4, 3)), ((4,), (), (0, 1, 2, 3))),
+    "one_length": Case(((43, 3), (43, 3)), ((4, 41, 42), (0, 5)), window=6),
+    "long_chunk": Case(((0, 30), (46, 1), (44, 3)), ((), (3,), (41, 42, 43))),
+    "values_smaller": Case(RAGGED, PADDING, k_dim=24, v_dim=16),
+    "values_smaller_window": Case(RAGGED, PADDING, k_dim=24, v_dim=16, window=4),
+    "values_smaller_everything": Case(RAGGED, PADDING, k_dim=24, v_dim=16, window=4, softcap=1.5, sinks=True),
+    "values_smaller_every_row_full": Case(((43, 3), (43, 3), (4, 3)), ((4,), (), (0, 1)), k_dim=24, softcap=2.0),
+    "values_smaller_one_length": Case(((43, 3), (43, 3)), ((4, 41, 42), (0, 5)), k_dim=24),
+}
+
+
+def poison_padding(case: Case, inputs: dict[str, np.ndarray]) -> None:
+    """Padding entries hold numbers that would show; they were computed once, so they are finite."""
+    for b, entries in enumerate(case.padding):
+        for name in ("k_cache", "v_cache"):
+            inputs[name][b, 0, :, list(entries)] = 50.0
+
+
+@pytest.mark.parametrize("name", PADDED_CASES)
+def test_padded_kv_lowering_equals_reference_and_writes_in_place(name: str, tmp_path: Path) -> None:
+    case = PADDED_CASES[name]
+    inputs = make_inputs(case)
+    poison_padding(case, inputs)
+    wanted = expect(case, inputs, padded_kv=True)
+    found = run_in_place(case, inputs, tmp_path, padded_kv=True)
+    assert_equal(case, found, wanted)
+    assert_tail_untouched(case, found)
+
+
+@pytest.mark.parametrize("name", ["ragged", "window", "everything", "values_smaller_everything"])
+def test_padding_changes_nothing_but_the_entries(name: str) -> None:
+    """The reference itself: the same tokens with the padding squeezed out give the same output."""
+    case = PADDED_CASES[name]
+    inputs = make_inputs(case)
+    output = expect(case, inputs, padded_kv=True)[0]
+    rows = tuple((past - len(p), new) for (past, new), p in zip(case.rows, case.padding, strict=True))
+    squeezed = make_inputs(replace(case, rows=rows, padding=()))
+    for cache in ("k_cache", "v_cache"):
+        for b, (past, _) in enumerate(case.rows):
+            kept = [entry for entry in range(past) if entry not in case.padding[b]]
+            squeezed[cache][b, 0, :, : len(kept)] = inputs[cache][b][0, :, kept].swapaxes(0, 1)
+    packed = {key: inputs[key] for key in ("q", "k", "v", "sinks") if key in inputs}
+    np.testing.assert_allclose(expect(case, squeezed | packed)[0], output, atol=1e-12)
+
+
+@pytest.mark.parametrize("k_dim", [16, 24])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_query_that_sees_nothing_is_a_number_and_changes_no_other(k_dim: int, sinks: bool, tmp_path: Path) -> None:
+    case = Case(((6, 3), (4, 2)), ((1,), ()), k_dim=k_dim, sinks=sinks)
+    inputs = make_inputs(case)
+    wanted = expect(case, inputs, padded_kv=True)[0]
+    inputs["kv_positions"][1] = -1  # every entry of the second row is padding, its new tokens too
+    found = run_in_place(case, inputs, tmp_path, padded_kv=True)[0]
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found[:3], wanted[:3], atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,13 @@ from specexport_runtime.abi import (
     CACHE_INPUTS,
     K_CACHE_OUT,
     LOGITS,
+    PADDED_STEP_INPUTS,
     STEP_INPUTS,
     V_CACHE_OUT,
     StepShape,
 )
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
-from specexport_runtime.executors.base import Float32Array, StepBuffers
+from specexport_runtime.executors.base import Float32Array, Int64Array, StepBuffers
 from specexport_runtime.manifest import ModelEntry
 
 MAX_BINDINGS = 256
@@ -59,6 +60,7 @@ class OrtExecutor:
         kv_capacity: entries of each row (L).
         num_threads: compute threads; None takes the cores really available.
         spin: let idle threads spin: faster on an idle machine, much slower on a busy one.
+        unpad_kv: ``path`` is the entry's own engine; False if it is the entry's padded-KV graph.
 
     Raises:
         MissingDependencyError: onnxruntime is not installed.
@@ -75,13 +77,15 @@ class OrtExecutor:
         kv_capacity: int,
         num_threads: int | None = None,
         spin: bool = True,
+        unpad_kv: bool = True,
     ) -> None:
         self.vocab_size = entry.vocab_size
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
         self.engine_seconds = 0.0
         self._session = _open_session(path, num_threads or available_cores(), spin)
-        self._check_contract(path, entry)
+        self._inputs = {value.name for value in self._session.get_inputs()}
+        self._check_contract(path, entry, entry.inputs if unpad_kv else entry.padded_inputs)
         self._dtype = np.dtype(entry.dtype)
         self._caches: dict[str, npt.NDArray[Any]] = {}
         for i, layer in enumerate(entry.layers):
@@ -93,12 +97,16 @@ class OrtExecutor:
         self._logits: Float32Array = np.empty((0, self.vocab_size), np.float32)
         self._current: _Binding | None = None
 
-    def _check_contract(self, path: Path, entry: ModelEntry) -> None:
+    def _check_contract(self, path: Path, entry: ModelEntry, step_inputs: tuple[str, ...]) -> None:
         caches = {spec.name.format(i=i) for i in range(len(entry.layers)) for spec in CACHE_INPUTS}
-        found = {value.name for value in self._session.get_inputs()}
-        if found != caches | set(entry.inputs):
-            odd = sorted(found ^ (caches | set(entry.inputs)))
+        if self._inputs != caches | set(step_inputs):
+            odd = sorted(self._inputs ^ (caches | set(step_inputs)))
             raise IncompatibleError(f"{path}: inputs differ from the manifest's: {', '.join(odd)}.", "build it again.")
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV arena; a row is resident only once it was written to."""
+        return sum(cache.nbytes for cache in self._caches.values())
 
     def prepare(self, shape: StepShape) -> StepBuffers:
         """Bind ``shape`` (or find its binding) and return the arrays to fill. See ``Executor.prepare``."""
@@ -130,6 +138,16 @@ class OrtExecutor:
         for cache in self._caches.values():
             cache[destination, :, :, :kv_len] = cache[source, :, :, :kv_len]
 
+    def move_entries(self, row: int, entries: Int64Array) -> None:
+        """Keep the cache entries ``entries`` of a row, packed to its front, in every layer.
+
+        Args:
+            row: cache row.
+            entries: ascending indices of the entries that stay.
+        """
+        for cache in self._caches.values():
+            cache[row, :, :, : len(entries)] = cache[row][:, :, entries]
+
     def close(self) -> None:
         """Release the session and the arena."""
         self._bindings.clear()
@@ -145,10 +163,10 @@ class OrtExecutor:
         while len(self._bindings) >= MAX_BINDINGS:
             self._bindings.popitem(last=False)
         io = self._session.io_binding()
-        arrays = {spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in STEP_INPUTS}
-        inputs = {value.name for value in self._session.get_inputs()}
+        specs = PADDED_STEP_INPUTS if shape.kv_span else STEP_INPUTS
+        arrays = {spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in specs}
         for name, array in arrays.items():
-            if name in inputs:
+            if name in self._inputs:
                 io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         rows = slice(shape.first_row, shape.first_row + shape.num_seqs)
         for name, cache in self._caches.items():

@@ -1,0 +1,172 @@
+"""ONNX text of the model-local functions that the CPU lowering attaches.
+
+``RowPlan`` and ``KvMask`` run once a step, at the top of the graph; the attention functions run once a layer.
+"""
+
+_HEADER = '<domain: "{domain}", opset_import: ["": {opset}, "com.microsoft": 1]>\n'
+
+# Gather needs one index a slot: padding slots repeat the row's last token, and nobody reads them.
+_PLAN = """{name}(row_starts, row_ends, row_totals, pad_index, unpad_index)
+  => ({outputs}) {{
+  first = Constant<value_int = 0>()
+  one = Constant<value_int = 1>()
+  one32 = Cast<to = 6>(one)
+  row_lasts = Sub(row_totals, one32)
+  row_counts = Sub(row_ends, row_starts)
+  width = Shape<start = 2, end = 3>(pad_index)
+  width0 = Squeeze(width)
+  slots = Range(first, width0, one)
+  last_slots = Sub(row_counts, one)
+  row_slots = Min(slots, last_slots)
+  tile = Shape(pad_index)
+  rest = Constant<value_ints = [-1]>()
+  tile_shape = Concat<axis = 0>(tile, rest)
+  num_slots = Size(pad_index)
+  num_tokens = Size(unpad_index)
+{full}
+}}"""
+PLAN_OUTPUTS = ("row_lasts", "row_slots", "tile_shape", "full")
+PADDED_PLAN_OUTPUTS = (*PLAN_OUTPUTS, "row_sizes", "mask_width")
+_FULL = "  full = Equal(num_slots, num_tokens)"
+# The fused kernel wants a mask as wide as the row is long: rows of one length can take it as it is.
+_FULL_PADDED = """  every_slot = Equal(num_slots, num_tokens)
+  longest = ReduceMax<keepdims = 0>(row_totals)
+  shortest = ReduceMin<keepdims = 0>(row_totals)
+  one_length = Equal(longest, shortest)
+  full = And(every_slot, one_length)
+  totals = Cast<to = 7>(row_totals)
+  row_sizes = Concat<axis = 1>(row_counts, totals)
+  longest64 = Cast<to = 7>(longest)
+  whole = Constant<value_ints = [1]>()
+  mask_width = Reshape(longest64, whole)"""
+
+# Comparisons over [B, 1, 1, Q, P] are the cost here: padding is told apart on [B, P], before them.
+_MASK = """{name}{attributes}(positions, kv_positions, pad_index, mask_width) => (kv_mask) {{
+  nothing = Constant<value_int = 0>()
+  never = Constant<value_int = 4611686018427387904>()
+  start = Constant<value_ints = [0]>()
+  entry_axis = Constant<value_ints = [2]>()
+  used = Slice(kv_positions, start, mask_width, entry_axis)
+  is_padding = Less(used, nothing)
+  entry_at = Where(is_padding, never, used)
+  entry_axes = Constant<value_ints = [1, 2]>()
+  entries = Unsqueeze(entry_at, entry_axes)
+  query_at = Gather<axis = 0>(positions, pad_index)
+  query_axes = Constant<value_ints = [1, 4]>()
+  queries = Unsqueeze(query_at, query_axes)
+  {seen}
+  zero = Constant<value_float = 0.0>()
+  hidden = Constant<value_float = -1.0e30>()
+  kv_mask = Where(seen, zero, hidden)
+}}"""
+_CAUSAL = "seen = LessOrEqual(entries, queries)"
+_CAUSAL_WINDOW = """causal = LessOrEqual(entries, queries)
+  size = Constant<value_int: int = @window>()
+  before = Sub(queries, size)
+  inside = Greater(entries, before)
+  seen = And(causal, inside)"""
+
+_ATTENTION = """{name}<num_heads, kv_num_heads, scale, window, softcap, out_shape>({inputs})
+  => (output, k_cache_out, v_cache_out) {{
+  {pack}
+  output, k_cache_out, v_cache_out = If<then_branch = all_rows_full () => (
+      float[T, HqDv] full_output, float[B, 1, H, L, D] full_k, float[B, 1, H, L, Dv] full_v) {{
+    {tiles}
+    full_out, full_k, full_v = Scan<num_scan_inputs = {num_full}, body = full_row (
+        {full_inputs}, float[1, H, L, D] row_k_cache, float[1, H, L, Dv] row_v_cache, int32[1] row_last,
+        int32[1] row_total{mask_input}
+    ) => (float[1, Q, HqDv] attended, float[1, H, L, D] row_k_out, float[1, H, L, Dv] row_v_out) {{
+{full_row}
+    }}>({full_names}, k_cache, v_cache, row_lasts, row_totals{mask_name})
+    full_shape = Constant<value_ints: ints = @out_shape>()
+    full_output = Reshape(full_out, full_shape)
+  }}, else_branch = ragged_rows () => (
+      float[T, HqDv] ragged_output, float[B, 1, H, L, D] ragged_k, float[B, 1, H, L, Dv] ragged_v) {{
+    front = Constant<value_ints = [0]>()
+    token_axis = Constant<value_ints = [1]>()
+    {tokens}
+    ragged_out, ragged_k, ragged_v = Scan<num_scan_inputs = {num_ragged}, body = ragged_row (
+        int64[1] row_start, int64[1] row_end, int64[Q] row_slot, float[1, H, L, D] row_k_cache,
+        float[1, H, L, Dv] row_v_cache, int32[1] row_last, int32[1] row_total{ragged_mask_input}
+    ) => (float[1, Q, HqDv] row_out, float[1, H, L, D] row_k_out, float[1, H, L, Dv] row_v_out) {{
+      {slices}
+{ragged_row}
+      row_out = Gather<axis = 1>(attended, row_slot)
+    }}>(row_starts, row_ends, row_slots, k_cache, v_cache, row_lasts, row_totals{ragged_mask_name})
+    ragged_shape = Constant<value_ints: ints = @out_shape>()
+    ragged_tile = Reshape(ragged_out, ragged_shape)
+    ragged_output = Gather<axis = 0>(ragged_tile, unpad_index)
+  }}>(full)
+}}"""
+
+_MASK_SLICE = """
+      mask_start = Constant<value_ints = [0, 0]>()
+      mask_axes = Constant<value_ints = [2, 3]>()
+      row_mask = Slice(row_mask_tile, mask_start, row_size, mask_axes)"""
+
+FUSED_ROW = """
+      attended, row_k_out, row_v_out = com.microsoft.GroupQueryAttention<
+          num_heads: int = @num_heads, kv_num_heads: int = @kv_num_heads, scale: float = @scale,
+          local_window_size{window}, softcap: float = @softcap
+      >(row_qkv, , , row_k_cache, row_v_cache, row_last, row_total{rest})"""
+
+
+def header(domain: str, opset: int) -> str:
+    """The line that every function's text begins with."""
+    return _HEADER.format(domain=domain, opset=opset)
+
+
+def plan_text(name: str, *, masked: bool) -> str:
+    """What the attention functions share: last entries, slots, sizes, and whether every row fills the tile."""
+    outputs = PADDED_PLAN_OUTPUTS if masked else PLAN_OUTPUTS
+    return _PLAN.format(name=name, outputs=", ".join(outputs), full=_FULL_PADDED if masked else _FULL)
+
+
+def mask_text(name: str, *, window: bool) -> str:
+    """The additive mask [B, 1, 1, Q, longest row] of a padded-KV graph, from positions of tokens and cache entries.
+
+    Hidden entries get a large finite number: a query that sees nothing must not become NaN.
+    """
+    attributes, seen = ("<window>", _CAUSAL_WINDOW) if window else ("", _CAUSAL)
+    return _MASK.format(name=name, attributes=attributes, seen=seen)
+
+
+def fused_row(*, sinks: bool, masked: bool) -> str:
+    """One row by the fused kernel. The mask holds the window where there is one: windows count positions then."""
+    # The kernel's inputs go on with cos_cache, sin_cache, position_ids, attention_bias, head_sink.
+    rest = [", , , , row_mask" if masked else ", , , , ", ", sinks"] if sinks else [", , , , row_mask" * masked]
+    return FUSED_ROW.format(window="= -1" if masked else ": int = @window", rest="".join(rest))
+
+
+def attention_text(name: str, inputs: str, *, parts: tuple[str, ...], row: str, masked: bool) -> str:
+    """One layer: append and attention of every row.
+
+    A step in which every row fills the attention tile (plain decoding, one sequence alone) runs on the packed tokens as
+    they are. In any other, each row is cut out by its first and last token, so that it writes and attends to exactly
+    its own tokens; only its output is widened to Q, because a Scan stacks equal shapes.
+
+    Args:
+        name: the function's name.
+        inputs: its inputs.
+        parts: token tensors that a row reads: ``("qkv",)`` or ``("q", "k", "v")``.
+        row: text of one row, from ``row_<part>`` to ``attended``, ``row_k_out`` and ``row_v_out``.
+        masked: rows read ``row_mask``, from ``kv_mask``.
+    """
+    return _ATTENTION.format(
+        name=name,
+        inputs=inputs,
+        pack="qkv = Concat<axis = 1>(q, k, v)" if parts == ("qkv",) else "",
+        tiles="\n    ".join(f"tile_{part} = Reshape({part}, tile_shape)" for part in parts),
+        num_full=len(parts) + 4 + masked,
+        full_inputs=", ".join(f"float[1, Q, W_{part}] row_{part}" for part in parts),
+        full_names=", ".join(f"tile_{part}" for part in parts),
+        full_row=row,
+        mask_input=", float[1, 1, Q, P] row_mask" if masked else "",
+        mask_name=", kv_mask" if masked else "",
+        tokens="\n    ".join(f"tokens_{part} = Unsqueeze({part}, front)" for part in parts),
+        num_ragged=7 + 2 * masked,
+        slices="\n      ".join(f"row_{p} = Slice(tokens_{p}, row_start, row_end, token_axis)" for p in parts),
+        ragged_row=(_MASK_SLICE if masked else "") + row,
+        ragged_mask_input=", int64[2] row_size, float[1, 1, Q, P] row_mask_tile" if masked else "",
+        ragged_mask_name=", row_sizes, kv_mask" if masked else "",
+    )
