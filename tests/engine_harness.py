@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from specexport_runtime.abi import CACHE_INPUTS, STEP_INPUTS, LayerGeometry
+from specexport_runtime.abi import CACHE_INPUTS, PADDED_STEP_INPUTS, LayerGeometry
 
 
 def make_checkpoint(model: Any) -> Any:
@@ -39,21 +39,33 @@ class Recipe:
 def build(
     model: Any, folder: Path, dump_dir: Path | None = None
 ) -> tuple[Any, tuple[LayerGeometry, ...], dict[str, int]]:
-    """Compile ``model`` into ``folder``; returns the lowered IR, the layers and what each pass changed."""
-    from specexport.backends import build_engine
+    """Compile ``model`` into ``folder``, both graphs; returns the lowered IR, the layers and what each pass changed."""
+    from specexport.backends import build_engine, build_padded_engine
     from specexport.frontend import trace_checkpoint
     from specexport.lowering import lower_model
     from specexport.passes import default_passes, run_passes
 
     traced = trace_checkpoint(make_checkpoint(model))
     report = run_passes(traced.ir_model, default_passes(Recipe()), dump_dir=dump_dir)
+    padded_model = traced.ir_model.clone()
     lower_model(traced.ir_model, "ort-cpu")
     build_engine(traced.ir_model, "ort-cpu", folder)
+    lower_model(padded_model, "ort-cpu", padded_kv=True)
+    build_padded_engine(padded_model, "ort-cpu", folder)
     return traced.ir_model, traced.layers, dict(report)
 
 
-def pack(tokens: Sequence[Sequence[int]], pasts: Sequence[int]) -> dict[str, np.ndarray]:
-    """Step inputs for one packed step: new tokens and past length of each row; every token's logits are wanted."""
+def pack(
+    tokens: Sequence[Sequence[int]], pasts: Sequence[int], held: Sequence[Sequence[int]] | None = None
+) -> dict[str, np.ndarray]:
+    """Step inputs for one packed step; every token's logits are wanted.
+
+    Args:
+        tokens: new tokens of each row.
+        pasts: cache entries of each row.
+        held: for a padded-KV graph: position in each of these entries, -1 for padding.
+    """
+    firsts = pasts if held is None else [sum(at >= 0 for at in row) for row in held]
     counts = np.array([len(row) for row in tokens])
     width, cu = int(max(counts)), np.concatenate([[0], np.cumsum(counts)])
     pad = np.zeros((len(tokens), 1, width), np.int64)
@@ -61,12 +73,17 @@ def pack(tokens: Sequence[Sequence[int]], pasts: Sequence[int]) -> dict[str, np.
     for b, count in enumerate(counts):
         pad[b, 0, :count] = np.arange(cu[b], cu[b + 1])
         unpad += [b * width + j for j in range(count)]
-        positions += [pasts[b] + j for j in range(count)]
+        positions += [firsts[b] + j for j in range(count)]
     lens = np.array(pasts, np.int32)[:, None]
     # A row without tokens names one of the step's tokens; the entry it writes is not counted.
     starts = np.minimum(cu[:-1], cu[-1] - 1)[:, None]
     ends = np.maximum(cu[1:, None], starts + 1)
+    kv_positions = np.full((len(tokens), 1, max(pasts) + width + 3), -1, np.int64)
+    for b, row in enumerate(held or ()):
+        own = [*row, *range(firsts[b], firsts[b] + int(counts[b]))]
+        kv_positions[b, 0, : len(own)] = own
     return {
+        "kv_positions": kv_positions,
         "input_ids": np.array([t for row in tokens for t in row], np.int64),
         "positions": np.array(positions, np.int64),
         "logit_rows": np.arange(cu[-1], dtype=np.int64),
@@ -83,24 +100,39 @@ def pack(tokens: Sequence[Sequence[int]], pasts: Sequence[int]) -> dict[str, np.
 class Engine:
     """A session with its cache arena; ``step`` binds rows by address and updates them in place."""
 
-    def __init__(self, folder: Path, layers: Sequence[LayerGeometry], num_rows: int, capacity: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        layers: Sequence[LayerGeometry],
+        num_rows: int,
+        capacity: int,
+        *,
+        graph: str = "model.onnx",
+        poison: float = np.nan,
+    ) -> None:
         import onnxruntime as ort
 
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
-        self.session = ort.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
+        self.session = ort.InferenceSession(str(folder / graph), options, providers=["CPUExecutionProvider"])
         self.inputs = {value.name for value in self.session.get_inputs()}
         self.caches = {
-            spec.name.format(i=i): np.full((num_rows, 1, layer.kv_heads, capacity, dim), np.nan, np.float32)
+            spec.name.format(i=i): np.full((num_rows, 1, layer.kv_heads, capacity, dim), poison, np.float32)
             for i, layer in enumerate(layers)
             for spec, dim in zip(CACHE_INPUTS, (layer.k_dim, layer.v_dim), strict=True)
         }
 
-    def step(self, tokens: Sequence[Sequence[int]], pasts: Sequence[int], first_row: int = 0) -> np.ndarray:
+    def step(
+        self,
+        tokens: Sequence[Sequence[int]],
+        pasts: Sequence[int],
+        first_row: int = 0,
+        held: Sequence[Sequence[int]] | None = None,
+    ) -> np.ndarray:
         """Logits [T, V] of the new tokens of rows ``first_row …``."""
         io = self.session.io_binding()
-        step = pack(tokens, pasts)
-        for spec in STEP_INPUTS:
+        step = pack(tokens, pasts, held)
+        for spec in PADDED_STEP_INPUTS:
             if spec.name in self.inputs:
                 io.bind_cpu_input(spec.name, step[spec.name])
         for name, cache in self.caches.items():

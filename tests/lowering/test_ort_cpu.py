@@ -60,6 +60,33 @@ def test_results_do_not_depend_on_the_capacity(built: Any) -> None:
     np.testing.assert_array_equal(*results)
 
 
+def test_a_long_chunk_beside_rows_at_the_end_of_their_capacity(built: Any) -> None:
+    folder, _, layers = built
+    capacity = 24
+    ends, chunk = [[7 + i for i in range(capacity)] for _ in range(2)], [40 + i for i in range(20)]
+    alone = Engine(folder, layers, num_rows=1, capacity=capacity)
+    last, whole = alone.step([ends[0]], [0])[-1], alone.step([chunk], [0])
+    engine = Engine(folder, layers, num_rows=4, capacity=capacity)
+    engine.step([ends[0][:-1], ends[1][:-3]], [0, 0])
+    # Row 0 takes its last entry, row 1 its last three, row 3 sits the step out on a full row but one.
+    engine.step([ends[0][:-1]], [0], first_row=3)
+    logits = engine.step([ends[0][-1:], ends[1][-3:], chunk, []], [capacity - 1, capacity - 3, 0, capacity - 1])
+    np.testing.assert_allclose(logits[[0, 3]], [last, last], atol=1e-5)
+    np.testing.assert_allclose(logits[4:], whole, atol=1e-5)
+    assert all(np.isnan(cache[2, 0, :, 20:]).all() for cache in engine.caches.values())
+
+
+def test_a_row_without_tokens_changes_no_committed_entry(built: Any) -> None:
+    folder, _, layers = built
+    engine = Engine(folder, layers, num_rows=2, capacity=16)
+    engine.step([[5, 6, 7], [8, 9]], [0, 0])
+    before = {name: cache.copy() for name, cache in engine.caches.items()}
+    engine.step([[4, 5, 6, 7], []], [3, 2])
+    for name, cache in engine.caches.items():
+        np.testing.assert_array_equal(cache[1, :, :, :2], before[name][1, :, :, :2])
+        assert np.isnan(cache[1, :, :, 3:]).all(), "it may write one entry, behind its own"
+
+
 def test_steps_accumulate_at_the_bound_address(built: Any) -> None:
     folder, _, layers = built
     engine = Engine(folder, layers, num_rows=1, capacity=16)
@@ -78,7 +105,7 @@ def test_an_unknown_backend_is_refused() -> None:
 def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         build(make_llama(tie_word_embeddings=True), tmp_path / name)
-    for file in ("model.onnx", "model.onnx.data"):
+    for file in ("model.onnx", "model.onnx.data", "model.padded.onnx"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
     assert str(Path(__file__).parents[2]).encode() not in (tmp_path / "a" / "model.onnx").read_bytes()
 
@@ -89,7 +116,7 @@ def test_weights_are_stored_once_in_one_page_aligned_file(tmp_path: Path) -> Non
     model = make_llama(tie_word_embeddings=True, vocab_size=2048)
     build(model, tmp_path)
     parameters = sum(p.numel() for p in model.parameters()) * 4
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data", "model.padded.onnx"]
     data = (tmp_path / "model.onnx.data").stat().st_size
     assert data < parameters + 30 * 4096, "the tied embedding is half of the weights: twice would show"
     proto = onnx.load(tmp_path / "model.onnx", load_external_data=False)

@@ -1,5 +1,8 @@
 """The ONNX Runtime executor on a real bundle: ragged steps, rollback, rows by pointer, nothing copied."""
 
+import dataclasses
+import os
+
 import numpy as np
 import pytest
 
@@ -18,12 +21,20 @@ def bundle(demo_bundle):
     return load_bundle(demo_bundle, max_num_seqs=4)
 
 
-def make_runner(bundle, rows: int = 4, capacity: int = CAPACITY) -> ModelRunner:
+def make_runner(
+    bundle, rows: int = 4, capacity: int = CAPACITY, *, unpad_kv: bool = True, unpad_input: bool = True
+) -> ModelRunner:
     entry = bundle.manifest.models["draft"]
     executor = OrtExecutor(
-        bundle.folder / entry.path, entry, num_rows=rows, kv_capacity=capacity, num_threads=1, spin=False
+        bundle.folder / (entry.path if unpad_kv else entry.padded_path),
+        entry,
+        num_rows=rows,
+        kv_capacity=capacity,
+        num_threads=1,
+        spin=False,
+        unpad_kv=unpad_kv,
     )
-    return ModelRunner(executor)
+    return ModelRunner(executor, unpad_kv=unpad_kv, unpad_input=unpad_input)
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +48,17 @@ def alone(bundle, text) -> np.ndarray:
     return make_runner(bundle, 1).step(0, [RowWork(text, len(text))]).copy()
 
 
-def test_ragged_steps_with_rollback_equal_one_prefill(bundle, texts):
+MODES = [(True, True), (True, False), (False, True), (False, False)]
+
+
+@pytest.mark.parametrize(("unpad_kv", "unpad_input"), MODES)
+def test_ragged_steps_with_rollback_equal_one_prefill(bundle, texts, unpad_kv, unpad_input):
     expected = [alone(bundle, text) for text in texts]
-    runner = make_runner(bundle)
+    # Padding takes entries: with 52 a row is full in the middle, and its padding is squeezed out.
+    runner = make_runner(bundle, capacity=CAPACITY if unpad_kv else 52, unpad_kv=unpad_kv, unpad_input=unpad_input)
+    squeezed = []
+    move = runner.executor.move_entries
+    runner.executor.move_entries = lambda row, entries: (squeezed.append(row), move(row, entries))
     for row, text in enumerate(texts):
         runner.prefill(row, text[:6])
     rng = np.random.default_rng(0)
@@ -54,15 +73,14 @@ def test_ragged_steps_with_rollback_equal_one_prefill(bundle, texts):
         if all(item is IDLE for item in work):
             continue
         logits = runner.step(0, work)
-        start = 0
         for row, item in enumerate(work):
-            right = len(item.tokens) - wrong[row]
+            start, right = runner.logit_starts[row], len(item.tokens) - wrong[row]
             got = logits[start : start + right]
             np.testing.assert_allclose(got, expected[row][done[row] : done[row] + right], atol=2e-4)
-            start += len(item.tokens)
             done[row] += right
             runner.kv.commit(row, done[row])
             runner.kv.check()
+    assert bool(squeezed) is not unpad_kv
 
 
 def test_steps_on_some_rows_leave_the_others_alone(bundle, texts):
@@ -93,6 +111,85 @@ def test_what_lies_beyond_kv_len_is_never_read(bundle, texts):
         cache[1, :, :, 15:] = np.float32(1e9)  # poison the tail of one row
     logits = runner.step(0, [RowWork(texts[0][15:18], 3), RowWork(texts[0][15:18], 3)])
     np.testing.assert_array_equal(logits[:3], logits[3:])
+
+
+def test_a_long_chunk_beside_rows_at_the_end_of_their_capacity(bundle, texts):
+    runner = make_runner(bundle, capacity=40)
+    for row, past in enumerate((39, 37, 0, 38)):
+        if past:
+            runner.prefill(row, texts[0][:past])
+    full = alone(bundle, texts[0])
+    work = [RowWork(texts[0][39:40], 1), RowWork(texts[0][37:40], 3), RowWork(texts[2], 1), IDLE]
+    logits = runner.step(0, work)
+    np.testing.assert_allclose(logits[:4], full[[39, 37, 38, 39]], atol=2e-4)
+    np.testing.assert_allclose(logits[4], alone(bundle, texts[2])[-1], atol=2e-4)
+    runner.kv.commit(0, 40)
+    # The idle row wrote an entry that it does not count; its own are as they were.
+    np.testing.assert_allclose(runner.step(3, [RowWork(texts[0][38:40], 2)]), full[38:40], atol=2e-4)
+    with pytest.raises(SpecexportError, match="KV row 0 holds 40 entries"):
+        runner.step(0, work)
+
+
+def test_the_arena_is_as_large_as_its_shape_says(bundle):
+    executor = make_runner(bundle, rows=3, capacity=77).executor
+    layers = bundle.manifest.models["draft"].layers
+    (heads, k_dim, v_dim) = layers[0]
+    assert k_dim == v_dim
+    assert len(set(layers)) == 1
+    assert executor.kv_bytes == 3 * 77 * len(layers) * 2 * heads * k_dim * 4
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+@pytest.mark.parametrize("unpad_kv", [True, False])
+def test_no_step_touches_entries_that_it_does_not_need(bundle, texts, unpad_kv):
+    """Unused entries of the arena are not resident; a copy of a cache anywhere in the engine would make them so."""
+    runner = make_runner(bundle, 2, 1 << 17, unpad_kv=unpad_kv)
+    assert runner.executor.kv_bytes > 2e8
+    chunk = RowWork(texts[0], 1)
+    runner.step(0, [chunk, chunk])  # workspaces are there now
+    before = resident_bytes()
+    for work in ([chunk, chunk], [chunk, RowWork([5], 1)], [RowWork([6], 1), IDLE], [RowWork([6], 1)] * 2):
+        runner.step(0, work)
+    assert resident_bytes() - before < runner.executor.kv_bytes / 20
+
+
+def test_moved_entries_are_packed_to_the_front_and_others_stay(bundle, texts):
+    executor = make_runner(bundle, 2, 16).executor
+    rng = np.random.default_rng(0)
+    for cache in executor._caches.values():
+        cache[:] = rng.standard_normal(cache.shape)
+    before = {name: cache.copy() for name, cache in executor._caches.items()}
+    kept = np.array([0, 1, 4, 5, 9, 15])
+    executor.move_entries(1, kept)
+    for name, cache in executor._caches.items():
+        np.testing.assert_array_equal(cache[1, :, :, :6], before[name][1][:, :, kept])
+        np.testing.assert_array_equal(cache[0], before[name][0])
+    executor.move_entries(1, np.array([], np.int64))  # a row of padding only
+
+
+def test_padded_graphs_have_buffers_for_kv_positions(bundle):
+    executor = make_runner(bundle, unpad_kv=False).executor
+    shape = StepShape(0, 2, 4, 3, 2, kv_span=64)
+    buffers = executor.prepare(shape)
+    assert buffers.kv_positions.shape == (2, 1, 64)
+    assert buffers.kv_positions.dtype == np.int64
+    assert executor.prepare(shape._replace(kv_span=128)).kv_positions.shape == (2, 1, 128)
+    assert make_runner(bundle).executor.prepare(StepShape(0, 1, 1, 1, 1)).kv_positions is None
+
+
+def test_a_bundle_gives_the_graph_that_is_asked_for(bundle):
+    for unpad_kv in (True, False):
+        inputs = bundle.make_executor("draft", num_threads=1, spin=False, unpad_kv=unpad_kv)._inputs
+        assert ("kv_positions" in inputs) is not unpad_kv
+    entry = dataclasses.replace(bundle.manifest.models["draft"], padded_path=None)
+    manifest = dataclasses.replace(bundle.manifest, models={"draft": entry})
+    with pytest.raises(IncompatibleError, match="the draft has no padded-KV graph"):
+        bundle._replace(manifest=manifest).make_executor("draft", unpad_kv=False)
 
 
 def test_the_arena_is_updated_in_place(bundle, texts):
@@ -148,8 +245,6 @@ def test_capacity_has_room_for_a_whole_verify_step_at_the_end(demo_bundle):
 
 
 def test_threads_default_to_the_cores_really_available():
-    import os
-
     assert 1 <= available_cores() <= len(os.sched_getaffinity(0))
 
 
