@@ -31,6 +31,7 @@ COMMANDS = {
     "demo": _Mount(
         "specexport.demo", "demo", "Build the demo pair, stream from it, measure it against plain decoding."
     ),
+    "bench": _Mount("specexport.bench.command", "bench", "Measure ways to decode with a bundle side by side."),
     "simulate": _Mount(
         "specexport.simulate.command", "simulate", "Expected padding and speedup of a batch, without a model."
     ),

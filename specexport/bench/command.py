@@ -1,0 +1,210 @@
+"""``specexport bench``: parse what is asked, run it, report it. Everything heavy is imported when it runs."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specexport_runtime.errors import CheckFailedError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from specexport.bench.options import BenchOptions
+    from specexport.bench.records import BenchResult
+    from specexport.bench.subject import Subject
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_FOLDER = click.Path(path_type=Path, file_okay=False)
+_Parse = Callable[[click.Context, click.Parameter, str | None], Any]
+
+
+def _list_of(convert: Callable[[str], Any], what: str) -> _Parse:
+    def parse(_ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple[Any, ...] | None:
+        if value is None:
+            return None
+        try:
+            return tuple(dict.fromkeys(convert(part.strip()) for part in value.split(",")))
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not a list of {what} with commas between them.") from None
+
+    return parse
+
+
+def _lengths(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[int, int]:
+    from specexport.bench.options import parse_lengths
+
+    try:
+        return parse_lengths(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no length: write 64, or 16:128 for lengths between.") from None
+
+
+_NAMES, _WHOLE, _NUMBERS = _list_of(str, "names"), _list_of(int, "whole numbers"), _list_of(float, "numbers")
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--prompts",
+    "files",
+    type=_FILE,
+    multiple=True,
+    help="JSONL with `prompt`, and perhaps `id`, `domain`, `reference`. Repeatable.  [default: built in]",
+)
+@click.option("--num-prompts", type=int, help="Most prompts of each domain.  [default: all]")
+@click.option("--domains", metavar="D,…", callback=_NAMES, help="Domains to measure.  [default: all]")
+@click.option(
+    "--methods",
+    metavar="M,…",
+    callback=_NAMES,
+    help="Of plain, draft-model, lookup, chained, vanilla, unpad-kv, unpad-input; plain is always measured."
+    "  [default: plain and what the bundle can draft with]",
+)
+@click.option("--ablation", is_flag=True, help="All four ways to pad or not, with --drafter.")
+@click.option("--drafter", default="lookup", show_default=True, help="Drafter of the padded methods.")
+@click.option(
+    "--num-speculative-tokens",
+    "--lookahead",
+    metavar="K,…",
+    callback=_WHOLE,
+    help="Draft tokens a round.  [default: 4 of a draft model, 7 of lookup]",
+)
+@click.option(
+    "--batch-size", metavar="B,…", default="1", show_default=True, callback=_WHOLE, help="Sequences decoded at a time."
+)
+@click.option("--temperature", metavar="T,…", default="0", show_default=True, callback=_NUMBERS, help="0 is greedy.")
+@click.option(
+    "--max-tokens",
+    metavar="N or N:M",
+    default="64",
+    show_default=True,
+    callback=_lengths,
+    help="Most new tokens; N:M draws each prompt's number.",
+)
+@click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
+@click.option("--static", is_flag=True, help="Also run static batches, one group after another, for comparison.")
+@click.option("--unpad-kv/--no-unpad-kv", default=True, show_default=True, help="Of the methods that a drafter names.")
+@click.option(
+    "--unpad-input/--no-unpad-input", default=True, show_default=True, help="Of the methods that a drafter names."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of lengths and of sampling.")
+@click.option("--repeats", type=int, default=3, show_default=True, help="Runs of each combination; medians are shown.")
+@click.option("--warmup", type=int, default=1, show_default=True, help="Short runs after an engine is loaded.")
+@click.option("--threads", type=int, help="Compute threads.  [default: the cores available]")
+@click.option("--spin/--no-spin", default=True, show_default=True, help="Let idle threads spin.")
+@click.option("--max-model-len", type=int, help="Most tokens of a sequence.  [default: the bundle's limit]")
+@click.option("--json", "json_file", type=_FILE, help="Write every record there.")
+@click.option("--markdown", "markdown_file", type=_FILE, help="Write the report there too.")
+@click.option("--plots", type=_FOLDER, help="Draw PNG files there; needs matplotlib.")
+@click.option("--from-json", "saved", type=_FILE, help="Report a file of --json again; nothing is run.")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
+def bench(
+    bundle: Path | None,
+    *,
+    json_file: Path | None,
+    markdown_file: Path | None,
+    plots: Path | None,
+    saved: Path | None,
+    **asked: Any,
+) -> None:
+    """Measure ways to decode with BUNDLE side by side: speed, acceptance, padding, and whether the texts are equal.
+
+    Exits with 1 if a greedy text differs from plain decoding's.
+    """
+    from specexport.bench.plots import check_plots
+    from specexport.bench.records import read_json
+    from specexport.simulate.report import check_writable
+
+    if (bundle is None) == (saved is None):
+        wrong = "neither a bundle nor --from-json was" if bundle is None else "a bundle and --from-json were both"
+        raise InvalidRequestError(f"{wrong} given.", "give one of the two.")
+    for path in (json_file, markdown_file):
+        if path is not None:
+            check_writable(path)
+    if plots is not None:
+        check_plots(plots)
+    result = read_json(saved) if saved is not None else _run(bundle, **asked)  # type: ignore[arg-type]  # one is given
+    _report(result, json_file, markdown_file, plots)
+
+
+def _run(
+    bundle: Path,
+    *,
+    files: Sequence[Path],
+    num_prompts: int | None,
+    domains: Sequence[str] | None,
+    threads: int | None,
+    spin: bool,
+    max_model_len: int | None,
+    quiet: bool,
+    **asked: Any,
+) -> "BenchResult":
+    from specexport.bench.prompts import read_prompts
+    from specexport.bench.runner import run_bench
+    from specexport.bench.subject import open_subject
+    from specexport.progress import show_progress
+
+    if threads is not None and threads < 1:
+        raise InvalidRequestError(f"--threads is {threads}.", "give 1 or more.")
+    prompts = read_prompts(files, num_prompts=num_prompts, domains=domains)
+    subject = open_subject(bundle, max_model_len=max_model_len, num_threads=threads, spin=spin)
+    options = _options(subject, **asked)
+    with show_progress(sys.stderr, quiet=quiet) as progress:
+        return run_bench(subject, prompts, options, progress, command=["specexport", *sys.argv[1:]])
+
+
+def _options(
+    subject: "Subject",
+    *,
+    methods: Sequence[str] | None,
+    ablation: bool,
+    drafter: str,
+    unpad_kv: bool,
+    unpad_input: bool,
+    batch_size: tuple[int, ...],
+    temperature: tuple[float, ...],
+    static: bool,
+    **rest: Any,
+) -> "BenchOptions":
+    from specexport.bench.methods import ablation as ablation_of
+    from specexport.bench.methods import resolve_methods
+    from specexport.bench.options import BATCHINGS, BenchOptions
+
+    if ablation and (methods is not None or not (unpad_kv and unpad_input)):
+        raise InvalidRequestError(
+            "--ablation already says which methods and modes are measured.",
+            "drop --methods, --no-unpad-kv and --no-unpad-input, or --ablation.",
+        )
+    found = resolve_methods(
+        ablation_of(drafter) if ablation else methods,
+        drafter=drafter, has_draft=subject.has_draft, unpad_kv=unpad_kv, unpad_input=unpad_input,
+    )  # fmt: skip
+    return BenchOptions(
+        methods=tuple(found),
+        batch_sizes=batch_size,
+        temperatures=temperature,
+        batchings=BATCHINGS if static else BATCHINGS[:1],
+        **rest,
+    )
+
+
+def _report(result: "BenchResult", json_file: Path | None, markdown_file: Path | None, plots: Path | None) -> None:
+    from specexport.bench.plots import write_plots
+    from specexport.bench.records import write_json
+    from specexport.bench.report import describe_difference, format_report, write_markdown
+
+    click.echo(format_report(result))
+    if json_file is not None:
+        write_json(json_file, result)
+    if markdown_file is not None:
+        write_markdown(markdown_file, result)
+    if plots is not None:
+        for line in write_plots(plots, result).skipped:
+            click.echo(line, err=True)
+    if result.different:
+        raise CheckFailedError(
+            f"{len(result.different)} of {len(result.compared)} texts differ from plain greedy decoding: "
+            f"{describe_difference(result.different[0])}.",
+            "run `specexport verify` on the bundle to see the logit gap there.",
+        )

@@ -1,0 +1,179 @@
+"""What is measured: a method is a drafter and two padding switches of the same decoding loop."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from specexport_runtime.cli_errors import suggest
+from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.requests import DEFAULT_LOOKAHEAD, resolve_lookahead
+
+DRAFTERS = ("draft-model", "lookup", "chained")
+SWITCHES = {"unpad-kv": (True, False), "unpad-input": (False, True), "vanilla": (False, False)}
+"""The padded methods as (unpad_kv, unpad_input); EMS-SD (Ni et al. 2025) calls the last one vanilla."""
+METHODS = ("plain", *DRAFTERS, *SWITCHES)
+
+
+class EngineKey(NamedTuple):
+    """What an engine is loaded for; each other value needs another one."""
+
+    unpad_kv: bool
+    unpad_input: bool
+    max_num_seqs: int
+
+
+class Method(NamedTuple):
+    """A way to decode.
+
+    Attributes:
+        name: one of :data:`METHODS`.
+        drafter: as ``SpecEngine.generate`` takes it; ``"none"`` for plain decoding.
+        unpad_kv: each sequence writes its KV at its own position.
+        unpad_input: new tokens are concatenated, not padded.
+    """
+
+    name: str
+    drafter: str
+    unpad_kv: bool = True
+    unpad_input: bool = True
+
+
+PLAIN = Method("plain", "none")
+
+
+class Cell(NamedTuple):
+    """One combination of everything that is swept.
+
+    Attributes:
+        method: name of the method.
+        drafter: ``"none"``, ``"draft-model"``, ``"lookup"`` or ``"chained"``.
+        unpad_kv: see :class:`Method`.
+        unpad_input: see :class:`Method`.
+        batch_size: cache rows: sequences decoded at a time.
+        num_speculative_tokens: K; 0 for plain decoding.
+        temperature: of sampling; 0 is greedy.
+        domain: domain of the prompts.
+        batching: ``"continuous"``, or ``"static"``: groups of ``batch_size`` prompts, one after another.
+    """
+
+    method: str
+    drafter: str
+    unpad_kv: bool
+    unpad_input: bool
+    batch_size: int
+    num_speculative_tokens: int
+    temperature: float
+    domain: str
+    batching: str
+
+    @property
+    def engine(self) -> EngineKey:
+        """The engine it runs on."""
+        return EngineKey(self.unpad_kv, self.unpad_input, self.batch_size)
+
+    @property
+    def plain(self) -> "Cell":
+        """Plain decoding in the same circumstances: what it is compared with."""
+        return self._replace(
+            method="plain", drafter="none", unpad_kv=True, unpad_input=True, num_speculative_tokens=0
+        )  # fmt: skip
+
+    @property
+    def vanilla(self) -> "Cell":
+        """The padded method with the same drafter in the same circumstances."""
+        return self._replace(method="vanilla", unpad_kv=False, unpad_input=False)
+
+    @property
+    def label(self) -> str:
+        """The method for a reader, without K and batch size."""
+        if self.method in SWITCHES:
+            return f"{self.method}{'' if self.method == 'vanilla' else ' only'} ({self.drafter})"
+        padded = [name for name, unpadded in (("KV", self.unpad_kv), ("input", self.unpad_input)) if not unpadded]
+        return self.method + (f", padded {' and '.join(padded)}" if padded else "")
+
+
+def resolve_methods(
+    names: Sequence[str] | None, *, drafter: str, has_draft: bool, unpad_kv: bool = True, unpad_input: bool = True
+) -> list[Method]:
+    """The methods to measure; plain decoding comes first, asked for or not: all others are compared with it.
+
+    Args:
+        names: of :data:`METHODS`; None: the drafters that the bundle can run.
+        drafter: which drafter ``vanilla``, ``unpad-kv`` and ``unpad-input`` use.
+        has_draft: the bundle has a draft model.
+        unpad_kv: of the methods that are named by a drafter.
+        unpad_input: likewise.
+
+    Raises:
+        InvalidRequestError: an unknown method or drafter, or one that needs a draft model and there is none.
+    """
+    _check_name("drafter", drafter, DRAFTERS)
+    if names is None:
+        names = DRAFTERS if has_draft else ("lookup",)
+    methods = [PLAIN]
+    for name in names:
+        _check_name("method", name, METHODS)
+        if name == "plain":
+            continue
+        method = (
+            Method(name, drafter, *SWITCHES[name]) if name in SWITCHES else Method(name, name, unpad_kv, unpad_input)
+        )
+        if method.drafter != "lookup" and not has_draft:
+            raise InvalidRequestError(
+                f"method {name!r} drafts with a draft model, which this bundle does not have.",
+                "build it with --draft, or use lookup (--methods lookup, --drafter lookup).",
+            )
+        if method not in methods:
+            methods.append(method)
+    return methods
+
+
+def ablation(drafter: str) -> tuple[str, ...]:
+    """Names of the four ways to pad or not, with one drafter (EMS-SD's ablation)."""
+    return (drafter, *SWITCHES)
+
+
+def _check_name(what: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        near = suggest(name, known)
+        fix = f"did you mean {near!r}?" if near else f"choose from {', '.join(known)}."
+        raise InvalidRequestError(f"there is no {what} {name!r}.", fix)
+
+
+def lookaheads(method: Method, requested: Sequence[int] | None, *, built: int) -> list[int]:
+    """The values of K to measure a method with; [0] for plain decoding.
+
+    Args:
+        method: the method.
+        requested: the values asked for; None takes the drafter's default.
+        built: largest K of the bundle.
+
+    Raises:
+        InvalidRequestError: a K that the bundle was not built for.
+    """
+    if method.drafter == "none":
+        return [0]
+    default = DEFAULT_COPY_LENGTH if method.drafter == "lookup" else DEFAULT_LOOKAHEAD
+    values = [resolve_lookahead(value, built=built, default=default) for value in requested or (None,)]
+    return list(dict.fromkeys(values))
+
+
+def make_cells(
+    methods: Iterable[Method],
+    batch_size: int,
+    *,
+    requested: Sequence[int] | None,
+    built: int,
+    temperatures: Sequence[float],
+    domains: Sequence[str],
+    batchings: Sequence[str],
+) -> list[Cell]:
+    """Everything to measure at one batch size; the methods of one comparison are neighbours, plain first."""
+    pairs = [(method, value) for method in methods for value in lookaheads(method, requested, built=built)]
+    return [
+        Cell(*method, batch_size, value, temperature, domain, batching)
+        for domain in domains
+        for temperature in temperatures
+        for batching in batchings
+        for method, value in pairs
+    ]

@@ -1,0 +1,74 @@
+"""What a benchmark is asked to do."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from specexport.bench.methods import Method
+from specexport_runtime.errors import InvalidRequestError
+
+BATCHINGS = ("continuous", "static")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """All combinations of methods, K, batch sizes, temperatures and batchings are measured.
+
+    Attributes:
+        methods: see :func:`specexport.bench.methods.resolve_methods`.
+        num_speculative_tokens: values of K; None takes each drafter's default.
+        batch_sizes: cache rows, for each value another engine.
+        temperatures: 0 is greedy.
+        batchings: of ``"continuous"`` and ``"static"``.
+        max_tokens: most tokens of a text, from the first to the second number; each prompt draws its own.
+        ignore_eos: go on after an end token.
+        seed: of those lengths and of sampling.
+        repeats: runs of each combination; figures are medians over them.
+        warmup: short runs of each drafter after an engine is loaded, not counted.
+
+    Raises:
+        InvalidRequestError: a value is out of its range.
+    """
+
+    methods: tuple[Method, ...]
+    num_speculative_tokens: tuple[int, ...] | None = None
+    batch_sizes: tuple[int, ...] = (1,)
+    temperatures: tuple[float, ...] = (0.0,)
+    batchings: tuple[str, ...] = ("continuous",)
+    max_tokens: tuple[int, int] = (64, 64)
+    ignore_eos: bool = False
+    seed: int = 0
+    repeats: int = 3
+    warmup: int = 1
+
+    def __post_init__(self) -> None:
+        _check_least("a batch size", self.batch_sizes, 1)
+        _check_least("the number of repeats", [self.repeats], 1)
+        _check_least("the number of warm-up runs", [self.warmup], 0)
+        _check_least("the seed", [self.seed], 0)
+        _check_least("the number of new tokens", self.max_tokens, 1)
+        _check_least("a temperature", self.temperatures, 0)
+        if self.max_tokens[1] < self.max_tokens[0]:
+            low, high = self.max_tokens
+            raise InvalidRequestError(f"the lengths {low}:{high} run backwards.", f"write {high}:{low}.")
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form."""
+        named = asdict(self) | {"methods": [method._asdict() for method in self.methods]}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in named.items()}
+
+
+def _check_least(what: str, values: Sequence[float], least: float) -> None:
+    for value in values:
+        if not least <= value < float("inf"):  # also refuses NaN
+            raise InvalidRequestError(f"{what} is {value:g}.", f"give {least:g} or more.")
+
+
+def parse_lengths(text: str) -> tuple[int, int]:
+    """``"64"`` or ``"16:128"`` as the least and the most.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    low, colon, high = text.partition(":")
+    return (int(low), int(high)) if colon else (int(low), int(low))

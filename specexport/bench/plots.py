@@ -1,0 +1,213 @@
+"""Pictures of a benchmark. Needs matplotlib, which is imported when something is drawn.
+
+====================  ==========================================================================================
+``batch-size.png``    tokens/s and speedup against batch size (EMS-SD, Ni et al. 2025, figure 1)
+``lookahead.png``     speedup, time for a token with its standard deviation over the texts, and efficiency against K
+                      (Chen et al. 2023, figure 1)
+``padding.png``       padding ratio against batch size
+====================  ==========================================================================================
+
+With several domains, temperatures or ways of batching, each has its own pictures.
+"""
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from specexport.bench.records import BenchResult
+from specexport.bench.summary import Summary, summarize
+from specexport.simulate.report import write_file
+from specexport_runtime.errors import MissingDependencyError, UserInputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_Value = Callable[[Summary], float | None]
+
+
+class PlotOutcome(NamedTuple):
+    """What became of the pictures.
+
+    Attributes:
+        written: files.
+        skipped: one line for each picture that has nothing to show.
+    """
+
+    written: list[Path]
+    skipped: list[str]
+
+
+def check_plots(folder: Path) -> None:
+    """Refuse what cannot be drawn, before the work starts.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        UserInputError: the folder cannot be made or written to.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingDependencyError("Plots need matplotlib.", "pip install 'specexport[bench]'")
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise UserInputError(f"{folder} cannot be a folder for plots: {place} is in the way.", "choose another place.")
+
+
+def write_plots(folder: Path, result: BenchResult) -> PlotOutcome:
+    """Draw every picture that has data. Equal records give equal bytes.
+
+    Args:
+        folder: where to; made if it is missing.
+        result: what to draw.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        UserInputError: a file cannot be written.
+    """
+    check_plots(folder)
+    written, skipped = [], []
+    for suffix, rows in _groups(summarize(result)).items():
+        drafted = [row for row in rows if row.cell.num_speculative_tokens]
+        for name, draw, shown, axis in (
+            ("batch-size", _draw_batch_size, rows, "batch_size"),
+            ("lookahead", _draw_lookahead, drafted, "num_speculative_tokens"),
+            ("padding", _draw_padding, drafted, "batch_size"),
+        ):
+            file = f"{name}{suffix}.png"
+            if not _is_swept(shown, axis):
+                skipped.append(f"{file} skipped: no method was measured at two values of {axis.replace('_', ' ')}")
+                continue
+            folder.mkdir(parents=True, exist_ok=True)
+            _save(draw(shown), folder / file)
+            written.append(folder / file)
+    return PlotOutcome(written, skipped)
+
+
+def _groups(rows: Sequence[Summary]) -> dict[str, list[Summary]]:
+    """Rows that one picture may show, by the end of its name, which says what varies between pictures."""
+    described = [
+        {"domain": row.cell.domain, "temperature": f"t{row.cell.temperature:g}", "batching": row.cell.batching}
+        for row in rows
+    ]
+    varying = [name for name in ("domain", "temperature", "batching") if len({each[name] for each in described}) > 1]
+    groups: dict[str, list[Summary]] = {}
+    for row, each in zip(rows, described, strict=True):
+        suffix = "".join("-" + re.sub(r"[^\w.]+", "-", each[name]) for name in varying)
+        groups.setdefault(suffix, []).append(row)
+    return groups
+
+
+def _is_swept(rows: Sequence[Summary], axis: str) -> bool:
+    """Whether any method has two values or more on an axis."""
+    values: dict[str, set[int]] = {}
+    for row in rows:
+        values.setdefault(row.cell.label, set()).add(getattr(row.cell, axis))
+    return any(len(each) > 1 for each in values.values())
+
+
+def _lines(rows: Sequence[Summary], *, over_batch: bool) -> dict[str, list[Summary]]:
+    """The rows of each line by its label: a method, and the K or the batch size if there are several."""
+    lookaheads: dict[str, set[int]] = {}
+    for row in rows:
+        lookaheads.setdefault(row.cell.label, set()).add(row.cell.num_speculative_tokens)
+    several = len({row.cell.batch_size for row in rows}) > 1
+    lines: dict[str, list[Summary]] = {}
+    for row in rows:
+        label = row.cell.label
+        if over_batch and len(lookaheads[label]) > 1:
+            label += f", K={row.cell.num_speculative_tokens}"
+        if not over_batch and several:
+            label += f", batch {row.cell.batch_size}"
+        lines.setdefault(label, []).append(row)
+    return lines
+
+
+def _figure(panels: int) -> "tuple[Figure, list[Axes]]":
+    from cycler import cycler  # comes with matplotlib
+    from matplotlib import rcParamsDefault
+    from matplotlib.figure import Figure  # without pyplot: no window system, no global state
+
+    figure = Figure(figsize=(4.5 * panels + 2.5, 4), layout="constrained")
+    every = list(figure.subplots(1, panels, squeeze=False)[0])
+    for axes in every:  # more lines than there are colours get another stroke
+        axes.set_prop_cycle(cycler(linestyle=["-", "--", ":"]) * rcParamsDefault["axes.prop_cycle"])
+    return figure, every
+
+
+def _legend(figure: "Figure", axes: "Axes") -> None:
+    """One legend for all panels, beside them: their lines are the same."""
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize="small")
+
+
+def _draw_batch_size(rows: Sequence[Summary]) -> "Figure":
+    figure, (left, right) = _figure(2)
+    for label, line in _lines(rows, over_batch=True).items():
+        _plot(left, line, label, lambda row: row.tokens_per_second)
+        _plot(right, line, label, lambda row: row.speedup)
+    left.set_ylabel("tokens/s")
+    right.set_ylabel("speedup over plain decoding")
+    right.axhline(1.0, color="0.6", linewidth=0.8)
+    _batch_axis([left, right], rows)
+    _legend(figure, left)
+    return figure
+
+
+def _draw_padding(rows: Sequence[Summary]) -> "Figure":
+    figure, (axes,) = _figure(1)
+    for label, line in _lines(rows, over_batch=True).items():
+        _plot(axes, line, label, lambda row: 100 * row.padding_ratio)
+    axes.set_ylabel("padding ratio, %")
+    _batch_axis([axes], rows)
+    _legend(figure, axes)
+    return figure
+
+
+def _draw_lookahead(rows: Sequence[Summary]) -> "Figure":
+    figure, (left, middle, right) = _figure(3)
+    for label, line in _lines(rows, over_batch=False).items():
+        ordered = sorted(line, key=lambda row: row.cell.num_speculative_tokens)
+        counts = [row.cell.num_speculative_tokens for row in ordered]
+        _plot(left, ordered, label, lambda row: row.speedup, over_batch=False)
+        deviations = [row.latency_deviation for row in ordered]
+        middle.errorbar(
+            counts, [row.latency for row in ordered], yerr=deviations, label=label, marker="o", markersize=3, capsize=3
+        )
+        _plot(right, ordered, label, lambda row: row.efficiency, over_batch=False)
+    left.axhline(1.0, color="0.6", linewidth=0.8)
+    left.set_ylabel("speedup over plain decoding")
+    middle.set_ylabel("ms a token of a text, ± standard deviation")
+    right.set_ylabel("efficiency: tokens / (draft tokens + 1)")
+    for axes in (left, middle, right):
+        axes.set_xticks(sorted({row.cell.num_speculative_tokens for row in rows}))
+        axes.set_xlabel("draft tokens a round (K)")
+        axes.set_ylim(bottom=0)
+    _legend(figure, left)
+    return figure
+
+
+def _plot(axes: "Axes", rows: Sequence[Summary], label: str, value: _Value, *, over_batch: bool = True) -> None:
+    points = [
+        (row.cell.batch_size if over_batch else row.cell.num_speculative_tokens, found)
+        for row in rows
+        if (found := value(row)) is not None
+    ]
+    points.sort()
+    axes.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, label=label)
+
+
+def _batch_axis(panels: "Sequence[Axes]", rows: Sequence[Summary]) -> None:
+    sizes = sorted({row.cell.batch_size for row in rows})
+    for axes in panels:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.set_xlabel("batch size")
+        axes.set_ylim(bottom=0)
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    # The default metadata names matplotlib's version.
+    write_file(path, lambda temporary: figure.savefig(temporary, dpi=150, metadata={"Software": None}))

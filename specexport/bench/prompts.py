@@ -1,0 +1,129 @@
+"""Prompts to measure with: JSON lines, or the small set that comes with the package."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specexport_runtime.cli_errors import suggest
+from specexport_runtime.errors import InvalidRequestError
+
+BUILTIN = Path(__file__).with_name("builtin_prompts.jsonl")
+
+_FORM = 'write one object a line: {"prompt": "…"}, with `id`, `domain` and `reference` if you like.'
+
+
+class BenchPrompt(NamedTuple):
+    """One prompt.
+
+    Attributes:
+        id: its name in reports; no two prompts share one.
+        domain: what kind of text it is; domains are measured apart.
+        text: the prompt itself.
+        reference: a text that lookup drafting may copy from; None: none.
+    """
+
+    id: str
+    domain: str
+    text: str
+    reference: str | None = None
+
+
+def read_prompts(
+    paths: Sequence[Path], *, num_prompts: int | None = None, domains: Sequence[str] | None = None
+) -> list[BenchPrompt]:
+    """Prompts of JSONL files, in order.
+
+    Each line is an object with ``prompt``, and optionally ``id`` (else file name and line number), ``domain`` (else
+    the file name) and ``reference``. Other fields are ignored.
+
+    Args:
+        paths: the files; none: the built-in set.
+        num_prompts: most prompts of each domain; None takes all.
+        domains: which domains; None takes all.
+
+    Raises:
+        InvalidRequestError: a file cannot be read or has no prompts, a line has another form (it is named), two
+            prompts share an id, or there is no such domain.
+    """
+    if num_prompts is not None and num_prompts < 1:
+        raise InvalidRequestError(f"the number of prompts is {num_prompts}.", "give 1 or more.")
+    found = [prompt for path in paths or [BUILTIN] for prompt in _read_file(path)]
+    _check_ids(found)
+    known = list(dict.fromkeys(prompt.domain for prompt in found))
+    for domain in domains or ():
+        if domain not in known:
+            near = suggest(domain, known)
+            fix = f"did you mean {near!r}?" if near else f"the domains are {', '.join(known)}."
+            raise InvalidRequestError(f"no prompt has the domain {domain!r}.", fix)
+    kept = []
+    taken = dict.fromkeys(known, 0)
+    for prompt in found:
+        taken[prompt.domain] += 1
+        within = num_prompts is None or taken[prompt.domain] <= num_prompts
+        if within and (domains is None or prompt.domain in domains):
+            kept.append(prompt)
+    return kept
+
+
+def by_domain(prompts: Sequence[BenchPrompt]) -> dict[str, list[BenchPrompt]]:
+    """The prompts of each domain, domains in order of their first prompt."""
+    groups: dict[str, list[BenchPrompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.domain, []).append(prompt)
+    return groups
+
+
+def _read_file(path: Path) -> Iterator[BenchPrompt]:
+    try:
+        # Not splitlines: it also breaks at characters that JSON allows inside a string.
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be read ({error.strerror}).", "give a readable file.") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"{path} is not UTF-8 (byte offset {error.start}).", "save it as UTF-8.") from None
+    empty = True
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            empty = False
+            yield _parse_line(line, path, number)
+    if empty:
+        raise InvalidRequestError(f"{path} has no prompts.", _FORM)
+
+
+def _parse_line(line: str, path: Path, number: int) -> BenchPrompt:
+    where = f"{path}, line {number}"
+    try:
+        record = json.loads(line)
+    except ValueError:
+        raise InvalidRequestError(f"{where}: this is not JSON.", _FORM) from None
+    if not isinstance(record, dict):
+        raise InvalidRequestError(f"{where}: this is no JSON object.", _FORM)
+    text = _text(record, "prompt", where)
+    if text is None:
+        raise InvalidRequestError(f"{where}: there is no field `prompt`.", _FORM)
+    if isinstance(record.get("id"), int):
+        record["id"] = str(record["id"])
+    return BenchPrompt(
+        _text(record, "id", where) or f"{path.stem}/{number}",
+        _text(record, "domain", where) or path.stem,
+        text,
+        _text(record, "reference", where),
+    )
+
+
+def _text(record: dict[str, Any], field: str, where: str) -> str | None:
+    value = record.get(field)
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
+        raise InvalidRequestError(f"{where}: `{field}` is {value!r}, which is no text.", _FORM)
+    return value
+
+
+def _check_ids(prompts: Sequence[BenchPrompt]) -> None:
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.id in seen:
+            raise InvalidRequestError(f"two prompts have the id {prompt.id!r}.", "give each prompt its own id.")
+        seen.add(prompt.id)

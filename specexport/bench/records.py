@@ -1,0 +1,196 @@
+"""What a benchmark leaves behind: one record a run, one record a prompt, and where they came from."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specexport.bench.methods import Cell
+from specexport.simulate.report import write_file
+from specexport_runtime.errors import InvalidRequestError
+
+SCHEMA = "specexport.bench/1"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """All prompts of a domain, once. Times in seconds.
+
+    Attributes:
+        cell: what was run.
+        repeat: which repeat, from 0.
+        num_prompts: prompts of the run.
+        new_tokens: generated tokens of all prompts together.
+        wall_s: time in ``generate()``.
+        tokens_per_second: ``new_tokens / wall_s``; the prompts' prefill is in that time.
+        decode_tokens_per_second: tokens of the verify rounds over the time of these rounds; None without one. Prompt
+            chunks that ride along with a round are in its time.
+        phases: ``engine.times``.
+        padding: ``engine.padding``, with ``ratio``.
+    """
+
+    cell: Cell
+    repeat: int
+    num_prompts: int
+    new_tokens: int
+    wall_s: float
+    tokens_per_second: float
+    decode_tokens_per_second: float | None
+    phases: Mapping[str, float]
+    padding: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """One prompt of one run. Times in seconds.
+
+    Attributes:
+        cell: what was run.
+        repeat: which repeat, from 0.
+        id: the prompt.
+        prompt_tokens: its tokens.
+        max_tokens: most tokens that were asked for.
+        new_tokens: generated tokens.
+        rounds: target passes that gave it tokens, prefill's last one too.
+        draft_rounds: those with draft tokens.
+        drafted: draft tokens tested.
+        accepted: of these, accepted.
+        accepted_lengths: tokens of each round, the target's own included.
+        wall_s: from the start of its prefill to its end.
+        queued_s: from the start of the run to the start of its prefill.
+        time_to_first_token_s: from the start of its prefill to its first token.
+        decode_s: from its first token to its end.
+        finish_reason: ``"stop"`` or ``"length"``.
+        equal_to_plain: same tokens as plain greedy decoding; None where nothing can be compared (sampling).
+        first_difference: output position of the first other token; None if there is none.
+    """
+
+    cell: Cell
+    repeat: int
+    id: str
+    prompt_tokens: int
+    max_tokens: int
+    new_tokens: int
+    rounds: int
+    draft_rounds: int
+    drafted: int
+    accepted: int
+    accepted_lengths: Sequence[int]
+    wall_s: float
+    queued_s: float
+    time_to_first_token_s: float | None
+    decode_s: float | None
+    finish_reason: str
+    equal_to_plain: bool | None
+    first_difference: int | None
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """A whole benchmark.
+
+    Attributes:
+        command: the command line.
+        machine: see :func:`specexport.bench.subject.describe_machine`.
+        bundle: names and hashes.
+        options: see :class:`specexport.bench.options.BenchOptions`, and the prompt files.
+        runs: one record a run, in the order they ran.
+        prompts: one record a prompt and run.
+    """
+
+    command: Sequence[str]
+    machine: Mapping[str, Any]
+    bundle: Mapping[str, Any]
+    options: Mapping[str, Any]
+    runs: Sequence[RunRecord]
+    prompts: Sequence[PromptRecord]
+
+    @property
+    def compared(self) -> list[PromptRecord]:
+        """Texts that were compared with plain greedy decoding."""
+        return [record for record in self.prompts if record.equal_to_plain is not None]
+
+    @property
+    def different(self) -> list[PromptRecord]:
+        """Of these, the ones that are not equal."""
+        return [record for record in self.compared if not record.equal_to_plain]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form; numbers are not rounded."""
+        return {
+            "schema": SCHEMA,
+            "command": list(self.command),
+            "machine": dict(self.machine),
+            "bundle": dict(self.bundle),
+            "options": dict(self.options),
+            "texts": {"compared": len(self.compared), "different": len(self.different)},
+            "runs": [_flatten(record) for record in self.runs],
+            "prompts": [_flatten(record) for record in self.prompts],
+        }
+
+
+def _flatten(record: RunRecord | PromptRecord) -> dict[str, Any]:
+    fields = asdict(record)
+    del fields["cell"]
+    return {**record.cell._asdict(), **fields}
+
+
+class _Split(NamedTuple):
+    cell: Cell
+    rest: dict[str, Any]
+
+
+def _split(fields: Mapping[str, Any]) -> _Split:
+    rest = dict(fields)
+    return _Split(Cell(**{name: rest.pop(name) for name in Cell._fields}), rest)
+
+
+def write_json(path: Path, result: BenchResult) -> None:
+    """Write the records in one step, one a line.
+
+    Raises:
+        UserInputError: the file cannot be written.
+    """
+    parts = [f"{_dump(name)}: {_dump_lines(value)}" for name, value in result.to_json().items()]
+    text = "{\n" + ",\n".join(parts) + "\n}\n"
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+
+    write_file(path, write)
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def _dump_lines(value: object) -> str:
+    """A list of objects with one of them a line; anything else on one line."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(map(_dump, value)) + "\n]"
+    return _dump(value)
+
+
+def read_json(path: Path) -> BenchResult:
+    """Read what :func:`write_json` wrote.
+
+    Raises:
+        InvalidRequestError: the file cannot be read or holds something else.
+    """
+    fix = "give a file that `specexport bench --json` wrote."
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be read ({error.strerror}).", fix) from error
+    except ValueError:
+        raise InvalidRequestError(f"{path} is not JSON.", fix) from None
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        raise InvalidRequestError(f"{path} has the schema {schema!r}, not {SCHEMA!r}.", fix)
+    try:
+        runs = [RunRecord(split.cell, **split.rest) for split in map(_split, data["runs"])]
+        prompts = [PromptRecord(split.cell, **split.rest) for split in map(_split, data["prompts"])]
+        return BenchResult(data["command"], data["machine"], data["bundle"], data["options"], runs, prompts)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InvalidRequestError(f"{path} lacks a part of {SCHEMA} ({error}).", fix) from None

@@ -1,0 +1,240 @@
+"""Runs the combinations, side by side, through ``SpecEngine.generate`` alone: plain decoding too.
+
+One engine is alive at a time: the spinning threads of two would slow each other down. At each batch size, repeat r of
+every method comes before repeat r + 1 of any, and every other repeat goes backwards, so that a machine that gets slower
+or faster favours no method. Loading and warming up are outside the measured time.
+"""
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specexport.bench.meter import Meter
+from specexport.bench.methods import Cell, EngineKey, make_cells
+from specexport.bench.options import BenchOptions
+from specexport.bench.prompts import BenchPrompt, by_domain
+from specexport.bench.records import BenchResult, PromptRecord, RunRecord
+from specexport.bench.subject import Subject, describe_machine
+from specexport.progress import Progress, ProgressEvent
+from specexport_runtime.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from specexport_runtime import GenerationResult, SamplingParams, SpecEngine
+
+WARMUP_TOKENS = 16
+
+
+class BenchRunner:
+    """Measures every combination.
+
+    Args:
+        subject: what is measured.
+        prompts: with what.
+        options: how.
+        progress: called before each run.
+
+    Attributes:
+        runs: one record a run.
+        records: one record a prompt and run.
+
+    Raises:
+        InvalidRequestError: a K that the bundle was not built for.
+    """
+
+    def __init__(
+        self, subject: Subject, prompts: Sequence[BenchPrompt], options: BenchOptions, progress: Progress | None = None
+    ) -> None:
+        self.runs: list[RunRecord] = []
+        self.records: list[PromptRecord] = []
+        self._subject = subject
+        self._options = options
+        self._progress = progress
+        self._domains = by_domain(prompts)
+        self._lengths = draw_lengths(prompts, options)
+        self._seeds = {prompt.id: options.seed + index for index, prompt in enumerate(prompts)}
+        self._plain_texts: dict[str, list[int]] = {}
+        self._engine: SpecEngine | None = None
+        self._key: EngineKey | None = None
+        self._cells = {size: self._plan(size) for size in dict.fromkeys(options.batch_sizes)}
+        self._total = options.repeats * sum(map(len, self._cells.values()))
+
+    def run(self) -> None:
+        """Run everything.
+
+        Raises:
+            InvalidRequestError: a prompt does not fit the engine.
+            SpecexportError: loading or decoding failed.
+        """
+        try:
+            for cells in self._cells.values():
+                groups = {key: [cell for cell in cells if cell.engine == key] for key in _engines_of(cells)}
+                for repeat in range(self._options.repeats):
+                    for key, group in _in_turns(list(groups.items()), repeat):
+                        engine = self._use(key, group)
+                        for cell in _in_turns(group, repeat):
+                            self._measure(engine, cell, repeat)
+        finally:
+            self._close()
+
+    def _plan(self, batch_size: int) -> list[Cell]:
+        options = self._options
+        return make_cells(
+            options.methods, batch_size, requested=options.num_speculative_tokens, built=self._subject.lookahead,
+            temperatures=options.temperatures, domains=list(self._domains), batchings=options.batchings,
+        )  # fmt: skip
+
+    def _use(self, key: EngineKey, cells: Sequence[Cell]) -> "SpecEngine":
+        """The engine of ``key``, warm."""
+        if self._engine is not None and self._key == key:
+            return self._engine
+        self._close()
+        first = self._key is None
+        self._report(f"loading for batch size {key.max_num_seqs}")
+        self._engine, self._key = self._subject.load(key), key
+        if first:
+            self._check_prompts(self._engine)
+        self._warm_up(self._engine, key, cells)
+        gc.collect()  # not in the next run's time
+        return self._engine
+
+    def _close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _check_prompts(self, engine: "SpecEngine") -> None:
+        for prompt in (prompt for prompts in self._domains.values() for prompt in prompts):
+            try:
+                engine.encode(prompt.text)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt {prompt.id!r}: {error.message}", error.hint) from error
+
+    def _warm_up(self, engine: "SpecEngine", key: EngineKey, cells: Sequence[Cell]) -> None:
+        """Short runs with each drafter, on prompts of every domain: bindings, memory, threads."""
+        mixed = [p for column in zip_longest(*self._domains.values()) for p in column if p is not None]
+        largest = {cell.drafter: cell for cell in sorted(cells, key=lambda cell: cell.num_speculative_tokens)}
+        for _ in range(self._options.warmup):
+            for cell in largest.values():
+                engine.generate(**self._request(cell, mixed[: key.max_num_seqs], most=WARMUP_TOKENS))
+
+    def _measure(self, engine: "SpecEngine", cell: Cell, repeat: int) -> None:
+        self._report(describe_cell(cell))
+        prompts = self._domains[cell.domain]
+        size = cell.batch_size if cell.batching == "static" else len(prompts)
+        groups = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+        requests = [self._request(cell, group) for group in groups]
+        meter = Meter(engine)
+        start = time.perf_counter()
+        results = [result for request in requests for result in meter.generate(request)]
+        self.runs.append(meter.record(cell, repeat, results))
+        for prompt, result in zip(prompts, results, strict=True):
+            self.records.append(self._prompt_record(cell, repeat, prompt, result, start))
+
+    def _request(self, cell: Cell, prompts: Sequence[BenchPrompt], most: int | None = None) -> dict[str, Any]:
+        """Arguments of ``SpecEngine.generate``."""
+        references = [prompt.reference for prompt in prompts]
+        copies = cell.drafter in ("lookup", "chained") and any(references)
+        return {
+            "prompts": [prompt.text for prompt in prompts],
+            "params": [self._params(prompt, cell.temperature, most) for prompt in prompts],
+            "drafter": cell.drafter,
+            "num_speculative_tokens": cell.num_speculative_tokens or None,
+            "references": references if copies else None,
+        }
+
+    def _params(self, prompt: BenchPrompt, temperature: float, most: int | None) -> "SamplingParams":
+        from specexport_runtime.sampling import SamplingParams
+
+        length = self._lengths[prompt.id]
+        return SamplingParams(
+            temperature=temperature,
+            max_tokens=length if most is None else min(length, most),
+            ignore_eos=self._options.ignore_eos,
+            seed=self._seeds[prompt.id],
+        )
+
+    def _prompt_record(
+        self, cell: Cell, repeat: int, prompt: BenchPrompt, result: "GenerationResult", start: float
+    ) -> PromptRecord:
+        stats = result.stats
+        equal, position = self._compare(cell, prompt.id, result.token_ids)
+        return PromptRecord(
+            cell, repeat, prompt.id, stats.num_prompt_tokens, self._lengths[prompt.id], len(result.token_ids),
+            stats.rounds, stats.draft_rounds, stats.drafted, stats.accepted, list(stats.accepted_lengths),
+            wall_s=(stats.end_time or stats.start_time) - stats.start_time,
+            queued_s=max(stats.start_time - start, 0.0),
+            time_to_first_token_s=stats.time_to_first_token_s,
+            decode_s=stats.decode_s,
+            finish_reason=result.finish_reason,
+            equal_to_plain=equal,
+            first_difference=position,
+        )  # fmt: skip
+
+    def _compare(self, cell: Cell, prompt: str, tokens: list[int]) -> tuple[bool | None, int | None]:
+        """Compare with plain greedy decoding's first text of the prompt; it is the first of all runs."""
+        if cell.temperature:
+            return None, None
+        wanted = self._plain_texts.setdefault(prompt, tokens) if cell.method == "plain" else self._plain_texts[prompt]
+        if tokens == wanted:
+            return True, None
+        differing = (i for i, pair in enumerate(zip_longest(wanted, tokens)) if pair[0] != pair[1])
+        return False, next(differing)
+
+    def _report(self, message: str) -> None:
+        if self._progress is not None:
+            self._progress(ProgressEvent("bench", "", len(self.runs), self._total, message))
+
+
+def draw_lengths(prompts: Sequence[BenchPrompt], options: BenchOptions) -> dict[str, int]:
+    """Most new tokens of each prompt, by id: drawn from the seed, the same for every method."""
+    low, high = options.max_tokens
+    drawn = np.random.default_rng(options.seed).integers(low, high + 1, len(prompts))
+    return {prompt.id: int(length) for prompt, length in zip(prompts, drawn, strict=True)}
+
+
+def describe_cell(cell: Cell) -> str:
+    """One line about a combination."""
+    parts = [cell.label, f"batch size {cell.batch_size}"]
+    parts += [f"K={cell.num_speculative_tokens}"] if cell.num_speculative_tokens else []
+    parts += [f"temperature {cell.temperature:g}"] if cell.temperature else []
+    parts += [] if cell.batching == "continuous" else [cell.batching]
+    return ", ".join([*parts, cell.domain])
+
+
+def _engines_of(cells: Sequence[Cell]) -> list[EngineKey]:
+    return list(dict.fromkeys(cell.engine for cell in cells))
+
+
+def _in_turns(items: Sequence[Any], repeat: int) -> Iterator[Any]:
+    return iter(items) if repeat % 2 == 0 else reversed(items)
+
+
+def run_bench(
+    subject: Subject,
+    prompts: Sequence[BenchPrompt],
+    options: BenchOptions,
+    progress: Progress | None = None,
+    *,
+    command: Sequence[str] = (),
+) -> BenchResult:
+    """Measure everything that ``options`` asks for.
+
+    Args:
+        subject: what is measured.
+        prompts: with what.
+        options: how.
+        progress: called before each run.
+        command: the command line, for the record.
+
+    Raises:
+        InvalidRequestError: a K that the bundle was not built for, or a prompt that does not fit.
+        SpecexportError: loading or decoding failed.
+    """
+    machine = describe_machine()  # its load before ours
+    runner = BenchRunner(subject, prompts, options, progress)
+    runner.run()
+    return BenchResult(command, machine, subject.details, options.to_json(), runner.runs, runner.records)

@@ -1,0 +1,111 @@
+"""What is measured, and on what: the bundle and the machine."""
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specexport.bench.methods import EngineKey
+from specexport_runtime.manifest import load_manifest
+
+if TYPE_CHECKING:
+    from specexport_runtime.engine import SpecEngine
+
+_VERSIONS = ("specexport", "numpy", "onnxruntime", "onnxruntime-gpu", "tokenizers")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A bundle, or what a test has in its place.
+
+    Attributes:
+        name: its name in reports.
+        has_draft: it has a draft model.
+        lookahead: largest K it was built for.
+        details: names and hashes of its parts, for the record.
+        load: makes an engine.
+    """
+
+    name: str
+    has_draft: bool
+    lookahead: int
+    details: Mapping[str, Any]
+    load: "Callable[[EngineKey], SpecEngine]"
+
+
+def open_subject(
+    folder: Path, *, max_model_len: int | None = None, num_threads: int | None = None, spin: bool = True
+) -> Subject:
+    """A bundle to measure. Its files are checked when an engine is loaded.
+
+    Args:
+        folder: bundle folder.
+        max_model_len: most tokens of one sequence; None takes the bundle's limit.
+        num_threads: compute threads; None takes the cores available.
+        spin: let idle threads spin.
+
+    Raises:
+        BundleError: the folder is no bundle.
+        IncompatibleError: another schema or ABI.
+    """
+    manifest = load_manifest(folder)
+
+    def load(key: EngineKey) -> "SpecEngine":
+        from specexport_runtime.engine import SpecEngine
+
+        return SpecEngine.load(
+            folder, **key._asdict(), max_model_len=max_model_len, num_threads=num_threads, spin=spin
+        )  # fmt: skip
+
+    details = {
+        "name": manifest.name,
+        "build_key": manifest.build_key,
+        "models": {
+            role: {"source": entry.source, "source_sha256": entry.source_sha256, "backend": entry.backend,
+                   "dtype": entry.dtype, "num_parameters": entry.num_parameters,
+                   "engine_sha256": manifest.files[entry.path].sha256 if entry.path in manifest.files else None}
+            for role, entry in manifest.models.items()
+        },
+        "tokenizer_sha256": manifest.vocabulary.tokenizer_sha256,
+        "max_model_len": max_model_len or manifest.max_model_len,
+        "lookahead": manifest.lookahead,
+        "threads": num_threads,
+        "spin": spin,
+    }  # fmt: skip
+    return Subject(manifest.name, "draft" in manifest.models, manifest.lookahead, details, load)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, load, memory (bytes) and versions: what a figure depends on."""
+    from specexport.doctor import memory_bytes
+    from specexport_runtime.executors.ort import available_cores
+
+    total, free, limit = memory_bytes()
+    versions = {}
+    for name in _VERSIONS:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "cpu": _cpu_name(),
+        "cores": available_cores(),
+        "load_1min": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "memory_bytes": min(total, limit) if limit is not None else total,
+        "memory_free_bytes": free,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()

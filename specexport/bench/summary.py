@@ -1,0 +1,118 @@
+"""Medians over repeats, and ratios between methods that ran side by side."""
+
+from collections.abc import Iterable
+from statistics import mean, median, pstdev
+from typing import NamedTuple
+
+from specexport.bench.methods import Cell
+from specexport.bench.records import BenchResult, PromptRecord, RunRecord
+
+
+class Summary(NamedTuple):
+    """One combination over all its repeats.
+
+    Attributes:
+        cell: what was run.
+        tokens_per_second: median over the repeats.
+        decode_tokens_per_second: the same for verify rounds alone; None without one.
+        speedup: over plain decoding: median of the ratios within each repeat; None if there is none to compare with.
+        over_vanilla: the same over the padded method with the same drafter and K.
+        over_static: the same over static batching; None for static batching itself.
+        acceptance_rate: accepted over drafted tokens; None if nothing was drafted.
+        mean_accepted_length: tokens of a speculative round, the target's own included; None without one.
+        efficiency: tokens of the speculative rounds over the most they could give, their draft tokens and one more:
+            ``mean_accepted_length / (K + 1)`` if every draft has K tokens (Chen et al. 2023, figure 1); None without.
+        padding_ratio: padding over accepted tokens (EMS-SD), padded or not.
+        input_padding: share of padding in the tokens fed.
+        overhead: scheduling and packing over the time of the rounds.
+        latency: milliseconds of a text for each of its tokens: mean over the prompts.
+        latency_deviation: its standard deviation over the prompts.
+    """
+
+    cell: Cell
+    tokens_per_second: float
+    decode_tokens_per_second: float | None
+    speedup: float | None
+    over_vanilla: float | None
+    over_static: float | None
+    acceptance_rate: float | None
+    mean_accepted_length: float | None
+    efficiency: float | None
+    padding_ratio: float
+    input_padding: float
+    overhead: float
+    latency: float
+    latency_deviation: float
+
+
+def summarize(result: BenchResult) -> list[Summary]:
+    """Every combination, in the order of their first runs."""
+    runs: dict[Cell, dict[int, RunRecord]] = {}
+    for run in result.runs:
+        runs.setdefault(run.cell, {})[run.repeat] = run
+    prompts: dict[Cell, list[PromptRecord]] = {}
+    for record in result.prompts:
+        prompts.setdefault(record.cell, []).append(record)
+    return [_summarize(cell, runs, prompts.get(cell, [])) for cell in _in_order(runs)]
+
+
+def _in_order(cells: Iterable[Cell]) -> list[Cell]:
+    """The methods of one comparison as neighbours, whichever engine they ran on; domain by domain."""
+    groups: dict[tuple[str, int, float, str], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.domain, cell.batch_size, cell.temperature, cell.batching), []).append(cell)
+    domains = list(dict.fromkeys(key[0] for key in groups))
+    return [cell for key in sorted(groups, key=lambda key: domains.index(key[0])) for cell in groups[key]]
+
+
+def _summarize(cell: Cell, runs: dict[Cell, dict[int, RunRecord]], prompts: list[PromptRecord]) -> Summary:
+    own = list(runs[cell].values())
+    drafted, accepted = sum(p.drafted for p in prompts), sum(p.accepted for p in prompts)
+    draft_rounds = sum(p.draft_rounds for p in prompts)
+    length = 1 + accepted / draft_rounds if draft_rounds else None
+    latency = list(_latency(prompts).values()) or [0.0]
+    decode = [run.decode_tokens_per_second for run in own if run.decode_tokens_per_second is not None]
+    padded = _padding(own, "input_padding")
+    return Summary(
+        cell,
+        tokens_per_second=median(run.tokens_per_second for run in own),
+        decode_tokens_per_second=median(decode) if decode else None,
+        speedup=_ratio(cell, cell.plain, runs),
+        over_vanilla=_ratio(cell, cell.vanilla, runs) if cell.drafter != "none" else None,
+        over_static=_ratio(cell, cell._replace(batching="static"), runs) if cell.batching != "static" else None,
+        acceptance_rate=accepted / drafted if drafted else None,
+        mean_accepted_length=length,
+        efficiency=(accepted + draft_rounds) / (drafted + draft_rounds) if draft_rounds else None,
+        padding_ratio=_share(_padding(own, "padding"), _padding(own, "accepted")),
+        input_padding=_share(padded, _padding(own, "input_tokens") + padded),
+        overhead=_share(_phases(own, "schedule") + _phases(own, "pack"), _phases(own, "total")),
+        latency=mean(latency),
+        latency_deviation=pstdev(latency),
+    )
+
+
+def _ratio(cell: Cell, other: Cell, runs: dict[Cell, dict[int, RunRecord]]) -> float | None:
+    if other not in runs:
+        return None
+    pairs = [(run, runs[other].get(repeat)) for repeat, run in runs[cell].items()]
+    return median(run.tokens_per_second / base.tokens_per_second for run, base in pairs if base is not None)
+
+
+def _padding(runs: Iterable[RunRecord], name: str) -> float:
+    return sum(run.padding[name] for run in runs)
+
+
+def _phases(runs: Iterable[RunRecord], name: str) -> float:
+    return sum(run.phases[name] for run in runs)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _latency(prompts: list[PromptRecord]) -> dict[str, float]:
+    """Milliseconds a token of each prompt, by id: medians over the repeats, so that their spread is the texts' own."""
+    each: dict[str, list[float]] = {}
+    for record in prompts:
+        each.setdefault(record.id, []).append(1e3 * record.wall_s / max(record.new_tokens, 1))
+    return {prompt: median(values) for prompt, values in each.items()}

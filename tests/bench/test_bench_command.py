@@ -1,0 +1,174 @@
+"""``specexport bench``: what it prints and writes, how it ends, and what it imports."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from bench_fakes import make_subject
+from click.testing import CliRunner
+
+from specexport.bench.records import read_json
+from specexport.cli import main
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["bench", *map(str, arguments)])
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"id": f"p{i}", "domain": "d", "prompt": f"w{i} w{i + 1}"} for i in range(4)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def bundle(monkeypatch, request):
+    """A bundle in name only: the command runs over fake engines."""
+    options = getattr(request, "param", {})
+    asked = {}
+
+    def open_subject(folder, **given):
+        asked.update(given)
+        return make_subject(**options)
+
+    monkeypatch.setattr("specexport.bench.subject.open_subject", open_subject)
+    return asked
+
+
+def test_ablation_writes_table_json_markdown_and_plots(tmp_path, bundle, prompts):
+    out = {name: tmp_path / name for name in ("bench.json", "bench.md", "plots")}
+    ended = run(
+        "bundle", "--prompts", prompts, "--ablation", "--batch-size", "1,2", "--max-tokens", "12", "--repeats", 2,
+        "--ignore-eos", "--threads", 1, "--no-spin", "--json", out["bench.json"], "--markdown", out["bench.md"],
+        "--plots", out["plots"],
+    )  # fmt: skip
+    assert ended.exit_code == 0, ended.output
+    assert bundle == {"max_model_len": None, "num_threads": 1, "spin": False}
+    assert "Texts equal to plain greedy decoding: 80 of 80 (100 %)." in ended.stdout
+    for method in ("plain", "lookup", "unpad-kv only (lookup)", "unpad-input only (lookup)", "vanilla (lookup)"):
+        assert ended.stdout.count(f"| {method} ") == 2
+    assert out["bench.md"].read_text() == ended.stdout
+    assert "[20/20]" not in ended.stderr
+    assert "[19/20] bench: " in ended.stderr
+    assert "lookahead.png skipped" in ended.stderr
+    assert sorted(path.name for path in out["plots"].iterdir()) == ["batch-size.png", "padding.png"]
+    again = run("--from-json", out["bench.json"], "--plots", tmp_path / "again")
+    assert again.exit_code == 0, again.output
+    assert again.stdout == ended.stdout
+    for path in (tmp_path / "again").iterdir():
+        assert path.read_bytes() == (out["plots"] / path.name).read_bytes()
+
+
+def test_options_reach_the_runs(tmp_path, bundle, prompts):
+    file = tmp_path / "bench.json"
+    ended = run(
+        "bundle", "--prompts", prompts, "--num-prompts", 3, "--methods", "lookup,draft-model", "--no-unpad-input",
+        "--num-speculative-tokens", "2,3", "--temperature", "0,0.5", "--max-tokens", "4:9", "--static", "--seed", 5,
+        "--repeats", 1, "--quiet", "--json", file,
+    )  # fmt: skip
+    assert ended.exit_code == 0, ended.output
+    assert not ended.stderr
+    cells = [record.cell for record in read_json(file).runs]
+    assert len(cells) == len(set(cells)) == 2 * 2 * (1 + 2 * 2)
+    assert {cell.unpad_input for cell in cells if cell.method != "plain"} == {False}
+    assert {cell.unpad_kv for cell in cells} == {True}
+    assert {cell.temperature for cell in cells} == {0, 0.5}
+    assert {cell.batching for cell in cells} == {"continuous", "static"}
+    assert {record.id for record in read_json(file).prompts} == {"p0", "p1", "p2"}
+
+
+@pytest.mark.parametrize("bundle", [{"broken": True}], indirect=True)
+def test_a_different_text_ends_with_1_after_the_report(tmp_path, bundle, prompts):
+    file = tmp_path / "bench.json"
+    ended = run(
+        "bundle", "--prompts", prompts, "--methods", "lookup", "--max-tokens", 8, "--repeats", 1, "--json", file
+    )
+    assert ended.exit_code == 1
+    assert "7 of 8 (87.5 %)" in ended.stdout
+    assert "prompt 'p3' differs from plain greedy decoding at token 4" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert len(read_json(file).different) == 1
+
+
+@pytest.mark.parametrize("bundle", [{"draft": False}], indirect=True)
+@pytest.mark.parametrize("arguments", [["--methods", "draft-model"], ["--ablation", "--drafter", "chained"]])
+def test_draft_methods_need_a_draft(bundle, prompts, arguments):
+    ended = run("bundle", "--prompts", prompts, *arguments)
+    assert ended.exit_code == 2
+    assert "draft model, which this bundle does not have" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--methods", "lokup"], "did you mean 'lookup'"),
+        (["--drafter", "lookups"], "did you mean 'lookup'"),
+        (["--num-speculative-tokens", "9"], "built for 1 to 8"),
+        (["--num-speculative-tokens", "0"], "built for 1 to 8"),
+        (["--num-speculative-tokens", "two"], "not a list of whole numbers"),
+        (["--batch-size", "0"], "a batch size is 0"),
+        (["--repeats", "0"], "number of repeats is 0"),
+        (["--warmup", "-1"], "number of warm-up runs is -1"),
+        (["--temperature", "-1"], "a temperature is -1"),
+        (["--temperature", "hot"], "not a list of numbers"),
+        (["--max-tokens", "0"], "number of new tokens is 0"),
+        (["--max-tokens", "9:3"], "run backwards"),
+        (["--max-tokens", "many"], "no length"),
+        (["--threads", "0"], "--threads is 0"),
+        (["--num-prompts", "0"], "number of prompts is 0"),
+        (["--domains", "e"], "no prompt has the domain"),
+        (["--prompts", "none.jsonl"], "cannot be read"),
+        (["--ablation", "--methods", "lookup"], "--ablation already says"),
+        (["--ablation", "--no-unpad-kv"], "--ablation already says"),
+        (["--json", "missing/x.json"], "cannot be written"),
+        (["--plots", "prompts.jsonl"], "is a file"),
+        (["--from-json", "x.json"], "both"),
+        (["--method", "lookup"], "--methods"),
+    ],
+)
+def test_mistakes_end_with_one_line_and_code_2(bundle, prompts, tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    ended = run("bundle", "--prompts", prompts.name, *arguments, "--quiet")
+    assert ended.exit_code == 2, ended.output
+    assert said in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert not ended.stdout
+    assert list(tmp_path.iterdir()) == [prompts]
+
+
+def test_no_bundle_is_refused(tmp_path):
+    assert "neither a bundle" in run().stderr
+    ended = run(tmp_path / "none")
+    assert ended.exit_code == 2
+    assert "there is no folder" in ended.stderr
+
+
+def test_imports_stay_light():
+    script = (
+        "import sys, pkgutil, importlib, specexport.bench as package\n"
+        "for module in pkgutil.walk_packages(package.__path__, 'specexport.bench.'):\n"
+        "    importlib.import_module(module.name)\n"
+        "heavy = {'matplotlib', 'scipy', 'torch', 'transformers', 'onnx', 'onnxruntime', 'tokenizers'}\n"
+        "found = heavy & {name.split('.')[0] for name in sys.modules}\n"
+        "assert not found, found"
+    )
+    ended = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_the_demo_bundle_is_measured(demo_bundle, tmp_path):
+    file = tmp_path / "bench.json"
+    ended = run(
+        demo_bundle, "--domains", "code", "--num-prompts", 2, "--batch-size", 2, "--methods",
+        "lookup,draft-model,chained,vanilla,unpad-kv,unpad-input", "--max-tokens", 12, "--repeats", 1, "--threads", 1,
+        "--no-spin", "--json", file,
+    )  # fmt: skip
+    assert ended.exit_code == 0, ended.output
+    found = read_json(file)
+    assert len(found.compared) == 7 * 2
+    assert not found.different
+    assert found.bundle["models"]["target"]["engine_sha256"]
+    assert found.machine["versions"]["onnxruntime"]

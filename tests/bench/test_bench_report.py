@@ -1,0 +1,204 @@
+"""Medians, ratios, the table, plots and files of a benchmark."""
+
+import dataclasses
+import json
+
+import pytest
+from bench_fakes import PROMPTS, make_options, make_subject
+
+from specexport.bench.methods import Cell, resolve_methods
+from specexport.bench.plots import check_plots, write_plots
+from specexport.bench.records import BenchResult, PromptRecord, RunRecord, read_json, write_json
+from specexport.bench.report import format_report, format_table, write_markdown
+from specexport.bench.runner import run_bench
+from specexport.bench.summary import summarize
+from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, UserInputError
+
+PLAIN = Cell("plain", "none", True, True, 2, 0, 0.0, "code", "continuous")
+LOOKUP = PLAIN._replace(method="lookup", drafter="lookup", num_speculative_tokens=3)
+VANILLA = LOOKUP._replace(method="vanilla", unpad_kv=False, unpad_input=False)
+
+
+def run(cell, repeat, rate, *, decode=None, padding=2):
+    phases = {"schedule": 0.1, "pack": 0.2, "total": 3.0}
+    counters = {"accepted": 10, "padding": padding, "input_tokens": 30, "input_padding": 10, "ratio": padding / 10}
+    return RunRecord(cell, repeat, 1, 100, 100 / rate, rate, decode, phases, counters)
+
+
+def prompt(cell, repeat, name, milliseconds, *, drafted=0, accepted=0, draft_rounds=0, equal=True):
+    return PromptRecord(
+        cell, repeat, name, 5, 10, 10, 4, draft_rounds, drafted, accepted, [1], milliseconds / 100, 0.0, 0.1, 0.2,
+        "length", equal, None if equal else 6,
+    )  # fmt: skip
+
+
+def result(runs, prompts=()):
+    machine = {"cpu": "cpu", "cores": 2, "load_1min": 0.5, "memory_bytes": 8e9, "python": "3", "versions": {"a": "1"}}
+    options = {"max_tokens": [4, 9], "repeats": 3}
+    return BenchResult(["specexport", "bench", "a b"], machine, {"name": "fake", "threads": 2}, options, runs, prompts)
+
+
+def cells(table):
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def test_figures_are_medians_and_ratios_are_within_a_repeat():
+    runs = [
+        *(run(PLAIN, repeat, rate) for repeat, rate in enumerate([10, 100, 20])),
+        *(run(LOOKUP, repeat, rate, decode=rate + 1) for repeat, rate in enumerate([30, 200, 22])),
+        *(run(VANILLA, repeat, rate) for repeat, rate in enumerate([10, 50, 44])),
+    ]
+    plain, lookup, vanilla = summarize(result(runs))
+    assert (plain.tokens_per_second, lookup.tokens_per_second, vanilla.tokens_per_second) == (20, 30, 44)
+    assert (plain.decode_tokens_per_second, lookup.decode_tokens_per_second) == (None, 31)
+    assert plain.speedup == 1
+    assert lookup.speedup == 2  # of 3, 2 and 1.1; the ratio of the medians is 1.5
+    assert lookup.over_vanilla == 3  # of 3, 4 and 0.5
+    assert (plain.over_vanilla, vanilla.over_vanilla) == (None, 1)
+    assert lookup.padding_ratio == pytest.approx(0.2)
+    assert lookup.input_padding == pytest.approx(10 / 40)
+    assert lookup.overhead == pytest.approx(0.1)
+
+
+def test_continuous_is_compared_with_static_batching():
+    static = LOOKUP._replace(batching="static")
+    one, other = summarize(result([run(LOOKUP, 0, 30), run(static, 0, 20)]))
+    assert (one.over_static, other.over_static) == (1.5, None)
+    assert one.speedup is None  # nothing to compare with
+
+
+def test_acceptance_and_latency_come_from_the_prompts():
+    prompts = [
+        *(prompt(LOOKUP, r, "x", ms, drafted=6, accepted=3, draft_rounds=2) for r, ms in enumerate([10, 12, 99])),
+        *(prompt(LOOKUP, r, "y", ms, drafted=3, accepted=3, draft_rounds=1) for r, ms in enumerate([16, 1, 99])),
+    ]
+    (row,) = summarize(result([run(LOOKUP, r, 30) for r in range(3)], prompts))
+    assert row.acceptance_rate == 18 / 27
+    assert row.mean_accepted_length == 1 + 18 / 9
+    assert row.efficiency == (18 + 9) / (27 + 9)
+    assert (row.latency, row.latency_deviation) == (14, 2)  # of the medians 12 and 16
+
+
+def test_rows_of_one_comparison_are_neighbours():
+    other = [cell._replace(domain="math") for cell in (PLAIN, LOOKUP)]
+    larger = [cell._replace(batch_size=8) for cell in (PLAIN, LOOKUP)]
+    order = [PLAIN, LOOKUP, *other, *larger, VANILLA]
+    assert [row.cell for row in summarize(result([run(cell, 0, 1) for cell in order]))] == [
+        PLAIN, LOOKUP, VANILLA, *larger, *other,
+    ]  # fmt: skip
+
+
+def test_table_shows_what_varies():
+    rows = cells(format_table(summarize(result([run(PLAIN, 0, 20.04), run(LOOKUP, 0, 31)]))))
+    assert rows[1] == {
+        "method": "lookup", "batch": "2", "K": "3", "tokens/s": "31.0", "decode tokens/s": "-", "speedup": "1.55×",
+        "acceptance": "-", "accepted length": "-", "padding ratio": "20.0%", "input padding": "25.0%",
+        "overhead": "10.0%",
+    }  # fmt: skip
+    more = [PLAIN, LOOKUP, VANILLA, LOOKUP._replace(domain="math", temperature=0.7, batching="static")]
+    rows = cells(format_table(summarize(result([run(cell, 0, 20) for cell in more]))))
+    assert [row["method"] for row in rows] == ["plain", "lookup", "vanilla (lookup)", "lookup"]
+    assert rows[1]["over vanilla"] == "1.00×"
+    assert [rows[3][name] for name in ("domain", "temperature", "batching")] == ["math", "0.7", "static"]
+
+
+def test_labels_say_what_is_padded():
+    assert LOOKUP._replace(unpad_kv=False).label == "lookup, padded KV"
+    assert LOOKUP._replace(unpad_kv=False, unpad_input=False).label == "lookup, padded KV and input"
+    assert VANILLA._replace(method="unpad-kv", unpad_kv=True).label == "unpad-kv only (lookup)"
+
+
+def test_report_names_command_machine_and_different_texts():
+    prompts = [prompt(LOOKUP, repeat, "x", 1, equal=repeat < 2) for repeat in range(3)]
+    text = format_report(result([run(LOOKUP, 0, 20)], prompts))
+    assert "`specexport bench 'a b'`" in text
+    assert "fake, threads 2: 1 prompts, 4 to 9 new tokens each, median of 3 runs." in text
+    assert "Texts equal to plain greedy decoding: 2 of 3 (66.6 %)." in text
+    where = "lookup, batch size 2, K=3, code, repeat 2"
+    assert f"- prompt 'x' differs from plain greedy decoding at token 6 ({where})" in text
+    assert "domain 'code' has 1 prompts for 2 rows" in text
+
+
+@pytest.fixture(scope="module")
+def measured():
+    methods = resolve_methods(["lookup", "draft-model", "vanilla"], drafter="lookup", has_draft=True)
+    options = make_options(methods, batch_sizes=(1, 2), num_speculative_tokens=(2, 4))
+    found = run_bench(make_subject(), PROMPTS[:3], options, command=["specexport", "bench"])
+    return dataclasses.replace(found, bundle={"name": "fake"})
+
+
+def test_json_is_read_back_as_it_was(tmp_path, measured):
+    path = tmp_path / "bench.json"
+    write_json(path, measured)
+    assert read_json(path) == measured
+    found = json.loads(path.read_text())
+    assert found["schema"] == "specexport.bench/1"
+    assert found["texts"] == {"compared": len(measured.prompts), "different": 0}
+    assert {"method", "batch_size", "accepted_lengths", "queued_s", "equal_to_plain"} <= set(found["prompts"][0])
+    assert {"tokens_per_second", "phases", "padding"} <= set(found["runs"][0])
+    assert list(tmp_path.iterdir()) == [path]
+    write_markdown(tmp_path / "bench.md", measured)
+    assert (tmp_path / "bench.md").read_text() == format_report(read_json(path)) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "has the schema None"),
+        ('{"schema": "specexport.bench/0"}', "has the schema 'specexport.bench/0'"),
+        ('{"schema": "specexport.bench/1", "runs": [{}]}', "lacks a part"),
+        ('{"schema": "specexport.bench/1", "runs": 3}', "lacks a part"),
+        (None, "cannot be read"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, content, said):
+    path = tmp_path / "bench.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InvalidRequestError, match=said):
+        read_json(path)
+
+
+def test_plots_are_drawn_and_repeatable(tmp_path, measured):
+    outcome = write_plots(tmp_path / "one", measured)
+    assert [path.name for path in outcome.written] == ["batch-size.png", "lookahead.png", "padding.png"]
+    assert not outcome.skipped
+    write_plots(tmp_path / "two", measured)
+    for path in outcome.written:
+        data = path.read_bytes()
+        assert data.startswith(b"\x89PNG")
+        assert len(data) > 10_000
+        assert data == (tmp_path / "two" / path.name).read_bytes()
+    assert len(list((tmp_path / "one").iterdir())) == 3
+
+
+def test_plots_without_a_second_value_are_skipped(tmp_path, measured):
+    one_batch = dataclasses.replace(measured, runs=[run for run in measured.runs if run.cell.batch_size == 1])
+    outcome = write_plots(tmp_path / "plots", one_batch)
+    assert [path.name for path in outcome.written] == ["lookahead.png"]
+    assert [line.split(":")[0] for line in outcome.skipped] == ["batch-size.png skipped", "padding.png skipped"]
+    neither = [run for run in one_batch.runs if run.cell.num_speculative_tokens != 2]
+    assert not write_plots(tmp_path / "none", dataclasses.replace(measured, runs=neither)).written
+    assert not (tmp_path / "none").exists()
+
+
+def test_domains_have_their_own_plots(tmp_path, measured):
+    other = [dataclasses.replace(run, cell=run.cell._replace(domain="chat/x y")) for run in measured.runs]
+    outcome = write_plots(tmp_path, dataclasses.replace(measured, runs=[*measured.runs, *other], prompts=[]))
+    names = {path.name for path in outcome.written}
+    assert {"padding-a.png", "padding-chat-x-y.png"} <= names
+    assert len(names) == 6
+
+
+def test_plots_that_cannot_be_drawn_are_refused(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(UserInputError, match="in the way"):
+        check_plots(file / "plots")
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    with pytest.raises(MissingDependencyError, match="matplotlib") as caught:
+        check_plots(tmp_path)
+    assert caught.value.hint == "pip install 'specexport[bench]'"

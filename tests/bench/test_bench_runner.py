@@ -1,0 +1,252 @@
+"""Running a benchmark over fake engines: what is run, in which order, and what is recorded."""
+
+import pytest
+from bench_fakes import PROMPTS, make_options, make_subject
+
+from specexport.bench.meter import Meter
+from specexport.bench.methods import EngineKey, Method, ablation, lookaheads, make_cells, resolve_methods
+from specexport.bench.options import BenchOptions, parse_lengths
+from specexport.bench.prompts import BenchPrompt
+from specexport.bench.runner import WARMUP_TOKENS, draw_lengths, run_bench
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.stats import PaddingStats, PhaseTimes
+
+ALL = ["draft-model", "lookup", "chained", "vanilla", "unpad-kv", "unpad-input"]
+
+
+def methods(*names, drafter="lookup", has_draft=True, **modes):
+    return resolve_methods(names or None, drafter=drafter, has_draft=has_draft, **modes)
+
+
+def measured(log):
+    """Requests without the warm-up."""
+    return [event for event in log if event[0] == "generate" and event[4][0].max_tokens > WARMUP_TOKENS]
+
+
+def test_methods_are_a_drafter_and_two_switches():
+    assert methods(*ALL, "plain") == [
+        Method("plain", "none", True, True),
+        Method("draft-model", "draft-model", True, True),
+        Method("lookup", "lookup", True, True),
+        Method("chained", "chained", True, True),
+        Method("vanilla", "lookup", False, False),
+        Method("unpad-kv", "lookup", True, False),
+        Method("unpad-input", "lookup", False, True),
+    ]
+    assert [method.name for method in methods()] == ["plain", "draft-model", "lookup", "chained"]
+    assert [method.name for method in methods(has_draft=False)] == ["plain", "lookup"]
+    assert methods("lookup", unpad_input=False)[1:] == [Method("lookup", "lookup", True, False)]
+    assert methods(*ablation("chained"), drafter="chained")[1:] == [
+        Method("chained", "chained", True, True),
+        Method("unpad-kv", "chained", True, False),
+        Method("unpad-input", "chained", False, True),
+        Method("vanilla", "chained", False, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "said"),
+    [
+        (["lokup"], {}, "did you mean 'lookup'"),
+        (["xyz"], {}, "choose from plain, draft-model"),
+        (["vanilla"], {"drafter": "draftmodel"}, "did you mean 'draft-model'"),
+        (["draft-model"], {"has_draft": False}, "needs|draft model, which"),
+        (["vanilla"], {"drafter": "chained", "has_draft": False}, "draft model, which"),
+    ],
+)
+def test_unknown_and_impossible_methods_are_refused(names, options, said):
+    with pytest.raises(InvalidRequestError, match=said):
+        methods(*names, **options)
+
+
+def test_lookahead_is_the_drafters_own_unless_asked_for():
+    plain, draft, lookup = methods("draft-model", "lookup")
+    assert lookaheads(plain, [2, 4], built=8) == [0]
+    assert lookaheads(draft, None, built=8) == [4]
+    assert lookaheads(lookup, None, built=8) == [7]
+    assert lookaheads(lookup, None, built=5) == [5]
+    assert lookaheads(draft, [2, 6, 2], built=8) == [2, 6]
+    with pytest.raises(InvalidRequestError, match="9; this engine was built for 1 to 8"):
+        lookaheads(draft, [2, 9], built=8)
+
+
+def test_a_lookahead_beyond_the_bundle_is_refused_before_anything_is_loaded():
+    log = []
+    with pytest.raises(InvalidRequestError, match="built for 1 to 3"):
+        run_bench(make_subject(log, lookahead=3), PROMPTS, make_options(methods(), num_speculative_tokens=(4,)))
+    assert not log
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"batch_sizes": (1, 0)},
+        {"repeats": 0},
+        {"warmup": -1},
+        {"seed": -1},
+        {"temperatures": (-0.1,)},
+        {"temperatures": (float("nan"),)},
+        {"max_tokens": (0, 4)},
+        {"max_tokens": (5, 4)},
+    ],
+)
+def test_options_out_of_range_are_refused(bad):
+    with pytest.raises(InvalidRequestError):
+        BenchOptions(methods=(), **bad)
+
+
+def test_lengths_are_drawn_from_the_seed():
+    options = [make_options([], max_tokens=parse_lengths("3:40"), seed=seed) for seed in (1, 1, 2)]
+    many = [BenchPrompt(str(i), "d", "x") for i in range(50)]
+    one, same, other = (draw_lengths(many, each) for each in options)
+    assert one == same != other
+    assert 3 <= min(one.values()) < max(one.values()) <= 40
+    assert parse_lengths("9") == (9, 9)
+
+
+def test_every_method_writes_the_text_of_plain_decoding():
+    options = make_options(
+        methods(*ALL), batch_sizes=(1, 3), num_speculative_tokens=(2, 5), batchings=("continuous", "static"),
+        max_tokens=(5, 30), repeats=2,
+    )  # fmt: skip
+    result = run_bench(make_subject(), PROMPTS, options)
+    combinations = 2 * 2 * 2 * (1 + 6 * 2)  # batch sizes, batchings, domains, plain and each method at each K
+    assert len(result.runs) == 2 * combinations
+    assert len(result.compared) == len(result.prompts) == combinations * len(PROMPTS)
+    assert not result.different
+    lengths = draw_lengths(PROMPTS, options)
+    assert all(record.new_tokens == record.max_tokens == lengths[record.id] for record in result.prompts)
+
+
+def test_a_method_that_changes_one_token_is_caught():
+    result = run_bench(make_subject(broken=True), PROMPTS, make_options(methods("lookup", "draft-model"), repeats=2))
+    found = {(r.cell.method, r.cell.domain, r.id, r.repeat, r.first_difference) for r in result.different}
+    assert found == {("lookup", d, i, repeat, 4) for d, i in (("a", "a/2"), ("b", "b/1")) for repeat in (0, 1)}
+
+
+def test_sampled_texts_are_not_compared():
+    result = run_bench(make_subject(broken=True), PROMPTS, make_options(methods("lookup"), temperatures=(0.7,)))
+    assert result.prompts
+    assert not result.compared
+
+
+def test_records_say_what_happened():
+    result = run_bench(make_subject(), PROMPTS, make_options(methods("lookup"), batch_sizes=(2,), max_tokens=(20, 20)))
+    by_run = {}
+    for record in result.prompts:
+        by_run.setdefault((record.cell, record.repeat), []).append(record)
+        assert sum(record.accepted_lengths) == record.new_tokens == 20
+        assert len(record.accepted_lengths) == record.rounds
+        assert 0 <= record.accepted <= record.drafted
+        assert record.wall_s > 0
+        assert record.queued_s >= 0
+        assert record.time_to_first_token_s + record.decode_s == pytest.approx(record.wall_s)
+        assert record.finish_reason == "length"
+        assert (record.cell.method == "plain") is (record.drafted == 0)
+    for run in result.runs:
+        records = by_run[run.cell, run.repeat]
+        assert run.num_prompts == len(records)
+        assert run.new_tokens == sum(record.new_tokens for record in records)
+        assert run.tokens_per_second == run.new_tokens / run.wall_s
+        assert run.wall_s > max(record.queued_s + record.wall_s for record in records) * 0.9
+        assert run.padding["accepted"] == sum(sum(record.accepted_lengths[1:]) for record in records)
+        assert run.padding["ratio"] == run.padding["padding"] / run.padding["accepted"]
+        assert 0 < run.phases["total"] < run.wall_s
+        assert run.decode_tokens_per_second == run.padding["accepted"] / run.phases["total"]
+    queued = [record.queued_s for record in by_run[result.runs[0].cell, 0]]
+    assert queued[2] > max(queued[:2])  # the third prompt of two rows waits
+
+
+def test_one_engine_is_alive_and_repeats_go_back_and_forth():
+    log = []
+    run_bench(make_subject(log), PROMPTS, make_options(methods("lookup", "vanilla"), batch_sizes=(2,), repeats=3))
+    both, none = EngineKey(True, True, 2), EngineKey(False, False, 2)
+    assert [event[:2] for event in log if event[0] != "generate"] == [
+        ("load", both), ("close", both), ("load", none), ("close", none), ("load", both), ("close", both),
+        ("load", none), ("close", none),
+    ]  # fmt: skip
+
+
+def test_repeats_of_one_engine_keep_it_and_alternate_the_order():
+    log = []
+    options = make_options(methods("lookup", "draft-model"), repeats=2, warmup=0)
+    run_bench(make_subject(log), PROMPTS[:3], options)
+    assert sum(event[0] == "load" for event in log) == 1
+    order = ["none", "lookup", "draft-model"]
+    assert [event[2] for event in log if event[0] == "generate"] == [*order, *reversed(order)]
+
+
+def test_warm_up_is_short_uses_every_drafter_and_leaves_no_record():
+    log = []
+    options = make_options(methods("lookup"), batch_sizes=(2,), max_tokens=(30, 30), warmup=2)
+    result = run_bench(make_subject(log), PROMPTS, options)
+    requests = [event for event in log if event[0] == "generate"]
+    warm = [event for event in requests if event not in measured(log)]
+    assert [event[2] for event in warm] == ["none", "lookup"] * 2
+    assert all(event[3] == ["w1 w2", "w7 w8"] for event in warm)  # one of each domain
+    assert len(result.runs) == len(measured(log)) == 4
+
+
+def test_static_batching_is_one_call_a_group():
+    log = []
+    options = make_options(methods("lookup"), batch_sizes=(2,), batchings=("static",), max_tokens=(18, 18))
+    run_bench(make_subject(log), PROMPTS, options)
+    assert [event[3] for event in measured(log) if event[2] == "lookup"] == [
+        ["w1 w2", "w3 w3 w4 w5"], ["w16"], ["w7 w8", "w2 w2 w2"],
+    ]  # fmt: skip
+
+
+def test_references_go_to_drafters_that_copy_and_only_there():
+    log = []
+    run_bench(make_subject(log), PROMPTS[3:], make_options(methods(), max_tokens=(20, 20)))
+    given = {event[2]: event[5]["references"] for event in measured(log)}
+    wanted = [PROMPTS[3].reference, None]
+    assert given == {"none": None, "draft-model": None, "lookup": wanted, "chained": wanted}
+
+
+def test_every_method_gets_the_same_parameters():
+    log = []
+    options = make_options(methods("lookup", "vanilla"), max_tokens=(17, 40), temperatures=(0.5,), seed=3)
+    run_bench(make_subject(log), PROMPTS[:3], options)
+    first, *others = [event[4] for event in measured(log)]
+    assert len(others) == 2
+    assert all(params == first for params in others)
+    assert [params.seed for params in first] == [3, 4, 5]
+
+
+def test_a_prompt_that_does_not_fit_is_named_and_the_engine_is_closed():
+    log = []
+    long = BenchPrompt("too/long", "a", "w1 " * 80)
+    with pytest.raises(InvalidRequestError, match="prompt 'too/long': the prompt has 80 tokens"):
+        run_bench(make_subject(log), [*PROMPTS, long], make_options(methods("lookup")))
+    assert [event[0] for event in log] == ["load", "close"]
+
+
+class CarriesOn:
+    """An engine that was never idle: its counters go on. It can also start new ones, as an idle engine does."""
+
+    def __init__(self, *, new):
+        self.times, self.padding, self.new = PhaseTimes(total=5.0, rounds=3), PaddingStats(accepted=100, padding=9), new
+
+    def generate(self, prompts):
+        if self.new:
+            self.times, self.padding = PhaseTimes(), PaddingStats()
+        self.times.total += 0.5
+        self.times.rounds += 4
+        self.padding.accepted += 8
+        self.padding.padding += 2
+        return []
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_run_is_metered_alone_whether_or_not_the_engine_was_idle(new):
+    engine = CarriesOn(new=new)
+    meter = Meter(engine)
+    meter.generate({"prompts": []})
+    meter.generate({"prompts": []})
+    cell = make_cells(methods("lookup"), 2, requested=None, built=8, temperatures=[0], domains=["a"], batchings=["c"])
+    record = meter.record(cell[0], 0, [])
+    assert (record.phases["total"], record.phases["rounds"]) == (1.0, 8)
+    assert record.padding["accepted"] == 16
+    assert record.padding["ratio"] == 0.25
+    assert record.decode_tokens_per_second == 16
