@@ -23,7 +23,7 @@ from specexport.lowering.functions import (
 )
 from specexport.lowering.portable import portable_row
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
-from specexport_runtime.abi import KV_POSITIONS, OP_DOMAIN, OP_NAME, PADDED_STEP_INPUTS
+from specexport_runtime.abi import KV_POSITIONS, OP_DOMAIN, OP_NAME, PADDED_STEP_INPUTS, LayerGeometry
 from specexport_runtime.errors import CheckFailedError
 
 if TYPE_CHECKING:
@@ -41,18 +41,20 @@ class Body(NamedTuple):
     """Which function a node needs: nodes with the same body share one function.
 
     Attributes:
-        fused: the fused kernel, or the portable body.
         sinks: the node has attention sinks.
         window: the body compares entries with a window (the fused kernel and the mask do it themselves).
         softcap: the body caps its scores (the same).
         masked: which entries count is told by a mask, not by order.
+        num_heads: query heads (0 for the fused kernel, which has them as an attribute).
+        geometry: cache sizes that the portable body has as constants.
     """
 
-    fused: bool
     sinks: bool
     window: bool
     softcap: bool
     masked: bool = False
+    num_heads: int = 0
+    geometry: LayerGeometry | None = None
 
     @property
     def function_name(self) -> str:
@@ -63,7 +65,13 @@ class Body(NamedTuple):
             ("Softcap", self.softcap),
             ("Masked", self.masked),
         )
-        return OP_NAME + ("Fused" if self.fused else "Portable") + "".join(name for name, given in parts if given)
+        kind = "Fused" if self.geometry is None else "Portable" + "x".join(map(str, (self.num_heads, *self.geometry)))
+        return OP_NAME + kind + "".join(name for name, given in parts if given)
+
+    @property
+    def fused(self) -> bool:
+        """The fused kernel, or the portable body."""
+        return self.geometry is None
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -85,9 +93,16 @@ def choose_body(node: "ir.Node", *, masked: bool = False) -> Body:
     k_dim, v_dim = _head_dim(node, given["k_cache"]), _head_dim(node, given["v_cache"])
     sinks = given.get("sinks") is not None
     if k_dim == v_dim and k_dim % _FUSED_HEAD_MULTIPLE == 0:
-        return Body(fused=True, sinks=sinks, window=False, softcap=False, masked=masked)
-    window, softcap = _window(node), node.attributes["softcap"].as_float()
-    return Body(fused=False, sinks=sinks, window=window > 0 and not masked, softcap=softcap > 0, masked=masked)
+        return Body(sinks=sinks, window=False, softcap=False, masked=masked)
+    heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
+    return Body(
+        sinks=sinks,
+        window=_window(node) > 0 and not masked,
+        softcap=node.attributes["softcap"].as_float() > 0,
+        masked=masked,
+        num_heads=heads,
+        geometry=LayerGeometry(kv_heads, k_dim, v_dim),
+    )
 
 
 def _named_inputs(node: "ir.Node") -> dict[str, "ir.Value | None"]:
@@ -107,10 +122,11 @@ def _window(node: "ir.Node") -> int:
 
 def build_function(body: Body, opset: int) -> "ir.Function":
     """The model-local function of ``body``."""
-    if body.fused:
+    if body.geometry is None:
         row = fused_row(sinks=body.sinks, masked=body.masked)
     else:
-        row = portable_row(sinks=body.sinks, window=body.window, softcap=body.softcap, masked=body.masked)
+        kinds = {"sinks": body.sinks, "window": body.window, "softcap": body.softcap, "masked": body.masked}
+        row = portable_row(body.num_heads, body.geometry, **kinds)
     parts = ("qkv",) if body.fused else ("q", "k", "v")
     inputs = ", ".join(body.inputs)
     return _parse(attention_text(body.function_name, inputs, parts=parts, row=row, masked=body.masked), opset)

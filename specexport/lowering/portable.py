@@ -4,38 +4,31 @@ Written as the body of the Scans in ``functions``: ScatterND appends in place wh
 Slice to the row's true length keeps the cost independent of the capacity.
 """
 
+from specexport_runtime.abi import LayerGeometry
+
+# Index triples (batch, head, entry) of the new entries: a constant for the heads plus the entries' own numbers.
 _APPEND = """
     zero = Constant<value_ints = [0]>()
     unit = Constant<value_ints = [1]>()
-    rest = Constant<value_ints = [-1]>()
     scalar0 = Constant<value_int = 0>()
     scalar1 = Constant<value_int = 1>()
-    heads = Shape<start = 1, end = 2>(row_k_cache)
-    k_size = Shape<start = 3, end = 4>(row_k_cache)
-    v_size = Shape<start = 3, end = 4>(row_v_cache)
     new = Shape<start = 1, end = 2>(row_q)
     total = Cast<to = 7>(row_total)
     past = Sub(total, new)
     past0 = Squeeze(past)
     total0 = Squeeze(total)
     at = Range(past0, total0, scalar1)
-    k_split = Concat<axis = 0>(new, heads, k_size)
-    v_split = Concat<axis = 0>(new, heads, v_size)
+    at_column = Unsqueeze(at, unit)
+    k_split = Constant<value_ints = [-1, {heads}, {k_dim}]>()
+    v_split = Constant<value_ints = [-1, {heads}, {v_dim}]>()
     k3 = Reshape(row_k, k_split)
     v3 = Reshape(row_v, v_split)
     k_new = Transpose<perm = [1, 0, 2]>(k3)
     v_new = Transpose<perm = [1, 0, 2]>(v3)
-    heads0 = Squeeze(heads)
-    head_ids = Range(scalar0, heads0, scalar1)
-    grid = Concat<axis = 0>(heads, new, unit)
-    head_axis = Constant<value_ints = [1, 2]>()
-    head_column = Unsqueeze(head_ids, head_axis)
-    at_axis = Constant<value_ints = [0, 2]>()
-    at_column = Unsqueeze(at, at_axis)
-    head_grid = Expand(head_column, grid)
-    at_grid = Expand(at_column, grid)
-    row_grid = Mul(head_grid, scalar0)
-    slots = Concat<axis = 2>(row_grid, head_grid, at_grid)
+    last_of_three = Constant<value = int64[3] {{0, 0, 1}}>()
+    head_slots = Constant<value = int64[{heads}, 1, 3] {{{head_slots}}}>()
+    at_slots = Mul(at_column, last_of_three)
+    slots = Add(head_slots, at_slots)
     row_k_out = ScatterND(row_k_cache, slots, k_new)
     row_v_out = ScatterND(row_v_cache, slots, v_new)
     slot_axis = Constant<value_ints = [2]>()
@@ -47,10 +40,10 @@ _APPEND = """
 
 # Query heads of one key/value head are stacked: [H, group*Q, D] against [H, n, D].
 _SCORES = """
-    q_split = Concat<axis = 0>(new, heads, rest, k_size)
+    q_split = Constant<value_ints = [-1, {heads}, {group}, {k_dim}]>()
     q4 = Reshape(row_q, q_split)
     q_heads = Transpose<perm = [1, 2, 0, 3]>(q4)
-    q_stack = Concat<axis = 0>(heads, rest, k_size)
+    q_stack = Constant<value_ints = [{heads}, -1, {k_dim}]>()
     q3 = Reshape(q_heads, q_stack)
     k_turned = Transpose<perm = [0, 2, 1]>(seen_k)
     raw = MatMul(q3, k_turned)
@@ -66,15 +59,14 @@ _SOFTCAP = """
 """
 
 _SPLIT = """
-    group = Shape<start = 1, end = 2>(q_heads)
-    score_split = Concat<axis = 0>(heads, group, new, total)
+    score_heads = Constant<value_ints = [{heads}, {group}, -1]>()
+    score_split = Concat<axis = 0>(score_heads, total)
     scores4 = Reshape({scores}, score_split)
 """
 
 _CAUSAL = """
     entries = Range(scalar0, total0, scalar1)
-    query_at = Unsqueeze(at, unit)
-    causal = LessOrEqual(entries, query_at)
+    causal = LessOrEqual(entries, at_column)
 """
 
 # The mask is finite: a query that sees nothing stays a number.
@@ -84,7 +76,7 @@ _MASK = """
 
 _WINDOW = """
     window_size = Constant<value_int: int = @window>()
-    before = Sub(query_at, window_size)
+    before = Sub(at_column, window_size)
     inside = Greater(entries, before)
     seen = And(causal, inside)
 """
@@ -100,9 +92,10 @@ _SOFTMAX = """
 
 # A sink is one more score that takes weight and has no value.
 _SOFTMAX_SINKS = """
-    sink_split = Concat<axis = 0>(heads, group, unit, unit)
+    sink_split = Constant<value_ints = [{heads}, {group}, 1, 1]>()
     sink4 = Reshape(sinks, sink_split)
-    sink_grid = Concat<axis = 0>(heads, group, new, unit)
+    sink_heads = Constant<value_ints = [{heads}, {group}]>()
+    sink_grid = Concat<axis = 0>(sink_heads, new, unit)
     sink_column = Expand(sink4, sink_grid)
     with_sink = Concat<axis = 3>(masked, sink_column)
     weights5 = Softmax<axis = -1>(with_sink)
@@ -111,25 +104,30 @@ _SOFTMAX_SINKS = """
 """
 
 _OUTPUT = """
-    weight_stack = Concat<axis = 0>(heads, rest, total)
+    weight_heads = Constant<value_ints = [{heads}, -1]>()
+    weight_stack = Concat<axis = 0>(weight_heads, total)
     weights = Reshape(weights4, weight_stack)
     mixed = MatMul(weights, seen_v)
-    mixed_split = Concat<axis = 0>(heads, group, new, v_size)
+    mixed_split = Constant<value_ints = [{heads}, {group}, -1, {v_dim}]>()
     mixed4 = Reshape(mixed, mixed_split)
     by_token = Transpose<perm = [2, 0, 1, 3]>(mixed4)
-    out_dims = Concat<axis = 0>(unit, new, rest)
+    out_dims = Constant<value_ints = [1, -1, {out_width}]>()
     attended = Reshape(by_token, out_dims)
 """
 
 
-def portable_row(*, sinks: bool, window: bool, softcap: bool, masked: bool = False) -> str:
-    """ONNX text of one row's append and attention.
+def portable_row(
+    num_heads: int, geometry: LayerGeometry, *, sinks: bool, window: bool, softcap: bool, masked: bool = False
+) -> str:
+    """ONNX text of one row's append and attention, for one layer geometry: its shapes are constants then.
 
     Reads row_q [1, n, Hq*D], row_k [1, n, H*D], row_v [1, n, H*Dv], row_k_cache [1, H, L, D], row_v_cache
     [1, H, L, Dv], row_total [1] (int32) and, from outside, sinks [Hq]; writes attended [1, n, Hq*Dv], row_k_out and
     row_v_out.
 
     Args:
+        num_heads: query heads (Hq).
+        geometry: key/value heads and head sizes.
         sinks: one more score a head.
         window: limit what a token sees to the attribute ``window``.
         softcap: bend the scores by the attribute ``softcap``.
@@ -138,10 +136,16 @@ def portable_row(*, sinks: bool, window: bool, softcap: bool, masked: bool = Fal
     parts = [_APPEND, _SCORES]
     if softcap:
         parts.append(_SOFTCAP)
-    parts.append(_SPLIT.format(scores="capped" if softcap else "scaled"))
-    if masked:
-        parts.append(_MASK)
-    else:
-        parts.append(_CAUSAL + (_WINDOW if window else "") + _HIDE.format(seen="seen" if window else "causal"))
+    parts.append(_SPLIT)
+    parts += [_MASK] if masked else [_CAUSAL, *([_WINDOW] if window else []), _HIDE]
     parts += [_SOFTMAX_SINKS if sinks else _SOFTMAX, _OUTPUT]
-    return "".join(parts)
+    return "".join(parts).format(
+        heads=geometry.kv_heads,
+        group=num_heads // geometry.kv_heads,
+        k_dim=geometry.k_dim,
+        v_dim=geometry.v_dim,
+        out_width=num_heads * geometry.v_dim,
+        head_slots=", ".join(f"0, {head}, 0" for head in range(geometry.kv_heads)),
+        scores="capped" if softcap else "scaled",
+        seen="seen" if window else "causal",
+    )

@@ -32,7 +32,7 @@ def test_no_unlowered_op_is_left_and_bodies_are_shared(built: Any) -> None:
     _, model, _ = built
     kinds = {node.op_type for node in model.graph if node.domain == "specexport"}
     (attention,) = kinds - {"RowPlan"}
-    assert attention in {"UnpaddedAttentionFused", "UnpaddedAttentionPortable"}
+    assert attention in {"UnpaddedAttentionFused", "UnpaddedAttentionPortable4x4x24x16"}
     assert {key[1] for key in model.functions if key[0] == "specexport"} == kinds
     assert sum(node.op_type == "RowPlan" for node in model.graph) == 1, "once a step, not once a layer"
 
