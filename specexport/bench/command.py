@@ -54,6 +54,7 @@ _NAMES, _WHOLE, _NUMBERS = _list_of(str, "names"), _list_of(int, "whole numbers"
 )
 @click.option("--num-prompts", type=int, help="Most prompts of each domain.  [default: all]")
 @click.option("--domains", metavar="D,…", callback=_NAMES, help="Domains to measure.  [default: all]")
+@click.option("--mix", is_flag=True, help="Measure all domains as one, prompts in turns, as a server meets them.")
 @click.option(
     "--methods",
     metavar="M,…",
@@ -134,13 +135,14 @@ def _run(
     files: Sequence[Path],
     num_prompts: int | None,
     domains: Sequence[str] | None,
+    mix: bool,
     threads: int | None,
     spin: bool,
     max_model_len: int | None,
     quiet: bool,
     **asked: Any,
 ) -> "BenchResult":
-    from specexport.bench.prompts import read_prompts
+    from specexport.bench.prompts import mix_domains, read_prompts
     from specexport.bench.runner import run_bench
     from specexport.bench.subject import open_subject
     from specexport.progress import show_progress
@@ -148,6 +150,7 @@ def _run(
     if threads is not None and threads < 1:
         raise InvalidRequestError(f"--threads is {threads}.", "give 1 or more.")
     prompts = read_prompts(files, num_prompts=num_prompts, domains=domains)
+    prompts = mix_domains(prompts) if mix else prompts
     subject = open_subject(bundle, max_model_len=max_model_len, num_threads=threads, spin=spin)
     options = _options(subject, **asked)
     with show_progress(sys.stderr, quiet=quiet) as progress:

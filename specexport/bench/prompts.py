@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,6 +73,12 @@ def by_domain(prompts: Sequence[BenchPrompt]) -> dict[str, list[BenchPrompt]]:
     for prompt in prompts:
         groups.setdefault(prompt.domain, []).append(prompt)
     return groups
+
+
+def mix_domains(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
+    """All prompts as one domain ``"mixed"``, one of each domain in turn."""
+    columns = zip_longest(*by_domain(prompts).values())
+    return [prompt._replace(domain="mixed") for column in columns for prompt in column if prompt is not None]
 
 
 def _read_file(path: Path) -> Iterator[BenchPrompt]:

@@ -92,7 +92,7 @@ def _columns(rows: Sequence[Summary]) -> dict[str, _Show]:
     columns["padding ratio"] = lambda row: f"{row.padding_ratio:.1%}"
     if any(row.input_padding for row in rows):
         columns["input padding"] = lambda row: f"{row.input_padding:.1%}"
-    columns["overhead"] = lambda row: f"{row.overhead:.1%}"
+    columns["schedule + pack"] = lambda row: f"{row.overhead:.1%}"
     return columns
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from specexport.bench.meter import Meter
 from specexport.bench.methods import Cell, EngineKey, make_cells
 from specexport.bench.options import BenchOptions
-from specexport.bench.prompts import BenchPrompt, by_domain
+from specexport.bench.prompts import BenchPrompt, by_domain, mix_domains
 from specexport.bench.records import BenchResult, PromptRecord, RunRecord
 from specexport.bench.subject import Subject, describe_machine
 from specexport.progress import Progress, ProgressEvent
@@ -115,7 +115,7 @@ class BenchRunner:
 
     def _warm_up(self, engine: "SpecEngine", key: EngineKey, cells: Sequence[Cell]) -> None:
         """Short runs with each drafter, on prompts of every domain: bindings, memory, threads."""
-        mixed = [p for column in zip_longest(*self._domains.values()) for p in column if p is not None]
+        mixed = mix_domains([prompt for prompts in self._domains.values() for prompt in prompts])
         largest = {cell.drafter: cell for cell in sorted(cells, key=lambda cell: cell.num_speculative_tokens)}
         for _ in range(self._options.warmup):
             for cell in largest.values():

@@ -80,6 +80,14 @@ def test_options_reach_the_runs(tmp_path, bundle, prompts):
     assert {record.id for record in read_json(file).prompts} == {"p0", "p1", "p2"}
 
 
+def test_mixed_domains_are_one_run(tmp_path, bundle, prompts):
+    file = tmp_path / "bench.json"
+    prompts.write_text("".join(f'{{"prompt": "w{i}", "domain": "{i}"}}\n' for i in range(3)))
+    ended = run("bundle", "--prompts", prompts, "--mix", "--methods", "lookup", "--repeats", 1, "--json", file)
+    assert ended.exit_code == 0, ended.output
+    assert [(r.cell.domain, r.num_prompts) for r in read_json(file).runs] == [("mixed", 3)] * 2
+
+
 @pytest.mark.parametrize("bundle", [{"broken": True}], indirect=True)
 def test_a_different_text_ends_with_1_after_the_report(tmp_path, bundle, prompts):
     file = tmp_path / "bench.json"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specexport.bench.prompts import BenchPrompt, by_domain, read_prompts
+from specexport.bench.prompts import BenchPrompt, by_domain, mix_domains, read_prompts
 from specexport_runtime.errors import InvalidRequestError
 
 
@@ -79,3 +79,10 @@ def test_other_refusals():
         read_prompts([], domains=["cod"])
     with pytest.raises(InvalidRequestError, match="number of prompts is 0"):
         read_prompts([], num_prompts=0)
+
+
+def test_mixed_domains_take_turns():
+    prompts = [*(BenchPrompt(f"a{i}", "a", "x") for i in range(3)), BenchPrompt("b0", "b", "y")]
+    mixed = mix_domains(prompts)
+    assert [prompt.id for prompt in mixed] == ["a0", "b0", "a1", "a2"]
+    assert {prompt.domain for prompt in mixed} == {"mixed"}

@@ -95,7 +95,7 @@ def test_table_shows_what_varies():
     assert rows[1] == {
         "method": "lookup", "batch": "2", "K": "3", "tokens/s": "31.0", "decode tokens/s": "-", "speedup": "1.55×",
         "acceptance": "-", "accepted length": "-", "padding ratio": "20.0%", "input padding": "25.0%",
-        "overhead": "10.0%",
+        "schedule + pack": "10.0%",
     }  # fmt: skip
     more = [PLAIN, LOOKUP, VANILLA, LOOKUP._replace(domain="math", temperature=0.7, batching="static")]
     rows = cells(format_table(summarize(result([run(cell, 0, 20) for cell in more]))))
