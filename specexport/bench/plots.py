@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_AXES = {"batch_size": "batch sizes", "num_speculative_tokens": "values of K"}
+
 _Value = Callable[[Summary], float | None]
 
 
@@ -79,7 +81,7 @@ def write_plots(folder: Path, result: BenchResult) -> PlotOutcome:
         ):
             file = f"{name}{suffix}.png"
             if not _is_swept(shown, axis):
-                skipped.append(f"{file} skipped: no method was measured at two values of {axis.replace('_', ' ')}")
+                skipped.append(f"{file} skipped: no method was measured at two {_AXES[axis]}")
                 continue
             folder.mkdir(parents=True, exist_ok=True)
             _save(draw(shown), folder / file)

@@ -81,6 +81,8 @@ def _columns(rows: Sequence[Summary]) -> dict[str, _Show]:
     if any(row.cell.batching == "static" for row in rows):
         columns["batching"] = lambda row: row.cell.batching
     columns["tokens/s"] = lambda row: f"{row.tokens_per_second:.1f}"
+    if any(row.spread is not None for row in rows):
+        columns["spread"] = lambda row: _number(row.spread, ".0%")
     columns["decode tokens/s"] = lambda row: _number(row.decode_tokens_per_second, ".1f")
     columns["speedup"] = lambda row: _number(row.speedup, ".2f", "×")
     if any(row.over_vanilla is not None for row in rows):

@@ -14,6 +14,7 @@ class Summary(NamedTuple):
     Attributes:
         cell: what was run.
         tokens_per_second: median over the repeats.
+        spread: fastest less slowest repeat over the median: how far to trust it; None for one repeat.
         decode_tokens_per_second: the same for verify rounds alone; None without one.
         speedup: over plain decoding: median of the ratios within each repeat; None if there is none to compare with.
         over_vanilla: the same over the padded method with the same drafter and K.
@@ -24,13 +25,14 @@ class Summary(NamedTuple):
             ``mean_accepted_length / (K + 1)`` if every draft has K tokens (Chen et al. 2023, figure 1); None without.
         padding_ratio: padding over accepted tokens (EMS-SD), padded or not.
         input_padding: share of padding in the tokens fed.
-        overhead: scheduling and packing over the time of the rounds.
+        overhead: scheduling and packing over the time of the rounds: median over the repeats.
         latency: milliseconds of a text for each of its tokens: mean over the prompts.
         latency_deviation: its standard deviation over the prompts.
     """
 
     cell: Cell
     tokens_per_second: float
+    spread: float | None
     decode_tokens_per_second: float | None
     speedup: float | None
     over_vanilla: float | None
@@ -67,6 +69,7 @@ def _in_order(cells: Iterable[Cell]) -> list[Cell]:
 
 def _summarize(cell: Cell, runs: dict[Cell, dict[int, RunRecord]], prompts: list[PromptRecord]) -> Summary:
     own = list(runs[cell].values())
+    rates = [run.tokens_per_second for run in own]
     drafted, accepted = sum(p.drafted for p in prompts), sum(p.accepted for p in prompts)
     draft_rounds = sum(p.draft_rounds for p in prompts)
     length = 1 + accepted / draft_rounds if draft_rounds else None
@@ -75,7 +78,8 @@ def _summarize(cell: Cell, runs: dict[Cell, dict[int, RunRecord]], prompts: list
     padded = _padding(own, "input_padding")
     return Summary(
         cell,
-        tokens_per_second=median(run.tokens_per_second for run in own),
+        tokens_per_second=median(rates),
+        spread=(max(rates) - min(rates)) / median(rates) if len(rates) > 1 else None,
         decode_tokens_per_second=median(decode) if decode else None,
         speedup=_ratio(cell, cell.plain, runs),
         over_vanilla=_ratio(cell, cell.vanilla, runs) if cell.drafter != "none" else None,
@@ -85,7 +89,7 @@ def _summarize(cell: Cell, runs: dict[Cell, dict[int, RunRecord]], prompts: list
         efficiency=(accepted + draft_rounds) / (drafted + draft_rounds) if draft_rounds else None,
         padding_ratio=_share(_padding(own, "padding"), _padding(own, "accepted")),
         input_padding=_share(padded, _padding(own, "input_tokens") + padded),
-        overhead=_share(_phases(own, "schedule") + _phases(own, "pack"), _phases(own, "total")),
+        overhead=median(_share(run.phases["schedule"] + run.phases["pack"], run.phases["total"]) for run in own),
         latency=mean(latency),
         latency_deviation=pstdev(latency),
     )
@@ -100,10 +104,6 @@ def _ratio(cell: Cell, other: Cell, runs: dict[Cell, dict[int, RunRecord]]) -> f
 
 def _padding(runs: Iterable[RunRecord], name: str) -> float:
     return sum(run.padding[name] for run in runs)
-
-
-def _phases(runs: Iterable[RunRecord], name: str) -> float:
-    return sum(run.phases[name] for run in runs)
 
 
 def _share(part: float, whole: float) -> float:

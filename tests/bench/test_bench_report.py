@@ -53,6 +53,7 @@ def test_figures_are_medians_and_ratios_are_within_a_repeat():
     plain, lookup, vanilla = summarize(result(runs))
     assert (plain.tokens_per_second, lookup.tokens_per_second, vanilla.tokens_per_second) == (20, 30, 44)
     assert (plain.decode_tokens_per_second, lookup.decode_tokens_per_second) == (None, 31)
+    assert plain.spread == 90 / 20
     assert plain.speedup == 1
     assert lookup.speedup == 2  # of 3, 2 and 1.1; the ratio of the medians is 1.5
     assert lookup.over_vanilla == 3  # of 3, 4 and 0.5
@@ -97,6 +98,8 @@ def test_table_shows_what_varies():
         "acceptance": "-", "accepted length": "-", "padding ratio": "20.0%", "input padding": "25.0%",
         "schedule + pack": "10.0%",
     }  # fmt: skip
+    twice = cells(format_table(summarize(result([run(PLAIN, 0, 20), run(PLAIN, 1, 30)]))))
+    assert twice[0]["spread"] == "40%"
     more = [PLAIN, LOOKUP, VANILLA, LOOKUP._replace(domain="math", temperature=0.7, batching="static")]
     rows = cells(format_table(summarize(result([run(cell, 0, 20) for cell in more]))))
     assert [row["method"] for row in rows] == ["plain", "lookup", "vanilla (lookup)", "lookup"]
