@@ -88,6 +88,8 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
         f"{spec.name}[{','.join(map(str, spec.shape))}] {entry.dtype if spec.dtype == 'model' else spec.dtype}"
         for spec in contract_of(entry)
     )
+    if entry.padded_path is not None:
+        yield f"  padded-KV graph over the same weights: {entry.padded_path}"
     if entry.passes:
         yield "  passes: " + ", ".join(f"{name} {count}" for name, count in entry.passes)
 
