@@ -54,6 +54,10 @@ def test_a_bundle_says_what_it_is(tiny_pair: TinyPair, tiny_bundle: Path) -> Non
     on_disk = {path.relative_to(tiny_bundle).as_posix() for path in tiny_bundle.rglob("*") if path.is_file()}
     assert on_disk == {*manifest.files, "manifest.json"}
     assert {"target/model.onnx", "draft/model.onnx", "tokenizer.json"} <= on_disk
+    for role, entry in manifest.models.items():
+        assert entry.padded_path == f"{role}/model.padded.onnx"
+        assert set(entry.padded_inputs) == {*entry.inputs, "kv_positions"}
+        assert manifest.files[entry.padded_path].size < 100_000, "its weights are the engine's"
 
 
 def test_a_bundle_names_no_machine_path(tiny_pair: TinyPair, tiny_bundle: Path) -> None:
@@ -187,6 +191,19 @@ def test_no_check_and_no_cache_leave_the_cache_alone(
     assert again.manifest.files["target/model.onnx"] == result.manifest.files["target/model.onnx"], "reproducible"
 
 
+def test_a_wrong_padded_graph_fails_the_check_too(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specexport.lowering import functions
+
+    # Padding entries would count as position 0.
+    monkeypatch.setattr(functions, "_MASK", functions._MASK.replace("value_int = 4611686018427387904", "value_int = 0"))
+    recipe = tiny_pair.recipe(tmp_path / "out", target=str(tiny_pair.draft), draft=None)
+    with pytest.raises(CheckFailedError, match="engine's padded-KV graph differs from eager transformers"):
+        build_bundle(recipe, use_cache=False)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_wrong_engine_fails_the_check_and_leaves_nothing(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,12 +220,11 @@ def test_a_wrong_engine_fails_the_check_and_leaves_nothing(
 def test_the_check_sees_every_position(tiny_bundle: Path, sequence: int, position: int, wrong: float) -> None:
     entry = load_manifest(tiny_bundle).models["draft"]
     sequences = check_sequences(entry.vocab_size)
-    truth = [np.zeros((len(tokens), entry.vocab_size), np.float32) for tokens in sequences]
     # the engine's own logits stand in for the reference, then one value is made wrong
     from specexport.engine_check import _run
 
-    truth = _run(tiny_bundle, entry, sequences)
-    assert check_engine(tiny_bundle, entry, sequences, truth) == 0.0
+    truth = _run(tiny_bundle, entry, sequences, unpad_kv=True)
+    assert check_engine(tiny_bundle, entry, sequences, truth) < 1e-5
     truth[sequence][position, 5] += np.float32(wrong)
     with pytest.raises(CheckFailedError, match=f"position {position} of check sequence {sequence}"):
         check_engine(tiny_bundle, entry, sequences, truth)
