@@ -16,13 +16,12 @@ import numpy as np
 from specexport_runtime.accept import Verdict, accept_greedy, accept_sampled
 from specexport_runtime.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.drafters.base import Drafter, Proposal
-from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.scheduler import Scheduler
 from specexport_runtime.sequence import NO_ROW, Sequence
 from specexport_runtime.stats import PaddingStats, PhaseTimes
 
-_EMPTY = Proposal([])
 _NOT_A_NUMBER = -1
 
 
@@ -95,32 +94,31 @@ class Decoder:
         Returns:
             one event for each sequence that got tokens or failed.
         """
-        # A sequence's first token is never drafted: how its prompt was cut into chunks must not change the draws.
         start = time.perf_counter()
         engines_before = self.target.executor.engine_seconds + self.drafter.engine_seconds
-        busy = sum(1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in self.running if seq.num_generated)
-        self.scheduler.place(busy, self._pending, self._move_row)
-        ready = [seq for seq in self.running if seq.num_generated]
-        chunks: dict[int, int] = {}
-        if not self._mixes_prefill:
-            chunks = self.scheduler.share(0, self._pending, self.target.max_chunk)
-            if chunks:
-                ready, chunks = [], dict([next(iter(chunks.items()))])
+        ready, chunks = self._schedule()
         self.times.schedule += time.perf_counter() - start
-        proposals = self._propose(ready)
-        if self._mixes_prefill:
-            shared = time.perf_counter()
-            taken = len(ready) + sum(len(proposal.tokens) for proposal in proposals.values())
-            chunks = self.scheduler.share(taken, self._pending, self.target.max_chunk)
-            self.times.schedule += time.perf_counter() - shared
         if not ready and not chunks:
             return []
+        # The step that ends a prompt drafts too, however the prompt was cut: chunks must not change a seed's draws.
+        ending = [seq for row, chunk in chunks.items() if self._pending(seq := self._in_row(row)) == chunk]
+        proposals = self._propose(sorted([*ready, *ending], key=lambda seq: seq.row))
         events = self._verify(ready, proposals, chunks)
         if ready:
             self.times.total += time.perf_counter() - start
             self.times.engine += self.target.executor.engine_seconds + self.drafter.engine_seconds - engines_before
             self.times.rounds += 1
         return events
+
+    def _schedule(self) -> tuple[list[Sequence], dict[int, int]]:
+        """The sequences that decode in this step, and the prompt tokens of the other rows."""
+        busy = sum(1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in self.running if seq.num_generated)
+        self.scheduler.place(busy, self._pending, self._move_row)
+        ready = [seq for seq in self.running if seq.num_generated]
+        if self._mixes_prefill:
+            return ready, self.scheduler.share(busy, self._pending, self.target.max_chunk)
+        chunks = self.scheduler.share(0, self._pending, self.target.max_chunk)
+        return ([], dict([next(iter(chunks.items()))])) if chunks else (ready, chunks)
 
     def cancel(self, sequence: Sequence) -> None:
         """Drop one sequence, waiting or running, and free its row; one that has finished stays as it is."""
@@ -159,12 +157,19 @@ class Decoder:
         self.target.move_row(source, destination)
         self.drafter.move_row(source, destination)
 
-    def _propose(self, ready: Seq[Sequence]) -> dict[int, Proposal]:
-        """Draft for the sequences that decode; by row."""
+    def _in_row(self, row: int) -> Sequence:
+        seq = self.scheduler.rows[row]
+        if seq is None:
+            raise SpecexportError(f"row {row} is empty.")
+        return seq
+
+    def _propose(self, sequences: Seq[Sequence]) -> dict[int, Proposal]:
+        """Draft for sequences that get logits in this step; by row."""
         start = time.perf_counter()
-        proposals = self.drafter.propose(ready, [seq.room_for_drafts for seq in ready]) if ready else []
+        rooms = [seq.room_for_drafts for seq in sequences]
+        proposals = self.drafter.propose(sequences, rooms) if sequences else []
         self.times.draft += time.perf_counter() - start
-        return {seq.row: proposal for seq, proposal in zip(ready, proposals, strict=True)}
+        return {seq.row: proposal for seq, proposal in zip(sequences, proposals, strict=True)}
 
     def _verify(
         self, ready: Seq[Sequence], proposals: Mapping[int, Proposal], chunks: Mapping[int, int]
@@ -174,19 +179,19 @@ class Decoder:
         engine_before = self.target.executor.engine_seconds
         rows = [*(seq.row for seq in ready), *chunks]
         first = min(rows)
-        work = [self._work(row, proposals.get(row), chunks.get(row, 0)) for row in range(first, max(rows) + 1)]
+        counts = {row: chunks.get(row, 1) for row in sorted(rows)}
+        work = [self._work(row, counts.get(row, 0), proposals.get(row)) for row in range(first, max(rows) + 1)]
         logits = self.target.step(first, work)
         executed = time.perf_counter()
-        by_row = {row: self.scheduler.rows[row] for row in sorted(rows)}
         verified = []
-        for row, seq in by_row.items():
-            if seq is not None and self._pending(seq) > (chunk := chunks.get(row, 1)):
-                self.target.kv.commit(row, self.target.kv.kv_len(row) + chunk)  # a prompt with more to come
-            elif seq is not None:
-                verified.append(seq)
+        for row, count in counts.items():
+            if row in proposals:
+                verified.append(self._in_row(row))
+            else:  # a prompt with more to come
+                self.target.kv.commit(row, self.target.kv.kv_len(row) + count)
         events = self._accept(verified, proposals, logits, first)
         if ready:
-            self.padding.record_round([len(e.tokens) for e in events if e.sequence.row in proposals])
+            self.padding.record_round([len(event.tokens) for event in events if event.sequence.row not in chunks])
             self.padding.input_tokens += sum(len(row.tokens) for row in work)
             self.padding.input_padding += self.target.step_padding
         self.drafter.commit(verified)
@@ -196,14 +201,13 @@ class Decoder:
         self._count_times(start, executed, engine_before, is_round=bool(ready))
         return events
 
-    def _work(self, row: int, proposal: Proposal | None, chunk: int) -> RowWork:
-        seq = self.scheduler.rows[row]
-        if seq is None or (proposal is None and not chunk):
+    def _work(self, row: int, count: int, proposal: Proposal | None) -> RowWork:
+        """``count`` tokens that the target has not seen, and the draft behind them."""
+        if not count:
             return IDLE
-        if proposal is not None:
-            return RowWork([seq.tokens[-1], *proposal.tokens], len(proposal.tokens) + 1)
-        kv_len = self.target.kv.kv_len(row)
-        return RowWork(seq.tokens[kv_len : kv_len + chunk], 1)
+        seq, kv_len = self._in_row(row), self.target.kv.kv_len(row)
+        known = seq.tokens[kv_len : kv_len + count]
+        return RowWork(known, 1) if proposal is None else RowWork(known + proposal.tokens, len(proposal.tokens) + 1)
 
     def _accept(
         self, sequences: Seq[Sequence], proposals: Mapping[int, Proposal], logits: Float32Array, first_row: int
@@ -212,7 +216,7 @@ class Decoder:
         greedy = _argmax(logits) if any(seq.sampler.is_plain_greedy for seq in sequences) else []
         events = []
         for seq in sequences:
-            proposal = proposals.get(seq.row, _EMPTY)
+            proposal = proposals[seq.row]
             begin = self.target.logit_starts[seq.row - first_row]
             end = begin + len(proposal.tokens) + 1
             try:

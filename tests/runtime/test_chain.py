@@ -125,7 +125,8 @@ def model_drafter(rows, **options):
 
 
 def place(seq, row):
-    seq.row = row
+    """Put a sequence into a row as if its prompt's last token were its first generated one."""
+    seq.row, seq.num_prompt_tokens = row, len(seq.tokens) - 1
     return seq
 
 
@@ -152,6 +153,9 @@ def test_the_draft_model_serves_any_rows_and_leaves_the_others_alone():
 def test_the_draft_model_catches_up_after_rounds_without_it():
     drafter = model_drafter(2)
     target = make_target(1)
+    fresh = sequence(0, (MODEL,), [1, 2, 3])
+    fresh.row = 1
+    assert drafter.propose([fresh], [2])[0].tokens == []  # a new prompt's first token does not wait for the draft
     seq = place(sequence(0, (MODEL,), [1, 2, 3]), 1)
     for added in (1, 4, 5, 6, 12):  # up to five tokens join the step, more are prefilled before it
         known = drafter.runner.kv.kv_len(1)

@@ -40,6 +40,8 @@ class ModelDrafter:
         sit the step out.
         """
         proposals = [Proposal([], None if seq.sampler.is_greedy else []) for seq in sequences]
+        # A new prompt's first token should not wait for the draft model to read the prompt.
+        lookaheads = [limit if seq.num_generated else 0 for seq, limit in zip(sequences, lookaheads, strict=True)]
         drafting = list(zip(sequences, proposals, lookaheads, strict=True))
         for depth in range(max(lookaheads, default=0)):
             active = [(seq, proposal) for seq, proposal, limit in drafting if limit > depth]
