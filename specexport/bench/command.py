@@ -95,6 +95,7 @@ _NAMES, _WHOLE, _NUMBERS = _list_of(str, "names"), _list_of(int, "whole numbers"
 @click.option("--threads", type=int, help="Compute threads.  [default: the cores available]")
 @click.option("--spin/--no-spin", default=True, show_default=True, help="Let idle threads spin.")
 @click.option("--max-model-len", type=int, help="Most tokens of a sequence.  [default: the bundle's limit]")
+@click.option("--max-num-batched-tokens", type=int, default=512, show_default=True, help="Most tokens of one step.")
 @click.option("--json", "json_file", type=_FILE, help="Write every record there.")
 @click.option("--markdown", "markdown_file", type=_FILE, help="Write the report there too.")
 @click.option("--plots", type=_FOLDER, help="Draw PNG files there; needs matplotlib.")
@@ -139,6 +140,7 @@ def _run(
     threads: int | None,
     spin: bool,
     max_model_len: int | None,
+    max_num_batched_tokens: int,
     quiet: bool,
     **asked: Any,
 ) -> "BenchResult":
@@ -151,7 +153,13 @@ def _run(
         raise InvalidRequestError(f"--threads is {threads}.", "give 1 or more.")
     prompts = read_prompts(files, num_prompts=num_prompts, domains=domains)
     prompts = mix_domains(prompts) if mix else prompts
-    subject = open_subject(bundle, max_model_len=max_model_len, num_threads=threads, spin=spin)
+    subject = open_subject(
+        bundle,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_threads=threads,
+        spin=spin,
+    )
     options = _options(subject, **asked)
     with show_progress(sys.stderr, quiet=quiet) as progress:
         return run_bench(subject, prompts, options, progress, command=["specexport", *sys.argv[1:]])

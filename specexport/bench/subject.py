@@ -37,13 +37,19 @@ class Subject:
 
 
 def open_subject(
-    folder: Path, *, max_model_len: int | None = None, num_threads: int | None = None, spin: bool = True
+    folder: Path,
+    *,
+    max_model_len: int | None = None,
+    max_num_batched_tokens: int = 512,
+    num_threads: int | None = None,
+    spin: bool = True,
 ) -> Subject:
     """A bundle to measure. Its files are checked when an engine is loaded.
 
     Args:
         folder: bundle folder.
         max_model_len: most tokens of one sequence; None takes the bundle's limit.
+        max_num_batched_tokens: most tokens of one step.
         num_threads: compute threads; None takes the cores available.
         spin: let idle threads spin.
 
@@ -57,8 +63,13 @@ def open_subject(
         from specexport_runtime.engine import SpecEngine
 
         return SpecEngine.load(
-            folder, **key._asdict(), max_model_len=max_model_len, num_threads=num_threads, spin=spin
-        )  # fmt: skip
+            folder,
+            **key._asdict(),
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            num_threads=num_threads,
+            spin=spin,
+        )
 
     details = {
         "name": manifest.name,
@@ -71,6 +82,7 @@ def open_subject(
         },
         "tokenizer_sha256": manifest.vocabulary.tokenizer_sha256,
         "max_model_len": max_model_len or manifest.max_model_len,
+        "max_num_batched_tokens": max_num_batched_tokens,
         "lookahead": manifest.lookahead,
         "threads": num_threads,
         "spin": spin,
