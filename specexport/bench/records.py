@@ -94,7 +94,7 @@ class BenchResult:
         command: the command line.
         machine: see :func:`specexport.bench.subject.describe_machine`.
         bundle: names and hashes.
-        options: see :class:`specexport.bench.options.BenchOptions`, and the prompt files.
+        options: see :class:`specexport.bench.options.BenchOptions`.
         runs: one record a run, in the order they ran.
         prompts: one record a prompt and run.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specexport.bench.methods import EngineKey
-from specexport_runtime.manifest import load_manifest
+from specexport_runtime.manifest import Manifest, load_manifest
 
 if TYPE_CHECKING:
     from specexport_runtime.engine import SpecEngine
@@ -71,23 +71,35 @@ def open_subject(
             spin=spin,
         )
 
-    details = {
-        "name": manifest.name,
-        "build_key": manifest.build_key,
-        "models": {
-            role: {"source": entry.source, "source_sha256": entry.source_sha256, "backend": entry.backend,
-                   "dtype": entry.dtype, "num_parameters": entry.num_parameters,
-                   "engine_sha256": manifest.files[entry.path].sha256 if entry.path in manifest.files else None}
-            for role, entry in manifest.models.items()
-        },
-        "tokenizer_sha256": manifest.vocabulary.tokenizer_sha256,
+    details = _describe(manifest) | {
         "max_model_len": max_model_len or manifest.max_model_len,
         "max_num_batched_tokens": max_num_batched_tokens,
-        "lookahead": manifest.lookahead,
         "threads": num_threads,
         "spin": spin,
-    }  # fmt: skip
+    }
     return Subject(manifest.name, "draft" in manifest.models, manifest.lookahead, details, load)
+
+
+def _describe(manifest: Manifest) -> dict[str, Any]:
+    """Names and hashes of a bundle's parts; no machine paths."""
+    models = {}
+    for role, entry in manifest.models.items():
+        engine = manifest.files.get(entry.path)
+        models[role] = {
+            "source": entry.source,
+            "source_sha256": entry.source_sha256,
+            "backend": entry.backend,
+            "dtype": entry.dtype,
+            "num_parameters": entry.num_parameters,
+            "engine_sha256": None if engine is None else engine.sha256,
+        }
+    return {
+        "name": manifest.name,
+        "build_key": manifest.build_key,
+        "models": models,
+        "tokenizer_sha256": manifest.vocabulary.tokenizer_sha256,
+        "lookahead": manifest.lookahead,
+    }
 
 
 def describe_machine() -> dict[str, Any]:

@@ -96,10 +96,12 @@ def _summarize(cell: Cell, runs: dict[Cell, dict[int, RunRecord]], prompts: list
 
 
 def _ratio(cell: Cell, other: Cell, runs: dict[Cell, dict[int, RunRecord]]) -> float | None:
-    if other not in runs:
-        return None
-    pairs = [(run, runs[other].get(repeat)) for repeat, run in runs[cell].items()]
-    return median(run.tokens_per_second / base.tokens_per_second for run, base in pairs if base is not None)
+    """Median over the repeats that both have of the ratio of their tokens/s."""
+    bases = runs.get(other, {})
+    ratios = [
+        run.tokens_per_second / bases[repeat].tokens_per_second for repeat, run in runs[cell].items() if repeat in bases
+    ]
+    return median(ratios) if ratios else None
 
 
 def _padding(runs: Iterable[RunRecord], name: str) -> float:
