@@ -93,6 +93,7 @@ class OrtExecutor:
                 # Zeroed memory is not resident until a row is used.
                 shape = (num_rows, 1, layer.kv_heads, kv_capacity, head_dim)
                 self._caches[spec.name.format(i=i)] = np.zeros(shape, self._dtype)
+        self._row_values: dict[tuple[int, int], list[tuple[str, str, Any]]] = {}
         self._bindings: OrderedDict[StepShape, _Binding] = OrderedDict()
         self._logits: Float32Array = np.empty((0, self.vocab_size), np.float32)
         self._current: _Binding | None = None
@@ -151,6 +152,7 @@ class OrtExecutor:
     def close(self) -> None:
         """Release the session and the arena."""
         self._bindings.clear()
+        self._row_values.clear()
         self._caches.clear()
         self._current = None
         self._session = None
@@ -168,18 +170,35 @@ class OrtExecutor:
         for name, array in arrays.items():
             if name in self._inputs:
                 io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        rows = slice(shape.first_row, shape.first_row + shape.num_seqs)
-        for name, cache in self._caches.items():
-            part = cache[rows]
-            io.bind_input(name, "cpu", 0, self._dtype.type, part.shape, part.ctypes.data)
-            out = K_CACHE_OUT if name.startswith("k_") else V_CACHE_OUT
-            out_name = out.name.format(i=name.rpartition(".")[2])
-            io.bind_output(out_name, "cpu", 0, self._dtype.type, part.shape, part.ctypes.data)
+        for name, out_name, rows in self._bound_rows(shape.first_row, shape.num_seqs):
+            io.bind_ortvalue_input(name, rows)
+            io.bind_ortvalue_output(out_name, rows)
         logits = self._logits[: shape.num_logit_rows]
         io.bind_output(LOGITS.name, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         binding = _Binding(io, StepBuffers(**arrays), logits)
         self._bindings[shape] = binding
         return binding
+
+    def _bound_rows(self, first_row: int, num_seqs: int) -> list[tuple[str, str, Any]]:
+        """(input name, output name, value) of each cache for rows ``[first_row, first_row + num_seqs)``, kept.
+
+        The value is the arena's own memory. Making it costs more than binding it, and many shapes have the same rows.
+        """
+        import onnxruntime
+
+        kept = self._row_values.get((first_row, num_seqs))
+        if kept is None:
+            kept = []
+            for name, cache in self._caches.items():
+                rows = cache[first_row : first_row + num_seqs]
+                out = K_CACHE_OUT if name.startswith("k_") else V_CACHE_OUT
+                value = onnxruntime.OrtValue.ortvalue_from_numpy(rows)
+                if value.data_ptr() != rows.ctypes.data:
+                    version = onnxruntime.__version__
+                    raise IncompatibleError(f"onnxruntime {version} copies bound arrays.", "install another version.")
+                kept.append((name, out.name.format(i=name.rpartition(".")[2]), value))
+            self._row_values[first_row, num_seqs] = kept
+        return kept
 
 
 def _open_session(path: Path, num_threads: int, spin: bool) -> Any:
