@@ -42,7 +42,6 @@ class DecodeLoop:
                 raise SpecexportError("this engine was closed.", "load it again.")
             self._submitted.extend(handles)
             if self._thread is None and handles:
-                self.decoder.times, self.decoder.padding = PhaseTimes(), PaddingStats()
                 self._thread = threading.Thread(target=self._run, name="specexport-decode", daemon=True)
                 self._thread.start()
 
@@ -79,6 +78,8 @@ class DecodeLoop:
         with self._lock:
             submitted, self._submitted = self._submitted, []
             cancelled, self._cancelled = self._cancelled, []
+            if submitted and not self._handles:  # idle until now: count anew
+                self.decoder.times, self.decoder.padding = PhaseTimes(), PaddingStats()
             for handle in submitted:
                 self._handles[id(handle.sequence)] = handle
             if not submitted and not self._handles:

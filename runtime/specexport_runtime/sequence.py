@@ -77,7 +77,8 @@ class Sequence:
         self.error: Exception | None = None
         self.draft_plan = tuple(draft_plan)
         self.reference = tuple(reference)
-        self.stats = SequenceStats(num_prompt_tokens=len(prompt), start_time=time.perf_counter())
+        now = time.perf_counter()
+        self.stats = SequenceStats(num_prompt_tokens=len(prompt), submit_time=now, start_time=now)
         self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
         if not prompt or self.max_tokens < 1:
             raise SpecexportError("a sequence needs a prompt token and room for one generated token.")

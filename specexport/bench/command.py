@@ -114,9 +114,9 @@ def bench(
 
     Exits with 1 if a greedy text differs from plain decoding's.
     """
+    from specexport.atomic_file import check_writable
     from specexport.bench.plots import check_plots
     from specexport.bench.records import read_json
-    from specexport.simulate.report import check_writable
 
     if (bundle is None) == (saved is None):
         wrong = "neither a bundle nor --from-json was" if bundle is None else "a bundle and --from-json were both"

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from specexport.atomic_file import write_file
 from specexport.bench.records import BenchResult
 from specexport.bench.summary import Summary, summarize
-from specexport.simulate.report import write_file
 from specexport_runtime.errors import MissingDependencyError, UserInputError
 
 if TYPE_CHECKING:

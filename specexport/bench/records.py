@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specexport.atomic_file import write_file
 from specexport.bench.methods import Cell
-from specexport.simulate.report import write_file
 from specexport_runtime.errors import InvalidRequestError
 
 SCHEMA = "specexport.bench/1"

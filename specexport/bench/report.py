@@ -4,11 +4,11 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from specexport.atomic_file import write_file
 from specexport.bench.methods import Cell
 from specexport.bench.records import BenchResult, PromptRecord
 from specexport.bench.runner import describe_cell
 from specexport.bench.summary import Summary, summarize
-from specexport.simulate.report import write_file
 
 SHOWN_DIFFERENCES = 5
 

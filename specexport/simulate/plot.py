@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specexport.simulate.report import Row, write_file
+from specexport.atomic_file import write_file
+from specexport.simulate.report import Row
 from specexport_runtime.errors import MissingDependencyError, UserInputError
 
 if TYPE_CHECKING:

@@ -52,7 +52,9 @@ def test_more_requests_than_rows_run_in_order_of_arrival(engine):
         assert result.token_ids == expected([i], 5 + i)
     starts = [handle.sequence.stats.start_time for handle in handles]
     assert starts == sorted(starts)
-    assert all(result.stats.queued_s >= 0 for result in results)
+    queued = [result.stats.queued_s for result in results]
+    assert all(0 <= seconds < 30 for seconds in queued)
+    assert min(queued[4:]) > max(queued[:4])  # four rows
 
 
 def test_a_request_longer_than_capacity_is_refused_at_submit_and_nobody_else_notices(engine):
@@ -165,6 +167,12 @@ def test_a_defect_of_the_loop_itself_leaves_nobody_waiting(engine, monkeypatch):
     for handle in handles:
         with pytest.raises((RequestFailedError, SpecexportError)):
             handle.result(30)
+
+
+def test_counters_start_anew_when_the_engine_was_idle(engine):
+    for count in (20, 5):
+        engine.generate("w1", SamplingParams(max_tokens=count), speculation=False)
+        assert engine.times.rounds == engine.padding.accepted == count - 1  # the prompt's step gives the first token
 
 
 def test_result_waits_no_longer_than_asked(engine):

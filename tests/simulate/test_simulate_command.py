@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from specexport.atomic_file import write_file
 from specexport.cli import main
 from specexport.simulate.closed_form import StepCost, batch_padding, best_draft_length, expected_speedup
-from specexport.simulate.report import Study, compute_rows, format_table, write_file
+from specexport.simulate.report import Study, compute_rows, format_table
 from specexport_runtime.errors import UserInputError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "simulate.md"
