@@ -6,6 +6,7 @@ Everything is measured in turns within one run; figures are medians.
 """
 
 import argparse
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -44,20 +45,30 @@ def no_match(engine: SpecEngine, prompts: list[str], args: argparse.Namespace) -
     return median(ratios)
 
 
-def continuous_against_static(engine: SpecEngine, prompts: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    """Requests of mixed length: all at once, against groups that wait for their longest."""
+def draw_lengths(kind: str, args: argparse.Namespace) -> list[int]:
+    """Tokens of each request, between the shortest and the longest: evenly spread, or evenly in their logarithm."""
     chosen = random.Random(args.seed)
+    if kind == "uniform":
+        return [chosen.randint(args.shortest, args.longest) for _ in range(args.requests)]
+    span = math.log(args.longest / args.shortest)
+    return [round(args.shortest * math.exp(span * chosen.random())) for _ in range(args.requests)]
+
+
+def continuous_against_static(
+    engine: SpecEngine, prompts: list[str], kind: str, drafter: str, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Requests of mixed length: all at once, against groups that wait for their longest."""
     requests = [prompts[i % len(prompts)] for i in range(args.requests)]
-    each = [SamplingParams(max_tokens=chosen.randint(args.shortest, args.longest), ignore_eos=True) for _ in requests]
+    each = [SamplingParams(max_tokens=count, ignore_eos=True) for count in draw_lengths(kind, args)]
     rows = args.batch_size
     groups = [slice(start, start + rows) for start in range(0, len(requests), rows)]
     runs: dict[str, list[float]] = {"continuous": [], "static": []}
     same = True
     for _ in range(args.repeats):
-        seconds, together = timed(lambda: engine.generate(requests, each, drafter=args.drafter))
+        seconds, together = timed(lambda: engine.generate(requests, each, drafter=drafter))
         runs["continuous"].append(seconds)
         seconds, apart = timed(
-            lambda: [r for g in groups for r in engine.generate(requests[g], each[g], drafter=args.drafter)]
+            lambda: [r for g in groups for r in engine.generate(requests[g], each[g], drafter=drafter)]
         )
         runs["static"].append(seconds)
         same &= [result.token_ids for result in together] == [result.token_ids for result in apart]
@@ -81,7 +92,6 @@ def main() -> None:
     parser.add_argument("--shortest", type=int, default=16)
     parser.add_argument("--longest", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=1024)
-    parser.add_argument("--drafter", default="none", help="of continuous against static")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -99,7 +109,11 @@ def main() -> None:
     engine = SpecEngine.load(args.bundle, **options)
     engine.generate(crowd, SamplingParams(max_tokens=16, ignore_eos=True), drafter="lookup")
     record["host_share"] = host_share(engine, crowd, args)
-    record["continuous"] = continuous_against_static(engine, prompts, args)
+    record["continuous"] = {
+        f"{kind} lengths, {drafter}": continuous_against_static(engine, prompts, kind, drafter, args)
+        for kind in ("log-uniform", "uniform")
+        for drafter in ("none", "lookup")
+    }
     engine.close()
     table = [
         (f"scheduling and packing, batch {rows}, {name}", f"{share:.1%} of the round")
@@ -109,9 +123,10 @@ def main() -> None:
         (f"lookup without a match over plain, time, batch {name}", f"{ratio:.3f}")
         for name, ratio in record["no_match"].items()
     ]
-    found = record["continuous"]
-    table.append((f"continuous over static, {args.requests} requests, {rows} rows", f"{found['speedup']:.2f}×"))
-    table.append(("same text both ways", "yes" if found["same_text"] else "no"))
+    for name, found in record["continuous"].items():
+        same = "same text" if found["same_text"] else "DIFFERENT TEXT"
+        label = f"continuous over static, {args.requests} requests, {rows} rows, {name}"
+        table.append((label, f"{found['speedup']:.2f}× ({found['tokens']} tokens, {same})"))
     report("Batching", table, record, args.json)
 
 

@@ -159,3 +159,54 @@ def test_module_entry_point_and_unknown_command():
     wrong = subprocess.run([*command, "genrate"], capture_output=True, text=True, check=False)
     assert wrong.returncode == 2
     assert "'generate'" in wrong.stderr
+
+
+@pytest.mark.parametrize("drafter", ["draft-model", "lookup", "chained", "none"])
+def test_every_drafter_writes_the_same_text(run, drafter):
+    options = ["--max-tokens", 24, "--ignore-eos"]
+    assert run(PROMPT, "--drafter", drafter, *options).stdout == run(PROMPT, "--no-speculation", *options).stdout
+
+
+@pytest.mark.parametrize("modes", [("--no-unpad-kv",), ("--no-unpad-input",), ("--no-unpad-kv", "--no-unpad-input")])
+def test_the_padded_modes_write_the_same_text_and_count_their_padding(run, tmp_path, modes):
+    prompts = [PROMPT, "class Stack:\n", "import os\nimport sys\nimport os\n"]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    options = ["--prompts", tmp_path / "p.jsonl", "--drafter", "lookup", "--max-tokens", 32, "--ignore-eos", "--stats"]
+    expected, result = run(*options), run(*options, *modes)
+    assert result.stdout == expected.stdout
+    assert "padding tokens fed 0\n" in expected.stderr
+    assert ("padding tokens fed 0\n" in result.stderr) is ("--no-unpad-input" not in modes)
+    assert "padding ratio" in result.stderr
+
+
+def test_references_come_from_a_file_or_from_each_line(run, tmp_path):
+    options = ["--max-tokens", 40, "--ignore-eos", "--json"]
+    plain = records(run(PROMPT, *options, "--no-speculation"))[0]
+    (tmp_path / "answer.txt").write_text(PROMPT + plain["text"])
+    by_file = records(run(PROMPT, *options, "--drafter", "lookup", "--reference", tmp_path / "answer.txt"))[0]
+    line = {"prompt": PROMPT, "reference": PROMPT + plain["text"]}
+    (tmp_path / "p.jsonl").write_text(json.dumps(line) + "\n")
+    by_line = records(run("--prompts", tmp_path / "p.jsonl", *options, "--drafter", "lookup"))[0]
+    without = records(run(PROMPT, *options, "--drafter", "lookup"))[0]
+    assert plain["token_ids"] == by_file["token_ids"] == by_line["token_ids"] == without["token_ids"]
+    assert by_file["stats"]["rounds"] == by_line["stats"]["rounds"] < without["stats"]["rounds"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--drafter", "lokup"], "did you mean 'lookup'?"),
+        (["--drafter", "lookup", "--num-speculative-tokens", 99], "built for 1 to 8"),
+        (["--drafter", "lookup", "--no-speculation"], "drop one"),
+        (["--match-length", 0], "match length"),
+        (["--max-num-batched-tokens", 0], "max_num_batched_tokens"),
+        (["--reference", "missing.txt"], "cannot be read"),
+    ],
+)
+def test_bad_batch_and_drafter_options_are_refused(run, options, words):
+    assert words in refuse(run, PROMPT, *options)
+
+
+def test_a_reference_without_lookup_is_refused(run, tmp_path):
+    (tmp_path / "r.txt").write_text("text")
+    assert "lookup only" in refuse(run, PROMPT, "--reference", tmp_path / "r.txt")
