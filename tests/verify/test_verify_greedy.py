@@ -21,7 +21,7 @@ def test_a_right_engine_passes_with_any_draft(draft):
 
 
 def test_scripted_drafts_are_accepted_at_every_length():
-    drafter = ScriptedDrafter([[1, 2, 3, 4, 5, 6]], VOCAB)
+    drafter = ScriptedDrafter([[1, 2, 3, 4, 5, 6]], VOCAB, lookahead=4)
     seq = make_sequence()
     right = set()
     for _ in range(5):
