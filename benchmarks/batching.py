@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--shortest", type=int, default=16)
     parser.add_argument("--longest", type=int, default=256)
+    parser.add_argument("--lengths", default="log-uniform,uniform", help="how the requests' lengths are spread")
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
@@ -111,7 +112,7 @@ def main() -> None:
     record["host_share"] = host_share(engine, crowd, args)
     record["continuous"] = {
         f"{kind} lengths, {drafter}": continuous_against_static(engine, prompts, kind, drafter, args)
-        for kind in ("log-uniform", "uniform")
+        for kind in args.lengths.split(",")
         for drafter in ("none", "lookup")
     }
     engine.close()
