@@ -13,12 +13,13 @@ from specexport.verify.scripted import ScriptedDrafter
 from specexport.verify.tolerance import NEAR_TIE_TOLERANCE, logit_scale
 from specexport_runtime.batch import ModelRunner, RowWork
 from specexport_runtime.decoder import Decoder
+from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.executors.base import Executor, Float32Array
 from specexport_runtime.sampling import SamplingParams
 from specexport_runtime.sequence import Sequence
 
-DrafterKind = Literal["draft model", "scripted"]
+DrafterKind = Literal["draft model", "lookup", "chained", "scripted"]
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def check_greedy(
     """Decode all prompts plainly and speculatively and compare the tokens.
 
     Args:
-        engine: the engine; without a draft model only the scripted drafter is run.
+        engine: the engine; without a draft model only lookup and the scripted drafter are run.
         prompts: token ids of each prompt, at least one.
         lookaheads: values of K; empty takes 1, 2, 4 and the engine's largest. Those above the largest are left out.
         max_tokens: tokens to generate for each prompt, end tokens ignored.
@@ -120,13 +121,12 @@ def check_greedy(
     plain = [result.token_ids for result in engine.generate(given, params, speculation=False)]
     runs: list[GreedyRun] = []
     differences: list[GreedyDifference] = []
-    for lookahead in chosen if engine.draft is not None else ():
-        results = engine.generate(given, params, num_speculative_tokens=lookahead)
+    for kind, drafter, lookahead in _drafters(engine, chosen):
+        results = engine.generate(given, params, drafter=drafter, num_speculative_tokens=lookahead)
         rounds = sum(result.stats.draft_rounds for result in results)
         accepted = sum(result.stats.accepted for result in results)
-        outputs = [result.token_ids for result in results]
-        found = _compare(engine.target, given, plain, outputs, "draft model", lookahead)
-        runs.append(_run("draft model", lookahead, plain, found, accepted, rounds))
+        found = _compare(engine.target, given, plain, [result.token_ids for result in results], kind, lookahead)
+        runs.append(_run(kind, lookahead, plain, found, accepted, rounds))
         differences += found
     sequences = _decode_scripted(engine, given, params, plain)
     found = _compare(engine.target, given, plain, [seq.output for seq in sequences], "scripted", engine.lookahead)
@@ -139,6 +139,16 @@ def check_greedy(
     )
     passed = all(difference.explained for difference in differences)
     return GreedyResult(passed, len(given), tuple(runs), tuple(differences), NEAR_TIE_TOLERANCE, compared)
+
+
+def _drafters(engine: SpecEngine, lookaheads: Seq[int]) -> list[tuple[DrafterKind, str, int]]:
+    """What drafts in each run: its name in reports, its name for the engine, and K."""
+    copied = min(DEFAULT_COPY_LENGTH, engine.lookahead)
+    runs: list[tuple[DrafterKind, str, int]] = [("lookup", "lookup", copied)]
+    if engine.draft is not None:
+        runs = [("draft model", "draft-model", lookahead) for lookahead in lookaheads] + runs
+        runs.append(("chained", "chained", max(lookaheads)))
+    return runs
 
 
 def _run(

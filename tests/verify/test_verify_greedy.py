@@ -13,9 +13,10 @@ def test_a_right_engine_passes_with_any_draft(draft):
     result = check_greedy(make_engine(draft), PROMPTS, max_tokens=24)
     assert result.passed
     assert result.differences == ()
-    expected = [("scripted", LOOKAHEAD)]
+    expected = [("lookup", min(7, LOOKAHEAD)), ("scripted", LOOKAHEAD)]
     if draft:
-        expected = [("draft model", 1), ("draft model", 2), ("draft model", 4), *expected]
+        models = [("draft model", 1), ("draft model", 2), ("draft model", 4)]
+        expected = [*models, expected[0], ("chained", LOOKAHEAD), expected[1]]
     assert [(run.drafter, run.lookahead) for run in result.runs] == expected
     assert all(run.identical == len(PROMPTS) and run.tokens_compared == 24 * len(PROMPTS) for run in result.runs)
 
