@@ -227,6 +227,7 @@ class Decoder:
                     verdict = _accept_processed(seq, proposal, logits[begin:end])
                 events.append(self._commit(seq, proposal, verdict))
             except Exception as error:  # whatever it is, it concerns this sequence alone
+                seq.finish_reason = None  # half a commit may have set it
                 seq.end("error", error)
                 events.append(RoundEvent(seq, [], len(proposal.tokens), 0, is_bonus=False))
         return events

@@ -264,3 +264,23 @@ def test_requests_of_one_batch_may_draft_differently(engine):
 def test_bad_limits_are_refused():
     with pytest.raises(InvalidRequestError, match="max_num_batched_tokens is 0"):
         make_engine(max_num_batched_tokens=0)
+
+
+def test_an_exception_while_text_is_made_ends_one_request(engine, monkeypatch):
+    from specexport_runtime.text import TextStream
+
+    append = TextStream.append
+
+    def broken(self, token):
+        if token == expected([3], 40)[5]:
+            raise LookupError("no such piece")
+        return append(self, token)
+
+    good = engine.submit([1], SamplingParams(max_tokens=1))
+    good.result(30)
+    monkeypatch.setattr(TextStream, "append", broken)
+    with pytest.raises(RequestFailedError, match="no such piece") as caught:
+        engine.submit([3], LONG).result(30)
+    assert isinstance(caught.value.__cause__, LookupError)
+    monkeypatch.undo()
+    assert engine.generate([3], LONG)[0].token_ids == expected([3], 40)
