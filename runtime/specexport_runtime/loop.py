@@ -4,13 +4,20 @@ Requests of any thread join the running batch between two rounds. What a request
 what an engine raises ends the requests that were running, and the next ones start afresh.
 """
 
+import atexit
 import threading
+import weakref
 from collections.abc import Sequence as Seq
 
 from specexport_runtime.decoder import Decoder
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.handle import RequestHandle
 from specexport_runtime.stats import PaddingStats, PhaseTimes
+
+
+def _close_at_exit(loop: "weakref.ref[DecodeLoop]") -> None:
+    if (alive := loop()) is not None:
+        alive.close()
 
 
 class DecodeLoop:
@@ -30,6 +37,8 @@ class DecodeLoop:
         self._handles: dict[int, RequestHandle] = {}
         self._thread: threading.Thread | None = None
         self._closed = False
+        # The interpreter must not come down around a thread that is inside an engine.
+        atexit.register(_close_at_exit, weakref.ref(self))
 
     def submit(self, handles: Seq[RequestHandle]) -> None:
         """Queue requests, in order; all of them join before the same round.

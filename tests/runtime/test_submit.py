@@ -1,6 +1,9 @@
 """Requests that come and go: queueing, cancelling, and failures that stay where they belong."""
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from loop import MAX_MODEL_LEN, greedy_reference, make_target
@@ -284,3 +287,25 @@ def test_an_exception_while_text_is_made_ends_one_request(engine, monkeypatch):
     assert isinstance(caught.value.__cause__, LookupError)
     monkeypatch.undo()
     assert engine.generate([3], LONG)[0].token_ids == expected([3], 40)
+
+
+def test_a_program_that_ends_does_not_wait_for_its_requests():
+    script = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from test_engine import make_engine
+from specexport_runtime import SamplingParams
+engine = make_engine()
+execute = engine.target.execute
+engine.target.execute = lambda: (time.sleep(0.05), execute())[1]
+handle = engine.submit([1], SamplingParams(max_tokens=60), speculation=False)
+stream = iter(handle)
+next(stream)
+import atexit
+atexit._run_exitfuncs()
+assert handle.result(0).finish_reason == "cancelled", handle.result(0)
+print("ended")
+"""
+    here = str(Path(__file__).parent)
+    done = subprocess.run([sys.executable, "-c", script, here], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
