@@ -132,7 +132,7 @@ class ModelRunner:
             given = sum(len(row.tokens) for row in work)
             work = pad_work(work)
             self.step_padding = sum(len(row.tokens) for row in work) - given
-        counts = tuple((len(row.tokens), row.num_logits) for row in work)
+        counts = tuple([(len(row.tokens), row.num_logits) for row in work])
         needed = [count or 1 for count, _ in counts]
         span = self._make_room(first_row, needed)
         self.kv.write(first_row, needed)

@@ -100,9 +100,12 @@ class Decoder:
         self.times.schedule += time.perf_counter() - start
         if not ready and not chunks:
             return []
-        # The step that ends a prompt drafts too, however the prompt was cut: chunks must not change a seed's draws.
-        ending = [seq for row, chunk in chunks.items() if self._pending(seq := self._in_row(row)) == chunk]
-        proposals = self._propose(sorted([*ready, *ending], key=lambda seq: seq.row))
+        drafting = ready
+        if chunks:
+            # The step that ends a prompt drafts too, however the prompt was cut: that must not change a seed's draws.
+            ending = [seq for row, chunk in chunks.items() if self._pending(seq := self._in_row(row)) == chunk]
+            drafting = sorted([*ready, *ending], key=lambda seq: seq.row)
+        proposals = self._propose(drafting)
         events = self._verify(ready, proposals, chunks)
         if ready:
             self.times.total += time.perf_counter() - start
@@ -112,7 +115,10 @@ class Decoder:
 
     def _schedule(self) -> tuple[list[Sequence], dict[int, int]]:
         """The sequences that decode in this step, and the prompt tokens of the other rows."""
-        busy = sum(1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in self.running if seq.num_generated)
+        ready = [seq for seq in self.scheduler.rows if seq is not None and seq.num_generated]
+        if len(ready) == len(self.scheduler.rows) and not self.scheduler.can_admit:
+            return ready, {}  # most rounds: everybody decodes, and nobody can come
+        busy = sum(1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in ready)
         self.scheduler.place(busy, self._pending, self._move_row)
         ready = [seq for seq in self.running if seq.num_generated]
         if self._mixes_prefill:

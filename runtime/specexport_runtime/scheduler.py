@@ -45,6 +45,11 @@ class Scheduler:
         """Whether any sequence waits or runs."""
         return bool(self.waiting) or any(self.rows)
 
+    @property
+    def can_admit(self) -> bool:
+        """Whether somebody waits and a row is free."""
+        return bool(self.waiting) and self._free_row() != NO_ROW
+
     def place(self, busy_tokens: int, pending: Callable[[Sequence], int], move_row: Callable[[int, int], None]) -> None:
         """Admit what fits, then close the holes that are left.
 
