@@ -238,8 +238,16 @@ class SpecEngine:
             InvalidRequestError: a prompt is empty, too long or has ids out of range, or K is out of range.
             RequestFailedError: a request was ended by an exception.
         """
-        options = RequestOptions(drafter, num_speculative_tokens, speculation)
-        return list(self._iter_results(prompts, params, options, references))
+        return list(
+            self.iter_results(
+                prompts,
+                params,
+                drafter=drafter,
+                num_speculative_tokens=num_speculative_tokens,
+                speculation=speculation,
+                references=references,
+            )
+        )
 
     def iter_results(
         self,
@@ -253,7 +261,15 @@ class SpecEngine:
     ) -> Iterator[GenerationResult]:
         """As :meth:`generate`, but each result comes as soon as it and those before it are finished."""
         options = RequestOptions(drafter, num_speculative_tokens, speculation)
-        return self._iter_results(prompts, params, options, references)
+        batch = as_prompts(prompts)
+        each = one_each(params or SamplingParams(), len(batch), "sampling parameters")
+        copied = one_each(references, len(batch), "references")
+        handles = [
+            RequestHandle(prompt, self._builder.build(i, prompt, item, options, reference), self._loop)
+            for i, (prompt, item, reference) in enumerate(zip(batch, each, copied, strict=True))
+        ]
+        self._loop.submit(handles)
+        return _results_in_order(handles)
 
     def stream(
         self,
@@ -310,23 +326,6 @@ class SpecEngine:
         self.target.close()
         if self.draft is not None:
             self.draft.close()
-
-    def _iter_results(
-        self,
-        prompts: Prompt | Seq[Prompt],
-        params: SamplingParams | Seq[SamplingParams] | None,
-        options: RequestOptions,
-        references: Seq[Prompt | None] | None,
-    ) -> Iterator[GenerationResult]:
-        batch = as_prompts(prompts)
-        each = one_each(params or SamplingParams(), len(batch), "sampling parameters")
-        copied = one_each(references, len(batch), "references")
-        handles = [
-            RequestHandle(prompt, self._builder.build(i, prompt, item, options, reference), self._loop)
-            for i, (prompt, item, reference) in enumerate(zip(batch, each, copied, strict=True))
-        ]
-        self._loop.submit(handles)
-        return _results_in_order(handles)
 
 
 def _results_in_order(handles: Seq[RequestHandle]) -> Iterator[GenerationResult]:
