@@ -254,3 +254,10 @@ def test_a_small_draft_runs_on_one_thread_and_the_target_on_those_asked_for(bund
         for role in ("target", "draft")
     }
     assert threads == {"target": 2, "draft": 1}
+
+
+@pytest.mark.parametrize("unpad_kv", [True, False])
+def test_a_graph_of_the_other_kind_is_refused_and_not_run_wrongly(bundle, unpad_kv):
+    executor = make_runner(bundle, unpad_kv=unpad_kv).executor
+    with pytest.raises(SpecexportError, match="unpad_kv"):
+        ModelRunner(executor, unpad_kv=not unpad_kv).step(0, [RowWork([1, 2], 1)])

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from specexport_runtime.abi import (
     CACHE_INPUTS,
     K_CACHE_OUT,
+    KV_POSITIONS,
     LOGITS,
     PADDED_STEP_INPUTS,
     STEP_INPUTS,
@@ -165,6 +166,10 @@ class OrtExecutor:
         while len(self._bindings) >= MAX_BINDINGS:
             self._bindings.popitem(last=False)
         io = self._session.io_binding()
+        if bool(shape.kv_span) != (KV_POSITIONS.name in self._inputs):
+            raise SpecexportError(
+                f"{shape} does not fit this graph's KV cache.", "give `unpad_kv` to the executor and the engine alike."
+            )
         specs = PADDED_STEP_INPUTS if shape.kv_span else STEP_INPUTS
         arrays = {spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in specs}
         for name, array in arrays.items():
