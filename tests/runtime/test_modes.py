@@ -44,6 +44,13 @@ def test_every_mode_gives_the_plain_greedy_text(plan, unpad_kv, unpad_input):
         assert seq.output == greedy_reference(target, prompt, seq.params.max_tokens)
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_mode_accepts_the_same_drafts(plan):
+    """Drafts taken from the wrong logits or a wrong cache would change speed, not text."""
+    lengths = [[seq.stats.accepted_lengths for seq in decode(plan, *mode)[1]] for mode in MODES]
+    assert all(each == lengths[0] for each in lengths)
+
+
 @pytest.mark.parametrize("plan", ["lookup", "chained"])
 def test_every_mode_draws_the_same_samples(plan):
     params = [SamplingParams(max_tokens=25, temperature=0.7, top_k=5) for _ in PROMPTS]
