@@ -48,7 +48,7 @@ class DecodeLoop:
         """
         with self._lock:
             if self._closed:
-                raise SpecexportError("this engine was closed.", "load it again.")
+                raise SpecexportError("this engine was closed, or ended by a defect.", "load it again.")
             self._submitted.extend(handles)
             if self._thread is None and handles:
                 self._thread = threading.Thread(target=self._run, name="specexport-decode", daemon=True)
@@ -73,8 +73,9 @@ class DecodeLoop:
         try:
             while self._take_orders():
                 self._round()
-        except BaseException as error:  # a defect of ours: nobody may wait for ever
+        except BaseException as error:  # a defect of ours: nobody may wait for ever, or go on with a broken state
             with self._lock:
+                self._closed = True
                 left, self._handles, self._thread = list(self._handles.values()), {}, None
                 left += self._submitted
                 self._submitted = []

@@ -1,6 +1,6 @@
 """KV bookkeeping of the padded method: all rows of a batch advance by the most that one of them accepted.
 
-The baseline of EMS-SD (Ni et al. 2025, section 2): where a sequence accepted fewer tokens than the longest of its
+The baseline of EMS-SD (Ni et al. 2025): where a sequence accepted fewer tokens than the longest of its
 batch, its row gets padding entries, which the attention mask hides. Tokens keep their true positions; only their place
 in the cache moves.
 

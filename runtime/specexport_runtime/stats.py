@@ -132,7 +132,7 @@ class PhaseTimes:
 
 @dataclass
 class PaddingStats:
-    """What the padded method pays for, counted in every mode (EMS-SD, Ni et al. 2025, section 2).
+    """What the padded method pays for, counted in every mode (EMS-SD, Ni et al. 2025).
 
     In a verify round of several sequences each advances by its own accepted length (draft tokens accepted, and the
     target's own token). The padded method advances all by the longest of them.

@@ -1,6 +1,6 @@
 """Lookup drafting: copy what followed the same words before. No draft model, no training.
 
-LLMA (Yang et al. 2023, "Inference with Reference: Lossless Acceleration of Large Language Models", section 3) copies
+LLMA (Yang et al. 2023, "Inference with Reference: Lossless Acceleration of Large Language Models") copies
 from a reference text; prompt lookup copies from the prompt and the output. This drafter does both.
 """
 
