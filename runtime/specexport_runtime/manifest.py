@@ -15,15 +15,39 @@ from typing import Any
 
 from specexport_runtime.abi import ABI_VERSION, LayerGeometry
 from specexport_runtime.errors import BundleError, IncompatibleError
+from specexport_runtime.profiles import Profile
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+READABLE_SCHEMAS = (2, 3)
+"""Version 3 added the fields of engines that are built for a GPU; a version 2 manifest is one without them."""
 MANIFEST_NAME = "manifest.json"
 _REBUILD = "build it again with `specexport build`."
 
 
 @dataclass(frozen=True)
+class EngineFile:
+    """A model's engine for one GPU architecture.
+
+    Attributes:
+        path: engine file, relative to the bundle folder.
+        sm: architecture, for example ``"sm89"``.
+        builder: package that built it and can load it: ``"tensorrt"`` or ``"tensorrt-rtx"``.
+        builder_version: its version; an engine loads only under the version that built it.
+        memory_bytes: device memory that the largest profile needs for activations; None where the builder did not say.
+        report: what the builder told of the finished engine, see ``specexport.backends.trt_report``.
+    """
+
+    path: str
+    sm: str
+    builder: str
+    builder_version: str
+    memory_bytes: int | None = None
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class ModelEntry:
-    """One engine of a bundle (the target or the draft).
+    """One model of a bundle (the target or the draft) and its engine, or its engines by GPU architecture.
 
     Attributes:
         path: engine file, relative to the bundle folder.
@@ -40,6 +64,12 @@ class ModelEntry:
         passes: what each compiler pass changed, in order: ``[name, changes]``.
         padded_path: graph for caches that hold padding entries, over the same weights; None if there is none.
         padded_inputs: step inputs that graph takes.
+        lowering: what stands behind attention: ``"function"`` (ort-cpu), ``"native"`` or ``"plugin"`` (TensorRT),
+            ``"gqa"`` (ort-cuda).
+        engines: engine files by GPU architecture; empty where ``path`` is the one engine. ``path`` is the first then.
+        profiles: step sizes the engines were built for, in their order; empty where any size runs.
+        kv_capacity: L, entries of a cache row, where the engine fixes it; None where the arena decides.
+        max_num_seqs: cache rows the engine was built for; None for any number.
     """
 
     path: str
@@ -56,6 +86,11 @@ class ModelEntry:
     passes: tuple[tuple[str, int], ...] = ()
     padded_path: str | None = None
     padded_inputs: tuple[str, ...] = ()
+    lowering: str = "function"
+    engines: tuple[EngineFile, ...] = ()
+    profiles: tuple[Profile, ...] = ()
+    kv_capacity: int | None = None
+    max_num_seqs: int | None = None
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "ModelEntry":
@@ -64,6 +99,8 @@ class ModelEntry:
         fields["layers"] = tuple(LayerGeometry(*layer) for layer in data["layers"])
         fields["inputs"] = tuple(data["inputs"])
         fields["padded_inputs"] = tuple(data.get("padded_inputs", ()))
+        fields["engines"] = tuple(EngineFile(**engine) for engine in data.get("engines", ()))
+        fields["profiles"] = tuple(Profile(*profile) for profile in data.get("profiles", ()))
         fields["passes"] = tuple((str(name), int(count)) for name, count in data.get("passes", ()))
         return cls(**fields)
 
@@ -177,10 +214,11 @@ def load_manifest(folder: Path) -> Manifest:
         schema, abi = int(data["schema_version"]), int(data["abi_version"])
     except (ValueError, KeyError, TypeError) as error:
         raise BundleError(f"{path} cannot be read ({error}).", _REBUILD) from error
-    if schema != SCHEMA_VERSION:
+    if schema not in READABLE_SCHEMAS:
         newer = schema > SCHEMA_VERSION
         fix = "upgrade specexport (`pip install -U specexport`)." if newer else _REBUILD
-        raise IncompatibleError(f"{path}: schema_version is {schema}, this runtime reads {SCHEMA_VERSION}.", fix)
+        readable = " and ".join(map(str, READABLE_SCHEMAS))
+        raise IncompatibleError(f"{path}: schema_version is {schema}, this runtime reads {readable}.", fix)
     if abi != ABI_VERSION:
         raise IncompatibleError(f"{path}: abi_version is {abi}, this runtime speaks {ABI_VERSION}.", _REBUILD)
     if data.get("manifest_sha256") != _digest(data):

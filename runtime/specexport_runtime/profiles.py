@@ -1,0 +1,78 @@
+"""Optimization profiles: the step sizes an engine was built for, and which of them serves a step.
+
+An engine whose kernels are chosen ahead of time (TensorRT) runs only step sizes inside one of its profiles. A fixed
+profile has one size of everything: steps are padded up to it, and one CUDA graph replays it. A ranged profile takes any
+size up to its own. The compiler plans profiles (``specexport.backends.profiles``), the manifest lists them in the
+engine's order, and the runtime chooses with :func:`choose_profile`. Imports the standard library only.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from specexport_runtime.abi import StepShape
+from specexport_runtime.errors import IncompatibleError
+
+ProfileKind = Literal["decode", "verify", "catch-up", "prefill"]
+
+
+class Profile(NamedTuple):
+    """One optimization profile.
+
+    Attributes:
+        kind: ``"decode"`` (one token a row), ``"verify"`` (K+1 tokens a row, the target's), ``"catch-up"`` (two tokens
+            a row: what a draft model is fed after a round that accepted everything), or ``"prefill"`` (ranged).
+        num_seqs: B of a fixed profile; the largest B of a ranged one.
+        max_new_tokens: Q, likewise.
+        num_tokens: T, likewise; B*Q in a fixed profile, where every row is padded to Q tokens.
+        num_logit_rows: R, likewise.
+    """
+
+    kind: ProfileKind
+    num_seqs: int
+    max_new_tokens: int
+    num_tokens: int
+    num_logit_rows: int
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether every size is fixed; a prefill profile takes any size from 1 up."""
+        return self.kind != "prefill"
+
+    @property
+    def name(self) -> str:
+        """For people and logs, for example ``"verify 8x5"`` or ``"prefill 256, up to 8 rows"``."""
+        if self.is_fixed:
+            return f"{self.kind} {self.num_seqs}x{self.max_new_tokens}"
+        return f"{self.kind} {self.num_tokens}, up to {self.num_seqs} rows"
+
+    def fits(self, shape: StepShape) -> bool:
+        """Whether a step of ``shape`` can run in this profile (padded up to it if it is fixed)."""
+        if shape.num_seqs > self.num_seqs or shape.max_new_tokens > self.max_new_tokens:
+            return False
+        return shape.num_tokens <= self.num_tokens and shape.num_logit_rows <= self.num_logit_rows
+
+
+def choose_profile(profiles: Sequence[Profile], shape: StepShape) -> int:
+    """Index of the cheapest profile that fits: fewest padded tokens first, then fewest rows; fixed before ranged.
+
+    Args:
+        profiles: those of the engine, in its order.
+        shape: the step.
+
+    Raises:
+        IncompatibleError: no profile fits; names the size that is beyond all of them and the flag that raises it.
+    """
+    fitting = [i for i, profile in enumerate(profiles) if profile.fits(shape)]
+    if not fitting:
+        raise IncompatibleError(_too_large(profiles, shape), "build it again with larger limits.")
+    # A fixed profile is never worse than a ranged one that fits: it holds at most a row of K+1 tokens more a sequence.
+    return min(fitting, key=lambda i: (not profiles[i].is_fixed, profiles[i].num_tokens, profiles[i].num_seqs, i))
+
+
+def _too_large(profiles: Sequence[Profile], shape: StepShape) -> str:
+    rows, tokens = (max(getattr(p, name) for p in profiles) for name in ("num_seqs", "num_tokens"))
+    if shape.num_seqs > rows:
+        return f"a step has {shape.num_seqs} sequences, the engine was built for {rows} (--max-num-seqs)."
+    if shape.num_tokens > tokens:
+        return f"a step has {shape.num_tokens} tokens, the engine was built for {tokens} (--max-num-tokens)."
+    return f"no profile of the engine fits {shape}: {', '.join(profile.name for profile in profiles)}."
