@@ -79,6 +79,16 @@ KV_POSITIONS = TensorSpec(
     "padding",
     "padded-KV graphs only: position of the token in each cache entry, this step's included; -1 for a padding entry",
 )
+TILE_INDEX = TensorSpec(
+    "tile_index",
+    "int64",
+    ("B", "Q"),
+    "index",
+    "TensorRT's own attention only: token of slot (b, j); rows are right-aligned, so slot Q-1 holds a row's last token",
+)
+UNTILE_INDEX = TensorSpec(
+    "untile_index", "int64", ("T",), "index", "TensorRT's own attention only: slot b*Q + j of that tile for each token"
+)
 K_CACHE = TensorSpec(
     "k_cache.{i}",
     "model",
@@ -94,6 +104,9 @@ V_CACHE = TensorSpec(
     "values of layer i, updated in place (output bound to input)",
 )
 LOGITS = TensorSpec("logits", "float32", ("R", "V"), "output", "raw logits of the selected rows")
+TOKEN_IDS = TensorSpec(
+    "token_ids", "int64", ("R",), "output", "GPU engines only: argmax of each row of logits; -1 for a row with a NaN"
+)
 K_CACHE_OUT = TensorSpec("k_cache_out.{i}", "model", ("B", 1, "H", "L", "D"), "output", "same memory as k_cache.{i}")
 V_CACHE_OUT = TensorSpec("v_cache_out.{i}", "model", ("B", 1, "H", "L", "D"), "output", "same memory as v_cache.{i}")
 
@@ -113,6 +126,9 @@ STEP_INPUTS = (
 
 PADDED_STEP_INPUTS = (*STEP_INPUTS, KV_POSITIONS)
 """Step inputs of a padded-KV graph, where rows hold padding entries and only ``kv_positions`` tells them apart."""
+
+ALIGNED_STEP_INPUTS = (INPUT_IDS, POSITIONS, LOGIT_ROWS, KV_LENS, CU_NEW_TOKENS, ROW_TOTALS, TILE_INDEX, UNTILE_INDEX)
+"""Step inputs of TensorRT engines with TensorRT's own attention, which wants the queries of a row at the tile's end."""
 
 CACHE_INPUTS = (K_CACHE, V_CACHE)
 OUTPUTS = (LOGITS, K_CACHE_OUT, V_CACHE_OUT)
