@@ -1,0 +1,168 @@
+"""Ahead-of-time compilation of the kernels for an architecture. Needs Triton and no GPU."""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specexport.kernels.ptx import PtxParameter, drop_trailing_parameters, entry_name, entry_parameters
+from specexport.kernels.spec import KernelSpec
+from specexport.kernels.tuning import TileConfig, check_sm
+from specexport_runtime.errors import CheckFailedError
+
+SCRATCH_PARAMETERS = ("u64", "u64")
+"""Triton ends each entry with pointers to global and to profiling scratch memory, used or not."""
+
+POINTER_ALIGNMENT = 16
+"""Bytes every tensor must be aligned to. CUDA allocates at 256; vector loads need the promise."""
+
+
+COMPILE_OPTIONS = {"ptx_version": 88, "enable_fp_fusion": True}
+"""PTX 8.8 is what drivers of CUDA 12.9 and later read; Triton would write its own assembler's latest version."""
+
+
+class CompiledKernel(NamedTuple):
+    """A kernel ready to be embedded.
+
+    Attributes:
+        spec: what it was compiled for.
+        sm: architecture.
+        tiles: tile sizes; ``spec.grid(tiles, num_tokens, num_seqs)`` is the launch grid.
+        name: entry name.
+        ptx: PTX whose entry takes exactly ``spec.signature.argument_names``: Triton's scratch pointers are taken off.
+        cubin: the same code assembled.
+        parameters: parameters of ``ptx``.
+        num_warps: warps of a program; a block has ``32 * num_warps`` threads.
+        shared_bytes: dynamic shared memory of a launch. Above 48 KiB a launcher must opt in.
+        registers: registers of a thread.
+        spill_bytes: bytes stored to and loaded from local memory because registers ran out, added up.
+    """
+
+    spec: KernelSpec
+    sm: int
+    tiles: TileConfig
+    name: str
+    ptx: str
+    cubin: bytes
+    parameters: tuple[PtxParameter, ...]
+    num_warps: int
+    shared_bytes: int
+    registers: int
+    spill_bytes: int
+
+
+def _triton_source(spec: KernelSpec, tiles: TileConfig) -> Any:
+    """Triton's description of what to compile: every parameter has a type or a value."""
+    from triton.compiler import ASTSource
+
+    from specexport.kernels.launch import KERNELS
+
+    kernel = KERNELS[spec.kernel]
+    types = spec.signature.triton_types(spec.dtype)
+    constants = spec.constants(tiles)
+    absent = [name for name in kernel.arg_names if name not in types and name not in constants]
+    values = {name: constants.get(name) for name in kernel.arg_names if name not in types}
+    if unknown := set(absent) - {item.name for item in _optional(spec)}:
+        raise CheckFailedError(f"{spec.kernel} has parameters its signature does not name: {sorted(unknown)}.")
+    aligned = [["tt.divisibility", POINTER_ALIGNMENT]]
+    return ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in kernel.arg_names},
+        constexprs=values,
+        attrs={(i,): aligned for i, name in enumerate(kernel.arg_names) if types.get(name, "").startswith("*")},
+    )
+
+
+def _optional(spec: KernelSpec) -> list[Any]:
+    from specexport.kernels.signatures import SIGNATURES
+
+    full = SIGNATURES[spec.kernel]
+    return [item for item in (*full.inputs, *full.outputs) if item.only_if]
+
+
+def check_parameters(spec: KernelSpec, ptx: str) -> None:
+    """Refuse PTX of Triton whose parameters are not the signature's followed by the scratch pointers.
+
+    Raises:
+        CheckFailedError: the lists differ; the message shows both.
+    """
+    found = tuple(parameter.type for parameter in entry_parameters(ptx))
+    wanted = spec.signature.ptx_types() + SCRATCH_PARAMETERS
+    if found != wanted:
+        raise CheckFailedError(f"{spec.kernel} takes {found} in PTX, the launcher passes {wanted}.")
+
+
+def compile_kernel(spec: KernelSpec, sm: int, *, tiles: TileConfig | None = None) -> CompiledKernel:
+    """Compile a kernel for an architecture, on any machine.
+
+    Args:
+        spec: the kernel and what it is compiled for.
+        sm: architecture: 80, 89, 90, 100 or 120.
+        tiles: tile sizes; None for those of the tuning table.
+
+    Raises:
+        UserInputError: unknown ``sm``.
+        CheckFailedError: the kernel needs scratch memory, or its parameters are not those of its signature.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    check_sm(sm)
+    tiles = tiles or spec.tiles(sm)
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.disable_line_info = True  # paths of this machine do not belong into an engine
+        compiled = triton.compile(
+            _triton_source(spec, tiles),
+            target=GPUTarget("cuda", sm, 32),
+            options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, **COMPILE_OPTIONS},
+        )
+    scratch = (compiled.metadata.global_scratch_size, compiled.metadata.profile_scratch_size)
+    if any(scratch):
+        raise CheckFailedError(f"{spec.kernel} for sm {sm} needs scratch memory ({scratch} bytes); nobody provides it.")
+    check_parameters(spec, compiled.asm["ptx"])
+    ptx = drop_trailing_parameters(compiled.asm["ptx"], len(SCRATCH_PARAMETERS))
+    cubin, registers, spill_bytes = assemble(ptx, sm)
+    return CompiledKernel(
+        spec=spec,
+        sm=sm,
+        tiles=tiles,
+        name=entry_name(ptx),
+        ptx=ptx,
+        cubin=cubin,
+        parameters=entry_parameters(ptx),
+        num_warps=compiled.metadata.num_warps,
+        shared_bytes=compiled.metadata.shared,
+        registers=registers,
+        spill_bytes=spill_bytes,
+    )
+
+
+def assemble(ptx: str, sm: int) -> tuple[bytes, int, int]:
+    """Assemble PTX with the assembler that Triton brings.
+
+    Args:
+        ptx: PTX of one entry.
+        sm: architecture.
+
+    Returns:
+        The cubin, registers of a thread, and bytes spilled (stores and loads).
+
+    Raises:
+        CheckFailedError: the assembler refuses the PTX; the message has its words.
+    """
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx, encoding="utf-8")
+        command = [get_ptxas(sm).path, "-v", f"--gpu-name={sm_arch_from_capability(sm)}", source, "-o", target]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - Triton's own tool
+        if result.returncode:
+            raise CheckFailedError(f"ptxas refuses the PTX for sm {sm}: {result.stderr.strip()}")
+        cubin = target.read_bytes()
+    registers = re.search(r"Used (\d+) registers", result.stderr)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", result.stderr)
+    if registers is None or not spills:
+        raise CheckFailedError(f"ptxas says nothing of registers and spills: {result.stderr.strip()}")
+    return cubin, int(registers[1]), sum(map(int, spills))

@@ -1,0 +1,109 @@
+"""Tile sizes, warps, pipeline stages and split counts, by architecture and head size.
+
+Chosen from what fits: two programs a multiprocessor, so that one loads while the other computes. Not yet measured on a
+GPU. Imports the standard library only.
+"""
+
+from typing import NamedTuple
+
+from specexport_runtime.errors import UserInputError
+
+MULTIPROCESSORS = {80: 108, 89: 128, 90: 132, 100: 148, 120: 170}
+"""Multiprocessors of the usual GPU of each architecture (A100, RTX 4090, H100/H200, B200, RTX 5090)."""
+
+SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+"""Most shared memory one program may use, by architecture [CUDA C++ Programming Guide, compute capabilities]."""
+
+# (entries in a block, pipeline stages) by padded head size.
+_ENTRIES = {
+    80: {16: (64, 3), 32: (64, 3), 64: (64, 3), 128: (64, 2), 256: (32, 2)},
+    89: {16: (64, 3), 32: (64, 3), 64: (64, 2), 128: (32, 3), 256: (32, 2)},
+    90: {16: (128, 3), 32: (128, 3), 64: (128, 3), 128: (64, 3), 256: (32, 3)},
+}
+_ENTRIES |= {100: _ENTRIES[90], 120: _ENTRIES[89]}
+
+MAX_SPLITS = 32
+"""Most parts a row's entries are split into."""
+
+
+class TileConfig(NamedTuple):
+    """How a kernel is cut up.
+
+    Attributes:
+        block_m: queries (tokens times heads of a group) in a tile; tokens in a block of ``kv_append``.
+        block_n: cache entries loaded at a time.
+        num_warps: warps of a program.
+        num_stages: blocks in flight.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def next_power_of_two(number: int) -> int:
+    """Smallest power of two that is at least ``number``, and at least 1."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def check_sm(sm: int) -> None:
+    """Refuse an architecture the kernels are not tuned for.
+
+    Raises:
+        UserInputError: ``sm`` is not in the table; the message lists those that are.
+    """
+    if sm not in MULTIPROCESSORS:
+        known = ", ".join(map(str, MULTIPROCESSORS))
+        raise UserInputError(f"The attention kernels know no architecture sm {sm}.", hint=f"Use one of {known}.")
+
+
+def attention_tiles(sm: int, head_size: int, queries: int) -> TileConfig:
+    """Tiles of ``ragged_attention``.
+
+    Args:
+        sm: architecture, such as 90.
+        head_size: the larger of a key's and a value's size.
+        queries: most new tokens of a row times the query heads that share a KV head.
+
+    Raises:
+        UserInputError: unknown ``sm``.
+    """
+    check_sm(sm)
+    block_d = max(next_power_of_two(head_size), 16)
+    block_n, num_stages = _ENTRIES[sm][block_d]
+    block_m = min(max(next_power_of_two(queries), 16), 128 if block_d <= 128 else 64)
+    return TileConfig(block_m, block_n, num_warps=8 if block_m * block_d >= 128 * 128 else 4, num_stages=num_stages)
+
+
+def append_tiles(head_size: int) -> TileConfig:
+    """Tiles of ``kv_append``: sixteen bytes a thread for a key of two bytes an element."""
+    return TileConfig(max(1024 // max(next_power_of_two(head_size), 16), 1), block_n=1, num_warps=4, num_stages=1)
+
+
+def combine_tiles() -> TileConfig:
+    """Tiles of ``combine_splits``: a program takes one head of one token."""
+    return TileConfig(1, block_n=1, num_warps=1, num_stages=1)
+
+
+def choose_splits(programs: int, kv_len: int, block_n: int, multiprocessors: int) -> int:
+    """Parts to split the entries into so that the GPU is filled evenly.
+
+    Takes the fewest splits that reach 90 % of the best occupancy of the last wave, two programs a multiprocessor; a
+    split has at least four blocks.
+
+    Args:
+        programs: tiles times KV heads without splitting.
+        kv_len: entries of the longest row that is to be fast.
+        block_n: entries in a block.
+        multiprocessors: of the GPU, see ``MULTIPROCESSORS``.
+    """
+    slots = 2 * multiprocessors
+    most = max(1, min(MAX_SPLITS, kv_len // (4 * block_n)))
+
+    def filled(splits: int) -> float:
+        waves = -(-programs * splits // slots)
+        return programs * splits / (waves * slots)
+
+    best = max(map(filled, range(1, most + 1)))
+    return next(splits for splits in range(1, most + 1) if filled(splits) >= 0.9 * best)

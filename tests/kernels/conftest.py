@@ -1,0 +1,13 @@
+"""The worker that interprets kernels, one for a test session."""
+
+from collections.abc import Iterator
+
+import pytest
+from kernel_worker import InterpretedKernels
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Iterator[InterpretedKernels]:
+    worker = InterpretedKernels()
+    yield worker
+    worker.close()
