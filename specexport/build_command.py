@@ -28,6 +28,11 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--name", help="Name of the bundle [default: the output folder's name].")
 @click.option("--backend", help="What runs the engines [default: ort-cpu].")
 @click.option("--dtype", help="Dtype of weights and KV caches [default: auto].")
+@click.option("--sm", multiple=True, metavar="NN", help="TensorRT: GPU architecture to build for; repeat for more.")
+@click.option("--lowering", help="TensorRT: attention as 'native' or 'plugin' [default: auto].")
+@click.option("--max-num-seqs", type=int, help="TensorRT: most sequences at a time [default: 8].")
+@click.option("--max-num-tokens", type=int, help="TensorRT: most tokens of one step [default: 512].")
+@click.option("--gpu-memory-gb", type=float, help="TensorRT: refuse what a GPU of this memory cannot hold.")
 @click.option(
     "--lookahead", "--num-speculative-tokens", "lookahead", type=int, help="Most draft tokens a round (K) [default: 8]."
 )
@@ -61,6 +66,7 @@ def build(
     from specexport.progress import show_progress
     from specexport.recipe import make_recipe
 
+    flags["sm"] = flags["sm"] or None
     recipe = make_recipe(flags | {"check": False if no_check else None}, recipe_file)
     with show_progress(sys.stderr, quiet=quiet) as progress:
         result = build_bundle(recipe, progress=progress, dump_passes=dump_passes, force=force, use_cache=not no_cache)

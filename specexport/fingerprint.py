@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from specexport_runtime import abi, manifest
+from specexport_runtime import abi, manifest, profiles
 
 TOOLS = (
     "specexport",
@@ -25,6 +25,9 @@ TOOLS = (
     "tokenizers",
     "gguf",
     "numpy",
+    "tensorrt",
+    "tensorrt-rtx-cu13",
+    "triton",
 )
 """Distributions whose version decides what a build writes."""
 
@@ -37,9 +40,10 @@ ENGINE_SOURCES = (
     "kernels",
     "plugin",
     "engine_check.py",
+    "gpu_build.py",
     "model_build.py",
 )
-BUNDLE_SOURCES = ("pipeline.py", "bundle.py", "vocabulary.py", "recipe.py", "built.py")
+BUNDLE_SOURCES = ("pipeline.py", "bundle.py", "vocabulary.py", "recipe.py", "recipe_gpu.py", "built.py")
 """Modules of this package that decide an engine's content, and those that decide the rest of a bundle."""
 
 
@@ -62,7 +66,7 @@ def hash_sources(names: tuple[str, ...], root: Path | None = None) -> str:
         root: the package folder; None takes this package's.
     """
     root = root or Path(__file__).parent
-    paths = [Path(module.__file__) for module in (abi, manifest) if module.__file__]
+    paths = [Path(module.__file__) for module in (abi, manifest, profiles) if module.__file__]
     for name in names:
         path = root / name
         paths += sorted(path.rglob("*.py")) if path.is_dir() else [path] * path.is_file()

@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specexport.atomic import require_space
+from specexport.backends.memory_plan import ITEM_BYTES
 from specexport.built import BuiltModel
-from specexport.engine_check import check_engine, check_sequences
+from specexport.engine_check import check_engine, check_obstacle, check_sequences
+from specexport.gpu_build import build_gpu_engines, check_memory, is_tensorrt, memory_plan_of
 from specexport.progress import StageClock
 from specexport.recipe import BuildRecipe, resolve_dtype, resolve_recipe
-from specexport_runtime.abi import PADDED_STEP_INPUTS, LayerGeometry
+from specexport_runtime.abi import PADDED_STEP_INPUTS
 from specexport_runtime.errors import CheckpointError, MissingDependencyError
 from specexport_runtime.executors.base import Float32Array, Int64Array
 from specexport_runtime.manifest import ModelEntry, hash_files
 
 STAGES = ("load", "reference", "trace", "passes", "lower", "build", "check")
 
-_NEEDED = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "safetensors", "huggingface_hub", "onnxruntime")
-_BYTES_PER_PARAMETER = 4  # float32, the one dtype of this release
+_NEEDED = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "safetensors", "huggingface_hub")
 _SPACE_MARGIN = 1.05  # graph, tokenizer and alignment beside the weights
 
 
@@ -28,17 +29,6 @@ class _Reference(NamedTuple):
 
     sequences: Sequence[Int64Array]
     logits: Sequence[Float32Array]
-
-
-class _Engine(NamedTuple):
-    """What compiling tells: the fields of a manifest entry that come from the graph."""
-
-    path: str
-    layers: tuple[LayerGeometry, ...]
-    inputs: tuple[str, ...]
-    passes: tuple[tuple[str, int], ...]
-    padded_path: str
-    padded_inputs: tuple[str, ...]
 
 
 class ModelSource(NamedTuple):
@@ -79,17 +69,19 @@ def build_model(
         CheckpointError, UnsupportedModelError, RecipeError: the checkpoint cannot be used, or not with this recipe.
         CheckFailedError: the engine's logits differ from eager transformers.
     """
-    require_export_stack()
+    require_export_stack(recipe.backend)
     with clock.stage("load", source.role, source.name):
         checkpoint = _load(recipe, source)
         recipe = resolve_recipe(recipe, [checkpoint.max_positions])  # refuses a length the model cannot have
-        require_space(folder, int(checkpoint.num_parameters * _BYTES_PER_PARAMETER * _SPACE_MARGIN))
+        copies = 1 + len(recipe.sm)  # the graph, and an engine for each architecture
+        require_space(folder, int(checkpoint.num_parameters * ITEM_BYTES[recipe.dtype] * copies * _SPACE_MARGIN))
     with clock.stage("reference", source.role):
-        reference = _eager_reference(checkpoint) if recipe.check else None
-    engine = _compile(recipe, checkpoint, source.role, folder=folder, clock=clock, dump_dir=dump_dir)
+        obstacle = check_obstacle(recipe)
+        reference = _eager_reference(checkpoint) if obstacle is None else None
+    fields = _compile(recipe, checkpoint, source.role, folder=folder, clock=clock, dump_dir=dump_dir)
     gc.collect()  # the graph is gone: its weights must not be in memory beside the check's
     entry = ModelEntry(
-        **engine._asdict(),
+        **fields,
         backend=recipe.backend,
         architecture=checkpoint.architecture,
         dtype=recipe.dtype,
@@ -99,7 +91,7 @@ def build_model(
         source=source.name,
         source_sha256=source.sha256,
     )
-    with clock.stage("check", source.role):
+    with clock.stage("check", source.role, obstacle or ""):
         error = check_engine(folder, entry, *reference) if reference is not None else None
     return BuiltModel(
         entry=entry,
@@ -136,11 +128,9 @@ def _eager_reference(checkpoint: Any) -> _Reference:
 
 def _compile(
     recipe: BuildRecipe, checkpoint: Any, role: str, *, folder: Path, clock: StageClock, dump_dir: Path | None
-) -> _Engine:
-    """Trace to engine files; the checkpoint's torch model is gone afterwards."""
-    from specexport.backends import build_engine, build_padded_engine
+) -> dict[str, Any]:
+    """Trace to engine files; the checkpoint's torch model is gone afterwards. Returns fields of the manifest entry."""
     from specexport.frontend import trace_checkpoint
-    from specexport.lowering import lower_model
     from specexport.passes import default_passes, run_passes
 
     with clock.stage("trace", role):
@@ -150,19 +140,38 @@ def _compile(
         del traced, checkpoint.model  # the graph holds the weights now
         traced_weights = list(ir_model.graph.initializers.values())
         gc.collect()
+    if is_tensorrt(recipe):
+        check_memory(recipe, memory_plan_of(recipe, checkpoint.num_parameters, layers), clock)
     with clock.stage("passes", role):
         done = run_passes(ir_model, default_passes(recipe), dump_dir=dump_dir, on_pass=clock.note)
+    strip_metadata(ir_model)
+    if recipe.backend == "ort-cpu":
+        fields = _build_ort_cpu(ir_model, recipe, role, folder=folder, clock=clock)
+    else:
+        fields = build_gpu_engines(ir_model, recipe, role, layers, folder=folder, clock=clock)
+    release_weights([*traced_weights, *ir_model.graph.initializers.values()])
+    return {"layers": layers, "passes": done, **fields}
+
+
+def _build_ort_cpu(ir_model: Any, recipe: BuildRecipe, role: str, *, folder: Path, clock: StageClock) -> dict[str, Any]:
+    """Both graphs of a model for the CPU, over one weights file. See ``build_gpu_engines`` for the others."""
+    from specexport.backends import build_engine, build_padded_engine
+    from specexport.lowering import lower_model
+
     with clock.stage("lower", role, recipe.backend):
-        strip_metadata(ir_model)
         padded_model = ir_model.clone()  # shares the weights
         lower_model(ir_model, recipe.backend)
         lower_model(padded_model, recipe.backend, padded_kv=True)
     with clock.stage("build", role):
         name = build_engine(ir_model, recipe.backend, folder)
         padded_name = build_padded_engine(padded_model, recipe.backend, folder)
-        graphs = (ir_model.graph, padded_model.graph)
-        release_weights([*traced_weights, *(value for graph in graphs for value in graph.initializers.values())])
-    return _Engine(name, layers, _step_inputs(ir_model), done, padded_name, _step_inputs(padded_model))
+        release_weights(padded_model.graph.initializers.values())
+    return {
+        "path": name,
+        "inputs": _step_inputs(ir_model),
+        "padded_path": padded_name,
+        "padded_inputs": _step_inputs(padded_model),
+    }
 
 
 def _step_inputs(ir_model: Any) -> tuple[str, ...]:
@@ -204,14 +213,21 @@ def strip_metadata(ir_model: Any) -> None:
     ir_model.metadata_props.clear()
 
 
-def require_export_stack() -> None:
+def require_export_stack(backend: str = "ort-cpu") -> None:
     """Check that the compiler's dependencies are installed, without importing them.
+
+    Args:
+        backend: the backend to build for; those on ONNX Runtime need it for their own check.
 
     Raises:
         MissingDependencyError: names what is missing and the command that installs it.
     """
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    extra, needed = {"ort-cpu": ("cpu", ("onnxruntime",)), "ort-cuda": ("cuda", ("onnxruntime",))}.get(
+        backend, (backend, ())
+    )
+    missing = [name for name in (*_NEEDED, *needed) if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingDependencyError(
-            f"building needs {', '.join(missing)}, which is not installed.", "pip install 'specexport[export,cpu]'."
+            f"building needs {', '.join(missing)}, which is not installed.",
+            f"pip install 'specexport[export,{extra}]'.",
         )

@@ -12,12 +12,15 @@ everything else that is heavy is imported by the stages that need it: a build wi
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from specexport.atomic import new_folder
 from specexport.built import TOKENIZER_NAME, BuiltModel
 from specexport.bundle import check_output, find_up_to_date, refuse_to_replace, write_bundle
 from specexport.cache import EngineCache
+from specexport.engine_check import check_obstacle
 from specexport.fingerprint import BUNDLE_SOURCES, ENGINE_SOURCES, hash_sources, hash_values, tool_versions
+from specexport.gpu_build import architectures_of, check_bundle_memory, is_tensorrt
 from specexport.model_build import STAGES, ModelSource, build_model, require_export_stack
 from specexport.progress import Progress, StageClock
 from specexport.recipe import BuildRecipe, resolve_recipe
@@ -25,6 +28,7 @@ from specexport.vocabulary import check_vocabularies, read_vocabulary
 from specexport_runtime.manifest import FileEntry, Manifest
 
 _NUM_COMMON_STAGES = 2  # plan and bundle
+_ENGINE_FIELDS = ("sm", "lowering", "lookahead", "max_model_len", "max_num_seqs", "max_num_tokens")
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,8 @@ def build_bundle(
     clock = StageClock(progress, num_steps=len(STAGES) * num_models + _NUM_COMMON_STAGES)
     with clock.stage("plan"):
         exists = check_output(output, force=force)
+        if is_tensorrt(recipe):
+            recipe = replace(recipe, sm=architectures_of(recipe))
         plan = _make_plan(recipe)
         present = find_up_to_date(output, plan.build_key) if exists else None
         if exists and present is None and not force:
@@ -126,6 +132,7 @@ def build_bundle(
         with clock.stage("bundle"):
             _check_built_vocabularies(built)
             resolved = resolve_recipe(recipe, [model.entry.max_positions for model in built.values()])
+            check_bundle_memory(resolved, {role: model.entry for role, model in built.items()})
             manifest = write_bundle(folder, recipe=resolved, build_key=plan.build_key, tools=plan.tools, models=built)
     errors = {role: model.max_abs_error for role, model in built.items()}
     return _result(output, manifest, clock, reused=tuple(reused), max_abs_errors=errors)
@@ -137,14 +144,21 @@ def _make_plan(recipe: BuildRecipe) -> _Plan:
         models.append(_find_model(recipe, "draft", recipe.draft, recipe.draft_revision))
     tools = tool_versions()
     # "auto" resolves the same way whenever all of this is the same.
-    common = {
+    common: dict[str, Any] = {
         "backend": recipe.backend,
         "dtype": recipe.dtype,
         "trust_remote_code": recipe.trust_remote_code,
         "sources": hash_sources(ENGINE_SOURCES),
         "tools": tools,
     }
-    keys = {model.role: hash_values(common | {"checkpoint": model.sha256}) for model in models}
+    if is_tensorrt(recipe):  # these engines are built for step sizes and architectures
+        common |= {name: getattr(recipe, name) for name in _ENGINE_FIELDS}
+    keys = {
+        model.role: hash_values(
+            common | {"checkpoint": model.sha256} | ({"role": model.role} if is_tensorrt(recipe) else {})
+        )
+        for model in models
+    }
     build_key = hash_values(
         {
             "recipe": recipe.settings(),
@@ -160,7 +174,7 @@ def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | Non
     from specexport.frontend.source import hash_source, resolve_source
 
     if not Path(source).expanduser().exists():  # a hub id: fetching it needs what building needs
-        require_export_stack()
+        require_export_stack(recipe.backend)
     found = resolve_source(source, revision, remote_code=recipe.trust_remote_code)
     return ModelSource(role, source, revision, found.name, hash_source(found))
 
@@ -187,7 +201,8 @@ def _build_anew(
 ) -> BuiltModel:
     dump_dir = dump / model.role if dump is not None else None
     built = build_model(recipe, model, folder, clock=clock, dump_dir=dump_dir)
-    if cache is not None and recipe.check:  # an engine that was not checked is not kept
+    # An engine that could have been checked and was not is not kept.
+    if cache is not None and (built.max_abs_error is not None or check_obstacle(replace(recipe, check=True))):
         cache.store(key, built, folder)
     return built
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from specexport.recipe_gpu import check_gpu_options, gpu_defaults, normalize_architectures
 from specexport_runtime.cli_errors import suggest
 from specexport_runtime.errors import RecipeError
 
@@ -20,7 +21,13 @@ MIN_MODEL_LEN = 16
 AUTO_MODEL_LEN = 4096
 """``max_model_len = "auto"`` takes what the models support, but no more than this: the KV cache grows with it."""
 
-DTYPES_OF_BACKEND: Mapping[str, tuple[str, ...]] = {"ort-cpu": ("float32",)}
+_HALVES = ("float16", "bfloat16")
+DTYPES_OF_BACKEND: Mapping[str, tuple[str, ...]] = {
+    "ort-cpu": ("float32",),
+    "ort-cuda": _HALVES,
+    "tensorrt": _HALVES,
+    "tensorrt-rtx": _HALVES,
+}
 """Backends of this release and the dtypes each can build; the first one is what ``"auto"`` means."""
 
 _ALIASES = {"num_speculative_tokens": "lookahead"}
@@ -44,6 +51,11 @@ class BuildRecipe:
         draft_revision: hub revision of the draft.
         trust_remote_code: let the hub's Python code run while loading.
         check: compare each engine's logits with eager transformers before the bundle is kept.
+        sm: TensorRT: GPU architectures to build for, for example ``("89", "120")``; empty takes this machine's GPU.
+        lowering: TensorRT: what stands behind attention, ``"native"``, ``"plugin"`` or ``"auto"``.
+        max_num_seqs: TensorRT: most sequences at a time, the largest batch bucket; None takes 8.
+        max_num_tokens: TensorRT: most tokens of one step, the largest prefill bucket; None takes 512.
+        gpu_memory_gb: TensorRT: refuse engines and caches that a GPU of this memory (GB) cannot hold.
 
     Raises:
         RecipeError: a value is out of its range or of the wrong type.
@@ -61,9 +73,15 @@ class BuildRecipe:
     draft_revision: str | None = None
     trust_remote_code: bool = False
     check: bool = True
+    sm: tuple[str, ...] = ()
+    lowering: str = "auto"
+    max_num_seqs: int | None = None
+    max_num_tokens: int | None = None
+    gpu_memory_gb: float | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
+        object.__setattr__(self, "sm", normalize_architectures(self.sm))
         if self.backend not in DTYPES_OF_BACKEND:
             known = ", ".join(DTYPES_OF_BACKEND)
             raise RecipeError(f"backend {self.backend!r} is not in this release.", f"use one of: {known}.")
@@ -84,12 +102,13 @@ class BuildRecipe:
                 f"max_model_len is {self.max_model_len}, below {MIN_MODEL_LEN}.",
                 "give the most tokens of one sequence (prompt and generated), or auto.",
             )
+        check_gpu_options(self)
 
     def _check_types(self) -> None:
         for key in ("target", "output"):
             if not isinstance(getattr(self, key), str) or not getattr(self, key):
                 raise RecipeError(f"{key} is missing.", _HOW_TO_GIVE[key])
-        for key in ("name", "backend", "dtype"):
+        for key in ("name", "backend", "dtype", "lowering"):
             _require_type(key, getattr(self, key), str, "text")
         for key in ("draft", "revision", "draft_revision"):
             if getattr(self, key) is not None:
@@ -97,6 +116,11 @@ class BuildRecipe:
         for key in ("trust_remote_code", "check"):
             _require_type(key, getattr(self, key), bool, "true or false")
         _require_type("lookahead", self.lookahead, int, "a whole number")
+        for key in ("max_num_seqs", "max_num_tokens"):
+            if getattr(self, key) is not None:
+                _require_type(key, getattr(self, key), int, "a whole number")
+        if self.gpu_memory_gb is not None and not isinstance(self.gpu_memory_gb, int):
+            _require_type("gpu_memory_gb", self.gpu_memory_gb, float, "a number")
         if self.max_model_len != "auto":
             _require_type("max_model_len", self.max_model_len, int, 'a whole number or "auto"')
         if self.draft is None and self.draft_revision is not None:
@@ -110,6 +134,7 @@ class BuildRecipe:
     def settings(self) -> dict[str, Any]:
         """The recipe without the places it reads from and writes to: what belongs into hashes and manifests."""
         data = asdict(self)
+        data["sm"] = list(self.sm)  # as it reads back from JSON
         data["has_draft"] = self.draft is not None
         for key in _PATH_KEYS:
             del data[key]
@@ -215,12 +240,12 @@ def resolve_recipe(recipe: BuildRecipe, max_positions: Iterable[int | None]) -> 
         RecipeError: max_model_len is larger than a model supports.
     """
     limits = [limit for limit in max_positions if limit is not None]
-    dtype = resolve_dtype(recipe)
+    concrete: dict[str, Any] = {"dtype": resolve_dtype(recipe), "name": recipe.bundle_name, **gpu_defaults(recipe)}
     if recipe.max_model_len == "auto":
-        return replace(recipe, dtype=dtype, name=recipe.bundle_name, max_model_len=min([AUTO_MODEL_LEN, *limits]))
+        return replace(recipe, **concrete, max_model_len=min([AUTO_MODEL_LEN, *limits]))
     if limits and recipe.max_model_len > min(limits):
         raise RecipeError(
             f"max_model_len is {recipe.max_model_len}, but a model supports only {min(limits)} positions.",
             f"give at most {min(limits)}, or auto.",
         )
-    return replace(recipe, dtype=dtype, name=recipe.bundle_name)
+    return replace(recipe, **concrete)

@@ -96,7 +96,7 @@ def test_models_that_cannot_be_traced_exactly(refuse_cli: Refuse, tmp_path: Path
         (["--lokahead", "4"], "no such option '--lokahead': did you mean '--lookahead'?"),
         (["--max-model-len", "2"], "max_model_len is 2"),
         (["--max-model-len", "long"], "'long' is neither a whole number nor 'auto'"),
-        (["--backend", "tensorrt"], "backend 'tensorrt' is not in this release"),
+        (["--backend", "openvino"], "backend 'openvino' is not in this release"),
         (["--dtype", "int3"], "dtype 'int3' cannot be built for backend ort-cpu"),
         (["--draft-revision", "main"], "draft_revision is given and draft is not"),
         (["surplus"], "unexpected extra argument (surplus)"),

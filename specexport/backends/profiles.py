@@ -1,0 +1,111 @@
+"""Which optimization profiles an engine gets, and the shapes of every input in each."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from specexport_runtime.abi import (
+    ALIGNED_STEP_INPUTS,
+    CACHE_INPUTS,
+    STEP_INPUTS,
+    LayerGeometry,
+    StepShape,
+    kv_slack,
+)
+from specexport_runtime.profiles import Profile
+
+SMALLEST_PREFILL = 64
+"""Tokens of the smallest prefill bucket. Up to about this many tokens a step costs what reading the weights costs."""
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Smallest, optimal and largest shape of an input in a profile."""
+
+
+def buckets(largest: int, smallest: int = 1) -> list[int]:
+    """Powers of two from ``smallest`` up to ``largest``, and ``largest`` itself: ``buckets(6)`` is 1, 2, 4, 6."""
+    sizes = []
+    size = smallest
+    while size < largest:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, largest]
+
+
+def plan_profiles(role: str, *, lookahead: int, max_num_seqs: int, max_num_tokens: int) -> tuple[Profile, ...]:
+    """The profiles of one model: decode, verify (or catch-up) and prefill, each for every batch bucket.
+
+    Args:
+        role: ``"target"`` or ``"draft"``.
+        lookahead: K; the target's verify profile has exactly K+1 tokens a row.
+        max_num_seqs: the largest batch bucket.
+        max_num_tokens: the largest prefill bucket.
+    """
+    batches = buckets(max_num_seqs)
+    # A draft model is fed two tokens after a round that accepted everything, and one otherwise.
+    kind, width = ("verify", lookahead + 1) if role == "target" else ("catch-up", 2)
+    fixed = [
+        Profile(name, rows, new, rows * new, rows * new)
+        for name, new in (("decode", 1), (kind, width))
+        for rows in batches
+    ]
+    prefill = [
+        Profile("prefill", rows, tokens, tokens, min(tokens, rows * (lookahead + 1)))
+        for tokens in buckets(max_num_tokens, min(SMALLEST_PREFILL, max_num_tokens))
+        for rows in batches
+        if rows <= tokens
+    ]
+    return (*fixed, *prefill)  # type: ignore[arg-type]  # mypy widens the literal in the loop
+
+
+def engine_kv_capacity(max_model_len: int, lookahead: int) -> int:
+    """L of an engine with fixed profiles: what a row needs, and K+1 more for rows that are only there as padding.
+
+    A fixed profile writes K+1 tokens into every row it covers, also into rows of sequences that are not in the step;
+    those land in the last K+1 entries, which hold nothing.
+    """
+    return max_model_len + kv_slack(lookahead) + lookahead + 1
+
+
+def input_shapes(
+    profile: Profile, names: Sequence[str], layers: Sequence[LayerGeometry], kv_capacity: int
+) -> dict[str, Shapes]:
+    """Smallest, optimal and largest shape of every input of an engine in ``profile``.
+
+    A ranged profile is tuned for one row that fills it; with several rows, for a chunk beside verifying rows.
+
+    Args:
+        profile: the profile.
+        names: step inputs that the graph takes.
+        layers: cache sizes.
+        kv_capacity: L.
+    """
+    largest = StepShape(0, profile.num_seqs, profile.num_tokens, profile.max_new_tokens, profile.num_logit_rows)
+    smallest = optimum = largest
+    if not profile.is_fixed:
+        smallest = StepShape(0, 1, 1, 1, 1)
+        optimum = largest._replace(max_new_tokens=max(1, profile.num_tokens - profile.num_seqs + 1))
+    specs = {spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS)}
+    found: dict[str, Shapes] = {}
+    for name in names:
+        low, best, high = (shape.shape_of(specs[name]) for shape in (smallest, optimum, largest))
+        found[name] = (low, best, high)
+    rows = (smallest.num_seqs, optimum.num_seqs, largest.num_seqs)
+    for name, tail in _cache_shapes(layers, kv_capacity):
+        low, best, high = ((count, *tail) for count in rows)
+        found[name] = (low, best, high)
+    return found
+
+
+def _cache_shapes(layers: Sequence[LayerGeometry], kv_capacity: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for i, layer in enumerate(layers):
+        for spec, dim in zip(CACHE_INPUTS, (layer.k_dim, layer.v_dim), strict=True):
+            yield spec.name.format(i=i), (layer.kv_heads, kv_capacity, dim)
+
+
+def kv_bytes(layers: Sequence[LayerGeometry], kv_capacity: int, num_rows: int, item_bytes: int) -> int:
+    """Bytes of a KV arena of ``num_rows`` rows."""
+    values = sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in layers)
+    return values * kv_capacity * num_rows * item_bytes
+
+
+def describe_shapes(shapes: Mapping[str, Shapes]) -> str:
+    """One line for the build log."""
+    return ", ".join(f"{name} {low}..{high}" for name, (low, _, high) in shapes.items() if "cache" not in name)

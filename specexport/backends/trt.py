@@ -1,0 +1,167 @@
+"""TensorRT engine files, for both packages: the lowered graph goes to a worker process for each architecture."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from specexport.backends.profiles import input_shapes
+from specexport.backends.trt_package import PACKAGES
+from specexport.cache import cache_folder
+from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.errors import CheckFailedError, IncompatibleError, SpecexportError
+from specexport_runtime.manifest import EngineFile
+from specexport_runtime.profiles import Profile
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_LAST_LINES = 5
+
+
+class TrtPlan(NamedTuple):
+    """What a TensorRT build needs to know besides the graph.
+
+    Attributes:
+        backend: ``"tensorrt"`` or ``"tensorrt-rtx"``.
+        architectures: one engine is built for each, for example ``("89", "120")``.
+        profiles: optimization profiles, in the engine's order.
+        layers: cache sizes.
+        kv_capacity: L.
+    """
+
+    backend: str
+    architectures: tuple[str, ...]
+    profiles: tuple[Profile, ...]
+    layers: tuple[LayerGeometry, ...]
+    kv_capacity: int
+
+
+def engine_name(sm: str) -> str:
+    """File name of the engine for an architecture."""
+    return f"model.sm{sm}.engine"
+
+
+def write_trt_engines(
+    ir_model: "ir.Model", plan: TrtPlan, folder: Path, *, note: Callable[[str], None], names: Sequence[str]
+) -> tuple[EngineFile, ...]:
+    """Build an engine and its build log for every architecture into ``folder`` (which is made).
+
+    Args:
+        ir_model: the lowered graph; its weights are written out once and let go.
+        plan: what to build.
+        folder: the model's folder in the bundle.
+        note: called with what the builder is doing.
+        names: step inputs that the graph takes.
+
+    Returns:
+        the engines, paths relative to ``folder``.
+
+    Raises:
+        CheckFailedError: TensorRT cannot build the graph, or not exactly.
+        SpecexportError: the builder ended without a word.
+    """
+    import onnx_ir as ir
+
+    folder.mkdir(parents=True, exist_ok=True)
+    shapes = [input_shapes(profile, names, plan.layers, plan.kv_capacity) for profile in plan.profiles]
+    # Beside the engines, so that it is on the same disk, and hidden, so that it can never be taken for one.
+    with tempfile.TemporaryDirectory(prefix=".onnx-", dir=folder) as scratch:
+        model = Path(scratch) / "model.onnx"
+        ir.save(ir_model, model, external_data="model.data", size_threshold_bytes=1024)
+        for value in ir_model.graph.initializers.values():
+            value.const_value = None
+        engines = []
+        for sm in plan.architectures:
+            note(f"sm{sm}: {len(plan.profiles)} profiles")
+            job = {
+                "backend": plan.backend,
+                "model": str(model),
+                "sm": sm,
+                "profiles": [profile.name for profile in plan.profiles],
+                "shapes": shapes,
+                "engine": str(folder / engine_name(sm)),
+                "log": str(folder / f"model.sm{sm}.log"),
+                "timing_cache": _timing_cache(plan.backend, sm),
+                "num_layers": len(plan.layers),
+            }
+            report = _run_worker(job, Path(scratch), partial(_note_for, note, sm))
+            engines.append(_engine_file(plan.backend, sm, report))
+    return tuple(engines)
+
+
+def _note_for(note: Callable[[str], None], sm: str, text: str) -> None:
+    note(f"sm{sm}: {text}")
+
+
+def _timing_cache(backend: str, sm: str) -> str:
+    if not PACKAGES[backend].times_kernels:
+        return ""
+    return str(cache_folder() / "timing" / f"{backend}-sm{sm}.cache")
+
+
+def _engine_file(backend: str, sm: str, report: Mapping[str, Any]) -> EngineFile:
+    kept = {key: value for key, value in report.items() if key not in ("version", "activation_bytes")}
+    return EngineFile(
+        path=engine_name(sm),
+        sm=f"sm{sm}",
+        builder=backend,
+        builder_version=str(report["version"]),
+        memory_bytes=report["activation_bytes"],
+        report=kept,
+    )
+
+
+def _run_worker(job: Mapping[str, Any], scratch: Path, note: Callable[[str], None]) -> dict[str, Any]:
+    path = scratch / "job.json"
+    path.write_text(json.dumps(job), encoding="utf-8")
+    command = [sys.executable, "-W", "ignore", "-m", "specexport.backends.trt_worker", str(path)]
+    with (
+        (scratch / "stderr").open("w+", encoding="utf-8", errors="replace") as said,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as worker,  # noqa: S603 - ourselves
+    ):
+        try:
+            events = [_follow(line, note) for line in worker.stdout or ()]
+        except BaseException:
+            worker.kill()
+            raise
+    last = next((event for event in reversed(events) if event.get("event") in ("done", "error")), None)
+    if last is None:
+        said_last = _tail((scratch / "stderr").read_text(encoding="utf-8", errors="replace"))
+        raise _died(worker.returncode, job, said_last or _tail(Path(job["log"]).read_text(encoding="utf-8")))
+    if last["event"] == "error":
+        raise _error(last)
+    report: dict[str, Any] = last["report"]
+    return report
+
+
+def _follow(line: str, note: Callable[[str], None]) -> dict[str, Any]:
+    try:
+        event: dict[str, Any] = json.loads(line)
+    except ValueError:  # a native library printed something
+        return {}
+    if event.get("event") == "progress":
+        note(f"{event['phase']} {event['done']}/{event['total']}")
+    return event
+
+
+def _error(event: Mapping[str, Any]) -> SpecexportError:
+    kind = IncompatibleError if event["kind"] == "IncompatibleError" else CheckFailedError
+    return kind(event["message"], event["hint"])
+
+
+def _tail(text: str) -> str:
+    return " | ".join(line.strip() for line in text.strip().splitlines()[-_LAST_LINES:])
+
+
+def _died(code: int | None, job: Mapping[str, Any], said: str) -> SpecexportError:
+    if code == -9:  # the kernel ends processes when memory runs out
+        return IncompatibleError(
+            f"the TensorRT builder for sm{job['sm']} was killed: this machine has too little memory.",
+            "close other programs, or build on a machine with more memory.",
+        )
+    return CheckFailedError(f"the TensorRT builder for sm{job['sm']} ended with code {code}: {said or 'no message'}.")

@@ -1,0 +1,141 @@
+"""What differs between the two TensorRT packages. Everything else is one code path over the same network API.
+
+``tensorrt-rtx`` builds on any machine for the architectures it is told, and compiles the last step on the GPU when an
+engine is loaded; ``tensorrt`` times kernels on the GPU it builds for, so it builds for that one alone, keeps what it
+timed, and takes plugins. Imports neither of them.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from specexport_runtime.errors import IncompatibleError, MissingDependencyError, RecipeError
+
+
+class TrtPackage(NamedTuple):
+    """One of the packages.
+
+    Attributes:
+        backend: backend name, which is also the name of our extra.
+        module: import name.
+        cross_builds: builds for architectures that are not in this machine.
+        times_kernels: keeps a timing cache worth writing.
+        lowerings: lowerings it can build, the first one by default.
+    """
+
+    backend: str
+    module: str
+    cross_builds: bool
+    times_kernels: bool
+    lowerings: tuple[str, ...]
+
+
+TENSORRT_RTX = TrtPackage("tensorrt-rtx", "tensorrt_rtx", cross_builds=True, times_kernels=False, lowerings=("native",))
+TENSORRT = TrtPackage("tensorrt", "tensorrt", cross_builds=False, times_kernels=True, lowerings=("plugin", "native"))
+PACKAGES = {package.backend: package for package in (TENSORRT, TENSORRT_RTX)}
+
+
+def import_package(package: TrtPackage) -> Any:
+    """The package's module.
+
+    Raises:
+        MissingDependencyError: it is not installed, or cannot be loaded; says how to install it.
+    """
+    hint = f"pip install 'specexport[{package.backend}]'."
+    if importlib.util.find_spec(package.module) is None:
+        if package is TENSORRT:
+            hint += " To build without it or without a GPU, use --backend tensorrt-rtx."
+        raise MissingDependencyError(
+            f"--backend {package.backend} needs {package.module}, which is not installed.", hint
+        )
+    try:
+        return importlib.import_module(package.module)
+    except Exception as error:  # a missing or broken native library raises anything
+        raise MissingDependencyError(f"{package.module} cannot be loaded: {error}", hint) from error
+
+
+def known_architectures(package: TrtPackage) -> tuple[str, ...]:
+    """Architectures the package builds for on this machine, for example ``("75", "80", "89")``.
+
+    Raises:
+        MissingDependencyError: the package is not installed.
+    """
+    module = import_package(package)
+    if not package.cross_builds:
+        present = present_architecture()
+        return () if present is None else (present,)
+    names: Sequence[str] = list(module.ComputeCapability.__members__)
+    return tuple(sorted((name[2:] for name in names if name.startswith("SM")), key=int))
+
+
+def resolve_architectures(package: TrtPackage, asked: Sequence[str]) -> tuple[str, ...]:
+    """The architectures to build for: those asked for, or the GPU in this machine.
+
+    Args:
+        package: the package that builds.
+        asked: from ``--sm``; may be empty.
+
+    Raises:
+        MissingDependencyError: the package is not installed.
+        RecipeError: one is unknown to the package, or none was given and there is no GPU to ask; lists those it has.
+        IncompatibleError: the package builds only for a GPU that is present, and there is none.
+    """
+    known = known_architectures(package)
+    if not package.cross_builds and not known:
+        raise IncompatibleError(
+            f"--backend {package.backend} builds for the GPU in the machine, and there is none here.",
+            "build where the GPU is, or use --backend tensorrt-rtx, which builds anywhere.",
+        )
+    chosen = tuple(asked) or tuple(sm for sm in [present_architecture()] if sm in known)
+    if not chosen:
+        raise RecipeError(
+            "there is no GPU here whose architecture could be taken.",
+            f"say what to build for with --sm; {package.backend} has {', '.join(known)}.",
+        )
+    unknown = [sm for sm in chosen if sm not in known]
+    if unknown:
+        raise RecipeError(
+            f"--sm {unknown[0]} is not an architecture that {package.backend} builds for here.",
+            f"use {'one or more of ' if len(known) > 1 else ''}{', '.join(known)}.",
+        )
+    return chosen
+
+
+def present_architecture() -> str | None:
+    """Architecture of the first GPU of this machine, for example ``"89"``; None without one."""
+    import shutil
+    import subprocess
+
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    command = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)  # noqa: S603 - fixed
+    except (OSError, subprocess.SubprocessError):
+        return None
+    first = done.stdout.strip().splitlines()[:1]
+    return first[0].strip().replace(".", "") if first else None
+
+
+def configure(trt: Any, package: TrtPackage, config: Any, sm: str, timing_cache: bytes | None) -> None:
+    """Set what the packages spell differently on a builder config: the architecture, and the timing cache.
+
+    Args:
+        trt: the package's module.
+        package: which one it is.
+        config: ``IBuilderConfig``.
+        sm: architecture to build for.
+        timing_cache: content of the timing cache, empty for a new one; None for none.
+    """
+    if package.cross_builds:
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), 0)
+    if package.times_kernels and timing_cache is not None:
+        config.set_timing_cache(config.create_timing_cache(timing_cache), ignore_mismatch=False)
+
+
+def timing_cache_bytes(package: TrtPackage, config: Any) -> bytes | None:
+    """What to keep of a build's kernel timings; None where there is nothing to keep."""
+    return bytes(config.get_timing_cache().serialize()) if package.times_kernels else None

@@ -1,0 +1,181 @@
+"""What TensorRT made of a graph: read from the network before the build, and from the builder's own list of layers.
+
+Deserializing an engine needs a GPU, so the engine inspector cannot be asked on a machine without one. The builder
+prints the same list of layers when it is done; :func:`parse_layers` reads that. Works on values; imports nothing heavy.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+_LAYER = re.compile(
+    r"^Name: (?P<name>[^,]+), LayerType: (?P<type>\w+), Inputs: (?P<inputs>.*?), Constants: .*?, "
+    r"Outputs: (?P<outputs>.*?), TacticName",
+    re.MULTILINE,
+)
+_TENSOR = re.compile(r"Name: (?P<name>[^,]*), Dimensions: \[(?P<dims>[-\d,]*)\].*?Datatype: (?P<dtype>\w+)")
+_PROFILE = re.compile(r"_myl(\d+)_\d+$")
+_ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
+_WEIGHTS = re.compile(r"Total Weights Memory: (\d+) bytes")
+_ITEM_BYTES = {"Half": 2, "BF16": 2, "BFloat16": 2, "Float": 4, "Int32": 4, "Int64": 8, "Bool": 1}
+
+
+class Tensor(NamedTuple):
+    """A tensor of an engine layer; -1 stands for a size that is not fixed."""
+
+    name: str
+    dims: tuple[int, ...]
+    dtype: str
+
+    @property
+    def values(self) -> int:
+        """Number of values, sizes that are not fixed counted as 1."""
+        return math.prod(max(dim, 1) for dim in self.dims)
+
+
+class Layer(NamedTuple):
+    """A layer of a finished engine.
+
+    Attributes:
+        name: the builder's name.
+        kind: the builder's type, for example ``"gemm"`` or ``"kgen"`` (a generated kernel).
+        profile: index of the profile that it belongs to.
+        inputs: what it reads.
+        outputs: what it writes.
+    """
+
+    name: str
+    kind: str
+    profile: int
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+    @property
+    def is_attention(self) -> bool:
+        """A fused attention kernel."""
+        return "_mha_" in self.name
+
+    @property
+    def is_matmul(self) -> bool:
+        """A matrix product: a library call, or the one inside fused attention."""
+        return self.kind in ("gemm", "matmul", "CaskGemm") or self.is_attention
+
+
+def parse_layers(texts: Iterable[str]) -> list[Layer]:
+    """The layers in the builder's messages."""
+    found = []
+    for text in texts:
+        for match in _LAYER.finditer(text):
+            number = _PROFILE.search(match["name"])
+            found.append(
+                Layer(
+                    match["name"],
+                    match["type"],
+                    int(number[1]) if number else 0,
+                    _tensors(match["inputs"]),
+                    _tensors(match["outputs"]),
+                )
+            )
+    return found
+
+
+def _tensors(text: str) -> tuple[Tensor, ...]:
+    return tuple(
+        Tensor(
+            match["name"].partition(" [profile")[0],
+            tuple(int(dim) for dim in match["dims"].split(",") if dim),
+            match["dtype"],
+        )
+        for match in _TENSOR.finditer(text)
+    )
+
+
+def summarize(layers: Sequence[Layer], profiles: Sequence[str]) -> list[dict[str, Any]]:
+    """For each profile: kernels, fused attention kernels, float32 matrix products, and bytes of copied KV cache.
+
+    A copy is a kernel that reads an updated cache and writes a tensor at least as large, and is no append.
+    """
+    rows = []
+    for index, name in enumerate(profiles):
+        own = [layer for layer in layers if layer.profile == index]
+        rows.append(
+            {
+                "profile": name,
+                "kernels": sum(layer.kind not in ("signal", "wait", "shape_call") for layer in own),
+                "fused_attention": sum(layer.is_attention for layer in own),
+                "float32_matmuls": [layer.name for layer in own if _is_float32_matmul(layer)],
+                "kv_copy_bytes": sum(_copied_bytes(layer) for layer in own),
+            }
+        )
+    return rows
+
+
+def _is_float32_matmul(layer: Layer) -> bool:
+    operands = [tensor for tensor in layer.inputs if len(tensor.dims) > 1 and tensor.values > 1]
+    return layer.is_matmul and any(tensor.dtype == "Float" for tensor in operands[:2])
+
+
+def _copied_bytes(layer: Layer) -> int:
+    if layer.is_attention or any(_is_cache(tensor) for tensor in layer.outputs):
+        return 0
+    caches = [tensor for tensor in layer.inputs if _is_cache(tensor)]
+    if not caches:
+        return 0
+    smallest = min(cache.values for cache in caches)
+    return sum(
+        tensor.values * _ITEM_BYTES.get(tensor.dtype, 4) for tensor in layer.outputs if tensor.values >= smallest
+    )
+
+
+def _is_cache(tensor: Tensor) -> bool:
+    return tensor.name.startswith(("k_cache", "v_cache"))
+
+
+def make_report(trt: Any, network: Any, texts: Sequence[str], profiles: Sequence[str]) -> dict[str, Any]:
+    """Everything the manifest keeps of a build, as plain values."""
+    activations = [int(size) for text in texts for size in _ACTIVATIONS.findall(text)]
+    weights = [int(size) for text in texts for size in _WEIGHTS.findall(text)]
+    return {
+        "aliased": [list(pair) for pair in aliased_caches(trt, network)],
+        "attention_nodes": _count(trt, network, "ATTENTION_INPUT"),
+        "profiles": summarize(parse_layers(texts), profiles),
+        "activation_bytes": max(activations, default=None),
+        "weight_bytes": max(weights, default=None),
+    }
+
+
+def aliased_caches(trt: Any, network: Any) -> list[tuple[str, str]]:
+    """(input, output) of every cache that is updated in place: the input's memory is the output's."""
+    pairs = []
+    for i in range(network.num_layers):
+        layer = network.get_layer(i)
+        if layer.type == getattr(trt.LayerType, "KV_CACHE_UPDATE", None):
+            pairs.append((str(layer.get_input(0).name), str(layer.get_output(0).name)))
+    return pairs
+
+
+def _count(trt: Any, network: Any, kind: str) -> int:
+    wanted = getattr(trt.LayerType, kind, None)
+    return sum(network.get_layer(i).type == wanted for i in range(network.num_layers))
+
+
+def network_problems(trt: Any, network: Any, num_layers: int) -> list[str]:
+    """What is wrong with a parsed network; empty if nothing is: caches not in place, matrix products in float32."""
+    problems = []
+    inputs = {network.get_input(i).name: network.get_input(i) for i in range(network.num_inputs)}
+    outputs = {network.get_output(i).name for i in range(network.num_outputs)}
+    aliased = aliased_caches(trt, network)
+    plugins = _count(trt, network, "PLUGIN_V3") + _count(trt, network, "PLUGIN")
+    if not plugins and len(aliased) != 2 * num_layers:
+        problems.append(f"{len(aliased)} of {2 * num_layers} caches are updated in place")
+    problems += [
+        f"{source} is not updated in place" for source, out in aliased if source not in inputs or out not in outputs
+    ]
+    halves = {trt.DataType.HALF, trt.DataType.BF16}
+    if any(tensor.dtype in halves for name, tensor in inputs.items() if name.startswith("k_cache")):
+        for i in range(network.num_layers):
+            layer = network.get_layer(i)
+            if layer.type == trt.LayerType.MATRIX_MULTIPLY and layer.get_input(0).dtype == trt.DataType.FLOAT:
+                problems.append(f"{layer.name} multiplies matrices in float32")
+    return problems

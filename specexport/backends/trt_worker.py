@@ -1,0 +1,214 @@
+"""One TensorRT engine, built in a process of its own: ``python -m specexport.backends.trt_worker JOB.json``.
+
+A process of its own keeps the builder's memory apart from the compiler's, and an abort inside TensorRT becomes an error
+message instead of the end of the compiler. Progress and the result are JSON lines on standard output; what TensorRT
+says goes to the log file. Imports the TensorRT package and nothing else that is heavy.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from specexport.backends.profiles import describe_shapes
+from specexport.backends.trt_package import PACKAGES, configure, import_package, timing_cache_bytes
+from specexport.backends.trt_report import make_report, network_problems
+from specexport_runtime.errors import CheckFailedError, SpecexportError
+
+_HARMLESS = (
+    "has Int64 binding",  # the contract's token inputs are int64 on purpose
+    "Timing cache operations are no-ops",
+)
+_PARSE, _BUILD = "parse", "build"
+_STRICT_WORDS = ("unused", "precision", "overflow", "subnormal", "clamp", "truncat", "downcast", "out of range")
+
+
+class Job(NamedTuple):
+    """What to build.
+
+    Attributes:
+        backend: ``"tensorrt"`` or ``"tensorrt-rtx"``.
+        model: the lowered graph.
+        sm: architecture, for example ``"89"``.
+        profiles: names of the profiles, in order.
+        shapes: for each profile, smallest, optimal and largest shape of each input.
+        engine: file to write.
+        log: file for what TensorRT says.
+        timing_cache: file to read and write kernel timings, or an empty string.
+        num_layers: attention layers of the model.
+    """
+
+    backend: str
+    model: str
+    sm: str
+    profiles: list[str]
+    shapes: list[Mapping[str, Any]]
+    engine: str
+    log: str
+    timing_cache: str
+    num_layers: int
+
+
+def main(path: str) -> int:
+    """Build one job; returns the exit code."""
+    job = Job(**json.loads(Path(path).read_text(encoding="utf-8")))
+    try:
+        with Path(job.log).open("w", encoding="utf-8") as log:
+            report = build(job, log)
+    except SpecexportError as error:
+        _tell(event="error", kind=type(error).__name__, message=error.message, hint=error.hint)
+        return 1
+    _tell(event="done", report=report)
+    return 0
+
+
+def _tell(**event: Any) -> None:
+    print(json.dumps(event), flush=True)  # noqa: T201 - the line is the interface
+
+
+def build(job: Job, log: TextIO) -> dict[str, Any]:
+    """Parse, check and build; writes the engine file and returns the report.
+
+    Raises:
+        CheckFailedError: TensorRT cannot parse or build the graph, or warns about something that would make it inexact.
+    """
+    package = PACKAGES[job.backend]
+    trt = import_package(package)
+    logger = _make_logger(trt, log)
+    builder = trt.Builder(logger)
+    network = builder.create_network(0)
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(job.model):
+        errors = [parser.get_error(i).desc() for i in range(parser.num_errors)]
+        raise CheckFailedError(f"TensorRT cannot read the graph: {'; '.join(errors[:3])}.")
+    _refuse_warnings(logger)
+    problems = network_problems(trt, network, job.num_layers)
+    if problems:
+        raise CheckFailedError(f"the TensorRT network is not what was lowered: {'; '.join(problems[:5])}.")
+    logger.stage = _BUILD
+    config = builder.create_builder_config()
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    config.set_memory_pool_limit  # noqa: B018 - the default pool is the whole device memory
+    cache = Path(job.timing_cache) if job.timing_cache else None
+    configure(trt, package, config, job.sm, _read(cache))
+    if package.lowerings[0] == "plugin":
+        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+    _add_profiles(builder, network, config, job, log)
+    monitor = _make_monitor(trt)
+    config.progress_monitor = monitor
+    started = time.perf_counter()
+    engine = builder.build_serialized_network(network, config)
+    if engine is None:
+        said = logger.errors[-1] if logger.errors else "it gives no reason"
+        raise CheckFailedError(f"TensorRT cannot build this graph for sm{job.sm}: {said}")
+    _refuse_warnings(logger)
+    _write(Path(job.engine), memoryview(engine))
+    kept = timing_cache_bytes(package, config)
+    if cache is not None and kept is not None:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        _write(cache, kept)
+    report = make_report(trt, network, logger.text, job.profiles)
+    return report | {"build_seconds": time.perf_counter() - started, "version": str(trt.__version__)}
+
+
+def _add_profiles(builder: Any, network: Any, config: Any, job: Job, log: TextIO) -> None:
+    inputs = [network.get_input(i).name for i in range(network.num_inputs)]
+    for name, shapes in zip(job.profiles, job.shapes, strict=True):
+        if set(shapes) != set(inputs):
+            odd = sorted(set(shapes) ^ set(inputs))
+            raise CheckFailedError(f"the graph's inputs are not the contract's: {', '.join(odd[:5])}.")
+        profile = builder.create_optimization_profile()
+        for tensor, (low, best, high) in shapes.items():
+            profile.set_shape(tensor, tuple(low), tuple(best), tuple(high))
+        log.write(f"profile {name}: {describe_shapes(shapes)}\n")
+        if config.add_optimization_profile(profile) < 0:
+            raise CheckFailedError(f"TensorRT refuses the profile {name}.")
+
+
+def _read(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _write(path: Path, content: bytes | memoryview) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def _refuse_warnings(logger: Any) -> None:
+    if logger.refused:
+        raise CheckFailedError(
+            f"TensorRT warns that the engine would not be exact: {'; '.join(logger.refused[:3])}",
+            "report this model; the build log has the rest.",
+        )
+
+
+def _make_logger(trt: Any, log: TextIO) -> Any:
+    """A logger that keeps the finished engine's layer list, writes the rest to the log, and collects what is refused.
+
+    While parsing, every warning that is not known to be harmless is refused: the parser drops what it does not know
+    with a warning only. While building, those are that speak of unused inputs or of precision.
+    """
+
+    class Collector(trt.ILogger):  # type: ignore[misc]  # the package has no types
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.stage = _PARSE
+            self.refused: list[str] = []
+            self.errors: list[str] = []
+            self.text: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.ERROR:
+                self.errors.append(message)
+            if severity == trt.ILogger.WARNING and _is_refused(self.stage, message):
+                self.refused.append(message)
+            keep = "Layers:" in message or "Memory:" in message
+            if keep:
+                self.text.append(message)
+            if keep or severity <= trt.ILogger.INFO:
+                log.write(f"[{severity.name}] {message}\n")
+
+    return Collector()
+
+
+def _is_refused(stage: str, message: str) -> bool:
+    if any(text in message for text in _HARMLESS):
+        return False
+    return stage == _PARSE or any(word in message.lower() for word in _STRICT_WORDS)
+
+
+def _make_monitor(trt: Any) -> Any:
+    """Reports the outermost phases of the build, at most ten times a second."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.phases: dict[str, tuple[int, int]] = {}  # name: (depth, steps)
+            self.last = 0.0
+
+        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
+            depth = 0 if parent is None else self.phases.get(parent, (0, 0))[0] + 1
+            self.phases[phase] = (depth, steps)
+
+        def step_complete(self, phase: str, step: int) -> bool:
+            depth, steps = self.phases.get(phase, (9, 1))
+            now = time.perf_counter()
+            if depth <= 1 and now - self.last >= 0.1:
+                self.last = now
+                _tell(event="progress", phase=phase, done=step + 1, total=steps)
+            return True
+
+        def phase_finish(self, phase: str) -> None:
+            self.phases.pop(phase, None)
+
+    return Monitor()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
