@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specexport_runtime.abi import StepShape
-from specexport_runtime.executors.base import Executor, Float32Array, StepBuffers
+from specexport_runtime.executors.base import Executor, StepBuffers, StepOutput, Want
 from specexport_runtime.kv import KvArena
 from specexport_runtime.padded_kv import PaddedKvArena
 
@@ -86,7 +86,7 @@ class ModelRunner:
 
     Args:
         executor: the engine; for ``unpad_kv=False`` one that runs a padded-KV graph.
-        max_chunk: most tokens of one prefill step.
+        max_chunk: most tokens of one prefill step; at most what the executor takes.
         unpad_kv: each row has its own write position; False advances all rows of a step together, with padding.
         unpad_input: new tokens are concatenated; False pads every row of a step to the longest.
 
@@ -101,7 +101,7 @@ class ModelRunner:
         self.executor = executor
         arena = KvArena if unpad_kv else PaddedKvArena
         self.kv: KvArena = arena(executor.num_rows, executor.kv_capacity)
-        self.max_chunk = max_chunk
+        self.max_chunk = min(max_chunk, executor.max_num_tokens or max_chunk)
         self.unpad_input = unpad_input
         self.logit_starts: list[int] = []
         self.step_padding = 0
@@ -113,16 +113,17 @@ class ModelRunner:
         """Whether each row has its own write position."""
         return not isinstance(self.kv, PaddedKvArena)
 
-    def step(self, first_row: int, work: Seq[RowWork]) -> Float32Array:
+    def step(self, first_row: int, work: Seq[RowWork], want: Want = "logits") -> StepOutput:
         """Run one packed step. Entries are written after each row's committed ones and are not committed.
 
         Args:
             first_row: cache row of ``work[0]``.
             work: new tokens of consecutive rows; at least one token and one logit row in all.
+            want: logits, or only the greedy token of each logit row; see ``Executor.execute``.
 
         Returns:
-            logits [R, V], float32: the wanted rows of each sequence, from ``logit_starts[i]`` on; overwritten by the
-            next step.
+            logits [R, V], float32, or token ids [R], int64: the wanted rows of each sequence, from ``logit_starts[i]``
+            on; overwritten by the next step.
 
         Raises:
             SpecexportError: a row cannot hold the new tokens.
@@ -148,7 +149,7 @@ class ModelRunner:
         self.logit_starts = [0] * len(work)
         for i in range(1, len(work)):
             self.logit_starts[i] = self.logit_starts[i - 1] + counts[i - 1][1]
-        return self.executor.execute()
+        return self.executor.execute(want)
 
     def _make_room(self, first_row: int, needed: Seq[int]) -> int:
         """In the padded method: pad the rows to one length, squeezing old padding out when they are full.
@@ -187,7 +188,7 @@ class ModelRunner:
         """Feed ``tokens`` to ``row`` in chunks and commit them; their logits are not wanted."""
         for start in range(0, len(tokens), self.max_chunk):
             chunk = tokens[start : start + self.max_chunk]
-            self.step(row, [RowWork(chunk, 1)])
+            self.step(row, [RowWork(chunk, 1)], "token_ids")
             self.kv.commit(row, self.kv.kv_len(row) + len(chunk))
 
     def move_row(self, source: int, destination: int) -> None:

@@ -11,18 +11,14 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-import numpy as np
-
 from specexport_runtime.accept import Verdict, accept_greedy, accept_sampled
 from specexport_runtime.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.drafters.base import Drafter, Proposal
 from specexport_runtime.errors import CheckFailedError, SpecexportError
-from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, argmax_ids
 from specexport_runtime.scheduler import Scheduler
 from specexport_runtime.sequence import NO_ROW, Sequence
 from specexport_runtime.stats import PaddingStats, PhaseTimes
-
-_NOT_A_NUMBER = -1
 
 
 class RoundEvent(NamedTuple):
@@ -51,7 +47,7 @@ class Decoder:
         target: the target model.
         drafter: where draft tokens come from.
         max_num_seqs: most sequences at a time; at most the target's cache rows.
-        max_num_batched_tokens: most tokens of one step, see ``Scheduler``.
+        max_num_batched_tokens: most tokens of one step, see ``Scheduler``; at most what the target's engine takes.
     """
 
     def __init__(
@@ -64,8 +60,11 @@ class Decoder:
     ) -> None:
         self.target = target
         self.drafter = drafter
-        rows = target.executor.num_rows
-        self.scheduler = Scheduler(min(max_num_seqs or rows, rows), max_num_batched_tokens=max_num_batched_tokens)
+        rows, limit = target.executor.num_rows, target.executor.max_num_tokens
+        self.scheduler = Scheduler(
+            min(max_num_seqs or rows, rows),
+            max_num_batched_tokens=min(max_num_batched_tokens, limit or max_num_batched_tokens),
+        )
         self.times = PhaseTimes()
         self.padding = PaddingStats()
         # Padding a whole batch to the width of a prompt chunk helps nobody: the padded method prefills apart.
@@ -121,7 +120,9 @@ class Decoder:
         busy = sum(1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in ready)
         self.scheduler.place(busy, self._pending, self._move_row)
         ready = [seq for seq in self.running if seq.num_generated]
-        if self._mixes_prefill:
+        limit = self.target.executor.max_num_tokens
+        # An engine of fixed sizes takes a whole verify step, but maybe not the smallest prompt chunk beside it.
+        if self._mixes_prefill and (limit is None or busy + self.scheduler.min_prefill_tokens <= limit):
             return ready, self.scheduler.share(busy, self._pending, self.target.max_chunk)
         chunks = self.scheduler.share(0, self._pending, self.target.max_chunk)
         return ([], dict([next(iter(chunks.items()))])) if chunks else (ready, chunks)
@@ -187,7 +188,10 @@ class Decoder:
         first = min(rows)
         counts = {row: chunks.get(row, 1) for row in sorted(rows)}
         work = [self._work(row, counts.get(row, 0), proposals.get(row)) for row in range(first, max(rows) + 1)]
-        logits = self.target.step(first, work)
+        # Where all that is read is greedy, a GPU need not send logits: the argmax is taken beside them.
+        plain = all(self._in_row(row).sampler.is_plain_greedy for row in proposals)
+        want: Want = "token_ids" if plain else "logits"
+        output = self.target.step(first, work, want)
         executed = time.perf_counter()
         verified = []
         for row, count in counts.items():
@@ -195,7 +199,7 @@ class Decoder:
                 verified.append(self._in_row(row))
             else:  # a prompt with more to come
                 self.target.kv.commit(row, self.target.kv.kv_len(row) + count)
-        events = self._accept(verified, proposals, logits, first)
+        events = self._accept(verified, proposals, output, want, first)
         if ready:
             self.padding.record_round([len(event.tokens) for event in events if event.sequence.row not in chunks])
             self.padding.input_tokens += sum(len(row.tokens) for row in work)
@@ -216,10 +220,17 @@ class Decoder:
         return RowWork(known, 1) if proposal is None else RowWork(known + proposal.tokens, len(proposal.tokens) + 1)
 
     def _accept(
-        self, sequences: Seq[Sequence], proposals: Mapping[int, Proposal], logits: Float32Array, first_row: int
+        self,
+        sequences: Seq[Sequence],
+        proposals: Mapping[int, Proposal],
+        output: StepOutput,
+        want: Want,
+        first_row: int,
     ) -> list[RoundEvent]:
-        # One argmax serves all rows; rows of sampled sequences are so few that skipping them would not pay.
-        greedy = _argmax(logits) if any(seq.sampler.is_plain_greedy for seq in sequences) else []
+        greedy: list[int] = []
+        if any(seq.sampler.is_plain_greedy for seq in sequences):
+            # One argmax serves all rows; rows of sampled sequences are so few that skipping them would not pay.
+            greedy = (output if want == "token_ids" else argmax_ids(output)).tolist()
         events = []
         for seq in sequences:
             proposal = proposals[seq.row]
@@ -230,7 +241,7 @@ class Decoder:
                     verdict = accept_greedy(proposal.tokens, greedy[begin:end])
                     _check_number(verdict)
                 else:
-                    verdict = _accept_processed(seq, proposal, logits[begin:end])
+                    verdict = _accept_processed(seq, proposal, output[begin:end])
                 events.append(self._commit(seq, proposal, verdict))
             except Exception as error:  # whatever it is, it concerns this sequence alone
                 seq.finish_reason = None  # half a commit may have set it
@@ -264,18 +275,8 @@ class Decoder:
         self.times.accept += time.perf_counter() - executed
 
 
-def _argmax(logits: Float32Array) -> list[int]:
-    """The greedy token of each row; ``_NOT_A_NUMBER`` for a row that holds a NaN."""
-    tokens = logits.argmax(axis=1)
-    # argmax returns the first NaN if there is one, so this one look finds any NaN of the step.
-    best = logits[np.arange(len(tokens)), tokens]
-    tokens[np.isnan(best)] = _NOT_A_NUMBER
-    result: list[int] = tokens.tolist()
-    return result
-
-
 def _check_number(verdict: Verdict) -> None:
-    if verdict.next_token == _NOT_A_NUMBER:
+    if verdict.next_token == NO_TOKEN:
         raise CheckFailedError("the target's logits contain NaN.", "run `specexport verify` on this bundle.")
 
 

@@ -23,11 +23,11 @@ def slow_down(engine, started: threading.Event, go: threading.Event):
     """Hold every step after the first until ``go`` is set."""
     execute = engine.target.execute
 
-    def held():
+    def held(*args):
         if started.is_set():
             assert go.wait(10)
         started.set()
-        return execute()
+        return execute(*args)
 
     engine.target.execute = held
 
@@ -130,11 +130,11 @@ def test_an_engine_failure_ends_the_requests_in_flight_and_spares_later_ones(eng
     execute = executor.execute
     calls = []
 
-    def failing():
+    def failing(*args):
         calls.append(None)
         if len(calls) == 6:
             raise RuntimeError("the device went away")
-        return execute()
+        return execute(*args)
 
     executor.execute = failing
     handles = [engine.submit([i], LONG) for i in range(6)]  # two of them wait
@@ -297,7 +297,7 @@ from test_engine import make_engine
 from specexport_runtime import SamplingParams
 engine = make_engine()
 execute = engine.target.execute
-engine.target.execute = lambda: (time.sleep(0.05), execute())[1]
+engine.target.execute = lambda *args: (time.sleep(0.05), execute(*args))[1]
 handle = engine.submit([1], SamplingParams(max_tokens=60), speculation=False)
 stream = iter(handle)
 next(stream)

@@ -4,6 +4,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport_runtime import SpecEngine
+from specexport_runtime.executors.base import argmax_ids
 from specexport_runtime.executors.fake import FakeExecutor
 
 VOCAB = 23
@@ -51,11 +52,11 @@ class WidthDependent(FakeExecutor):
         logits[second] = logits[first] - np.float32(self.gap)
         return logits
 
-    def execute(self):
+    def execute(self, want="logits"):
         wide = self._shape.max_new_tokens > 1
         logits = super().execute().copy()
         if wide:
             first, second = np.argsort(logits, axis=1)[:, ::-1][:, :2].T
             rows = np.arange(len(logits))
             logits[rows, second], logits[rows, first] = logits[rows, first], logits[rows, second]
-        return logits
+        return logits if want == "logits" else argmax_ids(logits)

@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 
 from specexport_runtime.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.drafters.base import Proposal
-from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.executors.base import Float32Array, StepOutput, Want
 from specexport_runtime.sampling import Distribution, sample_token
 from specexport_runtime.sequence import Sequence
 
@@ -20,13 +20,14 @@ class ModelDrafter:
         runner: the draft model.
         vocab_size: ids that may be drafted; logits of padding rows beyond it are cut off.
         max_backlog: a sequence with more tokens to catch up on is prefilled alone first, so that the packed step
-            stays narrow.
+            stays narrow; at most what lets every row catch up in one step of the draft's engine.
     """
 
     def __init__(self, runner: ModelRunner, *, vocab_size: int, max_backlog: int) -> None:
         self.runner = runner
         self.vocab_size = min(vocab_size, runner.executor.vocab_size)
-        self.max_backlog = max_backlog
+        limit = runner.executor.max_num_tokens
+        self.max_backlog = max_backlog if limit is None else min(max_backlog, max(1, limit // runner.executor.num_rows))
 
     @property
     def engine_seconds(self) -> float:
@@ -45,21 +46,26 @@ class ModelDrafter:
         drafting = list(zip(sequences, proposals, lookaheads, strict=True))
         for depth in range(max(lookaheads, default=0)):
             active = [(seq, proposal) for seq, proposal, limit in drafting if limit > depth]
-            self._draw(self._step(active), active)
+            if all(seq.sampler.is_plain_greedy for seq, _ in active):
+                for (_, proposal), token in zip(active, self._step(active, "token_ids").tolist(), strict=True):
+                    # An id that may not be drafted, or none (a NaN): a wrong guess costs a rejection, nothing else.
+                    proposal.tokens.append(token if 0 <= token < self.vocab_size else 0)
+            else:
+                self._draw(self._step(active, "logits")[:, : self.vocab_size], active)
         return proposals
 
-    def _step(self, active: Seq[tuple[Sequence, Proposal]]) -> Float32Array:
-        """Feed what each sequence needs; logits [A, V], one row for each of the A sequences."""
+    def _step(self, active: Seq[tuple[Sequence, Proposal]], want: Want) -> StepOutput:
+        """Feed what each sequence needs; logits [A, V] or token ids [A], one for each of the A sequences."""
         first = active[0][0].row
         work = [IDLE] * (active[-1][0].row - first + 1)
         for seq, proposal in active:
             work[seq.row - first] = RowWork(self._pending(seq, proposal), 1)
-        logits = self.runner.step(first, work)
+        output = self.runner.step(first, work, want)
         for seq, _ in active:
             self.runner.kv.commit(seq.row, self.runner.kv.kv_len(seq.row) + len(work[seq.row - first].tokens))
-        if len(logits) > len(active):  # a runner that pads its input returns logits of padding too
-            logits = logits[[self.runner.logit_starts[seq.row - first] for seq, _ in active]]
-        return logits
+        if len(output) > len(active):  # a runner that pads its input returns logits of padding too
+            output = output[[self.runner.logit_starts[seq.row - first] for seq, _ in active]]
+        return output
 
     def _pending(self, seq: Sequence, proposal: Proposal) -> list[int]:
         """Tokens the draft model has not seen: the last draft token, or what it must catch up on."""
@@ -76,12 +82,8 @@ class ModelDrafter:
         limit = self.runner.executor.vocab_size
         return tokens if max(tokens) < limit else [token if token < limit else 0 for token in tokens]
 
-    def _draw(self, logits: Float32Array, active: Seq[tuple[Sequence, Proposal]]) -> None:
-        logits = logits[:, : self.vocab_size]
-        if all(seq.sampler.is_plain_greedy for seq, _ in active):
-            for (_, proposal), token in zip(active, logits.argmax(axis=1).tolist(), strict=True):
-                proposal.tokens.append(token)
-            return
+    @staticmethod
+    def _draw(logits: Float32Array, active: Seq[tuple[Sequence, Proposal]]) -> None:
         for (seq, proposal), row in zip(active, logits, strict=True):
             if proposal.distributions is None:
                 proposal.tokens.append(seq.sampler.greedy_token(row, proposal.tokens))

@@ -1,6 +1,6 @@
 """What the decoding loop needs from an engine. Implementations know nothing of sequences, sampling or drafting."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,21 @@ from specexport_runtime.abi import StepShape
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
+StepOutput = npt.NDArray[Any]
+"""Logits [R, V] float32, or token ids [R] int64: what ``execute`` was asked for."""
+
+Want = Literal["logits", "token_ids"]
+NO_TOKEN = -1
+"""Stands for the greedy token of a row of logits that holds a NaN."""
+
+
+def argmax_ids(logits: Float32Array) -> Int64Array:
+    """The greedy token of each row of logits [R, V]: int64 [R], ``NO_TOKEN`` for a row that holds a NaN."""
+    tokens: Int64Array = logits.argmax(axis=1)
+    # argmax returns the first NaN if there is one, so this one look finds any NaN of the step.
+    best = logits[np.arange(len(tokens)), tokens]
+    tokens[np.isnan(best)] = NO_TOKEN
+    return tokens
 
 
 class StepBuffers(NamedTuple):
@@ -39,6 +54,8 @@ class Executor(Protocol):
     vocab_size: int
     num_rows: int
     kv_capacity: int
+    max_num_tokens: int | None
+    """Most tokens of one step that mixes any sequences; None for no limit."""
     engine_seconds: float
     """Seconds spent inside engine execution since creation."""
 
@@ -46,11 +63,15 @@ class Executor(Protocol):
         """Bind the arena rows and buffers for ``shape`` and return the host arrays to fill."""
         ...
 
-    def execute(self) -> Float32Array:
+    def execute(self, want: Want = "logits") -> StepOutput:
         """Run the prepared step.
 
+        Args:
+            want: ``"token_ids"`` where the greedy token of each row is all that is needed: then only ids leave a GPU.
+
         Returns:
-            logits [R, V], float32; a view that the next ``execute`` overwrites.
+            logits [R, V], float32, or token ids [R], int64 (argmax of the raw logits, ``NO_TOKEN`` for a row that
+            holds a NaN); a view that the next ``execute`` overwrites.
         """
         ...
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from specexport_runtime.abi import PADDED_STEP_INPUTS, STEP_INPUTS, StepShape
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Float32Array, StepBuffers
+from specexport_runtime.executors.base import Float32Array, StepBuffers, StepOutput, Want, argmax_ids
 
 _POISON = -1
 
@@ -46,6 +46,7 @@ class FakeExecutor:
         self.vocab_size = vocab_size
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
+        self.max_num_tokens: int | None = None
         self.engine_seconds = 0.0
         self.calls: list[StepShape] = []
         """Shape of every executed step."""
@@ -77,8 +78,8 @@ class FakeExecutor:
         self._buffers = StepBuffers(*(np.full(shape.shape_of(spec), -7, spec.dtype) for spec in inputs))
         return self._buffers
 
-    def execute(self) -> Float32Array:
-        """Run the prepared step on the token cache; returns logits [R, V] float32.
+    def execute(self, want: Want = "logits") -> StepOutput:
+        """Run the prepared step on the token cache; returns logits [R, V] float32, or their argmax [R].
 
         Raises:
             SpecexportError: an input breaks the contract.
@@ -95,7 +96,8 @@ class FakeExecutor:
         rows = [int(row) for row in buffers.logit_rows]
         _require(all(row in after for row in rows), f"logit_rows {rows} are not rows of the step")
         self.engine_seconds += time.perf_counter() - start
-        return np.stack([after[row] for row in rows])
+        logits = np.stack([after[row] for row in rows])
+        return logits if want == "logits" else argmax_ids(logits)
 
     def _run_row(self, shape: StepShape, buffers: StepBuffers, offset: int) -> dict[int, Float32Array]:
         begin, end = (int(value) for value in buffers.cu_new_tokens[offset : offset + 2])

@@ -23,7 +23,14 @@ from specexport_runtime.abi import (
     StepShape,
 )
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
-from specexport_runtime.executors.base import Float32Array, Int64Array, StepBuffers
+from specexport_runtime.executors.base import (
+    Float32Array,
+    Int64Array,
+    StepBuffers,
+    StepOutput,
+    Want,
+    argmax_ids,
+)
 from specexport_runtime.manifest import ModelEntry
 
 MAX_BINDINGS = 256
@@ -83,6 +90,7 @@ class OrtExecutor:
         self.vocab_size = entry.vocab_size
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
+        self.max_num_tokens: int | None = None
         self.engine_seconds = 0.0
         self._session = _open_session(path, num_threads or available_cores(), spin)
         self._inputs = {value.name for value in self._session.get_inputs()}
@@ -120,15 +128,15 @@ class OrtExecutor:
         self._current = binding
         return binding.buffers
 
-    def execute(self) -> Float32Array:
-        """Run the prepared step; returns logits [R, V] float32, overwritten by the next call."""
+    def execute(self, want: Want = "logits") -> StepOutput:
+        """Run the prepared step; returns logits [R, V] float32, overwritten by the next call, or their argmax [R]."""
         binding = self._current
         if binding is None:
             raise SpecexportError("execute() was called before prepare().")
         start = time.perf_counter()
         self._session.run_with_iobinding(binding.io)
         self.engine_seconds += time.perf_counter() - start
-        return binding.logits
+        return binding.logits if want == "logits" else argmax_ids(binding.logits)
 
     def capture(self, shapes: list[StepShape]) -> None:
         """Make the bindings of ``shapes`` ahead of time."""
