@@ -23,7 +23,14 @@ from specexport.lowering.functions import (
 )
 from specexport.lowering.portable import portable_row
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
-from specexport_runtime.abi import KV_POSITIONS, OP_DOMAIN, OP_NAME, PADDED_STEP_INPUTS, LayerGeometry
+from specexport_runtime.abi import (
+    ALIGNED_STEP_INPUTS,
+    KV_POSITIONS,
+    OP_DOMAIN,
+    OP_NAME,
+    PADDED_STEP_INPUTS,
+    LayerGeometry,
+)
 from specexport_runtime.errors import CheckFailedError
 
 if TYPE_CHECKING:
@@ -205,7 +212,7 @@ def _replace_node(ir_model: "ir.Model", node: "ir.Node", op_type: str, inputs: l
 
 def drop_unused_step_inputs(ir_model: "ir.Model") -> tuple[str, ...]:
     """Remove step inputs without readers from the graph's inputs; returns their names."""
-    step_names = {spec.name for spec in PADDED_STEP_INPUTS}
+    step_names = {spec.name for spec in (*PADDED_STEP_INPUTS, *ALIGNED_STEP_INPUTS)}
     graph = ir_model.graph
     unused = [x for x in graph.inputs if x.name in step_names and not x.uses()]
     for value in unused:

@@ -30,17 +30,34 @@ class ContractCheckPass(CountingPass):
         return 0
 
     @staticmethod
-    def problems(model: ir.Model) -> list[str]:
-        """Everything that is wrong, one phrase each; empty if nothing is."""
+    def problems(model: ir.Model, *, cast_to_come: bool = False) -> list[str]:
+        """Everything that is wrong, one phrase each; empty if nothing is.
+
+        Args:
+            model: the graph.
+            cast_to_come: precision has not been decided yet: the logits may still have the model's dtype.
+        """
         layers = sum(1 for _ in attention_nodes(model))
         expected_inputs = list(STEP_INPUTS) + [_numbered(spec, i) for i in range(layers) for spec in CACHE_INPUTS]
-        expected_outputs = [LOGITS] + [_numbered(spec, i) for i in range(layers) for spec in OUTPUTS if spec != LOGITS]
+        logits = LOGITS._replace(dtype=_logits_dtype(model)) if cast_to_come else LOGITS
+        expected_outputs = [logits] + [_numbered(spec, i) for i in range(layers) for spec in OUTPUTS if spec != LOGITS]
         return [
             *_compare("input", expected_inputs, model.graph.inputs),
             *_compare("output", expected_outputs, model.graph.outputs),
             *_check_attention(model),
             *_check_weights(model),
         ]
+
+
+def _logits_dtype(model: ir.Model) -> str:
+    """What logits may be before the cast to float32: what they are, if the caches are that too."""
+    logits = next((value.dtype for value in model.graph.outputs if value.name == LOGITS.name), None)
+    return str(logits).lower() if logits is not None and logits == _model_dtype(model) else LOGITS.dtype
+
+
+def _model_dtype(model: ir.Model) -> ir.DataType | None:
+    node = next(attention_nodes(model), None)
+    return None if node is None or node.inputs[3] is None else node.inputs[3].dtype
 
 
 def _numbered(spec: TensorSpec, layer: int) -> TensorSpec:
@@ -89,8 +106,7 @@ def _check_attention(model: ir.Model) -> Iterator[str]:
 
 def _check_weights(model: ir.Model) -> Iterator[str]:
     """Matrices must have the caches' dtype: anything else is a precision nobody asked for."""
-    node = next(attention_nodes(model), None)
-    dtype = None if node is None or node.inputs[3] is None else node.inputs[3].dtype
+    dtype = _model_dtype(model)
     for value in model.graph.initializers.values():
         tensor = value.const_value
         if tensor is None:

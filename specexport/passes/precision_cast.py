@@ -2,13 +2,14 @@
 
 from functools import partial
 
-import numpy as np
 import onnx_ir as ir
 
 from specexport.passes.base import CountingPass, constant_of
 from specexport_runtime.abi import LOGITS
-from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.errors import CheckFailedError, RecipeError
 
+# By name: numpy itself has no bfloat16.
+_MODEL_DTYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE}
 
 
@@ -23,14 +24,19 @@ class PrecisionCastPass(CountingPass):
     removed and added.
 
     Args:
-        dtype: numpy name of the dtype of weights, activations and caches.
+        dtype: dtype of weights, activations and caches: float32, float16 or bfloat16.
+
+    Raises:
+        RecipeError: ``dtype`` is none of these.
     """
 
     name = "precision-cast"
     reason = "dtypes are decided by the recipe, not by what a checkpoint happened to be saved in"
 
     def __init__(self, dtype: str) -> None:
-        self.dtype = ir.DataType.from_numpy(np.dtype(dtype))
+        if dtype not in _MODEL_DTYPES:
+            raise RecipeError(f"models cannot have dtype {dtype!r}.", f"use one of {', '.join(_MODEL_DTYPES)}.")
+        self.dtype = _MODEL_DTYPES[dtype]
 
     def rewrite(self, model: ir.Model) -> int:
         """Convert weights, cast logits.

@@ -1,0 +1,295 @@
+"""Lowering ``native`` for TensorRT: its own KV-cache update and attention, no plugin.
+
+Each row's new keys and values are written packed, straight to the row's own entries (``TRT_KVCacheUpdate``, form
+``packed_nhd``). Attention has no packed form for queries that builds, so the step's tokens are gathered into a tile
+[B, Q] with rows RIGHT-aligned: slot Q-1 holds a row's last token. Slot ``j`` of row ``b`` then sees the entries up to
+``row_totals[b] - Q + j``, for rows of any length, which is TensorRT's ``lower_right`` causality over the row's length.
+
+A layer takes one of three forms (``choose_form``):
+
+``fused-causal``  ``TRT_Attention`` with ``causal_kind=lower_right`` and the rows' lengths.
+``fused-masked``  ``TRT_Attention`` with a Boolean mask (sliding windows), made once a step for each window.
+``explicit``      matmuls, masking and softmax written out (``trt_explicit``): softcap, sinks, and sizes or dtypes for
+                  which there is no fused kernel.
+
+Fused attention is emitted with ``TRT_decomposable=0``: where TensorRT has no kernel, the build fails and nothing runs
+slowly in silence. Slots before a row's first token repeat some token, may see nothing, and nobody reads them.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from specexport.lowering.emit import Emitter
+from specexport.lowering.ort_cpu import drop_unused_step_inputs
+from specexport.lowering.token_ids import add_token_ids
+from specexport.lowering.trt_explicit import emit_explicit
+from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
+from specexport_runtime.abi import (
+    CU_NEW_TOKENS,
+    KV_LENS,
+    OP_DOMAIN,
+    OP_NAME,
+    ROW_TOTALS,
+    TILE_INDEX,
+    UNTILE_INDEX,
+    TensorSpec,
+)
+from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+FUSED_CAUSAL, FUSED_MASKED, EXPLICIT = "fused-causal", "fused-masked", "explicit"
+
+# Found by building one-layer networks with TRT_decomposable=0 in TensorRT-RTX 1.7, decode, verify and prefill profiles,
+# float16 and bfloat16, compute capabilities 8.0, 8.6, 8.9, 12.0 and 12.1, causal and masked (7.5: float16 only). The
+# answer was the same everywhere: multiples of 8 from 16 to 256; no kernel for float32.
+_FUSED_MULTIPLE, _FUSED_SMALLEST, _FUSED_LARGEST = 8, 16, 256
+_FUSED_DTYPES = ("FLOAT16", "BFLOAT16")
+_DTYPES = (*_FUSED_DTYPES, "FLOAT")
+
+
+class Attention(NamedTuple):
+    """One ``UnpaddedAttention`` node, read.
+
+    Attributes:
+        node: the node.
+        tensors: its inputs by name.
+        num_heads: query heads.
+        kv_heads: key/value heads.
+        k_dim: size of a key head.
+        v_dim: size of a value head.
+        scale: factor on the scores.
+        window: entries a token sees, its own included; -1 for all.
+        softcap: 0 for off.
+        dtype: dtype of caches and activations.
+    """
+
+    node: "ir.Node"
+    tensors: "dict[str, ir.Value]"
+    num_heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    scale: float
+    window: int
+    softcap: float
+    dtype: "ir.DataType"
+
+
+class AlignedStep(NamedTuple):
+    """What every layer needs of the step, computed once at the top of the graph.
+
+    Attributes:
+        past: ``kv_lens`` as [B] int32.
+        totals: ``row_totals`` as [B] int32.
+        cu: ``cu_new_tokens`` [B+1] int32.
+        tile: ``tile_index`` [B, Q].
+        untile: ``untile_index`` [T].
+        masks: what each slot sees, [B, 1, Q, L] bool, by window (-1: causal); those that a layer needs.
+        used: whether an entry holds a token after the step, [B, 1, L, 1] bool; None if no layer needs it.
+    """
+
+    past: "ir.Value"
+    totals: "ir.Value"
+    cu: "ir.Value"
+    tile: "ir.Value"
+    untile: "ir.Value"
+    masks: "dict[int, ir.Value]"
+    used: "ir.Value | None"
+
+
+def choose_form(attention: Attention) -> str:
+    """The form of one layer: the fastest that computes it exactly."""
+    size = attention.k_dim
+    fused_size = size % _FUSED_MULTIPLE == 0 and _FUSED_SMALLEST <= size <= _FUSED_LARGEST
+    plain = attention.softcap == 0 and "sinks" not in attention.tensors and attention.dtype.name in _FUSED_DTYPES
+    if not (plain and fused_size and size == attention.v_dim):
+        return EXPLICIT
+    return FUSED_MASKED if attention.window > 0 else FUSED_CAUSAL
+
+
+def lower_trt_native(ir_model: "ir.Model", *, kv_capacity: int) -> tuple[str, ...]:
+    """Replace every ``UnpaddedAttention``, fix the cache shapes, add ``token_ids``, drop unread step inputs, in place.
+
+    Args:
+        ir_model: the traced model after the passes.
+        kv_capacity: L, entries of a cache row.
+
+    Returns:
+        Form of each layer.
+
+    Raises:
+        UnsupportedModelError: a layer has a dtype, or heads, that no form computes exactly.
+    """
+    layers = [read_attention(n, i) for i, n in enumerate(_attention_nodes(ir_model))]
+    forms = tuple(map(choose_form, layers))
+    step = _emit_step(ir_model, layers, forms, kv_capacity)
+    for i, (layer, form) in enumerate(zip(layers, forms, strict=True)):
+        _lower_layer(ir_model, layer, form, step, Emitter(ir_model, f"attention.{i}.{form}"), kv_capacity)
+    add_token_ids(ir_model)
+    drop_unused_step_inputs(ir_model)
+    return forms
+
+
+def _attention_nodes(ir_model: "ir.Model") -> "list[ir.Node]":
+    return [node for node in ir_model.graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN]
+
+
+def read_attention(node: "ir.Node", index: int) -> Attention:
+    """Read one node.
+
+    Args:
+        node: an ``UnpaddedAttention``.
+        index: its layer, for messages.
+
+    Raises:
+        CheckFailedError: its caches have no static head sizes.
+        UnsupportedModelError: TensorRT has no exact form for it.
+    """
+    named = zip([item.name for item in UNPADDED_ATTENTION.inputs], node.inputs, strict=False)
+    tensors = {name: value for name, value in named if value is not None}
+    sizes = [None if tensors[n].shape is None else tensors[n].shape[a] for n, a in (("k_cache", 4), ("v_cache", 4))]  # type: ignore[index]
+    k_dim, v_dim = sizes
+    if not isinstance(k_dim, int) or not isinstance(v_dim, int):
+        raise CheckFailedError(f"{node.name}: the caches have no static head size.")
+    heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
+    scale, softcap = (node.attributes[name].as_float() for name in ("scale", "softcap"))
+    dtype = tensors["k_cache"].dtype
+    if dtype is None or dtype.name not in _DTYPES:
+        raise UnsupportedModelError(
+            f"attention layer {index} is {dtype}; TensorRT computes float16, bfloat16, float32."
+        )
+    if heads % kv_heads:
+        raise UnsupportedModelError(f"attention layer {index} has {heads} query heads on {kv_heads} key/value heads.")
+    window = node.attributes["window"].as_int()
+    return Attention(node, tensors, heads, kv_heads, k_dim, v_dim, scale, window, softcap, dtype)
+
+
+def _emit_step(ir_model: "ir.Model", layers: list[Attention], forms: tuple[str, ...], kv_capacity: int) -> AlignedStep:
+    by_name = {value.name: value for value in ir_model.graph.inputs}
+    tile, untile = (_add_input(ir_model, spec) for spec in (TILE_INDEX, UNTILE_INDEX))
+    emit = Emitter(ir_model, "step")
+    row_totals = by_name[ROW_TOTALS.name]
+    past, totals = (emit.reshape(value, [-1]) for value in (by_name[KV_LENS.name], row_totals))
+    windows = sorted({layer.window for layer, form in zip(layers, forms, strict=True) if form != FUSED_CAUSAL})
+    masks = _emit_masks(emit, row_totals, tile, windows, kv_capacity)
+    used = _emit_used(emit, totals, kv_capacity) if EXPLICIT in forms else None
+    emit.place(ir_model.graph[0])
+    return AlignedStep(past, totals, by_name[CU_NEW_TOKENS.name], tile, untile, masks, used)
+
+
+def _add_input(ir_model: "ir.Model", spec: TensorSpec) -> "ir.Value":
+    import onnx_ir as ir
+
+    shape = ir.Shape([DIM_NAMES.get(word, word) if isinstance(word, str) else word for word in spec.shape])
+    value = ir.Value(name=spec.name, type=ir.TensorType(ir.DataType.INT64), shape=shape)
+    ir_model.graph.inputs.insert(_first_cache(ir_model), value)
+    return value
+
+
+def _first_cache(ir_model: "ir.Model") -> int:
+    return next(i for i, value in enumerate(ir_model.graph.inputs) if "cache" in str(value.name))
+
+
+def _emit_masks(
+    emit: Emitter, row_totals: "ir.Value", tile: "ir.Value", windows: list[int], kv_capacity: int
+) -> "dict[int, ir.Value]":
+    """[B, 1, Q, L] for each window. A slot before its row's first token is taken for entry 0: it sees something."""
+    import onnx_ir as ir
+
+    if not windows:
+        return {}
+    boolean = {"dtype": ir.DataType.BOOL}
+    width = emit.op("Shape", tile, start=1, end=2)
+    slots = emit.op("Range", emit.const(0), emit.reshape(width, []), emit.const(1))
+    firsts = emit.op("Sub", row_totals, emit.cast(width, ir.DataType.INT32))  # [B, 1]: entry of slot 0
+    own = emit.op("Max", emit.op("Add", firsts, emit.cast(slots, ir.DataType.INT32)), emit.const(0, "int32"))
+    limit = emit.op("Unsqueeze", own, emit.const([1, 3]))  # [B, 1, Q, 1]
+    entries = emit.const(np.arange(kv_capacity).reshape(1, 1, 1, -1), "int32")
+    causal = emit.op("LessOrEqual", entries, limit, **boolean)
+    masks = {}
+    for window in windows:
+        masks[window] = causal
+        if window > 0:
+            inside = emit.op("Greater", entries, emit.op("Sub", limit, emit.const(window, "int32")), **boolean)
+            masks[window] = emit.op("And", causal, inside)
+    return masks
+
+
+def _emit_used(emit: Emitter, totals: "ir.Value", kv_capacity: int) -> "ir.Value":
+    import onnx_ir as ir
+
+    entries = emit.const(np.arange(kv_capacity).reshape(1, 1, -1, 1), "int32")
+    return emit.op("Less", entries, emit.op("Unsqueeze", totals, emit.const([1, 2, 3])), dtype=ir.DataType.BOOL)
+
+
+def _lower_layer(
+    ir_model: "ir.Model", layer: Attention, form: str, step: AlignedStep, emit: Emitter, kv_capacity: int
+) -> None:
+    caches = []
+    for name, size, output in (("k", layer.k_dim, layer.node.outputs[1]), ("v", layer.v_dim, layer.node.outputs[2])):
+        cache = layer.tensors[f"{name}_cache"]
+        _fix_shape(cache, layer.kv_heads, kv_capacity, size)
+        update = emit.reshape(layer.tensors[name], [-1, layer.kv_heads, size])
+        options: dict[str, Any] = {"update_form": "packed_nhd", "mode": "linear"}
+        updated = emit.op("TRT_KVCacheUpdate", cache, update, step.past, step.cu, **options)
+        _take_place(ir_model, output, updated)
+        _fix_shape(updated, layer.kv_heads, kv_capacity, size)
+        caches.append(updated)
+    tile = emit_query_tile(emit, layer, step)
+    if form == EXPLICIT:
+        slots = emit_explicit(emit, layer, step, tile, *caches)
+    else:
+        slots = emit_fused(emit, layer, step, tile, *caches)
+    output = emit.op("Gather", emit.reshape(slots, [-1, layer.num_heads * layer.v_dim]), step.untile, axis=0)
+    _take_place(ir_model, layer.node.outputs[0], output)
+    emit.place(layer.node)
+    ir_model.graph.remove(layer.node, safe=True)
+
+
+def emit_query_tile(emit: Emitter, layer: Attention, step: AlignedStep) -> "ir.Value":
+    """Scaled queries as the tile [B, Q, Hq*D], in the model's dtype.
+
+    TensorRT's attention does not scale. The product is taken in float32 and rounded once: a scale such as 96**-0.5
+    would itself be rounded in half precision, and twice rounded is worse.
+    """
+    import onnx_ir as ir
+
+    exact = emit.op("Mul", emit.cast(layer.tensors["q"], ir.DataType.FLOAT), emit.const(layer.scale, "float32"))
+    return emit.op("Gather", emit.cast(exact, layer.dtype), step.tile, axis=0)
+
+
+def emit_fused(
+    emit: Emitter, layer: Attention, step: AlignedStep, tile: "ir.Value", keys: "ir.Value", values: "ir.Value"
+) -> "ir.Value":
+    """``TRT_Attention`` over the tile; returns [B, Q, Hq, D]."""
+    heads = emit.reshape(tile, [0, 0, layer.num_heads, layer.k_dim])
+    queries = emit.op("Transpose", heads, perm=[0, 2, 1, 3])
+    options: dict[str, Any] = {"TRT_decomposable": 0}
+    mask = step.masks.get(layer.window) if layer.window > 0 else None
+    if mask is None:
+        options["causal_kind"] = "lower_right"
+    attended = emit.op("TRT_Attention", queries, keys, values, mask, None, step.totals, **options)
+    return emit.op("Transpose", attended, perm=[0, 2, 1, 3])
+
+
+def _fix_shape(cache: "ir.Value", heads: int, capacity: int, size: int) -> None:
+    """Caches are 4-D here: TensorRT updates a network input in place only if nothing reshapes it first."""
+    import onnx_ir as ir
+
+    cache.shape = ir.Shape([DIM_NAMES["B"], heads, capacity, size])
+
+
+def _take_place(ir_model: "ir.Model", old: "ir.Value", new: "ir.Value") -> None:
+    """Readers of ``old``, and the graph output that it is, now get ``new``, under its name if it is an output."""
+    import onnx_ir as ir
+
+    outputs = ir_model.graph.outputs
+    if old in outputs:
+        outputs[outputs.index(old)] = new
+        new.name, old.name = old.name, None
+    new.type = old.type if old.type is not None else new.type
+    new.shape = old.shape
+    ir.convenience.replace_all_uses_with(old, new)
