@@ -1,0 +1,248 @@
+"""ONNX Runtime executor for NVIDIA GPUs: a KV arena of blocks, everything bound in device memory.
+
+The engine's attention is ``com.microsoft.PagedAttention``: each cache is a pool of blocks of 256 entries, and a table
+says which blocks each row of the step has. So the whole arena is bound once and stays where it is; a step on rows
+[r, r+B) is a matter of the table, and a row is moved by exchanging its blocks with another's. Imports onnxruntime when
+an executor is made, not before.
+"""
+
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport_runtime.abi import CACHE_INPUTS, LOGITS, STEP_INPUTS, TOKEN_IDS, StepShape
+from specexport_runtime.errors import IncompatibleError, SpecexportError
+from specexport_runtime.executors.base import Int64Array, StepBuffers
+from specexport_runtime.executors.ort_cuda_session import import_onnxruntime, open_session
+from specexport_runtime.executors.paged import ATTENTION_METADATA, BLOCK_ENTRIES, BLOCK_TABLE, paged_head_size
+from specexport_runtime.manifest import ModelEntry
+
+_ELEMENT_TYPES = {"float16": 10, "bfloat16": 16}  # ONNX TensorProto.DataType; numpy has no bfloat16
+_MEMORY_HINT = "if its memory is full, lower `max_num_seqs` or `max_model_len`."
+_MAX_SHAPES = 256
+_MAX_DEVICE_SHAPES = 64
+
+
+class _DeviceStep(NamedTuple):
+    """What the steps of one size share on the device, whatever rows they are on."""
+
+    binding: Any
+    inputs: dict[str, Any]
+    table: Any
+    metadata: npt.NDArray[np.int32]
+    outputs: dict[str, Any]
+    options: Any
+    replayed: bool
+    rows: list[int]
+    """Cache rows whose blocks ``table`` holds now."""
+
+
+class OrtCudaExecutor:
+    """Runs one engine with ONNX Runtime on an NVIDIA GPU.
+
+    Step inputs are copied to the device one by one into memory that stays bound; of the outputs only the one that is
+    asked for comes back.
+
+    Args:
+        path: engine file of the bundle.
+        entry: its manifest entry, dtype float16 or bfloat16.
+        num_rows: cache rows.
+        kv_capacity: entries of each row (L); the arena rounds it up to whole blocks.
+        cuda_graphs: let the provider capture the shapes given to :meth:`capture` and replay them. Off by default: its
+            replay has not been compared with eager execution on a GPU yet.
+        device_id: number of the GPU.
+
+    Raises:
+        MissingDependencyError: the installed onnxruntime has no CUDA provider.
+        IncompatibleError: there is no GPU or driver, too little of its memory, or inputs that break the contract.
+        BundleError: ONNX Runtime cannot load the engine.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        entry: ModelEntry,
+        *,
+        num_rows: int,
+        kv_capacity: int,
+        cuda_graphs: bool = False,
+        device_id: int = 0,
+    ) -> None:
+        if entry.dtype not in _ELEMENT_TYPES:
+            raise IncompatibleError(f"{path}: there is no paged attention for {entry.dtype}.", "build it for float16.")
+        self.vocab_size = entry.vocab_size
+        self.num_rows = num_rows
+        self.kv_capacity = kv_capacity
+        self.engine_seconds = 0.0
+        self._device = ("cuda", device_id)
+        self._graphs = cuda_graphs
+        self._ort = import_onnxruntime(device_id)
+        self._session = open_session(self._ort, path, device_id, cuda_graphs)
+        self._check_contract(path, entry)
+        self._inputs = [spec for spec in STEP_INPUTS if spec.name in entry.inputs]
+        self._element_type = _ELEMENT_TYPES[entry.dtype]
+        self._row_blocks = np.arange(num_rows * -(-kv_capacity // BLOCK_ENTRIES), dtype=np.int32).reshape(num_rows, -1)
+        self._caches: dict[str, Any] = {}
+        for i, layer in enumerate(entry.layers):
+            shape = (self._row_blocks.size, BLOCK_ENTRIES, layer.kv_heads, paged_head_size(layer))
+            for spec in CACHE_INPUTS:
+                # As bytes of its size: numpy cannot name a bfloat16. Zeros, because 0 times anything finite is 0.
+                self._caches[spec.name.format(i=i)] = self._to_device(np.zeros(shape, np.uint16))
+        self._graph_ids: dict[StepShape, int] = {}
+        self._steps: OrderedDict[StepShape, _DeviceStep] = OrderedDict()
+        self._buffers: OrderedDict[StepShape, StepBuffers] = OrderedDict()
+        self._current: StepShape | None = None
+
+    def _check_contract(self, path: Path, entry: ModelEntry) -> None:
+        expected = {spec.name.format(i=i) for i in range(len(entry.layers)) for spec in CACHE_INPUTS}
+        expected |= {*entry.inputs, BLOCK_TABLE.name, ATTENTION_METADATA.name}
+        odd = sorted(expected ^ {value.name for value in self._session.get_inputs()})
+        if odd:
+            raise IncompatibleError(f"{path}: inputs differ from the manifest's: {', '.join(odd)}.", "build it again.")
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of device memory that the KV arena takes."""
+        return sum(int(cache.tensor_size_in_bytes()) for cache in self._caches.values())
+
+    def prepare(self, shape: StepShape) -> StepBuffers:
+        """The host arrays of ``shape``, to be filled. See ``Executor.prepare``."""
+        if shape.kv_span:
+            raise SpecexportError("backend ort-cuda has no padded-KV graphs.", "use `unpad_kv=True`.")
+        if shape.first_row + shape.num_seqs > self.num_rows:
+            raise SpecexportError(f"{shape} does not fit {self.num_rows} rows.")
+        buffers = self._buffers.get(shape)
+        if buffers is None:
+            while len(self._buffers) >= _MAX_SHAPES:
+                self._buffers.popitem(last=False)
+            buffers = StepBuffers(**{spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in STEP_INPUTS})
+            self._buffers[shape] = buffers
+        else:
+            self._buffers.move_to_end(shape)
+        self._current = shape
+        return buffers
+
+    def execute(self, want: Literal["logits", "token_ids"] = "logits") -> npt.NDArray[Any]:
+        """Run the prepared step.
+
+        Args:
+            want: which output to bring to the host.
+
+        Returns:
+            logits [R, V] float32, or the greedy token of each row, int64 [R], -1 for a row with a NaN.
+
+        Raises:
+            SpecexportError: nothing is prepared, or the provider failed.
+        """
+        shape = self._current
+        if shape is None:
+            raise SpecexportError("execute() was called before prepare().")
+        start = time.perf_counter()
+        step = self._device_step(shape._replace(first_row=0))
+        try:
+            self._fill(step, shape, self._buffers[shape])
+            self._session.run_with_iobinding(step.binding, step.options)
+            result: npt.NDArray[Any] = step.outputs[want].numpy()
+        except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
+            raise SpecexportError(f"ONNX Runtime failed on the GPU in {shape}: {error}", _MEMORY_HINT) from error
+        self.engine_seconds += time.perf_counter() - start
+        return result
+
+    def _fill(self, step: _DeviceStep, shape: StepShape, buffers: StepBuffers) -> None:
+        for name, value in step.inputs.items():
+            value.update_inplace(getattr(buffers, name))
+        rows = list(range(shape.first_row, shape.first_row + shape.num_seqs))
+        blocks = self._row_blocks[rows]
+        if step.rows != blocks[:, 0].tolist():
+            step.table.update_inplace(blocks)
+            step.rows[:] = blocks[:, 0].tolist()
+        if not step.replayed:
+            counts = np.diff(buffers.cu_new_tokens)
+            longest = int((buffers.kv_lens[:, 0] + counts).max())
+            step.metadata[:] = counts.max(), longest, longest
+
+    def capture(self, shapes: list[StepShape]) -> None:
+        """Make the bindings of ``shapes``; with CUDA graphs, the next step of each is also recorded.
+
+        The provider runs that step once by itself and once from the graph: the same entries get the same content twice.
+        The largest shape gets its memory first. A graph is for sizes, not for rows: its block table is an input.
+        """
+        for shape in sorted(shapes, key=lambda item: (-item.num_tokens, -item.num_seqs)):
+            size = shape._replace(first_row=0)
+            if self._graphs:
+                self._graph_ids.setdefault(size, len(self._graph_ids) + 1)
+                self._steps.pop(size, None)
+            self._device_step(size)
+
+    def move_row(self, source: int, destination: int, kv_len: int) -> None:  # noqa: ARG002
+        """Give row ``destination`` the entries of row ``source`` by exchanging their blocks; nothing is copied.
+
+        Unlike a copy, this leaves in ``source`` what ``destination`` held.
+        """
+        self._row_blocks[[source, destination]] = self._row_blocks[[destination, source]]
+
+    def move_entries(self, row: int, entries: Int64Array) -> None:
+        """Not on this backend.
+
+        Raises:
+            SpecexportError: always: only padded-KV graphs move entries, and this backend has none.
+        """
+        raise SpecexportError(f"backend ort-cuda cannot move {len(entries)} entries of row {row}.", "use unpadded KV.")
+
+    def close(self) -> None:
+        """Release the session and the arena."""
+        self._steps.clear()
+        self._buffers.clear()
+        self._caches.clear()
+        self._current = None
+        self._session = None
+
+    def _to_device(self, array: npt.NDArray[Any]) -> Any:
+        """A device value with the content of ``array``."""
+        try:
+            value = self._ort.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type, *self._device)
+            value.update_inplace(array)
+        except Exception as error:  # as above
+            size = array.nbytes / 2**20
+            raise IncompatibleError(f"the GPU gives no {size:.0f} MiB: {error}", _MEMORY_HINT) from error
+        return value
+
+    def _device_step(self, size: StepShape) -> _DeviceStep:
+        step = self._steps.get(size)
+        if step is not None:
+            self._steps.move_to_end(size)
+            return step
+        while len(self._steps) >= _MAX_DEVICE_SHAPES:
+            self._steps.popitem(last=False)
+        step = self._bind(size)
+        self._steps[size] = step
+        return step
+
+    def _bind(self, size: StepShape) -> _DeviceStep:
+        binding = self._session.io_binding()
+        values = {s.name: self._to_device(np.zeros(size.shape_of(s), s.dtype)) for s in self._inputs}
+        table = self._to_device(np.zeros((size.num_seqs, self._row_blocks.shape[1]), np.int32))
+        for name, value in (*values.items(), (BLOCK_TABLE.name, table)):
+            binding.bind_ortvalue_input(name, value)
+        # Bounds for every replay; without replay, each step writes its own.
+        metadata = np.array([size.max_new_tokens, self.kv_capacity, 0], np.int32)
+        binding.bind_input(ATTENTION_METADATA.name, "cpu", 0, np.int32, metadata.shape, metadata.ctypes.data)
+        for name, cache in self._caches.items():
+            bound = (*self._device, self._element_type, cache.shape(), cache.data_ptr())
+            binding.bind_input(name, *bound)
+            binding.bind_output(name.replace("_cache.", "_cache_out."), *bound)
+        outputs = {
+            LOGITS.name: self._to_device(np.zeros((size.num_logit_rows, self.vocab_size), np.float32)),
+            TOKEN_IDS.name: self._to_device(np.zeros(size.num_logit_rows, np.int64)),
+        }
+        for name, value in outputs.items():
+            binding.bind_ortvalue_output(name, value)
+        options = self._ort.RunOptions()
+        graph_id = self._graph_ids.get(size)
+        if self._graphs:
+            options.add_run_config_entry("gpu_graph_id", str(graph_id or -1))
+        return _DeviceStep(binding, values, table, metadata, outputs, options, graph_id is not None, [])

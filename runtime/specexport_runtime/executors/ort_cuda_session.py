@@ -1,0 +1,68 @@
+"""Opening an ONNX Runtime session on an NVIDIA GPU, or saying why there is none."""
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError
+
+_CUDA = "CUDAExecutionProvider"
+
+
+def import_onnxruntime(device_id: int) -> Any:
+    """The onnxruntime module, if it has the CUDA provider and a GPU to run it on.
+
+    Raises:
+        MissingDependencyError: onnxruntime is not installed, or without the CUDA provider.
+        IncompatibleError: no such GPU, or no driver or CUDA libraries for it.
+    """
+    install = "pip uninstall onnxruntime, then pip install 'specexport[cuda]'."
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingDependencyError("onnxruntime-gpu is not installed.", "pip install 'specexport[cuda]'.") from error
+    if _CUDA not in onnxruntime.get_available_providers():
+        raise MissingDependencyError(
+            f"the installed onnxruntime {onnxruntime.__version__} is the CPU package; `onnxruntime` and "
+            "`onnxruntime-gpu` provide the same module, and the last one installed stays.",
+            install,
+        )
+    with contextlib.redirect_stdout(io.StringIO()):
+        onnxruntime.preload_dlls()  # the CUDA libraries of the nvidia packages; it prints what it does not find
+    try:
+        onnxruntime.OrtValue.ortvalue_from_shape_and_type([1], np.uint8, "cuda", device_id)
+    except RuntimeError as error:
+        raise IncompatibleError(
+            f"no GPU {device_id} for this bundle: {str(error).rsplit('] ', 1)[-1]}",
+            "install an NVIDIA driver and `onnxruntime-gpu[cuda,cudnn]`, or build for backend ort-cpu.",
+        ) from error
+    return onnxruntime
+
+
+def open_session(ort: Any, path: Path, device_id: int, cuda_graphs: bool) -> Any:
+    """A session of the engine ``path`` on GPU ``device_id``.
+
+    Args:
+        ort: the onnxruntime module.
+        path: engine file.
+        device_id: number of the GPU.
+        cuda_graphs: let runs with a ``gpu_graph_id`` be captured and replayed.
+
+    Raises:
+        BundleError: ONNX Runtime cannot load the engine.
+        IncompatibleError: it would run on the CPU.
+    """
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    # use_tf32 is for float32 products only: logits heads and routers that keep them lose no digits.
+    provider = {"device_id": str(device_id), "use_tf32": "0", "enable_cuda_graph": str(int(cuda_graphs))}
+    try:
+        session = ort.InferenceSession(str(path), options, providers=[(_CUDA, provider), "CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
+        raise BundleError(f"{path}: ONNX Runtime cannot load this engine: {error}", "build it again.") from error
+    if _CUDA not in session.get_providers():
+        raise IncompatibleError(f"{path}: ONNX Runtime fell back to the CPU.", "check the NVIDIA driver.")
+    return session

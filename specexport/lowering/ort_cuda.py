@@ -1,0 +1,241 @@
+"""Lowering for ONNX Runtime on an NVIDIA GPU: ``com.microsoft.PagedAttention`` on packed tokens.
+
+The kernel takes what an unpadded step is: packed queries, cumulative new-token counts, the entries that each row holds,
+and a table of cache blocks. Nothing is padded and no row waits for another. So the graph has, beside the contract's
+step inputs, two of its own: ``block_table`` and ``attention_metadata`` (see ``specexport_runtime.executors.paged``;
+the executor fills them), and its caches are a pool of blocks, ``[kv_blocks, 256, H, D]``, under the contract's names.
+A block holds 256 entries: the fused kernel wants a multiple of 256 for head sizes up to 64, of 128 up to 128 and of 64
+above, and the operator a power of two.
+
+The kernel knows one head size, a multiple of 8, for keys and values. Others take zeros at the end of each head, which
+changes no dot product, and lose them again behind the kernel.
+
+Source: the operator's schema in onnxruntime 1.31 (docs/ContribOperators.md, docs/contrib_ops/cuda/paged_attention.md).
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specexport.lowering.ort_cpu import drop_unused_step_inputs
+from specexport.ops.spec import UNPADDED_ATTENTION
+from specexport_runtime.abi import CU_NEW_TOKENS, KV_LENS, LOGITS, OP_DOMAIN, OP_NAME, TOKEN_IDS, LayerGeometry
+from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
+from specexport_runtime.executors.paged import (
+    ATTENTION_METADATA,
+    BLOCK_ENTRIES,
+    BLOCK_TABLE,
+    MAX_HEAD_SIZE,
+    paged_head_size,
+)
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_CONTRIB = "com.microsoft"
+_CACHE_RANK = 5
+# Inputs of PagedAttention by number: key_cache and value_cache stay where the tuple below puts them.
+_SINK_INPUT, _METADATA_INPUT = 11, 16
+
+
+def lower_ort_cuda(ir_model: "ir.Model") -> None:
+    """Replace every ``UnpaddedAttention`` by ``PagedAttention`` and add the output ``token_ids``, in place.
+
+    Args:
+        ir_model: the traced model, in float16 or bfloat16.
+
+    Raises:
+        UnsupportedModelError: the kernel has no such dtype or head size.
+        CheckFailedError: the caches have no static head sizes.
+    """
+    for node in _attention_nodes(ir_model):
+        _refuse_dtype(node)
+    attach_paged_attention(ir_model)
+
+
+def attach_paged_attention(ir_model: "ir.Model") -> None:
+    """What :func:`lower_ort_cuda` does, for any float dtype: float32 has no kernel, but the same mathematics.
+
+    Raises:
+        UnsupportedModelError: a head is larger than the kernel takes.
+        CheckFailedError: the caches have no static head sizes.
+    """
+    nodes = _attention_nodes(ir_model)
+    geometries = [_geometry(node) for node in nodes]
+    shared = _step_inputs(ir_model)
+    for node, geometry in zip(nodes, geometries, strict=True):
+        _page_caches(node, geometry)
+        _replace(ir_model, node, geometry, shared)
+    _add_token_ids(ir_model)
+    ir_model.opset_imports.setdefault(_CONTRIB, 1)
+    drop_unused_step_inputs(ir_model)
+
+
+def _attention_nodes(ir_model: "ir.Model") -> list["ir.Node"]:
+    return [node for node in ir_model.graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN]
+
+
+def _named_inputs(node: "ir.Node") -> dict[str, "ir.Value | None"]:
+    return dict(zip([item.name for item in UNPADDED_ATTENTION.inputs], node.inputs, strict=False))
+
+
+def _refuse_dtype(node: "ir.Node") -> None:
+    import onnx_ir as ir
+
+    cache = _named_inputs(node)["k_cache"]
+    dtype = None if cache is None else cache.dtype
+    if dtype not in {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}:
+        raise UnsupportedModelError(
+            f"{node.name}: ONNX Runtime's paged attention takes float16 and bfloat16, not {dtype}.",
+            "build with `dtype: float16`, or for backend ort-cpu.",
+        )
+
+
+def _geometry(node: "ir.Node") -> LayerGeometry:
+    """Cache sizes of a layer, checked against the kernel's limits."""
+    given = _named_inputs(node)
+    sizes = []
+    for name in ("k_cache", "v_cache"):
+        cache = given[name]
+        size = None if cache is None or cache.shape is None or len(cache.shape) != _CACHE_RANK else cache.shape[4]
+        if not isinstance(size, int):
+            raise CheckFailedError(f"{node.name}: the caches have no static head size.")
+        sizes.append(size)
+    geometry = LayerGeometry(node.attributes["kv_num_heads"].as_int(), *sizes)
+    if paged_head_size(geometry) > MAX_HEAD_SIZE:
+        raise UnsupportedModelError(
+            f"{node.name}: ONNX Runtime's paged attention takes heads of up to {MAX_HEAD_SIZE}, not {max(sizes)}.",
+            "build for backend ort-cpu.",
+        )
+    return geometry
+
+
+def _step_inputs(ir_model: "ir.Model") -> dict[str, "ir.Value"]:
+    """Step inputs by name; adds the two of this backend, and ``past_seqlens`` [B] from ``kv_lens`` [B, 1]."""
+    import onnx_ir as ir
+
+    graph = ir_model.graph
+    shapes: dict[str, list[int | str]] = {
+        BLOCK_TABLE.name: ["num_seqs", "blocks_per_row"],
+        ATTENTION_METADATA.name: [3],
+    }
+    for name, shape in shapes.items():
+        graph.inputs.append(ir.Value(name=name, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape(shape)))
+    by_name = {str(value.name): value for value in graph.inputs}
+    axis = _constant(ir_model, "paged.row_axis", np.array([1], np.int64))
+    squeeze = ir.node("Squeeze", [by_name[KV_LENS.name], axis])
+    past = squeeze.outputs[0]
+    past.name, past.dtype, past.shape = "past_seqlens", ir.DataType.INT32, ir.Shape(["num_seqs"])
+    graph.insert_before(graph[0], [squeeze])
+    return by_name | {"past_seqlens": past}
+
+
+def _constant(ir_model: "ir.Model", name: str, array: "np.ndarray") -> "ir.Value":
+    """An initializer; one of the same name is used again."""
+    import onnx_ir as ir
+
+    kept = ir_model.graph.initializers.get(name)
+    if kept is None:
+        tensor = ir.tensor(array, name=name)
+        kept = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+        ir_model.graph.initializers[name] = kept
+    return kept
+
+
+def _page_caches(node: "ir.Node", geometry: LayerGeometry) -> None:
+    """Give a layer's caches, in and out, the shape of a pool of blocks."""
+    import onnx_ir as ir
+
+    shape: list[int | str] = ["kv_blocks", BLOCK_ENTRIES, geometry.kv_heads, paged_head_size(geometry)]
+    for value in (*node.inputs[3:5], *node.outputs[1:3]):
+        if value is not None:
+            value.shape = ir.Shape(shape)
+
+
+def _replace(ir_model: "ir.Model", node: "ir.Node", geometry: LayerGeometry, shared: dict[str, "ir.Value"]) -> None:
+    import onnx_ir as ir
+
+    given, size = _named_inputs(node), paged_head_size(geometry)
+    num_heads, scale, window, softcap = (node.attributes[key] for key in ("num_heads", "scale", "window", "softcap"))
+    nodes: list[ir.Node] = []
+    heads = (num_heads.as_int(), geometry.kv_heads, geometry.kv_heads)
+    tokens = [
+        _widen(ir_model, nodes, given[name], count, given_size, size)
+        for name, count, given_size in zip("qkv", heads, (geometry.k_dim, geometry.k_dim, geometry.v_dim), strict=True)
+    ]
+    inputs: list[ir.Value | None] = [None] * (_METADATA_INPUT + 1)
+    paging = [shared[name] for name in (CU_NEW_TOKENS.name, "past_seqlens", BLOCK_TABLE.name)]
+    inputs[: len(tokens) + 2 + len(paging)] = [*tokens, given["k_cache"], given["v_cache"], *paging]
+    inputs[_SINK_INPUT] = given.get("sinks")
+    inputs[_METADATA_INPUT] = shared[ATTENTION_METADATA.name]
+    attributes = {
+        "num_heads": heads[0],
+        "kv_num_heads": geometry.kv_heads,
+        "scale": scale.as_float(),
+        "softcap": softcap.as_float(),
+        # Both count the token itself: a window of w is the token and the w-1 before it.
+        "local_window_size": window.as_int() if window.as_int() > 0 else -1,
+    }
+    paged = ir.node("PagedAttention", inputs, attributes, domain=_CONTRIB, num_outputs=3, name=node.name)
+    nodes.append(paged)
+    output = _narrow(ir_model, nodes, paged.outputs[0], heads[0], geometry.v_dim, size)
+    new = [output, *paged.outputs[1:]]
+    ir.convenience.replace_nodes_and_values(ir_model.graph, node, [node], nodes, node.outputs, new)
+
+
+def _apply(nodes: list["ir.Node"], op_type: str, *inputs: "ir.Value | None") -> "ir.Value":
+    import onnx_ir as ir
+
+    nodes.append(ir.node(op_type, inputs))
+    return nodes[-1].outputs[0]
+
+
+def _widen(
+    ir_model: "ir.Model", nodes: list["ir.Node"], tokens: "ir.Value | None", heads: int, given: int, size: int
+) -> "ir.Value | None":
+    """[T, heads*given] to [T, heads*size], each head with zeros behind it.
+
+    A product with a cut identity is exact, and unlike Pad it has a bfloat16 kernel.
+    """
+    if given == size or tokens is None or tokens.dtype is None:
+        return tokens
+    eye = np.eye(given, size).astype(tokens.dtype.numpy())
+    split = _constant(ir_model, f"paged.split.{heads}x{given}", np.array([-1, heads, given], np.int64))
+    join = _constant(ir_model, f"paged.join.{heads * size}", np.array([-1, heads * size], np.int64))
+    wide = _constant(ir_model, f"paged.widen.{given}x{size}", eye)
+    return _apply(nodes, "Reshape", _apply(nodes, "MatMul", _apply(nodes, "Reshape", tokens, split), wide), join)
+
+
+def _narrow(
+    ir_model: "ir.Model", nodes: list["ir.Node"], tokens: "ir.Value", heads: int, wanted: int, size: int
+) -> "ir.Value":
+    """[T, heads*size] to [T, heads*wanted], without the zeros."""
+    if wanted == size:
+        return tokens
+    split = _constant(ir_model, f"paged.split.{heads}x{size}", np.array([-1, heads, size], np.int64))
+    join = _constant(ir_model, f"paged.join.{heads * wanted}", np.array([-1, heads * wanted], np.int64))
+    start, end, axis = (_constant(ir_model, f"paged.at.{at}", np.array([at], np.int64)) for at in (0, wanted, 2))
+    cut = _apply(nodes, "Slice", _apply(nodes, "Reshape", tokens, split), start, end, axis)
+    return _apply(nodes, "Reshape", cut, join)
+
+
+def _add_token_ids(ir_model: "ir.Model") -> None:
+    """Output ``token_ids`` [R]: the greedy token of each row of logits, -1 for a row with a NaN.
+
+    A row's sum is NaN exactly if the row holds one (or infinities of both signs).
+    """
+    import onnx_ir as ir
+
+    logits = next(value for value in ir_model.graph.outputs if value.name == LOGITS.name)
+    nodes: list[ir.Node] = []
+    nodes.append(ir.node("ArgMax", [logits], {"axis": -1, "keepdims": 0}))
+    best = nodes[-1].outputs[0]
+    last = _constant(ir_model, "token_ids.axis", np.array([-1], np.int64))
+    nodes.append(ir.node("ReduceSum", [logits, last], {"keepdims": 0}))
+    broken = _apply(nodes, "IsNaN", nodes[-1].outputs[0])
+    none = _constant(ir_model, "token_ids.none", np.array(-1, np.int64))
+    token_ids = _apply(nodes, "Where", broken, none, best)
+    token_ids.name, token_ids.dtype = TOKEN_IDS.name, ir.DataType.INT64
+    token_ids.shape = None if logits.shape is None else ir.Shape([logits.shape[0]])
+    ir_model.graph.extend(nodes)
+    ir_model.graph.outputs.append(token_ids)
