@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import click
 
 from specexport.cache import cache_folder
+from specexport.host import memory_bytes
 from specexport_runtime.executors.ort import available_cores
 
 State = Literal["ok", "missing", "note"]
@@ -41,7 +42,7 @@ class Finding(NamedTuple):
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(*, as_json: bool) -> None:
-    """Show what this machine can run, and what to install for the rest. Exits 1 only if nothing can run."""
+    """Show what this machine can run, and what to install for the rest. Exits 1 only if no bundle can run."""
     findings = list(examine())
     can = capabilities(findings)
     if as_json:
@@ -52,7 +53,7 @@ def doctor(*, as_json: bool) -> None:
             click.echo(f"{finding.state:<8}{finding.topic:<14}{finding.found}{fix}")
         for name, possible in can.items():
             click.echo(f"{'can' if possible else 'cannot':<8}{name}")
-    if not any(can.values()):
+    if not any(possible for name, possible in can.items() if name.startswith("run")):
         click.get_current_context().exit(1)
 
 
@@ -68,11 +69,23 @@ def examine() -> Iterator[Finding]:
 def capabilities(findings: list[Finding]) -> dict[str, bool]:
     """What the findings allow."""
     states = {finding.topic: finding.state for finding in findings}
-    run = states["python"] != "missing" and states["onnxruntime"] != "missing"
+    python, stack = states["python"] != "missing", states["export stack"] != "missing"
+    run, gpu = python and states["onnxruntime"] != "missing", states["gpu"] == "ok"
+    cuda = any(finding.topic == "onnxruntime" and "CUDAExecutionProvider" in finding.found for finding in findings)
     return {
-        "build bundles for ort-cpu": run and states["export stack"] != "missing",
+        "build bundles for ort-cpu": run and stack,
         "run ort-cpu bundles": run,
+        "build bundles for ort-cuda": python and stack,
+        "run ort-cuda bundles": run and gpu and cuda,
+        "build bundles for tensorrt-rtx": python and stack and _installed("tensorrt_rtx"),
+        "run tensorrt-rtx bundles": python and gpu and _installed("tensorrt_rtx") and _installed("cuda"),
+        "build bundles for tensorrt": python and stack and gpu and _installed("tensorrt"),
+        "run tensorrt bundles": python and gpu and _installed("tensorrt") and _installed("cuda"),
     }
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def _python() -> Finding:
@@ -96,23 +109,6 @@ def _memory() -> Finding:
     if usable < _MIN_MEMORY:
         return Finding("memory", "note", text, "building needs about 2.5 times the float32 weights.")
     return Finding("memory", "ok", text)
-
-
-def memory_bytes() -> tuple[int, int, int | None]:
-    """Installed and available memory in bytes, and the cgroup v2 limit if there is one (0, 0 where unknown)."""
-    values: dict[str, int] = {}
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            key, _, rest = line.partition(":")
-            values[key] = int(rest.split()[0]) * 1024
-    except (OSError, ValueError, IndexError):
-        return 0, 0, None
-    limit: int | None = None
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no cgroup v2, or "max"
-        limit = None
-    return values.get("MemTotal", 0), values.get("MemAvailable", 0), limit
 
 
 def _cpu_features() -> Finding:
@@ -215,7 +211,7 @@ def _release(text: str) -> tuple[int, ...]:
 def _gpu() -> Finding:
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return Finding("gpu", "note", "no nvidia-smi: no NVIDIA driver here; this release runs on the CPU")
+        return Finding("gpu", "note", "no nvidia-smi: no NVIDIA driver here; GPU engines can be built, not run")
     query = "--query-gpu=name,driver_version,memory.total,compute_cap"
     try:
         done = subprocess.run(  # noqa: S603  # a fixed command, found on the PATH
@@ -224,16 +220,26 @@ def _gpu() -> Finding:
     except (OSError, subprocess.SubprocessError) as error:
         return Finding("gpu", "note", f"nvidia-smi fails ({error})", "mend the NVIDIA driver.")
     cards = "; ".join(line.strip() for line in done.stdout.splitlines() if line.strip())
-    return Finding("gpu", "note", f"{cards or 'none'}; this release runs on the CPU")
+    return Finding("gpu", "ok" if cards else "note", cards or "none")
 
 
 def _tensorrt() -> Finding:
-    for name in ("tensorrt", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12"):
+    found = []
+    for extra, name in (("tensorrt", "tensorrt"), ("tensorrt-rtx", "tensorrt-rtx-cu13")):
         try:
-            return Finding("tensorrt", "note", f"{name} {version(name)}; no backend of this release uses it")
+            installed = version(name)
         except PackageNotFoundError:
             continue
-    return Finding("tensorrt", "note", "not installed; no backend of this release uses it")
+        if outside := outside_tested_range(name, installed, extra=extra):
+            return Finding("tensorrt", "note", f"{name} {installed}", outside)
+        found.append(f"{name} {installed}")
+    if not found:
+        return Finding(
+            "tensorrt", "note", "not installed", "pip install 'specexport[tensorrt-rtx]' builds on any machine."
+        )
+    if not _installed("cuda"):
+        return Finding("tensorrt", "note", ", ".join(found), "pip install 'cuda-python>=13.0,<14' to run engines.")
+    return Finding("tensorrt", "ok", ", ".join(found))
 
 
 def _cache() -> Finding:

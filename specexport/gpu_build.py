@@ -12,6 +12,7 @@ from specexport.backends.memory_plan import (
 )
 from specexport.backends.profiles import engine_kv_capacity, plan_profiles
 from specexport.backends.trt_package import PACKAGES, resolve_architectures
+from specexport.host import memory_bytes
 from specexport.progress import StageClock
 from specexport.recipe import BuildRecipe
 from specexport.recipe_gpu import TENSORRT_BACKENDS
@@ -61,8 +62,6 @@ def check_memory(recipe: BuildRecipe, plan: MemoryPlan, clock: StageClock) -> No
     Raises:
         IncompatibleError: names what is needed and what there is.
     """
-    from specexport.doctor import memory_bytes
-
     clock.note(plan.describe())
     total, free, limit = memory_bytes()
     require_host_memory(plan, min(free, limit) if limit else free if total else 0)

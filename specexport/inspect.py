@@ -7,10 +7,20 @@ from typing import Any
 
 import click
 
-from specexport_runtime.abi import CACHE_INPUTS, OUTPUTS, STEP_INPUTS, LayerGeometry, TensorSpec, kv_slack
-from specexport_runtime.manifest import Manifest, ModelEntry, check_files, load_manifest
+from specexport_runtime.abi import (
+    ALIGNED_STEP_INPUTS,
+    CACHE_INPUTS,
+    OUTPUTS,
+    STEP_INPUTS,
+    TOKEN_IDS,
+    LayerGeometry,
+    TensorSpec,
+    kv_slack,
+)
+from specexport_runtime.manifest import EngineFile, Manifest, ModelEntry, check_files, load_manifest
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_GPU_OUTPUTS = (TOKEN_IDS,)
 
 
 @click.command()
@@ -36,12 +46,15 @@ def describe_json(manifest: Manifest) -> dict[str, Any]:
         data["models"][role]["contract"] = [spec._asdict() for spec in contract_of(entry)]
         data["models"][role]["engine_bytes"] = _engine_bytes(manifest, role)
         data["models"][role]["kv_bytes_per_token"] = kv_bytes_per_token(entry)
+        data["models"][role]["profiles"] = [profile._asdict() for profile in entry.profiles]
     return data
 
 
 def contract_of(entry: ModelEntry) -> list[TensorSpec]:
     """Rows of the graph contract that a model's engine has; ``{i}`` stands for each layer."""
-    return [*(spec for spec in STEP_INPUTS if spec.name in entry.inputs), *CACHE_INPUTS, *OUTPUTS]
+    known = dict.fromkeys((*STEP_INPUTS, *ALIGNED_STEP_INPUTS))
+    extra = () if entry.backend == "ort-cpu" else _GPU_OUTPUTS
+    return [*(spec for spec in known if spec.name in entry.inputs), *CACHE_INPUTS, *OUTPUTS, *extra]
 
 
 def kv_bytes_per_token(entry: ModelEntry) -> int:
@@ -88,10 +101,35 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
         f"{spec.name}[{','.join(map(str, spec.shape))}] {entry.dtype if spec.dtype == 'model' else spec.dtype}"
         for spec in contract_of(entry)
     )
+    yield from _describe_engines(entry)
     if entry.padded_path is not None:
         yield f"  padded-KV graph over the same weights: {entry.padded_path}"
     if entry.passes:
         yield "  passes: " + ", ".join(f"{name} {count}" for name, count in entry.passes)
+
+
+def _describe_engines(entry: ModelEntry) -> Iterator[str]:
+    if entry.kv_capacity is not None:
+        yield f"  lowering {entry.lowering}, up to {entry.max_num_seqs} sequences of {entry.kv_capacity} cache entries"
+    if entry.profiles:
+        yield "  profiles: " + ", ".join(profile.name for profile in entry.profiles)
+    for engine in entry.engines:
+        memory = "" if engine.memory_bytes is None else f", {_size(engine.memory_bytes)} of activations"
+        yield f"  {engine.sm}: {engine.path}, {engine.builder} {engine.builder_version}{memory}"
+        yield f"    {_attention(engine, len(entry.layers))}"
+
+
+def _attention(engine: EngineFile, num_layers: int) -> str:
+    """What the builder said of caches, attention and precision, in one line."""
+    report = engine.report
+    aliased = len(report.get("aliased", ()))
+    rows = report.get("profiles", ())
+    fused = sum(row["fused_attention"] >= num_layers for row in rows)
+    wide = sum(len(row["float32_matmuls"]) for row in rows)
+    return (
+        f"{aliased} of {2 * num_layers} caches in place; attention fused in {fused} of {len(rows)} profiles; "
+        f"{wide} float32 matrix products"
+    )
 
 
 def _layers(layers: tuple[LayerGeometry, ...]) -> str:

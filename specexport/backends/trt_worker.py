@@ -91,7 +91,6 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
     logger.stage = _BUILD
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    config.set_memory_pool_limit  # noqa: B018 - the default pool is the whole device memory
     cache = Path(job.timing_cache) if job.timing_cache else None
     configure(trt, package, config, job.sm, _read(cache))
     if package.lowerings[0] == "plugin":
@@ -111,7 +110,15 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
         cache.parent.mkdir(parents=True, exist_ok=True)
         _write(cache, kept)
     report = make_report(trt, network, logger.text, job.profiles)
-    return report | {"build_seconds": time.perf_counter() - started, "version": str(trt.__version__)}
+    measured = {"build_seconds": time.perf_counter() - started, "peak_memory_bytes": _peak_memory_bytes()}
+    return report | measured | {"version": str(trt.__version__)}
+
+
+def _peak_memory_bytes() -> int:
+    """Most resident memory this process has had."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def _add_profiles(builder: Any, network: Any, config: Any, job: Job, log: TextIO) -> None:

@@ -1,6 +1,6 @@
 """Kernel that combines the splits' partial attention into the result."""
 # mypy: ignore-errors
-# ruff: noqa: N803, N806  (compile-time parameters are upper case, as Triton's users expect)
+# ruff: noqa: N803  (compile-time parameters are upper case, as Triton's users expect)
 
 import triton
 import triton.language as tl

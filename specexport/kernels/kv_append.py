@@ -1,6 +1,6 @@
 """Kernel that writes a step's packed keys and values into each row's cache, in place."""
 # mypy: ignore-errors
-# ruff: noqa: N803, N806  (compile-time parameters are upper case, as Triton's users expect)
+# ruff: noqa: N803  (compile-time parameters are upper case, as Triton's users expect)
 
 import triton
 import triton.language as tl
@@ -23,8 +23,8 @@ def copy_tokens(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs", "kv_capacity"])
-def kv_append(
-    k, v, k_cache, v_cache, kv_lens, cu_new_tokens,  # the outputs are the cache inputs' own memory
+def kv_append(  # the outputs are the cache inputs' own memory
+    k, v, k_cache, v_cache, kv_lens, cu_new_tokens,  # noqa: ARG001
     num_tokens, num_seqs, kv_capacity,
     k_cache_out, v_cache_out,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,

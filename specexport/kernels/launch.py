@@ -27,7 +27,7 @@ INTERPRETED_SM = 90
 
 
 def dtype_name(tensor: "Tensor") -> str:
-    """numpy's name of a tensor's element type, such as ``"bfloat16"``."""
+    """Name of a tensor's element type in numpy, such as ``"bfloat16"``."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -89,7 +89,7 @@ def architecture(tensor: "Tensor") -> int:
     import torch
 
     major, minor = torch.cuda.get_device_capability(tensor.device)
-    return 10 * major + minor
+    return int(10 * major + minor)
 
 
 def kv_append(
@@ -164,8 +164,10 @@ def ragged_attention(
 
     head_size, tokens = k_cache.shape[-1], q.shape[0]
     spec = KernelSpec(
-        kernel="ragged_attention", dtype=dtype_name(q), num_heads=q.shape[1] // head_size, kv_num_heads=k_cache.shape[2],
-        head_size=head_size, v_head_size=v_cache.shape[-1], scale=scale, window=window, softcap=softcap,
+        kernel="ragged_attention", dtype=dtype_name(q),
+        num_heads=q.shape[1] // head_size, kv_num_heads=k_cache.shape[2], head_size=head_size,
+        v_head_size=v_cache.shape[-1],
+        scale=scale, window=window, softcap=softcap,
         tree=tree_mask is not None, sinks=sinks is not None, num_splits=num_splits, new_tokens=new_tokens,
     )  # fmt: skip
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "kv_lens": kv_lens, "cu_new_tokens": cu_new_tokens}

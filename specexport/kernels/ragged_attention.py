@@ -12,14 +12,14 @@ With several splits a program leaves its unnormalised sum and its (maximum, sum 
 import triton
 import triton.language as tl
 
-from specexport.kernels.tiles import find_tile_row, load_entries, sees_causal, sees_tree
+from specexport.kernels.tiles import find_tile, load_entries, sees_causal, sees_tree
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def scale_scores(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Scores in base 2: scaled, softcapped, times log2(e). tanh(x) = 1 - 2 / (exp(2x) + 1) saturates without overflow."""
+    """Scores in base 2: scaled, softcapped, times log2(e). tanh(x) is 1 - 2 / (exp(2x) + 1), which only saturates."""
     if SOFTCAP > 0:
         power = tl.exp2(scores * (2.0 * LOG2E * SCALE / SOFTCAP))
         scaled = (SOFTCAP * LOG2E) * (1.0 - 2.0 / (power + 1.0))
@@ -29,12 +29,25 @@ def scale_scores(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def start_softmax(sinks, heads, valid, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Nothing seen yet; a sink is one more score, of the first split only."""
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    weight = tl.zeros((BLOCK_M,), tl.float32)
+    top = weight - float("inf")
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        top = tl.where(tl.program_id(2) == 0, sink, top)
+        weight += tl.where(tl.program_id(2) == 0, 1.0, 0.0)
+    return acc, weight, top
+
+
+@triton.jit
 def attend_blocks(
     acc, weight, top, q, k_base, v_base, begin, stop, total, past, offsets, bits,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take entries [begin, stop) into ``acc`` [M, Dv], ``weight`` [M] and ``top`` [M]; all are seen unless ``MASKED``."""
+    """Take entries [begin, stop) into ``acc`` [M, Dv], ``weight`` [M], ``top`` [M]; all are seen unless ``MASKED``."""
     for block in range(begin, stop, BLOCK_N):
         entries = block + tl.arange(0, BLOCK_N)
         keys = load_entries(k_base, entries, total, D, BLOCK_D, MASKED)
@@ -110,13 +123,9 @@ def ragged_attention(
     NUM_SPLITS: tl.constexpr, SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Attend. Grid (``num_tokens*GROUP // BLOCK_M + num_seqs + 1``, KV heads, splits)."""
-    slot, kv_head = tl.program_id(0), tl.program_id(1)
-    row = find_tile_row(cu_new_tokens, num_seqs, slot, GROUP, BLOCK_M)
-    is_row = row < num_seqs
-    row_start = tl.load(cu_new_tokens + row)
-    count = tl.load(cu_new_tokens + row + 1, mask=is_row, other=num_tokens) - row_start
-    first = (slot - row_start * GROUP // BLOCK_M - row) * BLOCK_M
+    row, row_start, count, first = find_tile(cu_new_tokens, num_seqs, num_tokens, GROUP, BLOCK_M)
     if first < count * GROUP:
+        kv_head, is_row = tl.program_id(1), row < num_seqs
         index = first + tl.arange(0, BLOCK_M)
         offsets, heads = index // GROUP, kv_head * GROUP + index % GROUP
         valid, tokens = offsets < count, row_start + offsets
@@ -129,13 +138,7 @@ def ragged_attention(
         bits = offsets
         if TREE:
             bits = tl.load(tree_mask + tokens, mask=valid, other=0)
-        acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-        weight = tl.zeros((BLOCK_M,), tl.float32)
-        top = weight - float("inf")
-        if sinks is not None:  # one more score, in the first split only
-            sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32) * LOG2E
-            top = tl.where(tl.program_id(2) == 0, sink, top)
-            weight += tl.where(tl.program_id(2) == 0, 1.0, 0.0)
+        acc, weight, top = start_softmax(sinks, heads, valid, BLOCK_M, BLOCK_DV)
         last = tl.minimum((first + BLOCK_M - 1) // GROUP, count - 1)
         begin, unmasked, stop = split_range(past, total, first // GROUP, last, TREE, WINDOW, BLOCK_N, NUM_SPLITS)
         lane = (row.to(tl.int64) * KV_HEADS + kv_head) * kv_capacity

@@ -42,7 +42,7 @@ class IntArgument(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """Arguments of one kernel: inputs, then ints, then outputs; ``constants`` are compile-time parameters after them."""
+    """Arguments of one kernel: inputs, ints, outputs; ``constants`` are the compile-time parameters after them."""
 
     kernel: str
     inputs: tuple[TensorArgument, ...]
@@ -61,7 +61,8 @@ class Signature(NamedTuple):
     @property
     def argument_names(self) -> tuple[str, ...]:
         """Names of the run-time arguments in the order they are passed."""
-        return tuple(item.name for item in (*self.inputs, *self.ints, *self.outputs))
+        inputs, outputs = (tuple(item.name for item in tensors) for tensors in (self.inputs, self.outputs))
+        return (*inputs, *(item.name for item in self.ints), *outputs)
 
     def triton_types(self, dtype: str) -> dict[str, str]:
         """Triton's type of each run-time argument, in order.
@@ -85,6 +86,7 @@ class Signature(NamedTuple):
 _K_CACHE = TensorArgument("k_cache", "model", ("B", 1, "H", "L", "D"))
 _V_CACHE = TensorArgument("v_cache", "model", ("B", 1, "H", "L", "Dv"))
 _ROWS = (TensorArgument("kv_lens", "int32", ("B", 1)), TensorArgument("cu_new_tokens", "int32", ("B+1",)))
+_SIZES = (IntArgument("num_seqs", "kv_lens", 0), IntArgument("kv_capacity", "k_cache", 3))
 _PARTIAL_ACC = TensorArgument("partial_acc", "float32", ("S", "T", "Hq", "Dv"), only_if="many_splits")
 _PARTIAL_STATS = TensorArgument("partial_stats", "float32", ("S", "T", "Hq", 2), only_if="many_splits")
 _OUTPUT = TensorArgument("output", "model", ("T", "Hq*Dv"))
@@ -98,11 +100,7 @@ KV_APPEND = Signature(
         _V_CACHE,
         *_ROWS,
     ),
-    ints=(
-        IntArgument("num_tokens", "k", 0),
-        IntArgument("num_seqs", "kv_lens", 0),
-        IntArgument("kv_capacity", "k_cache", 3),
-    ),
+    ints=(IntArgument("num_tokens", "k", 0), *_SIZES),
     outputs=(
         TensorArgument("k_cache_out", "model", _K_CACHE.shape, aliases="k_cache"),
         TensorArgument("v_cache_out", "model", _V_CACHE.shape, aliases="v_cache"),
@@ -120,10 +118,11 @@ RAGGED_ATTENTION = Signature(
         TensorArgument("tree_mask", "int64", ("T",), only_if="tree"),
         TensorArgument("sinks", "model", ("Hq",), only_if="sinks"),
     ),
-    ints=(IntArgument("num_tokens", "q", 0), IntArgument("num_seqs", "kv_lens", 0), IntArgument("kv_capacity", "k_cache", 3)),
+    ints=(IntArgument("num_tokens", "q", 0), *_SIZES),
     outputs=(_OUTPUT._replace(only_if="one_split"), _PARTIAL_ACC, _PARTIAL_STATS),
     constants=(
-        "KV_HEADS", "GROUP", "D", "DV", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "NUM_SPLITS", "SCALE", "WINDOW", "SOFTCAP",
+        "KV_HEADS", "GROUP", "D", "DV", "BLOCK_D", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "NUM_SPLITS",
+        "SCALE", "WINDOW", "SOFTCAP",
     ),
 )  # fmt: skip
 

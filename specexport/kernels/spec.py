@@ -85,15 +85,19 @@ class KernelSpec:
         facts |= {"one_split" if self.num_splits == 1 else "many_splits"}
         return SIGNATURES[self.kernel].select(frozenset(facts))
 
-    def tiles(self, sm: int) -> TileConfig:
+    def tiles(self, sm: int, *, small: bool = False) -> TileConfig:
         """Tile sizes for an architecture.
+
+        Args:
+            sm: architecture, such as 90.
+            small: use at most 48 KiB of shared memory, for launchers that cannot opt in to more.
 
         Raises:
             UserInputError: unknown ``sm``.
         """
         size = max(self.head_size, self.v_head_size)
         if self.kernel == "ragged_attention":
-            return attention_tiles(sm, size, self.new_tokens * self.group)
+            return attention_tiles(sm, size, self.new_tokens * self.group, small=small)
         return append_tiles(size) if self.kernel == "kv_append" else combine_tiles()
 
     def constants(self, tiles: TileConfig) -> dict[str, int | float]:

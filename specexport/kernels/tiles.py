@@ -1,9 +1,9 @@
 """Device helpers: which row a token or tile belongs to, masked loads of cache entries, who sees what.
 
-Rows are found on the device from ``cu_new_tokens``, so that a grid depends on shapes only and the host waits for nothing.
+Rows are found on the device from ``cu_new_tokens``: a grid depends on shapes only, and the host waits for nothing.
 """
 # mypy: ignore-errors
-# ruff: noqa: N803, N806  (compile-time parameters are upper case, as Triton's users expect)
+# ruff: noqa: N803  (compile-time parameters are upper case, as Triton's users expect)
 
 import triton
 import triton.language as tl
@@ -13,19 +13,21 @@ BLOCK_B = tl.constexpr(64)
 
 
 @triton.jit
-def find_tile_row(cu_new_tokens, num_seqs, slot, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Row whose tiles include the one numbered ``slot``; ``num_seqs`` for the tiles of padding tokens.
+def find_tile(cu_new_tokens, num_seqs, num_tokens, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """This program's row, the row's first token, its number of tokens, and the tile's first query within the row.
 
-    Row ``b`` owns the slots from ``cu[b]*GROUP // BLOCK_M + b`` on. That is at least as many as it has tiles, because
+    The padding tokens are row ``num_seqs``. Row ``b`` owns the slots from ``cu[b]*GROUP // BLOCK_M + b`` on. That is at least as many as it has tiles, because
     ``floor(x + y) - floor(x) + 1 >= ceil(y)``, and needs no running sum; slots beyond a row's last tile stay idle.
     """
-    row = 0
+    row, slot = 0, tl.program_id(0)
     for first in range(0, num_seqs, BLOCK_B):
         rows = first + tl.arange(0, BLOCK_B)
         ends = tl.load(cu_new_tokens + rows + 1, mask=rows < num_seqs, other=0)
         passed = (rows < num_seqs) & (ends * GROUP // BLOCK_M + rows + 1 <= slot)
         row += tl.sum(passed.to(tl.int32), 0)
-    return row
+    start = tl.load(cu_new_tokens + row)
+    count = tl.load(cu_new_tokens + row + 1, mask=row < num_seqs, other=num_tokens) - start
+    return row, start, count, (slot - start * GROUP // BLOCK_M - row) * BLOCK_M
 
 
 @triton.jit

@@ -14,13 +14,16 @@ MULTIPROCESSORS = {80: 108, 89: 128, 90: 132, 100: 148, 120: 170}
 SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Most shared memory one program may use, by architecture [CUDA C++ Programming Guide, compute capabilities]."""
 
-# (entries in a block, pipeline stages) by padded head size.
+# (entries in a block, pipeline stages) by padded head size; loads run ahead by up to one stage less.
 _ENTRIES = {
     80: {16: (64, 3), 32: (64, 3), 64: (64, 3), 128: (64, 2), 256: (32, 2)},
     89: {16: (64, 3), 32: (64, 3), 64: (64, 2), 128: (32, 3), 256: (32, 2)},
-    90: {16: (128, 3), 32: (128, 3), 64: (128, 3), 128: (64, 3), 256: (32, 3)},
+    90: {16: (128, 3), 32: (128, 3), 64: (64, 4), 128: (64, 3), 256: (32, 3)},
 }
 _ENTRIES |= {100: _ENTRIES[90], 120: _ENTRIES[89]}
+_SMALL_ENTRIES = {16: (64, 3), 32: (64, 3), 64: (64, 2), 128: (32, 3), 256: (16, 2)}
+_CHUNK_QUERIES = 128  # of a tile of a prefill chunk; more entries a block than these would not fit the registers
+_CHUNK_ENTRIES = {80: 32, 89: 32, 90: 64, 100: 64, 120: 32}
 
 MAX_SPLITS = 32
 """Most parts a row's entries are split into."""
@@ -58,22 +61,27 @@ def check_sm(sm: int) -> None:
         raise UserInputError(f"The attention kernels know no architecture sm {sm}.", hint=f"Use one of {known}.")
 
 
-def attention_tiles(sm: int, head_size: int, queries: int) -> TileConfig:
+def attention_tiles(sm: int, head_size: int, queries: int, *, small: bool = False) -> TileConfig:
     """Tiles of ``ragged_attention``.
 
     Args:
         sm: architecture, such as 90.
         head_size: the larger of a key's and a value's size.
         queries: most new tokens of a row times the query heads that share a KV head.
+        small: use at most 48 KiB of shared memory, for launchers that cannot opt in to more.
 
     Raises:
         UserInputError: unknown ``sm``.
     """
     check_sm(sm)
     block_d = max(next_power_of_two(head_size), 16)
-    block_n, num_stages = _ENTRIES[sm][block_d]
-    block_m = min(max(next_power_of_two(queries), 16), 128 if block_d <= 128 else 64)
-    return TileConfig(block_m, block_n, num_warps=8 if block_m * block_d >= 128 * 128 else 4, num_stages=num_stages)
+    block_n, num_stages = (_SMALL_ENTRIES if small else _ENTRIES[sm])[block_d]
+    most = (32 if small else _CHUNK_QUERIES) * 128 // max(block_d, 128)
+    block_m = min(max(next_power_of_two(queries), 16), most)
+    if block_m == _CHUNK_QUERIES:
+        block_n = min(block_n, _CHUNK_ENTRIES[sm])
+    num_warps = 8 if block_m * max(block_d, 128) >= 128 * 128 else 4
+    return TileConfig(block_m, block_n, num_warps, num_stages)
 
 
 def append_tiles(head_size: int) -> TileConfig:

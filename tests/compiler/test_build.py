@@ -12,7 +12,7 @@ from pairs import TinyPair
 from tiny_models import VOCAB, make_llama, save_checkpoint
 
 from specexport.cache import EngineCache
-from specexport.engine_check import check_engine, check_sequences
+from specexport.engine_check import TOLERANCES, check_engine, check_sequences
 from specexport.model_build import STAGES
 from specexport.pipeline import build_bundle
 from specexport.progress import ProgressEvent
@@ -207,7 +207,7 @@ def test_a_wrong_padded_graph_fails_the_check_too(
 def test_a_wrong_engine_fails_the_check_and_leaves_nothing(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specexport.engine_check.TOLERANCE", 0.0)
+    monkeypatch.setitem(TOLERANCES, "float32", 0.0)
     recipe = tiny_pair.recipe(tmp_path / "out", target=str(tiny_pair.draft), draft=None)
     with pytest.raises(CheckFailedError, match="LlamaForCausalLM engine differs from eager transformers") as caught:
         build_bundle(recipe, use_cache=False)

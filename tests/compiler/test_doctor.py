@@ -15,7 +15,9 @@ def test_this_machine_can_build_and_run(run_cli: RunCli) -> None:
     result = run_cli("doctor", "--json")
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
-    assert data["can"] == {"build bundles for ort-cpu": True, "run ort-cpu bundles": True}
+    assert data["can"]["build bundles for ort-cpu"]
+    assert data["can"]["run ort-cpu bundles"]
+    assert data["can"]["build bundles for tensorrt-rtx"], "a dev environment builds engines without a GPU"
     topics = [finding["topic"] for finding in data["findings"]]
     assert topics == ["python", "cores", "memory", "cpu features", "onnxruntime", "export stack", "gpu", "tensorrt",
                       "cache"]  # fmt: skip
@@ -41,13 +43,28 @@ def test_without_the_export_stack_bundles_still_run(run_cli: RunCli, monkeypatch
         return "1.0"
 
     monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr(doctor.shutil, "which", lambda _name: None)
     result = run_cli("doctor", "--json")
     assert result.exit_code == 0
     data = json.loads(result.stdout)
-    assert data["can"] == {"build bundles for ort-cpu": False, "run ort-cpu bundles": True}
+    assert [name for name, possible in data["can"].items() if possible] == ["run ort-cpu bundles"]
     (stack,) = (finding for finding in data["findings"] if finding["topic"] == "export stack")
     assert stack["found"] == "without onnxscript, torch"
     assert "specexport[export,cpu]" in stack["fix"]
+
+
+def test_a_gpu_runs_what_is_installed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    topics = ("python", "onnxruntime", "export stack", "gpu")
+    findings = [doctor.Finding(topic, "ok", "CPUExecutionProvider") for topic in topics]
+    monkeypatch.setattr(doctor, "_installed", lambda module: module in ("tensorrt", "cuda"))
+    able = {name for name, possible in doctor.capabilities(findings).items() if possible}
+    assert {"run tensorrt bundles", "build bundles for tensorrt"} <= able
+    assert "run ort-cuda bundles" not in able
+    assert "run tensorrt-rtx bundles" not in able
+    with_cuda = [found._replace(found="CUDAExecutionProvider") for found in findings]
+    assert doctor.capabilities(with_cuda)["run ort-cuda bundles"]
+    without_gpu = [found._replace(state="note") if found.topic == "gpu" else found for found in with_cuda]
+    assert not any(doctor.capabilities(without_gpu)[f"run {name} bundles"] for name in ("tensorrt", "ort-cuda"))
 
 
 @pytest.mark.parametrize(
