@@ -1,0 +1,150 @@
+"""What a GPU recipe accepts, and what is refused before any model is loaded."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specexport.backends import trt_package
+from specexport.backends.memory_plan import plan_memory, require_gpu_memory, require_host_memory
+from specexport.backends.trt_package import TENSORRT, TENSORRT_RTX, known_architectures, resolve_architectures
+from specexport.recipe import make_recipe, resolve_recipe
+from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.errors import IncompatibleError, MissingDependencyError, RecipeError
+
+Refuse = Callable[..., str]
+GIVEN = {"target": "t", "output": "o", "backend": "tensorrt-rtx"}
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trt_package, "present_architecture", lambda: None)
+
+
+@pytest.fixture
+def without_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorrt" else find(name))
+
+
+@pytest.mark.parametrize("given", ["89", 89, "sm89", "SM_89", "8.9", ["89", 89, "8.9"]])
+def test_every_spelling_of_an_architecture(given: object) -> None:
+    assert make_recipe(GIVEN | {"sm": given}).sm == ("89",)
+
+
+def test_the_defaults_of_a_gpu_recipe() -> None:
+    recipe = resolve_recipe(make_recipe(GIVEN | {"sm": ["89", "120"]}), [None])
+    assert (recipe.dtype, recipe.lowering, recipe.max_num_seqs, recipe.max_num_tokens) == ("float16", "native", 8, 512)
+    assert recipe.settings()["sm"] == ["89", "120"]
+    assert resolve_recipe(make_recipe(GIVEN | {"backend": "tensorrt"}), [None]).lowering == "plugin"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"sm": "ninety"}, "sm 'ninety' is not a compute capability"),
+        ({"dtype": "float32"}, "dtype 'float32' cannot be built for backend tensorrt-rtx"),
+        ({"lowering": "plugin"}, "lowering 'plugin' cannot be built for backend tensorrt-rtx"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0, outside 1 to 256"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs is 2.5, not a whole number"),
+        ({"max_num_tokens": 10**6}, "max_num_tokens is 1000000, outside"),
+        ({"gpu_memory_gb": -1.0}, "gpu_memory_gb is -1.0"),
+        ({"backend": "ort-cpu", "sm": "89"}, "sm is given, and backend ort-cpu fixes nothing of the kind"),
+        ({"backend": "ort-cuda", "max_num_seqs": 4}, "max_num_seqs is given, and backend ort-cuda"),
+        ({"backend": "ort-cpu", "lowering": "native"}, "lowering is given"),
+    ],
+)
+def test_values_that_are_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        make_recipe(GIVEN | values)
+    assert words in caught.value.message
+    assert caught.value.hint
+
+
+def test_tensorrt_rtx_lists_the_architectures_it_has(no_gpu: None) -> None:
+    known = known_architectures(TENSORRT_RTX)
+    assert {"75", "80", "86", "89", "120"} <= set(known)
+    assert resolve_architectures(TENSORRT_RTX, ["89", "120"]) == ("89", "120")
+    with pytest.raises(RecipeError) as caught:
+        resolve_architectures(TENSORRT_RTX, ["89", "42"])
+    assert "--sm 42 is not an architecture that tensorrt-rtx builds for" in caught.value.message
+    assert all(sm in str(caught.value.hint) for sm in known)
+    with pytest.raises(RecipeError, match="no GPU here whose architecture could be taken"):
+        resolve_architectures(TENSORRT_RTX, [])
+
+
+def test_the_gpu_in_the_machine_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trt_package, "present_architecture", lambda: "89")
+    assert resolve_architectures(TENSORRT_RTX, []) == ("89",)
+    monkeypatch.setattr(trt_package, "present_architecture", lambda: "70")  # too old for the package
+    with pytest.raises(RecipeError):
+        resolve_architectures(TENSORRT_RTX, [])
+
+
+def test_tensorrt_builds_for_the_gpu_in_the_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trt_package, "import_package", lambda _package: object())
+    monkeypatch.setattr(trt_package, "present_architecture", lambda: "90")
+    assert resolve_architectures(TENSORRT, []) == ("90",)
+    with pytest.raises(RecipeError, match="--sm 89 is not an architecture that tensorrt builds for here"):
+        resolve_architectures(TENSORRT, ["89"])
+    monkeypatch.setattr(trt_package, "present_architecture", lambda: None)
+    with pytest.raises(IncompatibleError, match="there is none here"):
+        resolve_architectures(TENSORRT, [])
+
+
+def test_a_package_that_is_not_installed_says_how_to_install_it(without_tensorrt: None) -> None:
+    with pytest.raises(MissingDependencyError) as caught:
+        resolve_architectures(TENSORRT, ["90"])
+    assert "pip install 'specexport[tensorrt]'" in str(caught.value.hint)
+    assert "--backend tensorrt-rtx" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--backend", "tensorrt"], "pip install 'specexport[tensorrt]'"),
+        (["--backend", "tensorrt-rtx", "--sm", "42"], "--sm 42 is not an architecture"),
+        (["--backend", "tensorrt-rtx", "--sm", "x"], "sm 'x' is not a compute capability"),
+        (["--backend", "tensorrt-rtx"], "say what to build for with --sm"),
+        (["--sm", "89"], "sm is given, and backend ort-cpu"),
+    ],
+)
+def test_the_command_line_refuses_before_it_loads_anything(
+    refuse_cli: Refuse, no_gpu: None, without_tensorrt: None, tmp_path: Path, flags: list[str], words: str
+) -> None:
+    assert words in refuse_cli("build", tmp_path / "model", *flags, "-q", "-o", tmp_path / "out")
+
+
+def test_the_architecture_of_the_gpu_comes_from_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import shutil
+
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf '12.0\\n8.9\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda _name: str(tool))
+    assert trt_package.present_architecture() == "120"
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert trt_package.present_architecture() is None
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    assert trt_package.present_architecture() is None
+
+
+def test_memory_is_planned_before_the_build() -> None:
+    layers = [LayerGeometry(8, 128, 128)] * 16
+    plan = plan_memory(
+        num_parameters=10**9, dtype="float16", layers=layers, kv_capacity=4096, max_num_seqs=8, num_engines=2
+    )
+    assert plan.gpu_weights == 2 * 10**9
+    assert plan.gpu_kv == 16 * 8 * 256 * 4096 * 8 * 2
+    assert plan.disk >= 3 * plan.gpu_weights
+    require_host_memory(plan, available=0)  # unknown: nothing is refused
+    require_host_memory(plan, available=plan.host)
+    with pytest.raises(IncompatibleError, match=r"building needs about \d+\.\d GB of memory, 1\.0 GB are free"):
+        require_host_memory(plan, available=10**9)
+    require_gpu_memory([plan], 0, gpu_memory_gb=24)
+    with pytest.raises(IncompatibleError) as caught:
+        require_gpu_memory([plan, plan], 10**9, gpu_memory_gb=8)
+    assert "9.29 GB of GPU memory (weights 4.00, KV caches 4.29, activations 1.00)" in caught.value.message
+    assert "--max-num-seqs" in str(caught.value.hint)
