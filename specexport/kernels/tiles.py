@@ -16,8 +16,9 @@ BLOCK_B = tl.constexpr(64)
 def find_tile(cu_new_tokens, num_seqs, num_tokens, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """This program's row, the row's first token, its number of tokens, and the tile's first query within the row.
 
-    The padding tokens are row ``num_seqs``. Row ``b`` owns the slots from ``cu[b]*GROUP // BLOCK_M + b`` on. That is at least as many as it has tiles, because
-    ``floor(x + y) - floor(x) + 1 >= ceil(y)``, and needs no running sum; slots beyond a row's last tile stay idle.
+    The padding tokens are row ``num_seqs``. Row ``b`` owns the programs from ``cu[b]*GROUP // BLOCK_M + b`` on. That is
+    at least as many as it has tiles, because ``floor(x + y) - floor(x) + 1 >= ceil(y)``, and needs no running sum;
+    those beyond a row's last tile stay idle.
     """
     row, slot = 0, tl.program_id(0)
     for first in range(0, num_seqs, BLOCK_B):

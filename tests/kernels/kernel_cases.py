@@ -1,6 +1,7 @@
 """Cases of the kernels' tests: inputs, and what plain numpy says the result is."""
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,7 @@ def make_step(case: Case) -> Step:
         arrays["sinks"] = normal(case.heads)
     if case.tree:
         trees = [[0] * n if b in case.causal_rows else random_tree(random, n) for b, n in enumerate(new)]
-        arrays["tree_mask"] = np.array([*sum(trees, []), *[-1] * case.padding], np.int64)
+        arrays["tree_mask"] = np.array([*chain(*trees), *[-1] * case.padding], np.int64)
     return Step(case, arrays)
 
 
@@ -95,6 +96,8 @@ def expected(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Output [used tokens, Hq*Dv] and both caches; NaN stays where nothing is written."""
     case, arrays = step.case, step.arrays
     used = int(arrays["cu_new_tokens"][-1])
+    if not used:
+        return np.zeros((0, case.heads * case.v_dim)), arrays["k_cache"], arrays["v_cache"]
     packed = [arrays[name][:used] for name in ("q", "k", "v")]
     rest = [arrays[name] for name in ("k_cache", "v_cache", "kv_lens", "cu_new_tokens")]
     output, keys, values = unpadded_attention(
@@ -107,7 +110,7 @@ def expected(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def seen_in_tree(bits: int, offset: int, past: int, window: int) -> list[int]:
-    """Entries a token sees: the path from its root to it, behind the committed entries; the window counts along that."""
+    """Entries a token sees: the path from its root, behind the committed entries; the window counts along that."""
     own = [node for node in range(offset + 1) if bits == 0 or (node < 64 and bits >> node & 1)]
     path = [*range(past), *(past + node for node in own)]
     return path[-window:] if window > 0 else path

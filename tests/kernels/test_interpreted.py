@@ -11,7 +11,7 @@ from kernel_worker import InterpretedKernels, WorkerError
 
 pytestmark = pytest.mark.xdist_group("kernels-interpreted")
 
-RAGGED = ((3, 5), (17, 1), (0, 3), (61, 20), (40, 2))
+RAGGED = ((3, 5), (17, 1), (0, 3), (37, 12), (16, 2))
 CASES = {
     "ragged": Case(rows=RAGGED),
     "bfloat16": Case(rows=RAGGED, dtype="bfloat16"),
@@ -22,7 +22,9 @@ CASES = {
     "empty_rows": Case(rows=((5, 0), (2, 4), (0, 0), (70, 0), (33, 1), (9, 0))),
     "all_rows_empty": Case(rows=((5, 0), (0, 0)), padding=20),
     "much_padding": Case(rows=RAGGED, padding=70),
-    "more_rows_than_a_search_block": Case(rows=tuple((b % 7, b % 3) for b in range(150)), capacity=16),
+    "more_rows_than_a_search_block": Case(
+        rows=tuple((b % 7, b % 5 % 2) for b in range(70)), heads=2, kv_heads=1, capacity=16
+    ),
     "full_rows": Case(rows=((91, 5), (0, 96), (96, 0))),
     "heads_1_to_1": Case(rows=RAGGED, heads=2, kv_heads=2),
     "heads_3_to_1": Case(rows=RAGGED, heads=6, kv_heads=2),
@@ -55,6 +57,18 @@ CASES = {
     "tiles_as_shipped": Case(rows=RAGGED, k_dim=64, v_dim=64, scale=0.125, tiles=None),
 }
 
+SPLIT = [
+    "ragged",
+    "empty_rows",
+    "all_rows_empty",
+    "head_size_80",
+    "values_larger",
+    "window",
+    "sinks",
+    "tree",
+    "everything",
+]
+
 
 def check(step: Step, found: tuple[np.ndarray, ...]) -> None:
     """Output of real tokens close, of padding tokens zero; the caches equal bit by bit, NaN where nothing belongs."""
@@ -67,28 +81,29 @@ def check(step: Step, found: tuple[np.ndarray, ...]) -> None:
         np.testing.assert_array_equal(cache, written)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_equal_reference(name: str, splits: int, kernels: InterpretedKernels) -> None:
-    step = make_step(replace(CASES[name], splits=splits))
+def test_kernels_equal_reference(name: str, kernels: InterpretedKernels) -> None:
+    step = make_step(CASES[name])
     check(step, kernels.run(step))
 
 
-@pytest.mark.parametrize("name", ["ragged", "everything", "empty_rows", "window_of_one"])
+@pytest.mark.parametrize("name", SPLIT)
 def test_any_number_of_splits_gives_the_same(name: str, kernels: InterpretedKernels) -> None:
     one = kernels.run(make_step(CASES[name]))[0]
-    for splits in (2, 3, 4, 7):
-        parts = kernels.run(make_step(replace(CASES[name], splits=splits)))[0]
-        # One more rounding of the weights is all that differs, and at most one unit in the last place of the result.
-        np.testing.assert_allclose(parts, one, atol=1e-3, rtol=2**-10)
+    for splits in (2, 3, 4):
+        step = make_step(replace(CASES[name], splits=splits))
+        parts = kernels.run(step)
+        check(step, parts)
+        # The weights of a split are rounded relative to its own maximum; the rest is one unit in the last place.
+        np.testing.assert_allclose(parts[0], one, atol=1e-3, rtol=2**-10)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
-    rows=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), min_size=1, max_size=6),
-    padding=st.integers(0, 20),
+    rows=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 12)), min_size=1, max_size=4),
+    padding=st.integers(0, 9),
     group=st.integers(1, 5),
-    kv_heads=st.integers(1, 3),
+    kv_heads=st.integers(1, 2),
     size=st.sampled_from([8, 16, 24]),
     window=st.sampled_from([-1, -1, 1, 7, 16, 40]),
     tree=st.booleans(),
@@ -106,12 +121,13 @@ def test_any_shape_equals_reference(kernels, rows, padding, group, kv_heads, siz
 
 
 def test_rows_without_room_are_not_written_beyond_their_end(kernels: InterpretedKernels) -> None:
-    step = make_step(Case(rows=((14, 2), (3, 1)), capacity=16))
-    step.arrays["kv_lens"][0] = 15  # one entry of room, two tokens
-    output, keys, _ = kernels.run(step)
+    step = make_step(Case(rows=((15, 3), (4, 1)), capacity=16))  # room for one entry, three tokens
+    output, *caches = kernels.run(step)
     assert np.isfinite(output).all()
-    wanted = expected(make_step(Case(rows=((14, 2), (3, 1)), capacity=16)))[1]
-    np.testing.assert_array_equal(keys[1], wanted[1])
+    for name, cache in zip(("k", "v"), caches, strict=True):
+        before, tokens = step.arrays[f"{name}_cache"], step.arrays[name].reshape(-1, 2, 16)
+        before[0, 0, :, 15], before[1, 0, :, 4] = tokens[0], tokens[3]
+        np.testing.assert_array_equal(cache, before)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int8"])

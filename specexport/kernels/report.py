@@ -1,0 +1,63 @@
+"""Prints what the compiler makes of the shipped kernels: ``python -m specexport.kernels.report``."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from specexport.kernels.spec import KernelSpec
+from specexport.kernels.tuning import MULTIPROCESSORS
+
+if TYPE_CHECKING:
+    from specexport.kernels.compile import CompiledKernel
+
+ARCHITECTURES = tuple(MULTIPROCESSORS)
+HEAD_SIZES = (64, 80, 96, 128, 256)
+STEPS = {"decode": 1, "verify": 5, "prefill": 256}
+"""New tokens a row of the three kinds of step."""
+
+HEADER = ("kernel", "step", "head size", "sm", "tile", "warps", "stages", "registers", "shared memory", "spilled")
+
+
+def shipped_specs() -> Iterator[tuple[str, KernelSpec]]:
+    """Kind of step and spec of every kernel in the table: 32 query heads on 8 KV heads, bfloat16."""
+    spec = KernelSpec(
+        kernel="kv_append", dtype="bfloat16", num_heads=32, kv_num_heads=8, head_size=128, scale=128**-0.5
+    )
+    yield "any", spec
+    for size in HEAD_SIZES:
+        for step, new_tokens in STEPS.items():
+            splits = 1 if step == "prefill" else 4
+            attention = replace(
+                spec, kernel="ragged_attention", head_size=size, v_head_size=size, scale=size**-0.5,
+                new_tokens=new_tokens, num_splits=splits,
+            )  # fmt: skip
+            yield step, attention
+    yield "any", replace(spec, kernel="combine_splits", num_splits=4)
+
+
+def table_row(step: str, kernel: "CompiledKernel") -> tuple[str, ...]:
+    """Cells of one compiled kernel, in the header's order."""
+    spec, tiles = kernel.spec, kernel.tiles
+    tile = f"{tiles.block_m}×{tiles.block_n}" if spec.kernel == "ragged_attention" else str(tiles.block_m)
+    numbers = (kernel.num_warps, tiles.num_stages, kernel.registers, kernel.shared_bytes, kernel.spill_bytes)
+    return (spec.kernel, step, str(spec.head_size), str(kernel.sm), tile, *map(str, numbers))
+
+
+def format_row(cells: tuple[str, ...]) -> str:
+    """One line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Compile everything and print the table. Needs Triton, no GPU; takes about two minutes."""
+    from specexport.kernels.compile import compile_kernel
+
+    print(format_row(HEADER))  # noqa: T201 - this is what the command is for
+    print(format_row(("---",) * len(HEADER)))  # noqa: T201
+    for step, spec in shipped_specs():
+        for sm in ARCHITECTURES:
+            print(format_row(table_row(step, compile_kernel(spec, sm))), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
