@@ -9,14 +9,14 @@ an executor is made, not before.
 import time
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.abi import CACHE_INPUTS, LOGITS, STEP_INPUTS, TOKEN_IDS, StepShape
 from specexport_runtime.errors import IncompatibleError, SpecexportError
-from specexport_runtime.executors.base import Int64Array, StepBuffers
+from specexport_runtime.executors.base import Int64Array, StepBuffers, StepOutput, Want
 from specexport_runtime.executors.ort_cuda_session import import_onnxruntime, open_session
 from specexport_runtime.executors.paged import ATTENTION_METADATA, BLOCK_ENTRIES, BLOCK_TABLE, paged_head_size
 from specexport_runtime.manifest import ModelEntry
@@ -77,6 +77,7 @@ class OrtCudaExecutor:
         self.vocab_size = entry.vocab_size
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
+        self.max_num_tokens = None
         self.engine_seconds = 0.0
         self._device = ("cuda", device_id)
         self._graphs = cuda_graphs
@@ -126,7 +127,7 @@ class OrtCudaExecutor:
         self._current = shape
         return buffers
 
-    def execute(self, want: Literal["logits", "token_ids"] = "logits") -> npt.NDArray[Any]:
+    def execute(self, want: Want = "logits") -> StepOutput:
         """Run the prepared step.
 
         Args:
@@ -146,7 +147,7 @@ class OrtCudaExecutor:
         try:
             self._fill(step, shape, self._buffers[shape])
             self._session.run_with_iobinding(step.binding, step.options)
-            result: npt.NDArray[Any] = step.outputs[want].numpy()
+            result: StepOutput = step.outputs[want].numpy()
         except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
             raise SpecexportError(f"ONNX Runtime failed on the GPU in {shape}: {error}", _MEMORY_HINT) from error
         self.engine_seconds += time.perf_counter() - start

@@ -1,0 +1,392 @@
+"""The GPU executor's logic on a made-up onnxruntime that keeps "device" memory in numpy and checks every binding."""
+
+import ctypes
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
+from specexport_runtime.batch import IDLE, ModelRunner, RowWork
+from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
+from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size
+from specexport_runtime.manifest import ModelEntry
+
+VOCAB, CAPACITY, ROWS = 32, BLOCK_ENTRIES + 40, 4
+INPUTS = ("input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens")
+LAYERS = (LayerGeometry(2, 16, 16), LayerGeometry(1, 10, 20))
+ENTRY = ModelEntry(
+    path="model.onnx",
+    backend="ort-cuda",
+    architecture="Tiny",
+    dtype="float16",
+    vocab_size=VOCAB,
+    layers=LAYERS,
+    inputs=INPUTS,
+    num_parameters=1,
+    max_positions=None,
+    source="",
+    source_sha256="",
+    lowering="paged",
+)
+CACHES = [f"{kind}_cache.{i}" for i in range(len(LAYERS)) for kind in "kv"]
+
+
+class FakeValue:
+    """A tensor on the "device"; the log says what crossed the bus."""
+
+    def __init__(self, ort, shape, element_type, device="cpu", device_id=0):
+        if ort.free_bytes is not None:
+            ort.free_bytes -= int(np.prod(shape)) * np.dtype(element_type).itemsize
+            if ort.free_bytes < 0:
+                raise RuntimeError("CUDA failure 2: out of memory")
+        assert (device, device_id) == ("cuda", 0)
+        self.ort = ort
+        self.array = np.full(shape, 77, element_type)  # device memory is not zeroed
+
+    def update_inplace(self, data):
+        assert isinstance(data, np.ndarray)
+        assert data.shape == self.array.shape
+        assert data.dtype == self.array.dtype
+        self.ort.log.append(("up", id(self)))
+        self.array[...] = data
+
+    def numpy(self):
+        self.ort.log.append(("down", id(self)))
+        return self.array.copy()
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+    def shape(self):
+        return list(self.array.shape)
+
+    def tensor_size_in_bytes(self):
+        return self.array.nbytes
+
+
+class FakeBinding:
+    def __init__(self):
+        self.inputs, self.outputs = {}, {}
+
+    def bind_input(self, name, device, device_id, element_type, shape, pointer):
+        self.inputs[name] = (device, element_type, tuple(shape), pointer)
+
+    def bind_output(self, name, device, device_id, element_type, shape, pointer):
+        self.outputs[name] = (device, element_type, tuple(shape), pointer)
+
+    def bind_ortvalue_input(self, name, value):
+        kind = {"int64": np.int64, "int32": np.int32}[value.array.dtype.name]
+        self.inputs[name] = ("cuda", kind, value.array.shape, value.data_ptr())
+
+    def bind_ortvalue_output(self, name, value):
+        self.outputs[name] = ("cuda", value.array.dtype.type, value.array.shape, value.data_ptr())
+
+
+def view(bound, dtype):
+    _, _, shape, pointer = bound
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_char * size).from_address(pointer), dtype).reshape(shape)
+
+
+class FakeSession:
+    """Keeps each token in its cache entry and computes logits from what it finds there, like ``FakeExecutor``."""
+
+    def __init__(self, ort, inputs):
+        self.ort, self.names = ort, inputs
+        self.model = FakeExecutor(VOCAB, 1, 1)
+        self.broken = None
+
+    def get_inputs(self):
+        return [SimpleNamespace(name=name) for name in self.names]
+
+    def get_providers(self):
+        return ["CUDAExecutionProvider", "CPUExecutionProvider"]
+
+    def io_binding(self):
+        return FakeBinding()
+
+    def run_with_iobinding(self, binding, options):
+        if self.broken is not None:
+            raise RuntimeError(self.broken)
+        self.ort.runs.append((binding, options.config))
+        assert set(binding.inputs) == set(self.names)
+        step = {name: view(binding.inputs[name], binding.inputs[name][1]) for name in self.names if name not in CACHES}
+        assert binding.inputs["attention_metadata"][:3] == ("cpu", np.int32, (3,))
+        assert all(bound[0] == "cuda" for name, bound in binding.inputs.items() if name != "attention_metadata")
+        assert set(binding.outputs) == {"logits", "token_ids", *(n.replace("_cache.", "_cache_out.") for n in CACHES)}
+        for name in CACHES:
+            assert binding.inputs[name] == binding.outputs[name.replace("_cache.", "_cache_out.")]
+            assert binding.inputs[name][1] == self.ort.element_type
+        cache = view(binding.inputs["k_cache.1"], np.uint16)
+        lens, cu, table = step["kv_lens"][:, 0], step["cu_new_tokens"], step["block_table"]
+        counts, most, (query_bound, kv_bound, low) = np.diff(cu), 0, step["attention_metadata"]
+        after = {}
+        for row in range(len(lens)):
+            total = int(lens[row] + counts[row])
+            most = max(most, total)
+            entries = [(table[row, at // BLOCK_ENTRIES], at % BLOCK_ENTRIES, 0, 0) for at in range(total)]
+            for j in range(counts[row]):
+                cache[entries[lens[row] + j]] = step["input_ids"][cu[row] + j]
+                held = [int(cache[at]) for at in entries[: lens[row] + j + 1]]
+                after[int(cu[row] + j)] = self.model.logits_after(held)
+        assert low <= most <= kv_bound <= table.shape[1] * BLOCK_ENTRIES
+        assert counts.max() <= query_bound
+        logits = view(binding.outputs["logits"], np.float32)
+        logits[...] = np.stack([after[int(at)] for at in step["logit_rows"]])
+        view(binding.outputs["token_ids"], np.int64)[...] = logits.argmax(axis=1)
+
+
+class FakeOrt:
+    """What the executor uses of the module ``onnxruntime``."""
+
+    __version__ = "1.31.0"
+
+    def __init__(self):
+        self.log, self.runs, self.sessions = [], [], []
+        self.providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+        self.free_bytes, self.element_type, self.failure = None, 10, None
+        self.inputs = [*INPUTS, "block_table", "attention_metadata", *CACHES]
+        self.OrtValue = SimpleNamespace(ortvalue_from_shape_and_type=lambda *args: FakeValue(self, *args))
+        self.SessionOptions = SimpleNamespace
+
+    def get_available_providers(self):
+        return self.providers
+
+    def preload_dlls(self):
+        sys.stdout.write("Failed to load libcublasLt.so.13")
+
+    def RunOptions(self):
+        config = {}
+        return SimpleNamespace(config=config, add_run_config_entry=config.__setitem__)
+
+    def InferenceSession(self, path, options, providers):
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
+        self.sessions.append(providers)
+        return FakeSession(self, self.inputs)
+
+
+@pytest.fixture
+def ort(monkeypatch):
+    module = FakeOrt()
+    monkeypatch.setitem(sys.modules, "onnxruntime", module)
+    return module
+
+
+def make_executor(entry=ENTRY, **arguments):
+    arguments = {"num_rows": ROWS, "kv_capacity": CAPACITY} | arguments
+    return OrtCudaExecutor(Path("model.onnx"), entry, **arguments)
+
+
+def fill(executor, shape, counts, kv_lens, tokens):
+    buffers = executor.prepare(shape)
+    buffers.input_ids[:] = tokens
+    buffers.logit_rows[:] = np.arange(shape.num_logit_rows)
+    buffers.kv_lens[:, 0] = kv_lens
+    buffers.cu_new_tokens[:] = [0, *np.cumsum(counts)]
+    return buffers
+
+
+def test_ragged_steps_rollback_and_moves_equal_the_strict_fake(ort):
+    executor, model = make_executor(), FakeExecutor(VOCAB, 1, 1)
+    runner = ModelRunner(executor)
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(1, VOCAB, BLOCK_ENTRIES + 30).tolist() for _ in range(ROWS)]
+    starts = [3, 60, BLOCK_ENTRIES - 4, 1]
+    for row, start in enumerate(starts):
+        runner.prefill(row, texts[row][:start])
+    done = list(starts)
+    for turn in range(14):
+        work = []
+        for row in range(ROWS):
+            right = texts[row][done[row] : done[row] + int(rng.integers(0, 4))]
+            junk = rng.integers(1, VOCAB, 2).tolist() if right else []
+            work.append(RowWork([*right, *junk], len(right) + 2) if right else IDLE)
+        if all(item is IDLE for item in work):
+            continue
+        logits = runner.step(0, work)
+        for row, item in enumerate(work):
+            for j in range(len(item.tokens) - 2):
+                expected = model.logits_after(texts[row][: done[row] + j + 1])
+                np.testing.assert_array_equal(logits[runner.logit_starts[row] + j], expected)
+            done[row] += max(0, len(item.tokens) - 2)
+            runner.kv.commit(row, done[row])
+        if turn == 6:  # the sequence of the last row takes the place of row 1's
+            runner.release_row(1)
+            runner.move_row(3, 1)
+            texts[1], done[1] = texts[3], done[3]
+            texts[3], done[3] = texts[3][::-1], 2
+            runner.release_row(3)
+            runner.prefill(3, texts[3][:2])
+    assert done[0] > starts[0] + 10
+    assert max(done) > BLOCK_ENTRIES, "a row must go on in its second block"
+
+
+def test_a_moved_row_is_not_copied(ort):
+    executor = make_executor()
+    runner = ModelRunner(executor)
+    runner.prefill(2, [5, 6, 7])
+    before = len(ort.log)
+    runner.move_row(2, 0)
+    assert len(ort.log) == before
+    (logits,) = runner.step(0, [RowWork([8], 1)])
+    np.testing.assert_array_equal(logits, FakeExecutor(VOCAB, 1, 1).logits_after([5, 6, 7, 8]))
+
+
+def test_only_the_output_that_is_wanted_comes_back(ort):
+    executor = make_executor()
+    shape = StepShape(0, 2, 3, 2, 3)
+    fill(executor, shape, [2, 1], [0, 0], [4, 5, 6])
+    logits = executor.execute()
+    assert logits.dtype == np.float32
+    assert logits.shape == (3, VOCAB)
+    down = {entry for entry in ort.log if entry[0] == "down"}
+    ort.log.clear()
+    ids = executor.execute(want="token_ids")
+    assert ids.dtype == np.int64
+    assert ids.tolist() == logits.argmax(axis=1).tolist()
+    (back,) = (entry for entry in ort.log if entry[0] == "down")
+    assert back not in down
+
+
+def test_a_size_keeps_its_device_memory_whatever_the_rows(ort):
+    executor = make_executor()
+    for first_row, kv_len in ((0, 0), (2, 0), (2, 1), (1, 0)):
+        fill(executor, StepShape(first_row, 2, 2, 1, 2), [1, 1], [kv_len] * 2, [3, 4])
+        executor.execute()
+    assert len({id(binding) for binding, _ in ort.runs}) == 1
+    # Four steps: five inputs each, and the table where the rows changed; making them copied zeros before.
+    step_values = {id(value) for value in executor._steps[StepShape(0, 2, 2, 1, 2)].inputs.values()}
+    table = id(executor._steps[StepShape(0, 2, 2, 1, 2)].table)
+    ups = [value for kind, value in ort.log if kind == "up"]
+    assert sum(value in step_values for value in ups) == 5 * 5
+    assert sum(value == table for value in ups) == 1 + 3
+
+
+def test_host_arrays_are_each_shapes_own(ort):
+    executor = make_executor()
+    first, second = (executor.prepare(StepShape(row, 1, 1, 1, 1)) for row in (0, 1))
+    assert executor.prepare(StepShape(0, 1, 1, 1, 1)) is first
+    for spec in STEP_INPUTS:
+        assert not np.shares_memory(getattr(first, spec.name), getattr(second, spec.name))
+
+
+def test_the_arena_is_whole_blocks_and_zeroed(ort):
+    executor = make_executor()
+    blocks = ROWS * 2
+    expected = sum(blocks * BLOCK_ENTRIES * layer.kv_heads * paged_head_size(layer) * 2 * 2 for layer in LAYERS)
+    assert executor.kv_bytes == expected
+    assert [paged_head_size(layer) for layer in LAYERS] == [16, 24]
+    assert all((cache.array == 0).all() for cache in executor._caches.values())
+
+
+def test_exact_bounds_without_graphs_and_bounds_for_every_replay_with(ort):
+    shape = StepShape(0, 2, 4, 3, 2)
+    for graphs, expected in ((False, [3, 9, 9]), (True, [3, CAPACITY, 0])):
+        executor = make_executor(cuda_graphs=graphs)
+        executor.capture([shape])
+        fill(executor, StepShape(1, *shape[1:]), [3, 1], [6, 5], [1, 2, 3, 4])
+        executor._caches["k_cache.1"].array[:] = 1
+        executor.execute()
+        binding, config = ort.runs[-1]
+        assert view(binding.inputs["attention_metadata"], np.int32).tolist() == expected
+        assert config == ({"gpu_graph_id": "1"} if graphs else {})
+        assert ort.sessions[-1][0][1]["enable_cuda_graph"] == str(int(graphs))
+
+
+def test_graphs_are_for_captured_sizes_only_largest_first(ort):
+    executor = make_executor(cuda_graphs=True)
+    small, large, other = StepShape(0, 1, 1, 1, 1), StepShape(0, 4, 4, 1, 4), StepShape(0, 2, 2, 1, 2)
+    executor.capture([small, large, StepShape(3, *small[1:])])
+    assert [*executor._graph_ids.items()] == [(large, 1), (small, 2)]
+    for shape, graph_id in ((large, "1"), (small, "2"), (other, "-1"), (StepShape(2, *other[1:]), "-1")):
+        fill(executor, shape, [1] * shape.num_seqs, [0] * shape.num_seqs, [1] * shape.num_tokens)
+        executor.execute()
+        assert ort.runs[-1][1] == {"gpu_graph_id": graph_id}
+
+
+def test_bfloat16_is_bound_by_its_onnx_number(ort):
+    ort.element_type = 16
+    executor = make_executor(ModelEntry(**{**vars(ENTRY), "dtype": "bfloat16"}))
+    fill(executor, StepShape(0, 1, 1, 1, 1), [1], [0], [3])
+    assert executor.execute().shape == (1, VOCAB)
+    with pytest.raises(IncompatibleError, match="no paged attention for float32"):
+        make_executor(ModelEntry(**{**vars(ENTRY), "dtype": "float32"}))
+
+
+def test_the_cpu_package_is_named_as_such(ort, capsys):
+    ort.providers = ["AzureExecutionProvider", "CPUExecutionProvider"]
+    with pytest.raises(MissingDependencyError, match="`onnxruntime` and `onnxruntime-gpu` provide the same") as caught:
+        make_executor()
+    assert "pip install 'specexport[cuda]'" in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_no_package_at_all_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(MissingDependencyError, match="onnxruntime-gpu is not installed"):
+        make_executor()
+
+
+def test_the_package_that_is_installed_here_is_refused_or_has_no_gpu():
+    import onnxruntime
+
+    expected = MissingDependencyError
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("onnxruntime-gpu is installed")
+    with pytest.raises(expected, match=onnxruntime.__version__):
+        make_executor()
+
+
+def test_no_gpu_is_exit_3_and_prints_nothing(ort, capsys):
+    ort.free_bytes = 0
+    with pytest.raises(IncompatibleError, match="no GPU 0 for this bundle: CUDA failure 2") as caught:
+        make_executor()
+    assert caught.value.exit_code == 3
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_arena_that_does_not_fit_says_so(ort):
+    ort.free_bytes = 100_000
+    with pytest.raises(IncompatibleError, match=r"the GPU gives no \d+ MiB: CUDA failure 2") as caught:
+        make_executor()
+    assert "max_num_seqs" in str(caught.value)
+
+
+def test_an_engine_that_does_not_load_or_match_is_refused(ort):
+    ort.failure = "Protobuf parsing failed"
+    with pytest.raises(BundleError, match=r"model\.onnx: .*Protobuf parsing failed"):
+        make_executor()
+    ort.failure = None
+    ort.inputs = [name for name in ort.inputs if name != "block_table"]
+    with pytest.raises(IncompatibleError, match="block_table"):
+        make_executor()
+
+
+def test_a_failure_on_the_gpu_names_the_step(ort):
+    executor = make_executor()
+    executor._session.broken = "CUDA error 700"
+    fill(executor, StepShape(0, 1, 1, 1, 1), [1], [0], [3])
+    with pytest.raises(SpecexportError, match=r"num_seqs=1.*CUDA error 700"):
+        executor.execute()
+
+
+def test_misuse_raises(ort):
+    executor = make_executor()
+    with pytest.raises(SpecexportError, match="before prepare"):
+        executor.execute()
+    with pytest.raises(SpecexportError, match="does not fit 4 rows"):
+        executor.prepare(StepShape(3, 2, 2, 1, 2))
+    with pytest.raises(SpecexportError, match="no padded-KV graphs"):
+        executor.prepare(StepShape(0, 1, 1, 1, 1, kv_span=64))
+    with pytest.raises(SpecexportError, match="cannot move 2 entries of row 1"):
+        executor.move_entries(1, np.array([0, 3]))
+    executor.prepare(StepShape(0, 1, 1, 1, 1))
+    executor.close()
+    with pytest.raises(SpecexportError, match="before prepare"):
+        executor.execute()
