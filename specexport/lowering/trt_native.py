@@ -47,7 +47,7 @@ FUSED_CAUSAL, FUSED_MASKED, EXPLICIT = "fused-causal", "fused-masked", "explicit
 # answer was the same everywhere: multiples of 8 from 16 to 256; no kernel for float32.
 _FUSED_MULTIPLE, _FUSED_SMALLEST, _FUSED_LARGEST = 8, 16, 256
 _FUSED_DTYPES = ("FLOAT16", "BFLOAT16")
-_DTYPES = (*_FUSED_DTYPES, "FLOAT")
+_DTYPES = ("FLOAT16", "BFLOAT16", "FLOAT")
 
 
 class Attention(NamedTuple):
@@ -123,13 +123,19 @@ def lower_trt_native(ir_model: "ir.Model", *, kv_capacity: int) -> tuple[str, ..
     Raises:
         UnsupportedModelError: a layer has a dtype, or heads, that no form computes exactly.
     """
+    forms = replace_attention(ir_model, kv_capacity=kv_capacity)
+    add_token_ids(ir_model)
+    drop_unused_step_inputs(ir_model)
+    return forms
+
+
+def replace_attention(ir_model: "ir.Model", *, kv_capacity: int) -> tuple[str, ...]:
+    """The attention part of ``lower_trt_native``, for graphs without logits; same arguments, result and errors."""
     layers = [read_attention(n, i) for i, n in enumerate(_attention_nodes(ir_model))]
     forms = tuple(map(choose_form, layers))
     step = _emit_step(ir_model, layers, forms, kv_capacity)
     for i, (layer, form) in enumerate(zip(layers, forms, strict=True)):
         _lower_layer(ir_model, layer, form, step, Emitter(ir_model, f"attention.{i}.{form}"), kv_capacity)
-    add_token_ids(ir_model)
-    drop_unused_step_inputs(ir_model)
     return forms
 
 

@@ -1,0 +1,242 @@
+"""The native TensorRT lowering, evaluated by numpy operators as strict as NVIDIA's documentation of them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from specexport.lowering import lower_model, trt_native
+from specexport.lowering.token_ids import add_token_ids
+from specexport_runtime.errors import RecipeError, UnsupportedModelError
+from tests.lowering.trt_evaluator import align, make_evaluator
+from tests.ops.test_unpadded_attention import CAPACITY, CASES, Case, expect, make_inputs, one_node_model
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+IR_DTYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+# float32: rounding of sums. Halves: q is rounded once after scaling and the result once, weights once where explicit;
+# values reach about 3, so this is a few units in the last place.
+TOLERANCE = {"float32": 1e-5, "float16": 6e-3, "bfloat16": 5e-2}
+FORMS = {
+    "ragged": "fused-causal",
+    "multi_query": "fused-causal",
+    "large_head_size": "fused-causal",
+    "window": "fused-masked",
+    "window_of_one": "fused-masked",
+    "softcap": "explicit",
+    "sinks": "explicit",
+    "everything": "explicit",
+    "odd_head_size": "explicit",
+    "values_smaller": "explicit",
+}
+
+
+@pytest.fixture
+def fused_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused forms in float32 too: no GPU has them, but their masks can be compared to the last digit."""
+    monkeypatch.setattr(trt_native, "_FUSED_DTYPES", ("FLOAT", "FLOAT16", "BFLOAT16"))
+
+
+def lower(case: Case, dtype: str = "float32", capacity: int = CAPACITY) -> tuple[ir.Model, str]:
+    model = one_node_model(case)
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.dtype == ir.DataType.FLOAT:
+            value.type = ir.TensorType(IR_DTYPES[dtype])
+    (form,) = trt_native.replace_attention(model, kv_capacity=capacity)
+    return model, form
+
+
+def run(
+    model: ir.Model, inputs: dict[str, np.ndarray], step: dict[str, np.ndarray], dtype: str = "float32"
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Output [T, Hq*Dv] and the caches [B, 1, H, L, D], in float64."""
+    named = {value.name for value in model.graph.inputs}
+    feeds = inputs | step
+    for name in ("k_cache", "v_cache"):
+        feeds[name] = feeds[name][:, 0]
+    floats = {name for name, array in feeds.items() if array.dtype == np.float32}
+    feeds = {name: array.astype(DTYPES[dtype]) if name in floats else array for name, array in feeds.items()}
+    evaluator = make_evaluator(model, ("float32", "float16", "bfloat16"))
+    with np.errstate(all="ignore"):
+        output, keys, values = evaluator.run(None, {name: feeds[name] for name in named if name in feeds})
+    return output.astype(np.float64), keys[:, None].astype(np.float64), values[:, None].astype(np.float64)
+
+
+def rounded(inputs: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    """What the engine is given, in float32: the reference shall see the same numbers."""
+    return {
+        name: array.astype(DTYPES[dtype]).astype(np.float32) if array.dtype == np.float32 else array
+        for name, array in inputs.items()
+    }
+
+
+def check(case: Case, dtype: str, *, width: int = 0) -> str:
+    inputs = rounded(make_inputs(case), dtype)
+    wanted = expect(case, inputs)
+    model, form = lower(case, dtype)
+    step = align(*zip(*case.rows, strict=True), width=width)  # type: ignore[misc]
+    output, *caches = run(model, inputs, step, dtype)
+    np.testing.assert_allclose(output, wanted[0], atol=TOLERANCE[dtype], rtol=0)
+    for cache, expected, before in zip(caches, wanted[1:], (inputs["k_cache"], inputs["v_cache"]), strict=True):
+        for b, (past, new) in enumerate(case.rows):
+            np.testing.assert_array_equal(cache[b, 0, :, : past + new], expected[b, 0, :, : past + new])
+            np.testing.assert_array_equal(cache[b, 0, :, past + new :], before[b, 0, :, past + new :])
+    return form
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_form_equals_the_reference(name: str, dtype: str) -> None:
+    form = check(CASES[name], dtype)
+    if dtype == "float32":
+        assert form == "explicit"
+    elif name in FORMS:
+        assert form == FORMS[name]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("fused_float32")
+def test_fused_forms_see_exactly_the_right_entries(name: str) -> None:
+    case = CASES[name]
+    assert check(case, "float32") == FORMS.get(name, check(case, "float16"))
+
+
+@pytest.mark.parametrize("name", ["ragged", "window", "everything", "values_smaller", "empty_rows"])
+@pytest.mark.usefixtures("fused_float32")
+def test_a_wider_tile_changes_nothing(name: str) -> None:
+    check(CASES[name], "float32", width=30)
+
+
+@pytest.mark.parametrize("name", ["ragged", "window", "everything", "values_smaller"])
+@pytest.mark.usefixtures("fused_float32")
+def test_a_fixed_step_with_dummies_behind_the_real_tokens(name: str) -> None:
+    """Every row is filled to Q tokens; a row that sits out writes its dummies to the tail of its capacity."""
+    width = 5
+    case = replace(CASES[name], rows=((3, 5), (17, 1), (0, 3), (CAPACITY - width, 0)))
+    inputs = make_inputs(case)
+    wanted = expect(case, inputs)[0]
+    random = np.random.default_rng(0)
+    batch, real = len(case.rows), [b * width + j for b, (_, n) in enumerate(case.rows) for j in range(n)]
+    filled = dict(inputs)
+    for part in ("q", "k", "v"):
+        filled[part] = random.standard_normal((batch * width, inputs[part].shape[1]), dtype=np.float32)
+        filled[part][real] = inputs[part]
+    step = align([past for past, _ in case.rows], [width] * batch)
+    np.testing.assert_array_equal(step["tile_index"].reshape(-1), np.arange(batch * width))
+    output, keys, _ = run(lower(case)[0], filled, step)
+    np.testing.assert_allclose(output[real], wanted, atol=1e-5)
+    assert np.isnan(keys[1, 0, :, 17 + width :]).all()
+
+
+def test_values_are_read_only_where_the_row_holds_tokens() -> None:
+    """An infinite value behind a row's tokens has weight zero, and zero times infinity is not zero."""
+    case = CASES["sinks"]
+    inputs = make_inputs(case, poison=np.inf)
+    wanted = expect(case, inputs)[0]
+    output, *_ = run(lower(case)[0], inputs, align(*zip(*case.rows, strict=True)))
+    np.testing.assert_allclose(output, wanted, atol=1e-5)
+
+
+def test_steps_share_one_mask_a_window_and_no_mask_where_none_is_needed() -> None:
+    def masks(case: Case, dtype: str) -> int:
+        return sum(node.op_type == "LessOrEqual" for node in lower(case, dtype)[0].graph)
+
+    assert masks(CASES["ragged"], "float16") == 0
+    assert masks(CASES["window"], "float16") == 1
+    assert masks(CASES["softcap"], "float16") == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["everything", "values_smaller"])
+def test_explicit_matmuls_run_in_the_models_dtype_and_softmax_in_float32(name: str, dtype: str) -> None:
+    model, form = lower(CASES[name], dtype)
+    assert form == "explicit"
+    kinds = {
+        op: {node.inputs[0].dtype for node in model.graph if node.op_type == op} for op in ("MatMul", "Exp", "Softmax")
+    }
+    assert kinds["MatMul"] == {IR_DTYPES[dtype]}
+    assert kinds["Exp"] | kinds["Softmax"] == {ir.DataType.FLOAT}
+
+
+def test_keys_and_values_are_not_repeated_for_the_heads_of_a_group() -> None:
+    model, _ = lower(replace(CASES["sinks"], heads=8, kv_heads=1), "float16")
+    assert not {node.op_type for node in model.graph} & {"Expand", "Tile", "Concat"}
+
+
+def test_the_scale_is_rounded_once() -> None:
+    """scale*q in half precision with a rounded scale is off by up to one more unit in the last place."""
+    case = replace(CASES["ragged"], scale=96**-0.5)
+    model, _ = lower(case, "float16")
+    mul = next(node for node in model.graph if node.op_type == "Mul")
+    assert {value.dtype for value in mul.inputs} == {ir.DataType.FLOAT}
+    assert float(mul.inputs[1].const_value.numpy()) == np.float32(96**-0.5)
+
+
+def test_caches_are_network_inputs_with_a_fixed_capacity() -> None:
+    model, _ = lower(CASES["values_smaller"], "float16", capacity=40)
+    for node in model.graph:
+        if node.op_type == "TRT_KVCacheUpdate":
+            cache, out = node.inputs[0], node.outputs[0]
+            assert cache in model.graph.inputs
+            assert out in model.graph.outputs
+            assert out.name == f"{cache.name}_out"
+            assert list(cache.shape)[1:] == list(out.shape)[1:] == [2, 40, 24 if cache.name == "k_cache" else 16]
+
+
+@pytest.mark.parametrize(
+    ("size", "fused"), [(8, False), (16, True), (20, False), (80, True), (256, True), (264, False)]
+)
+def test_head_sizes_with_a_fused_kernel(size: int, fused: bool) -> None:
+    case = Case(((2, 3),), k_dim=size, v_dim=size)
+    assert (lower(case, "bfloat16")[1] == "fused-causal") is fused
+
+
+def test_what_cannot_be_exact_is_refused_by_name() -> None:
+    model = one_node_model(CASES["ragged"])
+    for value in model.graph.inputs:
+        if value.dtype == ir.DataType.FLOAT:
+            value.type = ir.TensorType(ir.DataType.DOUBLE)
+    with pytest.raises(UnsupportedModelError, match="attention layer 0 is DOUBLE"):
+        trt_native.replace_attention(model, kv_capacity=CAPACITY)
+    with pytest.raises(UnsupportedModelError, match="attention layer 0 has 4 query heads on 3"):
+        lower(replace(CASES["ragged"], kv_heads=3))
+
+
+@pytest.mark.parametrize(
+    ("backend", "named", "words"),
+    [
+        ("tensorrt-rtx", {"lowering": "gqa", "kv_capacity": 8}, "has no lowering 'gqa'"),
+        ("tensorrt-rtx", {"lowering": None, "kv_capacity": 8}, "has no lowering None"),
+        ("tensorrt", {"lowering": "native"}, "needs the KV capacity"),
+        ("tensorrt", {"lowering": "native", "kv_capacity": 8, "padded_kv": True}, "has no padded-KV graph"),
+        ("ort-cuda", {"padded_kv": True}, "has no padded-KV graph"),
+    ],
+)
+def test_arguments_that_a_backend_cannot_use(backend: str, named: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        lower_model(one_node_model(CASES["ragged"]), backend, **named)
+
+
+def greedy_ids(rows: Sequence[Sequence[float]]) -> list[int]:
+    logits = ir.Value(name="logits", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["R", len(rows[0])]))
+    scores = ir.Value(name="scores", type=logits.type, shape=logits.shape)
+    node = ir.node("Identity", [scores], outputs=[logits])
+    model = ir.Model(ir.Graph([scores], [logits], nodes=[node], opset_imports={"": 23}), ir_version=10)
+    add_token_ids(model)
+    assert [value.name for value in model.graph.outputs] == ["logits", "token_ids"]
+    assert (model.graph.outputs[1].dtype, list(model.graph.outputs[1].shape)) == (ir.DataType.INT64, ["R"])
+    with np.errstate(all="ignore"):
+        ids = make_evaluator(model).run(["token_ids"], {"scores": np.array(rows, np.float32)})[0]
+    assert ids.dtype == np.int64
+    return list(ids)
+
+
+def test_token_ids_are_the_argmax_and_no_nan_hides() -> None:
+    inf, nan = np.inf, np.nan
+    rows = [[1, 5, 2], [-9, -8, -7], [0, 0, -1e30], [3e4, -3e4, 0]]
+    assert greedy_ids(rows) == [1, 2, 0, 0]
+    broken = [[1, nan, 2], [nan, 1, 2], [1, 2, nan], [inf, 1, 2], [1, -inf, 2], [inf, -inf, 1], [nan, nan, nan]]
+    assert greedy_ids(broken) == [-1] * len(broken)

@@ -1,0 +1,182 @@
+"""TensorRT's KV-cache update and attention in numpy, from NVIDIA's operator documentation, and packing for them.
+
+Stricter than a GPU: what the documentation does not define is an error, and what it leaves undefined is NaN, so that a
+lowering which leans on either fails here.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+NAN = np.nan
+
+
+def _kv_cache_update(
+    cache: np.ndarray, update: np.ndarray, write_indices: np.ndarray, lengths: np.ndarray, **attributes: Any
+) -> np.ndarray:
+    assert attributes == {"update_form": "packed_nhd", "mode": "linear"}, attributes
+    batch, heads, capacity, size = cache.shape
+    tokens = len(update)
+    assert update.shape == (tokens, heads, size)
+    assert update.dtype == cache.dtype
+    for indices, length in ((write_indices, batch), (lengths, batch + 1)):
+        assert (indices.shape, indices.dtype) == ((length,), np.int32)
+    assert (lengths[0], lengths[-1]) == (0, tokens), "the last cumulative length is the number of tokens"
+    assert (np.diff(lengths) >= 0).all()
+    result = cache.copy()
+    for row, start in enumerate(write_indices):
+        own = update[lengths[row] : lengths[row + 1]]
+        assert start >= 0
+        assert start + len(own) <= capacity, "a write beyond the capacity"
+        result[row, :, start : start + len(own)] = own.swapaxes(0, 1)
+    return result
+
+
+def _seen(row: int, slot: int, width: int, length: int, mask: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray:
+    """Entries that a slot sees: by the mask, or up to its place on the diagonal that ends at the row's length."""
+    entries = np.arange(length)
+    if mask is None:
+        return entries[: max(0, length - width + slot + 1)]
+    return entries[np.broadcast_to(mask, shape)[row, 0, slot, :length]]
+
+
+def _attention(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    mask: np.ndarray | None,
+    query_lengths: np.ndarray | None,
+    kv_lengths: np.ndarray,
+    *,
+    fused_dtypes: Sequence[str],
+    **attributes: Any,
+) -> np.ndarray:
+    assert attributes.pop("TRT_decomposable") == 0
+    assert attributes == ({"causal_kind": "lower_right"} if mask is None else {}), attributes
+    assert query_lengths is None, "padded queries have no lengths"
+    batch, heads, width, size = queries.shape
+    kv_heads, capacity = keys.shape[1:3]
+    assert keys.shape == values.shape == (batch, kv_heads, capacity, size)
+    assert heads % kv_heads == 0
+    assert size % 8 == 0
+    assert 16 <= size <= 256, "no fused kernel"
+    assert queries.dtype == keys.dtype == values.dtype
+    assert str(queries.dtype) in fused_dtypes
+    assert (kv_lengths.shape, kv_lengths.dtype) == ((batch,), np.int32)
+    assert (kv_lengths >= 1).all()
+    assert (kv_lengths <= capacity).all()
+    assert mask is None or (mask.dtype == bool and mask.ndim == 4)
+    result = np.full(queries.shape, NAN)
+    for row, head, slot in np.ndindex(batch, heads, width):
+        seen = _seen(row, slot, width, int(kv_lengths[row]), mask, (batch, 1, width, capacity))
+        if len(seen):
+            group = head * kv_heads // heads
+            scores = keys[row, group, seen].astype(np.float64) @ queries[row, head, slot].astype(np.float64)
+            weights = np.exp(scores - scores.max())
+            result[row, head, slot] = weights @ values[row, group, seen].astype(np.float64) / weights.sum()
+    return result.astype(queries.dtype)
+
+
+def _operators(fused_dtypes: Sequence[str]) -> list[type]:
+    from onnx.reference.op_run import OpRun
+
+    class TRT_KVCacheUpdate(OpRun):
+        op_domain = ""
+
+        def _run(self, *inputs: Any, **_: Any) -> tuple[np.ndarray]:
+            return (_kv_cache_update(*inputs, **_given(self)),)
+
+    class TRT_Attention(OpRun):
+        op_domain = ""
+
+        def _run(self, *inputs: Any, **_: Any) -> tuple[np.ndarray]:
+            return (_attention(*inputs, fused_dtypes=fused_dtypes, **_given(self)),)
+
+    return [TRT_KVCacheUpdate, TRT_Attention]
+
+
+def _given(operator: Any) -> dict[str, Any]:
+    import onnx
+
+    own = {item.name: onnx.helper.get_attribute_value(item) for item in operator.onnx_node.attribute}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in own.items()}
+
+
+def make_evaluator(model: Any, fused_dtypes: Sequence[str] = ("float16", "bfloat16")) -> Any:
+    """An ``onnx.reference.ReferenceEvaluator`` of a lowered ``onnx_ir`` model.
+
+    Args:
+        model: the model.
+        fused_dtypes: dtypes for which attention is taken to have a fused kernel.
+    """
+    import onnx_ir as ir
+    from onnx.reference import ReferenceEvaluator
+
+    return ReferenceEvaluator(ir.to_proto(model), new_ops=_operators(fused_dtypes))
+
+
+def align(pasts: Sequence[int], counts: Sequence[int], *, width: int = 0) -> dict[str, np.ndarray]:
+    """The index inputs of a step with right-aligned rows.
+
+    Args:
+        pasts: committed entries of each row.
+        counts: new tokens of each row.
+        width: Q; 0 for the largest count.
+    """
+    width = width or max(counts)
+    cu = np.concatenate([[0], np.cumsum(counts)])
+    tile = np.full((len(counts), width), cu[-1] - 1)  # slots before a row's first token hold some other token
+    untile = []
+    for row, count in enumerate(counts):
+        first = width - count
+        tile[row, first:] = np.arange(cu[row], cu[row + 1])
+        untile += [row * width + first + j for j in range(count)]
+    lens = np.array(pasts, np.int32)[:, None]
+    return {
+        "kv_lens": lens,
+        "cu_new_tokens": cu.astype(np.int32),
+        "row_totals": np.maximum(lens + np.array(counts, np.int32)[:, None], 1),
+        "tile_index": tile.astype(np.int64),
+        "untile_index": np.array(untile, np.int64),
+    }
+
+
+class Engine:
+    """A lowered model with its cache arena, run by the evaluator.
+
+    Args:
+        model: from ``lower_trt_native``.
+        num_rows: rows of the arena; all entries start as NaN.
+        fused_dtypes: see ``make_evaluator``.
+    """
+
+    def __init__(self, model: Any, num_rows: int, fused_dtypes: Sequence[str] = ("float16", "bfloat16")) -> None:
+        self.evaluator = make_evaluator(model, fused_dtypes)
+        self.inputs = {str(value.name) for value in model.graph.inputs}
+        self.caches = {
+            str(value.name): np.full((num_rows, *value.shape[1:]), NAN, value.dtype.numpy())
+            for value in model.graph.inputs
+            if "cache" in str(value.name)
+        }
+
+    def step(
+        self, tokens: Sequence[Sequence[int]], pasts: Sequence[int], *, first_row: int = 0, width: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(logits [T, V], token_ids [T]) of the new tokens of rows ``first_row …``; caches are updated in place."""
+        counts = [len(row) for row in tokens]
+        rows = slice(first_row, first_row + len(tokens))
+        feeds = align(pasts, counts, width=width) | {
+            "input_ids": np.array([token for row in tokens for token in row], np.int64),
+            "positions": np.array(
+                [past + j for past, n in zip(pasts, counts, strict=True) for j in range(n)], np.int64
+            ),
+            "logit_rows": np.arange(sum(counts), dtype=np.int64),
+        }
+        feeds = {name: array for name, array in feeds.items() if name in self.inputs}
+        feeds |= {name: cache[rows] for name, cache in self.caches.items()}
+        with np.errstate(all="ignore"):  # padding slots may hold NaN
+            outputs = dict(zip(self.evaluator.output_names, self.evaluator.run(None, feeds), strict=True))
+        for name, cache in self.caches.items():
+            cache[rows] = outputs[name.replace("_cache.", "_cache_out.")]
+        return outputs["logits"], outputs["token_ids"]
