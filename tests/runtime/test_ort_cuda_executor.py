@@ -234,6 +234,8 @@ def test_a_moved_row_is_not_copied(ort):
     before = len(ort.log)
     runner.move_row(2, 0)
     assert len(ort.log) == before
+    runner.release_row(2)
+    runner.prefill(2, [1, 2, 3, 4])  # the row it came from is another's now
     (logits,) = runner.step(0, [RowWork([8], 1)])
     np.testing.assert_array_equal(logits, FakeExecutor(VOCAB, 1, 1).logits_after([5, 6, 7, 8]))
 
