@@ -15,7 +15,7 @@ HEAD_SIZES = (64, 80, 96, 128, 256)
 STEPS = {"decode": 1, "verify": 5, "prefill": 256}
 """New tokens a row of the three kinds of step."""
 
-HEADER = ("kernel", "step", "head size", "sm", "tile", "warps", "stages", "registers", "shared memory", "spilled")
+HEADER = ("kernel", "step", "head size", *(f"sm {sm}" for sm in ARCHITECTURES))
 
 
 def shipped_specs() -> Iterator[tuple[str, KernelSpec]]:
@@ -35,12 +35,12 @@ def shipped_specs() -> Iterator[tuple[str, KernelSpec]]:
     yield "any", replace(spec, kernel="combine_splits", num_splits=4)
 
 
-def table_row(step: str, kernel: "CompiledKernel") -> tuple[str, ...]:
-    """Cells of one compiled kernel, in the header's order."""
-    spec, tiles = kernel.spec, kernel.tiles
-    tile = f"{tiles.block_m}×{tiles.block_n}" if spec.kernel == "ragged_attention" else str(tiles.block_m)
-    numbers = (kernel.num_warps, tiles.num_stages, kernel.registers, kernel.shared_bytes, kernel.spill_bytes)
-    return (spec.kernel, step, str(spec.head_size), str(kernel.sm), tile, *map(str, numbers))
+def format_cell(kernel: "CompiledKernel") -> str:
+    """A compiled kernel: tile, warps, stages; registers of a thread, KiB of shared memory, bytes spilled."""
+    tiles = kernel.tiles
+    tile = f"{tiles.block_m}×{tiles.block_n}" if kernel.spec.kernel == "ragged_attention" else str(tiles.block_m)
+    cut = f"{tile}/{tiles.num_warps}/{tiles.num_stages}"
+    return f"{cut}, {kernel.registers} reg, {kernel.shared_bytes / 1024:.0f} KiB, {kernel.spill_bytes}"
 
 
 def format_row(cells: tuple[str, ...]) -> str:
@@ -55,8 +55,8 @@ def main() -> None:
     print(format_row(HEADER))  # noqa: T201 - this is what the command is for
     print(format_row(("---",) * len(HEADER)))  # noqa: T201
     for step, spec in shipped_specs():
-        for sm in ARCHITECTURES:
-            print(format_row(table_row(step, compile_kernel(spec, sm))), flush=True)  # noqa: T201
+        cells = (format_cell(compile_kernel(spec, sm)) for sm in ARCHITECTURES)
+        print(format_row((spec.kernel, step, str(spec.head_size), *cells)), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

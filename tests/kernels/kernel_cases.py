@@ -62,7 +62,7 @@ def random_tree(random: np.random.Generator, nodes: int) -> list[int]:
 
 
 def make_step(case: Case) -> Step:
-    """Random inputs; NaN in all that must not be read: entries beyond a row's, and padding tokens."""
+    """Random inputs; NaN in all that must not be read: entries beyond a row's, and queries of padding tokens."""
     random = np.random.default_rng(case.seed)
     new = [count for _, count in case.rows]
     used, total = sum(new), sum(new) + case.padding
@@ -79,8 +79,7 @@ def make_step(case: Case) -> Step:
         "kv_lens": np.array([[past] for past, _ in case.rows], np.int32),
         "cu_new_tokens": np.concatenate([[0], np.cumsum(new)]).astype(np.int32),
     }
-    for name in ("q", "k", "v"):
-        arrays[name][used:] = np.nan
+    arrays["q"][used:] = np.nan
     for b, (past, _) in enumerate(case.rows):
         arrays["k_cache"][b, 0, :, past:] = np.nan
         arrays["v_cache"][b, 0, :, past:] = np.nan

@@ -27,6 +27,9 @@ class InterpretedKernels:
     """A worker process. ``run`` sends it a step."""
 
     def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-W", "error", __file__],
             env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
@@ -40,7 +43,12 @@ class InterpretedKernels:
         assert self._process.stdout is not None
         pickle.dump(request, self._process.stdin)
         self._process.stdin.flush()
-        kind, answer = pickle.load(self._process.stdout)
+        try:
+            kind, answer = pickle.load(self._process.stdout)
+        except EOFError:  # memory that is not the kernel's
+            status = self._process.wait()
+            self._start()
+            raise WorkerError("Crash", f"the worker ended with status {status}") from None
         if kind:
             raise WorkerError(kind, answer)
         return answer

@@ -1,0 +1,190 @@
+"""Compilation ahead of time, for every architecture, without a GPU."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from specexport.kernels import ptx as ptx_text
+from specexport.kernels.compile import CompiledKernel, check_parameters, compile_kernel
+from specexport.kernels.report import ARCHITECTURES, format_cell, shipped_specs
+from specexport.kernels.signatures import SIGNATURES
+from specexport.kernels.spec import KernelSpec
+from specexport.kernels.tuning import SHARED_BYTES
+from specexport_runtime.errors import CheckFailedError, UserInputError
+
+pytestmark = pytest.mark.xdist_group("kernels-compiled")
+
+ROOT = Path(__file__).parents[2]
+SPEC = KernelSpec(
+    kernel="ragged_attention", dtype="bfloat16", num_heads=32, kv_num_heads=8, head_size=128, scale=0.088, new_tokens=5
+)
+# Any shape of step at the head size most models have; the others for the verify step, the one they are for.
+SHIPPED = [
+    pytest.param(step, spec, id=f"{spec.kernel}-{step}-{spec.head_size}")
+    for step, spec in shipped_specs()
+    if spec.head_size == 128 or step == "verify"
+]
+VARIANTS = {
+    "tree": replace(SPEC, tree=True),
+    "tree_window": replace(SPEC, tree=True, window=512),
+    "window": replace(SPEC, window=1024),
+    "softcap": replace(SPEC, softcap=50.0),
+    "sinks": replace(SPEC, sinks=True, window=128),
+    "everything_split": replace(SPEC, tree=True, sinks=True, window=128, softcap=30.0, num_splits=4),
+    "values_smaller": replace(SPEC, head_size=192, v_head_size=128, num_heads=16, kv_num_heads=16),
+    "multi_query": replace(SPEC, kv_num_heads=1),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing compiled before counts, and nothing is left behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        yield
+
+
+def check_compiled(kernel: CompiledKernel, *, most_spilled: int = 0) -> None:
+    spec, sm = kernel.spec, kernel.sm
+    assert tuple(parameter.type for parameter in kernel.parameters) == spec.signature.ptx_types()
+    assert kernel.name == spec.kernel
+    assert re.search(rf"\.target sm_{sm}a?$", kernel.ptx, re.MULTILINE)
+    assert f".reqntid {32 * kernel.num_warps}\n" in kernel.ptx
+    assert kernel.cubin[:4] == b"\x7fELF"
+    assert 0 < kernel.registers <= 255
+    assert kernel.shared_bytes <= SHARED_BYTES[sm]
+    assert kernel.spill_bytes <= most_spilled
+    assert ".file" not in kernel.ptx
+    assert str(ROOT) not in kernel.ptx
+    if spec.kernel == "ragged_attention":  # entries are copied sixteen bytes at a time, in the background
+        widths = set(re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (0x\w+)", kernel.ptx))
+        assert widths == {"0x10"}
+
+
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+@pytest.mark.parametrize(("step", "spec"), SHIPPED)
+def test_shipped_kernels_compile_for_every_architecture(step: str, spec: KernelSpec, sm: int) -> None:
+    kernel = compile_kernel(spec, sm)
+    check_compiled(kernel)
+    documented = documented_cells()[spec.kernel, step, str(spec.head_size)][ARCHITECTURES.index(sm)]
+    # Registers differ with the assembler's version; the rest is ours.
+    assert re.sub(r"\d+ reg", "", documented) == re.sub(r"\d+ reg", "", format_cell(kernel))
+
+
+def documented_cells() -> dict[tuple[str, ...], list[str]]:
+    """Cells of the page's table by kernel, step and head size."""
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in page.splitlines() if " reg, " in line]
+    return {tuple(row[:3]): row[3:] for row in rows}
+
+
+def test_the_documented_table_is_complete() -> None:
+    wanted = {(spec.kernel, step, str(spec.head_size)) for step, spec in shipped_specs()}
+    found = documented_cells()
+    assert set(found) == wanted
+    assert all(len(cells) == len(ARCHITECTURES) for cells in found.values())
+
+
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", SIGNATURES)
+def test_float16_compiles_for_every_architecture(kernel: str, sm: int) -> None:
+    check_compiled(compile_kernel(replace(SPEC, kernel=kernel, dtype="float16"), sm))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_compiles(name: str) -> None:
+    # Four registers' worth at most: the assembler prefers that to one program less on a multiprocessor.
+    check_compiled(compile_kernel(VARIANTS[name], 90), most_spilled=2 * 4 * 4)
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_small_tiles_need_no_opt_in_to_shared_memory(head_size: int) -> None:
+    spec = replace(SPEC, head_size=head_size, v_head_size=head_size, new_tokens=256)
+    kernel = compile_kernel(spec, 90, tiles=spec.tiles(90, small=True))
+    check_compiled(kernel)
+    assert kernel.shared_bytes <= 48 * 1024
+
+
+def test_parameters_are_in_the_signatures_order() -> None:
+    from specexport.kernels.launch import KERNELS
+
+    assert set(KERNELS) == set(SIGNATURES)
+    for name, signature in SIGNATURES.items():
+        tensors = [[item.name for item in items] for items in (signature.inputs, signature.outputs)]
+        ints = [item.name for item in signature.ints]
+        assert KERNELS[name].arg_names == [*tensors[0], *ints, *tensors[1], *signature.constants]
+
+
+def test_attributes_are_compiled_in() -> None:
+    texts = {compile_kernel(spec, 80).ptx for spec in (SPEC, replace(SPEC, scale=0.1), replace(SPEC, softcap=9.0))}
+    assert len(texts) == 3
+
+
+ENTRY = """.visible .entry kernel(
+	.param .u64 .ptr .global .align 1 kernel_param_0,
+	.param .u32 kernel_param_1,
+	.param .u64 .ptr .global .align 1 kernel_param_2
+)
+{{
+	ld.param.b64 	%rd1, [{used}];
+	ret;
+}}
+"""
+
+
+def test_unused_parameters_are_taken_off() -> None:
+    text = ENTRY.format(used="kernel_param_0")
+    assert [p.type for p in ptx_text.entry_parameters(text)] == ["u64", "u32", "u64"]
+    shorter = ptx_text.drop_trailing_parameters(text, 2)
+    assert [p.name for p in ptx_text.entry_parameters(shorter)] == ["kernel_param_0"]
+    assert shorter.endswith(text[text.index("\n)\n{") :])
+    assert ptx_text.entry_name(shorter) == "kernel"
+
+
+def test_a_parameter_in_use_is_not_taken_off() -> None:
+    with pytest.raises(CheckFailedError, match="kernel_param_2"):
+        ptx_text.drop_trailing_parameters(ENTRY.format(used="kernel_param_2"), 1)
+    ptx_text.drop_trailing_parameters(ENTRY.format(used="kernel_param_20"), 1)  # another name
+
+
+def test_more_parameters_than_there_are_cannot_be_taken_off() -> None:
+    with pytest.raises(CheckFailedError, match="3 parameters, 4"):
+        ptx_text.drop_trailing_parameters(ENTRY.format(used="x"), 4)
+
+
+def test_ptx_of_several_entries_or_unknown_form_is_refused() -> None:
+    with pytest.raises(CheckFailedError, match="2 entries"):
+        ptx_text.entry_name(ENTRY.format(used="x") * 2)
+    with pytest.raises(CheckFailedError, match="Unknown form"):
+        ptx_text.entry_parameters(".entry k(.param .align 8 .b8 k_param_0[16])")
+
+
+def test_a_parameter_list_that_differs_is_refused() -> None:
+    with pytest.raises(CheckFailedError, match="the launcher passes"):
+        check_parameters(SPEC, ENTRY.format(used="x"))
+
+
+def test_scratch_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    needy = SimpleNamespace(metadata=SimpleNamespace(global_scratch_size=128, profile_scratch_size=0))
+    monkeypatch.setattr(triton, "compile", lambda *_, **__: needy)
+    with pytest.raises(CheckFailedError, match="needs scratch memory"):
+        compile_kernel(SPEC, 90)
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    with pytest.raises(UserInputError, match="sm 75"):
+        compile_kernel(SPEC, 75)
+
+
+def test_ptx_that_does_not_assemble_is_refused() -> None:
+    from specexport.kernels.compile import assemble
+
+    with pytest.raises(CheckFailedError, match="ptxas refuses"):
+        assemble(".version 8.8\n.target sm_90a\nnonsense", 90)

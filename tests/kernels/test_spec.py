@@ -1,0 +1,151 @@
+"""Grids, tiles, splits and the argument table: nothing here needs Triton."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specexport.kernels.signatures import SIGNATURES
+from specexport.kernels.spec import KernelSpec
+from specexport.kernels.tuning import MULTIPROCESSORS, TileConfig, attention_tiles, choose_splits
+from specexport_runtime.errors import UserInputError
+
+SPEC = KernelSpec(kernel="ragged_attention", dtype="float16", num_heads=6, kv_num_heads=2, head_size=64)
+TILES = TileConfig(16, 32, 4, 2)
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A size that is not known yet, as TensorRT hands out: it can be added to, multiplied and divided, no more."""
+
+    text: str
+
+    def __add__(self, other: Any) -> "Symbol":
+        return Symbol(f"({self} + {other})")
+
+    def __sub__(self, other: Any) -> "Symbol":
+        return Symbol(f"({self} - {other})")
+
+    def __mul__(self, other: Any) -> "Symbol":
+        return Symbol(f"({self} * {other})")
+
+    def __floordiv__(self, other: Any) -> "Symbol":
+        return Symbol(f"({self} // {other})")
+
+    def __str__(self) -> str:
+        return self.text
+
+    __hash__ = None  # type: ignore[assignment]
+    __bool__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kernel", SIGNATURES)
+def test_a_grid_can_be_made_of_symbols(kernel: str) -> None:
+    spec = replace(SPEC, kernel=kernel, num_splits=3)
+    symbolic = spec.grid(TILES, Symbol("T"), Symbol("B"))  # type: ignore[arg-type]
+    for tokens, rows in ((1, 1), (40, 8), (1023, 3)):
+        numbers = [eval(str(size), {}, {"T": tokens, "B": rows}) for size in symbolic]
+        assert tuple(numbers) == spec.grid(TILES, tokens, rows)
+
+
+def test_every_tile_of_every_row_has_its_own_program() -> None:
+    """The arithmetic of ``find_tile``, in Python, against counting: programs of rows do not overlap, and all exist."""
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        group, block = int(random.integers(1, 9)), int(random.choice([16, 32, 128]))
+        counts = random.integers(0, random.choice([2, 7, 200]), size=random.integers(1, 9))
+        padding = int(random.integers(0, 50))
+        spec = replace(SPEC, num_heads=2 * group)
+        programs = spec.grid(TileConfig(block, 16, 4, 1), int(counts.sum()) + padding, len(counts))[0]
+        free = 0
+        ends = np.concatenate([[0], np.cumsum([*counts, padding])])
+        for row, count in enumerate([*counts, padding]):
+            first = ends[row] * group // block + row
+            assert first >= free
+            free = first - (-count * group // block)
+        assert free <= programs
+
+
+def test_optional_tensors_are_arguments_only_where_they_are_used() -> None:
+    names = SPEC.signature.argument_names
+    base = ("q", "k_cache", "v_cache", "kv_lens", "cu_new_tokens")
+    ints = ("num_tokens", "num_seqs", "kv_capacity")
+    assert names == (*base, *ints, "output")
+    everything = replace(SPEC, tree=True, sinks=True, num_splits=2).signature
+    assert everything.argument_names == (*base, "tree_mask", "sinks", *ints, "partial_acc", "partial_stats")
+    assert everything.ptx_types() == ("u64",) * 7 + ("u32",) * 3 + ("u64",) * 2
+
+
+def test_ints_are_sizes_of_inputs() -> None:
+    for signature in SIGNATURES.values():
+        shapes = {item.name: item.shape for item in signature.inputs}
+        words = {"num_tokens": "T", "num_seqs": "B", "kv_capacity": "L"}
+        assert all(shapes[item.source][item.axis] == words[item.name] for item in signature.ints)
+
+
+def test_the_caches_of_append_are_aliased_in_place() -> None:
+    signature = SIGNATURES["kv_append"]
+    inputs = {item.name: item for item in signature.inputs}
+    for item in signature.outputs:
+        assert inputs[item.aliases].shape == item.shape
+
+
+@pytest.mark.parametrize("dtype", ["float32", "half", "bf16", ""])
+def test_another_dtype_is_a_key_error(dtype: str) -> None:
+    with pytest.raises(KeyError):
+        replace(SPEC, dtype=dtype)
+
+
+def test_an_unknown_kernel_is_a_key_error() -> None:
+    with pytest.raises(KeyError):
+        replace(SPEC, kernel="attention")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_heads": 5}, "5 query heads cannot share 2 KV heads"),
+        ({"kv_num_heads": 0}, "0 KV heads"),
+        ({"head_size": 257}, "Head size 257"),
+        ({"v_head_size": -1}, "Head size -1"),
+        ({"num_splits": 0}, "0 splits"),
+        ({"num_splits": 33}, "33 splits"),
+        ({"window": 0}, "window of 0"),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_refused_by_name(change: dict[str, int], named: str) -> None:
+    with pytest.raises(UserInputError, match=named):
+        replace(SPEC, **change)
+
+
+def test_an_unknown_architecture_lists_the_known() -> None:
+    with pytest.raises(UserInputError, match=r"sm 75.*Use one of 80, 89, 90, 100, 120"):
+        SPEC.tiles(75)
+
+
+@pytest.mark.parametrize("sm", MULTIPROCESSORS)
+@pytest.mark.parametrize("head_size", [1, 64, 80, 128, 256])
+def test_a_tile_holds_the_queries_of_a_verify_step_of_one_row(sm: int, head_size: int) -> None:
+    assert attention_tiles(sm, head_size, 1).block_m == 16
+    assert attention_tiles(sm, head_size, 20).block_m == 32
+    assert attention_tiles(sm, head_size, 10_000).block_m <= 128
+
+
+def test_splits_fill_the_gpu_and_no_more() -> None:
+    # Eight rows on eight KV heads are 64 programs; two on each of 132 multiprocessors are 264.
+    assert choose_splits(64, 16_384, 64, 132) == 4
+    assert choose_splits(264, 16_384, 64, 132) == 1
+    assert choose_splits(8, 16_384, 64, 132) == 29  # 32, the most, would fill the GPU by a tenth more at best
+    assert choose_splits(64, 300, 64, 132) == 1  # too short to be worth it
+    assert choose_splits(1, 100_000, 64, 132) == 32
+
+
+def test_what_describes_a_kernel_needs_no_triton() -> None:
+    code = (
+        "import sys\nimport specexport.kernels.spec, specexport.kernels.ptx, specexport.kernels.compile, "
+        "specexport.kernels.report\nassert not {'triton', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
