@@ -209,7 +209,7 @@ def _emit_masks(
         return {}
     boolean = {"dtype": ir.DataType.BOOL}
     width = emit.op("Shape", tile, start=1, end=2)
-    slots = emit.op("Range", emit.const(0), emit.reshape(width, []), emit.const(1))
+    slots = emit.op("Range", emit.const(0), emit.op("Squeeze", width, emit.const([0])), emit.const(1))
     firsts = emit.op("Sub", row_totals, emit.cast(width, ir.DataType.INT32))  # [B, 1]: entry of slot 0
     own = emit.op("Max", emit.op("Add", firsts, emit.cast(slots, ir.DataType.INT32)), emit.const(0, "int32"))
     limit = emit.op("Unsqueeze", own, emit.const([1, 3]))  # [B, 1, Q, 1]

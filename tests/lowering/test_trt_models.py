@@ -1,0 +1,109 @@
+"""Whole models lowered for TensorRT, evaluated in numpy, against eager transformers."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specexport.frontend import reference_logits
+from specexport.lowering import lower_model, trt_native
+from specexport_runtime.abi import ALIGNED_STEP_INPUTS
+from tests.engine_harness import make_checkpoint
+from tests.lowering.half_models import HalfModel, trace
+from tests.lowering.trt_evaluator import Engine
+from tests.tiny_models import VOCAB
+
+PREFILL, VERIFY, CAPACITY = (9, 17, 4), (5, 1, 3), 40
+MODELS = {
+    ("llama", "float32"): ("explicit", "explicit"),
+    ("gemma3", "float32"): ("explicit", "explicit"),
+    ("gpt_oss", "float32"): ("explicit", "explicit"),
+    ("deepseek_v3", "float32"): ("explicit", "explicit"),
+    ("llama", "float16"): ("fused-causal", "fused-causal"),
+    ("gemma3", "float16"): ("fused-masked", "fused-causal"),
+    ("deepseek_v3", "float16"): ("explicit", "explicit"),
+    ("gemma3", "bfloat16"): ("fused-masked", "fused-causal"),
+}
+# Of the largest logit. float32: order of sums. Halves: eager rounds scores and weights to half precision, TensorRT's
+# attention does not, and two layers carry the difference to the logits.
+TOLERANCE = {"float32": 3e-5, "float16": 1e-2, "bfloat16": 6e-2}
+
+
+def sequences() -> list[list[int]]:
+    random = np.random.default_rng(7)
+    return [random.integers(3, VOCAB, past + new).tolist() for past, new in zip(PREFILL, VERIFY, strict=True)]
+
+
+def lower(traced: HalfModel) -> tuple[Any, tuple[str, ...]]:
+    model = traced.ir_model.clone()
+    forms = lower_model(model, "tensorrt-rtx", lowering="native", kv_capacity=CAPACITY)
+    return model, forms
+
+
+def compare(traced: HalfModel, model: Any, tolerance: float, fused_dtypes: tuple[str, ...]) -> None:
+    """Prefill row by row, one ragged verify step, and one step of a fixed size with a row that sits out."""
+    tokens, expected = sequences(), reference_logits(make_checkpoint(traced.model), sequences())
+    limit = tolerance * max(float(np.abs(logits).max()) for logits in expected)
+    engine = Engine(model, num_rows=3, fused_dtypes=fused_dtypes)
+    for row, past in enumerate(PREFILL):
+        logits, ids = engine.step([tokens[row][:past]], [0], first_row=row)
+        assert np.abs(logits - expected[row][:past]).max() < limit
+        np.testing.assert_array_equal(ids, logits.argmax(1))
+    fed = [ids[past:] for ids, past in zip(tokens, PREFILL, strict=True)]
+    wanted = [logits[past:] for logits, past in zip(expected, PREFILL, strict=True)]
+    logits, ids = engine.step(fed, PREFILL, width=7)
+    assert np.abs(logits - np.concatenate(wanted)).max() < limit
+    assert (ids >= 0).all()
+    # The same step in a fixed profile: five tokens a row, dummies behind the real ones; row 1 sits out.
+    full = [[*fed[0]], [7] * 5, [*fed[2], 7, 7]]
+    logits, _ = engine.step(full, [PREFILL[0], CAPACITY - 5, PREFILL[2]])
+    assert np.abs(logits[:5] - wanted[0]).max() < limit
+    assert np.abs(logits[10:13] - wanted[2]).max() < limit
+    after, _ = engine.step([fed[1]], [PREFILL[1]], first_row=1)
+    assert np.abs(after - wanted[1]).max() < limit
+
+
+@pytest.mark.parametrize(("name", "dtype"), MODELS)
+def test_lowered_models_give_eager_logits(name: str, dtype: str) -> None:
+    traced = trace(name, dtype)
+    model, forms = lower(traced)
+    assert forms == MODELS[name, dtype]
+    compare(traced, model, TOLERANCE[dtype], ("float16", "bfloat16"))
+
+
+@pytest.mark.parametrize(("name", "forms"), [("llama", ("fused-causal",) * 2), ("gemma3", MODELS["gemma3", "float16"])])
+def test_fused_forms_in_float32_are_exact(name: str, forms: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU computes these, but rounding cannot hide a wrong mask here."""
+    monkeypatch.setattr(trt_native, "_FUSED_DTYPES", ("FLOAT",))
+    traced = trace(name, "float32")
+    model, found = lower(traced)
+    assert found == forms
+    compare(traced, model, TOLERANCE["float32"], ("float32",))
+
+
+def test_inputs_and_outputs_are_the_contracts() -> None:
+    model, _ = lower(trace("gemma3", "float16"))
+    names = [str(value.name) for value in model.graph.inputs]
+    assert sorted(names[:8]) == sorted(spec.name for spec in ALIGNED_STEP_INPUTS)
+    assert names[8:] == [f"{part}_cache.{i}" for i in range(2) for part in "kv"]
+    assert {str(value.name) for value in model.graph.outputs} == {
+        "logits",
+        "token_ids",
+        *(f"{part}_cache_out.{i}" for i in range(2) for part in "kv"),
+    }
+    assert all(value.uses() for value in model.graph.inputs)
+    assert not any(node.domain == "specexport" for node in model.graph)
+    # Two layers with a window and without share nothing but the step: one mask in all.
+    assert sum(node.op_type == "LessOrEqual" for node in model.graph) == 1
+
+
+def test_the_model_sees_its_positions_and_rows() -> None:
+    """A verify step on the wrong rows is far off: the comparisons above can fail."""
+    traced = trace("llama", "float32")
+    engine = Engine(lower(traced)[0], num_rows=3)
+    tokens, expected = sequences(), reference_logits(make_checkpoint(traced.model), sequences())
+    for row, past in enumerate(PREFILL):
+        engine.step([tokens[row][:past]], [0], first_row=row)
+    engine.caches = {name: cache[[2, 1, 0]] for name, cache in engine.caches.items()}
+    wrong, _ = engine.step([tokens[2][PREFILL[2] :]], [PREFILL[2]], first_row=2)
+    assert np.abs(wrong - expected[2][PREFILL[2] :]).max() > 0.1
