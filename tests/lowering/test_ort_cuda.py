@@ -1,6 +1,11 @@
 """The paged lowering against the op's reference and eager models, its kernel replaced by its documentation in numpy."""
 
+import copy
+import dataclasses
+import sys
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,18 +22,22 @@ from specexport.lowering.ort_cuda import attach_paged_attention, lower_ort_cuda
 from specexport.ops.reference import unpadded_attention
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport.passes import default_passes, run_passes
-from specexport_runtime.abi import STEP_INPUTS, LayerGeometry
+from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
+from specexport_runtime.batch import ModelRunner, RowWork
 from specexport_runtime.errors import UnsupportedModelError
+from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size
+from specexport_runtime.manifest import ModelEntry
 from tests.engine_harness import make_checkpoint, pack
+from tests.fake_onnxruntime import FakeBinding, FakeOrt, view
 from tests.tiny_models import ARCHITECTURES, GROUPED, VOCAB, make_model
 
 ROWS_BLOCKS = 2
 STEP = ["input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens", "block_table", "attention_metadata"]
 ODD_HEADS = ("Llama", GROUPED | {"hidden_size": 40, "head_dim": 10})
-MODELS = {name: ARCHITECTURES[name] for name in ("llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt2")} | {
-    "odd_heads": ODD_HEADS
-}
+MODELS = ARCHITECTURES | {"odd_heads": ODD_HEADS}
+# A dtype of each for the tests of whole engines: traced once, used by both.
+ENGINES = [("llama", "bfloat16"), ("deepseek_v3", "float16")]
 
 
 class PagedAttention(OpRun):
@@ -61,25 +70,26 @@ class PagedAttention(OpRun):
         keys, values = key_cache.copy(), value_cache.copy()
         output = np.zeros((len(query), heads, size))
         for row in range(len(past)):
-            total = int(past[row] + counts[row])
-            at = [(table[row, entry // block], entry % block) for entry in range(total)]
-            for j in range(counts[row]):
-                keys[at[past[row] + j]] = key[cu[row] + j].reshape(kv_heads, size)
-                values[at[past[row] + j]] = value[cu[row] + j].reshape(kv_heads, size)
+            entries = np.arange(past[row] + counts[row])
+            blocks, places = table[row, entries // block], entries % block
+            new = slice(cu[row], cu[row + 1])
+            keys[blocks[past[row] :], places[past[row] :]] = key[new].reshape(-1, kv_heads, size)
+            values[blocks[past[row] :], places[past[row] :]] = value[new].reshape(-1, kv_heads, size)
+            held_keys, held_values = (x[blocks, places].astype(np.float64) for x in (keys, values))
             for j in range(counts[row]):
                 end = int(past[row]) + j + 1
                 window = attributes["local_window_size"]
-                seen = at[max(0, end - window) if window > 0 else 0 : end]
+                seen = slice(max(0, end - window) if window > 0 else 0, end)
                 for head in range(heads):
                     group = head // (heads // kv_heads)
                     q = query[cu[row] + j].reshape(heads, size)[head].astype(np.float64)
-                    scores = np.array([keys[p][group] @ q for p in seen]) * attributes["scale"]
+                    scores = held_keys[seen, group] @ q * attributes["scale"]
                     if attributes["softcap"] > 0:
                         scores = np.tanh(scores / attributes["softcap"]) * attributes["softcap"]
                     top = scores.max()
                     weights = np.exp(scores - top)
                     rest_weight = 0.0 if sinks is None else np.exp(float(sinks[head]) - top)
-                    mixed = sum(w * values[p][group] for w, p in zip(weights, seen, strict=True))
+                    mixed = weights @ held_values[seen, group]
                     output[cu[row] + j, head] = mixed / (weights.sum() + rest_weight)
         return output.reshape(len(query), -1).astype(query.dtype), keys, values
 
@@ -129,14 +139,14 @@ def attention_model(layer: LayerGeometry, num_heads: int, *, sinks: bool, dtype:
         values["sinks"] = None
     attributes = {"num_heads": num_heads, "kv_num_heads": layer.kv_heads, "window": -1, "softcap": 0.0} | attributes
     node = ir.node("UnpaddedAttention", list(values.values()), attributes, domain="specexport", num_outputs=3)
-    copy = ir.node("Identity", [logits])
+    same = ir.node("Identity", [logits])
     names = ("output", "k_cache_out.0", "v_cache_out.0", "logits")
-    for value, name in zip((*node.outputs, copy.outputs[0]), names, strict=True):
+    for value, name in zip((*node.outputs, same.outputs[0]), names, strict=True):
         value.name, value.dtype = name, ir.DataType.FLOAT if name == "logits" else dtype
     node.outputs[0].shape = ir.Shape(["T", num_heads * layer.v_dim])
-    copy.outputs[0].shape = logits.shape
-    outputs = [*node.outputs, copy.outputs[0]]
-    graph = ir.Graph(given, outputs, nodes=[node, copy], opset_imports={"": 23, "specexport": 1}, name="g")
+    same.outputs[0].shape = logits.shape
+    outputs = [*node.outputs, same.outputs[0]]
+    graph = ir.Graph(given, outputs, nodes=[node, same], opset_imports={"": 23, "specexport": 1}, name="g")
     return ir.Model(graph, ir_version=10)
 
 
@@ -197,7 +207,9 @@ def test_a_node_equals_the_reference_of_the_op(name: str) -> None:
     np.testing.assert_allclose(outputs["output"], expected, atol=1e-5)
 
 
+@cache
 def traced(name: str, dtype: str) -> Any:
+    """A traced model, to be cloned, and its checkpoint."""
     import torch
 
     model = make_model(*MODELS[name])
@@ -212,15 +224,16 @@ def traced(name: str, dtype: str) -> Any:
     return result, checkpoint
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "odd_heads"])
 def test_logits_and_token_ids_equal_eager_transformers(name: str) -> None:
     result, checkpoint = traced(name, "float32")
-    attach_paged_attention(result.ir_model)
+    model = result.ir_model.clone()
+    attach_paged_attention(model)
     random = np.random.default_rng(7)
     pasts, news = (9, 17, 4), (5, 1, 3)
     texts = [random.integers(3, VOCAB, past + new).tolist() for past, new in zip(pasts, news, strict=True)]
     expected = reference_logits(checkpoint, texts)
-    engine = PagedEngine(ir.to_proto(result.ir_model), result.layers, num_rows=4)
+    engine = PagedEngine(ir.to_proto(model), result.layers, num_rows=4)
     engine.run(pack([text[:past] for text, past in zip(texts, pasts, strict=True)], (0, 0, 0)), first_row=1)
     outputs = engine.run(pack([text[past:] for text, past in zip(texts, pasts, strict=True)], pasts), first_row=1)
     wanted = np.concatenate([logits[past:] for logits, past in zip(expected, pasts, strict=True)])
@@ -228,13 +241,13 @@ def test_logits_and_token_ids_equal_eager_transformers(name: str) -> None:
     np.testing.assert_array_equal(outputs["token_ids"], wanted.argmax(axis=1))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize(("name", "dtype"), ENGINES)
 def test_a_lowered_graph_lacks_nothing_but_the_kernel(name: str, dtype: str, tmp_path: Path) -> None:
     result, _ = traced(name, dtype)
-    lower_ort_cuda(result.ir_model)
+    model = result.ir_model.clone()
+    lower_ort_cuda(model)
     path = tmp_path / "model.onnx"
-    ir.save(result.ir_model, path)
+    ir.save(model, path)
     proto = onnx.load(path)
     onnx.checker.check_model(proto, full_check=True)
     assert [value.name for value in proto.graph.input if "cache" not in value.name] == STEP
@@ -296,9 +309,9 @@ def test_greedy_tokens_of_rows_with_and_without_nan() -> None:
     """Run by ONNX Runtime itself: no attention is in the way of these four nodes."""
     logits = ir.Value(name="logits_in", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["R", "V"]))
     kv_lens = ir.Value(name="kv_lens", type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape(["B", 1]))
-    copy = ir.node("Identity", [logits])
-    copy.outputs[0].name, copy.outputs[0].type, copy.outputs[0].shape = "logits", logits.type, logits.shape
-    graph = ir.Graph([logits, kv_lens], copy.outputs, nodes=[copy], opset_imports={"": 23}, name="g")
+    same = ir.node("Identity", [logits])
+    same.outputs[0].name, same.outputs[0].type, same.outputs[0].shape = "logits", logits.type, logits.shape
+    graph = ir.Graph([logits, kv_lens], same.outputs, nodes=[same], opset_imports={"": 23}, name="g")
     model = ir.Model(graph, ir_version=10)
     attach_paged_attention(model)
     session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
@@ -312,6 +325,104 @@ def test_greedy_tokens_of_rows_with_and_without_nan() -> None:
     (ids,) = session.run(["token_ids"], given)
     assert ids.dtype == np.int64
     assert ids.tolist() == [int(rows[0].argmax()), -1, -1, 4, int(rows[4].argmax()), 8]
+
+
+class ReferenceSession:
+    """Runs an engine file by the reference evaluator, on the memory that a binding names."""
+
+    def __init__(self, path: str) -> None:
+        model = onnx.load(path)
+        self.evaluator = ReferenceEvaluator(model, new_ops=[PagedAttention])
+        values = (*model.graph.input, *model.graph.output)
+        types = {value.name: value.type.tensor_type.elem_type for value in values}
+        self.dtypes = {name: onnx.helper.tensor_dtype_to_np_dtype(kind) for name, kind in types.items()}
+
+    def get_inputs(self) -> list[Any]:
+        return [SimpleNamespace(name=name) for name in self.evaluator.input_names]
+
+    def get_providers(self) -> list[str]:
+        return ["CUDAExecutionProvider"]
+
+    def io_binding(self) -> FakeBinding:
+        return FakeBinding()
+
+    def run_with_iobinding(self, binding: FakeBinding, options: Any) -> None:
+        given = {name: view(bound, self.dtypes[name]) for name, bound in binding.inputs.items()}
+        results = self.evaluator.run(None, given)
+        for name, result in zip(self.evaluator.output_names, results, strict=True):
+            assert result.dtype == self.dtypes[name]
+            view(binding.outputs[name], self.dtypes[name])[...] = result
+
+
+@pytest.mark.parametrize(("name", "dtype"), ENGINES)
+def test_executor_and_graph_together_equal_eager_transformers(
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", FakeOrt(lambda _, path: ReferenceSession(path)))
+    check_engine(name, dtype, tmp_path, cuda_graphs=False)
+
+
+def gpu_or_skip() -> None:
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        pytest.skip("onnxruntime-gpu is not installed")
+    try:
+        onnxruntime.OrtValue.ortvalue_from_shape_and_type([1], np.uint8, "cuda", 0)
+    except RuntimeError as error:
+        pytest.skip(f"no GPU: {error}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_a_gpu_gives_the_logits_of_eager_transformers(name: str, dtype: str, cuda_graphs: bool, tmp_path: Path) -> None:
+    gpu_or_skip()
+    check_engine(name, dtype, tmp_path, cuda_graphs=cuda_graphs)
+
+
+def check_engine(name: str, dtype: str, tmp_path: Path, *, cuda_graphs: bool) -> None:
+    """Ragged steps on rows that were moved, over the end of a block, against exact arithmetic on the same weights."""
+    result, checkpoint = traced(name, dtype)
+    model = result.ir_model.clone()
+    lower_ort_cuda(model)
+    ir.save(model, tmp_path / "model.onnx")
+    done = [9, 250 if name == "llama" else 30, 40]
+    texts = [np.random.default_rng(row).integers(3, VOCAB, done[row] + 18).tolist() for row in range(3)]
+    # The same rounded weights, exact arithmetic.
+    checkpoint = dataclasses.replace(checkpoint, model=copy.deepcopy(checkpoint.model).float(), dtype="float32")
+    expected = reference_logits(checkpoint, texts)
+    entry = ModelEntry(
+        path="model.onnx",
+        backend="ort-cuda",
+        architecture=name,
+        dtype=dtype,
+        vocab_size=VOCAB,
+        layers=tuple(result.layers),
+        inputs=tuple(STEP[:-2]),
+        num_parameters=1,
+        max_positions=None,
+        source="",
+        source_sha256="",
+    )
+    executor = OrtCudaExecutor(tmp_path / "model.onnx", entry, num_rows=4, kv_capacity=310, cuda_graphs=cuda_graphs)
+    executor.capture([StepShape(0, 3, 15, 5, 15), StepShape(0, 3, 3, 1, 3)])
+    runner = ModelRunner(executor)
+    for row, past in enumerate(done):
+        runner.prefill(row + 1, texts[row][:past])
+    runner.move_row(1, 0)
+    tolerance = {"float16": 0.02, "bfloat16": 0.15}[dtype] * max(float(np.abs(logits).max()) for logits in expected)
+    order = (0, 2, 1)
+    runner.move_row(3, 1)
+    for new in (5, 5, 1, 1, 5, 1):  # the second text goes over into its second block
+        work = [RowWork(texts[text][done[text] : done[text] + new], new) for text in order]
+        logits = runner.step(0, work).copy()
+        ids = runner.step(0, work, want="token_ids")
+        for place, text in enumerate(order):
+            got = logits[place * new : (place + 1) * new]
+            assert np.abs(got - expected[text][done[text] : done[text] + new]).max() < tolerance
+            assert ids[place * new : (place + 1) * new].tolist() == got.argmax(axis=1).tolist()
+            done[text] += new
+            runner.kv.commit(place, done[text])
 
 
 def test_the_step_inputs_are_those_of_the_contract_and_two() -> None:

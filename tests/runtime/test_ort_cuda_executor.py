@@ -1,6 +1,5 @@
 """The GPU executor's logic on a made-up onnxruntime that keeps "device" memory in numpy and checks every binding."""
 
-import ctypes
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size
 from specexport_runtime.manifest import ModelEntry
+from tests.fake_onnxruntime import FakeBinding, FakeOrt, view
 
 VOCAB, CAPACITY, ROWS = 32, BLOCK_ENTRIES + 40, 4
 INPUTS = ("input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens")
@@ -34,63 +34,6 @@ ENTRY = ModelEntry(
     lowering="paged",
 )
 CACHES = [f"{kind}_cache.{i}" for i in range(len(LAYERS)) for kind in "kv"]
-
-
-class FakeValue:
-    """A tensor on the "device"; the log says what crossed the bus."""
-
-    def __init__(self, ort, shape, element_type, device="cpu", device_id=0):
-        if ort.free_bytes is not None:
-            ort.free_bytes -= int(np.prod(shape)) * np.dtype(element_type).itemsize
-            if ort.free_bytes < 0:
-                raise RuntimeError("CUDA failure 2: out of memory")
-        assert (device, device_id) == ("cuda", 0)
-        self.ort = ort
-        self.array = np.full(shape, 77, element_type)  # device memory is not zeroed
-
-    def update_inplace(self, data):
-        assert isinstance(data, np.ndarray)
-        assert data.shape == self.array.shape
-        assert data.dtype == self.array.dtype
-        self.ort.log.append(("up", id(self)))
-        self.array[...] = data
-
-    def numpy(self):
-        self.ort.log.append(("down", id(self)))
-        return self.array.copy()
-
-    def data_ptr(self):
-        return self.array.ctypes.data
-
-    def shape(self):
-        return list(self.array.shape)
-
-    def tensor_size_in_bytes(self):
-        return self.array.nbytes
-
-
-class FakeBinding:
-    def __init__(self):
-        self.inputs, self.outputs = {}, {}
-
-    def bind_input(self, name, device, device_id, element_type, shape, pointer):
-        self.inputs[name] = (device, element_type, tuple(shape), pointer)
-
-    def bind_output(self, name, device, device_id, element_type, shape, pointer):
-        self.outputs[name] = (device, element_type, tuple(shape), pointer)
-
-    def bind_ortvalue_input(self, name, value):
-        kind = {"int64": np.int64, "int32": np.int32}[value.array.dtype.name]
-        self.inputs[name] = ("cuda", kind, value.array.shape, value.data_ptr())
-
-    def bind_ortvalue_output(self, name, value):
-        self.outputs[name] = ("cuda", value.array.dtype.type, value.array.shape, value.data_ptr())
-
-
-def view(bound, dtype):
-    _, _, shape, pointer = bound
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return np.frombuffer((ctypes.c_char * size).from_address(pointer), dtype).reshape(shape)
 
 
 class FakeSession:
@@ -141,39 +84,10 @@ class FakeSession:
         view(binding.outputs["token_ids"], np.int64)[...] = logits.argmax(axis=1)
 
 
-class FakeOrt:
-    """What the executor uses of the module ``onnxruntime``."""
-
-    __version__ = "1.31.0"
-
-    def __init__(self):
-        self.log, self.runs, self.sessions = [], [], []
-        self.providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
-        self.free_bytes, self.element_type, self.failure = None, 10, None
-        self.inputs = [*INPUTS, "block_table", "attention_metadata", *CACHES]
-        self.OrtValue = SimpleNamespace(ortvalue_from_shape_and_type=lambda *args: FakeValue(self, *args))
-        self.SessionOptions = SimpleNamespace
-
-    def get_available_providers(self):
-        return self.providers
-
-    def preload_dlls(self):
-        sys.stdout.write("Failed to load libcublasLt.so.13")
-
-    def RunOptions(self):
-        config = {}
-        return SimpleNamespace(config=config, add_run_config_entry=config.__setitem__)
-
-    def InferenceSession(self, path, options, providers):
-        if self.failure is not None:
-            raise RuntimeError(self.failure)
-        self.sessions.append(providers)
-        return FakeSession(self, self.inputs)
-
-
 @pytest.fixture
 def ort(monkeypatch):
-    module = FakeOrt()
+    module = FakeOrt(lambda ort, path: FakeSession(ort, ort.inputs))
+    module.inputs = [*INPUTS, "block_table", "attention_metadata", *CACHES]
     monkeypatch.setitem(sys.modules, "onnxruntime", module)
     return module
 
@@ -310,6 +224,20 @@ def test_graphs_are_for_captured_sizes_only_largest_first(ort):
         fill(executor, shape, [1] * shape.num_seqs, [0] * shape.num_seqs, [1] * shape.num_tokens)
         executor.execute()
         assert ort.runs[-1][1] == {"gpu_graph_id": graph_id}
+
+
+def test_what_a_graph_was_captured_with_stays(ort, monkeypatch):
+    monkeypatch.setattr("specexport_runtime.executors.ort_cuda._MAX_DEVICE_SHAPES", 2)
+    executor = make_executor(cuda_graphs=True)
+    shape = StepShape(0, 1, 1, 1, 1)
+    executor.capture([shape])
+    for num_seqs in (1, 2, 3, 4, 1):
+        fill(executor, StepShape(0, num_seqs, num_seqs, 1, 1), [1] * num_seqs, [0] * num_seqs, [1] * num_seqs)
+        executor.execute()
+        executor.capture([shape])
+    assert ort.runs[0][0] is ort.runs[-1][0]
+    assert ort.runs[-1][1] == {"gpu_graph_id": "1"}
+    assert len(executor._steps) == 2
 
 
 def test_bfloat16_is_bound_by_its_onnx_number(ort):

@@ -44,8 +44,7 @@ class _DeviceStep(NamedTuple):
 class OrtCudaExecutor:
     """Runs one engine with ONNX Runtime on an NVIDIA GPU.
 
-    Step inputs are copied to the device one by one into memory that stays bound; of the outputs only the one that is
-    asked for comes back.
+    Step inputs are copied one by one into memory that stays bound; only the output that is asked for comes back.
 
     Args:
         path: engine file of the bundle.
@@ -174,8 +173,8 @@ class OrtCudaExecutor:
         """
         for shape in sorted(shapes, key=lambda item: (-item.num_tokens, -item.num_seqs)):
             size = shape._replace(first_row=0)
-            if self._graphs:
-                self._graph_ids.setdefault(size, len(self._graph_ids) + 1)
+            if self._graphs and size not in self._graph_ids:
+                self._graph_ids[size] = len(self._graph_ids) + 1
                 self._steps.pop(size, None)
             self._device_step(size)
 
@@ -217,8 +216,10 @@ class OrtCudaExecutor:
         if step is not None:
             self._steps.move_to_end(size)
             return step
-        while len(self._steps) >= _MAX_DEVICE_SHAPES:
-            self._steps.popitem(last=False)
+        # A graph keeps the addresses that it was captured with: those stay.
+        others = [old for old in self._steps if old not in self._graph_ids]
+        if others and len(self._steps) >= _MAX_DEVICE_SHAPES:
+            del self._steps[others[0]]
         step = self._bind(size)
         self._steps[size] = step
         return step
