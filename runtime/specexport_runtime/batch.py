@@ -177,6 +177,8 @@ class ModelRunner:
             kv_lens = [self.kv.kv_len(first_row + i) for i in range(len(work))]
             shifts = np.asarray(kv_lens) - buffers.cu_new_tokens[:-1]
             counts = [len(row.tokens) for row in work]
+            if len(self._arange) < len(buffers.positions):  # many short rows make a step longer than any row
+                self._arange = np.arange(len(buffers.positions), dtype=np.int64)
             np.add(self._arange[: len(buffers.positions)], np.repeat(shifts, counts), out=buffers.positions)
         buffers.kv_lens[:, 0] = [self.kv.entries(first_row + i) for i in range(len(work))]
         buffers.row_totals[:, 0] = buffers.kv_lens[:, 0] + needed

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from specexport_runtime.abi import kv_slack
 from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError
 from specexport_runtime.executors.base import Executor
-from specexport_runtime.manifest import Manifest, check_files, load_manifest
+from specexport_runtime.manifest import Manifest, ModelEntry, check_files, load_manifest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER_NAME = "tokenizer.json"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
+GPU_BACKENDS = ("tensorrt", "tensorrt-rtx", "ort-cuda")
 SMALL_DRAFT_PARAMETERS = 20_000_000
 """Below this a draft's step is mostly fixed cost per operator, which threads do not share."""
 
@@ -37,22 +38,40 @@ class Bundle(NamedTuple):
     max_num_seqs: int
 
     def make_executor(
-        self, role: str, *, num_threads: int | None = None, spin: bool = True, unpad_kv: bool = True
+        self,
+        role: str,
+        *,
+        num_threads: int | None = None,
+        spin: bool = True,
+        unpad_kv: bool = True,
+        cuda_graphs: bool | None = None,
     ) -> Executor:
         """Load the engine of one model (``"target"`` or ``"draft"``); ``unpad_kv=False`` loads its padded-KV graph.
+
+        ``num_threads`` and ``spin`` are for the CPU. ``cuda_graphs`` is for GPUs: record decode and verify steps and
+        replay them; None does so with TensorRT only.
 
         The threads of two engines must not fight for the same cores: while one runs, the idle threads of the other
         would still spin. So a small draft runs on the calling thread alone, and a large one does not spin. With both
         spinning on two threads, a round of the demo pair took twice as long.
 
         Raises:
-            IncompatibleError: the engine's backend is unknown to this runtime, or has no padded-KV graph.
+            IncompatibleError: the engine's backend is unknown to this runtime, has no padded-KV graph, or does not fit
+                this machine or ``max_num_seqs``.
+            MissingDependencyError: what the backend runs on is not installed.
         """
         entry = self.manifest.models[role]
+        if entry.backend in GPU_BACKENDS:
+            if not unpad_kv:
+                raise IncompatibleError(
+                    f"{self.folder}: padded KV needs backend ort-cpu; the {role} was built for {entry.backend}.",
+                    "leave unpad_kv on, or build it with --backend ort-cpu.",
+                )
+            return self._make_gpu_executor(role, entry, cuda_graphs=cuda_graphs)
         if entry.backend != "ort-cpu":
             raise IncompatibleError(
                 f"{self.folder}: the {role} was built for backend {entry.backend!r}, which this runtime cannot run.",
-                "build it with --backend ort-cpu.",
+                "build it with --backend ort-cpu, or upgrade specexport.",
             )
         path = entry.path if unpad_kv else entry.padded_path
         if path is None:
@@ -71,6 +90,22 @@ class Bundle(NamedTuple):
             spin=spin,
             unpad_kv=unpad_kv,
         )
+
+    def _make_gpu_executor(self, role: str, entry: ModelEntry, *, cuda_graphs: bool | None) -> Executor:
+        if entry.backend == "ort-cuda":
+            from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
+
+            return OrtCudaExecutor(
+                self.folder / entry.path,
+                entry,
+                num_rows=self.max_num_seqs,
+                kv_capacity=self.max_model_len + kv_slack(self.manifest.lookahead),
+                cuda_graphs=bool(cuda_graphs),
+            )
+        from specexport_runtime.executors.trt_open import open_executor
+
+        use_graphs = cuda_graphs is None or cuda_graphs
+        return open_executor(entry, self.folder, role, num_rows=self.max_num_seqs, use_graphs=use_graphs)
 
 
 def load_bundle(folder: Path, *, max_model_len: int | None = None, max_num_seqs: int = 8) -> Bundle:

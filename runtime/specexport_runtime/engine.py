@@ -53,7 +53,8 @@ class SpecEngine:
         unpad_kv: each sequence writes its KV at its own position; False advances a batch together (the padded method
             of EMS-SD) and needs executors of padded-KV graphs.
         unpad_input: new tokens are concatenated; False pads every sequence of a step to the longest.
-        max_num_batched_tokens: most tokens of one step, draft tokens and prompt chunks together.
+        max_num_batched_tokens: most tokens of one step, draft tokens and prompt chunks together; less where the
+            target's engine takes less.
         draft_defaults: how to draft for requests that do not say.
     """
 
@@ -128,6 +129,7 @@ class SpecEngine:
         max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS,
         match_length: int | None = None,
         speculative_config: Mapping[str, Any] | None = None,
+        cuda_graphs: bool | None = None,
     ) -> "SpecEngine":
         """Load a bundle, checking versions and every file's hash.
 
@@ -143,10 +145,12 @@ class SpecEngine:
             match_length: fewest tokens that lookup drafting must match; None takes 2.
             speculative_config: vLLM's keys ``method``, ``model``, ``num_speculative_tokens``, ``prompt_lookup_min``;
                 sets the default drafter and its K.
+            cuda_graphs: on a GPU, record decode and verify steps and replay them; False runs them one kernel at a time,
+                None records them with TensorRT only.
 
         Raises:
             BundleError: the folder is no bundle, or a file is missing or altered.
-            IncompatibleError: another schema, ABI or backend.
+            IncompatibleError: another schema, ABI or backend, or a GPU or memory that the engines do not fit.
             InvalidRequestError: a limit is out of range.
             MissingDependencyError: the runtime of the bundle's backend is not installed.
         """
@@ -162,10 +166,16 @@ class SpecEngine:
         if match_length is not None:
             defaults = defaults._replace(match_length=match_length)
         check_match_length(defaults.match_length)
-        executors = {
-            role: bundle.make_executor(role, num_threads=num_threads, spin=spin, unpad_kv=unpad_kv)
-            for role in manifest.models
-        }
+        executors: dict[str, Executor] = {}
+        try:
+            for role in manifest.models:
+                executors[role] = bundle.make_executor(
+                    role, num_threads=num_threads, spin=spin, unpad_kv=unpad_kv, cuda_graphs=cuda_graphs
+                )
+        except BaseException:
+            for executor in executors.values():  # a GPU's memory must not wait for the garbage collector
+                executor.close()
+            raise
         return cls(
             executors["target"],
             bundle.tokenizer,

@@ -54,10 +54,13 @@ class Executor(Protocol):
     vocab_size: int
     num_rows: int
     kv_capacity: int
-    max_num_tokens: int | None
-    """Most tokens of one step that mixes any sequences; None for no limit."""
     engine_seconds: float
     """Seconds spent inside engine execution since creation."""
+
+    @property
+    def max_num_tokens(self) -> int | None:
+        """Most tokens of one step that mixes any sequences; None for no limit."""
+        ...
 
     def prepare(self, shape: StepShape) -> StepBuffers:
         """Bind the arena rows and buffers for ``shape`` and return the host arrays to fill."""

@@ -1,0 +1,128 @@
+"""What an executor needs of a GPU: a protocol, so that tests can put a fake in its place.
+
+One driver is one stream on one device. Everything between two :meth:`GpuDriver.synchronize` calls runs in order, and
+the host memory that it reads or writes must be left alone until then. ``cuda_driver`` is the real
+one. Imports numpy only.
+"""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport_runtime.errors import IncompatibleError
+
+ByteArray = npt.NDArray[np.uint8]
+ALIGNMENT = 256
+"""Bytes that the address of every tensor must be a multiple of; what ``cudaMalloc`` gives, and TensorRT asks for."""
+MEMORY_HINT = (
+    "lower --max-num-seqs, build the bundle again with a smaller --max-model-len, or end other programs on the GPU."
+)
+
+
+class GpuInfo(NamedTuple):
+    """What an executor must know of a GPU.
+
+    Attributes:
+        name: for people, for example ``"NVIDIA L4"``.
+        sm: architecture, for example ``"sm89"``.
+        total_bytes: its memory.
+        free_bytes: what is free now.
+    """
+
+    name: str
+    sm: str
+    total_bytes: int
+    free_bytes: int
+
+
+class GpuDriver(Protocol):
+    """One stream on one GPU. Addresses are plain integers; ``graph`` handles belong to the driver that made them."""
+
+    stream: int
+    """The stream's handle, for engines that enqueue work on it."""
+
+    def info(self) -> GpuInfo:
+        """The device, and its free memory at this moment."""
+        ...
+
+    def allocate(self, num_bytes: int, what: str) -> int:
+        """Address of new device memory, aligned to ``ALIGNMENT`` and not cleared; ``what`` it is for is for messages.
+
+        Raises:
+            IncompatibleError: there is not so much left; names both numbers.
+        """
+        ...
+
+    def free(self, address: int) -> None:
+        """Give device memory back."""
+        ...
+
+    def allocate_host(self, num_bytes: int) -> ByteArray:
+        """Pinned host memory, which copies need to be asynchronous."""
+        ...
+
+    def free_host(self, memory: ByteArray) -> None:
+        """Give pinned memory back; no view of it may be used any more."""
+        ...
+
+    def clear(self, address: int, num_bytes: int) -> None:
+        """Zero device memory."""
+        ...
+
+    def copy_in(self, destination: int, source: int, num_bytes: int) -> None:
+        """Copy host memory (its address) to the device."""
+        ...
+
+    def copy_out(self, destination: int, source: int, num_bytes: int) -> None:
+        """Copy device memory to the host."""
+        ...
+
+    def copy_rows(self, destination: int, source: int, width: int, height: int, pitch: int) -> None:
+        """Copy ``height`` runs of ``width`` bytes that begin ``pitch`` bytes apart, within the device."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the stream has done everything."""
+        ...
+
+    def begin_capture(self) -> None:
+        """Record what is put on the stream from now on, instead of running it."""
+        ...
+
+    def end_capture(self) -> int:
+        """Stop recording.
+
+        Returns:
+            a graph that :meth:`launch` replays.
+
+        Raises:
+            SpecexportError: the recording failed; the stream is usable again.
+        """
+        ...
+
+    def launch(self, graph: int) -> None:
+        """Put a recorded graph on the stream."""
+        ...
+
+    def free_graph(self, graph: int) -> None:
+        """Forget a graph."""
+        ...
+
+    def close(self) -> None:
+        """Give the stream back."""
+        ...
+
+
+def out_of_memory(what: str, wanted: int, gpu: GpuInfo) -> IncompatibleError:
+    """The error for ``what``, which wants more memory than the GPU has free."""
+    return IncompatibleError(
+        f"{what} wants {gib(wanted)} of GPU memory; {gpu.name} has {gib(gpu.free_bytes)} free of "
+        f"{gib(gpu.total_bytes)}.",
+        MEMORY_HINT,
+    )
+
+
+def gib(num_bytes: int) -> str:
+    """Bytes for people: GiB, or MiB below one GiB."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,60 @@
+"""Kernels that TensorRT for RTX compiles when a context first meets a shape, kept in a file between runs."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from specexport_runtime.manifest import EngineFile
+
+
+class RtxKernels:
+    """The runtime cache of one engine, in the user cache folder: it fits one engine, GPU and version.
+
+    Args:
+        file: the engine.
+        gpu_name: of the GPU.
+    """
+
+    def __init__(self, file: EngineFile, gpu_name: str) -> None:
+        root = os.environ.get("SPECEXPORT_CACHE_DIR")
+        base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specexport"
+        gpu = "-".join("".join(c if c.isalnum() else " " for c in gpu_name).split())
+        self.path = base.expanduser() / "rtx-kernels" / f"{file.builder_version}-{file.sm}-{gpu}.bin"
+        self._cache: Any = None
+        self._loaded = 0
+
+    def configure(self, trt: Any, config: Any, *, is_fixed: bool) -> None:
+        """Set what RTX adds to a context's configuration.
+
+        In a fixed profile kernels are compiled before the first run: a graph would keep the stand-ins it recorded.
+        Ranged profiles meet a new size with every prompt. Compiling for each would never end, and which kernel runs
+        would depend on timing, so they keep to the kernels that take any size.
+
+        Args:
+            trt: the package.
+            config: an ``IRuntimeConfig``.
+            is_fixed: the context's profile has one size of everything.
+        """
+        config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED  # the executor records its own
+        strategies = trt.DynamicShapesKernelSpecializationStrategy
+        config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER if is_fixed else strategies.NONE
+        if self._cache is None:
+            self._cache = config.create_runtime_cache()
+            kernels = self.path.read_bytes() if self.path.is_file() else b""
+            # TensorRT refuses the cache of another driver or GPU; it is written anew then.
+            self._loaded = len(kernels) if kernels and self._cache.deserialize(kernels) else 0
+        config.set_runtime_cache(self._cache)
+
+    def save(self) -> None:
+        """Write the file in one step, if kernels were added. One that cannot be written is no error."""
+        kernels = b"" if self._cache is None else bytes(self._cache.serialize() or b"")
+        self._cache = None
+        if len(kernels) <= self._loaded:
+            return
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(kernels)
+            os.replace(temporary, self.path)
+        except OSError:
+            temporary.unlink(missing_ok=True)

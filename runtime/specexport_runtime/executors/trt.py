@@ -1,0 +1,247 @@
+"""TensorRT executor: fixed profiles and CUDA graphs for decoding and verification, one synchronization a step.
+
+A step costs the host: its inputs gathered in pinned memory, one copy to the device, one graph launch (or one enqueue),
+one copy back, one wait. What runs is decided by ``profiles``, where a step lies in a profile by ``trt_pack``. Imports
+neither CUDA nor TensorRT: ``cuda_driver`` and ``trt_engine`` do, when an executor is made.
+"""
+
+import time
+from collections import OrderedDict
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from specexport_runtime.abi import STEP_INPUTS, StepShape
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.base import Int64Array, StepBuffers, StepOutput, Want
+from specexport_runtime.executors.gpu import GpuDriver
+from specexport_runtime.executors.trt_engine import EngineContext, load_engine
+from specexport_runtime.executors.trt_graphs import GraphKey
+from specexport_runtime.executors.trt_load import EngineLoader, TrtParts, load_parts, size_engine
+from specexport_runtime.executors.trt_memory import HostBlock, largest_shape, lay_out_inputs
+from specexport_runtime.executors.trt_pack import Plan, Window, fill_step, place_step, plan_step, start_plan
+from specexport_runtime.manifest import EngineFile, ModelEntry
+from specexport_runtime.profiles import choose_profile
+
+MAX_SHAPES = 256
+MAX_PLANS = 64
+_NO_TOKENS = StepShape(0, 1, 0, 1, 0)
+
+
+def _make_buffers(shape: StepShape) -> StepBuffers:
+    return StepBuffers(*(np.zeros(shape.shape_of(spec), spec.dtype) for spec in STEP_INPUTS))
+
+
+class _Step:
+    """What is kept of one step shape: the arrays that the caller fills, and where they go.
+
+    Attributes:
+        buffers: host arrays of the step as it really is.
+        profile: number of the engine's profile that runs it.
+        window: where it lies in that profile.
+        tensors: the engine's inputs in the block.
+        num_bytes: bytes of the block that are copied.
+        block: pinned memory that the engine's inputs are gathered in.
+        arrays: views of it.
+        plans: by counts of new tokens and logit rows.
+    """
+
+    def __init__(self, profile: int, window: Window, block: HostBlock, names: tuple[str, ...]) -> None:
+        self.profile, self.window, self.block = profile, window, block
+        self.tensors, self.num_bytes = lay_out_inputs(names, window.shape)
+        self.arrays = block.views(self.tensors)
+        self.plans: dict[bytes, Plan] = {}
+        self.buffers: StepBuffers | None = None
+
+
+class TrtExecutor:
+    """Runs one TensorRT engine on one GPU; see ``Executor``.
+
+    Args:
+        entry: manifest entry of the model.
+        file: the engine file for this GPU, one of ``entry.engines``.
+        folder: the bundle's folder.
+        num_rows: cache rows.
+        driver: stream and memory; None makes a ``CudaDriver``. Closed with the executor.
+        use_graphs: record decode and verify steps into CUDA graphs; False runs them one kernel at a time.
+        load: how the engine file is loaded; tests give their own.
+
+    Attributes:
+        kv_capacity: entries of a row that may be used; the engine's rows have some more, see ``EngineSizes.scratch``.
+        max_num_tokens: most tokens of a step that mixes prompts and verification: the largest prefill profile.
+        graphs: recorded steps.
+
+    Raises:
+        IncompatibleError: the engine does not fit the GPU, its memory, ``num_rows`` or its manifest.
+        MissingDependencyError: TensorRT or cuda-python is not installed.
+        BundleError: the engine file cannot be read.
+    """
+
+    def __init__(
+        self,
+        entry: ModelEntry,
+        file: EngineFile,
+        folder: Path,
+        *,
+        num_rows: int,
+        driver: GpuDriver | None = None,
+        use_graphs: bool = True,
+        load: EngineLoader = load_engine,
+    ) -> None:
+        sizes = size_engine(entry, str(folder / file.path), num_rows)
+        if driver is None:
+            from specexport_runtime.executors.cuda_driver import CudaDriver
+
+            driver = CudaDriver()
+        self._parts: TrtParts = load_parts(entry, file, folder, sizes, driver, use_graphs=use_graphs, load=load)
+        self.vocab_size = entry.vocab_size
+        self.num_rows = num_rows
+        self.kv_capacity = sizes.kv_capacity - sizes.scratch
+        ranged = [profile.num_tokens for _, profile in sizes.profiles if not profile.is_fixed]
+        self.max_num_tokens: int | None = max(ranged or [profile.num_tokens for _, profile in sizes.profiles])
+        self.engine_seconds = 0.0
+        self.graphs = self._parts.graphs
+        self._sizes, self._names = sizes, entry.inputs
+        self._packed = entry.lowering == "plugin"
+        self._last_position = (entry.max_positions or sizes.kv_capacity) - 1
+        self._steps: OrderedDict[StepShape, _Step] = OrderedDict()
+        self._current: _Step | None = None
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV arena on the device."""
+        return self._parts.kv.num_bytes
+
+    def prepare(self, shape: StepShape) -> StepBuffers:
+        """Choose a profile for ``shape`` and return the arrays to fill. See ``Executor.prepare``.
+
+        Raises:
+            IncompatibleError: no profile is large enough.
+        """
+        step = self._steps.get(shape)
+        if step is None:
+            step = self._place(shape)
+            while len(self._steps) >= MAX_SHAPES:
+                self._steps.popitem(last=False)
+            self._steps[shape] = step
+        else:
+            self._steps.move_to_end(shape)
+        self._current = step
+        if step.buffers is None:
+            step.buffers = _make_buffers(shape)
+        return step.buffers
+
+    def execute(self, want: Want = "logits") -> StepOutput:
+        """Run the prepared step. See ``Executor.execute``.
+
+        Raises:
+            SpecexportError: the GPU or TensorRT failed.
+        """
+        step = self._current
+        if step is None or step.buffers is None:
+            raise SpecexportError("execute() was called before prepare().")
+        plan = self._plan(step, step.buffers)
+        self._gather(step, plan, step.buffers)
+        parts, output = self._parts, self._parts.logits if want == "logits" else self._parts.token_ids
+        output.open()
+        rows = len(step.buffers.logit_rows)
+        start = time.perf_counter()
+        self._run(step)
+        source = parts.at.logits if want == "logits" else parts.at.token_ids
+        parts.driver.copy_out(output.address, source, rows * output.row_bytes)
+        parts.driver.synchronize()
+        self.engine_seconds += time.perf_counter() - start
+        if self.graphs.enabled and plan.window.fill != "ranged":
+            self._record(step)  # after the result is here: nothing runs while a step is recorded
+        return output.array[:rows]
+
+    def capture(self, shapes: list[StepShape]) -> None:
+        """Record the steps of ``shapes`` that run in fixed profiles, the largest first.
+
+        Each runs once beforehand, on rows' scratch entries. Steps that were not captured are when they first run.
+        """
+        steps: dict[GraphKey, _Step] = {}
+        for shape in shapes:
+            step = self._place(shape)
+            if step.window.fill != "ranged":
+                steps.setdefault(GraphKey(step.profile, step.window.shape.first_row), step)
+        sizes = {key: step.window.shape for key, step in steps.items()}
+        for key in sorted(steps, key=lambda key: (-sizes[key].num_tokens, -sizes[key].num_seqs, key)):
+            if not self.graphs.enabled:
+                return
+            if key not in self.graphs:
+                self._warm_up(steps[key])
+                self._record(steps[key])
+
+    def fixed_shapes(self) -> list[StepShape]:
+        """The step of each fixed profile on the first rows, for :meth:`capture`."""
+        return [largest_shape(profile) for _, profile in self._sizes.profiles if profile.is_fixed]
+
+    def move_row(self, source: int, destination: int, kv_len: int) -> None:
+        """Copy the first ``kv_len`` cache entries of a row to another, in every layer."""
+        self._parts.kv.copy_row(source, destination, kv_len)
+
+    def move_entries(self, row: int, entries: Int64Array) -> None:
+        """Not for GPU engines: their caches hold no padding.
+
+        Raises:
+            SpecexportError: always.
+        """
+        raise SpecexportError(f"TensorRT engines have no padded KV cache: {len(entries)} entries of row {row} stay.")
+
+    def close(self) -> None:
+        """Release the engine and its memory. A GPU that has failed cannot give anything back any more."""
+        self._steps.clear()
+        self._current = None
+        with suppress(SpecexportError):
+            self._parts.resources.close()
+
+    def _place(self, shape: StepShape) -> _Step:
+        chosen = choose_profile([profile for _, profile in self._sizes.profiles], shape)
+        number, profile = self._sizes.profiles[chosen]
+        window = place_step(shape, profile, self._sizes.arena_rows, packed=self._packed)
+        return _Step(number, window, self._parts.blocks[number], self._names)
+
+    def _plan(self, step: _Step, buffers: StepBuffers) -> Plan:
+        key = buffers.cu_new_tokens.tobytes() + buffers.logit_rows.tobytes()
+        plan = step.plans.get(key)
+        if plan is None:
+            if len(step.plans) >= MAX_PLANS:
+                step.plans.clear()
+            counts = np.diff(buffers.cu_new_tokens).tolist()
+            plan = step.plans[key] = plan_step(step.window, counts, buffers.logit_rows, self._names)
+        return plan
+
+    def _gather(self, step: _Step, plan: Plan, buffers: StepBuffers) -> None:
+        if step.block.plan is not plan:
+            start_plan(plan, step.arrays)
+            step.block.plan = plan
+        fill_step(plan, buffers, step.arrays, self._sizes.kv_capacity, self._last_position)
+
+    def _run(self, step: _Step) -> None:
+        """Put one step on the stream: inputs, then the graph or the engine."""
+        parts, shape = self._parts, step.window.shape
+        parts.driver.copy_in(parts.at.inputs, step.block.address, step.num_bytes)
+        if step.window.fill == "ranged" or not self.graphs.launch(GraphKey(step.profile, shape.first_row)):
+            self._bind(step).enqueue(parts.driver.stream)
+
+    def _bind(self, step: _Step) -> EngineContext:
+        is_fixed = step.window.fill != "ranged"
+        return self._parts.contexts.bind(step.profile, step.window.shape, step.tensors, is_fixed=is_fixed)
+
+    def _record(self, step: _Step) -> None:
+        key = GraphKey(step.profile, step.window.shape.first_row)
+        if key in self.graphs:
+            return
+        context, stream = self._bind(step), self._parts.driver.stream
+        self.graphs.record(key, lambda: context.enqueue(stream), capturable=context.is_capturable(stream))
+
+    def _warm_up(self, step: _Step) -> None:
+        """Run a fixed profile with no sequence in it: engines set themselves up in their first run."""
+        nothing = plan_step(step.window, [], np.empty(0, np.int64), self._names)
+        step.block.plan = None
+        start_plan(nothing, step.arrays)
+        fill_step(nothing, _make_buffers(_NO_TOKENS), step.arrays, self._sizes.kv_capacity, self._last_position)
+        self._run(step)
+        self._parts.driver.synchronize()

@@ -1,0 +1,230 @@
+"""TensorRT and TensorRT for RTX as the executor sees them: an engine, its tensors, and one context for each profile.
+
+Both packages have one API; they differ in their names and in what RTX adds: it compiles kernels when a context first
+meets a shape (``rtx_kernels``). Imports either package when an engine is loaded.
+"""
+
+import importlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
+from specexport_runtime.executors.gpu import MEMORY_HINT
+from specexport_runtime.executors.rtx_kernels import RtxKernels
+from specexport_runtime.manifest import EngineFile
+
+RTX = "tensorrt-rtx"
+_MODULES = {"tensorrt": "tensorrt", RTX: "tensorrt_rtx"}
+
+
+class EngineTensor(NamedTuple):
+    """An input or output of an engine: its name, and its shape with -1 where profiles differ."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_input: bool
+
+
+class EngineContext(Protocol):
+    """One profile of an engine, with addresses bound by tensor name."""
+
+    def set_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Size of an input from now on."""
+        ...
+
+    def set_address(self, name: str, address: int) -> None:
+        """Device memory of a tensor from now on."""
+        ...
+
+    def enqueue(self, stream: int) -> None:
+        """Put one run on the stream.
+
+        Raises:
+            SpecexportError: TensorRT refused; the message holds what it logged.
+        """
+        ...
+
+    def is_capturable(self, stream: int) -> bool:
+        """Whether a run may be recorded into a CUDA graph."""
+        ...
+
+
+class Engine(Protocol):
+    """A loaded engine."""
+
+    tensors: tuple[EngineTensor, ...]
+    activation_bytes: int
+    """Device memory that every context needs; contexts that never run at the same time may share it."""
+
+    def make_context(self, profile: int, activations: int, stream: int, *, is_fixed: bool) -> EngineContext:
+        """A context for one profile.
+
+        Args:
+            profile: its number in the engine.
+            activations: address of ``activation_bytes`` of device memory.
+            stream: stream that the context will run on.
+            is_fixed: the profile has one size of everything, so that kernels made for just that size pay.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the engine and its contexts."""
+        ...
+
+
+def load_engine(path: Path, file: EngineFile, gpu_name: str) -> Engine:
+    """Load an engine file, with the package that built it.
+
+    Args:
+        path: the file.
+        file: what the manifest says of it.
+        gpu_name: of the GPU it will run on; kernels that RTX compiles for it are kept under this name.
+
+    Raises:
+        MissingDependencyError: the package is not installed.
+        IncompatibleError: another version of it is (names both), or the GPU or its driver cannot take the engine.
+        BundleError: the file is cut or cannot be read.
+    """
+    trt = _import_package(file)
+    messages: list[str] = []
+    logger = _make_logger(trt, messages)
+    runtime = trt.Runtime(logger)
+    data = path.read_bytes()
+    engine = runtime.deserialize_cuda_engine(data) if data else None
+    if engine is None:
+        raise _refusal(
+            f"{path}: {file.builder} {trt.__version__} cannot load this engine of {len(data)} bytes", messages
+        )
+    return LoadedEngine(
+        trt, runtime, engine, logger, messages, RtxKernels(file, gpu_name) if file.builder == RTX else None
+    )
+
+
+def _import_package(file: EngineFile) -> Any:
+    try:
+        trt = importlib.import_module(_MODULES[file.builder])
+    except KeyError as error:
+        raise IncompatibleError(
+            f"{file.path}: built by {file.builder!r}, which this runtime does not know.", "upgrade specexport."
+        ) from error
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{file.builder} is not installed, and {file.path} runs on it.",
+            f"pip install 'specexport[{file.builder}]'.",
+        ) from error
+    if trt.__version__ != file.builder_version:
+        raise IncompatibleError(
+            f"{file.path}: built by {file.builder} {file.builder_version}, but {trt.__version__} is installed.",
+            f"install that version, or build it again here with `specexport build --backend {file.builder} "
+            f"--sm {file.sm.removeprefix('sm')}`.",
+        )
+    return trt
+
+
+def _make_logger(trt: Any, messages: list[str]) -> Any:
+    """A logger that keeps errors and warnings for our own messages, and prints nothing."""
+
+    class Log(trt.ILogger):  # type: ignore[misc]  # the class exists only once the package is imported
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (trt.ILogger.Severity.INTERNAL_ERROR, trt.ILogger.Severity.ERROR):
+                messages.append(message)
+                del messages[:-20]
+
+    return Log()
+
+
+def _refusal(what: str, messages: list[str]) -> SpecexportError:
+    """The error for an engine that could not be loaded: the machine's fault, or the file's."""
+    if any("out of memory" in message.lower() for message in messages):
+        return IncompatibleError(f"{what}: {_why(messages)}", MEMORY_HINT)
+    if "Cuda Runtime" in _why(messages):
+        return IncompatibleError(f"{what}: {_why(messages)}", "check the NVIDIA driver with `nvidia-smi`.")
+    return BundleError(f"{what}: {_why(messages)}", "build it again with `specexport build`.")
+
+
+def _why(messages: list[str]) -> str:
+    """The first thing that TensorRT complained of; what follows are consequences."""
+    return messages[0].strip() if messages else "it gave no reason."
+
+
+class LoadedEngine:
+    """An engine of either package; see ``Engine``."""
+
+    def __init__(
+        self, trt: Any, runtime: Any, engine: Any, logger: Any, messages: list[str], kernels: RtxKernels | None
+    ) -> None:
+        self._trt, self._runtime, self._engine, self._logger = trt, runtime, engine, logger
+        self._messages = messages
+        self._kernels = kernels
+        self.activation_bytes = int(engine.device_memory_size_v2)
+        names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
+        self.tensors = tuple(
+            EngineTensor(
+                name,
+                tuple(int(size) for size in engine.get_tensor_shape(name)),
+                engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT,
+            )
+            for name in names
+        )
+
+    def make_context(self, profile: int, activations: int, stream: int, *, is_fixed: bool) -> "LoadedContext":
+        """See ``Engine.make_context``."""
+        ours = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if self._kernels is None:
+            context = self._engine.create_execution_context(ours)
+        else:
+            config = self._engine.create_runtime_config()
+            config.set_execution_context_allocation_strategy(ours)
+            self._kernels.configure(self._trt, config, is_fixed=is_fixed)
+            context = self._engine.create_execution_context(config)
+        if context is None:
+            raise SpecexportError(f"TensorRT cannot make a context: {_why(self._messages)}")
+        context.set_device_memory(activations, self.activation_bytes)
+        made = LoadedContext(context, self._messages)
+        made.require(context.set_optimization_profile_async(profile, stream), f"set profile {profile}")
+        return made
+
+    def close(self) -> None:
+        """See ``Engine.close``; keeps the kernels that RTX compiled."""
+        if self._kernels is not None:
+            self._kernels.save()
+        self._kernels = self._engine = self._runtime = None
+
+
+class LoadedContext:
+    """A context of either package; see ``EngineContext``."""
+
+    def __init__(self, context: Any, messages: list[str]) -> None:
+        self._context, self._messages = context, messages
+
+    def require(self, success: bool, what: str) -> None:
+        """Turn TensorRT's False into an error with what it logged."""
+        if not success:
+            raise SpecexportError(f"TensorRT could not {what}: {_why(self._messages)}")
+
+    def set_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """See ``EngineContext.set_shape``."""
+        self.require(self._context.set_input_shape(name, shape), f"take {name} of shape {list(shape)}")
+
+    def set_address(self, name: str, address: int) -> None:
+        """See ``EngineContext.set_address``."""
+        self.require(self._context.set_tensor_address(name, address), f"bind {name}")
+
+    def enqueue(self, stream: int) -> None:
+        """See ``EngineContext.enqueue``."""
+        self._messages.clear()
+        self.require(self._context.execute_async_v3(stream), "run the step")
+
+    def is_capturable(self, stream: int) -> bool:
+        """See ``EngineContext.is_capturable``; TensorRT proper does not say, so it is tried."""
+        ask = getattr(self._context, "is_stream_capturable", None)
+        return True if ask is None else bool(ask(stream))
+
+
+def odd_tensors(engine: Engine, wanted: Iterable[str]) -> list[str]:
+    """Names that the engine has and the manifest does not, or the other way round, sorted."""
+    return sorted({tensor.name for tensor in engine.tensors} ^ set(wanted))

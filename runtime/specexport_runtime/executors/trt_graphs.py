@@ -1,0 +1,96 @@
+"""CUDA graphs of one executor: one for each profile and cache window, recorded once and replayed.
+
+A graph keeps the addresses it was recorded with. All of them belong to the executor that owns this pool.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.gpu import GpuDriver
+
+_log = logging.getLogger(__name__)
+
+
+class GraphKey(NamedTuple):
+    """What a recorded step depends on besides the contents of memory: a fixed profile has one size of everything."""
+
+    profile: int
+    first_row: int
+
+
+class GraphPool:
+    """Recorded steps by key.
+
+    Args:
+        driver: what records and replays them.
+        enabled: False runs every step eagerly.
+
+    Attributes:
+        enabled: False from the first failure on: recording is an optimization, and steps run without it.
+        keys: what was recorded, in that order.
+        replays: steps that were replayed.
+    """
+
+    def __init__(self, driver: GpuDriver, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.replays = 0
+        self._driver = driver
+        self._graphs: dict[GraphKey, int] = {}
+
+    @property
+    def keys(self) -> list[GraphKey]:
+        """See the class."""
+        return list(self._graphs)
+
+    def __contains__(self, key: GraphKey) -> bool:
+        return key in self._graphs
+
+    def launch(self, key: GraphKey) -> bool:
+        """Replay a step; False if it was not recorded."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            return False
+        self._driver.launch(graph)
+        self.replays += 1
+        return True
+
+    def record(self, key: GraphKey, enqueue: Callable[[], None], *, capturable: bool = True) -> None:
+        """Record what ``enqueue`` puts on the stream. It must have run before: a first run sets an engine up.
+
+        Args:
+            key: for :meth:`launch`.
+            enqueue: puts one step on the stream.
+            capturable: False if the engine says that it cannot be recorded.
+        """
+        if not self.enabled or key in self._graphs:
+            return
+        try:
+            if not capturable:
+                raise SpecexportError("the engine says that it cannot be recorded.")
+            self._graphs[key] = self._capture(enqueue)
+        except SpecexportError as error:
+            self.enabled = False
+            _log.warning("CUDA graphs are off, steps run one kernel at a time: profile %d: %s", key.profile, error)
+
+    def _capture(self, enqueue: Callable[[], None]) -> int:
+        self._driver.begin_capture()
+        try:
+            enqueue()
+        except BaseException:
+            self._abort()
+            raise
+        return self._driver.end_capture()
+
+    def _abort(self) -> None:
+        """End a recording that failed, so that the stream runs again."""
+        with suppress(SpecexportError):  # CUDA has already dropped what it had
+            self._driver.free_graph(self._driver.end_capture())
+
+    def close(self) -> None:
+        """Forget all graphs."""
+        for graph in self._graphs.values():
+            self._driver.free_graph(graph)
+        self._graphs.clear()

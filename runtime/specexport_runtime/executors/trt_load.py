@@ -1,0 +1,194 @@
+"""Putting a TensorRT executor together: what it needs is planned, checked against free memory, then allocated.
+
+Whatever fails on the way, what was allocated before is given back.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from specexport_runtime.errors import IncompatibleError
+from specexport_runtime.executors.gpu import GpuDriver
+from specexport_runtime.executors.trt_contexts import ContextPool, DeviceAddresses, check_tensors
+from specexport_runtime.executors.trt_engine import Engine, load_engine
+from specexport_runtime.executors.trt_graphs import GraphPool
+from specexport_runtime.executors.trt_memory import (
+    ITEM_BYTES,
+    HostBlock,
+    HostOutput,
+    KvMemory,
+    MemoryPlan,
+    largest_shape,
+    lay_out_caches,
+    lay_out_inputs,
+)
+from specexport_runtime.executors.trt_pack import SPECS
+from specexport_runtime.manifest import EngineFile, ModelEntry
+from specexport_runtime.profiles import Profile
+
+EngineLoader = Callable[[Path, EngineFile, str], Engine]
+
+
+class EngineSizes(NamedTuple):
+    """Sizes of one executor, from its manifest entry and the rows asked for.
+
+    Attributes:
+        arena_rows: cache rows in memory: enough for the smallest batch bucket that holds ``num_rows``.
+        kv_capacity: entries of a row (L).
+        scratch: entries at a row's end that hold nothing: fixed profiles write there for rows that are not in a step.
+        profiles: number in the engine and sizes of the profiles that can run on ``arena_rows`` rows.
+        max_logit_rows: most rows of logits of a step.
+    """
+
+    arena_rows: int
+    kv_capacity: int
+    scratch: int
+    profiles: tuple[tuple[int, Profile], ...]
+    max_logit_rows: int
+
+
+def size_engine(entry: ModelEntry, what: str, num_rows: int) -> EngineSizes:
+    """Sizes of an executor of ``num_rows`` rows.
+
+    Args:
+        entry: manifest entry of a TensorRT engine.
+        what: names it in messages.
+        num_rows: cache rows asked for.
+
+    Raises:
+        IncompatibleError: the engine was built for fewer rows, or its entry lacks something or names an unknown input.
+    """
+    if entry.max_num_seqs is None or entry.kv_capacity is None or not entry.profiles or entry.dtype not in ITEM_BYTES:
+        raise IncompatibleError(f"{what}: the manifest does not describe a TensorRT engine.", "build it again.")
+    unknown = sorted(set(entry.inputs) - set(SPECS))
+    if unknown:
+        raise IncompatibleError(
+            f"{what}: the engine takes unknown inputs: {', '.join(unknown)}.", "upgrade specexport."
+        )
+    if num_rows > entry.max_num_seqs:
+        raise IncompatibleError(
+            f"{what} was built for {entry.max_num_seqs} sequences at a time; max_num_seqs is {num_rows}.",
+            f"use --max-num-seqs {entry.max_num_seqs} or less, or build it again with a larger --max-num-seqs.",
+        )
+    fixed = [profile for profile in entry.profiles if profile.is_fixed]
+    arena_rows = min((profile.num_seqs for profile in fixed if profile.num_seqs >= num_rows), default=num_rows)
+    usable = tuple((i, p) for i, p in enumerate(entry.profiles) if not p.is_fixed or p.num_seqs <= arena_rows)
+    return EngineSizes(
+        arena_rows,
+        entry.kv_capacity,
+        max((profile.max_new_tokens for profile in fixed), default=0),
+        usable,
+        max(profile.num_logit_rows for _, profile in usable),
+    )
+
+
+class TrtParts(NamedTuple):
+    """What a TensorRT executor is made of. ``resources`` gives all of it back, last made first."""
+
+    resources: ExitStack
+    driver: GpuDriver
+    kv: KvMemory
+    at: DeviceAddresses
+    contexts: ContextPool
+    graphs: GraphPool
+    logits: HostOutput
+    token_ids: HostOutput
+    blocks: dict[int, HostBlock]
+    """By profile number; ranged profiles have the same one."""
+
+
+def load_parts(
+    entry: ModelEntry,
+    file: EngineFile,
+    folder: Path,
+    sizes: EngineSizes,
+    driver: GpuDriver,
+    *,
+    use_graphs: bool,
+    load: EngineLoader = load_engine,
+) -> TrtParts:
+    """Load an engine and allocate everything around it. Takes over ``driver``, also when it fails.
+
+    Raises:
+        IncompatibleError: planned or allocated, it does not fit the GPU; or the engine does not fit its manifest.
+        BundleError: the engine file cannot be read.
+    """
+    with ExitStack() as stack:
+        stack.callback(driver.close)
+        parts = _allocate(entry, file, folder, sizes, driver, stack, use_graphs, load)
+        return parts._replace(resources=stack.pop_all())
+
+
+def plan_memory(entry: ModelEntry, sizes: EngineSizes, weights: int, activations: int) -> MemoryPlan:
+    """What an executor will need on the device, in bytes.
+
+    Args:
+        entry: its manifest entry.
+        sizes: from :func:`size_engine`.
+        weights: bytes of the engine file.
+        activations: as the engine or its manifest says.
+    """
+    _, kv_bytes = lay_out_caches(entry.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype])
+    outputs = sizes.max_logit_rows * (4 * entry.vocab_size + 8)
+    return MemoryPlan(weights, kv_bytes, activations, _input_bytes(entry.inputs, sizes) + outputs, sizes.arena_rows)
+
+
+def _input_bytes(names: Sequence[str], sizes: EngineSizes) -> int:
+    return max(lay_out_inputs(names, largest_shape(profile))[1] for _, profile in sizes.profiles)
+
+
+def _allocate(
+    entry: ModelEntry,
+    file: EngineFile,
+    folder: Path,
+    sizes: EngineSizes,
+    driver: GpuDriver,
+    stack: ExitStack,
+    use_graphs: bool,
+    load: EngineLoader,
+) -> TrtParts:
+    path = folder / file.path
+    gpu = driver.info()
+    plan_memory(entry, sizes, path.stat().st_size, file.memory_bytes or 0).check(str(path), gpu)
+    engine = load(path, file, gpu.name)
+    stack.callback(engine.close)
+    caches, kv_bytes = lay_out_caches(entry.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype])
+    check_tensors(engine, str(path), entry.inputs, caches)
+
+    def allocate(num_bytes: int, what: str) -> int:
+        address = driver.allocate(num_bytes, f"{path}: {what}")
+        stack.callback(driver.free, address)
+        return address
+
+    kv = KvMemory(driver, caches, kv_bytes, allocate(kv_bytes, f"the KV cache of {sizes.arena_rows} rows"))
+    at = DeviceAddresses(
+        allocate(engine.activation_bytes, "activations"),
+        allocate(_input_bytes(entry.inputs, sizes), "step inputs"),
+        allocate(sizes.max_logit_rows * entry.vocab_size * 4, "logits"),
+        allocate(sizes.max_logit_rows * 8, "token ids"),
+    )
+    logits = HostOutput(driver, (sizes.max_logit_rows, entry.vocab_size), "float32")
+    token_ids = HostOutput(driver, (sizes.max_logit_rows,), "int64")
+    stack.callback(logits.close)
+    stack.callback(token_ids.close)
+    contexts = ContextPool(engine, driver, kv, at)
+    stack.callback(contexts.close)
+    graphs = GraphPool(driver, enabled=use_graphs)
+    stack.callback(graphs.close)
+    blocks = _make_blocks(entry.inputs, sizes, driver, stack)
+    return TrtParts(stack, driver, kv, at, contexts, graphs, logits, token_ids, blocks)
+
+
+def _make_blocks(names: Sequence[str], sizes: EngineSizes, driver: GpuDriver, stack: ExitStack) -> dict[int, HostBlock]:
+    def make(num_bytes: int) -> HostBlock:
+        memory = driver.allocate_host(num_bytes)
+        stack.callback(driver.free_host, memory)
+        return HostBlock(memory)
+
+    # One block for all ranged profiles: their steps have many sizes, and each is written whole.
+    shared = make(_input_bytes(names, sizes))
+    return {
+        i: make(lay_out_inputs(names, largest_shape(profile))[1]) if profile.is_fixed else shared
+        for i, profile in sizes.profiles
+    }

@@ -1,0 +1,227 @@
+"""Memory of one TensorRT executor: the KV arena, step inputs and outputs, and the plan that comes before any of it.
+
+Everything belongs to one executor and stays where it is, because CUDA graphs keep addresses: what the draft's executor
+allocates or records can never touch the target's.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport_runtime.abi import K_CACHE, K_CACHE_OUT, V_CACHE, V_CACHE_OUT, LayerGeometry, StepShape
+from specexport_runtime.errors import IncompatibleError
+from specexport_runtime.executors.gpu import ALIGNMENT, MEMORY_HINT, ByteArray, GpuDriver, GpuInfo, gib
+from specexport_runtime.executors.trt_pack import SPECS
+from specexport_runtime.profiles import Profile
+
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+"""Bytes of a cache entry's element by model dtype; numpy has no bfloat16, so caches are bytes here."""
+
+
+def aligned(num_bytes: int) -> int:
+    """``num_bytes`` rounded up to ``ALIGNMENT``."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes of device memory that an executor will need.
+
+    Attributes:
+        weights: the engine, about as large as its file.
+        kv_cache: the arena of ``num_rows`` rows.
+        activations: what the largest profile needs while it runs.
+        buffers: step inputs and outputs.
+        num_rows: rows of the arena.
+    """
+
+    weights: int
+    kv_cache: int
+    activations: int
+    buffers: int
+    num_rows: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.kv_cache + self.activations + self.buffers
+
+    def check(self, what: str, gpu: GpuInfo) -> None:
+        """Refuse a plan that does not fit, before anything is allocated.
+
+        Raises:
+            IncompatibleError: names what is needed for what, and what is free.
+        """
+        if self.total <= gpu.free_bytes:
+            return
+        raise IncompatibleError(
+            f"{what} needs {gib(self.total)} of GPU memory (weights {gib(self.weights)}, KV cache of {self.num_rows} "
+            f"rows {gib(self.kv_cache)}, activations {gib(self.activations)}, buffers {gib(self.buffers)}); {gpu.name} "
+            f"has {gib(gpu.free_bytes)} free of {gib(gpu.total_bytes)}.",
+            MEMORY_HINT,
+        )
+
+
+class CacheTensor(NamedTuple):
+    """One cache of the arena.
+
+    Attributes:
+        name: the engine's input.
+        out_name: the engine's output, in the same memory.
+        offset: bytes from the arena's start.
+        heads: KV heads.
+        head_bytes: bytes of one head of one row: L entries.
+        entry_bytes: bytes of one entry of one head.
+        shape: of one row, without leading or middle ones: [H, L, D].
+    """
+
+    name: str
+    out_name: str
+    offset: int
+    heads: int
+    head_bytes: int
+    entry_bytes: int
+    shape: tuple[int, int, int]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.heads * self.head_bytes
+
+
+def lay_out_caches(
+    layers: Sequence[LayerGeometry], num_rows: int, kv_capacity: int, item_bytes: int
+) -> tuple[tuple[CacheTensor, ...], int]:
+    """The caches of an arena [num_rows, H, L, D] each, and its bytes.
+
+    Raises:
+        IncompatibleError: a row's address would not be aligned as TensorRT wants it.
+    """
+    caches, offset = [], 0
+    for i, layer in enumerate(layers):
+        for name, out, dim in ((K_CACHE, K_CACHE_OUT, layer.k_dim), (V_CACHE, V_CACHE_OUT, layer.v_dim)):
+            entry_bytes = dim * item_bytes
+            shape = (layer.kv_heads, kv_capacity, dim)
+            tensor = CacheTensor(
+                name.name.format(i=i),
+                out.name.format(i=i),
+                offset,
+                layer.kv_heads,
+                kv_capacity * entry_bytes,
+                entry_bytes,
+                shape,
+            )
+            if tensor.row_bytes % ALIGNMENT and num_rows > 1:
+                raise IncompatibleError(
+                    f"a row of {tensor.name} has {tensor.row_bytes} bytes, no multiple of {ALIGNMENT}, so that rows "
+                    "cannot be bound by address.",
+                    "use --max-num-seqs 1, or build it again with a --max-model-len that is a multiple of 16.",
+                )
+            caches.append(tensor)
+            offset += aligned(tensor.row_bytes * num_rows)
+    return tuple(caches), offset
+
+
+class KvMemory:
+    """The KV arena: zeroed, because attention multiplies masked entries by 0, and 0 times NaN is NaN.
+
+    Args:
+        driver: whose memory it is.
+        caches: from :func:`lay_out_caches`.
+        num_bytes: likewise.
+        address: device memory of that size.
+    """
+
+    def __init__(self, driver: GpuDriver, caches: Sequence[CacheTensor], num_bytes: int, address: int) -> None:
+        self._driver, self._caches, self._address = driver, caches, address
+        self.num_bytes = num_bytes
+        driver.clear(address, num_bytes)
+
+    def addresses(self, row: int) -> Iterator[tuple[CacheTensor, int]]:
+        """Each cache, and where its ``row`` begins."""
+        for cache in self._caches:
+            yield cache, self._address + cache.offset + row * cache.row_bytes
+
+    def copy_row(self, source: int, destination: int, kv_len: int) -> None:
+        """Copy the first ``kv_len`` entries of a row to another, in every cache."""
+        if not kv_len:
+            return
+        for (cache, begin), (_, end) in zip(self.addresses(source), self.addresses(destination), strict=True):
+            self._driver.copy_rows(end, begin, kv_len * cache.entry_bytes, cache.heads, cache.head_bytes)
+
+
+class InputTensor(NamedTuple):
+    """A step input in a block of memory that is copied to the device as one."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+
+
+def lay_out_inputs(names: Sequence[str], shape: StepShape) -> tuple[tuple[InputTensor, ...], int]:
+    """Step inputs of one size, one behind the other, and the bytes of all."""
+    tensors, offset = [], 0
+    for name in names:
+        size = shape.shape_of(SPECS[name])
+        tensors.append(InputTensor(name, size, SPECS[name].dtype, offset))
+        offset += aligned(int(np.prod(size)) * np.dtype(SPECS[name].dtype).itemsize)
+    return tuple(tensors), offset
+
+
+def largest_shape(profile: Profile) -> StepShape:
+    """The largest step of a profile."""
+    return StepShape(0, profile.num_seqs, profile.num_tokens, profile.max_new_tokens, profile.num_logit_rows)
+
+
+class HostBlock:
+    """Pinned memory that step inputs are gathered in. A fixed profile has one to itself, ranged ones share one.
+
+    Attributes:
+        address: where it begins.
+        plan: of the step whose constant inputs it holds.
+    """
+
+    def __init__(self, memory: ByteArray) -> None:
+        self._memory = memory
+        self.address = int(memory.ctypes.data)
+        self.plan: object = None
+
+    def views(self, tensors: Sequence[InputTensor]) -> Mapping[str, npt.NDArray[Any]]:
+        """Arrays over the block."""
+        return {
+            tensor.name: np.ndarray(tensor.shape, tensor.dtype, buffer=self._memory.data, offset=tensor.offset)
+            for tensor in tensors
+        }
+
+
+class HostOutput:
+    """Pinned memory for an output, allocated when it is first asked for: greedy decoding never needs the logits'.
+
+    Args:
+        driver: whose memory it is.
+        shape: of the largest output.
+        dtype: numpy name.
+    """
+
+    def __init__(self, driver: GpuDriver, shape: tuple[int, ...], dtype: str) -> None:
+        self._driver, self._shape, self._dtype = driver, shape, np.dtype(dtype)
+        self._memory: ByteArray | None = None
+        self.row_bytes = int(np.prod(shape[1:])) * self._dtype.itemsize
+        self.address = 0
+        self.array: npt.NDArray[Any] = np.empty((0, *shape[1:]), self._dtype)
+
+    def open(self) -> None:
+        """Allocate it, if that has not been done."""
+        if self._memory is None:
+            self._memory = self._driver.allocate_host(self.row_bytes * self._shape[0])
+            self.address = int(self._memory.ctypes.data)
+            self.array = np.ndarray(self._shape, self._dtype, buffer=self._memory.data)
+
+    def close(self) -> None:
+        """Give the memory back; views of it must not be used any more."""
+        if self._memory is not None:
+            self.array = self.array[:0].copy()
+            self._driver.free_host(self._memory)
+            self._memory = None

@@ -1,0 +1,63 @@
+"""Opening the TensorRT engine of a bundle that fits the GPU of this machine."""
+
+from pathlib import Path
+
+from specexport_runtime.errors import IncompatibleError
+from specexport_runtime.executors import cuda_driver, trt_engine
+from specexport_runtime.executors.gpu import GpuInfo
+from specexport_runtime.executors.trt import TrtExecutor
+from specexport_runtime.manifest import EngineFile, ModelEntry
+
+
+def open_executor(entry: ModelEntry, folder: Path, role: str, *, num_rows: int, use_graphs: bool) -> TrtExecutor:
+    """Load the engine for the GPU of this machine, and record its decode and verify steps.
+
+    Args:
+        entry: manifest entry.
+        folder: the bundle's folder.
+        role: ``"target"`` or ``"draft"``, for messages.
+        num_rows: cache rows.
+        use_graphs: record CUDA graphs.
+
+    Raises:
+        IncompatibleError: there is no GPU, no engine for it, or it does not fit; names both sides.
+        MissingDependencyError: TensorRT or cuda-python is not installed.
+        BundleError: the engine file cannot be read.
+    """
+    driver = cuda_driver.CudaDriver()
+    try:
+        file = choose_engine(entry, f"{folder}: the {role}", driver.info())
+    except BaseException:
+        driver.close()
+        raise
+    executor = TrtExecutor(
+        entry, file, folder, num_rows=num_rows, driver=driver, use_graphs=use_graphs, load=trt_engine.load_engine
+    )
+    if use_graphs:
+        try:
+            executor.capture(executor.fixed_shapes())
+        except BaseException:
+            executor.close()
+            raise
+    return executor
+
+
+def choose_engine(entry: ModelEntry, what: str, gpu: GpuInfo) -> EngineFile:
+    """The engine file for a GPU; engines run on the architecture they were built for and on no other.
+
+    Args:
+        entry: manifest entry of a TensorRT engine.
+        what: names it in messages.
+        gpu: where it is to run.
+
+    Raises:
+        IncompatibleError: there is none; names the GPU's architecture and those that there are.
+    """
+    for file in entry.engines:
+        if file.sm == gpu.sm:
+            return file
+    built = ", ".join(file.sm for file in entry.engines) or "none"
+    raise IncompatibleError(
+        f"{what} has engines for {built}; {gpu.name} is {gpu.sm}.",
+        f"build it again with `specexport build --backend {entry.backend} --sm {gpu.sm.removeprefix('sm')}`.",
+    )

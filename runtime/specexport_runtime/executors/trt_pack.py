@@ -1,0 +1,183 @@
+"""A packed step in the sizes an engine was built for: pure functions on arrays.
+
+A *ranged* profile takes a step as it is. A *fixed* profile has B' rows of exactly Q' tokens; how the step is put there
+depends on what the engine's attention can do:
+
+::
+
+    step on rows 2, 3:   a b c | d                 profile: 4 rows of 3 tokens, rows 1 … 4 of the cache
+
+    "dense" (TensorRT's own attention):            "packed" (our plugin):
+    . . . | a b c | d . . | . . .                  a b c d . . . . . . . .
+    cu     0  3  6  9  12                          cu     0  0  3  4  4
+
+In a dense window every row has Q' tokens: dummies behind the real ones, whose cache entries are never committed. Rows
+that are not in the step write into the last Q' entries of their row, which hold nothing (the scratch tail). In a packed
+window dummies belong to no row, and the attention skips them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport_runtime.abi import ALIGNED_STEP_INPUTS, STEP_INPUTS, StepShape, TensorSpec
+from specexport_runtime.executors.base import Int64Array, StepBuffers
+from specexport_runtime.profiles import Profile
+
+Fill = Literal["ranged", "dense", "packed"]
+SPECS: Mapping[str, TensorSpec] = {spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS)}
+"""Every step input that an engine may take, by name."""
+DUMMY_TOKEN = 0  # any id that the model can embed; nothing of it is ever read
+
+
+class Window(NamedTuple):
+    """Where a step lies in an engine's sizes.
+
+    Attributes:
+        fill: how rows and tokens are padded.
+        shape: the step as the engine sees it; ``first_row`` is the first cache row that is bound.
+        offset: window row of the step's first row.
+    """
+
+    fill: Fill
+    shape: StepShape
+    offset: int
+
+
+class Plan(NamedTuple):
+    """All of a step that depends on its counts only, and not on tokens and lengths.
+
+    Attributes:
+        window: where it lies.
+        tokens: slot of each of the step's T tokens among the engine's T'.
+        rows: window rows that have tokens.
+        sources: the step's rows that these are.
+        counts: new tokens of each window row, as the engine sees them [B', 1], int32.
+        constants: inputs that are the same in every step of this plan, by name.
+    """
+
+    window: Window
+    tokens: Int64Array
+    rows: Int64Array
+    sources: Int64Array
+    counts: npt.NDArray[np.int32]
+    constants: dict[str, npt.NDArray[Any]]
+
+
+def place_step(shape: StepShape, profile: Profile, num_rows: int, *, packed: bool) -> Window:
+    """Where a step lies in a profile that it fits.
+
+    Args:
+        shape: the step.
+        profile: the profile; if fixed, of at most ``num_rows`` rows.
+        num_rows: cache rows; a window that would pass their end is moved down.
+        packed: what a fixed profile is filled with, see the module.
+    """
+    if not profile.is_fixed:
+        return Window("ranged", shape, 0)
+    first = min(shape.first_row, num_rows - profile.num_seqs)
+    engine = StepShape(
+        first, profile.num_seqs, profile.num_tokens, profile.max_new_tokens, profile.num_logit_rows, shape.kv_span
+    )
+    return Window("packed" if packed else "dense", engine, shape.first_row - first)
+
+
+def plan_step(window: Window, counts: Sequence[int], logit_rows: Int64Array, names: Sequence[str]) -> Plan:
+    """Everything that follows from the counts of a step.
+
+    Args:
+        window: see :func:`place_step`.
+        counts: new tokens of each row of the step.
+        logit_rows: which of the step's T tokens need logits [R].
+        names: step inputs that the engine takes.
+    """
+    fill, shape, offset = window
+    real = np.zeros(shape.num_seqs, np.int64)
+    real[offset : offset + len(counts)] = counts
+    rows = np.flatnonzero(real)
+    given = np.full_like(real, shape.max_new_tokens) if fill == "dense" else real
+    ends = np.cumsum(given)
+    # The j-th token of a row goes to its j-th slot, wherever the row begins among the engine's tokens.
+    tokens = np.concatenate(
+        [np.arange(end - count, end - count + own) for end, count, own in zip(ends, given, real, strict=True)]
+    )
+    # The wanted rows come first, in the order they were asked for: what the engine returns needs no sorting.
+    wanted = np.zeros(shape.num_logit_rows, np.int64)
+    wanted[: len(logit_rows)] = tokens[logit_rows]
+    index = index_inputs(given, shape)
+    index["logit_rows"] = wanted
+    kept = {name: array for name, array in index.items() if name in names}
+    return Plan(window, tokens, rows, rows - offset, given[:, None].astype(np.int32), kept)
+
+
+def index_inputs(counts: Int64Array, shape: StepShape) -> dict[str, npt.NDArray[Any]]:
+    """Inputs that depend on the counts of new tokens alone, by name.
+
+    Args:
+        counts: new tokens of each row [B]; at most T in all, and what is left belongs to no row.
+        shape: sizes.
+    """
+    width, last = shape.max_new_tokens, shape.num_tokens - 1
+    cu = np.concatenate([[0], np.cumsum(counts)])
+    starts = np.minimum(cu[:-1], last)[:, None]
+    ends = np.maximum(cu[1:, None], starts + 1)
+    slots, rows = np.arange(width), np.arange(len(counts))
+    owner = np.repeat(rows, counts)
+    within = np.arange(cu[-1]) - cu[owner]
+    left, right = np.zeros((2, shape.num_tokens), np.int64)
+    left[: len(owner)] = owner * width + within
+    right[: len(owner)] = owner * width + within + width - counts[owner]
+    return {
+        "cu_new_tokens": cu.astype(np.int32),
+        "row_starts": starts,
+        "row_ends": ends,
+        "pad_index": np.minimum(starts + slots, ends - 1)[:, None],
+        "unpad_index": left,
+        # Right-aligned: slot Q-1 holds a row's last token. Slots before its first token repeat it.
+        "tile_index": np.maximum(ends - width + slots, starts),
+        "untile_index": right,
+    }
+
+
+def fill_step(
+    plan: Plan, buffers: StepBuffers, arrays: Mapping[str, npt.NDArray[Any]], kv_capacity: int, last_position: int
+) -> None:
+    """Write what changes from step to step into the engine's host arrays.
+
+    Args:
+        plan: of this step.
+        buffers: the step.
+        arrays: host arrays by input name, already holding ``plan.constants``; only what the engine takes.
+        kv_capacity: L.
+        last_position: the largest that the model knows; dummies stay within it.
+    """
+    fill, shape, _ = plan.window
+    arrays["input_ids"][plan.tokens] = buffers.input_ids
+    kv_lens = np.zeros((shape.num_seqs, 1), np.int32)
+    if fill == "ranged":
+        kv_lens[:] = buffers.kv_lens
+    else:
+        if fill == "dense":
+            kv_lens.fill(kv_capacity - shape.max_new_tokens)
+        kv_lens[plan.rows] = buffers.kv_lens[plan.sources]
+    if "kv_lens" in arrays:
+        arrays["kv_lens"][:] = kv_lens
+    if "row_totals" in arrays:
+        np.maximum(kv_lens + plan.counts, 1, out=arrays["row_totals"])
+    if "positions" in arrays:
+        if fill == "dense":
+            # A dummy goes on where its row ends: a position that no mask can take for one without any visible entry.
+            beyond = kv_lens + np.arange(shape.max_new_tokens, dtype=np.int64)
+            np.minimum(beyond, last_position, out=arrays["positions"].reshape(beyond.shape))
+        arrays["positions"][plan.tokens] = buffers.positions
+
+
+def start_plan(plan: Plan, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Write what stays the same as long as steps follow ``plan``; slots that it does not use become dummies."""
+    arrays["input_ids"].fill(DUMMY_TOKEN)
+    if "positions" in arrays:
+        arrays["positions"].fill(0)
+    for name, array in plan.constants.items():
+        arrays[name][:] = array
