@@ -18,8 +18,8 @@ POINTER_ALIGNMENT = 16
 """Bytes every tensor must be aligned to. CUDA allocates at 256; vector loads need the promise."""
 
 
-COMPILE_OPTIONS = {"ptx_version": 88, "enable_fp_fusion": True}
-"""PTX 8.8 is what drivers of CUDA 12.9 and later read; Triton would write its own assembler's latest version."""
+COMPILE_OPTIONS = {"ptx_version": 87, "enable_fp_fusion": True}
+"""PTX 8.7 is the first that knows sm 120, and read by drivers of CUDA 12.8 and later. Triton would write the latest."""
 
 
 class CompiledKernel(NamedTuple):

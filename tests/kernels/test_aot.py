@@ -187,4 +187,4 @@ def test_ptx_that_does_not_assemble_is_refused() -> None:
     from specexport.kernels.compile import assemble
 
     with pytest.raises(CheckFailedError, match="ptxas refuses"):
-        assemble(".version 8.8\n.target sm_90a\nnonsense", 90)
+        assemble(".version 8.7\n.target sm_90a\nnonsense", 90)
