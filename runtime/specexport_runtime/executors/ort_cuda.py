@@ -2,8 +2,7 @@
 
 The engine's attention is ``com.microsoft.PagedAttention``: each cache is a pool of blocks of 256 entries, and a table
 says which blocks each row of the step has. So the whole arena is bound once and stays where it is; a step on rows
-[r, r+B) is a matter of the table, and a row is moved by exchanging its blocks with another's. Imports onnxruntime when
-an executor is made, not before.
+[r, r+B) is a matter of the table, and a row moves by exchanging blocks. Imports onnxruntime when an executor is made.
 """
 
 import time
@@ -48,7 +47,7 @@ class OrtCudaExecutor:
 
     Args:
         path: engine file of the bundle.
-        entry: its manifest entry, dtype float16 or bfloat16.
+        entry: its manifest entry.
         num_rows: cache rows.
         kv_capacity: entries of each row (L); the arena rounds it up to whole blocks.
         cuda_graphs: let the provider capture the shapes given to :meth:`capture` and replay them. Off by default: its
