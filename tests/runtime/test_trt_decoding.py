@@ -84,7 +84,7 @@ def test_without_graphs_the_output_is_the_same(folder):
 
 
 def test_graphs_that_were_captured_ahead_give_the_same(folder):
-    target, draft, engine = open_pair(folder, "good")
+    target, draft, _engine = open_pair(folder, "good")
     for executor in (target, draft):
         executor.capture(executor.fixed_shapes())
     assert decode((target, draft), mixed, 4) == decode((make_target(), make_draft("good")), mixed, 4)
@@ -104,7 +104,7 @@ def test_long_prompts_are_cut_to_what_the_engine_takes(folder, lowering):
 def test_prompts_wait_where_a_verify_step_leaves_them_no_room(folder):
     """Four rows of K+1 = 8 tokens are all that the largest profile takes: prompts are fed in steps of their own."""
     entry = make_entry(7, 4, tokens=32)
-    target, _, engine = open_fake(folder, entry, make_target())
+    target, _, _engine = open_fake(folder, entry, make_target())
     draft, _, _ = open_fake(folder, make_entry(7, 4, tokens=32, draft=True), make_draft("good"))
     prompts = [[i % VOCAB for i in range(n)] for n in (3, 4, 40, 5, 45, 2, 38)]
     expected = decode((make_target(), make_draft("good")), mixed, 7, prompts)
@@ -125,7 +125,7 @@ def test_a_draft_catches_up_in_steps_that_its_engine_takes(folder):
 
 def test_rows_at_their_end_do_not_touch_each_other(folder):
     """Every sequence runs to the last token its row holds, while others come and go beside it."""
-    target, draft, engine = open_pair(folder, "good")
+    target, draft, _engine = open_pair(folder, "good")
     prompts = [[i % VOCAB for i in range(n)] for n in (50, 3, 60, 55, 63, 58, 2)]
 
     def long(i):
@@ -146,7 +146,7 @@ def test_fewer_rows_than_the_engine_has(folder):
 
 
 def test_sequences_that_leave_make_holes_and_windows_move(folder):
-    target, draft, engine = open_pair(folder, "good", rows=8)
+    target, draft, _engine = open_pair(folder, "good", rows=8)
     sequences = sequences_for(greedy, PROMPTS + PROMPTS)
     decoder = make_decoder(target, draft, 4)
     for seq in sequences:

@@ -30,7 +30,16 @@ from specexport_runtime.profiles import Profile
 BASE = 0x7F0000000000
 POISON = 0xFF  # NaN in every float type, -1 in every integer
 LAYERS = (LayerGeometry(1, 128, 128),)
-NATIVE = ("input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens", "row_totals", "tile_index", "untile_index")
+NATIVE = (
+    "input_ids",
+    "positions",
+    "logit_rows",
+    "kv_lens",
+    "cu_new_tokens",
+    "row_totals",
+    "tile_index",
+    "untile_index",
+)
 PLUGIN = ("input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens")
 
 

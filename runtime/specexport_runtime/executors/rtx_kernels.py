@@ -1,6 +1,7 @@
 """Kernels that TensorRT for RTX compiles when a context first meets a shape, kept in a file between runs."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,4 +58,5 @@ class RtxKernels:
             temporary.write_bytes(kernels)
             os.replace(temporary, self.path)
         except OSError:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)

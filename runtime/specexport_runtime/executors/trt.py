@@ -18,7 +18,7 @@ from specexport_runtime.executors.base import Int64Array, StepBuffers, StepOutpu
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.trt_engine import EngineContext, load_engine
 from specexport_runtime.executors.trt_graphs import GraphKey
-from specexport_runtime.executors.trt_load import EngineLoader, TrtParts, load_parts, size_engine
+from specexport_runtime.executors.trt_load import EngineLoader, TrtParts, load_parts
 from specexport_runtime.executors.trt_memory import HostBlock, largest_shape, lay_out_inputs
 from specexport_runtime.executors.trt_pack import Plan, Window, fill_step, place_step, plan_step, start_plan
 from specexport_runtime.manifest import EngineFile, ModelEntry
@@ -89,12 +89,12 @@ class TrtExecutor:
         use_graphs: bool = True,
         load: EngineLoader = load_engine,
     ) -> None:
-        sizes = size_engine(entry, str(folder / file.path), num_rows)
         if driver is None:
             from specexport_runtime.executors.cuda_driver import CudaDriver
 
             driver = CudaDriver()
-        self._parts: TrtParts = load_parts(entry, file, folder, sizes, driver, use_graphs=use_graphs, load=load)
+        self._parts: TrtParts = load_parts(entry, file, folder, num_rows, driver, use_graphs=use_graphs, load=load)
+        sizes = self._parts.sizes
         self.vocab_size = entry.vocab_size
         self.num_rows = num_rows
         self.kv_capacity = sizes.kv_capacity - sizes.scratch

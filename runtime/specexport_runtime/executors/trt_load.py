@@ -87,6 +87,7 @@ class TrtParts(NamedTuple):
     """What a TensorRT executor is made of. ``resources`` gives all of it back, last made first."""
 
     resources: ExitStack
+    sizes: EngineSizes
     driver: GpuDriver
     kv: KvMemory
     at: DeviceAddresses
@@ -102,7 +103,7 @@ def load_parts(
     entry: ModelEntry,
     file: EngineFile,
     folder: Path,
-    sizes: EngineSizes,
+    num_rows: int,
     driver: GpuDriver,
     *,
     use_graphs: bool,
@@ -111,11 +112,13 @@ def load_parts(
     """Load an engine and allocate everything around it. Takes over ``driver``, also when it fails.
 
     Raises:
-        IncompatibleError: planned or allocated, it does not fit the GPU; or the engine does not fit its manifest.
+        IncompatibleError: planned or allocated, it does not fit the GPU; or the engine does not fit its manifest or
+            ``num_rows``.
         BundleError: the engine file cannot be read.
     """
     with ExitStack() as stack:
         stack.callback(driver.close)
+        sizes = size_engine(entry, str(folder / file.path), num_rows)
         parts = _allocate(entry, file, folder, sizes, driver, stack, use_graphs, load)
         return parts._replace(resources=stack.pop_all())
 
@@ -177,7 +180,7 @@ def _allocate(
     graphs = GraphPool(driver, enabled=use_graphs)
     stack.callback(graphs.close)
     blocks = _make_blocks(entry.inputs, sizes, driver, stack)
-    return TrtParts(stack, driver, kv, at, contexts, graphs, logits, token_ids, blocks)
+    return TrtParts(stack, sizes, driver, kv, at, contexts, graphs, logits, token_ids, blocks)
 
 
 def _make_blocks(names: Sequence[str], sizes: EngineSizes, driver: GpuDriver, stack: ExitStack) -> dict[int, HostBlock]:
