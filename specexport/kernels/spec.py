@@ -1,13 +1,15 @@
 """One kernel for one model: everything it is compiled for, its constants and its grid. Standard library only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specexport.kernels.signatures import MODEL_DTYPES, SIGNATURES, Signature
 from specexport.kernels.tuning import (
     MAX_SPLITS,
+    MULTIPROCESSORS,
     TileConfig,
     append_tiles,
     attention_tiles,
+    choose_splits,
     combine_tiles,
     next_power_of_two,
 )
@@ -99,6 +101,24 @@ class KernelSpec:
         if self.kernel == "ragged_attention":
             return attention_tiles(sm, size, self.new_tokens * self.group, small=small)
         return append_tiles(size) if self.kernel == "kv_append" else combine_tiles()
+
+    def with_splits(self, sm: int, *, num_seqs: int, kv_len: int, multiprocessors: int = 0) -> "KernelSpec":
+        """This kernel with as many splits as fill the GPU in a step of ``num_seqs`` rows of ``new_tokens`` each.
+
+        Args:
+            sm: architecture.
+            num_seqs: rows of the step that is to be fast.
+            kv_len: entries of such a row.
+            multiprocessors: of the GPU; 0 for the usual one of the architecture.
+
+        Raises:
+            UserInputError: unknown ``sm``.
+        """
+        tiles = replace(self, kernel="ragged_attention").tiles(sm)
+        programs = num_seqs * self.kv_num_heads * -(-self.new_tokens * self.group // tiles.block_m)
+        seen = min(kv_len, self.window + self.new_tokens) if self.window > 0 else kv_len
+        splits = choose_splits(programs, seen, tiles.block_n, multiprocessors or MULTIPROCESSORS[sm])
+        return replace(self, num_splits=splits)
 
     def constants(self, tiles: TileConfig) -> dict[str, int | float]:
         """Compile-time parameters by name, in the signature's order."""

@@ -57,17 +57,7 @@ CASES = {
     "tiles_as_shipped": Case(rows=RAGGED, k_dim=64, v_dim=64, scale=0.125, tiles=None),
 }
 
-SPLIT = [
-    "ragged",
-    "empty_rows",
-    "all_rows_empty",
-    "head_size_80",
-    "values_larger",
-    "window",
-    "sinks",
-    "tree",
-    "everything",
-]
+SPLIT = ["ragged", "empty_rows", "head_size_80", "window", "sinks", "everything"]
 
 
 def check(step: Step, found: tuple[np.ndarray, ...]) -> None:
@@ -98,7 +88,7 @@ def test_any_number_of_splits_gives_the_same(name: str, kernels: InterpretedKern
         np.testing.assert_allclose(parts[0], one, atol=1e-3, rtol=2**-10)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 12)), min_size=1, max_size=4),
     padding=st.integers(0, 9),

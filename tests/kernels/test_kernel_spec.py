@@ -140,7 +140,18 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
     assert choose_splits(264, 16_384, 64, 132) == 1
     assert choose_splits(8, 16_384, 64, 132) == 29  # 32, the most, would fill the GPU by a tenth more at best
     assert choose_splits(64, 300, 64, 132) == 1  # too short to be worth it
-    assert choose_splits(1, 100_000, 64, 132) == 32
+    assert choose_splits(1, 100_000, 64, 132) == 29
+
+
+def test_splits_are_chosen_from_the_step() -> None:
+    spec = replace(SPEC, num_heads=32, kv_num_heads=8, head_size=128, new_tokens=5)
+    assert spec.with_splits(90, num_seqs=8, kv_len=16_384).num_splits == 4
+    assert spec.with_splits(90, num_seqs=64, kv_len=16_384).num_splits == 1
+    assert spec.with_splits(90, num_seqs=8, kv_len=16_384, multiprocessors=32).num_splits == 1
+    assert replace(spec, window=256).with_splits(90, num_seqs=8, kv_len=16_384).num_splits == 1
+    # One row of a prefill chunk has tiles enough by itself; as many splits come out whichever kernel asks.
+    assert replace(spec, new_tokens=2048).with_splits(90, num_seqs=1, kv_len=16_384).num_splits == 1
+    assert replace(spec, kernel="combine_splits").with_splits(90, num_seqs=8, kv_len=16_384).num_splits == 4
 
 
 def test_what_describes_a_kernel_needs_no_triton() -> None:
