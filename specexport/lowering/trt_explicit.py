@@ -11,7 +11,8 @@ from specexport.lowering.emit import Emitter
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from specexport.lowering.trt_native import AlignedStep, Attention
+    from specexport.lowering.trt_native import Attention
+    from specexport.lowering.trt_step import AlignedStep
 
 _HIDDEN = -1.0e30  # weight exactly zero beside any real score, and finite: no inf minus inf
 

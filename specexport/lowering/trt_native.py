@@ -14,27 +14,20 @@ A layer takes one of three forms (``choose_form``):
 
 Fused attention is emitted with ``TRT_decomposable=0``: where TensorRT has no kernel, the build fails and nothing runs
 slowly in silence. Slots before a row's first token repeat some token, may see nothing, and nobody reads them.
+
+Cache entries that hold no token must be finite numbers (an arena is zeroed once): TensorRT adds a mask to all scores of
+the row and reads no lengths beside it, as the kernels' inputs in a finished engine show, and NaN plus anything is NaN.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
 
 from specexport.lowering.emit import Emitter
 from specexport.lowering.ort_cpu import drop_unused_step_inputs
 from specexport.lowering.token_ids import add_token_ids
 from specexport.lowering.trt_explicit import emit_explicit
+from specexport.lowering.trt_step import AlignedStep, emit_step
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
-from specexport_runtime.abi import (
-    CU_NEW_TOKENS,
-    KV_LENS,
-    OP_DOMAIN,
-    OP_NAME,
-    ROW_TOTALS,
-    TILE_INDEX,
-    UNTILE_INDEX,
-    TensorSpec,
-)
+from specexport_runtime.abi import OP_DOMAIN, OP_NAME
 from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -78,28 +71,6 @@ class Attention(NamedTuple):
     dtype: "ir.DataType"
 
 
-class AlignedStep(NamedTuple):
-    """What every layer needs of the step, computed once at the top of the graph.
-
-    Attributes:
-        past: ``kv_lens`` as [B] int32.
-        totals: ``row_totals`` as [B] int32.
-        cu: ``cu_new_tokens`` [B+1] int32.
-        tile: ``tile_index`` [B, Q].
-        untile: ``untile_index`` [T].
-        masks: what each slot sees, [B, 1, Q, L] bool, by window (-1: causal); those that a layer needs.
-        used: whether an entry holds a token after the step, [B, 1, L, 1] bool; None if no layer needs it.
-    """
-
-    past: "ir.Value"
-    totals: "ir.Value"
-    cu: "ir.Value"
-    tile: "ir.Value"
-    untile: "ir.Value"
-    masks: "dict[int, ir.Value]"
-    used: "ir.Value | None"
-
-
 def choose_form(attention: Attention) -> str:
     """The form of one layer: the fastest that computes it exactly."""
     size = attention.k_dim
@@ -133,7 +104,8 @@ def replace_attention(ir_model: "ir.Model", *, kv_capacity: int) -> tuple[str, .
     """The attention part of ``lower_trt_native``, for graphs without logits; same arguments, result and errors."""
     layers = [read_attention(n, i) for i, n in enumerate(_attention_nodes(ir_model))]
     forms = tuple(map(choose_form, layers))
-    step = _emit_step(ir_model, layers, forms, kv_capacity)
+    windows = {layer.window for layer, form in zip(layers, forms, strict=True) if form != FUSED_CAUSAL}
+    step = emit_step(ir_model, sorted(windows), kv_capacity, values_guarded=EXPLICIT in forms)
     for i, (layer, form) in enumerate(zip(layers, forms, strict=True)):
         _lower_layer(ir_model, layer, form, step, Emitter(ir_model, f"attention.{i}.{form}"), kv_capacity)
     return forms
@@ -171,64 +143,6 @@ def read_attention(node: "ir.Node", index: int) -> Attention:
         raise UnsupportedModelError(f"attention layer {index} has {heads} query heads on {kv_heads} key/value heads.")
     window = node.attributes["window"].as_int()
     return Attention(node, tensors, heads, kv_heads, k_dim, v_dim, scale, window, softcap, dtype)
-
-
-def _emit_step(ir_model: "ir.Model", layers: list[Attention], forms: tuple[str, ...], kv_capacity: int) -> AlignedStep:
-    by_name = {value.name: value for value in ir_model.graph.inputs}
-    tile, untile = (_add_input(ir_model, spec) for spec in (TILE_INDEX, UNTILE_INDEX))
-    emit = Emitter(ir_model, "step")
-    row_totals = by_name[ROW_TOTALS.name]
-    past, totals = (emit.reshape(value, [-1]) for value in (by_name[KV_LENS.name], row_totals))
-    windows = sorted({layer.window for layer, form in zip(layers, forms, strict=True) if form != FUSED_CAUSAL})
-    masks = _emit_masks(emit, row_totals, tile, windows, kv_capacity)
-    used = _emit_used(emit, totals, kv_capacity) if EXPLICIT in forms else None
-    emit.place(ir_model.graph[0])
-    return AlignedStep(past, totals, by_name[CU_NEW_TOKENS.name], tile, untile, masks, used)
-
-
-def _add_input(ir_model: "ir.Model", spec: TensorSpec) -> "ir.Value":
-    import onnx_ir as ir
-
-    shape = ir.Shape([DIM_NAMES.get(word, word) if isinstance(word, str) else word for word in spec.shape])
-    value = ir.Value(name=spec.name, type=ir.TensorType(ir.DataType.INT64), shape=shape)
-    ir_model.graph.inputs.insert(_first_cache(ir_model), value)
-    return value
-
-
-def _first_cache(ir_model: "ir.Model") -> int:
-    return next(i for i, value in enumerate(ir_model.graph.inputs) if "cache" in str(value.name))
-
-
-def _emit_masks(
-    emit: Emitter, row_totals: "ir.Value", tile: "ir.Value", windows: list[int], kv_capacity: int
-) -> "dict[int, ir.Value]":
-    """[B, 1, Q, L] for each window. A slot before its row's first token is taken for entry 0: it sees something."""
-    import onnx_ir as ir
-
-    if not windows:
-        return {}
-    boolean = {"dtype": ir.DataType.BOOL}
-    width = emit.op("Shape", tile, start=1, end=2)
-    slots = emit.op("Range", emit.const(0), emit.op("Squeeze", width, emit.const([0])), emit.const(1))
-    firsts = emit.op("Sub", row_totals, emit.cast(width, ir.DataType.INT32))  # [B, 1]: entry of slot 0
-    own = emit.op("Max", emit.op("Add", firsts, emit.cast(slots, ir.DataType.INT32)), emit.const(0, "int32"))
-    limit = emit.op("Unsqueeze", own, emit.const([1, 3]))  # [B, 1, Q, 1]
-    entries = emit.const(np.arange(kv_capacity).reshape(1, 1, 1, -1), "int32")
-    causal = emit.op("LessOrEqual", entries, limit, **boolean)
-    masks = {}
-    for window in windows:
-        masks[window] = causal
-        if window > 0:
-            inside = emit.op("Greater", entries, emit.op("Sub", limit, emit.const(window, "int32")), **boolean)
-            masks[window] = emit.op("And", causal, inside)
-    return masks
-
-
-def _emit_used(emit: Emitter, totals: "ir.Value", kv_capacity: int) -> "ir.Value":
-    import onnx_ir as ir
-
-    entries = emit.const(np.arange(kv_capacity).reshape(1, 1, -1, 1), "int32")
-    return emit.op("Less", entries, emit.op("Unsqueeze", totals, emit.const([1, 2, 3])), dtype=ir.DataType.BOOL)
 
 
 def _lower_layer(

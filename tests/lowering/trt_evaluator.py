@@ -33,12 +33,16 @@ def _kv_cache_update(
     return result
 
 
-def _seen(row: int, slot: int, width: int, length: int, mask: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray:
-    """Entries that a slot sees: by the mask, or up to its place on the diagonal that ends at the row's length."""
-    entries = np.arange(length)
+def _hidden(row: int, slot: int, width: int, length: int, capacity: int, mask: np.ndarray | None) -> np.ndarray:
+    """What is added to a slot's scores: 0, or -inf where it does not see.
+
+    Without a mask: up to its place on the diagonal that ends at the row's length. With one, lengths are not read (the
+    kernels in a finished engine have no such input), and a NaN in an entry that the mask hides stays one.
+    """
     if mask is None:
-        return entries[: max(0, length - width + slot + 1)]
-    return entries[np.broadcast_to(mask, shape)[row, 0, slot, :length]]
+        return np.zeros(max(0, length - width + slot + 1))
+    assert mask.shape[-1] == capacity
+    return np.where(mask[row, 0, slot], 0, -np.inf)
 
 
 def _attention(
@@ -69,12 +73,14 @@ def _attention(
     assert mask is None or (mask.dtype == bool and mask.ndim == 4)
     result = np.full(queries.shape, NAN)
     for row, head, slot in np.ndindex(batch, heads, width):
-        seen = _seen(row, slot, width, int(kv_lengths[row]), mask, (batch, 1, width, capacity))
-        if len(seen):
-            group = head * kv_heads // heads
-            scores = keys[row, group, seen].astype(np.float64) @ queries[row, head, slot].astype(np.float64)
+        added = _hidden(row, slot, width, int(kv_lengths[row]), capacity, mask)
+        if len(added):
+            seen_keys, seen_values = (
+                cache[row, head * kv_heads // heads, : len(added)].astype(np.float64) for cache in (keys, values)
+            )
+            scores = seen_keys @ queries[row, head, slot].astype(np.float64) + added
             weights = np.exp(scores - scores.max())
-            result[row, head, slot] = weights @ values[row, group, seen].astype(np.float64) / weights.sum()
+            result[row, head, slot] = weights @ seen_values / weights.sum()
     return result.astype(queries.dtype)
 
 
@@ -147,15 +153,22 @@ class Engine:
 
     Args:
         model: from ``lower_trt_native``.
-        num_rows: rows of the arena; all entries start as NaN.
+        num_rows: rows of the arena.
         fused_dtypes: see ``make_evaluator``.
+        poison: what all cache entries are at first.
     """
 
-    def __init__(self, model: Any, num_rows: int, fused_dtypes: Sequence[str] = ("float16", "bfloat16")) -> None:
+    def __init__(
+        self,
+        model: Any,
+        num_rows: int,
+        fused_dtypes: Sequence[str] = ("float16", "bfloat16"),
+        poison: float = NAN,
+    ) -> None:
         self.evaluator = make_evaluator(model, fused_dtypes)
         self.inputs = {str(value.name) for value in model.graph.inputs}
         self.caches = {
-            str(value.name): np.full((num_rows, *value.shape[1:]), NAN, value.dtype.numpy())
+            str(value.name): np.full((num_rows, *value.shape[1:]), poison, value.dtype.numpy())
             for value in model.graph.inputs
             if "cache" in str(value.name)
         }

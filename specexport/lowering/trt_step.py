@@ -1,0 +1,104 @@
+"""What every layer of a TensorRT graph needs of the step, computed once: index inputs, and masks from lengths."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from specexport.lowering.emit import Emitter
+from specexport.ops.spec import DIM_NAMES
+from specexport_runtime.abi import CU_NEW_TOKENS, KV_LENS, ROW_TOTALS, TILE_INDEX, UNTILE_INDEX, TensorSpec
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+class AlignedStep(NamedTuple):
+    """What every layer needs of the step, computed once at the top of the graph.
+
+    Attributes:
+        past: ``kv_lens`` as [B] int32.
+        totals: ``row_totals`` as [B] int32.
+        cu: ``cu_new_tokens`` [B+1] int32.
+        tile: ``tile_index`` [B, Q].
+        untile: ``untile_index`` [T].
+        masks: what each slot sees, [B, 1, Q, L] bool, by window (-1: causal); those that a layer needs.
+        used: whether an entry holds a token after the step, [B, 1, L, 1] bool; None if no layer needs it.
+    """
+
+    past: "ir.Value"
+    totals: "ir.Value"
+    cu: "ir.Value"
+    tile: "ir.Value"
+    untile: "ir.Value"
+    masks: "dict[int, ir.Value]"
+    used: "ir.Value | None"
+
+
+def emit_step(ir_model: "ir.Model", windows: Sequence[int], kv_capacity: int, *, values_guarded: bool) -> AlignedStep:
+    """Add the tile's inputs to the graph, and at its top what depends on the step alone.
+
+    Args:
+        ir_model: the model; changed in place.
+        windows: windows for which a layer needs a mask; -1 for a causal one.
+        kv_capacity: L.
+        values_guarded: a layer needs ``used``.
+    """
+    by_name = {value.name: value for value in ir_model.graph.inputs}
+    tile, untile = (_add_input(ir_model, spec) for spec in (TILE_INDEX, UNTILE_INDEX))
+    emit = Emitter(ir_model, "step")
+    past, totals = (emit.reshape(by_name[spec.name], [-1]) for spec in (KV_LENS, ROW_TOTALS))
+    masks = _emit_masks(emit, by_name, tile, windows, kv_capacity)
+    used = _emit_used(emit, totals, kv_capacity) if values_guarded else None
+    emit.place(ir_model.graph[0])
+    return AlignedStep(past, totals, by_name[CU_NEW_TOKENS.name], tile, untile, masks, used)
+
+
+def _add_input(ir_model: "ir.Model", spec: TensorSpec) -> "ir.Value":
+    import onnx_ir as ir
+
+    shape = ir.Shape([DIM_NAMES.get(word, word) if isinstance(word, str) else word for word in spec.shape])
+    value = ir.Value(name=spec.name, type=ir.TensorType(ir.DataType.INT64), shape=shape)
+    ir_model.graph.inputs.insert(_first_cache(ir_model), value)
+    return value
+
+
+def _first_cache(ir_model: "ir.Model") -> int:
+    return next(i for i, value in enumerate(ir_model.graph.inputs) if "cache" in str(value.name))
+
+
+def _emit_masks(
+    emit: Emitter, inputs: "dict[str | None, ir.Value]", tile: "ir.Value", windows: Sequence[int], kv_capacity: int
+) -> "dict[int, ir.Value]":
+    """[B, 1, Q, L] for each window.
+
+    Token ``t`` of row ``b`` lies in entry ``kv_lens[b] + t - cu_new_tokens[b]``. That needs no size of the step, which
+    TensorRT would copy from the host. A slot that holds no token of its row is clamped into the row: it sees something.
+    """
+    import onnx_ir as ir
+
+    if not windows:
+        return {}
+    boolean = ir.DataType.BOOL
+    one = emit.const([1], "int32")
+    firsts = emit.op("Slice", inputs[CU_NEW_TOKENS.name], emit.const([0]), emit.const([-1]))
+    offsets = emit.op("Sub", inputs[KV_LENS.name], emit.op("Unsqueeze", firsts, emit.const([1])))  # [B, 1]
+    entry_of = emit.op("Add", emit.cast(tile, ir.DataType.INT32), offsets)  # [B, Q]
+    inside_row = emit.op("Min", entry_of, emit.op("Sub", inputs[ROW_TOTALS.name], one))
+    limit = emit.op("Unsqueeze", emit.op("Max", inside_row, emit.const(0, "int32")), emit.const([1, 3]))
+    entries = emit.const(np.arange(kv_capacity).reshape(1, 1, 1, -1), "int32")
+    causal = emit.op("LessOrEqual", entries, limit, dtype=boolean)  # limit: [B, 1, Q, 1]
+    masks = {}
+    for window in windows:
+        masks[window] = causal
+        if window > 0:
+            near = emit.op("Greater", entries, emit.op("Sub", limit, emit.const(window, "int32")), dtype=boolean)
+            masks[window] = emit.op("And", causal, near)
+    return masks
+
+
+def _emit_used(emit: Emitter, totals: "ir.Value", kv_capacity: int) -> "ir.Value":
+    import onnx_ir as ir
+
+    entries = emit.const(np.arange(kv_capacity).reshape(1, 1, -1, 1), "int32")
+    return emit.op("Less", entries, emit.op("Unsqueeze", totals, emit.const([1, 2, 3])), dtype=ir.DataType.BOOL)

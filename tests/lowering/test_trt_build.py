@@ -1,0 +1,124 @@
+"""Lowered models parsed and built by TensorRT-RTX, which needs no GPU for that."""
+
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+
+from specexport.lowering import lower_model, trt_native
+from specexport_runtime.abi import ALIGNED_STEP_INPUTS, LayerGeometry
+from specexport_runtime.profiles import Profile
+from tests.lowering.half_models import trace
+from tests.ops.test_unpadded_attention import Case, one_node_model
+
+trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
+
+CAPACITY = 40
+PROFILES = (Profile("decode", 2, 1, 2, 2), Profile("verify", 2, 5, 10, 10), Profile("prefill", 2, 16, 16, 8))
+MODELS = {
+    ("llama", "float16"): ("fused-causal", "fused-causal"),
+    ("gemma3", "bfloat16"): ("fused-masked", "fused-causal"),
+    ("gemma2", "float16"): ("explicit", "explicit"),
+    ("gpt_oss", "float32"): ("explicit", "explicit"),
+}
+
+
+def geometry(model: ir.Model, layer: int) -> LayerGeometry:
+    by_name = {str(value.name): list(value.shape) for value in model.graph.inputs if value.shape is not None}
+    keys, values = by_name[f"k_cache.{layer}"], by_name[f"v_cache.{layer}"]
+    return LayerGeometry(keys[1], keys[3], values[3])
+
+
+@pytest.mark.parametrize(("name", "dtype"), MODELS)
+def test_lowered_models_build_without_a_warning_that_matters(name: str, dtype: str, tmp_path: Path) -> None:
+    from specexport.backends.trt import TrtPlan, write_trt_engines
+
+    model = trace(name, dtype).ir_model.clone()
+    forms = lower_model(model, "tensorrt-rtx", lowering="native", kv_capacity=CAPACITY)
+    assert forms == MODELS[name, dtype]
+    layers = tuple(geometry(model, i) for i in range(2))
+    plan = TrtPlan("tensorrt-rtx", ("89",), PROFILES, layers, CAPACITY)
+    names = [spec.name for spec in ALIGNED_STEP_INPUTS]
+    (engine,) = write_trt_engines(model, plan, tmp_path, note=lambda _: None, names=names)
+    report: Any = engine.report
+    assert (tmp_path / engine.path).stat().st_size > 100_000
+    assert len(report["aliased"]) == 4, "every cache is updated in place"
+    fused = sum(form != "explicit" for form in forms)
+    assert report["attention_nodes"] == fused
+    assert [row["fused_attention"] for row in report["profiles"]] == [fused] * len(PROFILES)
+
+
+def build(model: ir.Model, case: Case, sm: str) -> tuple[bool, str]:
+    """Build a one-layer graph for decode, verify and prefill; returns success and what TensorRT said."""
+
+    class Log(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.said: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.ERROR:
+                self.said.append(message)
+
+    log = Log()
+    builder = trt.Builder(log)
+    network = builder.create_network(0)
+    parser = trt.OnnxParser(network, log)
+    assert parser.parse(ir.to_proto(model).SerializeToString()), log.said
+    config = builder.create_builder_config()
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(getattr(trt.ComputeCapability, sm), 0)
+    for rows, new in ((4, 1), (4, 5), (1, 64)):
+        profile = builder.create_optimization_profile()
+        tokens = rows * new
+        sizes = {"kv_lens": (rows, 1), "row_totals": (rows, 1), "cu_new_tokens": (rows + 1,)}
+        sizes |= {"tile_index": (rows, new), "untile_index": (tokens,), "q": (tokens, case.heads * case.k_dim)}
+        sizes |= dict.fromkeys("kv", (tokens, case.kv_heads * case.k_dim))
+        sizes |= {f"{name}_cache": (rows, case.kv_heads, CAPACITY, case.k_dim) for name in "kv"}
+        for i in range(network.num_inputs):
+            name = network.get_input(i).name
+            profile.set_shape(name, *[sizes[name]] * 3)
+        config.add_optimization_profile(profile)
+    return builder.build_serialized_network(network, config) is not None, "; ".join(log.said)
+
+
+def lower_one(case: Case, dtype: ir.DataType) -> tuple[ir.Model, str]:
+    from specexport.lowering.ort_cpu import drop_unused_step_inputs
+
+    model = one_node_model(case)
+    model.graph.inputs.pop()  # positions, which a lone layer does not read
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.dtype == ir.DataType.FLOAT:
+            value.type = ir.TensorType(dtype)
+    for value in model.graph.inputs:  # words of the contract that are sizes of a dimension, not their product
+        value.shape = ir.Shape(["num_seqs_and_one" if dim == "B+1" else dim for dim in value.shape or ()])
+    (form,) = trt_native.replace_attention(model, kv_capacity=CAPACITY)
+    drop_unused_step_inputs(model)
+    return model, form
+
+
+@pytest.mark.parametrize("sm", ["SM80", "SM120"])
+@pytest.mark.parametrize(("size", "window"), [(80, -1), (256, 6)])
+def test_head_sizes_of_the_table_have_a_fused_kernel(size: int, window: int, sm: str) -> None:
+    case = Case((), k_dim=size, v_dim=size, window=window)
+    model, form = lower_one(case, ir.DataType.BFLOAT16)
+    assert form == ("fused-masked" if window > 0 else "fused-causal")
+    assert build(model, case, sm) == (True, "")
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(8, "FLOAT16"), (20, "BFLOAT16"), (264, "FLOAT16"), (64, "FLOAT")])
+def test_outside_the_table_a_fused_node_fails_and_the_chosen_form_builds(
+    size: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case((), k_dim=size, v_dim=size)
+    model, form = lower_one(case, ir.DataType[dtype])
+    assert form == "explicit"
+    assert build(model, case, "SM89") == (True, "")
+    for name, value in (("MULTIPLE", 1), ("SMALLEST", 1), ("LARGEST", 1024), ("DTYPES", ("FLOAT", dtype))):
+        monkeypatch.setattr(trt_native, f"_FUSED_{name}", value)
+    model, form = lower_one(case, ir.DataType[dtype])
+    assert form == "fused-causal"
+    built, said = build(model, case, "SM89")
+    assert not built
+    assert "not supported by a dedicated kernel" in said
