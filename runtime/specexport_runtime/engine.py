@@ -168,7 +168,7 @@ class SpecEngine:
         check_match_length(defaults.match_length)
         executors: dict[str, Executor] = {}
         try:
-            for role in manifest.models:
+            for role in sorted(manifest.models, reverse=True):  # the target first: a draft takes what it leaves
                 executors[role] = bundle.make_executor(
                     role, num_threads=num_threads, spin=spin, unpad_kv=unpad_kv, cuda_graphs=cuda_graphs
                 )

@@ -1,0 +1,217 @@
+"""Bundles with TensorRT engines: on a fake GPU they generate like the fake model, and what does not fit is refused."""
+
+import pytest
+from click.testing import CliRunner
+from loop import MAX_MODEL_LEN, VOCAB, make_draft, make_target
+from tokenizers import Tokenizer, models, pre_tokenizers
+from trt_fakes import FakeEngine, FakeGpu, make_entry
+
+from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.bundle import load_bundle
+from specexport_runtime.cli import runtime_cli
+from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError, SpecexportError
+from specexport_runtime.executors import cuda_driver, trt_engine
+from specexport_runtime.manifest import EngineFile, Manifest, VocabularyInfo, hash_files
+
+LOOKAHEAD, ROWS = 4, 4
+PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1], [4] * 50]
+PARAMS = [SamplingParams(max_tokens=6 + 4 * i, temperature=0.9 * (i % 2), seed=i) for i in range(len(PROMPTS))]
+
+
+def make_tokenizer():
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def write_bundle(folder, **changes):
+    """A bundle of two models with an engine each for sm89 and sm120."""
+    entries, names = {}, ["tokenizer.json"]
+    for role in ("target", "draft"):
+        engines = []
+        for sm in ("sm89", "sm120"):
+            name = f"{role}/model.{sm}.engine"
+            (folder / role).mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(f"{role} {sm}".encode() * 50)
+            engines.append(EngineFile(name, sm, "tensorrt-rtx", "1.7.1.116", 4096))
+            names.append(name)
+        fields = {"path": engines[0].path, "engines": tuple(engines), **changes}
+        entries[role] = make_entry(LOOKAHEAD, ROWS, MAX_MODEL_LEN, draft=role == "draft", **fields)
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    Manifest(
+        name="fake",
+        build_key="",
+        recipe={},
+        tools={},
+        vocabulary=VocabularyInfo(VOCAB, "", None, ()),
+        max_model_len=MAX_MODEL_LEN,
+        lookahead=LOOKAHEAD,
+        models=entries,
+        files=hash_files(folder, names),
+    ).write(folder)
+    return folder
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    return write_bundle(tmp_path / "bundle")
+
+
+class Machine:
+    """A machine with one fake GPU for every driver that is made: as if each had the same GPU to itself."""
+
+    def __init__(self, monkeypatch, **options):
+        self.gpus, self.engines, self.opened = [], [], []
+        self.options = options
+        self.fails = None
+        monkeypatch.setattr(cuda_driver, "CudaDriver", self.make_gpu)
+        monkeypatch.setattr(trt_engine, "load_engine", self.load)
+
+    def make_gpu(self):
+        self.gpus.append(FakeGpu(**self.options))
+        return self.gpus[-1]
+
+    def load(self, path, file, gpu_name):
+        self.opened.append(path.name)
+        role = path.parent.name
+        if role == self.fails:
+            raise BundleError(f"{path}: cannot load this engine")
+        entry = load_bundle(path.parents[1]).manifest.models[role]
+        self.engines.append(FakeEngine(self.gpus[-1], entry, make_target() if role == "target" else make_draft("good")))
+        return self.engines[-1]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    return Machine(monkeypatch)
+
+
+def reference():
+    return SpecEngine(
+        make_target(), make_tokenizer(), draft=make_draft("good"), max_model_len=MAX_MODEL_LEN, lookahead=LOOKAHEAD
+    )
+
+
+@pytest.mark.parametrize("drafter", ["draft-model", "lookup", "chained", "none"])
+def test_a_loaded_bundle_generates_what_the_model_does(bundle, machine, drafter):
+    engine, plain = SpecEngine.load(bundle, max_num_seqs=ROWS), reference()
+    results, expected = (e.generate(PROMPTS, PARAMS, drafter=drafter) for e in (engine, plain))
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    assert machine.opened == ["model.sm89.engine"] * 2
+    assert all(gpu.calls["launch"] > 3 for gpu in machine.gpus[: 1 + (drafter in {"draft-model", "chained"})])
+    engine.close()
+    assert [gpu.in_use for gpu in machine.gpus] == [0, 0]
+    assert all(made.closed for made in machine.engines)
+
+
+def test_graphs_are_recorded_at_load_the_largest_first(bundle, machine):
+    engine = SpecEngine.load(bundle, max_num_seqs=ROWS)
+    for executor, widths in ((engine.target, [20, 10, 5, 4, 2, 1]), (engine.draft, [8, 4, 4, 2, 2, 1])):
+        keys = executor.graphs.keys
+        assert [executor._sizes.profiles[key.profile][1].num_tokens for key in keys] == widths
+    engine.close()
+
+
+def test_graphs_can_be_turned_off(bundle, machine):
+    engine = SpecEngine.load(bundle, max_num_seqs=ROWS, cuda_graphs=False)
+    results = engine.generate(PROMPTS, PARAMS)
+    assert [r.token_ids for r in results] == [r.token_ids for r in reference().generate(PROMPTS, PARAMS)]
+    assert [gpu.calls["launch"] for gpu in machine.gpus] == [0, 0]
+    assert [gpu.captures for gpu in machine.gpus] == [0, 0]
+
+
+def test_the_engine_of_this_gpu_is_chosen(bundle, monkeypatch):
+    machine = Machine(monkeypatch, sm="sm120")
+    SpecEngine.load(bundle, max_num_seqs=ROWS).close()
+    assert machine.opened == ["model.sm120.engine"] * 2
+
+
+def test_a_gpu_without_an_engine_names_both_and_the_rebuild_command(bundle, monkeypatch):
+    machine = Machine(monkeypatch, sm="sm90")
+    with pytest.raises(IncompatibleError) as caught:
+        SpecEngine.load(bundle, max_num_seqs=ROWS)
+    assert caught.value.message.endswith("the target has engines for sm89, sm120; FakeGPU is sm90.")
+    assert "specexport build --backend tensorrt-rtx --sm 90" in caught.value.hint
+    assert machine.opened == []
+    assert machine.gpus[0].closed
+
+
+@pytest.mark.parametrize("fails", ["target", "draft"])
+def test_an_engine_that_cannot_be_loaded_leaves_nothing_behind(bundle, machine, fails):
+    machine.fails = fails
+    with pytest.raises(BundleError, match="cannot load"):
+        SpecEngine.load(bundle, max_num_seqs=ROWS)
+    assert all(gpu.in_use == 0 and gpu.closed for gpu in machine.gpus)
+    assert len(machine.gpus) == 1 + (fails == "draft")
+
+
+def test_recording_that_breaks_the_engine_leaves_nothing_behind(bundle, machine, monkeypatch):
+    monkeypatch.setattr(FakeGpu, "launch", lambda *_: None)
+    monkeypatch.setattr(FakeGpu, "synchronize", lambda *_: (_ for _ in ()).throw(SpecexportError("launch failure")))
+    with pytest.raises(SpecexportError, match="launch failure"):
+        SpecEngine.load(bundle, max_num_seqs=ROWS)
+    assert machine.gpus[0].in_use == 0
+
+
+def test_more_sequences_than_the_engine_was_built_for(bundle, machine):
+    with pytest.raises(IncompatibleError, match=r"built for 4 sequences.*max_num_seqs is 8") as caught:
+        SpecEngine.load(bundle)
+    assert "--max-num-seqs 4" in caught.value.hint
+
+
+def test_a_lookahead_above_the_verify_profile(bundle, machine):
+    engine = SpecEngine.load(bundle, max_num_seqs=ROWS)
+    with pytest.raises(InvalidRequestError, match=r"num_speculative_tokens is 5; .* built for 1 to 4") as caught:
+        engine.generate([[1, 2]], num_speculative_tokens=5)
+    assert "--lookahead" in caught.value.hint
+    with pytest.raises(InvalidRequestError, match="built for 1 to 4"):
+        SpecEngine.load(bundle, max_num_seqs=ROWS, speculative_config={"num_speculative_tokens": 5})
+    engine.close()
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx", "ort-cuda"])
+def test_padded_kv_is_refused(tmp_path, machine, backend):
+    bundle = load_bundle(write_bundle(tmp_path / "bundle", backend=backend), max_num_seqs=ROWS)
+    with pytest.raises(IncompatibleError, match=f"padded KV needs backend ort-cpu; the target was built for {backend}"):
+        bundle.make_executor("target", unpad_kv=False)
+    assert machine.gpus == []
+
+
+def test_a_cut_engine_file_is_found_before_it_is_loaded(bundle, machine):
+    path = bundle / "draft" / "model.sm120.engine"
+    path.write_bytes(path.read_bytes()[:-1])
+    result = CliRunner().invoke(runtime_cli, ["generate", str(bundle), "t1 t2"])
+    assert result.exit_code == 2
+    assert "draft/model.sm120.engine has 549 bytes, not 550" in result.stderr
+    assert machine.gpus == []
+
+
+def test_too_little_memory_is_exit_code_3(bundle, monkeypatch):
+    Machine(monkeypatch, claims=150_000)
+    with pytest.raises(IncompatibleError, match=r"target/model.sm89.engine needs .* of GPU memory") as caught:
+        SpecEngine.load(bundle, max_num_seqs=ROWS)
+    assert caught.value.exit_code == 3
+
+
+def test_without_a_gpu_generate_says_so_in_one_line(bundle):
+    cuda = pytest.importorskip("cuda.bindings.runtime")
+    if int(cuda.cudaGetDeviceCount()[0]) == 0:
+        pytest.skip("this machine has a GPU")
+    result = CliRunner().invoke(runtime_cli, ["generate", str(bundle), "t1 t2", "--max-num-seqs", "4"])
+    assert result.exit_code == 3, result.output
+    assert result.stderr.startswith("error: there is no usable NVIDIA GPU or driver here")
+    assert result.stderr.count("\n") == 1
+
+
+def test_ort_cuda_bundles_get_their_executor(tmp_path, monkeypatch):
+    module = pytest.importorskip("specexport_runtime.executors.ort_cuda")
+    made = []
+    monkeypatch.setattr(module, "OrtCudaExecutor", lambda *args, **options: made.append((args, options)))
+    bundle = load_bundle(write_bundle(tmp_path / "bundle", backend="ort-cuda"), max_num_seqs=3, max_model_len=40)
+    bundle.make_executor("target")
+    bundle.make_executor("target", cuda_graphs=True)
+    (path, entry), options = made[0]
+    assert path == tmp_path / "bundle" / "target" / "model.sm89.engine"
+    assert entry.backend == "ort-cuda"
+    assert options == {"num_rows": 3, "kv_capacity": 40 + LOOKAHEAD + 1, "cuda_graphs": False}
+    assert made[1][1]["cuda_graphs"] is True
