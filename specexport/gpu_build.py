@@ -109,11 +109,13 @@ def build_gpu_engines(
         CheckFailedError: the engine cannot be built, or not exactly.
     """
     from specexport.lowering import lower_model
+    from specexport.passes.linear_flatten import LinearFlattenPass
 
     if recipe.backend == _ORT_CUDA:
         return _build_ort_cuda(ir_model, role, folder, clock)
     capacity = _capacity(recipe)
     with clock.stage("lower", role, f"{recipe.backend}, {recipe.lowering}"):
+        LinearFlattenPass()(ir_model)
         lower_model(ir_model, recipe.backend, lowering=recipe.lowering, kv_capacity=capacity)
         inputs = step_inputs(ir_model)
     with clock.stage("build", role):

@@ -10,7 +10,7 @@ from specexport_runtime.abi import (
     StepShape,
     kv_slack,
 )
-from specexport_runtime.profiles import Profile
+from specexport_runtime.profiles import Profile, ProfileKind
 
 SMALLEST_PREFILL = 64
 """Tokens of the smallest prefill bucket. Up to about this many tokens a step costs what reading the weights costs."""
@@ -30,7 +30,10 @@ def buckets(largest: int, smallest: int = 1) -> list[int]:
 
 
 def plan_profiles(role: str, *, lookahead: int, max_num_seqs: int, max_num_tokens: int) -> tuple[Profile, ...]:
-    """The profiles of one model: decode, verify (or catch-up) and prefill, each for every batch bucket.
+    """The profiles of one model: decode and verify (or catch-up) for every batch bucket, and prefill buckets.
+
+    A prefill profile takes any number of rows, so it has no batch buckets: with them an engine has twice the profiles,
+    twice the generated kernels and twice the build time.
 
     Args:
         role: ``"target"`` or ``"draft"``.
@@ -40,19 +43,14 @@ def plan_profiles(role: str, *, lookahead: int, max_num_seqs: int, max_num_token
     """
     batches = buckets(max_num_seqs)
     # A draft model is fed two tokens after a round that accepted everything, and one otherwise.
-    kind, width = ("verify", lookahead + 1) if role == "target" else ("catch-up", 2)
-    fixed = [
-        Profile(name, rows, new, rows * new, rows * new)
-        for name, new in (("decode", 1), (kind, width))
-        for rows in batches
-    ]
+    several: tuple[ProfileKind, int] = ("verify", lookahead + 1) if role == "target" else ("catch-up", 2)
+    kinds: tuple[tuple[ProfileKind, int], ...] = (("decode", 1), several)
+    fixed = [Profile(kind, rows, new, rows * new, rows * new) for kind, new in kinds for rows in batches]
     prefill = [
-        Profile("prefill", rows, tokens, tokens, min(tokens, rows * (lookahead + 1)))
+        Profile("prefill", max_num_seqs, tokens, tokens, min(tokens, max_num_seqs * (lookahead + 1)))
         for tokens in buckets(max_num_tokens, min(SMALLEST_PREFILL, max_num_tokens))
-        for rows in batches
-        if rows <= tokens
     ]
-    return (*fixed, *prefill)  # type: ignore[arg-type]  # mypy widens the literal in the loop
+    return (*fixed, *prefill)
 
 
 def engine_kv_capacity(max_model_len: int, lookahead: int) -> int:
@@ -69,7 +67,7 @@ def input_shapes(
 ) -> dict[str, Shapes]:
     """Smallest, optimal and largest shape of every input of an engine in ``profile``.
 
-    A ranged profile is tuned for one row that fills it; with several rows, for a chunk beside verifying rows.
+    A ranged profile is tuned for one prompt that fills it.
 
     Args:
         profile: the profile.
@@ -81,7 +79,7 @@ def input_shapes(
     smallest = optimum = largest
     if not profile.is_fixed:
         smallest = StepShape(0, 1, 1, 1, 1)
-        optimum = largest._replace(max_new_tokens=max(1, profile.num_tokens - profile.num_seqs + 1))
+        optimum = largest._replace(num_seqs=1, num_logit_rows=1)
     specs = {spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS)}
     found: dict[str, Shapes] = {}
     for name in names:

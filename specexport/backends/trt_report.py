@@ -132,6 +132,16 @@ def _is_cache(tensor: Tensor) -> bool:
     return tensor.name.startswith(("k_cache", "v_cache"))
 
 
+def describe_layers(layers: Sequence[Layer]) -> str:
+    """The finished engine's layers for the build log, one a line: profile, kind, name, what it reads and writes."""
+
+    def tensors(found: Sequence[Tensor]) -> str:
+        return ", ".join(f"{t.name} {t.dtype}[{','.join(map(str, t.dims))}]" for t in found)
+
+    lines = [f"[profile {x.profile}] {x.kind} {x.name}: {tensors(x.inputs)} -> {tensors(x.outputs)}\n" for x in layers]
+    return "".join(lines)
+
+
 def make_report(trt: Any, network: Any, texts: Sequence[str], profiles: Sequence[str]) -> dict[str, Any]:
     """Everything the manifest keeps of a build, as plain values."""
     activations = [int(size) for text in texts for size in _ACTIVATIONS.findall(text)]

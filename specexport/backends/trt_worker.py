@@ -11,11 +11,11 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from specexport.backends.profiles import describe_shapes
 from specexport.backends.trt_package import PACKAGES, configure, import_package, timing_cache_bytes
-from specexport.backends.trt_report import make_report, network_problems
+from specexport.backends.trt_report import describe_layers, make_report, network_problems, parse_layers
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 
 _HARMLESS = (
@@ -99,16 +99,20 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
     monitor = _make_monitor(trt)
     config.progress_monitor = monitor
     started = time.perf_counter()
-    engine = builder.build_serialized_network(network, config)
-    if engine is None:
+    # Written as it is serialized: a second copy of the weights in memory would be the largest of all.
+    with _temporary_name(Path(job.engine)).open("wb") as file:
+        done = builder.build_serialized_network_to_stream(network, config, _make_writer(trt, file))
+    if not done:
         said = logger.errors[-1] if logger.errors else "it gives no reason"
         raise CheckFailedError(f"TensorRT cannot build this graph for sm{job.sm}: {said}")
     _refuse_warnings(logger)
-    _write(Path(job.engine), memoryview(engine))
+    os.replace(_temporary_name(Path(job.engine)), job.engine)
     kept = timing_cache_bytes(package, config)
     if cache is not None and kept is not None:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        _write(cache, kept)
+        _temporary_name(cache).write_bytes(kept)
+        os.replace(_temporary_name(cache), cache)
+    log.write(describe_layers(parse_layers(logger.text)))
     report = make_report(trt, network, logger.text, job.profiles)
     measured = {"build_seconds": time.perf_counter() - started, "peak_memory_bytes": _peak_memory_bytes()}
     return report | measured | {"version": str(trt.__version__)}
@@ -141,10 +145,19 @@ def _read(path: Path | None) -> bytes | None:
     return path.read_bytes() if path.is_file() else b""
 
 
-def _write(path: Path, content: bytes | memoryview) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+def _temporary_name(path: Path) -> Path:
+    """Where a file is written before it gets its name."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def _make_writer(trt: Any, file: BinaryIO) -> Any:
+    """What TensorRT hands the serialized engine to, piece by piece."""
+
+    class Writer(trt.IStreamWriter):  # type: ignore[misc]  # the package has no types
+        def write(self, data: bytes) -> int:
+            return file.write(data)
+
+    return Writer()
 
 
 def _refuse_warnings(logger: Any) -> None:
@@ -175,10 +188,9 @@ def _make_logger(trt: Any, log: TextIO) -> Any:
                 self.errors.append(message)
             if severity == trt.ILogger.WARNING and _is_refused(self.stage, message):
                 self.refused.append(message)
-            keep = "Layers:" in message or "Memory:" in message
-            if keep:
+            if "Layers:" in message or "Memory:" in message:
                 self.text.append(message)
-            if keep or severity <= trt.ILogger.INFO:
+            if severity <= trt.ILogger.INFO:
                 log.write(f"[{severity.name}] {message}\n")
 
     return Collector()

@@ -43,12 +43,12 @@ def test_a_draft_has_a_catch_up_profile_and_no_verify() -> None:
 
 
 def test_a_prefill_profile_takes_every_size_up_to_its_own() -> None:
-    profile = next(p for p in plan() if p.kind == "prefill" and p.num_tokens == 128 and p.num_seqs == 4)
+    profile = next(p for p in plan() if p.kind == "prefill" and p.num_tokens == 128)
     shapes = input_shapes(profile, NAMES, LAYERS, 100)
     assert shapes["input_ids"] == ((1,), (128,), (128,))
-    assert shapes["kv_lens"] == ((1, 1), (4, 1), (4, 1))
-    assert shapes["tile_index"] == ((1, 1), (4, 125), (4, 128)), "tuned for a chunk beside verifying rows"
-    assert shapes["v_cache.1"] == ((1, 2, 100, 32), (4, 2, 100, 32), (4, 2, 100, 32))
+    assert shapes["kv_lens"] == ((1, 1), (1, 1), (8, 1))
+    assert shapes["tile_index"] == ((1, 1), (1, 128), (8, 128)), "tuned for one prompt"
+    assert shapes["v_cache.1"] == ((1, 2, 100, 32), (1, 2, 100, 32), (8, 2, 100, 32))
 
 
 def test_a_row_of_padding_has_room_behind_every_other_row() -> None:

@@ -1,0 +1,102 @@
+"""Build time, engine size and memory of TensorRT-RTX engines, by the profiles they hold. Needs no GPU.
+
+    python benchmarks/trt_build.py                          # an 8-layer Llama of 32 M parameters, random weights
+    python benchmarks/trt_build.py --checkpoint DIR --sm 89 --sm 120
+
+Each row is one build of one model in a process of its own, the builder's peak memory beside the size of its weights.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+SETS = {
+    # name: (max_num_seqs, max_num_tokens); prefill buckets begin at 64 tokens
+    "1 sequence, prefill 64": (1, 64),
+    "1 sequence, prefill up to 512": (1, 512),
+    "4 sequences, prefill up to 128": (4, 128),
+    "8 sequences, prefill up to 512": (8, 512),
+}
+
+
+def make_llama(folder: Path) -> None:
+    """Write the 8-layer Llama: hidden 512, 8 query and 4 key/value heads of 64, vocabulary 8,192, float16."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=8192,
+        max_position_embeddings=2048,
+    )
+    LlamaForCausalLM(config).to(torch.float16).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(8192)}, unk_token="t0"))  # noqa: S106 - no password
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(folder)  # noqa: S106
+
+
+def build(checkpoint: Path, folder: Path, options: argparse.Namespace, seqs: int, tokens: int) -> dict[str, Any]:
+    """Build one bundle; returns what ``build --json`` and ``inspect --json`` say."""
+    specexport = [str(Path(sys.executable).with_name("specexport"))]
+    architectures = [flag for sm in options.sm for flag in ("--sm", sm)]
+    command = [*specexport, "build", str(checkpoint), "-o", str(folder), "--backend", "tensorrt-rtx", *architectures]
+    command += ["--dtype", options.dtype, "--lookahead", str(options.lookahead)]
+    command += ["--max-model-len", str(options.max_model_len), "--max-num-seqs", str(seqs)]
+    command += ["--max-num-tokens", str(tokens), "--no-cache", "--json", "-q"]
+    built = subprocess.run(command, check=True, capture_output=True, text=True)
+    shown = subprocess.run([*specexport, "inspect", str(folder), "--json"], check=True, capture_output=True, text=True)
+    return {"build": json.loads(built.stdout), "inspect": json.loads(shown.stdout)}
+
+
+def rows_of(name: str, result: dict[str, Any]) -> list[str]:
+    """One Markdown row for each architecture."""
+    model = result["inspect"]["models"]["target"]
+    weights = model["num_parameters"] * 2
+    rows = []
+    for engine in model["engines"]:
+        size = result["inspect"]["files"][engine["path"]]["size"]
+        report = engine["report"]
+        copied = [profile["kv_copy_bytes"] for profile in report["profiles"]]
+        rows.append(
+            f"| {name} | {engine['sm']} | {len(model['profiles'])} | {report['build_seconds']:.1f} | "
+            f"{size / 1e6:.0f} | {size / weights:.2f} | {report['peak_memory_bytes'] / 1e6:.0f} | "
+            f"{report['peak_memory_bytes'] / weights:.1f} | {engine['memory_bytes'] / 1e6:.0f} | "
+            f"{min(copied) / 1e6:.0f}–{max(copied) / 1e6:.0f} |"
+        )
+    return rows
+
+
+def main() -> None:
+    """Parse the command line, build, print a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, help="model to build; default: the 8-layer Llama")
+    parser.add_argument("--sm", action="append", help="architecture; repeat for more [default: 89]")
+    parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--lookahead", type=int, default=4)
+    parser.add_argument("--max-model-len", type=int, default=1000)
+    parser.add_argument("--only", action="append", choices=list(SETS), help="profile sets to build [default: all]")
+    options = parser.parse_args()
+    options.sm = options.sm or ["89"]
+    heads = ["profiles for", "GPU", "profiles", "build s", "engine MB", "/ weights", "peak MB", "/ weights"]
+    heads += ["activations MB", "KV copied a step MB"]
+    print(f"| {' | '.join(heads)} |\n| --- | --- |{' ---: |' * (len(heads) - 2)}")
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = options.checkpoint or Path(scratch) / "llama8"
+        if options.checkpoint is None:
+            make_llama(checkpoint)
+        for number, name in enumerate(options.only or SETS):
+            result = build(checkpoint, Path(scratch) / f"bundle{number}", options, *SETS[name])
+            print("\n".join(rows_of(name, result)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
