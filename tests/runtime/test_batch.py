@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from specexport_runtime.abi import STEP_INPUTS
 from specexport_runtime.batch import IDLE, ModelRunner, RowWork, fill_index_inputs, step_shape
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import StepBuffers
+from specexport_runtime.executors.base import NO_TOKEN, StepBuffers
 from specexport_runtime.executors.fake import FakeExecutor
 
 
@@ -39,6 +39,35 @@ def test_index_inputs_describe_the_work(work, first_row):
         assert not count or flat[start:end] == list(work[b].tokens)
     wanted = [token for row in work for token in row.tokens[len(row.tokens) - row.num_logits :]]
     assert np.asarray(flat)[buffers.logit_rows].tolist() == wanted
+
+
+def test_a_step_may_be_longer_than_any_row():
+    """Four rows of 20 entries take prompts of 18 tokens each: 72 positions in one step."""
+    executor = FakeExecutor(70, 4, 20)
+    runner = ModelRunner(executor)
+    texts = [[(7 * row + j) % 70 for j in range(18)] for row in range(4)]
+    logits = runner.step(0, [RowWork(text, 1) for text in texts])
+    np.testing.assert_array_equal(logits, [executor.logits_after(text) for text in texts])
+
+
+@pytest.mark.parametrize("limit", [None, 5])
+def test_chunks_are_no_larger_than_a_step_of_the_executor(limit):
+    executor = FakeExecutor(70, 1, 40)
+    executor.max_num_tokens = limit
+    ModelRunner(executor).prefill(0, list(range(30)))
+    assert [shape.num_tokens for shape in executor.calls] == ([5] * 6 if limit else [30])
+
+
+def test_token_ids_are_the_argmax_of_the_same_step():
+    executor = FakeExecutor(70, 2, 20)
+    runner = ModelRunner(executor)
+    work = [RowWork([1, 2, 3], 3), RowWork([4], 1)]
+    logits = runner.step(0, work)
+    ids = runner.step(0, work, "token_ids")
+    assert ids.dtype == np.int64
+    assert ids.tolist() == logits.argmax(axis=1).tolist()
+    executor.logits_after([1, 2])[5] = np.nan
+    assert runner.step(0, work, "token_ids").tolist() == [ids[0], NO_TOKEN, ids[2], ids[3]]
 
 
 @settings(deadline=None)

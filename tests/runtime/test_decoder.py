@@ -162,6 +162,56 @@ def test_nan_logits_are_an_error_not_a_token():
         run(make_decoder(target, None, 0), [make_sequence(0, [1], SamplingParams(max_tokens=3))])
 
 
+def test_a_nan_ends_its_own_sequence_and_no_other():
+    target = make_target()
+    target.logits_after([1, 2])[3] = float("nan")
+    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=9)) for i, prompt in enumerate([[5], [1, 2], [6]])]
+    decoder = make_decoder(target, make_draft("good"), 3)
+    for seq in sequences:
+        decoder.add(seq)
+    while decoder.has_work:
+        decoder.step()
+    assert [seq.finish_reason for seq in sequences] == ["length", "error", "length"]
+    assert sequences[1].error.message == "the target's logits contain NaN."
+    for seq in (sequences[0], sequences[2]):
+        assert seq.output == greedy_reference(make_target(), seq.tokens[:1], 9)
+
+
+def test_logits_are_asked_for_only_where_somebody_reads_them():
+    """A sampled sequence needs logits from the end of its prompt on; greedy ones and their drafts never do."""
+    target, draft = make_target(), make_draft("good")
+    wanted = {"target": [], "draft": []}
+    for name, executor in (("target", target), ("draft", draft)):
+        execute = executor.execute
+        executor.execute = lambda want="logits", run=execute, name=name: wanted[name].append(want) or run(want)
+    greedy = make_sequence(0, [1, 2], SamplingParams(max_tokens=4))
+    run(make_decoder(target, draft, 3), [greedy])
+    assert set(wanted["target"] + wanted["draft"]) == {"token_ids"}
+    wanted["target"].clear()
+    wanted["draft"].clear()
+    long = [
+        make_sequence(0, [1, 2], SamplingParams(max_tokens=60)),
+        make_sequence(1, [7] * 20, SamplingParams(max_tokens=5, temperature=0.9)),
+    ]
+    decoder = make_decoder(target, draft, 3, max_chunk=8)
+    run(decoder, long)
+    assert wanted["target"][0] == "token_ids"  # the first part of the long prompt
+    assert "logits" in wanted["target"]
+    assert wanted["target"][-1] == "token_ids"  # the greedy sequence alone again
+    assert set(wanted["draft"]) == {"token_ids", "logits"}
+
+
+def test_a_draft_with_a_larger_vocabulary_proposes_ids_of_the_target_only():
+    from specexport_runtime.executors.fake import FakeExecutor
+
+    target, large = make_target(), FakeExecutor(3 * VOCAB, 4, 80, seed=5)
+    decoder = make_decoder(target, large, 4)
+    decoder.draft_model.vocab_size = VOCAB
+    seq = make_sequence(0, [3, 16], SamplingParams(max_tokens=40))
+    run(decoder, [seq])
+    assert seq.output == greedy_reference(target, [3, 16], 40)
+
+
 def test_phases_do_not_count_the_same_time_twice():
     decoder = make_decoder(make_target(), make_draft("good"), 4)
     start = time.perf_counter()

@@ -1,6 +1,7 @@
 """The TensorRT executor on a fake GPU: profiles, windows, graphs, copies, and what is refused."""
 
 import logging
+import timeit
 
 import numpy as np
 import pytest
@@ -369,6 +370,34 @@ def test_the_arena_has_the_models_item_size(tmp_path, dtype):
     entry = make_entry(LOOKAHEAD, ROWS, MAX_LEN, dtype=dtype)
     executor, _, _ = open_one(tmp_path, entry)
     assert executor.kv_bytes == 2 * ROWS * 128 * 74 * (4 if dtype == "float32" else 2)
+
+
+class NullGpu(FakeGpu):
+    """A driver whose calls do nothing, so that what is left is the executor's own work."""
+
+    def put(self, operation, name):
+        pass
+
+    copy_in = copy_out = lambda self, *_: None
+    launch = lambda self, _: None  # noqa: E731
+    synchronize = lambda self: None  # noqa: E731
+
+
+def test_host_time_of_a_step_is_reported(tmp_path, entry, record_property):
+    """Python's share of a recorded step: the driver's own four calls come on top."""
+    executor, _, _ = open_one(tmp_path, entry, NullGpu())
+    executor.capture(executor.fixed_shapes())
+    runner, work = ModelRunner(executor), [RowWork([1], 1)]
+    for name, call in (
+        ("prepare and execute", lambda: executor.prepare(StepShape(0, 1, 1, 1, 1)) and executor.execute("token_ids")),
+        ("packing it too", lambda: runner.step(0, work, "token_ids")),
+    ):
+        runner.step(0, work, "token_ids")
+        best = min(timeit.repeat(call, number=200, repeat=5)) / 200
+        record_property(
+            f"measured: host time of a decode step, batch 1, {entry.lowering}, {name}", f"{best * 1e6:.1f} µs"
+        )
+    assert executor.graphs.replays > 2000
 
 
 def test_an_engine_with_ranged_profiles_only(tmp_path):
