@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specexport.lowering.norms import unify_norm_types
 from specexport.lowering.ort_cpu import drop_unused_step_inputs
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport_runtime.abi import CU_NEW_TOKENS, KV_LENS, LOGITS, OP_DOMAIN, OP_NAME, TOKEN_IDS, LayerGeometry
@@ -51,6 +52,7 @@ def lower_ort_cuda(ir_model: "ir.Model") -> None:
     for node in _attention_nodes(ir_model):
         _refuse_dtype(node)
     attach_paged_attention(ir_model)
+    unify_norm_types(ir_model)
 
 
 def attach_paged_attention(ir_model: "ir.Model") -> None:

@@ -271,6 +271,18 @@ def test_a_lowered_graph_lacks_nothing_but_the_kernel(name: str, dtype: str, tmp
         onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
+def test_norms_with_float32_weights_have_inputs_of_one_dtype() -> None:
+    result, _ = traced("gemma", "bfloat16")
+    model = result.ir_model.clone()
+    lower_ort_cuda(model)
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
+    norms = [node for node in model.graph if node.op_type == "RMSNormalization"]
+    assert norms
+    for node in norms:
+        assert {value.dtype for value in (*node.inputs, *node.outputs)} == {ir.DataType.FLOAT}
+        assert node.inputs[0].producer().op_type == "Cast"
+
+
 def test_inputs_lie_where_the_operators_schema_has_them() -> None:
     model = attention_model(LayerGeometry(2, 16, 16), 4, sinks=True, dtype=ir.DataType.FLOAT16, scale=0.25)
     lower_ort_cuda(model)
