@@ -16,7 +16,7 @@ import numpy.typing as npt
 from specexport_runtime.abi import CACHE_INPUTS, LOGITS, STEP_INPUTS, TOKEN_IDS, StepShape
 from specexport_runtime.errors import IncompatibleError, SpecexportError
 from specexport_runtime.executors.base import Int64Array, StepBuffers, StepOutput, Want
-from specexport_runtime.executors.ort_cuda_session import import_onnxruntime, open_session
+from specexport_runtime.executors.ort_cuda_session import import_onnxruntime, open_session, reason_of
 from specexport_runtime.executors.paged import ATTENTION_METADATA, BLOCK_ENTRIES, BLOCK_TABLE, paged_head_size
 from specexport_runtime.manifest import ModelEntry
 
@@ -207,7 +207,7 @@ class OrtCudaExecutor:
             value.update_inplace(array)
         except Exception as error:  # as above
             size = array.nbytes / 2**20
-            raise IncompatibleError(f"the GPU gives no {size:.0f} MiB: {error}", _MEMORY_HINT) from error
+            raise IncompatibleError(f"the GPU gives no {size:.0f} MiB: {reason_of(error)}.", _MEMORY_HINT) from error
         return value
 
     def _device_step(self, size: StepShape) -> _DeviceStep:

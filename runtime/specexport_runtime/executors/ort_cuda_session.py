@@ -12,6 +12,11 @@ from specexport_runtime.errors import BundleError, IncompatibleError, MissingDep
 _CUDA = "CUDAExecutionProvider"
 
 
+def reason_of(error: Exception) -> str:
+    """What an error of onnxruntime says, on one line and without the place in its source."""
+    return " ".join(str(error).split()).rpartition(") ")[2]
+
+
 def import_onnxruntime(device_id: int) -> Any:
     """The onnxruntime module, if it has the CUDA provider and a GPU to run it on.
 
@@ -34,9 +39,9 @@ def import_onnxruntime(device_id: int) -> Any:
         onnxruntime.preload_dlls()  # the CUDA libraries of the nvidia packages; it prints what it does not find
     try:
         onnxruntime.OrtValue.ortvalue_from_shape_and_type([1], np.uint8, "cuda", device_id)
-    except RuntimeError as error:
+    except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
         raise IncompatibleError(
-            f"no GPU {device_id} for this bundle: {str(error).rsplit('] ', 1)[-1]}",
+            f"no GPU {device_id} for this bundle: {reason_of(error)}.",
             "install an NVIDIA driver and `onnxruntime-gpu[cuda,cudnn]`, or build for backend ort-cpu.",
         ) from error
     return onnxruntime
@@ -59,6 +64,7 @@ def open_session(ort: Any, path: Path, device_id: int, cuda_graphs: bool) -> Any
     options.log_severity_level = 3
     # use_tf32 is for float32 products only: logits heads and routers that keep them lose no digits.
     provider = {"device_id": str(device_id), "use_tf32": "0", "enable_cuda_graph": str(int(cuda_graphs))}
+    provider["arena_extend_strategy"] = "kSameAsRequested"  # by default weights may take twice their memory
     try:
         session = ort.InferenceSession(str(path), options, providers=[(_CUDA, provider), "CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
