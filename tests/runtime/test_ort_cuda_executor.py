@@ -12,6 +12,7 @@ from specexport_runtime.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
+from specexport_runtime.executors.ort_cuda_session import reason_of
 from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size
 from specexport_runtime.manifest import ModelEntry
 from tests.fake_onnxruntime import FakeBinding, FakeOrt, view
@@ -279,6 +280,21 @@ def test_no_gpu_is_exit_3_and_prints_nothing(ort, capsys):
         make_executor()
     assert caught.value.exit_code == 3
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("/s/p.cc:2465 onnx::P& onnx::Get() CUDA Provider not available\n", "CUDA Provider not available"),
+        (
+            "/s/c.cc:9 T c::Call(int) [with E = void] CUDA failure 100: no device ; GPU=0 ; host=x",
+            "CUDA failure 100: no device",
+        ),
+        ("out of memory", "out of memory"),
+    ],
+)
+def test_errors_of_onnxruntime_are_cut_to_what_they_say(text, reason):
+    assert reason_of(RuntimeError(text)) == reason
 
 
 def test_an_arena_that_does_not_fit_says_so(ort):

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ _CUDA = "CUDAExecutionProvider"
 
 def reason_of(error: Exception) -> str:
     """What an error of onnxruntime says, on one line and without the place in its source."""
-    return " ".join(str(error).split()).rpartition(") ")[2]
+    text = " ".join(str(error).split())
+    failure = re.search(r"CUDA failure \d+: [^;]*", text)
+    return failure[0].strip() if failure else text.rpartition(") ")[2]
 
 
 def import_onnxruntime(device_id: int) -> Any:
