@@ -1,0 +1,209 @@
+"""TensorRT-RTX engines, really built: no GPU is needed for that."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from pairs import TinyPair, locked
+from tiny_models import GROUPED, make_llama, make_model, save_checkpoint
+
+from specexport.backends import trt as trt_backend
+from specexport.backends import trt_package
+from specexport.pipeline import build_bundle
+from specexport.progress import ProgressEvent
+from specexport.recipe import BuildRecipe, make_recipe
+from specexport_runtime.errors import CheckFailedError, IncompatibleError
+from specexport_runtime.manifest import Manifest, check_files, load_manifest
+
+RunCli = Callable[..., Result]
+Refuse = Callable[..., str]
+LIMITS = {"lookahead": 3, "max_num_seqs": 2, "max_num_tokens": 16, "max_model_len": 60}
+
+
+def rtx_recipe(target: Path, output: Path, **values: Any) -> BuildRecipe:
+    given = {"target": str(target), "output": str(output), "backend": "tensorrt-rtx", "sm": ["89"]}
+    return make_recipe(given | LIMITS | values)
+
+
+@pytest.fixture(scope="module")
+def rtx_bundle(session_dir: Path, tiny_pair: TinyPair) -> Path:
+    """Target and draft of the tiny pair for two architectures, heads widened to what fused attention takes."""
+    folder = session_dir / "rtx-bundle"
+    with locked(session_dir / "rtx-bundle.lock"):
+        if not folder.is_dir():
+            target, draft = session_dir / "rtx-target", session_dir / "rtx-draft"
+            save_checkpoint(make_llama(0), target)
+            save_checkpoint(make_llama(1, hidden_size=32, head_dim=16, num_hidden_layers=1, vocab_size=300), draft)
+            build_bundle(rtx_recipe(target, folder, draft=str(draft), sm=["89", "120"]))
+    return folder
+
+
+@pytest.fixture
+def manifest(rtx_bundle: Path) -> Manifest:
+    return load_manifest(rtx_bundle)
+
+
+def test_an_engine_for_each_architecture_in_the_manifest(rtx_bundle: Path, manifest: Manifest) -> None:
+    check_files(rtx_bundle, manifest)
+    for role in ("target", "draft"):
+        entry = manifest.models[role]
+        assert (entry.backend, entry.dtype, entry.lowering) == ("tensorrt-rtx", "float16", "native")
+        assert [engine.sm for engine in entry.engines] == ["sm89", "sm120"]
+        for engine in entry.engines:
+            assert engine.path == f"{role}/model.{engine.sm}.engine"
+            assert engine.builder == "tensorrt-rtx"
+            assert re.fullmatch(r"\d+\.\d+\.\d+.*", engine.builder_version)
+            assert manifest.files[engine.path].size > 10_000
+            assert (rtx_bundle / role / f"model.{engine.sm}.log").stat().st_size > 1000, "the build log is kept"
+        assert entry.path == entry.engines[0].path
+        assert entry.kv_capacity == LIMITS["max_model_len"] + 2 * (LIMITS["lookahead"] + 1)
+        assert entry.max_num_seqs == LIMITS["max_num_seqs"]
+    assert manifest.recipe["sm"] == ["89", "120"]
+
+
+def test_the_bundle_holds_nothing_else(rtx_bundle: Path, manifest: Manifest) -> None:
+    found = {str(path.relative_to(rtx_bundle)) for path in rtx_bundle.rglob("*") if path.is_file()}
+    assert found == {*manifest.files, "manifest.json"}, "no graph, no temporary file"
+    assert not [path for path in rtx_bundle.rglob("*") if path.name.startswith(".")]
+
+
+def test_engines_for_two_architectures_differ(rtx_bundle: Path) -> None:
+    first, second = ((rtx_bundle / "target" / f"model.sm{sm}.engine").read_bytes() for sm in (89, 120))
+    assert first != second
+
+
+def test_inspect_tells_aliasing_fusion_and_precision(rtx_bundle: Path, run_cli: RunCli, manifest: Manifest) -> None:
+    shown = json.loads(run_cli("inspect", rtx_bundle, "--json").stdout)
+    target = shown["models"]["target"]
+    assert [profile["kind"] for profile in target["profiles"]] == ["decode", "decode", "verify", "verify", "prefill"]
+    assert {tuple(profile.values()) for profile in target["profiles"] if profile["kind"] == "verify"} == {
+        ("verify", 1, 4, 4, 4),
+        ("verify", 2, 4, 8, 8),
+    }
+    for engine in target["engines"]:
+        report = engine["report"]
+        caches = {f"{kind}_cache.{i}" for kind in "kv" for i in range(2)}
+        assert {source for source, _ in report["aliased"]} == caches, "every cache is updated in place"
+        assert {out for _, out in report["aliased"]} == {name.replace("cache.", "cache_out.") for name in caches}
+        assert len(report["profiles"]) == len(target["profiles"])
+        for row in report["profiles"]:
+            assert row["fused_attention"] == 2, "one fused kernel a layer"
+            assert row["float32_matmuls"] == []
+            assert row["kernels"] > 4
+        decode = [row for row in report["profiles"] if row["profile"].startswith("decode")]
+        assert all(row["kv_copy_bytes"] == 0 for row in decode), "decoding reads the caches where they are"
+        assert report["peak_memory_bytes"] > 10**7
+    text = run_cli("inspect", rtx_bundle).stdout
+    assert "verify 2x4" in text
+    assert "4 of 4 caches in place; attention fused in 5 of 5 profiles; 0 float32 matrix products" in text
+    assert "tile_index" in text
+
+
+def test_the_build_tells_its_memory_plan_and_how_far_tensorrt_is(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    events: list[ProgressEvent] = []
+    result = build_bundle(
+        rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1), progress=events.append, use_cache=False
+    )
+    notes = [event.message for event in events]
+    assert any("of memory" in note and "KV cache" in note for note in notes)
+    assert any(re.search(r"sm89: .+ \d+/\d+", note) for note in notes if event_is_build(events, note))
+    assert any("not checked: a tensorrt-rtx engine runs on a GPU only" in note for note in notes)
+    assert result.max_abs_errors == {"target": None}
+
+
+def event_is_build(events: list[ProgressEvent], note: str) -> bool:
+    return any(event.stage == "build" and event.message == note for event in events)
+
+
+def test_a_second_build_does_nothing_and_the_cache_serves_another_output(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1))
+    assert build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1)).up_to_date
+    monkeypatch.setattr(trt_backend, "_run_worker", lambda *_: pytest.fail("built again"))
+    again = build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "other", max_num_seqs=1))
+    assert again.reused == ("target",)
+    assert again.manifest.models == first.manifest.models
+    with pytest.raises(pytest.fail.Exception, match="built again"):  # another architecture is another engine
+        build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "third", max_num_seqs=1, sm=["120"]))
+    assert not (tmp_path / "third").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("classes", "config", "copies"),
+    [
+        ("Gemma3:Gemma3ForCausalLM:Gemma3TextConfig", GROUPED | {"head_dim": 32, "sliding_window": 6,
+          "layer_types": ["sliding_attention", "full_attention"]}, 2),
+        ("Gemma2", GROUPED | {"head_dim": 32, "attn_logit_softcapping": 2.0}, None),
+    ],
+    ids=["windows", "softcap"],
+)  # fmt: skip
+def test_other_attention_builds_too(
+    classes: str, config: dict[str, Any], copies: int | None, dtype: str, tmp_path: Path
+) -> None:
+    save_checkpoint(make_model(classes, config), tmp_path / "model")
+    result = build_bundle(
+        rtx_recipe(tmp_path / "model", tmp_path / "out", max_num_seqs=1, dtype=dtype, lookahead=1), use_cache=False
+    )
+    (engine,) = result.manifest.models["target"].engines
+    assert len(engine.report["aliased"]) == 4
+    assert all(row["float32_matmuls"] == [] for row in engine.report["profiles"])
+
+
+def test_a_builder_that_fails_leaves_nothing_and_says_what_tensorrt_said(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trt_backend._run_worker
+
+    def without_a_profile(job: dict[str, Any], scratch: Path, note: Callable[[str], None]) -> dict[str, Any]:
+        job["shapes"][0]["input_ids"] = ((1,), (1,), (0,))
+        return run(job, scratch, note)
+
+    monkeypatch.setattr(trt_backend, "_run_worker", without_a_profile)
+    with pytest.raises(CheckFailedError, match="TensorRT"):
+        build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1), use_cache=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_builder_that_dies_is_an_error_message(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {"sm": "89", "log": str(tmp_path / "log")}
+    (tmp_path / "log").write_text("[INFO] the last words\n")
+    monkeypatch.setattr(trt_backend.sys, "executable", shutil.which("false"))
+    with pytest.raises(CheckFailedError, match=r"ended with code 1: \[INFO\] the last words"):
+        trt_backend._run_worker(job, tmp_path, lambda _text: None)
+    assert isinstance(trt_backend._died(-9, job, ""), IncompatibleError)
+
+
+def test_too_little_memory_is_refused_before_tensorrt_starts(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trt_backend, "_run_worker", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr("specexport.gpu_build.memory_bytes", lambda: (10**9, 10**8, None))
+    with pytest.raises(IncompatibleError, match=r"needs about 0\.7 GB of memory, 0\.1 GB are free"):
+        build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out"), use_cache=False)
+    monkeypatch.setattr("specexport.gpu_build.memory_bytes", lambda: (10**11, 10**11, None))
+    with pytest.raises(IncompatibleError, match=r"of GPU memory .* and --gpu-memory-gb is 0\.0001"):
+        build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", gpu_memory_gb=0.0001), use_cache=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_line_builds(tiny_pair: TinyPair, tmp_path: Path, run_cli: RunCli) -> None:
+    flags = ["--backend", "tensorrt-rtx", "--sm", "8.9", "--lookahead", "3", "--max-num-seqs", "1"]
+    flags += ["--max-num-tokens", "16", "--max-model-len", "60", "--no-cache"]
+    result = run_cli("build", tiny_pair.target, *flags, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "target: not checked" in result.stdout
+    refused = run_cli("generate", tmp_path / "out", "hello")
+    assert refused.exit_code == 3
+    assert "Traceback" not in refused.stderr
+    assert "GPU" in refused.stderr
+    monkey = trt_package.present_architecture()
+    assert monkey is None or monkey != "89", "this test expects no sm89 GPU"
