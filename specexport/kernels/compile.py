@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from specexport.kernels.ptx import PtxParameter, drop_trailing_parameters, entry_name, entry_parameters
 from specexport.kernels.spec import KernelSpec
 from specexport.kernels.tuning import TileConfig, check_sm
-from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.errors import CheckFailedError, MissingDependencyError, UserInputError
 
 SCRATCH_PARAMETERS = ("u64", "u64")
 """Triton ends each entry with pointers to global and to profiling scratch memory, used or not."""
@@ -50,6 +50,20 @@ class CompiledKernel(NamedTuple):
     shared_bytes: int
     registers: int
     spill_bytes: int
+
+
+def _import_triton() -> Any:
+    """Triton, able to compile."""
+    try:
+        import triton
+    except ImportError as error:
+        hint = "pip install 'specexport[tensorrt]'."
+        raise MissingDependencyError(f"The attention kernels need Triton: {error}.", hint) from error
+    if triton.knobs.runtime.interpret:
+        raise UserInputError(
+            "TRITON_INTERPRET is set: Triton interprets kernels and cannot compile them.", "Unset TRITON_INTERPRET."
+        )
+    return triton
 
 
 def _triton_source(spec: KernelSpec, tiles: TileConfig) -> Any:
@@ -102,13 +116,14 @@ def compile_kernel(spec: KernelSpec, sm: int, *, tiles: TileConfig | None = None
         tiles: tile sizes; None for those of the tuning table.
 
     Raises:
-        UserInputError: unknown ``sm``.
+        UserInputError: unknown ``sm``; Triton was told to interpret.
+        MissingDependencyError: Triton is not installed.
         CheckFailedError: the kernel needs scratch memory, or its parameters are not those of its signature.
     """
-    import triton
+    check_sm(sm)
+    triton = _import_triton()
     from triton.backends.compiler import GPUTarget
 
-    check_sm(sm)
     tiles = tiles or spec.tiles(sm)
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.disable_line_info = True  # paths of this machine do not belong into an engine

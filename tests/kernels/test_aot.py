@@ -1,6 +1,7 @@
 """Compilation ahead of time, for every architecture, without a GPU."""
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from specexport.kernels.report import ARCHITECTURES, format_cell, shipped_specs
 from specexport.kernels.signatures import SIGNATURES
 from specexport.kernels.spec import KernelSpec
 from specexport.kernels.tuning import SHARED_BYTES
-from specexport_runtime.errors import CheckFailedError, UserInputError
+from specexport_runtime.errors import CheckFailedError, MissingDependencyError, UserInputError
 
 pytestmark = pytest.mark.xdist_group("kernels-compiled")
 
@@ -181,6 +182,15 @@ def test_scratch_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_architecture_is_refused() -> None:
     with pytest.raises(UserInputError, match="sm 75"):
         compile_kernel(SPEC, 75)
+
+
+def test_triton_that_is_missing_or_told_to_interpret_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(UserInputError, match="Fix: Unset TRITON_INTERPRET"):
+        compile_kernel(SPEC, 90)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'specexport\[tensorrt\]'"):
+        compile_kernel(SPEC, 90)
 
 
 def test_ptx_that_does_not_assemble_is_refused() -> None:
