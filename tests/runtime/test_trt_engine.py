@@ -1,5 +1,6 @@
 """Loading a TensorRT engine file, with the real package where it is installed, and a stand-in for the rest."""
 
+import os
 import sys
 from types import SimpleNamespace
 
@@ -168,7 +169,8 @@ def stand_in(monkeypatch, tmp_path):
         package = StandIn(**options)
         monkeypatch.setitem(sys.modules, module, package)
         monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
-        (tmp_path / "engine").write_bytes(b"12345")
+        if not (tmp_path / "engine").exists():
+            (tmp_path / "engine").write_bytes(b"12345")
         builder = module.replace("_", "-")
         return package, lambda: load_engine(tmp_path / "engine", file_for(builder, "11.4"), "NVIDIA RTX 4090")
 
@@ -210,14 +212,22 @@ def test_a_context_of_rtx_keeps_compiled_kernels_and_records_no_graphs_itself(st
     assert not any(told[0] == "kernels" for told in package.told)
     engine.close()
     written = list((tmp_path / "cache" / "rtx-kernels").iterdir())
-    assert [path.name for path in written] == ["11.4-sm89-NVIDIA-RTX-4090.bin"]
+    assert [path.name[16:] for path in written] == ["-11.4-NVIDIA-RTX-4090.bin"]
     assert written[0].read_bytes() == b"compiled"
+    before = (tmp_path / "engine").stat()
     package, load = stand_in(kernels=b"compile")  # fewer than there were: what is there stays
     engine = load()
     engine.make_context(0, 4096, 77, is_fixed=True)
     assert ("kernels", b"compiled") in package.told
     engine.close()
     assert written[0].read_bytes() == b"compiled"
+    os.utime(tmp_path / "engine", ns=(0, before.st_mtime_ns + 1))  # another engine in its place has kernels of its own
+    package, load = stand_in(kernels=b"others")
+    engine = load()
+    engine.make_context(0, 4096, 77, is_fixed=True)
+    engine.close()
+    assert not any(told[0] == "kernels" for told in package.told)
+    assert len(list((tmp_path / "cache" / "rtx-kernels").iterdir())) == 2
 
 
 def test_a_cache_folder_that_cannot_be_written_is_no_error(stand_in, tmp_path):

@@ -182,6 +182,29 @@ def test_capture_records_the_largest_first_and_leaves_the_caches_alone(tmp_path,
     assert gpu.captures == 6
 
 
+def test_what_padding_writes(tmp_path, entry):
+    """Our plugin skips padding; TensorRT's own attention writes it behind a row, or into the scratch tail."""
+    executor, gpu, _ = open_one(tmp_path, entry)
+    ModelRunner(executor).step(0, [RowWork([3, 4], 2), RowWork([5], 1), RowWork([6], 1)])
+    address = next(address for _, address in executor._parts.kv.addresses(0))
+    written = gpu.array(address, (ROWS, entry.kv_capacity, 128), "float16")[:, :, 0]
+    assert written[:3, :2].tolist() == [[3, 4], [5, 0], [6, 0]]
+    values = gpu.array(address + written.size * 256, (ROWS, entry.kv_capacity, 128), "float16")[:, :, 0] != 0
+    behind, scratch = (LOOKAHEAD + 1, LOOKAHEAD + 1) if entry.lowering == "native" else (0, 0)
+    assert values.sum(axis=1).tolist() == ([behind] * 3 + [scratch] if behind else [2, 1, 1, 0])
+    assert values[3, -5:].sum() == scratch
+
+
+def test_capture_between_steps_does_not_disturb_them(tmp_path, entry):
+    executor, _, _ = open_one(tmp_path, entry)
+    pair = Pair(executor)
+    pair.step(0, [3, 2])
+    executor.capture([StepShape(2, 2, 5, 3, 5)])  # the same profile on other rows
+    assert [key.first_row for key in executor.graphs.keys] == [0, 2]
+    pair.step(0, [3, 2])
+    pair.step(2, [3, 2])
+
+
 def test_two_executors_record_into_memory_of_their_own(tmp_path):
     """The draft's recording and steps run between the target's, on the same GPU."""
     gpu = FakeGpu(1 << 25)

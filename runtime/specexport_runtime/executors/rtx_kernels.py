@@ -1,5 +1,6 @@
 """Kernels that TensorRT for RTX compiles when a context first meets a shape, kept in a file between runs."""
 
+import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -9,18 +10,22 @@ from specexport_runtime.manifest import EngineFile
 
 
 class RtxKernels:
-    """The runtime cache of one engine, in the user cache folder: it fits one engine, GPU and version.
+    """The runtime cache of one engine, in the user cache folder: it fits one engine file, GPU and version.
 
     Args:
-        file: the engine.
+        path: the engine file.
+        file: what the manifest says of it.
         gpu_name: of the GPU.
     """
 
-    def __init__(self, file: EngineFile, gpu_name: str) -> None:
+    def __init__(self, path: Path, file: EngineFile, gpu_name: str) -> None:
         root = os.environ.get("SPECEXPORT_CACHE_DIR")
         base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specexport"
         gpu = "-".join("".join(c if c.isalnum() else " " for c in gpu_name).split())
-        self.path = base.expanduser() / "rtx-kernels" / f"{file.builder_version}-{file.sm}-{gpu}.bin"
+        # Not by content: hashing gigabytes again would cost more than compiling.
+        state = path.stat()
+        engine = hashlib.sha256(f"{path.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:16]
+        self.path = base.expanduser() / "rtx-kernels" / f"{engine}-{file.builder_version}-{gpu}.bin"
         self._cache: Any = None
         self._loaded = 0
 

@@ -97,7 +97,7 @@ def load_engine(path: Path, file: EngineFile, gpu_name: str) -> Engine:
             f"{path}: {file.builder} {trt.__version__} cannot load this engine of {len(data)} bytes", messages
         )
     return LoadedEngine(
-        trt, runtime, engine, logger, messages, RtxKernels(file, gpu_name) if file.builder == RTX else None
+        trt, runtime, engine, logger, messages, RtxKernels(path, file, gpu_name) if file.builder == RTX else None
     )
 
 

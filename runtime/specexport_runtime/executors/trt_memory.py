@@ -116,7 +116,7 @@ def lay_out_caches(
                 raise IncompatibleError(
                     f"a row of {tensor.name} has {tensor.row_bytes} bytes, no multiple of {ALIGNMENT}, so that rows "
                     "cannot be bound by address.",
-                    "use --max-num-seqs 1, or build it again with a --max-model-len that is a multiple of 16.",
+                    "use --max-num-seqs 1, or build it again with another --max-model-len.",
                 )
             caches.append(tensor)
             offset += aligned(tensor.row_bytes * num_rows)
