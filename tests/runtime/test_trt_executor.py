@@ -271,6 +271,25 @@ def test_a_step_that_fails_raises_and_later_ones_run(tmp_path):
     pair.step(0, [2, 2])
 
 
+def test_a_step_that_could_not_be_bound_leaves_nothing_half_bound(tmp_path, monkeypatch):
+    executor, _, engine = open_one(tmp_path)
+    pair = Pair(executor)
+    pair.step(0, [20])
+    context = engine.contexts[0]
+    set_address = context.set_address
+
+    def refuse(name, address):
+        if name.startswith("k_cache"):
+            raise SpecexportError("TensorRT could not bind")
+        set_address(name, address)
+
+    context.set_address = refuse
+    with pytest.raises(SpecexportError, match="could not bind"):
+        pair.runners[0].step(0, [RowWork([1] * 18, 1)])
+    context.set_address = set_address
+    pair.step(0, [20])  # as before it: sizes and addresses are bound again
+
+
 def test_a_nan_is_minus_one_among_token_ids(tmp_path):
     executor, _, engine = open_one(tmp_path)
     runner = ModelRunner(executor)

@@ -1,0 +1,70 @@
+"""Compiler and runtime agree on sizes: every step of the loop lies inside a profile of the engine."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trt_fakes import NATIVE, PLUGIN, make_entry
+
+from specexport.backends.profiles import engine_kv_capacity, input_shapes, plan_profiles
+from specexport_runtime.abi import StepShape, kv_slack
+from specexport_runtime.executors.trt_load import size_engine
+from specexport_runtime.executors.trt_memory import largest_shape, lay_out_inputs
+from specexport_runtime.executors.trt_pack import place_step, plan_step
+from specexport_runtime.profiles import choose_profile
+
+
+@st.composite
+def engines(draw):
+    lookahead, rows = draw(st.integers(1, 8)), draw(st.integers(1, 9))
+    tokens = draw(st.integers(max(64, rows * (lookahead + 1)), 300))
+    role = draw(st.sampled_from(["target", "draft"]))
+    names = draw(st.sampled_from([NATIVE, PLUGIN]))
+    profiles = plan_profiles(role, lookahead=lookahead, max_num_seqs=rows, max_num_tokens=tokens)
+    capacity = engine_kv_capacity(100, lookahead)
+    entry = make_entry(lookahead, rows, 100, profiles=profiles, kv_capacity=capacity, inputs=names)
+    return lookahead, entry
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_steps_lie_inside_their_profiles(data):
+    lookahead, entry = data.draw(engines())
+    num_rows = data.draw(st.integers(1, entry.max_num_seqs))
+    sizes = size_engine(entry, "engine", num_rows)
+    assert sizes.kv_capacity - sizes.scratch >= 100 + kv_slack(lookahead)
+    first = data.draw(st.integers(0, num_rows - 1))
+    count = data.draw(st.integers(1, num_rows - first))
+    most = max(profile.num_tokens for _, profile in sizes.profiles)
+    wide = data.draw(st.booleans())
+    each = st.integers(0, most // count if wide else lookahead + 1)
+    counts = data.draw(st.lists(each, min_size=count, max_size=count).filter(any))
+    if sum(counts) > most:
+        return  # the scheduler never sends more than the largest prefill profile takes
+    logits = [min(n, lookahead + 1) for n in counts]
+    shape = StepShape(first, count, sum(counts), max(counts), sum(logits))
+    number, profile = sizes.profiles[choose_profile([profile for _, profile in sizes.profiles], shape)]
+    window = place_step(shape, profile, sizes.arena_rows, packed=entry.lowering == "plugin")
+    assert 0 <= window.shape.first_row <= first
+    assert window.shape.first_row + window.shape.num_seqs <= sizes.arena_rows
+    limits = input_shapes(entry.profiles[number], entry.inputs, entry.layers, sizes.kv_capacity)
+    tensors, num_bytes = lay_out_inputs(entry.inputs, window.shape)
+    for tensor in tensors:
+        low, _, high = limits[tensor.name]
+        assert all(a <= b <= c for a, b, c in zip(low, tensor.shape, high, strict=True)), (tensor, profile)
+    assert num_bytes <= lay_out_inputs(entry.inputs, largest_shape(profile))[1]
+    plan = plan_step(window, counts, np.arange(sum(logits)), entry.inputs)
+    assert {name: array.shape for name, array in plan.constants.items()}.items() <= {
+        t.name: t.shape for t in tensors
+    }.items()
+
+
+@given(engines())
+def test_a_full_batch_verifies_in_the_profile_made_for_it(drawn):
+    _, entry = drawn
+    widths = {profile.max_new_tokens for profile in entry.profiles if profile.kind in ("verify", "catch-up")}
+    for width in widths | {1}:
+        rows = entry.max_num_seqs
+        shape = StepShape(0, rows, rows * width, width, rows * width)
+        profile = entry.profiles[choose_profile(entry.profiles, shape)]
+        assert profile.is_fixed
+        assert (profile.num_seqs, profile.max_new_tokens) == (rows, width)
