@@ -34,9 +34,11 @@ def emit_explicit(
     split = emit.reshape(tile, [0, 0, heads, group * layer.k_dim])
     by_head = emit.op("Transpose", split, perm=[0, 2, 1, 3])  # [B, H, Q, G*D]
     folded = emit.reshape(by_head, [0, 0, -1, layer.k_dim])  # [B, H, Q*G, D]
-    raw = emit.op("MatMul", folded, emit.op("Transpose", keys, perm=[0, 1, 3, 2]))
+    # Keys on the left: TensorRT would write a transposed copy of the whole cache; queries and scores are small.
+    flipped = emit.op("MatMul", keys, emit.op("Transpose", folded, perm=[0, 1, 3, 2]))  # [B, H, L, Q*G]
+    raw = emit.op("Transpose", flipped, perm=[0, 1, 3, 2])
     weights = _emit_weights(emit, layer, step, raw, int(keys.shape[2]))  # type: ignore[index, arg-type]
-    mixed = emit.op("MatMul", weights, _emit_used_values(emit, step, values))  # [B, H, Q*G, Dv]
+    mixed = emit.op("MatMul", weights, values)  # [B, H, Q*G, Dv]
     unfolded = emit.reshape(mixed, [0, 0, -1, group * layer.v_dim])  # [B, H, Q, G*Dv]
     return emit.op("Transpose", unfolded, perm=[0, 2, 1, 3])
 
@@ -70,11 +72,3 @@ def _emit_sink_softmax(emit: Emitter, layer: "Attention", scores: "ir.Value") ->
     powers = emit.op("Exp", emit.op("Sub", scores, top))
     total = emit.op("ReduceSum", powers, axis, keepdims=1)
     return emit.op("Div", powers, emit.op("Add", total, emit.op("Exp", emit.op("Sub", column, top))))
-
-
-def _emit_used_values(emit: Emitter, step: "AlignedStep", values: "ir.Value") -> "ir.Value":
-    """Values with zeros in entries that hold no token: a weight of zero does not hide NaN that was left there."""
-    import onnx_ir as ir
-
-    zero = emit.cast(emit.const(0.0, "float32"), ir.DataType(values.dtype or ir.DataType.FLOAT))
-    return emit.op("Where", step.used, values, zero)

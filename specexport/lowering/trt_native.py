@@ -15,8 +15,9 @@ A layer takes one of three forms (``choose_form``):
 Fused attention is emitted with ``TRT_decomposable=0``: where TensorRT has no kernel, the build fails and nothing runs
 slowly in silence. Slots before a row's first token repeat some token, may see nothing, and nobody reads them.
 
-Cache entries that hold no token must be finite numbers (an arena is zeroed once): TensorRT adds a mask to all scores of
-the row and reads no lengths beside it, as the kernels' inputs in a finished engine show, and NaN plus anything is NaN.
+Cache entries that hold no token must be finite: an arena is zeroed once, and a row in which a sequence became NaN is
+cleared before it is used again. TensorRT adds a mask to all scores of the row and reads no lengths beside it (as the
+kernels' inputs in a finished engine show), and a weight of zero does not hide a NaN value.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -105,7 +106,7 @@ def replace_attention(ir_model: "ir.Model", *, kv_capacity: int) -> tuple[str, .
     layers = [read_attention(n, i) for i, n in enumerate(_attention_nodes(ir_model))]
     forms = tuple(map(choose_form, layers))
     windows = {layer.window for layer, form in zip(layers, forms, strict=True) if form != FUSED_CAUSAL}
-    step = emit_step(ir_model, sorted(windows), kv_capacity, values_guarded=EXPLICIT in forms)
+    step = emit_step(ir_model, sorted(windows), kv_capacity)
     for i, (layer, form) in enumerate(zip(layers, forms, strict=True)):
         _lower_layer(ir_model, layer, form, step, Emitter(ir_model, f"attention.{i}.{form}"), kv_capacity)
     return forms

@@ -23,7 +23,6 @@ class AlignedStep(NamedTuple):
         tile: ``tile_index`` [B, Q].
         untile: ``untile_index`` [T].
         masks: what each slot sees, [B, 1, Q, L] bool, by window (-1: causal); those that a layer needs.
-        used: whether an entry holds a token after the step, [B, 1, L, 1] bool; None if no layer needs it.
     """
 
     past: "ir.Value"
@@ -32,26 +31,23 @@ class AlignedStep(NamedTuple):
     tile: "ir.Value"
     untile: "ir.Value"
     masks: "dict[int, ir.Value]"
-    used: "ir.Value | None"
 
 
-def emit_step(ir_model: "ir.Model", windows: Sequence[int], kv_capacity: int, *, values_guarded: bool) -> AlignedStep:
+def emit_step(ir_model: "ir.Model", windows: Sequence[int], kv_capacity: int) -> AlignedStep:
     """Add the tile's inputs to the graph, and at its top what depends on the step alone.
 
     Args:
         ir_model: the model; changed in place.
         windows: windows for which a layer needs a mask; -1 for a causal one.
         kv_capacity: L.
-        values_guarded: a layer needs ``used``.
     """
     by_name = {value.name: value for value in ir_model.graph.inputs}
     tile, untile = (_add_input(ir_model, spec) for spec in (TILE_INDEX, UNTILE_INDEX))
     emit = Emitter(ir_model, "step")
     past, totals = (emit.reshape(by_name[spec.name], [-1]) for spec in (KV_LENS, ROW_TOTALS))
     masks = _emit_masks(emit, by_name, tile, windows, kv_capacity)
-    used = _emit_used(emit, totals, kv_capacity) if values_guarded else None
     emit.place(ir_model.graph[0])
-    return AlignedStep(past, totals, by_name[CU_NEW_TOKENS.name], tile, untile, masks, used)
+    return AlignedStep(past, totals, by_name[CU_NEW_TOKENS.name], tile, untile, masks)
 
 
 def _add_input(ir_model: "ir.Model", spec: TensorSpec) -> "ir.Value":
@@ -95,10 +91,3 @@ def _emit_masks(
             near = emit.op("Greater", entries, emit.op("Sub", limit, emit.const(window, "int32")), dtype=boolean)
             masks[window] = emit.op("And", causal, near)
     return masks
-
-
-def _emit_used(emit: Emitter, totals: "ir.Value", kv_capacity: int) -> "ir.Value":
-    import onnx_ir as ir
-
-    entries = emit.const(np.arange(kv_capacity).reshape(1, 1, -1, 1), "int32")
-    return emit.op("Less", entries, emit.op("Unsqueeze", totals, emit.const([1, 2, 3])), dtype=ir.DataType.BOOL)
