@@ -30,12 +30,10 @@ from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size
 from specexport_runtime.manifest import ModelEntry
 from tests.engine_harness import make_checkpoint, pack
 from tests.fake_onnxruntime import FakeBinding, FakeOrt, view
-from tests.tiny_models import ARCHITECTURES, GROUPED, VOCAB, make_model
+from tests.tiny_models import ARCHITECTURES, VOCAB, make_model
 
 ROWS_BLOCKS = 2
 STEP = ["input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens", "block_table", "attention_metadata"]
-ODD_HEADS = ("Llama", GROUPED | {"hidden_size": 40, "head_dim": 10})
-MODELS = ARCHITECTURES | {"odd_heads": ODD_HEADS}
 # A dtype of each for the tests of whole engines: traced once, used by both.
 ENGINES = [("llama", "bfloat16"), ("deepseek_v3", "float16")]
 
@@ -212,7 +210,7 @@ def traced(name: str, dtype: str) -> Any:
     """A traced model, to be cloned, and its checkpoint."""
     import torch
 
-    model = make_model(*MODELS[name])
+    model = make_model(*ARCHITECTURES[name])
     checkpoint = make_checkpoint(model.to(getattr(torch, dtype)))
     result = trace_checkpoint(checkpoint)
 
@@ -224,7 +222,7 @@ def traced(name: str, dtype: str) -> Any:
     return result, checkpoint
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "odd_heads"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_logits_and_token_ids_equal_eager_transformers(name: str) -> None:
     result, checkpoint = traced(name, "float32")
     model = result.ir_model.clone()
@@ -370,6 +368,7 @@ class ReferenceSession:
 def test_executor_and_graph_together_equal_eager_transformers(
     name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    traced(name, dtype)  # while onnxruntime is itself: transformers looks for it
     monkeypatch.setitem(sys.modules, "onnxruntime", FakeOrt(lambda _, path: ReferenceSession(path)))
     check_engine(name, dtype, tmp_path, cuda_graphs=False)
 
@@ -422,7 +421,7 @@ def check_engine(name: str, dtype: str, tmp_path: Path, *, cuda_graphs: bool) ->
     for row, past in enumerate(done):
         runner.prefill(row + 1, texts[row][:past])
     runner.move_row(1, 0)
-    tolerance = {"float16": 0.02, "bfloat16": 0.15}[dtype] * max(float(np.abs(logits).max()) for logits in expected)
+    tolerance = {"float16": 0.01, "bfloat16": 0.06}[dtype] * max(float(np.abs(logits).max()) for logits in expected)
     order = (0, 2, 1)
     runner.move_row(3, 1)
     for new in (5, 5, 1, 1, 5, 1):  # the second text goes over into its second block
