@@ -182,6 +182,14 @@ def test_capture_records_the_largest_first_and_leaves_the_caches_alone(tmp_path,
     assert gpu.captures == 6
 
 
+@pytest.mark.parametrize(("rows", "sizes"), [(1, [5, 1]), (2, [10, 5, 2, 1]), (3, [20, 10, 5, 4, 2, 1])])
+def test_an_executor_of_few_rows_records_and_holds_only_what_they_need(tmp_path, entry, rows, sizes):
+    executor, _, _ = open_one(tmp_path, entry, num_rows=rows)
+    executor.capture(executor.fixed_shapes())
+    assert [entry.profiles[key.profile].num_tokens for key in executor.graphs.keys] == sizes
+    assert executor.kv_bytes == 2 * 128 * 2 * 74 * {1: 1, 2: 2, 3: 4}[rows]
+
+
 def test_what_padding_writes(tmp_path, entry):
     """Our plugin skips padding; TensorRT's own attention writes it behind a row, or into the scratch tail."""
     executor, gpu, _ = open_one(tmp_path, entry)
