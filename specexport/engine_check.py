@@ -13,7 +13,7 @@ import numpy as np
 
 from specexport.recipe import BuildRecipe
 from specexport_runtime.errors import CheckFailedError
-from specexport_runtime.executors.base import Float32Array, Int64Array
+from specexport_runtime.executors.base import Executor, Float32Array, Int64Array
 from specexport_runtime.manifest import ModelEntry
 
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
@@ -55,6 +55,8 @@ def check_obstacle(recipe: BuildRecipe) -> str | None:
         return f"not checked: a {recipe.backend} engine runs on a GPU only, and there is none here"
     if recipe.sm and present not in recipe.sm:
         return f"not checked: no engine is for this machine's GPU (sm{present})"
+    if recipe.max_num_seqs == 1:
+        return "not checked: the check runs two sequences, the engine takes one"
     return None
 
 
@@ -85,40 +87,71 @@ def _compare(
     worst, kind = 0.0, "engine" if unpad_kv else "engine's padded-KV graph"
     for index, (output, reference) in enumerate(zip(outputs, references, strict=True)):
         # A position that is not a number must fail: compare with "not <=".
-        errors = np.abs(output - reference).max(axis=-1)
+        errors = np.abs(output - reference).max(axis=-1)[_wanted(entry, index)]
         limit = TOLERANCES[entry.dtype] * max(1.0, float(np.abs(reference).max()))
         bad = np.flatnonzero(~(errors <= limit))
         if bad.size:
             raise CheckFailedError(
                 f"the {entry.architecture} {kind} differs from eager transformers by {errors[bad[0]]:.3g} (at most "
-                f"{limit:.3g} is allowed) at position {bad[0]} of check sequence {index}.",
+                f"{limit:.3g} is allowed) at position {_wanted(entry, index)[bad[0]]} of check sequence {index}.",
                 "report this model; `--dump-passes DIR` shows each stage. The bundle was not written.",
             )
         worst = max(worst, float(errors.max()))
     return worst
 
 
-def _run(folder: Path, entry: ModelEntry, sequences: Sequence[Int64Array], *, unpad_kv: bool) -> list[Float32Array]:
-    from specexport_runtime.batch import ModelRunner, RowWork
-    from specexport_runtime.executors.ort import OrtExecutor
+def _most_logits(entry: ModelEntry) -> int:
+    """Logit rows that one sequence may ask of a step: an engine with profiles computes no more than verifying needs."""
+    rows = max((profile.num_logit_rows for profile in entry.profiles), default=2 * sum(VERIFY_LENS))
+    return rows // len(VERIFY_LENS)
 
-    capacity = max(len(sequence) for sequence in sequences) + max(VERIFY_LENS)
-    path = folder / (entry.path if unpad_kv else str(entry.padded_path))
-    executor = OrtExecutor(path, entry, num_rows=len(sequences), kv_capacity=capacity, spin=False, unpad_kv=unpad_kv)
+
+def _wanted(entry: ModelEntry, index: int) -> list[int]:
+    """Positions of check sequence ``index`` whose logits are compared."""
+    positions: list[int] = []
+    start = 0
+    for count in (PREFILL_LENS[index], VERIFY_LENS[index]):
+        positions += range(start + count - min(count, _most_logits(entry)), start + count)
+        start += count
+    return positions
+
+
+def _run(folder: Path, entry: ModelEntry, sequences: Sequence[Int64Array], *, unpad_kv: bool) -> list[Float32Array]:
+    """Logits [len, V] of each sequence; NaN where none were asked for."""
+    from specexport_runtime.batch import ModelRunner, RowWork
+
+    executor = _make_executor(folder, entry, sequences, unpad_kv=unpad_kv)
     try:
         runner = ModelRunner(executor, unpad_kv=unpad_kv)
-        parts: list[list[Float32Array]] = [[] for _ in sequences]
+        found = [np.full((len(sequence), entry.vocab_size), np.nan, np.float32) for sequence in sequences]
         for counts in (PREFILL_LENS, VERIFY_LENS):
             starts = [runner.kv.kv_len(row) for row in range(len(sequences))]
+            given = [min(count, _most_logits(entry)) for count in counts]
             work = [
-                RowWork(sequence[start : start + count].tolist(), count)
-                for sequence, start, count in zip(sequences, starts, counts, strict=True)
+                RowWork(sequence[start : start + count].tolist(), wanted)
+                for sequence, start, count, wanted in zip(sequences, starts, counts, given, strict=True)
             ]
-            logits = runner.step(0, work).copy()
-            for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            logits = np.asarray(runner.step(0, work))
+            for row, (start, count, wanted) in enumerate(zip(starts, counts, given, strict=True)):
                 runner.kv.commit(row, start + count)
-            for part, piece in zip(parts, np.split(logits, np.cumsum(counts)[:-1]), strict=True):
-                part.append(piece)
+                first = runner.logit_starts[row]
+                found[row][start + count - wanted : start + count] = logits[first : first + wanted]
     finally:
         executor.close()
-    return [np.concatenate(part) for part in parts]
+    return found
+
+
+def _make_executor(folder: Path, entry: ModelEntry, sequences: Sequence[Int64Array], *, unpad_kv: bool) -> Executor:
+    capacity = max(len(sequence) for sequence in sequences) + max(VERIFY_LENS)
+    if entry.engines:
+        from specexport_runtime.executors.trt_open import open_executor
+
+        return open_executor(entry, folder, "new engine", num_rows=len(sequences), use_graphs=False)
+    if entry.backend == "ort-cuda":
+        from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
+
+        return OrtCudaExecutor(folder / entry.path, entry, num_rows=len(sequences), kv_capacity=capacity)
+    from specexport_runtime.executors.ort import OrtExecutor
+
+    path = folder / (entry.path if unpad_kv else str(entry.padded_path))
+    return OrtExecutor(path, entry, num_rows=len(sequences), kv_capacity=capacity, spin=False, unpad_kv=unpad_kv)
