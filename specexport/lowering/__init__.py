@@ -66,6 +66,9 @@ def _lower_tensorrt(
         raise RecipeError(f"backend {backend} has no lowering {lowering!r}.", f"use one of: {known}.")
     if kv_capacity is None or kv_capacity < 1:
         raise RecipeError(f"backend {backend} needs the KV capacity at build time, not {kv_capacity}.")
+    from specexport.lowering.norms import unify_norm_types
+
+    unify_norm_types(ir_model)  # TensorRT rounds a norm's float32 weight to the dtype of its input, and says nothing
     if lowering == "plugin":
         from specexport.lowering.trt_plugin import lower_trt_plugin
 

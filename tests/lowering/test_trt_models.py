@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 from specexport.frontend import reference_logits
@@ -98,6 +99,14 @@ def test_inputs_and_outputs_are_the_contracts() -> None:
     assert not any(node.domain == "specexport" for node in model.graph)
     # Two layers with a window and without share nothing but the step: one mask in all.
     assert sum(node.op_type == "LessOrEqual" for node in model.graph) == 1
+
+
+def test_norms_with_float32_weights_are_computed_in_float32() -> None:
+    """TensorRT parses half-precision input beside a float32 weight, and rounds the weight without a warning."""
+    model, _ = lower(trace("gemma3", "bfloat16"))
+    norms = [node for node in model.graph if node.op_type == "RMSNormalization"]
+    assert any(node.inputs[1].dtype == ir.DataType.FLOAT for node in norms)
+    assert all(node.inputs[0].dtype == node.inputs[1].dtype for node in norms)
 
 
 def test_the_model_sees_its_positions_and_rows() -> None:
