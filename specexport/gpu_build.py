@@ -148,7 +148,7 @@ def _build_ort_cuda(ir_model: "ir.Model", role: str, folder: Path, clock: StageC
         lower_model(ir_model, _ORT_CUDA)
         inputs = step_inputs(ir_model)
     with clock.stage("build", role):
-        return {"path": write_onnx(ir_model, folder), "inputs": inputs, "lowering": "gqa"}
+        return {"path": write_onnx(ir_model, folder), "inputs": inputs, "lowering": "paged"}
 
 
 def step_inputs(ir_model: "ir.Model") -> tuple[str, ...]:

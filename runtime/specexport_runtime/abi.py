@@ -191,7 +191,7 @@ def kv_slack(lookahead: int) -> int:
 def format_table() -> str:
     """The contract as a Markdown table (the README's copy is compared with this by a test)."""
     rows = ["| name | dtype | shape | meaning |", "| --- | --- | --- | --- |"]
-    for spec in (*PADDED_STEP_INPUTS, *CACHE_INPUTS, *OUTPUTS):
+    for spec in (*PADDED_STEP_INPUTS, TILE_INDEX, UNTILE_INDEX, *CACHE_INPUTS, LOGITS, TOKEN_IDS, *OUTPUTS[1:]):
         shape = ", ".join(str(word) for word in spec.shape)
         rows.append(f"| `{spec.name}` | {spec.dtype} | [{shape}] | {spec.meaning} |")
     return "\n".join(rows)

@@ -78,6 +78,18 @@ def test_a_model_that_mixes_tokens_outside_attention_is_refused() -> None:
         trace_checkpoint(make_checkpoint(model))
 
 
+def test_half_precision_is_held_to_what_it_can_keep() -> None:
+    import torch
+
+    for dtype in (torch.float16, torch.bfloat16):
+        model = make_model(*ARCHITECTURES["gpt_oss"]).to(dtype)
+        traced = trace_checkpoint(make_checkpoint(model))
+        assert traced.ir_model.graph.num_nodes() > 50
+        model.model.norm.register_forward_hook(lambda _module, _inputs, output: output + 0.2 * output.cumsum(dim=1))
+        with pytest.raises(UnsupportedModelError, match="packed tokens change its logits"):
+            trace_checkpoint(make_checkpoint(model))
+
+
 def test_a_forward_that_fails_is_refused_with_its_reason() -> None:
     model = make_llama()
 
