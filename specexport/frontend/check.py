@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _SEQUENCES = (11, 7)
 _FIRST_STEP = (6, 4)  # new tokens a row; the second, ragged step takes the rest: 5 and 3
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
-"""Relative to the largest logit. Float32 rounding stays below 1e-5; 16-bit products of packed tokens round otherwise."""
+"""Relative to the largest logit. Float32 rounding stays below 1e-5; 16-bit products of packed tokens round more."""
 
 
 def eager_logits(model: Any, sequences: "Sequence[Sequence[int]]") -> list[npt.NDArray[np.float32]]:

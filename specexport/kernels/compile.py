@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from specexport.kernels.ptx import PtxParameter, drop_trailing_parameters, entry_name, entry_parameters
 from specexport.kernels.spec import KernelSpec
-from specexport.kernels.tuning import TileConfig, check_sm
+from specexport.kernels.tuning import SHARED_BYTES, TileConfig, check_sm
 from specexport_runtime.errors import CheckFailedError, MissingDependencyError, UserInputError
 
 SCRATCH_PARAMETERS = ("u64", "u64")
@@ -107,6 +107,27 @@ def check_parameters(spec: KernelSpec, ptx: str) -> None:
         raise CheckFailedError(f"{spec.kernel} takes {found} in PTX, the launcher passes {wanted}.")
 
 
+def check_memory(spec: KernelSpec, sm: int, metadata: Any) -> None:
+    """Refuse a kernel that needs scratch memory, which nobody provides, or more shared memory than a program may have.
+
+    Args:
+        spec: the kernel.
+        sm: architecture.
+        metadata: Triton's, of the compiled kernel.
+
+    Raises:
+        CheckFailedError: it does; the message says how much.
+    """
+    scratch = (metadata.global_scratch_size, metadata.profile_scratch_size)
+    if any(scratch):
+        raise CheckFailedError(f"{spec.kernel} for sm {sm} needs scratch memory ({scratch} bytes); nobody provides it.")
+    if metadata.shared > SHARED_BYTES[sm]:
+        raise CheckFailedError(
+            f"{spec.kernel} for sm {sm} needs {metadata.shared} bytes of shared memory, there are {SHARED_BYTES[sm]}.",
+            hint="Use smaller tiles or fewer stages.",
+        )
+
+
 def compile_kernel(spec: KernelSpec, sm: int, *, tiles: TileConfig | None = None) -> CompiledKernel:
     """Compile a kernel for an architecture, on any machine.
 
@@ -118,7 +139,7 @@ def compile_kernel(spec: KernelSpec, sm: int, *, tiles: TileConfig | None = None
     Raises:
         UserInputError: unknown ``sm``; Triton was told to interpret.
         MissingDependencyError: Triton is not installed.
-        CheckFailedError: the kernel needs scratch memory, or its parameters are not those of its signature.
+        CheckFailedError: the kernel needs scratch memory or more shared memory than there is, or its parameters are not those of its signature.
     """
     check_sm(sm)
     triton = _import_triton()
@@ -132,9 +153,7 @@ def compile_kernel(spec: KernelSpec, sm: int, *, tiles: TileConfig | None = None
             target=GPUTarget("cuda", sm, 32),
             options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, **COMPILE_OPTIONS},
         )
-    scratch = (compiled.metadata.global_scratch_size, compiled.metadata.profile_scratch_size)
-    if any(scratch):
-        raise CheckFailedError(f"{spec.kernel} for sm {sm} needs scratch memory ({scratch} bytes); nobody provides it.")
+    check_memory(spec, sm, compiled.metadata)
     check_parameters(spec, compiled.asm["ptx"])
     ptx = drop_trailing_parameters(compiled.asm["ptx"], len(SCRATCH_PARAMETERS))
     cubin, registers, spill_bytes = assemble(ptx, sm)

@@ -14,7 +14,7 @@ from specexport.kernels.compile import CompiledKernel, check_parameters, compile
 from specexport.kernels.report import ARCHITECTURES, format_cell, shipped_specs
 from specexport.kernels.signatures import SIGNATURES
 from specexport.kernels.spec import KernelSpec
-from specexport.kernels.tuning import SHARED_BYTES
+from specexport.kernels.tuning import SHARED_BYTES, TileConfig
 from specexport_runtime.errors import CheckFailedError, MissingDependencyError, UserInputError
 
 pytestmark = pytest.mark.xdist_group("kernels-compiled")
@@ -177,6 +177,11 @@ def test_scratch_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "compile", lambda *_, **__: needy)
     with pytest.raises(CheckFailedError, match="needs scratch memory"):
         compile_kernel(SPEC, 90)
+
+
+def test_more_shared_memory_than_there_is_is_refused() -> None:
+    with pytest.raises(CheckFailedError, match=r"sm 89 needs \d+ bytes of shared memory, there are 101376"):
+        compile_kernel(SPEC, 89, tiles=TileConfig(32, 128, 4, 4))
 
 
 def test_an_unknown_architecture_is_refused() -> None:
