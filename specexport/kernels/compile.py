@@ -139,7 +139,8 @@ def compile_kernel(spec: KernelSpec, sm: int, *, tiles: TileConfig | None = None
     Raises:
         UserInputError: unknown ``sm``; Triton was told to interpret.
         MissingDependencyError: Triton is not installed.
-        CheckFailedError: the kernel needs scratch memory or more shared memory than there is, or its parameters are not those of its signature.
+        CheckFailedError: the kernel needs scratch memory or too much shared memory, or its parameters are not those of
+            its signature.
     """
     check_sm(sm)
     triton = _import_triton()
