@@ -191,16 +191,23 @@ def test_an_executor_of_few_rows_records_and_holds_only_what_they_need(tmp_path,
 
 
 def test_what_padding_writes(tmp_path, entry):
-    """Our plugin skips padding; TensorRT's own attention writes it behind a row, or into the scratch tail."""
+    """Our plugin skips padding; TensorRT's own attention writes it behind what a row holds."""
     executor, gpu, _ = open_one(tmp_path, entry)
-    ModelRunner(executor).step(0, [RowWork([3, 4], 2), RowWork([5], 1), RowWork([6], 1)])
+    runner = ModelRunner(executor)
     address = next(address for _, address in executor._parts.kv.addresses(0))
-    written = gpu.array(address, (ROWS, entry.kv_capacity, 128), "float16")[:, :, 0]
-    assert written[:3, :2].tolist() == [[3, 4], [5, 0], [6, 0]]
-    values = gpu.array(address + written.size * 256, (ROWS, entry.kv_capacity, 128), "float16")[:, :, 0] != 0
-    behind, scratch = (LOOKAHEAD + 1, LOOKAHEAD + 1) if entry.lowering == "native" else (0, 0)
-    assert values.sum(axis=1).tolist() == ([behind] * 3 + [scratch] if behind else [2, 1, 1, 0])
-    assert values[3, -5:].sum() == scratch
+    keys = gpu.array(address, (ROWS, entry.kv_capacity, 128), "float16")[:, :, 0]
+    values = gpu.array(address + keys.size * 256, (ROWS, entry.kv_capacity, 128), "float16")[:, :, 0]
+    dense = entry.lowering == "native"
+    runner.step(0, [RowWork([3, 4], 2), RowWork([5], 1), RowWork([6], 1)])
+    assert keys[:, :2].tolist() == [[3, 4], [5, 0], [6, 0], [0, 0]]
+    assert (values != 0).sum(axis=1).tolist() == ([5] * 4 if dense else [2, 1, 1, 0])
+    runner.kv.commit(2, 1)
+    runner.move_row(2, 3)
+    number = float(values[2, 0])  # the copy has not run yet
+    runner.step(0, [RowWork([7, 8], 1), RowWork([5], 1), RowWork([6], 1)])
+    assert keys[3].tolist() == [6] + [0] * (entry.kv_capacity - 1)
+    assert values[3, 0] == number
+    assert (values != 0).sum(axis=1).tolist() == ([5, 5, 5, 6] if dense else [2, 1, 1, 1])
 
 
 def test_capture_between_steps_does_not_disturb_them(tmp_path, entry):

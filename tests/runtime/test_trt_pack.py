@@ -21,7 +21,6 @@ from specexport_runtime.executors.trt_pack import (
 from specexport_runtime.profiles import Profile
 
 NAMES = tuple(SPECS)
-CAPACITY = 50
 
 
 def make_step(first_row, tokens, kv_lens, logits):
@@ -36,25 +35,38 @@ def make_step(first_row, tokens, kv_lens, logits):
     return shape, buffers
 
 
-def pack(profile, num_rows, tokens, kv_lens, logits, *, first_row=0, packed=False, last_position=10**6, names=NAMES):
+def pack(
+    profile,
+    num_rows,
+    tokens,
+    kv_lens,
+    logits,
+    *,
+    first_row=0,
+    packed=False,
+    last_position=10**6,
+    names=NAMES,
+    ends=None,
+):
     """The engine's arrays for one step, over memory full of rubbish."""
     shape, buffers = make_step(first_row, tokens, kv_lens, logits)
     window = place_step(shape, profile, num_rows, packed=packed)
     plan = plan_step(window, [len(row) for row in tokens], buffers.logit_rows, names)
     arrays = {name: np.full(window.shape.shape_of(SPECS[name]), -9, SPECS[name].dtype) for name in names}
     start_plan(plan, arrays)
-    fill_step(plan, buffers, arrays, CAPACITY, last_position)
+    held = np.arange(40, 40 + window.shape.num_seqs, dtype=np.int32)[:, None] if ends is None else ends
+    fill_step(plan, buffers, arrays, held, last_position)
     return window, arrays
 
 
-def test_a_dense_window_pads_every_row_and_hides_those_that_are_not_in_the_step():
+def test_a_dense_window_pads_every_row_and_writes_behind_those_that_are_not_in_the_step():
     profile = Profile("verify", 4, 3, 12, 12)
     window, got = pack(profile, 5, [[7, 8, 9], [4]], [20, 30], [3, 1], first_row=3)
     assert window == Window("dense", StepShape(1, 4, 12, 3, 12), 2)
     assert got["input_ids"].tolist() == [0] * 6 + [7, 8, 9, 4, 0, 0]
-    assert got["positions"].tolist() == [47, 48, 49] * 2 + [20, 21, 22, 30, 31, 32]
-    assert got["kv_lens"][:, 0].tolist() == [47, 47, 20, 30]
-    assert got["row_totals"][:, 0].tolist() == [50, 50, 23, 33]
+    assert got["positions"].tolist() == [40, 41, 42, 41, 42, 43, 20, 21, 22, 30, 31, 32]
+    assert got["kv_lens"][:, 0].tolist() == [40, 41, 20, 30]
+    assert got["row_totals"][:, 0].tolist() == [43, 44, 23, 33]
     assert got["cu_new_tokens"].tolist() == [0, 3, 6, 9, 12]
     assert got["tile_index"].tolist() == np.arange(12).reshape(4, 3).tolist()
     assert got["untile_index"].tolist() == list(range(12))
@@ -63,9 +75,23 @@ def test_a_dense_window_pads_every_row_and_hides_those_that_are_not_in_the_step(
 
 def test_a_row_without_tokens_inside_a_dense_step_is_hidden_too():
     _, got = pack(Profile("verify", 4, 2, 8, 8), 4, [[5], [], [6, 7]], [10, 11, 12], [1, 0, 2])
-    assert got["kv_lens"][:, 0].tolist() == [10, 48, 12, 48]
+    assert got["kv_lens"][:, 0].tolist() == [10, 41, 12, 43]
     assert got["input_ids"].tolist() == [5, 0, 0, 0, 6, 7, 0, 0]
     assert got["logit_rows"][:3].tolist() == [0, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("profile", "packed"),
+    [
+        (Profile("verify", 4, 4, 16, 16), False),
+        (Profile("verify", 4, 4, 16, 16), True),
+        (Profile("prefill", 4, 9, 9, 9), False),
+    ],
+)
+def test_where_rows_end_is_kept_for_those_of_the_step(profile, packed):
+    ends = np.array([[5], [6], [7], [8]], np.int32)[: 4 if profile.is_fixed else 3]
+    pack(profile, 4, [[1, 2, 3], [], [4]], [20, 25, 2], [1, 0, 1], packed=packed, ends=ends)
+    assert ends[:, 0].tolist() == [23, 6, 3, 8][: len(ends)]
 
 
 def test_dummies_stay_within_the_positions_the_model_knows():
@@ -151,5 +177,5 @@ def test_what_an_earlier_plan_left_is_gone(packed):
         window = place_step(shape, profile, 2, packed=packed)
         plan = plan_step(window, [len(row) for row in tokens], buffers.logit_rows, NAMES)
         start_plan(plan, arrays)
-        fill_step(plan, buffers, arrays, CAPACITY, 10**6)
+        fill_step(plan, buffers, arrays, np.zeros((2, 1), np.int32), 10**6)
     assert arrays["input_ids"].tolist() == [3, 0, 0, 0, 0, 0]

@@ -14,7 +14,7 @@ import numpy as np
 
 from specexport_runtime.abi import STEP_INPUTS, StepShape
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Int64Array, StepBuffers, StepOutput, Want
+from specexport_runtime.executors.base import Int32Array, Int64Array, StepBuffers, StepOutput, Want
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.trt_engine import EngineContext, load_engine
 from specexport_runtime.executors.trt_graphs import GraphKey
@@ -104,6 +104,7 @@ class TrtExecutor:
         self.graphs = self._parts.graphs
         self._sizes, self._names = sizes, entry.inputs
         self._packed = entry.lowering == "plugin"
+        self._ends: Int32Array = np.zeros((sizes.arena_rows, 1), np.int32)
         self._last_position = (entry.max_positions or sizes.kv_capacity) - 1
         self._steps: OrderedDict[StepShape, _Step] = OrderedDict()
         self._current: _Step | None = None
@@ -159,7 +160,7 @@ class TrtExecutor:
     def capture(self, shapes: list[StepShape]) -> None:
         """Record the steps of ``shapes`` that run in fixed profiles, the largest first.
 
-        Each runs once beforehand, on rows' scratch entries. Steps that were not captured are when they first run.
+        Each runs once beforehand, behind what the rows hold. Steps that were not captured are when they first run.
         """
         steps: dict[GraphKey, _Step] = {}
         for shape in shapes:
@@ -181,6 +182,7 @@ class TrtExecutor:
     def move_row(self, source: int, destination: int, kv_len: int) -> None:
         """Copy the first ``kv_len`` cache entries of a row to another, in every layer."""
         self._parts.kv.copy_row(source, destination, kv_len)
+        self._ends[destination] = kv_len
 
     def move_entries(self, row: int, entries: Int64Array) -> None:
         """Not for GPU engines: their caches hold no padding.
@@ -217,7 +219,11 @@ class TrtExecutor:
         if step.block.plan is not plan:
             start_plan(plan, step.arrays)
             step.block.plan = plan
-        fill_step(plan, buffers, step.arrays, self._sizes.kv_capacity, self._last_position)
+        fill_step(plan, buffers, step.arrays, self._window_ends(step), self._last_position)
+
+    def _window_ends(self, step: _Step) -> Int32Array:
+        first = step.window.shape.first_row
+        return self._ends[first : first + step.window.shape.num_seqs]
 
     def _run(self, step: _Step) -> None:
         """Put one step on the stream: inputs, then the graph or the engine."""
@@ -242,6 +248,6 @@ class TrtExecutor:
         nothing = plan_step(step.window, [], np.empty(0, np.int64), self._names)
         step.block.plan = None
         start_plan(nothing, step.arrays)
-        fill_step(nothing, _make_buffers(_NO_TOKENS), step.arrays, self._sizes.kv_capacity, self._last_position)
+        fill_step(nothing, _make_buffers(_NO_TOKENS), step.arrays, self._window_ends(step), self._last_position)
         self._run(step)
         self._parts.driver.synchronize()

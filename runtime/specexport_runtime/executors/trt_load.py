@@ -36,7 +36,7 @@ class EngineSizes(NamedTuple):
     Attributes:
         arena_rows: cache rows in memory: enough for the smallest batch bucket that holds ``num_rows``.
         kv_capacity: entries of a row (L).
-        scratch: entries at a row's end that hold nothing: fixed profiles write there for rows that are not in a step.
+        scratch: entries at a row's end that no sequence uses: fixed profiles pad rows with as many dummies at most.
         profiles: number in the engine and sizes of the profiles that can run on ``arena_rows`` rows.
         max_logit_rows: most rows of logits of a step.
     """

@@ -12,8 +12,8 @@ depends on what the engine's attention can do:
     cu     0  3  6  9  12                          cu     0  0  3  4  4
 
 In a dense window every row has Q' tokens: dummies behind the real ones, whose cache entries are never committed. Rows
-that are not in the step write into the last Q' entries of their row, which hold nothing (the scratch tail). In a packed
-window dummies belong to no row, and the attention skips them.
+that are not in the step write behind everything that was ever written to them, so that padding a batch costs what these
+rows hold and not what they could hold. In a packed window dummies belong to no row, and the attention skips them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,6 +55,7 @@ class Plan(NamedTuple):
         rows: window rows that have tokens.
         sources: the step's rows that these are.
         counts: new tokens of each window row, as the engine sees them [B', 1], int32.
+        own: those of ``rows`` that are no dummies, likewise.
         constants: inputs that are the same in every step of this plan, by name.
     """
 
@@ -63,6 +64,7 @@ class Plan(NamedTuple):
     rows: Int64Array
     sources: Int64Array
     counts: npt.NDArray[np.int32]
+    own: npt.NDArray[np.int32]
     constants: dict[str, npt.NDArray[Any]]
 
 
@@ -109,7 +111,8 @@ def plan_step(window: Window, counts: Sequence[int], logit_rows: Int64Array, nam
     index = index_inputs(given, shape)
     index["logit_rows"] = wanted
     kept = {name: array for name, array in index.items() if name in names}
-    return Plan(window, tokens, rows, rows - offset, given[:, None].astype(np.int32), kept)
+    seen, own = (array[:, None].astype(np.int32) for array in (given, real[rows]))
+    return Plan(window, tokens, rows, rows - offset, seen, own, kept)
 
 
 def index_inputs(counts: Int64Array, shape: StepShape) -> dict[str, npt.NDArray[Any]]:
@@ -142,7 +145,11 @@ def index_inputs(counts: Int64Array, shape: StepShape) -> dict[str, npt.NDArray[
 
 
 def fill_step(
-    plan: Plan, buffers: StepBuffers, arrays: Mapping[str, npt.NDArray[Any]], kv_capacity: int, last_position: int
+    plan: Plan,
+    buffers: StepBuffers,
+    arrays: Mapping[str, npt.NDArray[Any]],
+    ends: npt.NDArray[np.int32],
+    last_position: int,
 ) -> None:
     """Write what changes from step to step into the engine's host arrays.
 
@@ -150,7 +157,7 @@ def fill_step(
         plan: of this step.
         buffers: the step.
         arrays: host arrays by input name, already holding ``plan.constants``; only what the engine takes.
-        kv_capacity: L.
+        ends: for every row of the window, where the entries that it may hold end [B', 1]. Updated for rows of the step.
         last_position: the largest that the model knows; dummies stay within it.
     """
     fill, shape, _ = plan.window
@@ -160,8 +167,9 @@ def fill_step(
         kv_lens[:] = buffers.kv_lens
     else:
         if fill == "dense":
-            kv_lens.fill(kv_capacity - shape.max_new_tokens)
+            kv_lens[:] = ends
         kv_lens[plan.rows] = buffers.kv_lens[plan.sources]
+    ends[plan.rows] = kv_lens[plan.rows] + plan.own
     if "kv_lens" in arrays:
         arrays["kv_lens"][:] = kv_lens
     if "row_totals" in arrays:
