@@ -12,47 +12,22 @@ from pathlib import Path
 
 import numpy as np
 
-from specexport_runtime.abi import STEP_INPUTS, StepShape
+from specexport_runtime.abi import StepShape
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Int32Array, Int64Array, StepBuffers, StepOutput, Want
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.trt_engine import EngineContext, load_engine
 from specexport_runtime.executors.trt_graphs import GraphKey
 from specexport_runtime.executors.trt_load import EngineLoader, TrtParts, load_parts
-from specexport_runtime.executors.trt_memory import HostBlock, largest_shape, lay_out_inputs
-from specexport_runtime.executors.trt_pack import Plan, Window, fill_step, place_step, plan_step, start_plan
+from specexport_runtime.executors.trt_memory import largest_shape
+from specexport_runtime.executors.trt_pack import Plan, fill_step, place_step, plan_step, start_plan
+from specexport_runtime.executors.trt_step import PlacedStep, make_buffers
 from specexport_runtime.manifest import EngineFile, ModelEntry
 from specexport_runtime.profiles import choose_profile
 
 MAX_SHAPES = 256
 MAX_PLANS = 64
 _NO_TOKENS = StepShape(0, 1, 0, 1, 0)
-
-
-def _make_buffers(shape: StepShape) -> StepBuffers:
-    return StepBuffers(*(np.zeros(shape.shape_of(spec), spec.dtype) for spec in STEP_INPUTS))
-
-
-class _Step:
-    """What is kept of one step shape: the arrays that the caller fills, and where they go.
-
-    Attributes:
-        buffers: host arrays of the step as it really is.
-        profile: number of the engine's profile that runs it.
-        window: where it lies in that profile.
-        tensors: the engine's inputs in the block.
-        num_bytes: bytes of the block that are copied.
-        block: pinned memory that the engine's inputs are gathered in.
-        arrays: views of it.
-        plans: by counts of new tokens and logit rows.
-    """
-
-    def __init__(self, profile: int, window: Window, block: HostBlock, names: tuple[str, ...]) -> None:
-        self.profile, self.window, self.block = profile, window, block
-        self.tensors, self.num_bytes = lay_out_inputs(names, window.shape)
-        self.arrays = block.views(self.tensors)
-        self.plans: dict[bytes, Plan] = {}
-        self.buffers: StepBuffers | None = None
 
 
 class TrtExecutor:
@@ -106,8 +81,8 @@ class TrtExecutor:
         self._packed = entry.lowering == "plugin"
         self._ends: Int32Array = np.zeros((sizes.arena_rows, 1), np.int32)
         self._last_position = (entry.max_positions or sizes.kv_capacity) - 1
-        self._steps: OrderedDict[StepShape, _Step] = OrderedDict()
-        self._current: _Step | None = None
+        self._steps: OrderedDict[StepShape, PlacedStep] = OrderedDict()
+        self._current: PlacedStep | None = None
 
     @property
     def kv_bytes(self) -> int:
@@ -130,7 +105,7 @@ class TrtExecutor:
             self._steps.move_to_end(shape)
         self._current = step
         if step.buffers is None:
-            step.buffers = _make_buffers(shape)
+            step.buffers = make_buffers(shape)
         return step.buffers
 
     def execute(self, want: Want = "logits") -> StepOutput:
@@ -162,7 +137,7 @@ class TrtExecutor:
 
         Each runs once beforehand, behind what the rows hold. Steps that were not captured are when they first run.
         """
-        steps: dict[GraphKey, _Step] = {}
+        steps: dict[GraphKey, PlacedStep] = {}
         for shape in shapes:
             step = self._place(shape)
             if step.window.fill != "ranged":
@@ -199,13 +174,13 @@ class TrtExecutor:
         with suppress(SpecexportError):
             self._parts.resources.close()
 
-    def _place(self, shape: StepShape) -> _Step:
+    def _place(self, shape: StepShape) -> PlacedStep:
         chosen = choose_profile([profile for _, profile in self._sizes.profiles], shape)
         number, profile = self._sizes.profiles[chosen]
         window = place_step(shape, profile, self._sizes.arena_rows, packed=self._packed)
-        return _Step(number, window, self._parts.blocks[number], self._names)
+        return PlacedStep(number, window, self._parts.blocks[number], self._names, self._ends)
 
-    def _plan(self, step: _Step, buffers: StepBuffers) -> Plan:
+    def _plan(self, step: PlacedStep, buffers: StepBuffers) -> Plan:
         key = buffers.cu_new_tokens.tobytes() + buffers.logit_rows.tobytes()
         plan = step.plans.get(key)
         if plan is None:
@@ -215,39 +190,35 @@ class TrtExecutor:
             plan = step.plans[key] = plan_step(step.window, counts, buffers.logit_rows, self._names)
         return plan
 
-    def _gather(self, step: _Step, plan: Plan, buffers: StepBuffers) -> None:
+    def _gather(self, step: PlacedStep, plan: Plan, buffers: StepBuffers) -> None:
         if step.block.plan is not plan:
             start_plan(plan, step.arrays)
             step.block.plan = plan
-        fill_step(plan, buffers, step.arrays, self._window_ends(step), self._last_position)
+        fill_step(plan, buffers, step.arrays, step.ends, self._last_position)
 
-    def _window_ends(self, step: _Step) -> Int32Array:
-        first = step.window.shape.first_row
-        return self._ends[first : first + step.window.shape.num_seqs]
-
-    def _run(self, step: _Step) -> None:
+    def _run(self, step: PlacedStep) -> None:
         """Put one step on the stream: inputs, then the graph or the engine."""
         parts, shape = self._parts, step.window.shape
         parts.driver.copy_in(parts.at.inputs, step.block.address, step.num_bytes)
         if step.window.fill == "ranged" or not self.graphs.launch(GraphKey(step.profile, shape.first_row)):
             self._bind(step).enqueue(parts.driver.stream)
 
-    def _bind(self, step: _Step) -> EngineContext:
+    def _bind(self, step: PlacedStep) -> EngineContext:
         is_fixed = step.window.fill != "ranged"
         return self._parts.contexts.bind(step.profile, step.window.shape, step.tensors, is_fixed=is_fixed)
 
-    def _record(self, step: _Step) -> None:
+    def _record(self, step: PlacedStep) -> None:
         key = GraphKey(step.profile, step.window.shape.first_row)
         if key in self.graphs:
             return
         context, stream = self._bind(step), self._parts.driver.stream
         self.graphs.record(key, lambda: context.enqueue(stream), capturable=context.is_capturable(stream))
 
-    def _warm_up(self, step: _Step) -> None:
+    def _warm_up(self, step: PlacedStep) -> None:
         """Run a fixed profile with no sequence in it: engines set themselves up in their first run."""
         nothing = plan_step(step.window, [], np.empty(0, np.int64), self._names)
         step.block.plan = None
         start_plan(nothing, step.arrays)
-        fill_step(nothing, _make_buffers(_NO_TOKENS), step.arrays, self._window_ends(step), self._last_position)
+        fill_step(nothing, make_buffers(_NO_TOKENS), step.arrays, step.ends, self._last_position)
         self._run(step)
         self._parts.driver.synchronize()

@@ -1,0 +1,39 @@
+"""What a TensorRT executor keeps of each step shape it has met."""
+
+import numpy as np
+
+from specexport_runtime.abi import STEP_INPUTS, StepShape
+from specexport_runtime.executors.base import Int32Array, StepBuffers
+from specexport_runtime.executors.trt_memory import HostBlock, lay_out_inputs
+from specexport_runtime.executors.trt_pack import Plan, Window
+
+
+def make_buffers(shape: StepShape) -> StepBuffers:
+    """Arrays of a step as it really is."""
+    return StepBuffers(*(np.zeros(shape.shape_of(spec), spec.dtype) for spec in STEP_INPUTS))
+
+
+class PlacedStep:
+    """What is kept of one step shape: the arrays that the caller fills, and where they go.
+
+    Attributes:
+        buffers: host arrays of the step as it really is.
+        profile: number of the engine's profile that runs it.
+        window: where it lies in that profile.
+        tensors: the engine's inputs in the block.
+        num_bytes: bytes of the block that are copied.
+        block: pinned memory that the engine's inputs are gathered in.
+        arrays: views of it.
+        ends: where the window's rows end, see ``fill_step``.
+        plans: by counts of new tokens and logit rows.
+    """
+
+    def __init__(
+        self, profile: int, window: Window, block: HostBlock, names: tuple[str, ...], ends: Int32Array
+    ) -> None:
+        self.profile, self.window, self.block = profile, window, block
+        self.ends = ends[window.shape.first_row :][: window.shape.num_seqs]
+        self.tensors, self.num_bytes = lay_out_inputs(names, window.shape)
+        self.arrays = block.views(self.tensors)
+        self.plans: dict[bytes, Plan] = {}
+        self.buffers: StepBuffers | None = None
