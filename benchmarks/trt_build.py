@@ -17,9 +17,10 @@ from typing import Any
 SETS = {
     # name: (max_num_seqs, max_num_tokens); prefill buckets begin at 64 tokens
     "1 sequence, prefill 64": (1, 64),
+    "2 sequences, prefill 64": (2, 64),
     "1 sequence, prefill up to 512": (1, 512),
-    "4 sequences, prefill up to 128": (4, 128),
     "8 sequences, prefill up to 512": (8, 512),
+    "32 sequences, prefill up to 2048": (32, 2048),
 }
 
 

@@ -118,11 +118,16 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
     return report | measured | {"version": str(trt.__version__)}
 
 
-def _peak_memory_bytes() -> int:
-    """Most resident memory this process has had."""
-    import resource
+def _peak_memory_bytes() -> int | None:
+    """Most resident memory this process has had; None where the system does not say.
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    Not ``getrusage``: its peak survives exec, and so starts with that of the compiler that started this process.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 def _add_profiles(builder: Any, network: Any, config: Any, job: Job, log: TextIO) -> None:

@@ -24,6 +24,7 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.abi",
     "specexport_runtime.manifest",
     "specexport_runtime.errors",
+    "specexport_runtime.profiles",
     "specexport_runtime.cli_errors",
     "specexport_runtime.executors.base",  # array types
 }
