@@ -1,0 +1,172 @@
+"""Lowering ``plugin`` for TensorRT: each attention becomes ops of the unpadded-KV plugin, on packed tokens.
+
+::
+
+    kv_append(k, v, k_cache, v_cache, kv_lens, cu_new_tokens) -> k_cache_out, v_cache_out      (in place)
+    ragged_attention(q, k_cache_out, v_cache_out, kv_lens, cu_new_tokens[, sinks]) -> output   (one split)
+    ragged_attention(…) -> partial_acc, partial_stats;  combine_splits(partial_acc, partial_stats) -> output
+
+A node's operator name is the plugin's name, which holds everything its kernel is compiled for
+(``specexport.plugin.naming``). TensorRT's parser looks up a registered plugin by that name and by the attributes
+``plugin_namespace`` and ``plugin_version``; ``aot`` makes it take the embedded kernel and no Python callback
+(``FallbackPluginImporter`` and ``createPlugin`` of onnx-tensorrt). Nothing is padded, so the graph has no tile inputs.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from specexport.kernels.signatures import MODEL_DTYPES
+from specexport.kernels.spec import KernelSpec
+from specexport.lowering.ort_cpu import drop_unused_step_inputs
+from specexport.lowering.token_ids import add_token_ids
+from specexport.lowering.trt_native import Attention, read_attention
+from specexport.ops.spec import DIM_NAMES
+from specexport.plugin.naming import NAMESPACE, graph_shape, plugin_name
+from specexport_runtime.abi import OP_DOMAIN, OP_NAME
+from specexport_runtime.errors import UnsupportedModelError, UserInputError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+SPLIT_ENTRIES = 1024
+"""A split has at least this many entries in the longest row: its partial sum is written and read once more."""
+
+MOST_SPLITS = 8
+"""The partial sums of a step are this many times as large as float32 queries, in prefill too."""
+
+PLUGIN_VERSION = "1"  # tensorrt.plugin registers every plugin under this version
+
+
+def choose_num_splits(kv_capacity: int, window: int) -> int:
+    """Splits of a layer. One number for all profiles of an engine: it is the size of an output.
+
+    Args:
+        kv_capacity: L.
+        window: entries a token sees; -1 for all.
+    """
+    seen = min(kv_capacity, window) if window > 0 else kv_capacity
+    return max(1, min(MOST_SPLITS, seen // SPLIT_ENTRIES))
+
+
+def lower_trt_plugin(ir_model: "ir.Model", *, kv_capacity: int, num_splits: int | None = None) -> tuple[str, ...]:
+    """Replace every ``UnpaddedAttention``, fix the cache shapes, add ``token_ids``, drop unread step inputs, in place.
+
+    Args:
+        ir_model: the traced model after the passes.
+        kv_capacity: L, entries of a cache row.
+        num_splits: parts that a row's entries are split into; None for ``choose_num_splits``.
+
+    Returns:
+        Name of the attention plugin of each layer.
+
+    Raises:
+        UnsupportedModelError: a layer has a dtype, heads or sizes that the kernels do not compute exactly.
+    """
+    names = replace_attention(ir_model, kv_capacity=kv_capacity, num_splits=num_splits)
+    add_token_ids(ir_model)
+    drop_unused_step_inputs(ir_model)
+    return names
+
+
+def replace_attention(ir_model: "ir.Model", *, kv_capacity: int, num_splits: int | None = None) -> tuple[str, ...]:
+    """The attention part of ``lower_trt_plugin``, for graphs without logits; same arguments, result and errors."""
+    nodes = [node for node in ir_model.graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN]
+    layers = [read_attention(node, index) for index, node in enumerate(nodes)]
+    specs = [_attention_spec(layer, index, kv_capacity, num_splits) for index, layer in enumerate(layers)]
+    for index, (layer, spec) in enumerate(zip(layers, specs, strict=True)):
+        _lower_layer(ir_model, layer, spec, index, kv_capacity)
+    return tuple(map(plugin_name, specs))
+
+
+def _attention_spec(layer: Attention, index: int, kv_capacity: int, num_splits: int | None) -> KernelSpec:
+    """The attention kernel of a layer.
+
+    Raises:
+        UnsupportedModelError: there is none; names the layer and the reason.
+    """
+    dtype = layer.dtype.name.lower()
+    if dtype not in MODEL_DTYPES:
+        raise UnsupportedModelError(
+            f"attention layer {index} is {layer.dtype.name}; the attention plugin computes float16 and bfloat16.",
+            "build with `dtype: float16`, or with `lowering: native`.",
+        )
+    splits = choose_num_splits(kv_capacity, layer.window) if num_splits is None else num_splits
+    try:
+        return KernelSpec(
+            kernel="ragged_attention", dtype=dtype,
+            num_heads=layer.num_heads, kv_num_heads=layer.kv_heads, head_size=layer.k_dim, v_head_size=layer.v_dim,
+            scale=layer.scale, window=layer.window, softcap=layer.softcap,
+            sinks="sinks" in layer.tensors, num_splits=splits,
+        )  # fmt: skip
+    except UserInputError as error:
+        raise UnsupportedModelError(
+            f"attention layer {index}: {error.message}", "build with `lowering: native`."
+        ) from error
+
+
+def _lower_layer(ir_model: "ir.Model", layer: Attention, spec: KernelSpec, index: int, kv_capacity: int) -> None:
+    import onnx_ir as ir
+
+    append = replace(_plain(spec, "kv_append"), num_heads=spec.kv_num_heads)
+    sizes = {"Hq": spec.num_heads, "D": spec.head_size, "Dv": spec.v_head_size, "S": spec.num_splits}
+    sizes |= {"H": spec.kv_num_heads, "L": kv_capacity, "Hq*Dv": spec.num_heads * spec.v_head_size}
+    known = dict(layer.tensors)
+    nodes: list[ir.Node] = []
+    for cache, size in (("k_cache", layer.k_dim), ("v_cache", layer.v_dim)):
+        known[cache].shape = ir.Shape([DIM_NAMES["B"], layer.kv_heads, kv_capacity, size])
+    if "sinks" in known and known["sinks"].dtype != layer.dtype:
+        cast = ir.node("Cast", [known["sinks"]], {"to": int(layer.dtype)}, name=f"attention.{index}.sinks")
+        cast.outputs[0].type = ir.TensorType(layer.dtype)
+        known["sinks"] = cast.outputs[0]
+        nodes.append(cast)
+    for kernel in (append, spec, *([_plain(spec, "combine_splits")] if spec.num_splits > 1 else [])):
+        nodes.append(_plugin_node(kernel, known, sizes, layer.dtype, f"attention.{index}.{kernel.kernel}"))
+        known |= dict(zip(_outputs(kernel), nodes[-1].outputs, strict=True))
+        known |= {name: known[f"{name}_out"] for name in ("k_cache", "v_cache")}  # what follows reads the new entries
+    ir_model.graph.insert_before(layer.node, nodes)
+    for old, name in zip(layer.node.outputs, ("output", "k_cache_out", "v_cache_out"), strict=True):
+        _take_place(ir_model, old, known[name])
+    ir_model.graph.remove(layer.node, safe=True)
+
+
+def _plain(spec: KernelSpec, kernel: str) -> KernelSpec:
+    """Another kernel of the same layer, without what only attention depends on: layers then share its plugin."""
+    splits = spec.num_splits if kernel == "combine_splits" else 1
+    return replace(spec, kernel=kernel, scale=1.0, window=-1, softcap=0.0, sinks=False, num_splits=splits)
+
+
+def _outputs(spec: KernelSpec) -> list[str]:
+    return [item.name for item in spec.signature.outputs]
+
+
+def _plugin_node(
+    spec: KernelSpec, known: "dict[str, ir.Value]", sizes: dict[str, int], dtype: "ir.DataType", name: str
+) -> "ir.Node":
+    """The node of one plugin: inputs by the names of the kernel's signature, outputs with their types and shapes."""
+    import onnx_ir as ir
+
+    signature = spec.signature
+    node = ir.node(
+        plugin_name(spec),
+        [known[item.name] for item in signature.inputs],
+        {"plugin_namespace": NAMESPACE, "plugin_version": PLUGIN_VERSION, "aot": 1},
+        num_outputs=len(signature.outputs),
+        name=name,
+    )
+    for item, value in zip(signature.outputs, node.outputs, strict=True):
+        value.name = f"{name}.{item.name}"
+        value.type = ir.TensorType(dtype if item.dtype == "model" else ir.DataType.FLOAT)
+        words = (sizes.get(word, word) if isinstance(word, str) else word for word in graph_shape(item))
+        value.shape = ir.Shape([DIM_NAMES[word] if isinstance(word, str) else word for word in words])
+    return node
+
+
+def _take_place(ir_model: "ir.Model", old: "ir.Value", new: "ir.Value") -> None:
+    """Readers of ``old``, and the graph output that it is, now get ``new``, under its name if it is an output."""
+    import onnx_ir as ir
+
+    outputs = ir_model.graph.outputs
+    if old in outputs:
+        outputs[outputs.index(old)] = new
+        new.name, old.name = old.name, None
+    ir.convenience.replace_all_uses_with(old, new)
