@@ -1,0 +1,124 @@
+"""The lowered graph, the executor and the decoding loop together: the compiler's own graph runs as the engine.
+
+Nothing here runs on a GPU. The graph is evaluated in numpy, over the memory of the fake GPU, at exactly the sizes that
+its profile allows; what comes out is held against eager transformers.
+"""
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specexport.backends.profiles import engine_kv_capacity, plan_profiles
+from specexport.frontend import reference_logits
+from specexport.gpu_build import step_inputs
+from specexport.lowering import lower_model, trt_native
+from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.executors.trt_engine import EngineTensor
+from specexport_runtime.params import SamplingParams
+from specexport_runtime.sequence import Sequence
+from tests.engine_harness import make_checkpoint
+from tests.lowering.half_models import trace
+from tests.lowering.trt_evaluator import make_evaluator
+from tests.runtime.loop import make_decoder, run
+from tests.runtime.trt_fakes import FakeContext, FakeEngine, FakeGpu, make_entry, open_fake
+from tests.tiny_models import VOCAB
+
+ROWS, LOOKAHEAD, MAX_MODEL_LEN = 3, 3, 40
+PROMPTS = ([5, 9, 14, 3, 200, 31, 77], [40, 41, 42], [7] * 12)
+
+
+class GraphContext(FakeContext):
+    """Runs one profile by evaluating the lowered graph."""
+
+    def run(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:
+        engine, gpu = self.engine, self.engine.gpu
+        engine.runs.append(self.profile)
+        feeds = {
+            tensor.name: gpu.array(addresses[tensor.name], shapes[tensor.name], engine.dtypes[tensor.name]).copy()
+            for tensor in engine.tensors
+            if tensor.is_input
+        }
+        with np.errstate(all="ignore"):  # padding slots may hold NaN
+            found = dict(zip(engine.evaluator.output_names, engine.evaluator.run(None, feeds), strict=True))
+        for name, value in found.items():
+            gpu.array(addresses[name], value.shape, str(value.dtype))[:] = value
+
+
+class GraphEngine(FakeEngine):
+    """An engine that is a lowered graph."""
+
+    def __init__(self, gpu: FakeGpu, entry: Any, model: Any) -> None:
+        self.gpu, self.entry = gpu, entry
+        self.activation_bytes = 4096
+        values = [*((value, True) for value in model.graph.inputs), *((value, False) for value in model.graph.outputs)]
+        self.tensors = tuple(
+            EngineTensor(str(v.name), tuple(d if isinstance(d, int) else -1 for d in v.shape), is_input)
+            for v, is_input in values
+        )
+        self.dtypes = {str(value.name): value.dtype.numpy().name for value, _ in values}
+        self.evaluator = make_evaluator(model, ("float32",))
+        self.contexts, self.runs = [], []
+        self.capturable, self.broken, self.closed = True, None, False
+
+    def make_context(self, profile: int, activations: int, stream: int, *, is_fixed: bool) -> GraphContext:
+        self.contexts.append(GraphContext(self, self.entry.profiles[profile]))
+        return self.contexts[-1]
+
+
+@pytest.fixture(autouse=True)
+def fused_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU fuses float32 attention, but rounding cannot hide a wrong mask in it."""
+    monkeypatch.setattr(trt_native, "_FUSED_DTYPES", ("FLOAT",))
+
+
+def open_model(name: str, role: str, folder: Path) -> tuple[Any, GraphEngine]:
+    """A ``TrtExecutor`` on the graph that a build of tiny model ``name`` would make an engine of."""
+    model = trace(name, "float32").ir_model.clone()
+    capacity = engine_kv_capacity(MAX_MODEL_LEN, LOOKAHEAD)
+    lower_model(model, "tensorrt-rtx", lowering="native", kv_capacity=capacity)
+    caches = [value for value in model.graph.inputs if "cache" in str(value.name)]
+    sizes = [(int(value.shape[1]), int(value.shape[3])) for value in caches]
+    layers = [LayerGeometry(k[0], k[1], v[1]) for k, v in zip(sizes[::2], sizes[1::2], strict=True)]
+    profiles = plan_profiles(role, lookahead=LOOKAHEAD, max_num_seqs=ROWS, max_num_tokens=24)
+    entry = make_entry(
+        LOOKAHEAD, ROWS, MAX_MODEL_LEN, dtype="float32", layers=tuple(layers), profiles=profiles,
+        vocab_size=VOCAB, inputs=step_inputs(model), kv_capacity=capacity,
+    )  # fmt: skip
+    gpu = FakeGpu(1 << 26)
+    engine = GraphEngine(gpu, entry, model)
+    executor, _, _ = open_fake(folder, entry, FakeExecutor(VOCAB, ROWS, 8), gpu, load=lambda *_: engine)
+    return executor, engine
+
+
+def is_greedy(name: str, prompt: Seq[int], tokens: Seq[int]) -> bool:
+    """Every generated token is the one that eager transformers finds most likely after those before it."""
+    (logits,) = reference_logits(make_checkpoint(trace(name, "float32").model), [[*prompt, *tokens]])
+    return logits[len(prompt) - 1 : -1].argmax(1).tolist() == list(tokens)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2"])
+def test_speculative_decoding_over_the_lowered_graph_is_greedy_eager_decoding(name: str, tmp_path: Path) -> None:
+    target, target_engine = open_model(name, "target", tmp_path / "target")
+    draft, draft_engine = open_model("llama", "draft", tmp_path / "draft")
+    decoder = make_decoder(target, draft, LOOKAHEAD, max_chunk=16)
+    sequences = [
+        Sequence(i, list(prompt), SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True),
+                 vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN)
+        for i, (prompt, count) in enumerate(zip(PROMPTS, (11, 7, 9), strict=True))
+    ]  # fmt: skip
+    events = run(decoder, sequences)
+    for prompt, seq in zip(PROMPTS, sequences, strict=True):
+        assert is_greedy(name, prompt, seq.tokens[len(prompt) :])
+    assert {profile.kind for profile in target_engine.runs} >= {"verify", "prefill"}
+    assert {profile.kind for profile in draft_engine.runs} >= {"decode", "prefill"}
+    drafted, accepted = sum(event.drafted for event in events), sum(event.accepted for event in events)
+    assert drafted > 10
+    if name == "llama":  # the draft is the target itself
+        assert accepted >= drafted - LOOKAHEAD
+        assert "catch-up" in {profile.kind for profile in draft_engine.runs}
+    target.close()
+    draft.close()
