@@ -1,0 +1,192 @@
+"""The plugin lowering for TensorRT: its graphs, evaluated with the plugin's ops in numpy or as interpreted kernels."""
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from specexport.frontend import reference_logits
+from specexport.lowering import lower_model, trt_plugin
+from specexport.plugin.naming import plugin_names, plugin_spec
+from specexport_runtime.errors import UnsupportedModelError
+from tests.engine_harness import make_checkpoint
+from tests.lowering.half_models import HalfModel, trace
+from tests.ops.test_unpadded_attention import CAPACITY, CASES, Case, expect, make_inputs, one_node_model
+from tests.plugin.evaluator import OPS, PluginEngine, make_evaluator
+from tests.plugin.interpreter import InterpretedPlugins
+from tests.tiny_models import VOCAB
+
+DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+IR_DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16, "float32": ir.DataType.FLOAT}
+# The result is rounded once, to the model's type; values reach about 3.
+TOLERANCE = {"float16": 2e-3, "bfloat16": 2e-2}
+# Of the largest logit: eager rounds scores and weights to half precision, the plugin does not.
+MODEL_TOLERANCE = {"float16": 1e-2, "bfloat16": 6e-2}
+
+
+def lower(case: Case, dtype: str = "float16", splits: int | None = None, capacity: int = CAPACITY) -> ir.Model:
+    model = one_node_model(case)
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.dtype == ir.DataType.FLOAT:
+            value.type = ir.TensorType(IR_DTYPES[dtype])
+    trt_plugin.replace_attention(model, kv_capacity=capacity, num_splits=splits)
+    return model
+
+
+def feeds_of(model: ir.Model, inputs: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    named = {str(value.name) for value in model.graph.inputs}
+    feeds = {name: array for name, array in inputs.items() if name in named}
+    feeds |= {name: feeds[name][:, 0] for name in ("k_cache", "v_cache")}
+    return {name: x.astype(DTYPES[dtype]) if x.dtype == np.float32 else x for name, x in feeds.items()}
+
+
+def check(case: Case, dtype: str, splits: int | None, ops: Any = OPS, *, tolerance: float | None = None) -> None:
+    """The lowered graph, with unused entries NaN, against the reference on the same rounded inputs."""
+    inputs = make_inputs(case)
+    for name, array in inputs.items():
+        if array.dtype == np.float32:
+            inputs[name] = array.astype(DTYPES[dtype]).astype(np.float32)
+    scale = float(np.float32(case.scale))
+    wanted = expect(replace(case, scale=scale), inputs)
+    model = lower(case, dtype, splits)
+    output, *caches = make_evaluator(model, ops).run(None, feeds_of(model, inputs, dtype))
+    assert output.dtype == DTYPES[dtype]
+    np.testing.assert_allclose(output.astype(float), wanted[0], atol=tolerance or TOLERANCE[dtype], rtol=0)
+    for cache, expected in zip(caches, wanted[1:], strict=True):
+        np.testing.assert_array_equal(cache.astype(float), expected[:, 0])
+
+
+@pytest.mark.parametrize("splits", [None, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_graphs_equal_the_reference(name: str, dtype: str, splits: int | None) -> None:
+    check(CASES[name], dtype, splits)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Any:
+    worker = InterpretedPlugins()
+    yield worker.ops()
+    worker.close()
+
+
+@pytest.mark.parametrize("splits", [None, 2])
+def test_graphs_with_the_real_kernels_equal_the_reference(splits: int | None, interpreted: Any) -> None:
+    """The kernels that the names of a graph's nodes stand for, interpreted."""
+    case = replace(CASES["everything"], rows=((3, 5), (17, 1), (9, 0), (0, 3)))
+    check(case, "float16", splits, interpreted, tolerance=5e-3)  # weights are rounded before the second product
+
+
+def test_another_window_is_another_result() -> None:
+    """The comparisons above can fail."""
+    case = CASES["everything"]
+    model, inputs = lower(replace(case, window=4)), make_inputs(case)
+    output = make_evaluator(model).run(None, feeds_of(model, inputs, "float16"))[0]
+    assert np.abs(output.astype(float) - expect(case, inputs)[0]).max() > 0.1
+
+
+def test_names_say_what_a_layer_is() -> None:
+    model = lower(CASES["everything"], splits=3)
+    assert [node.op_type for node in model.graph] == [
+        "kv_append_float16_q2_h2_d16",
+        "ragged_attention_float16_q4_h2_d16_x3e99999a_w5_c40000000_n3_sinks",
+        "combine_splits_float16_q4_h2_d16_n3",
+    ]
+    assert all(plugin_spec(name).num_heads in (2, 4) for name in plugin_names(model))
+
+
+def test_attention_reads_the_appended_caches_which_are_the_outputs() -> None:
+    model = lower(CASES["values_smaller"], capacity=40)
+    append, attention = model.graph
+    assert list(append.inputs[2:4]) == [value for value in model.graph.inputs if "cache" in str(value.name)]
+    assert list(attention.inputs[1:3]) == list(append.outputs) == list(model.graph.outputs[1:])
+    assert [list(value.shape)[1:] for value in append.outputs] == [[2, 40, 24], [2, 40, 16]]
+    assert [value.name for value in model.graph.outputs] == ["output", "k_cache_out", "v_cache_out"]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "window", "splits"),
+    [(1, -1, 1), (2047, -1, 1), (2048, -1, 2), (4112, -1, 4), (131072, -1, 8), (131072, 512, 1), (131072, 4096, 4)],
+)
+def test_splits_follow_the_entries_a_token_may_see(capacity: int, window: int, splits: int) -> None:
+    assert trt_plugin.choose_num_splits(capacity, window) == splits
+    case = replace(CASES["ragged"], window=window)
+    assert any("combine_splits" in name for name in plugin_names(lower(case, capacity=capacity))) == (splits > 1)
+
+
+def test_sinks_in_another_type_are_cast() -> None:
+    model = one_node_model(CASES["sinks"])
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.dtype == ir.DataType.FLOAT and value.name != "sinks":
+            value.type = ir.TensorType(ir.DataType.FLOAT16)
+    trt_plugin.replace_attention(model, kv_capacity=CAPACITY)
+    assert next(node.op_type for node in model.graph) == "Cast"
+    assert model.graph[-1].inputs[5].dtype == ir.DataType.FLOAT16
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "words"),
+    [
+        (CASES["ragged"], "float32", "attention layer 0 is FLOAT; the attention plugin computes float16 and bfloat16"),
+        (replace(CASES["ragged"], k_dim=320, v_dim=320), "float16", "attention layer 0: Head size 320"),
+        (replace(CASES["ragged"], kv_heads=3), "float16", "attention layer 0 has 4 query heads on 3"),
+        (replace(CASES["ragged"], window=0), "float16", "attention layer 0: A window of 0"),
+    ],
+)
+def test_what_the_kernels_do_not_compute_is_refused_by_name(case: Case, dtype: str, words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        lower(case, dtype)
+
+
+PREFILL, VERIFY, MODEL_CAPACITY = (9, 17, 4), (5, 1, 3), 40
+MODELS = [
+    ("llama", "float16"), ("gemma2", "float16"), ("gemma3", "bfloat16"), ("gpt_oss", "bfloat16"),
+    ("deepseek_v3", "float16"),
+]  # fmt: skip
+
+
+def sequences() -> list[list[int]]:
+    random = np.random.default_rng(7)
+    return [random.integers(3, VOCAB, past + new).tolist() for past, new in zip(PREFILL, VERIFY, strict=True)]
+
+
+def lower_traced(traced: HalfModel) -> Any:
+    model = traced.ir_model.clone()
+    lower_model(model, "tensorrt", lowering="plugin", kv_capacity=MODEL_CAPACITY)
+    return model
+
+
+@pytest.mark.parametrize(("name", "dtype"), MODELS)
+def test_lowered_models_give_eager_logits(name: str, dtype: str) -> None:
+    """Prefill row by row, then one ragged verify step; entries that no token was written to hold NaN."""
+    traced = trace(name, dtype)
+    engine = PluginEngine(lower_traced(traced), num_rows=3)
+    tokens, expected = sequences(), reference_logits(make_checkpoint(traced.model), sequences())
+    limit = MODEL_TOLERANCE[dtype] * max(float(np.abs(logits).max()) for logits in expected)
+    for row, past in enumerate(PREFILL):
+        logits, ids = engine.step([tokens[row][:past]], [0], first_row=row)
+        assert logits.dtype == np.float32
+        assert np.abs(logits - expected[row][:past]).max() < limit
+        np.testing.assert_array_equal(ids, logits.argmax(1))
+    logits, ids = engine.step([ids[past:] for ids, past in zip(tokens, PREFILL, strict=True)], PREFILL)
+    wanted = np.concatenate([logits[past:] for logits, past in zip(expected, PREFILL, strict=True)])
+    assert np.abs(logits - wanted).max() < limit
+    assert (ids >= 0).all()
+
+
+def test_inputs_and_outputs_are_the_contracts() -> None:
+    model = lower_traced(trace("gemma3", "bfloat16"))
+    names = [str(value.name) for value in model.graph.inputs]
+    assert sorted(names[:5]) == ["cu_new_tokens", "input_ids", "kv_lens", "logit_rows", "positions"]
+    assert names[5:] == [f"{part}_cache.{i}" for i in range(2) for part in "kv"]
+    assert [str(value.name) for value in model.graph.outputs if "cache" not in str(value.name)] == [
+        "logits",
+        "token_ids",
+    ]
+    assert not any(node.domain == "specexport" for node in model.graph)
+    # Layers of one geometry share the plugin that appends; one layer in two has a window.
+    kernels = [plugin_spec(name).kernel for name in plugin_names(model)]
+    assert sorted(kernels) == ["kv_append", "ragged_attention", "ragged_attention"]
