@@ -1,0 +1,197 @@
+"""Everything that only a GPU can show, in one table.
+
+    python tools/gpu_check.py run --out results            # all sections, 8 minutes at most
+    python tools/gpu_check.py run --only kernels --out results
+    python tools/gpu_check.py run --backend ort-cpu --tiny --out results    # a dry run on any machine
+    python tools/gpu_check.py pack --out wheels            # where there is an index: what the GPU machine lacks
+    python tools/gpu_check.py run --wheels wheels --out results             # on the GPU machine, without a network
+    python tools/gpu_check.py --list
+
+Each task runs in a process of its own with a time limit: what crashes or hangs becomes a row of the report, and the
+others go on. ``results.json`` and ``results.md`` are written anew after each task. The checkout is used as it is:
+nothing has to be installed. Exit status: 0 all reached, 1 something failed or missed its target, 2 wrong usage,
+3 no GPU.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import datetime
+import os
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "runtime")]
+
+from tools.gpu_check_lib.packages import install, pack  # noqa: E402
+from tools.gpu_check_lib.registry import CPU, GPU_BACKENDS, SECTIONS, function_of, list_tasks  # noqa: E402
+from tools.gpu_check_lib.rows import Recorder, Row, write_report  # noqa: E402
+from tools.gpu_check_lib.runner import Budget, Task, rows_file, run_tasks  # noqa: E402
+
+NO_GPU = 3
+MINUTES = 8.0
+
+
+def find_gpu() -> str:
+    """Why there is no GPU to run on; empty if there is one."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "there is no NVIDIA driver here (libcuda.so.1 cannot be loaded)"
+    count = ctypes.c_int(0)
+    status = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
+    if status:
+        return f"the NVIDIA driver finds no GPU (CUDA error {status})"
+    return "" if count.value else "the NVIDIA driver finds no GPU"
+
+
+def make_environment(work: Path, site: Path | None, *, interpret: bool) -> dict[str, str]:
+    """Environment of the tasks: this checkout and the carried packages first, caches in the work folder, no hub.
+
+    Args:
+        work: the work folder.
+        site: folder of carried packages, or None.
+        interpret: let Triton interpret kernels: there is no GPU.
+    """
+    paths = [*([str(site)] if site else []), str(ROOT), str(ROOT / "runtime"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "SPECEXPORT_CACHE_DIR": str(work / "cache"),
+        "TRITON_CACHE_DIR": str(work / "triton"),
+        **({"TRITON_INTERPRET": "1"} if interpret else {}),
+    }
+
+
+def run(options: argparse.Namespace) -> int:
+    """``run``: every task for which there is time."""
+    budget = Budget(60 * options.minutes)
+    backends = tuple(options.backend or GPU_BACKENDS)
+    try:
+        tasks = list_tasks(backends, options.only or ())
+    except ValueError as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return 2
+    missing = find_gpu()
+    if missing and backends != (CPU,):
+        print(f"gpu_check: {missing}; a dry run anywhere: run --backend ort-cpu --tiny", file=sys.stderr)
+        return NO_GPU
+    name = f"specexport-gpu-check{'-tiny' if options.tiny else ''}"
+    work = (options.work or Path(tempfile.gettempdir()) / name).resolve()
+    out = options.out.resolve()
+    for folder in (work, out):
+        folder.mkdir(parents=True, exist_ok=True)
+    first = _install_wheels(options.wheels, work) if options.wheels else []
+    site = work / "site" if (work / "site").is_dir() else None
+    environment = make_environment(work, site, interpret=bool(missing) and options.tiny)
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    words = shlex.join(sys.argv[1:])
+    head = ["# GPU check", "", f"{now}, `gpu_check.py {words}`, {options.minutes:g} minutes at most."]
+    if options.tiny or backends == (CPU,):
+        head += ["", "**A dry run: it shows that the code runs, and nothing about a GPU.**"]
+
+    def report(rows: Sequence[Row]) -> None:
+        write_report(out, [*first, *rows], head, {"time": now, "arguments": sys.argv[1:], "tiny": options.tiny})
+
+    def command(task: Task, limit: float) -> list[str]:
+        words = [sys.executable, str(Path(__file__).resolve()), "task", task.name, "--work", str(work)]
+        words += ["--limit", f"{limit:.1f}", "--title", task.title, *(["--tiny"] if options.tiny else [])]
+        return words + (["--bundles", str(options.bundles.resolve())] if options.bundles else [])
+
+    rows = run_tasks(
+        tasks, budget, work, out / "log.txt", command=command, environment=environment, report=report
+    )  # fmt: skip
+    report(rows)
+    print((out / "results.md").read_text(encoding="utf-8"))
+    return int(any(row.verdict in {"failed", "missed"} for row in (*first, *rows)))
+
+
+def _install_wheels(folder: Path, work: Path) -> list[Row]:
+    """Install carried wheels; what did not work is a row."""
+    _, problems = install(folder, work)
+    value, verdict = (f"failed: {problems}", "failed") if problems else ("installed", "info")
+    return [Row(SECTIONS["machine"], f"wheels of {folder.name}", value, verdict=verdict)]  # type: ignore[arg-type]
+
+
+def run_task(options: argparse.Namespace) -> int:
+    """``task``: one task, in this process. For ``run``."""
+    from tools.gpu_check_lib.context import Context, run_guarded
+
+    task = Task(options.name, options.title, options.limit, 0)
+    context = Context(
+        Recorder(rows_file(options.work, task), task.title), options.work, options.limit, options.tiny, options.bundles
+    )
+    run_guarded(context, options.name, function_of(options.name))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the rows are written: what native libraries do at the end of a process must not count
+
+
+def run_pack(options: argparse.Namespace) -> int:
+    """``pack``: wheels, and bundles if asked for."""
+    files = pack(options.out)
+    if options.with_bundles:
+        from tools.gpu_check_lib import bundles
+
+        with tempfile.TemporaryDirectory() as work:
+            for backend in (CPU, "ort-cuda", "tensorrt-rtx"):
+                sm = bundles.ARCHITECTURES if backend == "tensorrt-rtx" else ()
+                bundles.build(Path(work), "small", backend, sm=sm, output=options.out / f"small-{backend}")
+    for path in files:
+        print(f"{path.stat().st_size / 1e6:7.1f} MB  {path.name}")
+    return 0 if files else 1
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="list sections and tasks, and end")
+    commands = parser.add_subparsers(dest="command")
+    runs = commands.add_parser("run", help="run the checks")
+    runs.add_argument("--only", action="append", metavar="SECTION", help="a section or task; repeat for more")
+    runs.add_argument("--backend", action="append", choices=[*GPU_BACKENDS, CPU], help="repeat for more [all of a GPU]")
+    runs.add_argument("--tiny", action="store_true", help="tiny models, few measurements: a dry run")
+    runs.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder of the report [gpu-check]")
+    runs.add_argument("--work", type=Path, help="folder of models and bundles, used again [in the temporary folder]")
+    runs.add_argument("--wheels", type=Path, help="folder of wheels, whole or in pieces, to install first")
+    runs.add_argument("--bundles", type=Path, help="folder of bundles that `pack --with-bundles` made")
+    runs.add_argument("--minutes", type=float, default=MINUTES, help="time for everything [8]")
+    packs = commands.add_parser("pack", help="fetch what a GPU machine without a network lacks")
+    packs.add_argument("--out", type=Path, required=True)
+    packs.add_argument("--with-bundles", action="store_true", help="build the small model's bundles too")
+    task = commands.add_parser("task")
+    task.add_argument("name")
+    task.add_argument("--work", type=Path, required=True)
+    task.add_argument("--bundles", type=Path)
+    task.add_argument("--limit", type=float, required=True)
+    task.add_argument("--title", required=True)
+    task.add_argument("--tiny", action="store_true")
+    options = parser.parse_args(arguments)
+    if not options.list and options.command is None:
+        parser.error("say what to do: run, pack or --list.")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    options = parse(arguments)
+    if options.list:
+        for task in list_tasks((*GPU_BACKENDS, CPU)):
+            print(f"{task.name:<26}{task.seconds:>5.0f} s   {task.title}")
+        return 0
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running task is ended too
+    return {"run": run, "task": run_task, "pack": run_pack}[options.command](options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

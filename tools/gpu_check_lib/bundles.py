@@ -1,0 +1,148 @@
+"""Bundles for the checks: found where they were built before, or built on the spot; and their executors."""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from specexport_runtime.abi import kv_slack
+from specexport_runtime.bundle import Bundle, load_bundle
+from specexport_runtime.executors.base import Executor
+from specexport_runtime.profiles import Profile
+from tools.gpu_check_lib.context import Context
+from tools.gpu_check_lib.models import ensure_pair
+
+CPU = "ort-cpu"
+GPU_BACKENDS = ("tensorrt-rtx", "ort-cuda", "tensorrt")
+FALLBACK_SM = "89"  # nearest to what a package has where it lacks the GPU's own
+ARCHITECTURES = ("80", "89", "120")  # of bundles that are built ahead for a GPU that is not known yet
+
+# name: sizes, whether the weights are decisive, lookahead, max_model_len, max_num_seqs
+PLANS: dict[str, tuple[str, bool, int, int, int]] = {
+    "tiny": ("tiny", False, 4, 192, 4),
+    "small": ("small", False, 4, 512, 8),
+    "tiny-speed": ("tiny", True, 4, 256, 4),
+    "large-speed": ("large", True, 8, 512, 32),
+}
+# The large model's profiles are few, because each has kernels to be chosen: (kind, rows, new tokens).
+LARGE_TARGET = [("decode", rows, 1) for rows in (1, 8, 32)] + [("verify", 1, new) for new in (2, 3, 5, 9)]
+LARGE_TARGET += [("verify", rows, 5) for rows in (8, 32)]
+LARGE_DRAFT = [(kind, rows, new) for rows in (1, 8, 32) for kind, new in (("decode", 1), ("catch-up", 2))]
+
+
+def sm_of_gpu() -> str:
+    """Architecture of the GPU, for example ``"90"``.
+
+    Raises:
+        SpecexportError: there is none; see ``CudaDriver``.
+    """
+    from specexport_runtime.executors.cuda_driver import CudaDriver
+
+    driver = CudaDriver()
+    try:
+        return driver.info().sm.removeprefix("sm")
+    finally:
+        driver.close()
+
+
+def choose_sm(context: Context) -> str:
+    """The architecture to build for: what the machine section found to run, or the GPU's, or the fallback."""
+    found: str | None = context.recall("rtx-sm")
+    if found:
+        return found
+    from specexport.backends.trt_package import TENSORRT_RTX, known_architectures
+
+    sm = sm_of_gpu()
+    return sm if sm in known_architectures(TENSORRT_RTX) else FALLBACK_SM
+
+
+def large_profiles(role: str, **_: int) -> tuple[Profile, ...]:
+    """Profiles of the large model, instead of ``plan_profiles``."""
+    sizes = LARGE_TARGET if role == "target" else LARGE_DRAFT
+    fixed = [Profile(kind, rows, new, rows * new, rows * new) for kind, rows, new in sizes]  # type: ignore[arg-type]
+    return (*fixed, Profile("prefill", 32, 128, 128, 128), Profile("prefill", 32, 512, 512, 288))
+
+
+def build(context_work: Path, name: str, backend: str, *, sm: Sequence[str] = (), output: Path | None = None) -> Path:
+    """Build a bundle, unless it is there already.
+
+    Args:
+        context_work: folder for checkpoints and bundles.
+        name: one of ``PLANS``.
+        backend: what it is for.
+        sm: TensorRT architectures; empty for the GPU's own.
+        output: its folder; None for one in the work folder.
+
+    Returns:
+        its folder.
+    """
+    from specexport.pipeline import build_bundle
+    from specexport.recipe import BuildRecipe
+
+    model, decisive, lookahead, length, rows = PLANS[name]
+    target, draft = ensure_pair(context_work / "checkpoints", model, decisive=decisive)
+    folder = output or context_work / "bundles" / f"{name}-{backend}"
+    options: dict[str, Any] = {}
+    if backend.startswith("tensorrt"):
+        options = {"max_num_seqs": rows, "max_num_tokens": 128, "sm": tuple(sm)}
+    recipe = BuildRecipe(
+        target=str(target), draft=str(draft), output=str(folder), backend=backend, lookahead=lookahead,
+        max_model_len=length, check=False, **options,
+    )  # fmt: skip
+    with ExitStack() as stack:
+        if name == "large-speed":
+            stack.enter_context(mock.patch("specexport.gpu_build.plan_profiles", large_profiles))
+        build_bundle(recipe, use_cache=False, force=True)
+    return folder
+
+
+def get_bundle(context: Context, name: str, backend: str) -> Bundle:
+    """A bundle that was carried here, or one that is built now.
+
+    Args:
+        context: of the task.
+        name: one of ``PLANS``.
+        backend: what it is for.
+    """
+    carried = context.bundles / f"{name}-{backend}" if context.bundles else None
+    start = time.monotonic()
+    if carried is not None and (carried / "manifest.json").is_file():
+        folder, how = carried, "carried here"
+    else:
+        sm = (choose_sm(context),) if backend == "tensorrt-rtx" else ()
+        folder, how = build(context.work, name, backend, sm=sm), "built here"
+    seconds = time.monotonic() - start
+    context.recorder.row(
+        f"bundle {name} for {backend}", f"{how} in {seconds:.1f} s", is_detail=True, seconds=seconds, how=how
+    )
+    return load_bundle(folder, max_num_seqs=PLANS[name][4])
+
+
+def open_executor(context: Context, bundle: Bundle, role: str, *, graphs: bool, num_rows: int = 0) -> Executor:
+    """The executor of one model, on this GPU even if its engine names another architecture (that is a finding then).
+
+    Args:
+        context: of the task.
+        bundle: from :func:`get_bundle`.
+        role: ``"target"`` or ``"draft"``.
+        graphs: record CUDA graphs.
+        num_rows: cache rows; 0 for all that the bundle takes.
+    """
+    from specexport_runtime.executors import trt_open
+
+    if num_rows:
+        bundle = bundle._replace(max_num_seqs=num_rows)
+    entry = bundle.manifest.models[role]
+    with ExitStack() as stack:
+        forced = context.recall("rtx-sm")
+        if entry.backend == "tensorrt-rtx" and forced:
+            engine = next((file for file in entry.engines if file.sm == f"sm{forced}"), entry.engines[0])
+            stack.enter_context(mock.patch.object(trt_open, "choose_engine", return_value=engine))
+        return bundle.make_executor(role, num_threads=None, spin=False, cuda_graphs=graphs)
+
+
+def row_capacity(bundle: Bundle) -> int:
+    """Entries of a cache row that steps may use."""
+    return bundle.max_model_len + kv_slack(bundle.manifest.lookahead)

@@ -1,0 +1,187 @@
+"""Decoding with acceptance forced to a chosen rate, while the draft model is still paid for."""
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+
+from specexport_runtime.batch import ModelRunner
+from specexport_runtime.decoder import Decoder
+from specexport_runtime.drafters.base import Drafter, Proposal
+from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.drafters.model import ModelDrafter
+from specexport_runtime.executors.base import Executor
+from specexport_runtime.sampling import SamplingParams
+from specexport_runtime.sequence import DraftStage, Sequence
+
+
+class ForcedDrafter:
+    """Lets another drafter work, then puts the target's own next tokens in place of what it said.
+
+    Each token is the right one with probability ``rate``, and a wrong one otherwise, drawn for each place of a text on
+    its own: a seed gives the same draws whatever the batch.
+
+    Args:
+        inner: the drafter that is paid for.
+        continuations: what the target says after each prompt, by sequence index: from a run without drafts.
+        rate: probability that a token is right, 0 to 1.
+        vocab_size: ids below it may be drafted.
+        seed: of the draws.
+
+    Attributes:
+        departed: sequences whose text left its continuation (another kernel, another rounding). From there on the
+            inner drafter's tokens stand.
+    """
+
+    def __init__(
+        self, inner: Drafter, continuations: Mapping[int, Seq[int]], rate: float, vocab_size: int, seed: int = 0
+    ) -> None:
+        self.inner, self.rate, self.vocab_size = inner, rate, vocab_size
+        self._continuations = continuations
+        longest = max((len(tokens) for tokens in continuations.values()), default=0)
+        self._right = {
+            index: (np.random.default_rng([seed, index]).random(longest) < rate).tolist() for index in continuations
+        }
+        self.departed: set[int] = set()
+
+    @property
+    def engine_seconds(self) -> float:
+        """Seconds inside the inner drafter's engine."""
+        return self.inner.engine_seconds
+
+    def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
+        """See ``Drafter.propose``."""
+        proposals = self.inner.propose(sequences, lookaheads)
+        return [self._force(seq, proposal) for seq, proposal in zip(sequences, proposals, strict=True)]
+
+    def _force(self, seq: Sequence, proposal: Proposal) -> Proposal:
+        text, place = self._continuations[seq.index], seq.num_generated
+        if seq.index in self.departed or seq.output != list(text[:place]):
+            self.departed.add(seq.index)
+            return proposal
+        tokens = list(proposal.tokens)
+        right = self._right[seq.index]
+        for j in range(min(len(tokens), len(text) - place)):
+            token = text[place + j]
+            tokens[j] = token if right[place + j] else (token + 1) % self.vocab_size
+        return Proposal(tokens)
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        """See ``Drafter.commit``."""
+        self.inner.commit(sequences)
+
+    def move_row(self, source: int, destination: int) -> None:
+        """See ``Drafter.move_row``."""
+        self.inner.move_row(source, destination)
+
+    def release_row(self, row: int) -> None:
+        """See ``Drafter.release_row``."""
+        self.inner.release_row(row)
+
+
+class Decoded(NamedTuple):
+    """What one run did, from the moment every sequence had its first token until the first one was finished.
+
+    Attributes:
+        outputs: whole continuations, by sequence.
+        seconds: wall time.
+        tokens: committed in that time, all sequences together.
+        rounds: in that time.
+        host_seconds: of them outside the engines.
+        tested: draft tokens that were decided on: all accepted ones, and the first wrong one of a round.
+        accepted: of these, accepted.
+        departed: sequences that left their continuation.
+    """
+
+    outputs: list[list[int]]
+    seconds: float
+    tokens: int
+    rounds: int
+    host_seconds: float
+    tested: int
+    accepted: int
+    departed: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all sequences together."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of decided draft tokens that were accepted; None without any."""
+        return self.accepted / self.tested if self.tested else None
+
+    @property
+    def host_us(self) -> float:
+        """Microseconds of a round outside the engines."""
+        return 1e6 * self.host_seconds / self.rounds if self.rounds else 0.0
+
+
+def decode(
+    target: Executor,
+    prompts: Seq[Seq[int]],
+    num_tokens: int,
+    *,
+    draft: Executor | None = None,
+    lookahead: int = 0,
+    rate: float = 1.0,
+    continuations: Seq[Seq[int]] = (),
+) -> Decoded:
+    """Decode a batch greedily; with ``draft`` and ``lookahead``, speculatively at a forced acceptance rate.
+
+    Args:
+        target: the target's executor, with a row for each prompt.
+        prompts: token ids of each prompt.
+        num_tokens: tokens to generate for each.
+        draft: the draft's executor.
+        lookahead: K; 0 decodes plainly.
+        rate: probability that a draft token is right.
+        continuations: what plain decoding generated for each prompt; needed with a draft.
+    """
+    drafters: dict[str, Drafter] = {}
+    forced: ForcedDrafter | None = None
+    if draft is not None and lookahead:
+        inner = ModelDrafter(ModelRunner(draft), vocab_size=draft.vocab_size, max_backlog=32)
+        forced = ForcedDrafter(inner, dict(enumerate(continuations)), rate, target.vocab_size)
+        drafters["draft-model"] = forced
+    plan = (DraftStage("draft-model", lookahead),) if drafters else ()
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    sequences = [
+        Sequence(i, prompt, params, vocab_size=target.vocab_size, max_model_len=10**9, draft_plan=plan)
+        for i, prompt in enumerate(prompts)
+    ]
+    decoder = Decoder(ModelRunner(target), ChainDrafter(drafters), max_num_seqs=len(prompts))
+    for seq in sequences:
+        decoder.add(seq)
+    return _run(decoder, sequences, forced)
+
+
+def _run(decoder: Decoder, sequences: Seq[Sequence], forced: ForcedDrafter | None) -> Decoded:
+    while decoder.has_work and not all(seq.num_generated for seq in sequences):
+        decoder.step()
+    begin = sum(seq.num_generated for seq in sequences)
+    # Rounds in which nobody has finished: the batch is full in all of them.
+    rounds, tested, accepted, host, tokens, seconds = 0, 0, 0, 0.0, 0, 0.0
+    start = time.perf_counter()
+    is_full = not any(seq.finish_reason for seq in sequences)
+    while decoder.has_work:
+        total, engine = decoder.times.total, decoder.times.engine
+        events = decoder.step()
+        if not is_full:
+            continue
+        rounds += 1
+        host += (decoder.times.total - total) - (decoder.times.engine - engine)
+        seconds = time.perf_counter() - start
+        tokens = sum(seq.num_generated for seq in sequences) - begin
+        is_full = not any(seq.finish_reason for seq in sequences)
+        for event in events if is_full else ():  # a text that ends cuts its last draft
+            accepted += event.accepted
+            tested += event.accepted + (event.drafted > event.accepted)
+    for seq in sequences:
+        if seq.error is not None:
+            raise seq.error
+    departed = len(forced.departed) if forced is not None else 0
+    return Decoded([seq.output for seq in sequences], seconds, tokens, rounds, host, tested, accepted, departed)

@@ -1,0 +1,91 @@
+"""Section 4: recorded CUDA graphs against one kernel at a time, and what the host costs."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from specexport_runtime.batch import ModelRunner, RowWork
+from specexport_runtime.executors.base import Executor
+from tools.gpu_check_lib.context import Context
+
+HOST_US_TARGET = 100.0
+PAST = 64
+
+
+class Measured(NamedTuple):
+    """One way to run: step times by (rows, new tokens), host microseconds of a round, logits of a step."""
+
+    steps: dict[tuple[int, int], float]
+    host_us: float
+    logits: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]"
+
+
+def compare_graphs(context: Context, backend: str) -> None:
+    """Step times and outputs with graphs and without, and the host's share of a round at batch 1."""
+    context.require_backend(backend)
+    from tools.gpu_check_lib.bundles import get_bundle, open_executor
+
+    bundle = get_bundle(context, "tiny" if context.tiny else "small", backend)
+    found: dict[bool, Measured] = {}
+    for graphs in (False, True):
+        name = f"{backend}: {'graphs' if graphs else 'eager'}"
+        with context.part(name):
+            executor = open_executor(context, bundle, "target", graphs=graphs)
+            try:
+                found[graphs] = measure(executor, context.tiny)
+            finally:
+                executor.close()
+    if len(found) < 2:
+        return
+    for key, eager in found[False].steps.items():
+        replayed = found[True].steps[key]
+        context.recorder.row(
+            f"{backend}: step of {key[0]} x {key[1]} tokens",
+            f"graph {replayed:.3f} ms, eager {eager:.3f} ms: {eager / replayed:.2f}x",
+            graph_ms=replayed, eager_ms=eager,
+        )  # fmt: skip
+    same = bool(np.array_equal(found[False].logits, found[True].logits))
+    worst = float(np.abs(found[False].logits - found[True].logits).max())
+    context.recorder.row(f"{backend}: logits of graph and eager", "equal" if same else f"differ by up to {worst:.1e}",
+                         target="equal", verdict="ok" if same else "missed", worst=worst)  # fmt: skip
+    for graphs, measured in found.items():
+        context.recorder.row(
+            f"{backend}: host time a round, batch 1, {'graphs' if graphs else 'eager'}",
+            f"{measured.host_us:.0f} us outside the engine",
+            target=f"at most {HOST_US_TARGET:.0f} us" if graphs else "",
+            verdict=context.judge_time(measured.host_us, at_most=HOST_US_TARGET) if graphs else "info",
+            host_us=measured.host_us,
+        )
+
+
+def measure(executor: Executor, tiny: bool) -> Measured:
+    """Run everything with one executor.
+
+    Args:
+        executor: with four rows or more.
+        tiny: few repetitions.
+    """
+    from tools.gpu_check_lib.forced import decode
+    from tools.gpu_check_lib.steps import fill, random_tokens, time_step
+
+    repeats = 5 if tiny else 200
+    rows = min(executor.num_rows, 8)
+    past = 8 if tiny else PAST
+    runner = ModelRunner(executor)
+    fill(runner, random_tokens(executor.vocab_size, rows, past))
+    steps = {
+        (count, new): time_step(runner, count, new, repeats=repeats, seconds=2.0).total_ms
+        for count, new in ((1, 1), (1, 5), (rows, 1), (rows, 5))
+    }
+    tokens = random_tokens(executor.vocab_size, 1, 5, seed=9)[0]
+    for _ in range(3):  # the first run of a shape may record it; what is compared is a replay
+        logits = np.array(runner.step(0, [RowWork(tokens, 5)]))
+    decode(executor, random_tokens(executor.vocab_size, 1, past), 8)
+    plain = decode(executor, random_tokens(executor.vocab_size, 1, past), 16 if tiny else 100)
+    return Measured(steps, plain.host_us, logits)
+
+
+def task(backend: str) -> Callable[[Context], None]:
+    """The task of one backend."""
+    return lambda context: compare_graphs(context, backend)

@@ -1,0 +1,158 @@
+"""Carrying wheels to a machine without a network: fetched, split into small pieces, joined and installed there."""
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+PIECE_BYTES = 55_000_000
+MARK = ".part-"
+WHEELS = (
+    "onnxruntime-gpu>=1.31,<1.32", "tensorrt-rtx-cu13-libs>=1.7,<1.8", "tensorrt-rtx-cu13-bindings>=1.7,<1.8",
+    "cuda-bindings>=13,<14", "cuda-pathfinder>=1,<2", "onnx>=1.23,<1.24", "onnxscript>=0.7,<0.8", "onnx-ir>=1.1,<1.2",
+)  # fmt: skip
+"""What the checks need beside torch, triton, transformers, tokenizers, safetensors, click, rich and numpy."""
+PYTHON = "3.12"
+# pip takes each of these literally: a wheel for an older one is not found by asking for a newer one.
+PLATFORMS = (
+    *(f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17, 5)),
+    *("manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"),
+)
+
+
+def split_file(path: Path, folder: Path, piece_bytes: int = PIECE_BYTES) -> list[Path]:
+    """Cut a file into pieces ``NAME.part-00``, ``NAME.part-01`` …; the last piece's name ends in the file's hash.
+
+    Args:
+        path: the file; left as it is.
+        folder: where the pieces go.
+        piece_bytes: most bytes of a piece.
+
+    Returns:
+        the pieces, in order.
+    """
+    pieces: list[Path] = []
+    digest = hashlib.sha256()
+    total = -(-path.stat().st_size // piece_bytes)
+    with path.open("rb") as source:
+        for number in range(total):
+            data = source.read(piece_bytes)
+            digest.update(data)
+            end = f"-of-{total:02}-{digest.hexdigest()[:16]}" if number == total - 1 else ""
+            piece = folder / f"{path.name}{MARK}{number:02}{end}"
+            piece.write_bytes(data)
+            pieces.append(piece)
+    return pieces
+
+
+def join_pieces(folder: Path, target: Path) -> list[Path]:
+    """Put every split file of ``folder`` together in ``target``, and check it against its hash.
+
+    Returns:
+        the joined files.
+
+    Raises:
+        ValueError: a piece is missing or altered; names it.
+    """
+    joined = []
+    names = sorted({path.name.partition(MARK)[0] for path in folder.iterdir() if MARK in path.name})
+    for name in names:
+        pieces = sorted(folder.glob(f"{name}{MARK}*"))
+        number, _, end = pieces[-1].name.partition(MARK)[2].partition("-of-")
+        total, _, expected = end.partition("-")
+        if not end or int(total) != len(pieces) or int(number) + 1 != len(pieces):
+            raise ValueError(f"{folder / name}: {len(pieces)} pieces are here and {total or 'more'} are needed.")
+        digest = hashlib.sha256()
+        with (target / name).open("wb") as file:
+            for piece in pieces:
+                data = piece.read_bytes()
+                digest.update(data)
+                file.write(data)
+        if digest.hexdigest()[:16] != expected:
+            (target / name).unlink()
+            raise ValueError(f"{folder / name}: its pieces are altered; bring them again.")
+        joined.append(target / name)
+    return joined
+
+
+def download_command(requirements: Sequence[str], folder: Path) -> list[str]:
+    """The pip command that fetches wheels for the GPU machine, whatever machine this is."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    command += [
+        "--python-version",
+        PYTHON,
+        "--implementation",
+        "cp",
+        "--abi",
+        "cp312",
+        "--abi",
+        "abi3",
+        "--abi",
+        "none",
+    ]
+    return [*command, *(word for name in PLATFORMS for word in ("--platform", name)), *requirements]
+
+
+def pack(folder: Path, requirements: Sequence[str] = WHEELS) -> list[Path]:
+    """Fetch the wheels and split the large ones. Needs an index.
+
+    Args:
+        folder: where they go; made.
+        requirements: what to fetch.
+
+    Returns:
+        the files to carry.
+
+    Raises:
+        subprocess.CalledProcessError: pip failed; it has said why.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for requirement in requirements:  # one by one: what cannot be had must not keep the rest away
+        done = subprocess.run(download_command([requirement], folder), check=False, stdout=sys.stderr)
+        if done.returncode:
+            print(f"{requirement} could not be fetched; its checks will say that it is missing.", file=sys.stderr)
+    for wheel in sorted(folder.glob("*.whl")):
+        if wheel.stat().st_size > PIECE_BYTES:
+            split_file(wheel, folder)
+            wheel.unlink()
+    return sorted(path for path in folder.iterdir() if path.is_file())
+
+
+def install(folder: Path, work: Path) -> tuple[Path, str]:
+    """Join and install the wheels of a folder, each by itself, into ``work/site``.
+
+    Args:
+        folder: wheels and pieces of wheels.
+        work: the work folder.
+
+    Returns:
+        the folder for ``PYTHONPATH``, and what went wrong (empty if nothing did).
+    """
+    site, whole = work / "site", work / "wheels"
+    for place in (site, whole):
+        place.mkdir(parents=True, exist_ok=True)
+    problems = []
+    try:
+        joined = join_pieces(folder, whole)
+    except ValueError as error:
+        joined, problems = [], [str(error)]
+    for wheel in (*sorted(folder.glob("*.whl")), *joined):
+        if _is_installed(wheel, site):
+            continue
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+        command += ["--no-cache-dir", "--target", str(site), "--upgrade", str(wheel)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        if done.returncode:
+            problems.append(f"{wheel.name}: {_last_line(done.stderr.splitlines())}")
+    return site, "; ".join(problems)
+
+
+def _is_installed(wheel: Path, site: Path) -> bool:
+    """Whether an earlier run installed this very wheel: its name and version have a folder of metadata."""
+    name, version = wheel.name.split("-")[:2]
+    return (site / f"{name}-{version}.dist-info").is_dir()
+
+
+def _last_line(lines: Iterable[str]) -> str:
+    return next((line for line in reversed(list(lines)) if line.strip()), "no message")

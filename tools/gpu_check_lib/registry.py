@@ -1,0 +1,88 @@
+"""Which tasks there are, in the order they run, and where their code is. Imports nothing heavy."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tools.gpu_check_lib.context import Context
+from tools.gpu_check_lib.runner import Task
+
+CPU = "ort-cpu"
+GPU_BACKENDS = ("tensorrt-rtx", "ort-cuda", "tensorrt")
+SECTIONS = {
+    "machine": "1. machine and backends",
+    "outputs": "2. engine output against the CPU engine",
+    "kernels": "3. attention kernels",
+    "graphs": "4. graph replay against eager",
+    "speed": "5. speed of a model of 1 B parameters",
+}
+"""Headings by name."""
+
+# task: (module, function or factory, seconds, needed to start). The order is that of running.
+_BEFORE = {
+    "machine.info": ("machine", "info", 30, 5),
+    "machine.ort-cpu": ("machine", "backend_task", 75, 15),
+    "machine.rtx-probe": ("rtx_probe", "probe", 90, 15),
+    "machine.tensorrt-rtx": ("machine", "backend_task", 90, 15),
+    "machine.ort-cuda": ("machine", "backend_task", 75, 15),
+    "machine.tensorrt": ("machine", "backend_task", 75, 15),
+    "machine.triton": ("machine", "triton", 60, 10),
+    "kernels.correct": ("kernels", "check_all", 80, 15),
+    "kernels.speed": ("kernel_speed", "measure_kernels", 80, 20),
+}
+_PER_BACKEND = {
+    "outputs.{}": ("outputs", "task", 60, 10),
+    "graphs.{}": ("graphs", "task", 45, 10),
+    "speed.build-{}": ("speed", "build_task", 180, 30),
+    "speed.measure-{}": ("speed", "measure_task", 120, 15),
+}
+_AFTER = {"kernels.flex": ("torch_attention", "measure_flex", 60, 20)}
+_FACTORIES = ("backend_task", "task", "build_task", "measure_task")
+
+
+def _entries(backends: Sequence[str]) -> dict[str, tuple[str, str, int, int, str]]:
+    """Every task for the backends: module, function, seconds, needed, backend."""
+    found: dict[str, tuple[str, str, int, int, str]] = {}
+    gpu = [backend for backend in backends if backend != CPU]
+    for name, entry in _BEFORE.items():
+        backend = name.partition(".")[2] if entry[1] == "backend_task" else ""
+        wanted = backend in (*backends, CPU) if backend else name != "machine.rtx-probe" or "tensorrt-rtx" in backends
+        if wanted:
+            found[name] = (*entry, backend)
+    # The comparison of a backend with itself is a dry run's only.
+    speeds = [key for key in _PER_BACKEND if key.startswith("speed")]
+    for key in ("outputs.{}", "graphs.{}"):
+        found |= {key.format(backend): (*_PER_BACKEND[key], backend) for backend in gpu or backends}
+    for backend in gpu or backends:
+        found |= {key.format(backend): (*_PER_BACKEND[key], backend) for key in speeds}
+    if gpu:
+        found |= {name: (*entry, "") for name, entry in _AFTER.items()}
+    return found
+
+
+def list_tasks(backends: Sequence[str], only: Sequence[str] = ()) -> list[Task]:
+    """Tasks in order.
+
+    Args:
+        backends: what to check.
+        only: names of sections or tasks; empty for all.
+
+    Raises:
+        ValueError: one of ``only`` is neither.
+    """
+    tasks = []
+    for name, (_, _, seconds, needed, _) in _entries(backends).items():
+        tasks.append(Task(name, SECTIONS[name.partition(".")[0]], float(seconds), float(needed)))
+    known = {task.name for task in tasks} | set(SECTIONS)
+    if unknown := [name for name in only if name not in known]:
+        raise ValueError(f"there is no section or task {unknown[0]!r}; --list shows them.")
+    return [task for task in tasks if not only or task.name in only or task.section in only]
+
+
+def function_of(name: str, backends: Sequence[str] = (*GPU_BACKENDS, CPU)) -> Callable[[Context], None]:
+    """The code of a task; imports its module."""
+    gpu_and_cpu = _entries(backends) | _entries((CPU,))
+    module, attribute, _, _, backend = gpu_and_cpu[name]
+    found: Any = getattr(importlib.import_module(f"tools.gpu_check_lib.{module}"), attribute)
+    function: Callable[[Context], None] = found(backend) if attribute in _FACTORIES else found
+    return function

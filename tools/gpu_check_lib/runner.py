@@ -1,0 +1,188 @@
+"""Runs tasks one after another, each in a process of its own with a time limit, inside one budget for all.
+
+A process of its own, because a GPU error poisons the process it happens in, and because native code may crash or hang.
+Imports nothing heavy.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.gpu_check_lib.rows import Recorder, Row, read_rows
+
+GRACE_SECONDS = 3.0
+"""How long a task may take to end once it was asked to."""
+
+
+class Task(NamedTuple):
+    """One isolated piece of work.
+
+    Attributes:
+        name: unique, for example ``"outputs.ort-cuda"``; the part before the dot is its section.
+        title: the section's heading.
+        seconds: time limit.
+        needs: it is not started with less time than this left.
+    """
+
+    name: str
+    title: str
+    seconds: float
+    needs: float
+
+    @property
+    def section(self) -> str:
+        """What ``--only`` selects it by."""
+        return self.name.partition(".")[0]
+
+
+class Budget:
+    """Time for all tasks together.
+
+    Args:
+        seconds: how much.
+        clock: seconds on a monotonic clock.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._end = clock() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds left; may be negative."""
+        return self._end - self._clock()
+
+    def limit(self, task: Task) -> float | None:
+        """Seconds that ``task`` may take now; None if it would start too late."""
+        return None if self.left < task.needs else min(task.seconds, self.left)
+
+
+class Outcome(NamedTuple):
+    """How a task's process ended.
+
+    Attributes:
+        status: exit status; negative for a signal; None if it ran out of time.
+        seconds: how long it ran.
+        last_words: end of what it printed.
+    """
+
+    status: int | None
+    seconds: float
+    last_words: str
+
+
+def run_process(command: Sequence[str], log: Path, limit: float, environment: Mapping[str, str]) -> Outcome:
+    """Run a command with its output in ``log``; end it and its children when its time is up.
+
+    Args:
+        command: program and arguments.
+        log: file that the output is appended to.
+        limit: seconds.
+        environment: its whole environment.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    with log.open("ab") as file:
+        begin = file.seek(0, os.SEEK_END)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+            env=dict(environment), start_new_session=True,
+        )  # fmt: skip
+        try:
+            status: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
+        except BaseException:
+            _end(process)
+            raise
+        _end(process)
+    seconds = time.monotonic() - start
+    with log.open("rb") as file:
+        file.seek(max(begin, log.stat().st_size - 4000))
+        words = file.read().decode("utf-8", "replace").strip().splitlines()
+    return Outcome(status, seconds, words[-1] if words else "")
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process and its children (it leads their group): politely, then not."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sign)
+        except (ProcessLookupError, PermissionError):
+            break
+        try:
+            process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def describe(outcome: Outcome, limit: float) -> str:
+    """Why a task is not whole; empty if it is."""
+    if outcome.status == 0:
+        return ""
+    if outcome.status is None:
+        return f"failed: it ran past its {limit:.0f} s and was ended; rows before this one are what it had found"
+    if outcome.status < 0:
+        name = signal.Signals(-outcome.status).name
+        return f"failed: ended by {name}; last words: {outcome.last_words or 'none'}"
+    return f"failed: exit status {outcome.status}; last words: {outcome.last_words or 'none'}"
+
+
+def run_tasks(
+    tasks: Sequence[Task],
+    budget: Budget,
+    work: Path,
+    log: Path,
+    *,
+    command: Callable[[Task, float], Sequence[str]],
+    environment: Mapping[str, str],
+    report: Callable[[Sequence[Row]], None],
+) -> list[Row]:
+    """Run every task for which there is time.
+
+    Args:
+        tasks: in order.
+        budget: time for all.
+        work: folder for the tasks' rows.
+        log: what the tasks print.
+        command: the command of a task, given its time limit.
+        environment: of the tasks.
+        report: called with all rows so far after each task.
+
+    Returns:
+        all rows.
+    """
+    rows: list[Row] = []
+    for task in tasks:
+        place = rows_file(work, task)
+        place.unlink(missing_ok=True)
+        recorder = Recorder(place, task.title)
+        limit = budget.limit(task)
+        if limit is None:
+            left = max(budget.left, 0.0)
+            recorder.row(task.name, f"skipped: out of time ({left:.0f} s left, it needs {task.needs:.0f})",
+                         verdict="skipped")  # fmt: skip
+        else:
+            print(f"{task.name} (at most {limit:.0f} s)", file=sys.stderr, flush=True)
+            try:
+                outcome = run_process(command(task, limit), log, limit, environment)
+            except OSError as error:
+                recorder.fail(task.name, error)
+            else:
+                if problem := describe(outcome, limit):
+                    recorder.row(task.name, problem, verdict="failed", seconds=outcome.seconds)
+                print(f"  {outcome.seconds:.1f} s", file=sys.stderr, flush=True)
+        rows += read_rows(place)
+        report(rows)
+    return rows
+
+
+def rows_file(work: Path, task: Task) -> Path:
+    """Where a task writes its rows."""
+    return work / "rows" / f"{task.name}.jsonl"

@@ -1,0 +1,185 @@
+"""Section 5: a model of over a billion parameters, plain and speculative, at forced acceptance rates."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from specexport_runtime.batch import ModelRunner
+from specexport_runtime.executors.base import Executor
+from tools.gpu_check_lib.context import Context
+from tools.gpu_check_lib.forced import Decoded, decode
+from tools.gpu_check_lib.steps import fill, random_tokens, time_step
+
+RATIO_TARGET = 1.15
+RATIO_LOOKAHEAD = 4
+HOST_US_TARGET = 100.0
+
+
+class Plan(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        bundle: name of the bundle.
+        batches: sequences at a time.
+        lookaheads: K.
+        rates: probabilities that a draft token is right; the first one is in the table.
+        past: entries of a row while steps are timed.
+        prompt: tokens of a prompt.
+        tokens: tokens to generate for each.
+        repeats: of a step.
+    """
+
+    bundle: str
+    batches: tuple[int, ...]
+    lookaheads: tuple[int, ...]
+    rates: tuple[float, ...]
+    past: int
+    prompt: int
+    tokens: int
+    repeats: int
+
+
+LARGE = Plan("large-speed", (1, 2, 4, 8, 16, 32), (1, 2, 3, 4, 5, 6, 7, 8), (0.8, 0.6, 0.95), 256, 32, 192, 50)
+TINY = Plan("tiny-speed", (1, 4), (1, 4), (0.8,), 32, 8, 48, 5)
+
+
+def plan_of(context: Context) -> Plan:
+    """What this run measures."""
+    return TINY if context.tiny else LARGE
+
+
+def cells(plan: Plan) -> Iterator[tuple[int, int, float]]:
+    """(batch, K, rate) in the order of what matters most, should the time not suffice for all."""
+    order = [RATIO_LOOKAHEAD, *(k for k in plan.lookaheads if k != RATIO_LOOKAHEAD)]
+    first, *others = plan.rates
+    yield from ((1, k, first) for k in order)
+    yield from ((batch, RATIO_LOOKAHEAD, first) for batch in plan.batches if batch > 1)
+    yield from ((batch, k, first) for k in order[1:] for batch in plan.batches if batch > 1)
+    yield from ((batch, k, rate) for rate in others for k in order for batch in plan.batches)
+
+
+def build_pair(context: Context, backend: str) -> None:
+    """Write the checkpoints and build the bundle; the next task finds it."""
+    context.require_backend(backend)
+    from tools.gpu_check_lib.bundles import PLANS, get_bundle
+    from tools.gpu_check_lib.models import SIZES
+
+    plan = plan_of(context)
+    bundle = get_bundle(context, plan.bundle, backend)
+    entry = bundle.manifest.models["target"]
+    size = sum(file.size for file in bundle.manifest.files.values())
+    context.recorder.row(
+        f"{backend}: model",
+        f"Llama of {entry.num_parameters / 1e6:.1f} M parameters, {entry.dtype}, "
+        f"{SIZES[PLANS[plan.bundle][0]].layers} layers; draft of its first "
+        f"{len(bundle.manifest.models['draft'].layers)}; bundle of {size / 1e6:.0f} MB",
+        parameters=entry.num_parameters,
+    )
+
+
+def measure_speed(context: Context, backend: str) -> None:
+    """Steps, then decoding, with one pair of executors."""
+    context.require_backend(backend)
+    from tools.gpu_check_lib.bundles import get_bundle, open_executor
+
+    plan = plan_of(context)
+    bundle = get_bundle(context, plan.bundle, backend)
+    target = open_executor(context, bundle, "target", graphs=True)
+    try:
+        with context.part(f"{backend}: steps"):
+            measure_steps(context, backend, target, plan)
+        draft = open_executor(context, bundle, "draft", graphs=True)
+        try:
+            with context.part(f"{backend}: decoding"):
+                measure_decoding(context, backend, target, draft, plan)
+        finally:
+            draft.close()
+    finally:
+        target.close()
+
+
+def measure_steps(context: Context, backend: str, target: Executor, plan: Plan) -> None:
+    """verify(K+1) against decode(1), for each batch."""
+    runner = ModelRunner(target)
+    fill(runner, random_tokens(target.vocab_size, max(plan.batches), plan.past))
+    for batch in plan.batches:
+        what = f"{backend}: steps, batch {batch}"
+        if not context.has_time(what, 5):
+            return
+        with context.part(what):
+            seconds = 1.5 if batch == 1 else 0.5
+            decode_ms = time_step(runner, batch, 1, repeats=plan.repeats, seconds=seconds).total_ms
+            ratios = {
+                k: time_step(runner, batch, k + 1, repeats=plan.repeats, seconds=seconds).total_ms / decode_ms
+                for k in plan.lookaheads
+            }
+            shown = ", ".join(f"K={k}: {ratio:.2f}" for k, ratio in ratios.items())
+            context.recorder.row(what, f"decode(1) {decode_ms:.3f} ms; verify(K+1)/decode(1): {shown}",
+                                 decode_ms=decode_ms, ratios=ratios)  # fmt: skip
+            if batch == 1:
+                ratio = ratios[RATIO_LOOKAHEAD]
+                context.recorder.row(
+                    f"{backend}: verify(5)/decode(1), batch 1", f"{ratio:.3f}",
+                    target=f"at most {RATIO_TARGET}", verdict=context.judge_time(ratio, at_most=RATIO_TARGET), ratio=ratio,
+                )  # fmt: skip
+
+
+def measure_decoding(context: Context, backend: str, target: Executor, draft: Executor, plan: Plan) -> None:
+    """Tokens a second, plain and speculative."""
+    plain: dict[int, Decoded] = {}
+    for batch, lookahead, rate in cells(plan):
+        what = f"{backend}: batch {batch}, K={lookahead}, acceptance {rate}"
+        if context.left < 3:
+            context.recorder.row(what, "skipped: out of time, with all after it", verdict="skipped")
+            return
+        with context.part(what):
+            prompts = random_tokens(target.vocab_size, batch, plan.prompt, seed=13)
+            if batch not in plain:
+                plain[batch] = _plain(context, backend, target, prompts, plan.tokens)
+            settings = {
+                "draft": draft, "lookahead": lookahead, "rate": rate, "continuations": plain[batch].outputs
+            }  # fmt: skip
+            decode(target, prompts, min(plan.tokens, 16), **settings)  # type: ignore[arg-type]  # records its graphs
+            found = decode(target, prompts, plan.tokens, **settings)  # type: ignore[arg-type]
+            _report(context, what, found, plain[batch], is_detail=rate != plan.rates[0])
+            if (batch, lookahead, rate) == (1, RATIO_LOOKAHEAD, plan.rates[0]):
+                context.recorder.row(f"{backend}: host time a speculative round, batch 1, K={lookahead}",
+                                     f"{found.host_us:.0f} us outside the engines ({lookahead + 1} steps or more)",
+                                     host_us=found.host_us)  # fmt: skip
+
+
+def _plain(context: Context, backend: str, target: Executor, prompts: list[list[int]], tokens: int) -> Decoded:
+    decode(target, prompts, 16)
+    found = decode(target, prompts, tokens)
+    batch, host = len(prompts), found.host_us
+    context.recorder.row(
+        f"{backend}: batch {batch}, plain",
+        f"{found.tokens_per_second:.0f} tokens/s; {host:.0f} us of host time a round",
+        target=f"at most {HOST_US_TARGET:.0f} us" if batch == 1 else "",
+        verdict=context.judge_time(host, at_most=HOST_US_TARGET) if batch == 1 else "info",
+        tokens_per_second=found.tokens_per_second, host_us=host,
+    )  # fmt: skip
+    return found
+
+
+def _report(context: Context, what: str, found: Decoded, plain: Decoded, *, is_detail: bool) -> None:
+    same = sum(one == other for one, other in zip(found.outputs, plain.outputs, strict=True))
+    speedup = found.tokens_per_second / plain.tokens_per_second
+    acceptance = found.acceptance
+    measured = "nothing was decided" if acceptance is None else f"{acceptance:.3f} measured"
+    context.recorder.row(
+        what,
+        f"{found.tokens_per_second:.0f} tokens/s, {speedup:.2f}x plain; acceptance {measured}; "
+        f"{found.tokens / found.rounds:.2f} tokens a round; {same} of {len(plain.outputs)} texts as plain",
+        is_detail=is_detail, tokens_per_second=found.tokens_per_second, speedup=speedup, acceptance=acceptance,
+        departed=found.departed, host_us=found.host_us, same_texts=same,
+    )  # fmt: skip
+
+
+def build_task(backend: str) -> Callable[[Context], None]:
+    """The task that builds the pair for one backend."""
+    return lambda context: build_pair(context, backend)
+
+
+def measure_task(backend: str) -> Callable[[Context], None]:
+    """The task that measures one backend."""
+    return lambda context: measure_speed(context, backend)
