@@ -9,6 +9,7 @@ import enum
 import importlib
 import sys
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -218,7 +219,9 @@ def install(patch: pytest.MonkeyPatch, folder: str = "") -> types.ModuleType:
     patch.setitem(sys.modules, "tensorrt", module)
     if folder:
         module.__path__ = [folder]
-        module.plugin = importlib.import_module("tensorrt.plugin")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escapes in their texts
+            module.plugin = importlib.import_module("tensorrt.plugin")
     else:
         from tests.plugin.fake_plugin_api import as_module
 
