@@ -200,9 +200,11 @@ class ModelRunner:
 
     def release_row(self, row: int) -> None:
         """Forget the sequence in ``row``."""
+        if self.kv.entries(row):
+            self.executor.clear_row(row)
         self.kv.release(row)
 
     def reset(self) -> None:
         """Forget every row."""
         for row in range(self.kv.num_rows):
-            self.kv.release(row)
+            self.release_row(row)

@@ -27,6 +27,7 @@ _LIMITS = (
     "num_threads",
     "spin",
     "match_length",
+    "cuda_graphs",
 )
 
 
@@ -81,6 +82,11 @@ def _batch_options(command: Any) -> Any:
             default=True,
             show_default=True,
             help="Let idle threads spin; turn off on busy machines.",
+        ),
+        click.option(
+            "--cuda-graphs/--no-cuda-graphs",
+            default=None,
+            help="GPU engines: replay recorded steps.  [default: on for TensorRT]",
         ),
         click.option("--match-length", type=int, help="Fewest tokens that lookup must match.  [default: 2]"),
     ]

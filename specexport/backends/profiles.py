@@ -15,6 +15,8 @@ from specexport_runtime.profiles import Profile, ProfileKind
 SMALLEST_PREFILL = 64
 """Tokens of the smallest prefill bucket. Up to about this many tokens a step costs what reading the weights costs."""
 
+_ROW_ENTRIES = 16
+
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Smallest, optimal and largest shape of an input in a profile."""
 
@@ -57,9 +59,11 @@ def engine_kv_capacity(max_model_len: int, lookahead: int) -> int:
     """L of an engine with fixed profiles: what a row needs, and K+1 more for rows that are only there as padding.
 
     A fixed profile writes K+1 tokens into every row it covers, also into rows of sequences that are not in the step;
-    those land in the last K+1 entries, which hold nothing.
+    those land in the last K+1 entries, which hold nothing. Rounded up, so that every row begins at an address that
+    TensorRT takes (a multiple of 256 bytes).
     """
-    return max_model_len + kv_slack(lookahead) + lookahead + 1
+    needed = max_model_len + kv_slack(lookahead) + lookahead + 1
+    return -(-needed // _ROW_ENTRIES) * _ROW_ENTRIES
 
 
 def input_shapes(

@@ -72,6 +72,7 @@ def write_trt_engines(
 
     folder.mkdir(parents=True, exist_ok=True)
     shapes = [input_shapes(profile, names, plan.layers, plan.kv_capacity) for profile in plan.profiles]
+    products = [str(node.name) for node in ir_model.graph if _is_float32_product(node)]
     # Beside the engines, so that it is on the same disk, and hidden, so that it can never be taken for one.
     with tempfile.TemporaryDirectory(prefix=".onnx-", dir=folder) as scratch:
         model = Path(scratch) / "model.onnx"
@@ -91,10 +92,16 @@ def write_trt_engines(
                 "log": str(folder / f"model.sm{sm}.log"),
                 "timing_cache": _timing_cache(plan.backend, sm),
                 "num_layers": len(plan.layers),
+                "float32_products": products,
             }
             report = _run_worker(job, Path(scratch), partial(_note_for, note, sm))
             engines.append(_engine_file(plan.backend, sm, report))
     return tuple(engines)
+
+
+def _is_float32_product(node: "ir.Node") -> bool:
+    first = node.inputs[0] if node.op_type in ("MatMul", "Gemm") else None
+    return first is not None and first.dtype is not None and first.dtype.name == "FLOAT"
 
 
 def _note_for(note: Callable[[str], None], sm: str, text: str) -> None:

@@ -132,6 +132,8 @@ def configure(trt: Any, package: TrtPackage, config: Any, sm: str, timing_cache:
     if package.cross_builds:
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), 0)
+    # Activations come from the runtime alone, or a step could not be recorded into a CUDA graph.
+    config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if package.times_kernels and timing_cache is not None:
         config.set_timing_cache(config.create_timing_cache(timing_cache), ignore_mismatch=False)
 

@@ -15,7 +15,8 @@ _LAYER = re.compile(
     re.MULTILINE,
 )
 _TENSOR = re.compile(r"Name: (?P<name>[^,]*), Dimensions: \[(?P<dims>[-\d,]*)\].*?Datatype: (?P<dtype>\w+)")
-_PROFILE = re.compile(r"_myl(\d+)_\d+$")
+_SUBGRAPH = re.compile(r"_myl(\d+)_\d+$")
+_PROFILE = re.compile(r"\[profile (\d+)\]")
 _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 _WEIGHTS = re.compile(r"Total Weights Memory: (\d+) bytes")
 _ITEM_BYTES = {"Half": 2, "BF16": 2, "BFloat16": 2, "Float": 4, "Int32": 4, "Int64": 8, "Bool": 1}
@@ -63,21 +64,22 @@ class Layer(NamedTuple):
 
 
 def parse_layers(texts: Iterable[str]) -> list[Layer]:
-    """The layers in the builder's messages."""
-    found = []
+    """The layers in the builder's messages.
+
+    The builder numbers its subgraphs; which profile one belongs to shows in the names of its tensors (``[profile 2]``;
+    those of the first profile have no mark).
+    """
+    found: list[tuple[str, Layer]] = []
+    profiles: dict[str, int] = {}
     for text in texts:
         for match in _LAYER.finditer(text):
-            number = _PROFILE.search(match["name"])
-            found.append(
-                Layer(
-                    match["name"],
-                    match["type"],
-                    int(number[1]) if number else 0,
-                    _tensors(match["inputs"]),
-                    _tensors(match["outputs"]),
-                )
-            )
-    return found
+            number = _SUBGRAPH.search(match["name"])
+            subgraph = number[1] if number else ""
+            if mark := _PROFILE.search(match[0]):
+                profiles[subgraph] = int(mark[1])
+            layer = Layer(match["name"], match["type"], 0, _tensors(match["inputs"]), _tensors(match["outputs"]))
+            found.append((subgraph, layer))
+    return [layer._replace(profile=profiles.get(subgraph, 0)) for subgraph, layer in found]
 
 
 def _tensors(text: str) -> tuple[Tensor, ...]:
@@ -170,8 +172,15 @@ def _count(trt: Any, network: Any, kind: str) -> int:
     return sum(network.get_layer(i).type == wanted for i in range(network.num_layers))
 
 
-def network_problems(trt: Any, network: Any, num_layers: int) -> list[str]:
-    """What is wrong with a parsed network; empty if nothing is: caches not in place, matrix products in float32."""
+def network_problems(trt: Any, network: Any, num_layers: int, float32_products: Sequence[str] = ()) -> list[str]:
+    """What is wrong with a parsed network; empty if nothing is: caches not in place, matrix products in float32.
+
+    Args:
+        trt: the package's module.
+        network: the parsed network.
+        num_layers: attention layers.
+        float32_products: names of products that the model itself has in float32 (a router's, for example).
+    """
     problems = []
     inputs = {network.get_input(i).name: network.get_input(i) for i in range(network.num_inputs)}
     outputs = {network.get_output(i).name for i in range(network.num_outputs)}
@@ -186,6 +195,8 @@ def network_problems(trt: Any, network: Any, num_layers: int) -> list[str]:
     if any(tensor.dtype in halves for name, tensor in inputs.items() if name.startswith("k_cache")):
         for i in range(network.num_layers):
             layer = network.get_layer(i)
-            if layer.type == trt.LayerType.MATRIX_MULTIPLY and layer.get_input(0).dtype == trt.DataType.FLOAT:
+            if layer.type != trt.LayerType.MATRIX_MULTIPLY or layer.get_input(0).dtype != trt.DataType.FLOAT:
+                continue
+            if layer.name not in float32_products:
                 problems.append(f"{layer.name} multiplies matrices in float32")
     return problems

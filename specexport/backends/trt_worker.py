@@ -39,6 +39,7 @@ class Job(NamedTuple):
         log: file for what TensorRT says.
         timing_cache: file to read and write kernel timings, or an empty string.
         num_layers: attention layers of the model.
+        float32_products: names of the matrix products that the model itself has in float32.
     """
 
     backend: str
@@ -50,6 +51,7 @@ class Job(NamedTuple):
     log: str
     timing_cache: str
     num_layers: int
+    float32_products: list[str]
 
 
 def main(path: str) -> int:
@@ -85,7 +87,7 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
         errors = [parser.get_error(i).desc() for i in range(parser.num_errors)]
         raise CheckFailedError(f"TensorRT cannot read the graph: {'; '.join(errors[:3])}.")
     _refuse_warnings(logger)
-    problems = network_problems(trt, network, job.num_layers)
+    problems = network_problems(trt, network, job.num_layers, job.float32_products)
     if problems:
         raise CheckFailedError(f"the TensorRT network is not what was lowered: {'; '.join(problems[:5])}.")
     logger.stage = _BUILD

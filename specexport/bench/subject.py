@@ -104,7 +104,7 @@ def _describe(manifest: Manifest) -> dict[str, Any]:
 
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, load, memory (bytes) and versions: what a figure depends on."""
-    from specexport.doctor import memory_bytes
+    from specexport.host import memory_bytes
     from specexport_runtime.executors.ort import available_cores
 
     total, free, limit = memory_bytes()

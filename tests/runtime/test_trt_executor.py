@@ -2,6 +2,7 @@
 
 import logging
 import timeit
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -466,3 +467,22 @@ def test_an_engine_with_ranged_profiles_only(tmp_path):
         pair.step(0, counts)
     assert gpu.calls["launch"] == 0
     assert executor.kv_capacity == entry.kv_capacity
+
+
+def test_a_row_that_ends_leaves_no_value_behind(tmp_path: Path) -> None:
+    """Attention multiplies hidden entries by 0, so a NaN that a sequence left would reach the next one in its row."""
+    model = FakeExecutor(17, 4, 80)
+    executor, gpu, _ = open_fake(tmp_path, make_entry(), model)
+    runner = ModelRunner(executor)
+    for row in range(2):
+        runner.step(row, [RowWork([3, 4, 5], 1)])
+        runner.kv.commit(row, 3)
+    for _, address in executor._parts.kv.addresses(0):
+        gpu.array(address, (128,), "float16")[:] = np.nan
+    with pytest.raises(AssertionError):  # the stand-in's attention looks at every entry, as TensorRT's may
+        runner.step(0, [RowWork([6], 1)])
+    runner.release_row(0)
+    logits = runner.step(0, [RowWork([7, 8], 1)])
+    np.testing.assert_array_equal(logits[0], model.logits_after([7, 8]))
+    assert runner.step(1, [RowWork([9], 1)])[0].argmax() == model.logits_after([3, 4, 5, 9]).argmax()
+    executor.close()

@@ -86,6 +86,10 @@ class Executor(Protocol):
         """Copy the first ``kv_len`` cache entries of row ``source`` to row ``destination``, in every layer."""
         ...
 
+    def clear_row(self, row: int) -> None:
+        """The sequence in ``row`` is gone: no value it left, a NaN for example, may reach the next one's attention."""
+        ...
+
     def move_entries(self, row: int, entries: Int64Array) -> None:
         """Keep the listed cache entries (ascending) of a row, packed to its front, in every layer."""
         ...

@@ -147,6 +147,10 @@ class FakeExecutor:
         self._cache[destination] = _POISON
         self._cache[destination, :kv_len] = self._cache[source, :kv_len]
 
+    def clear_row(self, row: int) -> None:
+        """Poison the row."""
+        self._cache[row] = _POISON
+
     def move_entries(self, row: int, entries: npt.NDArray[np.int64]) -> None:
         """Keep the listed entries of a row, packed to its front; the rest is poisoned."""
         kept = self._cache[row, entries]

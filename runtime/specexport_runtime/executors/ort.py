@@ -148,6 +148,9 @@ class OrtExecutor:
         for cache in self._caches.values():
             cache[destination, :, :, :kv_len] = cache[source, :, :, :kv_len]
 
+    def clear_row(self, row: int) -> None:
+        """Nothing: attention reads no entry beyond a row's length."""
+
     def move_entries(self, row: int, entries: Int64Array) -> None:
         """Keep the cache entries ``entries`` of a row, packed to its front, in every layer.
 

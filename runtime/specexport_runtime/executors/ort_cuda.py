@@ -184,6 +184,9 @@ class OrtCudaExecutor:
         """
         self._row_blocks[[source, destination]] = self._row_blocks[[destination, source]]
 
+    def clear_row(self, row: int) -> None:
+        """Nothing: attention reads no entry beyond a row's length."""
+
     def move_entries(self, row: int, entries: Int64Array) -> None:
         """Not on this backend.
 

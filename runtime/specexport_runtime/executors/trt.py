@@ -159,6 +159,11 @@ class TrtExecutor:
         self._parts.kv.copy_row(source, destination, kv_len)
         self._ends[destination] = kv_len
 
+    def clear_row(self, row: int) -> None:
+        """Zero the row: attention reads entries beyond its length, hidden, and 0 times NaN is NaN."""
+        self._parts.kv.clear_row(row)
+        self._ends[row] = 0
+
     def move_entries(self, row: int, entries: Int64Array) -> None:
         """Not for GPU engines: their caches hold no padding.
 

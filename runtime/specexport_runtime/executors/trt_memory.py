@@ -143,6 +143,11 @@ class KvMemory:
         for cache in self._caches:
             yield cache, self._address + cache.offset + row * cache.row_bytes
 
+    def clear_row(self, row: int) -> None:
+        """Zero a row in every cache."""
+        for cache, address in self.addresses(row):
+            self._driver.clear(address, cache.row_bytes)
+
     def copy_row(self, source: int, destination: int, kv_len: int) -> None:
         """Copy the first ``kv_len`` entries of a row to another, in every cache."""
         if not kv_len:
