@@ -147,7 +147,8 @@ def check_case(case: Case, dtype: str, *, device: str) -> Checked:
     empty = torch.Tensor.new_empty
 
     def poisoned(self: "Tensor", *size: Any, **options: Any) -> "Tensor":
-        return empty(self, *size, **options).fill_(float("nan"))
+        tensor = empty(self, *size, **options)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
     scale = case.head_size**-0.5
     inputs = make_inputs(case, dtype, device)

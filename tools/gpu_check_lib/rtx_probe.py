@@ -53,8 +53,9 @@ def probe(context: Context) -> None:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=min(45.0, context.left), check=False, env=os.environ
             )
-            words = (done.stdout + done.stderr).strip().splitlines() or ["it said nothing"]
-            answer, works = words[-1], done.returncode == 0
+            works = done.returncode == 0
+            logged = [line for line in done.stderr.splitlines() if "[E]" in line][:1]  # the first is the cause
+            answer = "; ".join([*done.stdout.strip().splitlines()[-1:], *([] if works else logged)]) or "no words"
             if done.returncode < 0:
                 answer = f"ended by signal {-done.returncode}"
         except subprocess.TimeoutExpired:

@@ -119,7 +119,8 @@ def measure_steps(context: Context, backend: str, target: Executor, plan: Plan) 
                 ratio = ratios[RATIO_LOOKAHEAD]
                 context.recorder.row(
                     f"{backend}: verify(5)/decode(1), batch 1", f"{ratio:.3f}",
-                    target=f"at most {RATIO_TARGET}", verdict=context.judge_time(ratio, at_most=RATIO_TARGET), ratio=ratio,
+                    target=f"at most {RATIO_TARGET}", ratio=ratio,
+                    verdict=context.judge_time(ratio, at_most=RATIO_TARGET),
                 )  # fmt: skip
 
 
