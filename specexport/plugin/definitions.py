@@ -158,7 +158,7 @@ def _embed(trt: Any, trtp: Any, kernels: PluginKernels, *arguments: Any) -> tupl
     params.grid_x, params.grid_y, params.grid_z = grid
     params.block_x = 32 * kernel.num_warps
     params.shared_mem = kernel.shared_bytes
-    return kernel.name, kernel.ptx, params, trtp.SymIntExprs.from_tuple([trtp.SymInt32(size) for size in reversed(ints.values())])
+    return kernel.name, kernel.ptx, params, trtp.SymIntExprs.from_tuple([trtp.SymInt32(size) for size in ints.values()])
 
 
 def _check_types(trt: Any, kernels: PluginKernels, inputs: Sequence[Any]) -> None:
