@@ -8,9 +8,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from specexport.backends.profiles import input_shapes, plan_profiles
 from specexport.frontend import reference_logits
+from specexport.gpu_build import step_inputs
 from specexport.lowering import lower_model, trt_plugin
 from specexport.plugin.naming import plugin_names, plugin_spec
+from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import UnsupportedModelError
 from tests.engine_harness import make_checkpoint
 from tests.lowering.half_models import HalfModel, trace
@@ -187,6 +190,13 @@ def test_inputs_and_outputs_are_the_contracts() -> None:
         "token_ids",
     ]
     assert not any(node.domain == "specexport" for node in model.graph)
+    layers = [LayerGeometry(*(int(value.shape[axis]) for axis in (1, 3, 3))) for value in model.graph.inputs[5::2]]
+    for profile in plan_profiles("target", lookahead=4, max_num_seqs=2, max_num_tokens=64):
+        shapes = input_shapes(profile, step_inputs(model), layers, MODEL_CAPACITY)
+        assert sorted(shapes) == sorted(names)
+        for value in model.graph.inputs:
+            for size, dim in zip(shapes[str(value.name)][1], value.shape, strict=True):
+                assert dim == size or not isinstance(dim, int)
     # Layers of one geometry share the plugin that appends; one layer in two has a window.
     kernels = [plugin_spec(name).kernel for name in plugin_names(model)]
     assert sorted(kernels) == ["kv_append", "ragged_attention", "ragged_attention"]

@@ -25,6 +25,7 @@ from specexport.plugin.kernels import MOST_SHARED_BYTES, compile_plugin, tile_op
 from specexport.plugin.naming import graph_shape, plugin_name, plugin_names, plugin_spec
 from specexport_runtime.errors import CheckFailedError, IncompatibleError, MissingDependencyError, UserInputError
 from tests.ops.test_unpadded_attention import CASES, one_node_model
+from tests.packaging.test_imports import HEAVY, loaded_after
 from tests.plugin.evaluator import ATTRIBUTES
 from tests.plugin.fake_tensorrt import DataType, Embedded, Given, embed, install
 
@@ -271,3 +272,9 @@ def test_kernels_are_compiled_once(trt: types.ModuleType, monkeypatch: pytest.Mo
     embed_all(trt, ATTENTION, 90)
     monkeypatch.setattr(kernels, "compile_kernel", None)
     embed_all(trt, ATTENTION, 90)
+
+
+def test_importing_the_plugin_imports_nothing_heavy() -> None:
+    modules = ("specexport.plugin.definitions", "specexport.plugin.naming", "specexport.lowering.trt_plugin")
+    loaded, _ = loaded_after("\n".join(f"import {module}" for module in modules))
+    assert not loaded & HEAVY
