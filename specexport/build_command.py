@@ -29,7 +29,7 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--backend", help="What runs the engines [default: ort-cpu].")
 @click.option("--dtype", help="Dtype of weights and KV caches [default: auto].")
 @click.option("--sm", multiple=True, metavar="NN", help="TensorRT: GPU architecture to build for; repeat for more.")
-@click.option("--lowering", help="TensorRT: attention as 'native' or 'plugin' [default: auto].")
+@click.option("--lowering", help="TensorRT: attention: native, native-grouped or plugin [default: auto].")
 @click.option("--max-num-seqs", type=int, help="TensorRT: most sequences at a time [default: 8].")
 @click.option("--max-num-tokens", type=int, help="TensorRT: most tokens of one step [default: 512].")
 @click.option("--gpu-memory-gb", type=float, help="TensorRT: refuse what a GPU of this memory cannot hold.")

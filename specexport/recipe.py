@@ -52,7 +52,7 @@ class BuildRecipe:
         trust_remote_code: let the hub's Python code run while loading.
         check: compare each engine's logits with eager transformers before the bundle is kept.
         sm: TensorRT: GPU architectures to build for, for example ``("89", "120")``; empty takes this machine's GPU.
-        lowering: TensorRT: what stands behind attention, ``"native"``, ``"plugin"`` or ``"auto"``.
+        lowering: TensorRT: the form of attention: ``"native"``, ``"native-grouped"``, ``"plugin"`` or ``"auto"``.
         max_num_seqs: TensorRT: most sequences at a time, the largest batch bucket; None takes 8.
         max_num_tokens: TensorRT: most tokens of one step, the largest prefill bucket; None takes 512.
         gpu_memory_gb: TensorRT: refuse engines and caches that a GPU of this memory (GB) cannot hold.

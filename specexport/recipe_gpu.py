@@ -10,7 +10,7 @@ from typing import Any
 from specexport_runtime.errors import RecipeError
 
 TENSORRT_BACKENDS = ("tensorrt", "tensorrt-rtx")
-LOWERINGS = {"tensorrt": ("plugin", "native"), "tensorrt-rtx": ("native",)}
+LOWERINGS = {"tensorrt": ("plugin", "native", "native-grouped"), "tensorrt-rtx": ("native", "native-grouped")}
 """Lowerings each backend can build; the first is what ``"auto"`` means."""
 
 DEFAULT_MAX_NUM_SEQS = 8

@@ -64,7 +64,7 @@ class ModelEntry:
         passes: what each compiler pass changed, in order: ``[name, changes]``.
         padded_path: graph for caches that hold padding entries, over the same weights; None if there is none.
         padded_inputs: step inputs that graph takes.
-        lowering: what stands behind attention: ``"function"`` (ort-cpu), ``"native"`` or ``"plugin"`` (TensorRT),
+        lowering: what stands behind attention: ``"function"`` (ort-cpu), ``"native"``, ``"native-grouped"``, ``"plugin"`` (TensorRT),
             ``"paged"`` (ort-cuda).
         engines: engine files by GPU architecture; empty where ``path`` is the one engine. ``path`` is the first then.
         profiles: step sizes the engines were built for, in their order; empty where any size runs.

@@ -31,8 +31,12 @@ class TrtPackage(NamedTuple):
     lowerings: tuple[str, ...]
 
 
-TENSORRT_RTX = TrtPackage("tensorrt-rtx", "tensorrt_rtx", cross_builds=True, times_kernels=False, lowerings=("native",))
-TENSORRT = TrtPackage("tensorrt", "tensorrt", cross_builds=False, times_kernels=True, lowerings=("plugin", "native"))
+TENSORRT_RTX = TrtPackage(
+    "tensorrt-rtx", "tensorrt_rtx", cross_builds=True, times_kernels=False, lowerings=("native", "native-grouped")
+)
+TENSORRT = TrtPackage(
+    "tensorrt", "tensorrt", cross_builds=False, times_kernels=True, lowerings=("plugin", "native", "native-grouped")
+)
 PACKAGES = {package.backend: package for package in (TENSORRT, TENSORRT_RTX)}
 
 

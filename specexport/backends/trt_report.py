@@ -96,7 +96,8 @@ def _tensors(text: str) -> tuple[Tensor, ...]:
 def summarize(layers: Sequence[Layer], profiles: Sequence[str]) -> list[dict[str, Any]]:
     """For each profile: kernels, fused attention kernels, float32 matrix products, and bytes of copied KV cache.
 
-    A copy is a kernel that reads an updated cache and writes a tensor at least as large, and is no append.
+    A copy is a kernel that reads an updated cache, writes a tensor with its entries, and is no append. Where the number
+    of rows is not fixed, one is counted.
     """
     rows = []
     for index, name in enumerate(profiles):
@@ -121,13 +122,14 @@ def _is_float32_matmul(layer: Layer) -> bool:
 def _copied_bytes(layer: Layer) -> int:
     if layer.is_attention or any(_is_cache(tensor) for tensor in layer.outputs):
         return 0
-    caches = [tensor for tensor in layer.inputs if _is_cache(tensor)]
-    if not caches:
-        return 0
-    smallest = min(cache.values for cache in caches)
-    return sum(
-        tensor.values * _ITEM_BYTES.get(tensor.dtype, 4) for tensor in layer.outputs if tensor.values >= smallest
-    )
+    copied = 0
+    for cache in (tensor for tensor in layer.inputs if _is_cache(tensor)):
+        capacity, size = cache.dims[-2:]
+        for tensor in layer.outputs:
+            # A size that is not fixed stands for rows times heads: at least what one row's cache holds.
+            if {capacity, size} <= set(tensor.dims):
+                copied += max(tensor.values, cache.values) * _ITEM_BYTES.get(tensor.dtype, 4)
+    return copied
 
 
 def _is_cache(tensor: Tensor) -> bool:

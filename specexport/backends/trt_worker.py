@@ -105,7 +105,7 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
     with _temporary_name(Path(job.engine)).open("wb") as file:
         done = builder.build_serialized_network_to_stream(network, config, _make_writer(trt, file))
     if not done:
-        said = logger.errors[-1] if logger.errors else "it gives no reason"
+        said = "; ".join(logger.errors[:2]) or "it gives no reason"
         raise CheckFailedError(f"TensorRT cannot build this graph for sm{job.sm}: {said}")
     _refuse_warnings(logger)
     os.replace(_temporary_name(Path(job.engine)), job.engine)

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 __all__ = ["TENSORRT_LOWERINGS", "lower_model"]
 
 _TENSORRT = ("tensorrt", "tensorrt-rtx")
-TENSORRT_LOWERINGS = ("native", "plugin")
-"""Lowerings of the TensorRT backends: TensorRT's own attention, or the unpadded-KV plugin."""
+TENSORRT_LOWERINGS = ("native", "native-grouped", "plugin")
+"""Lowerings of the TensorRT backends: TensorRT's own attention, in two forms, or the unpadded-KV plugin."""
 
 
 def lower_model(
@@ -76,4 +76,4 @@ def _lower_tensorrt(
         return ()
     from specexport.lowering.trt_native import lower_trt_native
 
-    return lower_trt_native(ir_model, kv_capacity=kv_capacity)
+    return lower_trt_native(ir_model, kv_capacity=kv_capacity, grouped=lowering == "native-grouped")

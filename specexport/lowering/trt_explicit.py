@@ -7,6 +7,7 @@ key/value head are folded into the query axis, so that neither keys nor values a
 from typing import TYPE_CHECKING
 
 from specexport.lowering.emit import Emitter
+from specexport.lowering.trt_step import MaskKind
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -53,7 +54,7 @@ def _emit_weights(emit: Emitter, layer: "Attention", step: "AlignedStep", raw: "
         scores = emit.op("Mul", emit.op("Tanh", emit.op("Div", scores, cap)), cap)
     group = layer.num_heads // layer.kv_heads
     by_slot = emit.reshape(scores, [0, 0, -1, group, capacity])  # [B, H, Q, G, L]
-    mask = emit.op("Unsqueeze", step.masks[layer.window], emit.const([3]))  # [B, 1, Q, 1, L]
+    mask = emit.op("Unsqueeze", step.masks[MaskKind(layer.window)], emit.const([3]))  # [B, 1, Q, 1, L]
     seen = emit.op("Where", mask, by_slot, emit.const(_HIDDEN, "float32"))
     sinks = "sinks" in layer.tensors
     weights = _emit_sink_softmax(emit, layer, seen) if sinks else emit.op("Softmax", seen, axis=-1)

@@ -5,12 +5,18 @@ Each row's new keys and values are written packed, straight to the row's own ent
 [B, Q] with rows RIGHT-aligned: slot Q-1 holds a row's last token. Slot ``j`` of row ``b`` then sees the entries up to
 ``row_totals[b] - Q + j``, for rows of any length, which is TensorRT's ``lower_right`` causality over the row's length.
 
-A layer takes one of three forms (``choose_form``):
+A layer takes one of these forms (``choose_form``):
 
 ``fused-causal``  ``TRT_Attention`` with ``causal_kind=lower_right`` and the rows' lengths.
 ``fused-masked``  ``TRT_Attention`` with a Boolean mask (sliding windows), made once a step for each window.
+``fused-grouped`` the same with a mask always, and a group's query heads one behind the other as if they were tokens:
+                  only in lowering ``native-grouped``.
 ``explicit``      matmuls, masking and softmax written out (``trt_explicit``): softcap, sinks, and sizes or dtypes for
                   which there is no fused kernel.
+
+``native-grouped`` is for models whose heads share keys (grouped queries). For more than one new token a row, TensorRT
+copies a layer's keys and values before its attention reads them, repeated for every query head. Grouped, it copies them
+once; but a step of one token, which reads the caches in place otherwise, copies them too.
 
 Fused attention is emitted with ``TRT_decomposable=0``: where TensorRT has no kernel, the build fails and nothing runs
 slowly in silence. Slots before a row's first token repeat some token, may see nothing, and nobody reads them.
@@ -26,7 +32,7 @@ from specexport.lowering.emit import Emitter
 from specexport.lowering.ort_cpu import drop_unused_step_inputs
 from specexport.lowering.token_ids import add_token_ids
 from specexport.lowering.trt_explicit import emit_explicit
-from specexport.lowering.trt_step import AlignedStep, emit_step
+from specexport.lowering.trt_step import AlignedStep, MaskKind, emit_step
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME
 from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
@@ -34,7 +40,7 @@ from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-FUSED_CAUSAL, FUSED_MASKED, EXPLICIT = "fused-causal", "fused-masked", "explicit"
+FUSED_CAUSAL, FUSED_MASKED, FUSED_GROUPED, EXPLICIT = "fused-causal", "fused-masked", "fused-grouped", "explicit"
 
 # Found by building one-layer networks with TRT_decomposable=0 in TensorRT-RTX 1.7, decode, verify and prefill profiles,
 # float16 and bfloat16, compute capabilities 8.0, 8.6, 8.9, 12.0 and 12.1, causal and masked (7.5: float16 only). The
@@ -72,22 +78,35 @@ class Attention(NamedTuple):
     dtype: "ir.DataType"
 
 
-def choose_form(attention: Attention) -> str:
-    """The form of one layer: the fastest that computes it exactly."""
+def choose_form(attention: Attention, *, grouped: bool = False) -> str:
+    """The form of one layer.
+
+    Args:
+        attention: the layer.
+        grouped: keys and values are not to be repeated for query heads that share them.
+    """
     size = attention.k_dim
     fused_size = size % _FUSED_MULTIPLE == 0 and _FUSED_SMALLEST <= size <= _FUSED_LARGEST
     plain = attention.softcap == 0 and "sinks" not in attention.tensors and attention.dtype.name in _FUSED_DTYPES
     if not (plain and fused_size and size == attention.v_dim):
         return EXPLICIT
+    if grouped and attention.num_heads > attention.kv_heads:
+        return FUSED_GROUPED
     return FUSED_MASKED if attention.window > 0 else FUSED_CAUSAL
 
 
-def lower_trt_native(ir_model: "ir.Model", *, kv_capacity: int) -> tuple[str, ...]:
+def mask_kind(attention: Attention, form: str) -> MaskKind:
+    """The mask that a layer in ``form`` reads."""
+    return MaskKind(attention.window, attention.num_heads // attention.kv_heads if form == FUSED_GROUPED else 1)
+
+
+def lower_trt_native(ir_model: "ir.Model", *, kv_capacity: int, grouped: bool = False) -> tuple[str, ...]:
     """Replace every ``UnpaddedAttention``, fix the cache shapes, add ``token_ids``, drop unread step inputs, in place.
 
     Args:
         ir_model: the traced model after the passes.
         kv_capacity: L, entries of a cache row.
+        grouped: lowering ``native-grouped``.
 
     Returns:
         Form of each layer.
@@ -95,18 +114,18 @@ def lower_trt_native(ir_model: "ir.Model", *, kv_capacity: int) -> tuple[str, ..
     Raises:
         UnsupportedModelError: a layer has a dtype, or heads, that no form computes exactly.
     """
-    forms = replace_attention(ir_model, kv_capacity=kv_capacity)
+    forms = replace_attention(ir_model, kv_capacity=kv_capacity, grouped=grouped)
     add_token_ids(ir_model)
     drop_unused_step_inputs(ir_model)
     return forms
 
 
-def replace_attention(ir_model: "ir.Model", *, kv_capacity: int) -> tuple[str, ...]:
+def replace_attention(ir_model: "ir.Model", *, kv_capacity: int, grouped: bool = False) -> tuple[str, ...]:
     """The attention part of ``lower_trt_native``, for graphs without logits; same arguments, result and errors."""
     layers = [read_attention(n, i) for i, n in enumerate(_attention_nodes(ir_model))]
-    forms = tuple(map(choose_form, layers))
-    windows = {layer.window for layer, form in zip(layers, forms, strict=True) if form != FUSED_CAUSAL}
-    step = emit_step(ir_model, sorted(windows), kv_capacity)
+    forms = tuple(choose_form(layer, grouped=grouped) for layer in layers)
+    kinds = {mask_kind(layer, form) for layer, form in zip(layers, forms, strict=True) if form != FUSED_CAUSAL}
+    step = emit_step(ir_model, sorted(kinds), kv_capacity)
     for i, (layer, form) in enumerate(zip(layers, forms, strict=True)):
         _lower_layer(ir_model, layer, form, step, Emitter(ir_model, f"attention.{i}.{form}"), kv_capacity)
     return forms
@@ -162,6 +181,8 @@ def _lower_layer(
     tile = emit_query_tile(emit, layer, step)
     if form == EXPLICIT:
         slots = emit_explicit(emit, layer, step, tile, *caches)
+    elif form == FUSED_GROUPED:
+        slots = emit_grouped(emit, layer, step, tile, *caches)
     else:
         slots = emit_fused(emit, layer, step, tile, *caches)
     output = emit.op("Gather", emit.reshape(slots, [-1, layer.num_heads * layer.v_dim]), step.untile, axis=0)
@@ -189,11 +210,28 @@ def emit_fused(
     heads = emit.reshape(tile, [0, 0, layer.num_heads, layer.k_dim])
     queries = emit.op("Transpose", heads, perm=[0, 2, 1, 3])
     options: dict[str, Any] = {"TRT_decomposable": 0}
-    mask = step.masks.get(layer.window) if layer.window > 0 else None
+    mask = step.masks[mask_kind(layer, FUSED_MASKED)] if layer.window > 0 else None
     if mask is None:
         options["causal_kind"] = "lower_right"
     attended = emit.op("TRT_Attention", queries, keys, values, mask, None, step.totals, **options)
     return emit.op("Transpose", attended, perm=[0, 2, 1, 3])
+
+
+def emit_grouped(
+    emit: Emitter, layer: Attention, step: AlignedStep, tile: "ir.Value", keys: "ir.Value", values: "ir.Value"
+) -> "ir.Value":
+    """``TRT_Attention`` with as many query heads as keys have: a group's heads are stacked, [B, H, G*Q, D].
+
+    Returns:
+        [B, Q, Hq*Dv].
+    """
+    group = layer.num_heads // layer.kv_heads
+    heads = emit.reshape(tile, [0, -1, layer.kv_heads, group, layer.k_dim])  # [B, Q, H, G, D]
+    stacked = emit.reshape(emit.op("Transpose", heads, perm=[0, 2, 3, 1, 4]), [0, layer.kv_heads, -1, layer.k_dim])
+    mask = step.masks[mask_kind(layer, FUSED_GROUPED)]  # [B, 1, G*Q, L]
+    attended = emit.op("TRT_Attention", stacked, keys, values, mask, None, step.totals, TRT_decomposable=0)
+    slots = emit.reshape(attended, [0, layer.kv_heads, group, -1, layer.v_dim])
+    return emit.reshape(emit.op("Transpose", slots, perm=[0, 3, 1, 2, 4]), [0, -1, layer.num_heads * layer.v_dim])
 
 
 def _fix_shape(cache: "ir.Value", heads: int, capacity: int, size: int) -> None:

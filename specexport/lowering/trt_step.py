@@ -13,6 +13,18 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
+class MaskKind(NamedTuple):
+    """A mask that layers share.
+
+    Attributes:
+        window: positions a token sees, its own included; -1 for all.
+        group: query heads whose slots lie one behind the other in the tile; 1 where heads are apart.
+    """
+
+    window: int
+    group: int = 1
+
+
 class AlignedStep(NamedTuple):
     """What every layer needs of the step, computed once at the top of the graph.
 
@@ -22,7 +34,8 @@ class AlignedStep(NamedTuple):
         cu: ``cu_new_tokens`` [B+1] int32.
         tile: ``tile_index`` [B, Q].
         untile: ``untile_index`` [T].
-        masks: what each slot sees, [B, 1, Q, L] bool, by window (-1: causal); those that a layer needs.
+        masks: what each slot sees, [B, 1, G*Q, L] bool, by window (-1: causal) and by heads stacked in the tile (G);
+            those that a layer needs.
     """
 
     past: "ir.Value"
@@ -30,22 +43,22 @@ class AlignedStep(NamedTuple):
     cu: "ir.Value"
     tile: "ir.Value"
     untile: "ir.Value"
-    masks: "dict[int, ir.Value]"
+    masks: "dict[MaskKind, ir.Value]"
 
 
-def emit_step(ir_model: "ir.Model", windows: Sequence[int], kv_capacity: int) -> AlignedStep:
+def emit_step(ir_model: "ir.Model", kinds: Sequence[MaskKind], kv_capacity: int) -> AlignedStep:
     """Add the tile's inputs to the graph, and at its top what depends on the step alone.
 
     Args:
         ir_model: the model; changed in place.
-        windows: windows for which a layer needs a mask; -1 for a causal one.
+        kinds: masks that layers need.
         kv_capacity: L.
     """
     by_name = {value.name: value for value in ir_model.graph.inputs}
     tile, untile = (_add_input(ir_model, spec) for spec in (TILE_INDEX, UNTILE_INDEX))
     emit = Emitter(ir_model, "step")
     past, totals = (emit.reshape(by_name[spec.name], [-1]) for spec in (KV_LENS, ROW_TOTALS))
-    masks = _emit_masks(emit, by_name, tile, windows, kv_capacity)
+    masks = _emit_masks(emit, by_name, tile, kinds, kv_capacity)
     emit.place(ir_model.graph[0])
     return AlignedStep(past, totals, by_name[CU_NEW_TOKENS.name], tile, untile, masks)
 
@@ -64,16 +77,16 @@ def _first_cache(ir_model: "ir.Model") -> int:
 
 
 def _emit_masks(
-    emit: Emitter, inputs: "dict[str | None, ir.Value]", tile: "ir.Value", windows: Sequence[int], kv_capacity: int
-) -> "dict[int, ir.Value]":
-    """[B, 1, Q, L] for each window.
+    emit: Emitter, inputs: "dict[str | None, ir.Value]", tile: "ir.Value", kinds: Sequence[MaskKind], kv_capacity: int
+) -> "dict[MaskKind, ir.Value]":
+    """[B, 1, G*Q, L] for each kind.
 
     Token ``t`` of row ``b`` lies in entry ``kv_lens[b] + t - cu_new_tokens[b]``. That needs no size of the step, which
     TensorRT would copy from the host. A slot that holds no token of its row is clamped into the row: it sees something.
     """
     import onnx_ir as ir
 
-    if not windows:
+    if not kinds:
         return {}
     boolean = ir.DataType.BOOL
     one = emit.const([1], "int32")
@@ -83,11 +96,14 @@ def _emit_masks(
     inside_row = emit.op("Min", entry_of, emit.op("Sub", inputs[ROW_TOTALS.name], one))
     limit = emit.op("Unsqueeze", emit.op("Max", inside_row, emit.const(0, "int32")), emit.const([1, 3]))
     entries = emit.const(np.arange(kv_capacity).reshape(1, 1, 1, -1), "int32")
-    causal = emit.op("LessOrEqual", entries, limit, dtype=boolean)  # limit: [B, 1, Q, 1]
     masks = {}
-    for window in windows:
-        masks[window] = causal
-        if window > 0:
-            near = emit.op("Greater", entries, emit.op("Sub", limit, emit.const(window, "int32")), dtype=boolean)
-            masks[window] = emit.op("And", causal, near)
+    for group in sorted({kind.group for kind in kinds}):
+        seen_to = limit if group == 1 else emit.op("Tile", limit, emit.const([1, 1, group, 1]))
+        causal = emit.op("LessOrEqual", entries, seen_to, dtype=boolean)  # seen_to: [B, 1, G*Q, 1]
+        for window in sorted({kind.window for kind in kinds if kind.group == group}):
+            mask = causal
+            if window > 0:
+                before = emit.op("Sub", seen_to, emit.const(window, "int32"))
+                mask = emit.op("And", causal, emit.op("Greater", entries, before, dtype=boolean))
+            masks[MaskKind(window, group)] = mask
     return masks

@@ -104,6 +104,22 @@ def test_inspect_tells_aliasing_fusion_and_precision(rtx_bundle: Path, run_cli: 
     assert "tile_index" in text
 
 
+def test_grouped_heads_copy_the_caches_once_and_not_for_every_head(
+    tiny_pair: TinyPair, rtx_bundle: Path, tmp_path: Path
+) -> None:
+    grouped = build_bundle(
+        rtx_recipe(tiny_pair.target, tmp_path / "out", lowering="native-grouped", max_num_seqs=1), use_cache=False
+    )
+    copied: dict[str, list[int]] = {}
+    for manifest in (load_manifest(rtx_bundle), grouped.manifest):
+        for row in manifest.models["target"].engines[0].report["profiles"]:
+            copied.setdefault(row["profile"], []).append(row["kv_copy_bytes"])
+    plain, once = copied["verify 1x4"]
+    assert plain == 2 * once > 0, "two query heads share a key head"
+    plain, once = copied["decode 1x1"]
+    assert plain == 0 < once
+
+
 def test_the_build_tells_its_memory_plan_and_how_far_tensorrt_is(tiny_pair: TinyPair, tmp_path: Path) -> None:
     events: list[ProgressEvent] = []
     result = build_bundle(

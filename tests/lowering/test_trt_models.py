@@ -73,7 +73,9 @@ def test_lowered_models_give_eager_logits(name: str, dtype: str) -> None:
     compare(traced, model, forms, TOLERANCE[dtype], ("float16", "bfloat16"))
 
 
-@pytest.mark.parametrize(("name", "forms"), [("llama", ("fused-causal",) * 2), ("gemma3", MODELS["gemma3", "bfloat16"])])
+@pytest.mark.parametrize(
+    ("name", "forms"), [("llama", ("fused-causal",) * 2), ("gemma3", MODELS["gemma3", "bfloat16"])]
+)
 def test_fused_forms_in_float32_are_exact(name: str, forms: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU computes these, but rounding cannot hide a wrong mask here."""
     monkeypatch.setattr(trt_native, "_FUSED_DTYPES", ("FLOAT",))

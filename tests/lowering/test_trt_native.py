@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -107,6 +108,23 @@ def test_every_form_equals_the_reference(name: str, dtype: str) -> None:
 def test_fused_forms_see_exactly_the_right_entries(name: str) -> None:
     case = CASES[name]
     assert check(case, "float32") == FORMS.get(name, check(case, "float16"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("fused_float32")
+def test_grouped_heads_see_what_each_would_see_alone(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    grouped = case.heads > case.kv_heads and lower(case, dtype)[1] != "explicit"
+    monkeypatch.setattr(trt_native, "replace_attention", partial(trt_native.replace_attention, grouped=True))
+    form = check(case, dtype)
+    assert (form == "fused-grouped") == grouped
+    if grouped:
+        check(case, dtype, width=30)
+        model, _ = lower(case, dtype)
+        (node,) = (node for node in model.graph if node.op_type == "TRT_Attention")
+        assert node.attributes.get("causal_kind") is None
+        assert node.inputs[0].producer().inputs[1].const_value.numpy()[1] == case.kv_heads
 
 
 @pytest.mark.parametrize("name", ["ragged", "window", "everything", "values_smaller", "empty_rows"])

@@ -75,11 +75,11 @@ def fused_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trt_native, "_FUSED_DTYPES", ("FLOAT",))
 
 
-def open_model(name: str, role: str, folder: Path) -> tuple[Any, GraphEngine]:
+def open_model(name: str, role: str, folder: Path, lowering: str = "native") -> tuple[Any, GraphEngine]:
     """A ``TrtExecutor`` on the graph that a build of tiny model ``name`` would make an engine of."""
     model = trace(name, "float32").ir_model.clone()
     capacity = engine_kv_capacity(MAX_MODEL_LEN, LOOKAHEAD)
-    lower_model(model, "tensorrt-rtx", lowering="native", kv_capacity=capacity)
+    lower_model(model, "tensorrt-rtx", lowering=lowering, kv_capacity=capacity)
     caches = [value for value in model.graph.inputs if "cache" in str(value.name)]
     sizes = [(int(value.shape[1]), int(value.shape[3])) for value in caches]
     layers = [LayerGeometry(k[0], k[1], v[1]) for k, v in zip(sizes[::2], sizes[1::2], strict=True)]
@@ -100,9 +100,14 @@ def is_greedy(name: str, prompt: Seq[int], tokens: Seq[int]) -> bool:
     return logits[len(prompt) - 1 : -1].argmax(1).tolist() == list(tokens)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2"])
-def test_speculative_decoding_over_the_lowered_graph_is_greedy_eager_decoding(name: str, tmp_path: Path) -> None:
-    target, target_engine = open_model(name, "target", tmp_path / "target")
+@pytest.mark.parametrize(
+    ("name", "lowering"),
+    [("llama", "native"), ("gemma3", "native"), ("gemma2", "native"), ("gemma3", "native-grouped")],
+)
+def test_speculative_decoding_over_the_lowered_graph_is_greedy_eager_decoding(
+    name: str, lowering: str, tmp_path: Path
+) -> None:
+    target, target_engine = open_model(name, "target", tmp_path / "target", lowering)
     draft, draft_engine = open_model("llama", "draft", tmp_path / "draft")
     decoder = make_decoder(target, draft, LOOKAHEAD, max_chunk=16)
     sequences = [
