@@ -21,9 +21,8 @@ ARCHITECTURES = ("80", "89", "120")  # of bundles that are built ahead for a GPU
 
 # name: sizes, whether the weights are decisive, lookahead, max_model_len, max_num_seqs
 PLANS: dict[str, tuple[str, bool, int, int, int]] = {
-    "tiny": ("tiny", False, 4, 192, 4),
+    "tiny": ("tiny", True, 4, 256, 4),
     "small": ("small", False, 4, 512, 8),
-    "tiny-speed": ("tiny", True, 4, 256, 4),
     "large-speed": ("large", True, 8, 512, 32),
 }
 # The large model's profiles are few, because each has kernels to be chosen: (kind, rows, new tokens).

@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
 
 LARGE = Plan("large-speed", (1, 2, 4, 8, 16, 32), (1, 2, 3, 4, 5, 6, 7, 8), (0.8, 0.6, 0.95), 256, 32, 192, 50)
-TINY = Plan("tiny-speed", (1, 4), (1, 4), (0.8,), 32, 8, 48, 5)
+TINY = Plan("tiny", (1, 4), (1, 4), (0.8,), 32, 8, 48, 5)
 
 
 def plan_of(context: Context) -> Plan:
