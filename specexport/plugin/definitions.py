@@ -15,7 +15,7 @@ from types import GenericAlias
 from typing import Any
 
 from specexport.kernels.signatures import TensorArgument
-from specexport.plugin.kernels import MOST_SHARED_BYTES, PluginKernels, compile_plugin
+from specexport.plugin.kernels import MOST_SHARED_BYTES, PluginKernels, compile_plugin, kernel_architecture
 from specexport.plugin.naming import NAMESPACE, graph_shape, plugin_spec
 from specexport_runtime.errors import CheckFailedError, IncompatibleError
 
@@ -42,7 +42,8 @@ def register_plugins(names: Iterable[str], sm: str | int) -> None:
         MissingDependencyError: Triton is not installed.
         IncompatibleError: this TensorRT cannot embed kernels.
     """
-    compiled = {name: compile_plugin(plugin_spec(name), int(sm)) for name in dict.fromkeys(names)}
+    target = kernel_architecture(int(sm))
+    compiled = {name: compile_plugin(plugin_spec(name), target) for name in dict.fromkeys(names)}
     if not compiled:
         return
     for name, kernels in compiled.items():

@@ -11,6 +11,7 @@ MOST_SHARED_BYTES = 48 * 1024
 """Shared memory that every launcher gives a kernel. Whether TensorRT opts in to more is not documented."""
 
 _QUERIES = (16, 32, 64, 128)  # a tile holds tokens times the query heads that share a KV head
+_COMPILED_AS = {86: 80, 87: 80}  # PTX for 8.0 runs on all 8.x; no newer one is known to be as portable
 DEFAULT_TACTIC = 0  # TensorRT's number for "there is one way only"; custom ones are positive
 
 
@@ -54,6 +55,11 @@ def tile_options(spec: KernelSpec, sm: int) -> dict[int, TileConfig]:
     size = max(spec.head_size, spec.v_head_size)
     options = {tiles.block_m: tiles for tiles in (attention_tiles(sm, size, n, small=True) for n in _QUERIES)}
     return options if len(options) > 1 else {DEFAULT_TACTIC: next(iter(options.values()))}
+
+
+def kernel_architecture(sm: int) -> int:
+    """The architecture that kernels for ``sm`` are compiled for: itself, or an older one whose PTX it runs."""
+    return _COMPILED_AS.get(sm, sm)
 
 
 @cache

@@ -161,6 +161,12 @@ def test_the_code_takes_inputs_then_ints_then_outputs(name: str, sm: int, trt: t
         )
 
 
+@pytest.mark.parametrize("sm", ["86", "87"])
+def test_gpus_of_the_same_generation_run_the_oldest_code(sm: str, trt: types.ModuleType) -> None:
+    found = embed_all(trt, SPECS["combine"], sm)
+    assert re.search(rb"\.target sm_80$", found[0].code, re.MULTILINE)
+
+
 def test_only_the_caches_are_aliased(trt: types.ModuleType) -> None:
     aliases = {name: embed_all(trt, SPECS[name], 90)[0].aliases for name in SPECS}
     assert aliases.pop("append") == [2, 3]
@@ -248,8 +254,8 @@ def test_no_names_need_no_tensorrt() -> None:
 
 def test_what_cannot_be_embedded_is_named(trt: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     name = plugin_name(ATTENTION)
-    with pytest.raises(UserInputError, match="no architecture sm 86"):
-        register_plugins([name], "86")
+    with pytest.raises(UserInputError, match="no architecture sm 75"):
+        register_plugins([name], "75")
     with pytest.raises(CheckFailedError, match="'my_plugin' is not the name"):
         register_plugins(["my_plugin"], 90)
     monkeypatch.setattr(definitions, "MOST_SHARED_BYTES", 20000)
