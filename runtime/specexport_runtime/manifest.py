@@ -64,8 +64,8 @@ class ModelEntry:
         passes: what each compiler pass changed, in order: ``[name, changes]``.
         padded_path: graph for caches that hold padding entries, over the same weights; None if there is none.
         padded_inputs: step inputs that graph takes.
-        lowering: what stands behind attention: ``"function"`` (ort-cpu), ``"native"``, ``"native-grouped"``, ``"plugin"`` (TensorRT),
-            ``"paged"`` (ort-cuda).
+        lowering: what stands behind attention: ``"function"`` (ort-cpu), ``"paged"`` (ort-cuda), or for TensorRT
+            ``"native"``, ``"native-grouped"`` or ``"plugin"``.
         engines: engine files by GPU architecture; empty where ``path`` is the one engine. ``path`` is the first then.
         profiles: step sizes the engines were built for, in their order; empty where any size runs.
         kv_capacity: L, entries of a cache row, where the engine fixes it; None where the arena decides.
