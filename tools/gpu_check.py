@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import ctypes
 import datetime
+import importlib.util
 import os
 import shlex
 import signal
@@ -51,6 +52,13 @@ def find_gpu() -> str:
     return "" if count.value else "the NVIDIA driver finds no GPU"
 
 
+def cuda_library_folders() -> list[str]:
+    """Folders of the CUDA libraries that came with torch: packages installed elsewhere do not look there."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return [str(folder) for root in roots for folder in sorted(Path(root).glob("*/lib")) if any(folder.glob("*.so.*"))]
+
+
 def make_environment(work: Path, site: Path | None, *, interpret: bool) -> dict[str, str]:
     """Environment of the tasks: this checkout and the carried packages first, caches in the work folder, no hub.
 
@@ -59,10 +67,12 @@ def make_environment(work: Path, site: Path | None, *, interpret: bool) -> dict[
         site: folder of carried packages, or None.
         interpret: let Triton interpret kernels: there is no GPU.
     """
+    libraries = [*cuda_library_folders(), os.environ.get("LD_LIBRARY_PATH", "")]
     paths = [*([str(site)] if site else []), str(ROOT), str(ROOT / "runtime"), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "LD_LIBRARY_PATH": os.pathsep.join(path for path in libraries if path),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

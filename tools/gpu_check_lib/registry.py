@@ -34,7 +34,7 @@ _PER_BACKEND = {
     "outputs.{}": ("outputs", "task", 60, 10),
     "graphs.{}": ("graphs", "task", 45, 10),
     "speed.build-{}": ("speed", "build_task", 180, 30),
-    "speed.measure-{}": ("speed", "measure_task", 120, 15),
+    "speed.measure-{}": ("speed", "measure_task", 150, 15),
 }
 _AFTER = {"kernels.flex": ("torch_attention", "measure_flex", 60, 20)}
 _FACTORIES = ("backend_task", "task", "build_task", "measure_task")
