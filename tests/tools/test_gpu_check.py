@@ -580,3 +580,77 @@ def test_dry_run_of_every_section(tmp_path: Path) -> None:
         assert row.data["same_texts"] == (4 if "batch 4" in row.what else 1)
     assert found["ort-cpu: steps, batch 1"].data["ratios"].keys() == {"1", "4"}
     assert any("largest error" in row.value for row in rows if row.what.startswith("kernels, float16"))
+
+
+# the sections of GPU backends, on a fake GPU
+
+
+class FakeMachine:
+    """A machine whose drivers are fake GPUs of an architecture that no engine is for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        monkeypatch.syspath_prepend(str(ROOT / "tests" / "runtime"))
+        import test_trt_bundle as made
+
+        from specexport_runtime.bundle import load_bundle
+        from specexport_runtime.executors import cuda_driver, trt_engine
+        from tools.gpu_check_lib import bundles
+
+        self.made, self.load_bundle = made, load_bundle
+        self.folder = made.write_bundle(folder)
+        self.gpus: list[Any] = []
+        self.opened: list[str] = []
+        monkeypatch.setattr(cuda_driver, "CudaDriver", self.make_gpu)
+        monkeypatch.setattr(trt_engine, "load_engine", self.load)
+        monkeypatch.setattr(bundles, "get_bundle", lambda *_: load_bundle(self.folder, max_num_seqs=made.ROWS))
+
+    def make_gpu(self) -> Any:
+        self.gpus.append(self.made.FakeGpu(sm="sm90"))
+        return self.gpus[-1]
+
+    def load(self, path: Path, file: Any, gpu_name: str) -> Any:
+        role = path.parent.name
+        self.opened.append(path.name)
+        entry = self.load_bundle(path.parents[1]).manifest.models[role]
+        model = self.made.make_target() if role == "target" else self.made.make_draft("good")
+        return self.made.FakeEngine(self.gpus[-1], entry, model)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeMachine:
+    return FakeMachine(monkeypatch, tmp_path / "bundle")
+
+
+def test_sections_run_on_a_gpu_that_no_engine_is_for(machine: FakeMachine, context: Context) -> None:
+    from tools.gpu_check_lib import graphs, outputs, speed
+    from tools.gpu_check_lib.machine import backend_task
+
+    context.tiny = True
+    context.remember("rtx-sm", "120")  # what the probe found to run
+    for check in (backend_task, outputs.task, graphs.task, speed.measure_task):
+        check("tensorrt-rtx")(context)
+    rows = rows_of(context)
+    assert not [row for row in rows if row.verdict in {"failed", "missed", "skipped"}], rows
+    assert set(machine.opened) == {"model.sm120.engine"}
+    assert all(gpu.in_use == 0 for gpu in machine.gpus)
+    found = {row.what: row for row in rows}
+    assert found["tensorrt-rtx: logits of graph and eager"].value == "equal"
+    assert found["tensorrt-rtx: greedy, 4 prompts x 16 tokens"].data["equal"] == 64
+    speeds = [row.data for row in rows if "acceptance" in row.what]
+    assert len(speeds) == 4
+    assert all(row["departed"] == 0 and row["acceptance"] > 0.5 for row in speeds)
+    launches = [gpu.calls["launch"] for gpu in machine.gpus]
+    assert 0 in launches  # eager
+    assert max(launches) > 20  # replayed
+
+
+def test_an_engine_that_cannot_be_loaded_is_a_row_and_is_remembered(machine: FakeMachine, context: Context) -> None:
+    from tools.gpu_check_lib.machine import backend_task
+    from tools.gpu_check_lib.speed import measure_task
+
+    backend_task("tensorrt-rtx")(context)  # nobody has said that another architecture's engine runs here
+    (row,) = rows_of(context)
+    assert row.verdict == "failed"
+    assert "sm90" in row.value
+    run_guarded(context, "speed", measure_task("tensorrt-rtx"))
+    assert rows_of(context)[-1].verdict == "skipped"

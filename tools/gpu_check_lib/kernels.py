@@ -180,16 +180,16 @@ def _equal(one: "Tensor", other: "Tensor") -> bool:
 def check_all(context: Context) -> None:
     """One row for each case and element type."""
     device = _device(context)
-    for dtype in TOLERANCES:
-        if device == "cpu" and dtype == "bfloat16":
-            context.recorder.row(f"kernels, {dtype}", "skipped: Triton's interpreter multiplies its bits as integers",
-                                 verdict="skipped")  # fmt: skip
-            continue
-        for case in (TINY_CASE,) if context.tiny else CASES:
-            what = f"kernels, {dtype}, {case.name}"
-            with context.part(what):
-                if not context.has_time(what, 2):
-                    continue
+    dtypes = list(TOLERANCES)
+    if device == "cpu":
+        dtypes.remove("bfloat16")
+        words = "skipped: Triton's interpreter multiplies its bits as integers"
+        context.recorder.row("kernels, bfloat16", words, verdict="skipped")
+    cases = (TINY_CASE,) if context.tiny else CASES
+    for case, dtype in ((case, dtype) for case in cases for dtype in dtypes):
+        what = f"kernels, {dtype}, {case.name}"
+        with context.part(what):
+            if context.has_time(what, 2):
                 found = check_case(case, dtype, device=device)
                 value = f"largest error {found.error:.1e}" if found.error < float("inf") else "wrong entries or padding"
                 target = f"at most {found.tolerance:.0e}"

@@ -61,9 +61,13 @@ class _Weights:
 
     def normal(self, rows: int, columns: int, deviation: float) -> Float16Array:
         """Normal numbers [rows, columns]; they repeat after the pool's size."""
-        scaled = (self._pool * np.float32(deviation)).astype(np.float16)
-        start = int(self._random.integers(len(scaled)))
-        return np.resize(np.roll(scaled, start), rows * columns).reshape(rows, columns)
+        numbers = np.empty(rows * columns, np.float16)
+        start, done = int(self._random.integers(len(self._pool))), 0
+        while done < len(numbers):
+            part = self._pool[start : start + len(numbers) - done]
+            numbers[done : done + len(part)] = part * np.float32(deviation)
+            start, done = 0, done + len(part)
+        return numbers.reshape(rows, columns)
 
     def fresh(self, rows: int, columns: int, deviation: float) -> Float16Array:
         """Normal numbers [rows, columns] that do not repeat."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from specexport_runtime.batch import ModelRunner
+from specexport_runtime.batch import ModelRunner, RowWork, step_shape
 from specexport_runtime.executors.base import Executor
 from tools.gpu_check_lib.context import Context
 from tools.gpu_check_lib.forced import Decoded, decode
@@ -124,9 +124,16 @@ def measure_steps(context: Context, backend: str, target: Executor, plan: Plan) 
                 )  # fmt: skip
 
 
+def capture_draft(draft: Executor, plan: Plan) -> None:
+    """Record the draft's steps where that is asked for by size: one token a row, and one row catching up with two."""
+    sizes = [(batch, 1) for batch in plan.batches] + [(1, 2)]
+    draft.capture([step_shape(0, [RowWork([0] * new, 1)] * batch) for batch, new in sizes])
+
+
 def measure_decoding(context: Context, backend: str, target: Executor, draft: Executor, plan: Plan) -> None:
     """Tokens a second, plain and speculative."""
     plain: dict[int, Decoded] = {}
+    capture_draft(draft, plan)
     for batch, lookahead, rate in cells(plan):
         what = f"{backend}: batch {batch}, K={lookahead}, acceptance {rate}"
         if context.left < 3:
