@@ -302,6 +302,19 @@ def test_steps_of_equal_engines_are_equal_and_of_others_not() -> None:
     assert any(item.same_best < item.rows for item in noisy)
 
 
+def test_steps_of_the_script_go_on_from_the_kept_tokens() -> None:
+    class Watched(FakeExecutor):
+        seen: list[list[int]] = []  # noqa: RUF012
+
+        def execute(self, want: Any = "logits") -> Any:
+            assert self._buffers is not None
+            self.seen.append(self._buffers.kv_lens[:, 0].tolist())
+            return super().execute(want)
+
+    compare_steps(Watched(VOCAB, 4, 120), FakeExecutor(VOCAB, 4, 120))
+    assert Watched.seen == [[0, 0, 0, 0], [17, 5, 40, 1], [19, 6, 43, 6], [20, 9, 43, 7], [25, 10, 47, 9]]
+
+
 def test_logits_that_are_no_numbers_miss_any_target() -> None:
     good = np.ones((2, 5), np.float32)
     bad = good.copy()
@@ -639,9 +652,17 @@ def test_sections_run_on_a_gpu_that_no_engine_is_for(machine: FakeMachine, conte
     speeds = [row.data for row in rows if "acceptance" in row.what]
     assert len(speeds) == 4
     assert all(row["departed"] == 0 and row["acceptance"] > 0.5 for row in speeds)
-    launches = [gpu.calls["launch"] for gpu in machine.gpus]
-    assert 0 in launches  # eager
-    assert max(launches) > 20  # replayed
+
+
+def test_graphs_are_compared_with_eager_steps(machine: FakeMachine, context: Context) -> None:
+    from tools.gpu_check_lib import graphs
+
+    context.tiny = True
+    context.remember("rtx-sm", "89")
+    graphs.task("tensorrt-rtx")(context)
+    eager, replayed = (gpu.calls["launch"] for gpu in machine.gpus)
+    assert eager == 0
+    assert replayed > 20
 
 
 def test_an_engine_that_cannot_be_loaded_is_a_row_and_is_remembered(machine: FakeMachine, context: Context) -> None:

@@ -61,7 +61,7 @@ def join_pieces(folder: Path, target: Path) -> list[Path]:
         pieces = sorted(folder.glob(f"{name}{MARK}*"))
         number, _, end = pieces[-1].name.partition(MARK)[2].partition("-of-")
         total, _, expected = end.partition("-")
-        if not end or int(total) != len(pieces) or int(number) + 1 != len(pieces):
+        if not end or int(number) + 1 != len(pieces):
             raise ValueError(f"{folder / name}: {len(pieces)} pieces are here and {total or 'more'} are needed.")
         digest = hashlib.sha256()
         with (target / name).open("wb") as file:
