@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from specexport.backends.profiles import input_shapes
 from specexport.backends.trt_package import PACKAGES
 from specexport.cache import cache_folder
+from specexport.plugin.naming import plugin_names
 from specexport_runtime.abi import LayerGeometry
-from specexport_runtime.errors import CheckFailedError, IncompatibleError, SpecexportError
+from specexport_runtime.errors import (
+    CheckFailedError,
+    IncompatibleError,
+    MissingDependencyError,
+    RecipeError,
+    SpecexportError,
+    UnsupportedModelError,
+)
 from specexport_runtime.manifest import EngineFile
 from specexport_runtime.profiles import Profile
 
@@ -93,6 +101,7 @@ def write_trt_engines(
                 "timing_cache": _timing_cache(plan.backend, sm),
                 "num_layers": len(plan.layers),
                 "float32_products": products,
+                "plugins": plugin_names(ir_model),
             }
             report = _run_worker(job, Path(scratch), partial(_note_for, note, sm))
             engines.append(_engine_file(plan.backend, sm, report))
@@ -161,9 +170,13 @@ def _follow(line: str, note: Callable[[str], None]) -> dict[str, Any]:
     return event
 
 
+_ERRORS: Mapping[str, type[SpecexportError]] = {
+    kind.__name__: kind for kind in (IncompatibleError, MissingDependencyError, RecipeError, UnsupportedModelError)
+}
+
+
 def _error(event: Mapping[str, Any]) -> SpecexportError:
-    kind = IncompatibleError if event["kind"] == "IncompatibleError" else CheckFailedError
-    return kind(event["message"], event["hint"])
+    return _ERRORS.get(event["kind"], CheckFailedError)(event["message"], event["hint"])
 
 
 def _tail(text: str) -> str:

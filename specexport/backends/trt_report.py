@@ -19,6 +19,7 @@ _SUBGRAPH = re.compile(r"_myl(\d+)_\d+$")
 _PROFILE = re.compile(r"\[profile (\d+)\]")
 _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 _WEIGHTS = re.compile(r"Total Weights Memory: (\d+) bytes")
+_APPEND_PLUGIN = ".kv_append"
 _ITEM_BYTES = {"Half": 2, "BF16": 2, "BFloat16": 2, "Float": 4, "Int32": 4, "Int64": 8, "Bool": 1}
 
 
@@ -166,6 +167,8 @@ def aliased_caches(trt: Any, network: Any) -> list[tuple[str, str]]:
         layer = network.get_layer(i)
         if layer.type == getattr(trt.LayerType, "KV_CACHE_UPDATE", None):
             pairs.append((str(layer.get_input(0).name), str(layer.get_output(0).name)))
+        elif str(layer.name).endswith(_APPEND_PLUGIN):  # k, v, then the two caches; its outputs are their memory
+            pairs += [(str(layer.get_input(2 + j).name), str(layer.get_output(j).name)) for j in range(2)]
     return pairs
 
 
@@ -187,8 +190,7 @@ def network_problems(trt: Any, network: Any, num_layers: int, float32_products: 
     inputs = {network.get_input(i).name: network.get_input(i) for i in range(network.num_inputs)}
     outputs = {network.get_output(i).name for i in range(network.num_outputs)}
     aliased = aliased_caches(trt, network)
-    plugins = _count(trt, network, "PLUGIN_V3") + _count(trt, network, "PLUGIN")
-    if not plugins and len(aliased) != 2 * num_layers:
+    if len(aliased) != 2 * num_layers:
         problems.append(f"{len(aliased)} of {2 * num_layers} caches are updated in place")
     problems += [
         f"{source} is not updated in place" for source, out in aliased if source not in inputs or out not in outputs

@@ -40,6 +40,7 @@ class Job(NamedTuple):
         timing_cache: file to read and write kernel timings, or an empty string.
         num_layers: attention layers of the model.
         float32_products: names of the matrix products that the model itself has in float32.
+        plugins: names of the plugins in the graph.
     """
 
     backend: str
@@ -52,6 +53,7 @@ class Job(NamedTuple):
     timing_cache: str
     num_layers: int
     float32_products: list[str]
+    plugins: list[str]
 
 
 def main(path: str) -> int:
@@ -82,6 +84,10 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
     logger = _make_logger(trt, log)
     builder = trt.Builder(logger)
     network = builder.create_network(0)
+    if job.plugins:
+        from specexport.plugin.definitions import register_plugins
+
+        register_plugins(job.plugins, job.sm)
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(job.model):
         errors = [parser.get_error(i).desc() for i in range(parser.num_errors)]

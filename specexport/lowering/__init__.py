@@ -72,8 +72,7 @@ def _lower_tensorrt(
     if lowering == "plugin":
         from specexport.lowering.trt_plugin import lower_trt_plugin
 
-        lower_trt_plugin(ir_model, kv_capacity=kv_capacity)
-        return ()
+        return lower_trt_plugin(ir_model, kv_capacity=kv_capacity)
     from specexport.lowering.trt_native import lower_trt_native
 
     return lower_trt_native(ir_model, kv_capacity=kv_capacity, grouped=lowering == "native-grouped")

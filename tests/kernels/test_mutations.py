@@ -86,7 +86,7 @@ MUTATIONS = {
         "kv_append.py", "copy_tokens(v, v_cache_out", "copy_tokens(k, v_cache_out", "ragged"
     ),
     "padding tokens keep what was there": Mutation(
-        "ragged_attention.py", "if first < count * GROUP:", "if (first < count * GROUP) & (row < num_seqs):", "ragged"
+        "ragged_attention.py", "if is_sane &", "if is_sane & (row < num_seqs) &", "ragged"
     ),
 }  # fmt: skip
 

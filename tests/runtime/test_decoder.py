@@ -137,9 +137,10 @@ def test_padding_ids_of_the_larger_vocabulary_are_never_drafted():
     decoder.draft_model.vocab_size = 9
     seq = make_sequence(0, [3], SamplingParams(max_tokens=40))
     decoder.add(seq)
+    fed: set[int] = set()
     while decoder.has_work:
         decoder.step()
-    fed = {int(t) for t in draft._cache[0] if t >= 0}
+        fed |= {int(t) for t in draft._cache[0] if t >= 0}
     assert fed & set(range(9))
     assert seq.output == greedy_reference(target, [3], 40)
     assert max(seq.output) >= 9  # the target itself is not restricted
