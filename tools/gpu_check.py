@@ -91,6 +91,10 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return 2
+    for folder in (options.wheels, options.bundles):
+        if folder is not None and not folder.is_dir():
+            print(f"gpu_check: there is no folder {folder}.", file=sys.stderr)
+            return 2
     missing = find_gpu()
     if missing and backends != (CPU,):
         print(f"gpu_check: {missing}; a dry run anywhere: run --backend ort-cpu --tiny", file=sys.stderr)
@@ -114,7 +118,15 @@ def run(options: argparse.Namespace) -> int:
 
     def command(task: Task, limit: float) -> list[str]:
         words = [sys.executable, str(Path(__file__).resolve()), "task", task.name, "--work", str(work)]
-        words += ["--limit", f"{limit:.1f}", "--title", task.title, *(["--tiny"] if options.tiny else [])]
+        words += [
+            "--lowering",
+            options.lowering,
+            "--limit",
+            f"{limit:.1f}",
+            "--title",
+            task.title,
+            *(["--tiny"] if options.tiny else []),
+        ]
         return words + (["--bundles", str(options.bundles.resolve())] if options.bundles else [])
 
     rows = run_tasks(
@@ -138,7 +150,12 @@ def run_task(options: argparse.Namespace) -> int:
 
     task = Task(options.name, options.title, options.limit, 0)
     context = Context(
-        Recorder(rows_file(options.work, task), task.title), options.work, options.limit, options.tiny, options.bundles
+        Recorder(rows_file(options.work, task), task.title),
+        options.work,
+        options.limit,
+        options.tiny,
+        options.bundles,
+        options.lowering,
     )
     run_guarded(context, options.name, function_of(options.name))
     sys.stdout.flush()
@@ -175,6 +192,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     runs.add_argument("--wheels", type=Path, help="folder of wheels, whole or in pieces, to install first")
     runs.add_argument("--bundles", type=Path, help="folder of bundles that `pack --with-bundles` made")
     runs.add_argument("--minutes", type=float, default=MINUTES, help="time for everything [8]")
+    runs.add_argument("--lowering", default="auto", help="TensorRT: native, native-grouped or plugin [auto]")
     packs = commands.add_parser("pack", help="fetch what a GPU machine without a network lacks")
     packs.add_argument("--out", type=Path, required=True)
     packs.add_argument("--with-bundles", action="store_true", help="build the small model's bundles too")
@@ -183,6 +201,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     task.add_argument("--work", type=Path, required=True)
     task.add_argument("--bundles", type=Path)
     task.add_argument("--limit", type=float, required=True)
+    task.add_argument("--lowering", default="auto")
     task.add_argument("--title", required=True)
     task.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)

@@ -381,6 +381,41 @@ def test_the_large_model_has_a_billion_parameters() -> None:
     assert all(np.isfinite(tensor).all() and tensor.std() > 0.01 for tensor in tensors.values() if tensor.ndim == 2)
 
 
+def test_the_large_models_profiles_take_every_step() -> None:
+    from specexport_runtime.abi import StepShape
+    from specexport_runtime.profiles import choose_profile
+    from tools.gpu_check_lib.bundles import large_profiles
+
+    profiles = large_profiles("target")
+    for batch in LARGE.batches:
+        for new in (1, *(k + 1 for k in LARGE.lookaheads)):
+            choose_profile(profiles, StepShape(0, batch, batch * new, new, batch * new))
+    for batch, new in ((1, 1), (1, 5), (8, 5), (32, 1)):
+        chosen = profiles[choose_profile(profiles, StepShape(0, batch, batch * new, new, batch * new))]
+        assert (chosen.num_seqs, chosen.max_new_tokens, chosen.is_fixed) == (batch, new, True)
+    draft = large_profiles("draft")
+    for batch in LARGE.batches:
+        assert draft[choose_profile(draft, StepShape(0, batch, 2 * batch, 2, batch))].is_fixed
+
+
+def test_what_builds_are_patched_with_is_there() -> None:
+    import onnx_ir as ir
+
+    from specexport import gpu_build
+    from specexport.passes import contract_check
+    from tools.gpu_check_lib.bundles import accept_shaped_vectors
+
+    assert callable(gpu_build.plan_profiles)
+    values = []
+    for name, shape in (("frequencies", (1, 4, 1)), ("matrix", (4, 4)), ("vector", (4,))):
+        tensor = ir.tensor(np.zeros(shape, np.float32), name=name)
+        values.append(ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(shape), const_value=tensor))
+    graph = ir.Graph([], [], nodes=[], initializers=values, opset_imports={"": 20})
+    with accept_shaped_vectors():
+        (problem,) = contract_check._check_weights(ir.Model(graph, ir_version=10))
+    assert "matrix" in problem
+
+
 def test_a_decisive_head_answers_with_the_next_token() -> None:
     vocab = SIZES["tiny"].vocab
     tensors = dict(make_tensors(SIZES["tiny"], seed=1, decisive=True))
@@ -423,11 +458,12 @@ def test_missing_and_altered_pieces_are_named(tmp_path: Path, damage: str) -> No
     assert not list(target.iterdir())
 
 
-def make_wheel(folder: Path, name: str, content: str) -> Path:
+def make_wheel(folder: Path, name: str, content: str, module: str) -> Path:
     path = folder / f"{name}-1.0-py3-none-any.whl"
     info = f"{name}-1.0.dist-info"
     with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr(f"{name}.py", content)
+        wheel.writestr(module, content)
+        wheel.writestr(f"{name}-1.0.data/scripts/program", "")
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
@@ -437,7 +473,8 @@ def make_wheel(folder: Path, name: str, content: str) -> Path:
 def test_wheels_in_pieces_are_installed_and_a_broken_one_harms_no_other(tmp_path: Path) -> None:
     wheels, work = tmp_path / "wheels", tmp_path / "work"
     wheels.mkdir()
-    big = make_wheel(tmp_path, "carriedbig", "VALUE = 42\n" + "#" * 3000)
+    big = make_wheel(tmp_path, "carriedbig", "VALUE = 42\n" + "#" * 3000, "carried/big.py")
+    make_wheel(wheels, "carriedsmall", "VALUE = 43\n", "carriedsmall-1.0.data/purelib/carried/small.py")
     packages.split_file(big, wheels, piece_bytes=500)
     (wheels / "broken-1.0-py3-none-any.whl").write_bytes(b"no wheel")
     site, problems = packages.install(wheels, work)
@@ -445,10 +482,13 @@ def test_wheels_in_pieces_are_installed_and_a_broken_one_harms_no_other(tmp_path
     assert "carriedbig" not in problems
     environment = gpu_check.make_environment(work, site, interpret=False)
     done = subprocess.run(
-        [sys.executable, "-c", "import carriedbig, specexport_runtime, specexport; print(carriedbig.VALUE)"],
+        [sys.executable, "-c", "import carried.big, carried.small, specexport_runtime, specexport; "
+         "print(carried.big.VALUE, carried.small.VALUE)"],
         env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert done.stdout.strip() == "42"
+    assert done.stdout.strip() == "42 43"
+    assert not list(site.rglob("program"))
+    assert packages.install(wheels, work) == (site, problems)  # what is there stays
 
 
 def test_wheels_are_fetched_for_the_other_machine() -> None:
@@ -501,6 +541,8 @@ def test_without_a_gpu_one_line_says_what_is_missing(
 def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main(["run", "--only", "nonsense"]) == 2
     assert "nonsense" in capsys.readouterr().err
+    assert gpu_check.main(["run", "--wheels", "/nothing/here"]) == 2
+    assert "/nothing/here" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         gpu_check.main([])
     assert ended.value.code == 2

@@ -82,7 +82,15 @@ def accept_shaped_vectors() -> Any:
     return mock.patch.object(contract_check, "_check_weights", check)
 
 
-def build(context_work: Path, name: str, backend: str, *, sm: Sequence[str] = (), output: Path | None = None) -> Path:
+def build(
+    context_work: Path,
+    name: str,
+    backend: str,
+    *,
+    sm: Sequence[str] = (),
+    lowering: str = "auto",
+    output: Path | None = None,
+) -> Path:
     """Build a bundle, unless it is there already.
 
     Args:
@@ -90,6 +98,7 @@ def build(context_work: Path, name: str, backend: str, *, sm: Sequence[str] = ()
         name: one of ``PLANS``.
         backend: what it is for.
         sm: TensorRT architectures; empty for the GPU's own.
+        lowering: of TensorRT.
         output: its folder; None for one in the work folder.
 
     Returns:
@@ -100,10 +109,10 @@ def build(context_work: Path, name: str, backend: str, *, sm: Sequence[str] = ()
 
     model, decisive, lookahead, length, rows = PLANS[name]
     target, draft = ensure_pair(context_work / "checkpoints", model, decisive=decisive)
-    folder = output or context_work / "bundles" / f"{name}-{backend}"
     options: dict[str, Any] = {}
     if backend.startswith("tensorrt"):
-        options = {"max_num_seqs": rows, "max_num_tokens": 128, "sm": tuple(sm)}
+        options = {"max_num_seqs": rows, "max_num_tokens": 128, "sm": tuple(sm), "lowering": lowering}
+    folder = output or context_work / "bundles" / _folder_name(name, backend, lowering)
     recipe = BuildRecipe(
         target=str(target), draft=str(draft), output=str(folder), backend=backend, lookahead=lookahead,
         max_model_len=length, check=False, **options,
@@ -116,6 +125,12 @@ def build(context_work: Path, name: str, backend: str, *, sm: Sequence[str] = ()
     return folder
 
 
+def _folder_name(name: str, backend: str, lowering: str) -> str:
+    """Name of a bundle's folder: one for each lowering, where there are several."""
+    is_plain = lowering == "auto" or not backend.startswith("tensorrt")
+    return f"{name}-{backend}" if is_plain else f"{name}-{backend}-{lowering}"
+
+
 def get_bundle(context: Context, name: str, backend: str) -> Bundle:
     """A bundle that was carried here, or one that is built now.
 
@@ -124,13 +139,13 @@ def get_bundle(context: Context, name: str, backend: str) -> Bundle:
         name: one of ``PLANS``.
         backend: what it is for.
     """
-    carried = context.bundles / f"{name}-{backend}" if context.bundles else None
+    carried = context.bundles / _folder_name(name, backend, context.lowering) if context.bundles else None
     start = time.monotonic()
     if carried is not None and (carried / "manifest.json").is_file():
         folder, how = carried, "carried here"
     else:
         sm = (choose_sm(context),) if backend == "tensorrt-rtx" else ()
-        folder, how = build(context.work, name, backend, sm=sm), "built here"
+        folder, how = build(context.work, name, backend, sm=sm, lowering=context.lowering), "built here"
     seconds = time.monotonic() - start
     context.recorder.row(
         f"bundle {name} for {backend}", f"{how} in {seconds:.1f} s", is_detail=True, seconds=seconds, how=how

@@ -24,6 +24,7 @@ class Context:
         work: folder for checkpoints, bundles and what tasks tell each other.
         seconds: the task's time limit.
         tiny: tiny models and few measurements: a dry run of the logic.
+        lowering: what stands behind attention in TensorRT engines, as for ``specexport build``.
         bundles: folder of bundles that were built elsewhere; None for none.
         start: when the task began, by ``time.monotonic``.
     """
@@ -33,6 +34,7 @@ class Context:
     seconds: float
     tiny: bool = False
     bundles: Path | None = None
+    lowering: str = "auto"
     start: float = field(default_factory=time.monotonic)
 
     @property

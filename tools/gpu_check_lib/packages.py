@@ -3,7 +3,8 @@
 import hashlib
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 PIECE_BYTES = 55_000_000
@@ -140,19 +141,40 @@ def install(folder: Path, work: Path) -> tuple[Path, str]:
     for wheel in (*sorted(folder.glob("*.whl")), *joined):
         if _is_installed(wheel, site):
             continue
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
-        command += ["--no-cache-dir", "--target", str(site), "--upgrade", str(wheel)]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        if done.returncode:
-            problems.append(f"{wheel.name}: {_last_line(done.stderr.splitlines())}")
+        try:
+            unpack(wheel, site)
+        except (OSError, zipfile.BadZipFile) as error:
+            problems.append(f"{wheel.name}: {error}")
     return site, "; ".join(problems)
 
 
-def _is_installed(wheel: Path, site: Path) -> bool:
-    """Whether an earlier run installed this very wheel: its name and version have a folder of metadata."""
+def unpack(wheel: Path, site: Path) -> None:
+    """Install a wheel by unpacking it.
+
+    ``pip install --target`` would take a wheel's folder away where the next one has it too (``cuda`` is shared by
+    several), and needs all wheels to be good at once.
+
+    Args:
+        wheel: the file.
+        site: a folder of ``PYTHONPATH``.
+
+    Raises:
+        OSError, zipfile.BadZipFile: it cannot be read, or the folder not be written.
+    """
     name, version = wheel.name.split("-")[:2]
-    return (site / f"{name}-{version}.dist-info").is_dir()
+    data, info = f"{name}-{version}.data/", f"{name}-{version}.dist-info/"
+    with zipfile.ZipFile(wheel) as archive:
+        # The metadata last: it says that everything is there.
+        for member in sorted(archive.infolist(), key=lambda member: member.filename.startswith(info)):
+            if member.filename.startswith(data):
+                kind, _, rest = member.filename.removeprefix(data).partition("/")
+                if kind not in ("purelib", "platlib") or not rest:
+                    continue  # scripts and headers
+                member.filename = rest
+            archive.extract(member, site)
 
 
-def _last_line(lines: Iterable[str]) -> str:
-    return next((line for line in reversed(list(lines)) if line.strip()), "no message")
+def _is_installed(wheel: Path, site: Path) -> bool:
+    """Whether an earlier run installed this very wheel: its name and version have their record."""
+    name, version = wheel.name.split("-")[:2]
+    return (site / f"{name}-{version}.dist-info" / "RECORD").is_file()
