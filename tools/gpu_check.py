@@ -171,7 +171,7 @@ def run_pack(options: argparse.Namespace) -> int:
 
         with tempfile.TemporaryDirectory() as work:
             for backend in (CPU, "ort-cuda", "tensorrt-rtx"):
-                sm = bundles.ARCHITECTURES if backend == "tensorrt-rtx" else ()
+                sm = (bundles.FALLBACK_SM,) if backend == "tensorrt-rtx" else ()
                 bundles.build(Path(work), "small", backend, sm=sm, output=options.out / f"small-{backend}")
     for path in files:
         print(f"{path.stat().st_size / 1e6:7.1f} MB  {path.name}")

@@ -4,10 +4,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
-from specexport_runtime.abi import kv_slack
 from specexport_runtime.bundle import Bundle, load_bundle
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.profiles import Profile
@@ -17,13 +16,32 @@ from tools.gpu_check_lib.models import ensure_pair
 CPU = "ort-cpu"
 GPU_BACKENDS = ("tensorrt-rtx", "ort-cuda", "tensorrt")
 FALLBACK_SM = "89"  # nearest to what a package has where it lacks the GPU's own
-ARCHITECTURES = ("80", "89", "120")  # of bundles that are built ahead for a GPU that is not known yet
 
-# name: sizes, whether the weights are decisive, lookahead, max_model_len, max_num_seqs
-PLANS: dict[str, tuple[str, bool, int, int, int]] = {
-    "tiny": ("tiny", True, 4, 256, 4),
-    "small": ("small", False, 4, 512, 8),
-    "large-speed": ("large", True, 8, 512, 32),
+
+class BundlePlan(NamedTuple):
+    """One of the bundles.
+
+    Attributes:
+        model: its sizes, by name.
+        is_decisive: see ``make_tensors``.
+        has_draft: whether it has the layer-skipping draft.
+        lookahead: K.
+        max_model_len: most tokens of a sequence.
+        max_num_seqs: cache rows.
+    """
+
+    model: str
+    is_decisive: bool
+    has_draft: bool
+    lookahead: int
+    max_model_len: int
+    max_num_seqs: int
+
+
+PLANS = {
+    "tiny": BundlePlan("tiny", True, True, 4, 256, 4),
+    "small": BundlePlan("small", False, False, 4, 512, 8),
+    "large-speed": BundlePlan("large", True, True, 8, 512, 32),
 }
 # The large model's profiles are few, because each has kernels to be chosen; other steps are padded up to the next one.
 LARGE_TARGET = [("decode", rows, 1) for rows in (1, 8, 32)] + [("verify", 1, new) for new in (3, 5, 9)]
@@ -107,15 +125,15 @@ def build(
     from specexport.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
-    model, decisive, lookahead, length, rows = PLANS[name]
-    target, draft = ensure_pair(context_work / "checkpoints", model, decisive=decisive)
+    plan = PLANS[name]
+    target, draft = ensure_pair(context_work / "checkpoints", plan.model, decisive=plan.is_decisive)
     options: dict[str, Any] = {}
     if backend.startswith("tensorrt"):
-        options = {"max_num_seqs": rows, "max_num_tokens": 128, "sm": tuple(sm), "lowering": lowering}
+        options = {"max_num_seqs": plan.max_num_seqs, "max_num_tokens": 128, "sm": tuple(sm), "lowering": lowering}
     folder = output or context_work / "bundles" / _folder_name(name, backend, lowering)
     recipe = BuildRecipe(
-        target=str(target), draft=str(draft), output=str(folder), backend=backend, lookahead=lookahead,
-        max_model_len=length, check=False, **options,
+        target=str(target), draft=str(draft) if plan.has_draft else None, output=str(folder), backend=backend,
+        lookahead=plan.lookahead, max_model_len=plan.max_model_len, check=False, **options,
     )  # fmt: skip
     with ExitStack() as stack:
         stack.enter_context(accept_shaped_vectors())
@@ -150,7 +168,7 @@ def get_bundle(context: Context, name: str, backend: str) -> Bundle:
     context.recorder.row(
         f"bundle {name} for {backend}", f"{how} in {seconds:.1f} s", is_detail=True, seconds=seconds, how=how
     )
-    return load_bundle(folder, max_num_seqs=PLANS[name][4])
+    return load_bundle(folder, max_num_seqs=PLANS[name].max_num_seqs)
 
 
 def open_executor(context: Context, bundle: Bundle, role: str, *, graphs: bool, num_rows: int = 0) -> Executor:
@@ -174,8 +192,3 @@ def open_executor(context: Context, bundle: Bundle, role: str, *, graphs: bool, 
             engine = next((file for file in entry.engines if file.sm == f"sm{forced}"), entry.engines[0])
             stack.enter_context(mock.patch.object(trt_open, "choose_engine", return_value=engine))
         return bundle.make_executor(role, num_threads=None, spin=False, cuda_graphs=graphs)
-
-
-def row_capacity(bundle: Bundle) -> int:
-    """Entries of a cache row that steps may use."""
-    return bundle.max_model_len + kv_slack(bundle.manifest.lookahead)

@@ -11,9 +11,11 @@ PIECE_BYTES = 55_000_000
 MARK = ".part-"
 WHEELS = (
     "onnxruntime-gpu>=1.31,<1.32", "tensorrt-rtx-cu13-libs>=1.7,<1.8", "tensorrt-rtx-cu13-bindings>=1.7,<1.8",
-    "cuda-bindings>=13,<14", "cuda-pathfinder>=1,<2", "onnx>=1.23,<1.24", "onnxscript>=0.7,<0.8", "onnx-ir>=1.1,<1.2",
+    "cuda-bindings>=13,<13.5", "cuda-pathfinder>=1,<2", "onnx>=1.23,<1.24", "onnxscript>=0.7,<0.8", "onnx-ir>=1.1,<1.2",
 )  # fmt: skip
 """What the checks need beside torch, triton, transformers, tokenizers, safetensors, click, rich and numpy."""
+SOURCES = ("tensorrt-rtx-cu13>=1.7,<1.8",)
+"""Pure Python packages that an index has as source only: the module ``tensorrt_rtx`` itself is one."""
 PYTHON = "3.12"
 # pip takes each of these literally: a wheel for an older one is not found by asking for a newer one.
 PLATFORMS = (
@@ -95,23 +97,28 @@ def download_command(requirements: Sequence[str], folder: Path) -> list[str]:
     return [*command, *(word for name in PLATFORMS for word in ("--platform", name)), *requirements]
 
 
-def pack(folder: Path, requirements: Sequence[str] = WHEELS) -> list[Path]:
+def build_command(requirements: Sequence[str], folder: Path) -> list[str]:
+    """The pip command that makes wheels of pure Python packages."""
+    return [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder), *requirements]
+
+
+def pack(folder: Path, requirements: Sequence[str] = WHEELS, sources: Sequence[str] = SOURCES) -> list[Path]:
     """Fetch the wheels and split the large ones. Needs an index.
 
     Args:
         folder: where they go; made.
-        requirements: what to fetch.
+        requirements: wheels to fetch.
+        sources: what to build wheels of.
 
     Returns:
-        the files to carry.
-
-    Raises:
-        subprocess.CalledProcessError: pip failed; it has said why.
+        the files to carry; what pip could not get is not among them, and pip has said why.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for requirement in requirements:  # one by one: what cannot be had must not keep the rest away
-        done = subprocess.run(download_command([requirement], folder), check=False, stdout=sys.stderr)
-        if done.returncode:
+    # One by one: what cannot be had must not keep the rest away.
+    commands = {requirement: download_command([requirement], folder) for requirement in requirements}
+    commands |= {requirement: build_command([requirement], folder) for requirement in sources}
+    for requirement, command in commands.items():
+        if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
             print(f"{requirement} could not be fetched; its checks will say that it is missing.", file=sys.stderr)
     for wheel in sorted(folder.glob("*.whl")):
         if wheel.stat().st_size > PIECE_BYTES:

@@ -70,7 +70,7 @@ def build_pair(context: Context, backend: str) -> None:
     context.recorder.row(
         f"{backend}: model",
         f"Llama of {entry.num_parameters / 1e6:.1f} M parameters, {entry.dtype}, "
-        f"{SIZES[PLANS[plan.bundle][0]].layers} layers; draft of its first "
+        f"{SIZES[PLANS[plan.bundle].model].layers} layers; draft of its first "
         f"{len(bundle.manifest.models['draft'].layers)}; bundle of {size / 1e6:.0f} MB",
         parameters=entry.num_parameters,
     )
