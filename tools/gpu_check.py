@@ -86,16 +86,15 @@ def run(options: argparse.Namespace) -> int:
     """``run``: every task for which there is time."""
     budget = Budget(60 * options.minutes)
     backends = tuple(options.backend or GPU_BACKENDS)
+    missing = find_gpu()
     try:
         tasks = list_tasks(backends, options.only or ())
+        for folder in (options.wheels, options.bundles):
+            if folder is not None and not folder.is_dir():
+                raise ValueError(f"there is no folder {folder}.")
     except ValueError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return 2
-    for folder in (options.wheels, options.bundles):
-        if folder is not None and not folder.is_dir():
-            print(f"gpu_check: there is no folder {folder}.", file=sys.stderr)
-            return 2
-    missing = find_gpu()
     if missing and backends != (CPU,):
         print(f"gpu_check: {missing}; a dry run anywhere: run --backend ort-cpu --tiny", file=sys.stderr)
         return NO_GPU
@@ -106,35 +105,32 @@ def run(options: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     first = _install_wheels(options.wheels, work) if options.wheels else []
     site = work / "site" if (work / "site").is_dir() else None
-    environment = make_environment(work, site, interpret=bool(missing) and options.tiny)
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    words = shlex.join(sys.argv[1:])
-    head = ["# GPU check", "", f"{now}, `gpu_check.py {words}`, {options.minutes:g} minutes at most."]
-    if options.tiny or backends == (CPU,):
-        head += ["", "**A dry run: it shows that the code runs, and nothing about a GPU.**"]
-
-    def report(rows: Sequence[Row]) -> None:
-        write_report(out, [*first, *rows], head, {"time": now, "arguments": sys.argv[1:], "tiny": options.tiny})
-
-    def command(task: Task, limit: float) -> list[str]:
-        words = [sys.executable, str(Path(__file__).resolve()), "task", task.name, "--work", str(work)]
-        words += [
-            "--lowering",
-            options.lowering,
-            "--limit",
-            f"{limit:.1f}",
-            "--title",
-            task.title,
-            *(["--tiny"] if options.tiny else []),
-        ]
-        return words + (["--bundles", str(options.bundles.resolve())] if options.bundles else [])
-
+    head, about = _about(options, is_dry=options.tiny or backends == (CPU,))
     rows = run_tasks(
-        tasks, budget, work, out / "log.txt", command=command, environment=environment, report=report
+        tasks, budget, work, out / "log.txt",
+        command=lambda task, limit: task_command(options, task, limit, work),
+        environment=make_environment(work, site, interpret=bool(missing) and options.tiny),
+        report=lambda found: write_report(out, [*first, *found], head, about),
     )  # fmt: skip
-    report(rows)
     print((out / "results.md").read_text(encoding="utf-8"))
     return int(any(row.verdict in {"failed", "missed"} for row in (*first, *rows)))
+
+
+def task_command(options: argparse.Namespace, task: Task, limit: float, work: Path) -> list[str]:
+    """The command of one task's process."""
+    words = [sys.executable, str(Path(__file__).resolve()), "task", task.name, "--title", task.title]
+    words += ["--work", str(work), "--limit", f"{limit:.1f}", "--lowering", options.lowering]
+    words += ["--tiny"] if options.tiny else []
+    return words + (["--bundles", str(options.bundles.resolve())] if options.bundles else [])
+
+
+def _about(options: argparse.Namespace, *, is_dry: bool) -> tuple[list[str], dict[str, object]]:
+    """What stands above the tables, and beside the rows in the JSON file."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    head = ["# GPU check", "", f"{now}, `{shlex.join(options.words)}`, {options.minutes:g} minutes at most."]
+    if is_dry:
+        head += ["", "**A dry run: it shows that the code runs, and nothing about a GPU.**"]
+    return head, {"time": now, "arguments": options.words, "dry": is_dry}
 
 
 def _install_wheels(folder: Path, work: Path) -> list[Row]:
@@ -205,6 +201,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     task.add_argument("--title", required=True)
     task.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)
+    options.words = ["gpu_check.py", *(sys.argv[1:] if arguments is None else arguments)]
     if not options.list and options.command is None:
         parser.error("say what to do: run, pack or --list.")
     return options

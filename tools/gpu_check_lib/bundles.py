@@ -127,9 +127,8 @@ def build(
 
     plan = PLANS[name]
     target, draft = ensure_pair(context_work / "checkpoints", plan.model, decisive=plan.is_decisive)
-    options: dict[str, Any] = {}
-    if backend.startswith("tensorrt"):
-        options = {"max_num_seqs": plan.max_num_seqs, "max_num_tokens": 128, "sm": tuple(sm), "lowering": lowering}
+    limits: dict[str, Any] = {"max_num_seqs": plan.max_num_seqs, "max_num_tokens": 128, "sm": tuple(sm)}
+    options = limits | {"lowering": lowering} if backend.startswith("tensorrt") else {}
     folder = output or context_work / "bundles" / _folder_name(name, backend, lowering)
     recipe = BuildRecipe(
         target=str(target), draft=str(draft) if plan.has_draft else None, output=str(folder), backend=backend,

@@ -165,22 +165,28 @@ def run_tasks(
         recorder = Recorder(place, task.title)
         limit = budget.limit(task)
         if limit is None:
-            left = max(budget.left, 0.0)
-            recorder.row(task.name, f"skipped: out of time ({left:.0f} s left, it needs {task.needs:.0f})",
-                         verdict="skipped")  # fmt: skip
+            words = f"skipped: out of time ({max(budget.left, 0.0):.0f} s left, it needs {task.needs:.0f})"
+            recorder.row(task.name, words, verdict="skipped")
         else:
-            print(f"{task.name} (at most {limit:.0f} s)", file=sys.stderr, flush=True)
-            try:
-                outcome = run_process(command(task, limit), log, limit, environment)
-            except OSError as error:
-                recorder.fail(task.name, error)
-            else:
-                if problem := describe(outcome, limit):
-                    recorder.row(task.name, problem, verdict="failed", seconds=outcome.seconds)
-                print(f"  {outcome.seconds:.1f} s", file=sys.stderr, flush=True)
+            _run_task(task, limit, recorder, command(task, limit), log, environment)
         rows += read_rows(place)
         report(rows)
     return rows
+
+
+def _run_task(
+    task: Task, limit: float, recorder: Recorder, command: Sequence[str], log: Path, environment: Mapping[str, str]
+) -> None:
+    """Run one task; how it ended is a row if it did not end well."""
+    print(f"{task.name} (at most {limit:.0f} s)", file=sys.stderr, flush=True)
+    try:
+        outcome = run_process(command, log, limit, environment)
+    except OSError as error:
+        recorder.fail(task.name, error)
+        return
+    if problem := describe(outcome, limit):
+        recorder.row(task.name, problem, verdict="failed", seconds=outcome.seconds)
+    print(f"  {outcome.seconds:.1f} s", file=sys.stderr, flush=True)
 
 
 def rows_file(work: Path, task: Task) -> Path:
