@@ -371,6 +371,96 @@ def test_rates_and_rotation() -> None:
     assert timing.num_sets(2**20, 60 * 2**20) == 240
 
 
+class FakeEvent:
+    clock = Clock()
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = self.clock.now
+
+    def elapsed_time(self, other: "FakeEvent") -> float:
+        return 1e3 * (other.at - self.at)
+
+
+@pytest.mark.parametrize("can_record", [True, False])
+def test_times_are_of_one_call(monkeypatch: pytest.MonkeyPatch, can_record: bool) -> None:
+    import contextlib
+
+    import torch
+
+    ran = []
+
+    def call() -> None:
+        ran.append(1)
+        FakeEvent.clock.now += 0.002
+
+    calls = [call] * 4
+
+    class Graph:
+        def replay(self) -> None:
+            for each in calls:
+                each()
+
+    def record(_: Graph) -> Any:
+        if not can_record:
+            raise RuntimeError("cannot be recorded")
+        return contextlib.nullcontext()
+
+    for name, value in {"synchronize": lambda: None, "Event": FakeEvent, "CUDAGraph": Graph, "graph": record}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    milliseconds, how = timing.time_rotating(calls, repeats=5, warm_up=1)
+    assert milliseconds == pytest.approx(2.0)
+    assert how == ("replayed from a graph" if can_record else "launched one by one (RuntimeError)")
+    assert len(ran) == 4 * (1 + can_record + 1 + 5)
+
+
+@pytest.mark.parametrize("ours_ms", [0.001, 0.004])
+def test_the_kernels_table(monkeypatch: pytest.MonkeyPatch, context: Context, ours_ms: float) -> None:
+    from types import SimpleNamespace
+
+    import torch
+
+    from specexport.kernels import launch
+    from tools.gpu_check_lib import kernel_speed
+
+    def attention(q: Any, k: Any, v: Any, kv_lens: Any, cu: Any, **options: Any) -> Any:
+        return kernel_speed.expected(kernel_speed.case_of(64), q, k, v, options["scale"]).to(q.dtype)
+
+    def measured(calls: Sequence[Any], **_: Any) -> tuple[float, str]:
+        ours = "_call" in calls[0].__qualname__
+        return (ours_ms, "a graph") if ours else (0.002, "a graph")
+
+    gpu = SimpleNamespace(L2_cache_size=2**10, major=9, minor=0, multi_processor_count=132)
+    make_inputs = kernel_speed.make_inputs
+    for module, name, value in (
+        (kernel_speed, "PASTS", (64,)),
+        (kernel_speed, "NUM_SEQS", 2),
+        (kernel_speed, "make_inputs", lambda case, dtype, _: make_inputs(case, dtype, "cpu")),
+        (kernel_speed, "copy_bandwidth", lambda *_: 1000.0),
+        (kernel_speed, "time_rotating", measured),
+        (launch, "ragged_attention", attention),
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "empty_cache", lambda: None),
+        (torch.cuda, "get_device_properties", lambda _: gpu),
+    ):
+        monkeypatch.setattr(module, name, value)
+    kernel_speed.measure_kernels(context)
+    rows = rows_of(context)
+    assert "failed" not in {row.verdict for row in rows}, rows
+    main, copy, best = (row for row in rows if not row.is_detail)
+    num_bytes = 2 * 8 * 69 * 2 * 128 * 2
+    assert main.data["kv_bytes"] == num_bytes
+    assert main.data["gb_per_s"] == pytest.approx(num_bytes / ours_ms / 1e6)
+    assert copy.verdict == ("missed" if num_bytes / ours_ms / 1e6 < 800 else "ok")
+    assert best.data["ratio"] == pytest.approx(0.002 / ours_ms)
+    assert best.verdict == ("ok" if ours_ms < 0.002 else "missed")
+    ways = {row.what.rpartition("torch ")[2]: row for row in rows if row.is_detail and "torch" in row.what}
+    assert ways["sdpa math, queries of a group stacked"].value == "2.0 us"
+    assert any("not possible" in row.value for row in ways.values())
+
+
 # models
 
 
