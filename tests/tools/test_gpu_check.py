@@ -647,8 +647,8 @@ def test_list_names_every_section(capsys: pytest.CaptureFixture[str]) -> None:
 def test_architectures_to_try() -> None:
     known = ["NONE", "CURRENT", "SM75", "SM80", "SM86", "SM89", "SM120", "SM121"]
     assert candidates("89", known)[0] == "SM89"
-    assert candidates("90", known) == ["CURRENT", "SM89", "SM86", "SM120"]
-    assert candidates("90", ["SM89"]) == ["SM89"]
+    assert candidates("90", known) == ["CURRENT", "SM89", "SM86", "SM80", "SM120", "portable"]
+    assert candidates("90", ["SM89"]) == ["SM89", "portable"]
 
 
 # attention in torch: what the kernels are measured against

@@ -17,11 +17,12 @@ from tools.gpu_check_lib.context import Context
 from tools.gpu_check_lib.machine import require_modules
 
 CURRENT = "CURRENT"
+PORTABLE = "portable"  # no architecture is set: one engine for several
 _ROWS, _COLUMNS = 4, 64
 
 
 def candidates(sm: str, known: list[str]) -> list[str]:
-    """Names of ``ComputeCapability`` to try for a GPU, best first: its own, ``CURRENT``, then the nearest below it.
+    """What to build for, to try on a GPU, best first: its own architecture, ``CURRENT``, the nearest, and any.
 
     Args:
         sm: the GPU's, for example ``"90"``.
@@ -30,8 +31,8 @@ def candidates(sm: str, known: list[str]) -> list[str]:
     numbers = sorted((int(name[2:]) for name in known if re.fullmatch(r"SM\d+", name)), reverse=True)
     below = [f"SM{number}" for number in numbers if number < int(sm)]
     above = [f"SM{number}" for number in reversed(numbers) if number > int(sm)]
-    wanted = [f"SM{sm}", CURRENT, *below[:2], *above[:1]]
-    return [name for name in dict.fromkeys(wanted) if name in known]
+    wanted = [f"SM{sm}", CURRENT, *below[:3], *above[:1]]
+    return [*(name for name in dict.fromkeys(wanted) if name in known), PORTABLE]
 
 
 def probe(context: Context) -> None:
@@ -68,12 +69,12 @@ def probe(context: Context) -> None:
 
 def _conclude(context: Context, sm: str, runs: list[str]) -> None:
     """Write down the answer; only numbered architectures can be asked of our own build."""
-    numbered = [name.removeprefix("SM") for name in runs if name != CURRENT]
+    numbered = [name.removeprefix("SM") for name in runs if name.startswith("SM")]
     if numbered:
         context.remember("rtx-sm", numbered[0])
         value, verdict = f"yes, with engines built for sm{numbered[0]}", "ok"
     elif runs:
-        value, verdict = "only built for CURRENT on the machine itself; our build does not ask for that yet", "missed"
+        value, verdict = f"only built as {', '.join(runs)}; our build does not ask for that yet", "missed"
     else:
         value, verdict = "no: no engine for any architecture it knows loads and runs", "missed"
     context.recorder.row(f"does TensorRT-RTX run on sm{sm}?", value, target="yes", verdict=verdict)  # type: ignore[arg-type]
@@ -110,8 +111,9 @@ def _build(trt: Any, logger: Any, name: str, weights: np.ndarray[Any, Any]) -> A
     y.name = "y"
     network.mark_output(y)
     config = builder.create_builder_config()
-    config.num_compute_capabilities = 1
-    config.set_compute_capability(getattr(trt.ComputeCapability, name), 0)
+    if name != PORTABLE:
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(getattr(trt.ComputeCapability, name), 0)
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise CheckFailedError("it cannot be built.")
