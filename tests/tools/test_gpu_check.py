@@ -651,6 +651,38 @@ def test_architectures_to_try() -> None:
     assert candidates("90", ["SM89"]) == ["SM89", "portable"]
 
 
+@pytest.mark.parametrize(
+    ("works", "found", "verdict"),
+    [({"SM89", "SM120"}, "89", "ok"), ({"CURRENT"}, None, "missed"), (set(), None, "missed")],
+)
+def test_the_probe_writes_its_answer_down(
+    monkeypatch: pytest.MonkeyPatch, context: Context, works: set[str], found: str | None, verdict: str
+) -> None:
+    from tools.gpu_check_lib import bundles, rtx_probe
+
+    def attempt(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        name = command[-1]
+        if name == "SM86":
+            raise subprocess.TimeoutExpired(command, 1)
+        if name in works:
+            return subprocess.CompletedProcess(command, 0, "builds, loads", "")
+        return subprocess.CompletedProcess(
+            command, 1, "CheckFailedError: refused", "[TRT] [E] the cause\n[TRT] [E] more"
+        )
+
+    monkeypatch.setattr(bundles, "sm_of_gpu", lambda: "90")
+    monkeypatch.setattr(rtx_probe.subprocess, "run", attempt)
+    rtx_probe.probe(context)
+    rows = {row.what: row for row in rows_of(context)}
+    assert rows["does TensorRT-RTX run on sm90?"].verdict == verdict
+    assert context.recall("rtx-sm") == found
+    assert "it hung" in rows["TensorRT-RTX engine built for SM86"].value
+    refused = rows["TensorRT-RTX engine built for portable"].value
+    assert refused.startswith("does not run on sm90: CheckFailedError: refused; [TRT] [E] the cause")
+    if found:
+        assert bundles.choose_sm(context) == found
+
+
 # attention in torch: what the kernels are measured against
 
 
