@@ -47,6 +47,9 @@ FUSED_CAUSAL, FUSED_MASKED, FUSED_GROUPED, EXPLICIT = "fused-causal", "fused-mas
 # answer was the same everywhere: multiples of 8 from 16 to 256; no kernel for float32.
 _FUSED_MULTIPLE, _FUSED_SMALLEST, _FUSED_LARGEST = 8, 16, 256
 _FUSED_DTYPES = ("FLOAT16", "BFLOAT16")
+# Found the same way, head size 64, sm 8.9: one row of one token has no kernel for fewer than 4 query heads; one head
+# has none at all; stacked heads (more than one query a head) need two key/value heads.
+_FUSED_HEADS, _GROUPED_KV_HEADS = 4, 2
 _DTYPES = ("FLOAT16", "BFLOAT16", "FLOAT")
 
 
@@ -88,9 +91,9 @@ def choose_form(attention: Attention, *, grouped: bool = False) -> str:
     size = attention.k_dim
     fused_size = size % _FUSED_MULTIPLE == 0 and _FUSED_SMALLEST <= size <= _FUSED_LARGEST
     plain = attention.softcap == 0 and "sinks" not in attention.tensors and attention.dtype.name in _FUSED_DTYPES
-    if not (plain and fused_size and size == attention.v_dim):
+    if not (plain and fused_size and size == attention.v_dim and attention.num_heads >= _FUSED_HEADS):
         return EXPLICIT
-    if grouped and attention.num_heads > attention.kv_heads:
+    if grouped and attention.num_heads > attention.kv_heads >= _GROUPED_KV_HEADS:
         return FUSED_GROUPED
     return FUSED_MASKED if attention.window > 0 else FUSED_CAUSAL
 

@@ -69,7 +69,7 @@ def build(model: ir.Model, case: Case, sm: str) -> tuple[bool, str]:
     config = builder.create_builder_config()
     config.num_compute_capabilities = 1
     config.set_compute_capability(getattr(trt.ComputeCapability, sm), 0)
-    for rows, new in ((4, 1), (4, 5), (1, 64)):
+    for rows, new in ((1, 1), (4, 1), (4, 5), (1, 64)):
         profile = builder.create_optimization_profile()
         tokens = rows * new
         sizes = {"kv_lens": (rows, 1), "row_totals": (rows, 1), "cu_new_tokens": (rows + 1,)}
@@ -122,3 +122,27 @@ def test_outside_the_table_a_fused_node_fails_and_the_chosen_form_builds(
     built, said = build(model, case, "SM89")
     assert not built
     assert "not supported by a dedicated kernel" in said
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (2, 1), (3, 1), (2, 2)])
+def test_few_heads_have_no_fused_kernel_and_take_the_explicit_form(
+    heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case((), heads=heads, kv_heads=kv_heads, k_dim=64, v_dim=64)
+    model, form = lower_one(case, ir.DataType.FLOAT16)
+    assert form == "explicit"
+    assert build(model, case, "SM89") == (True, "")
+    monkeypatch.setattr(trt_native, "_FUSED_HEADS", 1)
+    model, form = lower_one(case, ir.DataType.FLOAT16)
+    assert form == "fused-causal"
+    built, said = build(model, case, "SM89")
+    assert not built
+    assert "not supported by a dedicated kernel" in said
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (4, 4)])
+def test_four_heads_are_enough(heads: int, kv_heads: int) -> None:
+    case = Case((), heads=heads, kv_heads=kv_heads, k_dim=64, v_dim=64)
+    model, form = lower_one(case, ir.DataType.FLOAT16)
+    assert form == "fused-causal"
+    assert build(model, case, "SM89") == (True, "")
