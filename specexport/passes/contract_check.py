@@ -111,5 +111,10 @@ def _check_weights(model: ir.Model) -> Iterator[str]:
         tensor = value.const_value
         if tensor is None:
             yield f"weight {value.name} has no data"
-        elif tensor.dtype in _FLOATS | {ir.DataType.DOUBLE} and len(tensor.shape) > 1 and tensor.dtype != dtype:
+        elif tensor.dtype in _FLOATS | {ir.DataType.DOUBLE} and _is_matrix(tensor) and tensor.dtype != dtype:
             yield f"weight {value.name} is {tensor.dtype}, the model {dtype}"
+
+
+def _is_matrix(tensor: ir.TensorProtocol) -> bool:
+    """Axes of size 1 make no matrix: rotary frequencies may come as [1, n, 1]."""
+    return sum(size != 1 for size in tensor.shape) > 1

@@ -92,3 +92,16 @@ def test_the_pass_that_breaks_it_is_named(traced: Callable[[str], Any]) -> None:
     passes = default_passes(Recipe())
     with pytest.raises(CheckFailedError, match=r"after pass cache-swap .*in the place of"):
         run_passes(traced("llama"), [passes[0], CacheSwapPass(), *passes[1:]])
+
+
+def test_a_vector_with_axes_of_size_one_is_no_matrix() -> None:
+    """Rotary frequencies [1, n, 1] stay float32 in a half-precision model."""
+    from specexport.passes.contract_check import _check_weights
+
+    values = []
+    for name, shape in (("frequencies", (1, 4, 1)), ("matrix", (4, 4)), ("vector", (4,))):
+        tensor = ir.tensor(np.zeros(shape, np.float32), name=name)
+        values.append(ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(shape), const_value=tensor))
+    graph = ir.Graph([], [], nodes=[], initializers=values, opset_imports={"": 20})
+    (problem,) = _check_weights(ir.Model(graph, ir_version=10))
+    assert "matrix" in problem

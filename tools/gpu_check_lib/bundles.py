@@ -1,7 +1,7 @@
 """Bundles for the checks: found where they were built before, or built on the spot; and their executors."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,24 +82,6 @@ def large_profiles(role: str, **_: int) -> tuple[Profile, ...]:
     return (*fixed, Profile("prefill", 32, 288, 288, 288))  # the widest step there is: 32 rows of 9 tokens
 
 
-def accept_shaped_vectors() -> Any:
-    """A patch for older transformers (5.17), which keep rotary frequencies as float32 [1, n, 1] and not as [n].
-
-    The compiler's contract check takes them for a matrix in a precision that nobody asked for.
-    """
-    from specexport.passes import contract_check
-
-    strict = contract_check._check_weights
-
-    def check(model: Any) -> Iterator[str]:
-        values = [value for value in model.graph.initializers.values() if value.const_value is not None]
-        vectors = [value.name for value in values if sum(size != 1 for size in value.const_value.shape) < 2]
-        harmless = tuple(f"weight {name} is " for name in vectors)
-        yield from (problem for problem in strict(model) if not problem.startswith(harmless))
-
-    return mock.patch.object(contract_check, "_check_weights", check)
-
-
 def build(
     context_work: Path,
     name: str,
@@ -135,7 +117,6 @@ def build(
         lookahead=plan.lookahead, max_model_len=plan.max_model_len, check=False, **options,
     )  # fmt: skip
     with ExitStack() as stack:
-        stack.enter_context(accept_shaped_vectors())
         if name == "large-speed":
             stack.enter_context(mock.patch("specexport.gpu_build.plan_profiles", large_profiles))
         build_bundle(recipe, use_cache=False, force=True)
