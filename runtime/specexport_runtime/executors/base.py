@@ -22,6 +22,11 @@ def argmax_ids(logits: Float32Array) -> Int64Array:
     """The greedy token of each row of logits [R, V]: int64 [R], ``NO_TOKEN`` for a row that holds a NaN."""
     tokens: Int64Array = logits.argmax(axis=1)
     # argmax returns the first NaN if there is one, so this one look finds any NaN of the step.
+    if len(tokens) == 1:  # a draft step of one sequence: arrays of one value cost more than the value
+        best = logits[0, tokens[0]]
+        if best != best:  # noqa: PLR0124 - only NaN is unequal to itself
+            tokens[0] = NO_TOKEN
+        return tokens
     best = logits[np.arange(len(tokens)), tokens]
     tokens[np.isnan(best)] = NO_TOKEN
     return tokens
