@@ -134,3 +134,21 @@ def test_a_manifest_survives_writing_and_reading(bundle):
     manifest = load_manifest(bundle)
     manifest.write(bundle)
     assert load_manifest(bundle) == manifest
+
+
+def test_a_bundle_of_the_schema_before_gpu_engines_still_loads(bundle):
+    from specexport_runtime import manifest as module
+
+    path = bundle / "manifest.json"
+    data = json.loads(path.read_text())
+    data["schema_version"] = 2
+    for entry in data["models"].values():
+        for name in ("lowering", "engines", "profiles", "kv_capacity", "max_num_seqs"):
+            del entry[name]
+    data["manifest_sha256"] = module._digest(data)
+    path.write_text(json.dumps(data))
+    assert load_manifest(bundle).models["target"].lowering == "function"
+    result = CliRunner().invoke(
+        runtime_cli, ["generate", str(bundle), "def f():", "--max-tokens", "4", "--threads", "1", "--no-spin"]
+    )
+    assert result.exit_code == 0, result.output
