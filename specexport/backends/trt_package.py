@@ -91,12 +91,16 @@ def resolve_architectures(package: TrtPackage, asked: Sequence[str]) -> tuple[st
             f"--backend {package.backend} builds for the GPU in the machine, and there is none here.",
             "build where the GPU is, or use --backend tensorrt-rtx, which builds anywhere.",
         )
-    chosen = tuple(asked) or tuple(sm for sm in [present_architecture()] if sm in known)
+    chosen = tuple(asked)
     if not chosen:
-        raise RecipeError(
-            "there is no GPU here whose architecture could be taken.",
-            f"say what to build for with --sm; {package.backend} has {', '.join(known)}.",
-        )
+        present = present_architecture()
+        if present not in known:
+            what = "there is no GPU here" if present is None else f"this machine's GPU is sm{present}"
+            raise RecipeError(
+                f"{what}, and no --sm says what {package.backend} is to build for.",
+                f"name one or more of {', '.join(known)} with --sm.",
+            )
+        chosen = (str(present),)
     unknown = [sm for sm in chosen if sm not in known]
     if unknown:
         raise RecipeError(
