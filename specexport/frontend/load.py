@@ -97,7 +97,16 @@ def _load_model(source: Source, config: Any, dtype: torch.dtype, trust_remote_co
             "give the complete checkpoint.",
         )
     _clear_quantizer_marks(model)
+    if dtype == torch.float16:
+        _refuse_overflow(source, model)
     return model.eval().requires_grad_(False)
+
+
+def _refuse_overflow(source: Source, model: Any) -> None:
+    """Float16 ends at 65504; a larger weight of a bfloat16 or float32 checkpoint has become infinite by now."""
+    for name, weight in model.named_parameters():
+        if not bool(torch.isfinite(weight).all()):
+            raise CheckpointError(f"{source.name}: {name} holds values that float16 cannot.", "use --dtype bfloat16.")
 
 
 def _unreadable(source: Source, error: Exception) -> CheckpointError:

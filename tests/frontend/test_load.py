@@ -196,3 +196,18 @@ def test_reference_logits_are_those_of_transformers(folder: Path) -> None:
             wanted = checkpoint.model(torch.tensor([ids])).logits[0].numpy()
         assert logits.shape == (len(ids), 320)
         np.testing.assert_allclose(logits, wanted, atol=1e-5)
+
+
+def test_a_weight_beyond_float16_is_refused_and_bfloat16_takes_it(tmp_path: Path) -> None:
+    import torch
+
+    model = make_llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = 1e5
+    save_checkpoint(model, tmp_path / "large")
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight holds values that float16 cannot"
+    ) as found:
+        load_checkpoint(str(tmp_path / "large"), dtype="float16")
+    assert "--dtype bfloat16" in str(found.value.hint)
+    assert load_checkpoint(str(tmp_path / "large"), dtype="bfloat16").dtype == "bfloat16"
