@@ -52,7 +52,7 @@ def build(checkpoint: Path, folder: Path, options: argparse.Namespace, seqs: int
     command = [*specexport, "build", str(checkpoint), "-o", str(folder), "--backend", "tensorrt-rtx", *architectures]
     command += ["--dtype", options.dtype, "--lookahead", str(options.lookahead)]
     command += ["--max-model-len", str(options.max_model_len), "--max-num-seqs", str(seqs)]
-    command += ["--max-num-tokens", str(tokens), "--no-cache", "--json", "-q"]
+    command += ["--max-num-tokens", str(tokens), "--lowering", options.lowering, "--no-cache", "--json", "-q"]
     built = subprocess.run(command, check=True, capture_output=True, text=True)
     shown = subprocess.run([*specexport, "inspect", str(folder), "--json"], check=True, capture_output=True, text=True)
     return {"build": json.loads(built.stdout), "inspect": json.loads(shown.stdout)}
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--lookahead", type=int, default=4)
     parser.add_argument("--max-model-len", type=int, default=1000)
+    parser.add_argument("--lowering", default="native", help="native or native-grouped [default: native]")
     parser.add_argument("--only", action="append", choices=list(SETS), help="profile sets to build [default: all]")
     options = parser.parse_args()
     options.sm = options.sm or ["89"]

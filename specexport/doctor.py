@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -14,7 +13,7 @@ from typing import Literal, NamedTuple
 import click
 
 from specexport.cache import cache_folder
-from specexport.host import memory_bytes
+from specexport.host import memory_bytes, query_gpus
 from specexport_runtime.executors.ort import available_cores
 
 State = Literal["ok", "missing", "note"]
@@ -209,17 +208,13 @@ def _release(text: str) -> tuple[int, ...]:
 
 
 def _gpu() -> Finding:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return Finding("gpu", "note", "no nvidia-smi: no NVIDIA driver here; GPU engines can be built, not run")
-    query = "--query-gpu=name,driver_version,memory.total,compute_cap"
     try:
-        done = subprocess.run(  # noqa: S603  # a fixed command, found on the PATH
-            [tool, query, "--format=csv,noheader"], capture_output=True, text=True, timeout=20, check=True
-        )
+        found = query_gpus("name,driver_version,memory.total,compute_cap")
     except (OSError, subprocess.SubprocessError) as error:
         return Finding("gpu", "note", f"nvidia-smi fails ({error})", "mend the NVIDIA driver.")
-    cards = "; ".join(line.strip() for line in done.stdout.splitlines() if line.strip())
+    if found is None:
+        return Finding("gpu", "note", "no nvidia-smi: no NVIDIA driver here; GPU engines can be built, not run")
+    cards = "; ".join(found)
     return Finding("gpu", "ok" if cards else "note", cards or "none")
 
 

@@ -1,5 +1,7 @@
 """What this machine has. Imports the standard library only."""
 
+import shutil
+import subprocess
 from pathlib import Path
 
 
@@ -18,3 +20,35 @@ def memory_bytes() -> tuple[int, int, int | None]:
     except (OSError, ValueError):  # no cgroup v2, or "max"
         limit = None
     return values.get("MemTotal", 0), values.get("MemAvailable", 0), limit
+
+
+def peak_memory_bytes() -> int:
+    """Most resident memory this process has had, in bytes.
+
+    From the kernel's own count where there is one: that of ``getrusage`` survives exec, so a process would begin with
+    the peak of the one that started it.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def query_gpus(fields: str) -> list[str] | None:
+    """What ``nvidia-smi`` says of each GPU, one line each; None without that command.
+
+    Args:
+        fields: for example ``"name,compute_cap"``.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it fails: the driver is broken.
+    """
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    command = [tool, f"--query-gpu={fields}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)  # noqa: S603 - on the PATH
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]

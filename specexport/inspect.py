@@ -10,6 +10,7 @@ import click
 from specexport_runtime.abi import (
     ALIGNED_STEP_INPUTS,
     CACHE_INPUTS,
+    ITEM_BYTES,
     OUTPUTS,
     STEP_INPUTS,
     TOKEN_IDS,
@@ -19,7 +20,6 @@ from specexport_runtime.abi import (
 )
 from specexport_runtime.manifest import EngineFile, Manifest, ModelEntry, check_files, load_manifest
 
-_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _GPU_OUTPUTS = (TOKEN_IDS,)
 
 
@@ -60,7 +60,7 @@ def contract_of(entry: ModelEntry) -> list[TensorSpec]:
 def kv_bytes_per_token(entry: ModelEntry) -> int:
     """Bytes of KV cache that one token takes, over all layers."""
     values = sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in entry.layers)
-    return values * _ITEM_BYTES.get(entry.dtype, 4)
+    return values * ITEM_BYTES.get(entry.dtype, 4)
 
 
 def _engine_bytes(manifest: Manifest, role: str) -> int:

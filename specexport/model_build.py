@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specexport.atomic import require_space
-from specexport.backends.memory_plan import ITEM_BYTES
 from specexport.built import BuiltModel
 from specexport.engine_check import check_engine, check_obstacle, check_sequences
-from specexport.gpu_build import build_gpu_engines, check_memory, is_tensorrt, memory_plan_of
+from specexport.gpu_build import build_gpu_engines, check_memory, is_tensorrt, memory_plan_of, step_inputs
 from specexport.progress import StageClock
 from specexport.recipe import BuildRecipe, resolve_dtype, resolve_recipe
-from specexport_runtime.abi import PADDED_STEP_INPUTS
+from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.errors import CheckpointError, MissingDependencyError
 from specexport_runtime.executors.base import Float32Array, Int64Array
 from specexport_runtime.manifest import ModelEntry, hash_files
@@ -168,15 +167,10 @@ def _build_ort_cpu(ir_model: Any, recipe: BuildRecipe, role: str, *, folder: Pat
         release_weights(padded_model.graph.initializers.values())
     return {
         "path": name,
-        "inputs": _step_inputs(ir_model),
+        "inputs": step_inputs(ir_model),
         "padded_path": padded_name,
-        "padded_inputs": _step_inputs(padded_model),
+        "padded_inputs": step_inputs(padded_model),
     }
-
-
-def _step_inputs(ir_model: Any) -> tuple[str, ...]:
-    present = {value.name for value in ir_model.graph.inputs}
-    return tuple(spec.name for spec in PADDED_STEP_INPUTS if spec.name in present)
 
 
 def release_weights(values: Iterable[Any]) -> None:

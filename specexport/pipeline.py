@@ -21,6 +21,7 @@ from specexport.cache import EngineCache
 from specexport.engine_check import check_obstacle
 from specexport.fingerprint import BUNDLE_SOURCES, ENGINE_SOURCES, hash_sources, hash_values, tool_versions
 from specexport.gpu_build import architectures_of, check_bundle_memory, is_tensorrt
+from specexport.host import peak_memory_bytes
 from specexport.model_build import STAGES, ModelSource, build_model, require_export_stack
 from specexport.progress import Progress, StageClock
 from specexport.recipe import BuildRecipe, resolve_recipe
@@ -243,10 +244,3 @@ def _result(
         max_abs_errors=max_abs_errors or {},
         peak_memory_bytes=peak_memory_bytes(),
     )
-
-
-def peak_memory_bytes() -> int:
-    """Most resident memory this process has had, in bytes."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

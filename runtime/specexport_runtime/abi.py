@@ -133,6 +133,9 @@ ALIGNED_STEP_INPUTS = (INPUT_IDS, POSITIONS, LOGIT_ROWS, KV_LENS, CU_NEW_TOKENS,
 CACHE_INPUTS = (K_CACHE, V_CACHE)
 OUTPUTS = (LOGITS, K_CACHE_OUT, V_CACHE_OUT)
 
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of one value of each dtype that weights and caches may have."""
+
 OP_DOMAIN = "specexport"
 OP_NAME = "UnpaddedAttention"
 OP_VERSION = 1

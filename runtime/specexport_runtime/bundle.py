@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from specexport_runtime.abi import kv_slack
+from specexport_runtime.abi import StepShape, kv_slack
 from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.manifest import Manifest, ModelEntry, check_files, load_manifest
@@ -59,6 +59,7 @@ class Bundle(NamedTuple):
             IncompatibleError: the engine's backend is unknown to this runtime, has no padded-KV graph, or does not fit
                 this machine or ``max_num_seqs``.
             MissingDependencyError: what the backend runs on is not installed.
+            InvalidRequestError: CUDA graphs are asked for on the CPU.
         """
         entry = self.manifest.models[role]
         if entry.backend in GPU_BACKENDS:
@@ -72,6 +73,10 @@ class Bundle(NamedTuple):
             raise IncompatibleError(
                 f"{self.folder}: the {role} was built for backend {entry.backend!r}, which this runtime cannot run.",
                 "build it with --backend ort-cpu, or upgrade specexport.",
+            )
+        if cuda_graphs:
+            raise InvalidRequestError(
+                f"CUDA graphs are asked for, and {self.folder} was built for ort-cpu.", "leave --cuda-graphs out."
             )
         path = entry.path if unpad_kv else entry.padded_path
         if path is None:
@@ -95,17 +100,31 @@ class Bundle(NamedTuple):
         if entry.backend == "ort-cuda":
             from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 
-            return OrtCudaExecutor(
+            made = OrtCudaExecutor(
                 self.folder / entry.path,
                 entry,
                 num_rows=self.max_num_seqs,
                 kv_capacity=self.max_model_len + kv_slack(self.manifest.lookahead),
                 cuda_graphs=bool(cuda_graphs),
             )
+            if cuda_graphs:
+                made.capture(self._round_shapes(role))
+            return made
         from specexport_runtime.executors.trt_open import open_executor
 
         use_graphs = cuda_graphs is None or cuda_graphs
         return open_executor(entry, self.folder, role, num_rows=self.max_num_seqs, use_graphs=use_graphs)
+
+    def _round_shapes(self, role: str) -> list[StepShape]:
+        """Steps that rounds are made of: one token a row, and what verifies (or catches up), for every batch size."""
+        width = self.manifest.lookahead + 1 if role == "target" else 2
+        logits = width if role == "target" else 1
+        rows = range(1, self.max_num_seqs + 1)
+        return [
+            StepShape(0, count, count * new, new, count * wanted)
+            for new, wanted in ((1, 1), (width, logits))
+            for count in rows
+        ]
 
 
 def load_bundle(folder: Path, *, max_model_len: int | None = None, max_num_seqs: int = 8) -> Bundle:

@@ -4,15 +4,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specexport.backends.profiles import kv_bytes
-from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.abi import ITEM_BYTES, LayerGeometry
 from specexport_runtime.errors import IncompatibleError
 
 BUILD_FACTOR = 3.5
 """Host memory at the builder's peak, in sizes of the model's weights (docs/tensorrt.md has the measurement)."""
 BUILD_BASE_BYTES = 700 * 10**6
 """Host memory of the builder and the compiler without any model."""
-
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class MemoryPlan(NamedTuple):

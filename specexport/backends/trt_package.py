@@ -7,9 +7,11 @@ timed, and takes plugins. Imports neither of them.
 
 import importlib
 import importlib.util
+import subprocess
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from specexport.host import query_gpus
 from specexport_runtime.errors import IncompatibleError, MissingDependencyError, RecipeError
 
 
@@ -21,22 +23,16 @@ class TrtPackage(NamedTuple):
         module: import name.
         cross_builds: builds for architectures that are not in this machine.
         times_kernels: keeps a timing cache worth writing.
-        lowerings: lowerings it can build, the first one by default.
     """
 
     backend: str
     module: str
     cross_builds: bool
     times_kernels: bool
-    lowerings: tuple[str, ...]
 
 
-TENSORRT_RTX = TrtPackage(
-    "tensorrt-rtx", "tensorrt_rtx", cross_builds=True, times_kernels=False, lowerings=("native", "native-grouped")
-)
-TENSORRT = TrtPackage(
-    "tensorrt", "tensorrt", cross_builds=False, times_kernels=True, lowerings=("plugin", "native", "native-grouped")
-)
+TENSORRT_RTX = TrtPackage("tensorrt-rtx", "tensorrt_rtx", cross_builds=True, times_kernels=False)
+TENSORRT = TrtPackage("tensorrt", "tensorrt", cross_builds=False, times_kernels=True)
 PACKAGES = {package.backend: package for package in (TENSORRT, TENSORRT_RTX)}
 
 
@@ -112,19 +108,11 @@ def resolve_architectures(package: TrtPackage, asked: Sequence[str]) -> tuple[st
 
 def present_architecture() -> str | None:
     """Architecture of the first GPU of this machine, for example ``"89"``; None without one."""
-    import shutil
-    import subprocess
-
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    command = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)  # noqa: S603 - fixed
+        found = query_gpus("compute_cap")
     except (OSError, subprocess.SubprocessError):
         return None
-    first = done.stdout.strip().splitlines()[:1]
-    return first[0].strip().replace(".", "") if first else None
+    return found[0].replace(".", "") if found else None
 
 
 def configure(trt: Any, package: TrtPackage, config: Any, sm: str, timing_cache: bytes | None) -> None:

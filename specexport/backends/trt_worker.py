@@ -5,6 +5,7 @@ message instead of the end of the compiler. Progress and the result are JSON lin
 says goes to the log file. Imports the TensorRT package and nothing else that is heavy.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -13,10 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
+from specexport.atomic import temporary_name
+from specexport.atomic_file import write_file
 from specexport.backends.profiles import describe_shapes
 from specexport.backends.trt_package import PACKAGES, configure, import_package, timing_cache_bytes
 from specexport.backends.trt_report import describe_layers, make_report, network_problems, parse_layers
-from specexport_runtime.errors import CheckFailedError, SpecexportError
+from specexport.host import peak_memory_bytes
+from specexport_runtime.errors import CheckFailedError, SpecexportError, UserInputError
 
 _HARMLESS = (
     "has Int64 binding",  # the contract's token inputs are int64 on purpose
@@ -101,41 +105,27 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     cache = Path(job.timing_cache) if job.timing_cache else None
     configure(trt, package, config, job.sm, _read(cache))
-    if package.lowerings[0] == "plugin":
+    if job.plugins:
         config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     _add_profiles(builder, network, config, job, log)
     monitor = _make_monitor(trt)
     config.progress_monitor = monitor
     started = time.perf_counter()
     # Written as it is serialized: a second copy of the weights in memory would be the largest of all.
-    with _temporary_name(Path(job.engine)).open("wb") as file:
+    with temporary_name(Path(job.engine)).open("wb") as file:
         done = builder.build_serialized_network_to_stream(network, config, _make_writer(trt, file))
     if not done:
         said = "; ".join(logger.errors[:2]) or "it gives no reason"
         raise CheckFailedError(f"TensorRT cannot build this graph for sm{job.sm}: {said}")
     _refuse_warnings(logger)
-    os.replace(_temporary_name(Path(job.engine)), job.engine)
+    os.replace(temporary_name(Path(job.engine)), job.engine)
     kept = timing_cache_bytes(package, config)
     if cache is not None and kept is not None:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        _temporary_name(cache).write_bytes(kept)
-        os.replace(_temporary_name(cache), cache)
+        _keep(cache, kept)
     log.write(describe_layers(parse_layers(logger.text)))
     report = make_report(trt, network, logger.text, job.profiles)
-    measured = {"build_seconds": time.perf_counter() - started, "peak_memory_bytes": _peak_memory_bytes()}
+    measured = {"build_seconds": time.perf_counter() - started, "peak_memory_bytes": peak_memory_bytes()}
     return report | measured | {"version": str(trt.__version__)}
-
-
-def _peak_memory_bytes() -> int | None:
-    """Most resident memory this process has had; None where the system does not say.
-
-    Not ``getrusage``: its peak survives exec, and so starts with that of the compiler that started this process.
-    """
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 def _add_profiles(builder: Any, network: Any, config: Any, job: Job, log: TextIO) -> None:
@@ -152,15 +142,21 @@ def _add_profiles(builder: Any, network: Any, config: Any, job: Job, log: TextIO
             raise CheckFailedError(f"TensorRT refuses the profile {name}.")
 
 
+def _keep(path: Path, content: bytes) -> None:
+    """Write the timing cache. One that cannot be written never fails a build."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(content)
+
+    with contextlib.suppress(OSError, UserInputError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, write)
+
+
 def _read(path: Path | None) -> bytes | None:
     if path is None:
         return None
     return path.read_bytes() if path.is_file() else b""
-
-
-def _temporary_name(path: Path) -> Path:
-    """Where a file is written before it gets its name."""
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def _make_writer(trt: Any, file: BinaryIO) -> Any:

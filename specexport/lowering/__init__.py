@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from specexport.recipe_gpu import LOWERINGS, TENSORRT_BACKENDS
 from specexport_runtime.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -9,8 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TENSORRT_LOWERINGS", "lower_model"]
 
-_TENSORRT = ("tensorrt", "tensorrt-rtx")
-TENSORRT_LOWERINGS = ("native", "native-grouped", "plugin")
+TENSORRT_LOWERINGS = tuple(dict.fromkeys(name for names in LOWERINGS.values() for name in names))
 """Lowerings of the TensorRT backends: TensorRT's own attention, in two forms, or the unpadded-KV plugin."""
 
 
@@ -51,11 +51,10 @@ def lower_model(
 
         lower_ort_cuda(ir_model)
         return ()
-    if backend in _TENSORRT:
+    if backend in TENSORRT_BACKENDS:
         return _lower_tensorrt(ir_model, backend, lowering, kv_capacity)
-    raise RecipeError(
-        f"there is no lowering for backend {backend!r}.", f"use one of: ort-cpu, ort-cuda, {', '.join(_TENSORRT)}."
-    )
+    known = ", ".join(("ort-cpu", "ort-cuda", *TENSORRT_BACKENDS))
+    raise RecipeError(f"there is no lowering for backend {backend!r}.", f"use one of: {known}.")
 
 
 def _lower_tensorrt(

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def test_without_the_export_stack_bundles_still_run(run_cli: RunCli, monkeypatch
         return "1.0"
 
     monkeypatch.setattr(doctor, "version", version)
-    monkeypatch.setattr(doctor.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
     result = run_cli("doctor", "--json")
     assert result.exit_code == 0
     data = json.loads(result.stdout)
@@ -83,13 +84,13 @@ def test_the_tested_ranges_come_from_the_installed_package() -> None:
 
 
 def test_a_machine_without_a_driver_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
     assert "no nvidia-smi" in doctor._gpu().found
 
 
 def test_a_driver_is_asked_for_its_cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tool = tmp_path / "nvidia-smi"
-    monkeypatch.setattr(doctor.shutil, "which", lambda _name: str(tool))
+    monkeypatch.setattr(shutil, "which", lambda _name: str(tool))
     tool.write_text("#!/bin/sh\necho 'NVIDIA X, 580.1, 81559 MiB, 9.0'\n")
     tool.chmod(0o755)
     assert "NVIDIA X, 580.1, 81559 MiB, 9.0" in doctor._gpu().found

@@ -10,7 +10,7 @@ import pytest
 
 from specexport.backends.trt_package import TENSORRT, TENSORRT_RTX, configure, timing_cache_bytes
 from specexport.backends.trt_report import network_problems, parse_layers, summarize
-from specexport.backends.trt_worker import Job, build, main
+from specexport.backends.trt_worker import Job, _keep, build, main
 from specexport_runtime.errors import CheckFailedError
 
 F16 = 10  # onnx's number of float16
@@ -201,3 +201,11 @@ def test_caches_of_a_plugin_engine_are_checked_too() -> None:
     assert network_problems(trt, network(["k_cache_out.0", "v_cache_out.0"]), 1) == []
     assert network_problems(trt, network(["k_cache_out.0", "copy"]), 1) == ["v_cache.0 is not updated in place"]
     assert "2 of 4 caches are updated in place" in network_problems(trt, network(["k_cache_out.0", "v_cache_out.0"]), 2)
+
+
+def test_a_timing_cache_that_cannot_be_kept_fails_no_build(tmp_path: Path) -> None:
+    _keep(tmp_path / "timing" / "sm90.cache", b"timings")
+    assert (tmp_path / "timing" / "sm90.cache").read_bytes() == b"timings"
+    (tmp_path / "file").write_text("")
+    _keep(tmp_path / "file" / "sm90.cache", b"timings")
+    assert [path.name for path in (tmp_path / "timing").iterdir()] == ["sm90.cache"]

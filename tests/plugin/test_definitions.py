@@ -248,8 +248,10 @@ def test_graphs_name_plugins_that_agree_with_them(name: str, splits: int, trt: t
         assert found.kernel == plugin_spec(node.op_type).kernel
 
 
-def test_no_names_need_no_tensorrt() -> None:
+def test_no_names_need_no_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)  # importing it would raise
     register_plugins([], 90)
+    assert sys.modules["tensorrt"] is None
 
 
 def test_what_cannot_be_embedded_is_named(trt: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

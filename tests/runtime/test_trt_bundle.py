@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trt_fakes import FakeEngine, FakeGpu, make_entry
 
 from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.abi import StepShape
 from specexport_runtime.bundle import load_bundle
 from specexport_runtime.cli import runtime_cli
 from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError, SpecexportError
@@ -205,13 +206,33 @@ def test_without_a_gpu_generate_says_so_in_one_line(bundle):
 
 def test_ort_cuda_bundles_get_their_executor(tmp_path, monkeypatch):
     module = pytest.importorskip("specexport_runtime.executors.ort_cuda")
-    made = []
-    monkeypatch.setattr(module, "OrtCudaExecutor", lambda *args, **options: made.append((args, options)))
+    made, recorded = [], []
+
+    class Stand:
+        def __init__(self, *args, **options):
+            made.append((args, options))
+
+        def capture(self, shapes):
+            recorded.append(shapes)
+
+    monkeypatch.setattr(module, "OrtCudaExecutor", Stand)
     bundle = load_bundle(write_bundle(tmp_path / "bundle", backend="ort-cuda"), max_num_seqs=3, max_model_len=40)
     bundle.make_executor("target")
+    assert not recorded
     bundle.make_executor("target", cuda_graphs=True)
     (path, entry), options = made[0]
     assert path == tmp_path / "bundle" / "target" / "model.sm89.engine"
     assert entry.backend == "ort-cuda"
     assert options == {"num_rows": 3, "kv_capacity": 40 + LOOKAHEAD + 1, "cuda_graphs": False}
     assert made[1][1]["cuda_graphs"] is True
+    (shapes,) = recorded
+    width = LOOKAHEAD + 1
+    assert StepShape(0, 2, 2, 1, 2) in shapes, "decoding"
+    assert StepShape(0, 3, 3 * width, width, 3 * width) in shapes, "verifying"
+    assert len(shapes) == 2 * 3
+
+
+def test_graphs_on_a_cpu_are_refused_not_ignored(demo_bundle):
+    result = CliRunner().invoke(runtime_cli, ["generate", str(demo_bundle), "x", "--cuda-graphs"])
+    assert result.exit_code == 2, result.output
+    assert "was built for ort-cpu. Fix: leave --cuda-graphs out." in result.stderr

@@ -236,6 +236,7 @@ def test_a_cache_folder_that_cannot_be_written_is_no_error(stand_in, tmp_path):
     engine = load()
     engine.make_context(0, 4096, 77, is_fixed=True)
     engine.close()
+    assert (tmp_path / "cache").read_text() == "a file"
 
 
 def test_a_context_of_tensorrt_proper_has_no_such_options(stand_in):

@@ -226,8 +226,11 @@ def test_two_executors_record_into_memory_of_their_own(tmp_path):
     gpu = FakeGpu(1 << 25)
     target, draft = (Pair(open_one(tmp_path / name, gpu=gpu)[0]) for name in ("target", "draft"))
     for counts in ([7, 3, 9, 5], [1, 1, 1, 1], [5, 1, 2, 4], [1, 1, 1, 1], [5, 1, 2, 4]):
-        target.step(0, counts)
+        target.step(0, counts)  # compares with a model of its own
         draft.step(0, counts[::-1])
+    keys = [pair.executor.graphs.keys for pair in (target, draft)]
+    assert all(keys), "both recorded"
+    assert gpu.captures == sum(map(len, keys))
 
 
 def test_a_failed_recording_is_told_once_and_steps_go_on(tmp_path, caplog):

@@ -8,13 +8,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.trt_contexts import ContextPool, DeviceAddresses, check_tensors
 from specexport_runtime.executors.trt_engine import Engine, load_engine
 from specexport_runtime.executors.trt_graphs import GraphPool
 from specexport_runtime.executors.trt_memory import (
-    ITEM_BYTES,
     HostBlock,
     HostOutput,
     KvMemory,

@@ -16,9 +16,6 @@ from specexport_runtime.executors.gpu import ALIGNMENT, MEMORY_HINT, ByteArray, 
 from specexport_runtime.executors.trt_pack import SPECS
 from specexport_runtime.profiles import Profile
 
-ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
-"""Bytes of a cache entry's element by model dtype; numpy has no bfloat16, so caches are bytes here."""
-
 
 def aligned(num_bytes: int) -> int:
     """``num_bytes`` rounded up to ``ALIGNMENT``."""
