@@ -171,4 +171,5 @@ def open_executor(context: Context, bundle: Bundle, role: str, *, graphs: bool, 
         if entry.backend == "tensorrt-rtx" and forced:
             engine = next((file for file in entry.engines if file.sm == f"sm{forced}"), entry.engines[0])
             stack.enter_context(mock.patch.object(trt_open, "choose_engine", return_value=engine))
-        return bundle.make_executor(role, num_threads=None, spin=False, cuda_graphs=graphs)
+        on_gpu = bundle.manifest.models[role].backend != "ort-cpu"
+        return bundle.make_executor(role, num_threads=None, spin=False, cuda_graphs=graphs if on_gpu else None)

@@ -1,0 +1,324 @@
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specexport_runtime.executors.fake import FakeExecutor
+from tools import gpu_check
+from tools.gpu_check_lib import packages, timing
+from tools.gpu_check_lib.context import Context
+from tools.gpu_check_lib.forced import decode
+from tools.gpu_check_lib.models import SIZES, make_tensors, next_token
+from tools.gpu_check_lib.outputs import compare_texts
+from tools.gpu_check_lib.rows import Row, judge, read_rows
+from tools.gpu_check_lib.speed import LARGE, cells
+from tools.gpu_check_lib.steps import compare_logits, compare_steps, time_step
+
+VOCAB = 61
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def rows_of(context: Context) -> list[Row]:
+    return read_rows(context.recorder.path)
+
+
+# steps and comparisons
+
+
+def test_steps_of_equal_engines_are_equal_and_of_others_not() -> None:
+    one, same = FakeExecutor(VOCAB, 4, 120), FakeExecutor(VOCAB, 4, 120)
+    other = FakeExecutor(VOCAB, 4, 120, noise=0.1)
+    found = compare_steps(one, same)
+    assert [item.largest for item in found] == [0.0] * len(found)
+    assert all(item.rows == item.same_best for item in found)
+    noisy = compare_steps(FakeExecutor(VOCAB, 4, 120), other)
+    assert all(0 < item.largest < 1 for item in noisy)
+    assert any(item.same_best < item.rows for item in noisy)
+
+
+def test_steps_of_the_script_go_on_from_the_kept_tokens() -> None:
+    class Watched(FakeExecutor):
+        seen: list[list[int]] = []  # noqa: RUF012
+
+        def execute(self, want: Any = "logits") -> Any:
+            assert self._buffers is not None
+            self.seen.append(self._buffers.kv_lens[:, 0].tolist())
+            return super().execute(want)
+
+    compare_steps(Watched(VOCAB, 4, 120), FakeExecutor(VOCAB, 4, 120))
+    assert Watched.seen == [[0, 0, 0, 0], [17, 5, 40, 1], [19, 6, 43, 6], [20, 9, 43, 7], [25, 10, 47, 9]]
+
+
+def test_logits_that_are_no_numbers_miss_any_target() -> None:
+    good = np.ones((2, 5), np.float32)
+    bad = good.copy()
+    bad[1, 3] = np.nan
+    assert judge(compare_logits("x", good, bad).largest, at_most=1e9) == "missed"
+    assert judge(compare_logits("x", good, good).largest, at_most=0) == "ok"
+
+
+def test_gap_where_texts_part_is_the_references_own() -> None:
+    reference = FakeExecutor(VOCAB, 1, 100)
+    prompt = [3, 1, 4]
+    ours = decode(reference, [prompt], 12).outputs[0]
+    assert compare_texts(reference, prompt, ours, ours) == (12, 12, None)
+    theirs = [*ours[:5], (ours[5] + 7) % VOCAB, *ours[6:]]
+    found = compare_texts(reference, prompt, ours, theirs)
+    logits = reference.logits_after([*prompt, *ours[:5]])
+    assert found.equal == 5
+    assert found.gap == pytest.approx(float(logits[ours[5]] - logits[theirs[5]]))
+    assert found.gap > 0
+
+
+def test_a_timed_step_is_the_same_step_each_time() -> None:
+    from specexport_runtime.batch import ModelRunner
+
+    executor = FakeExecutor(VOCAB, 2, 100)
+    found = time_step(ModelRunner(executor), 2, 5, repeats=4, seconds=10)
+    assert len(executor.calls) == 1 + 5 + 4
+    assert len(set(executor.calls)) == 1
+    assert executor.calls[0].num_tokens == executor.calls[0].num_logit_rows == 10
+    assert 0 < found.engine_ms < found.total_ms
+
+
+def test_measurements_that_matter_come_first() -> None:
+    order = list(cells(LARGE))
+    assert len(order) == len(set(order)) == len(LARGE.batches) * len(LARGE.lookaheads) * len(LARGE.rates)
+    assert order[0] == (1, 4, 0.8)
+    assert {k for _, k, _ in order[:8]} == set(range(1, 9))
+    assert {batch for batch, _, _ in order[8:13]} == {2, 4, 8, 16, 32}
+
+
+# bytes and rates
+
+
+def test_bytes_of_a_step_are_those_of_its_entries() -> None:
+    keys = np.zeros((8, 8, 4101, 128), np.float16)
+    assert timing.kv_step_bytes(8, 8, 4101, 128, 2) == 2 * keys.nbytes
+    assert round(timing.kv_step_bytes(8, 8, 4096, 128, 2) / 1e6) == 134  # as in docs/kernels.md
+    assert round(timing.kv_step_bytes(8, 8, 16384, 128, 2) / 1e6) == 537
+
+
+def test_rates_and_rotation() -> None:
+    assert timing.gigabytes_per_second(4e9, 1000.0) == pytest.approx(4.0)
+    assert timing.num_sets(10**9, 60 * 2**20) == 2
+    assert timing.num_sets(2**20, 60 * 2**20) == 240
+
+
+class FakeEvent:
+    clock = Clock()
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = self.clock.now
+
+    def elapsed_time(self, other: "FakeEvent") -> float:
+        return 1e3 * (other.at - self.at)
+
+
+@pytest.mark.parametrize("can_record", [True, False])
+def test_times_are_of_one_call(monkeypatch: pytest.MonkeyPatch, can_record: bool) -> None:
+    import contextlib
+
+    import torch
+
+    ran = []
+
+    def call() -> None:
+        ran.append(1)
+        FakeEvent.clock.now += 0.002
+
+    calls = [call] * 4
+
+    class Graph:
+        def replay(self) -> None:
+            for each in calls:
+                each()
+
+    def record(_: Graph) -> Any:
+        if not can_record:
+            raise RuntimeError("cannot be recorded")
+        return contextlib.nullcontext()
+
+    for name, value in {"synchronize": lambda: None, "Event": FakeEvent, "CUDAGraph": Graph, "graph": record}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    milliseconds, how = timing.time_rotating(calls, repeats=5, warm_up=1)
+    assert milliseconds == pytest.approx(2.0)
+    assert how == ("replayed from a graph" if can_record else "launched one by one (RuntimeError)")
+    assert len(ran) == 4 * (1 + can_record + 1 + 5)
+
+
+@pytest.mark.parametrize("ours_ms", [0.001, 0.004])
+def test_the_kernels_table(monkeypatch: pytest.MonkeyPatch, context: Context, ours_ms: float) -> None:
+    from types import SimpleNamespace
+
+    import torch
+
+    from specexport.kernels import launch
+    from tools.gpu_check_lib import kernel_speed
+
+    def attention(q: Any, k: Any, v: Any, kv_lens: Any, cu: Any, **options: Any) -> Any:
+        return kernel_speed.expected(kernel_speed.case_of(64), q, k, v, options["scale"]).to(q.dtype)
+
+    def measured(calls: Sequence[Any], **_: Any) -> tuple[float, str]:
+        ours = "_call" in calls[0].__qualname__
+        return (ours_ms, "a graph") if ours else (0.002, "a graph")
+
+    gpu = SimpleNamespace(L2_cache_size=2**10, major=9, minor=0, multi_processor_count=132)
+    make_inputs = kernel_speed.make_inputs
+    for module, name, value in (
+        (kernel_speed, "PASTS", (64,)),
+        (kernel_speed, "NUM_SEQS", 2),
+        (kernel_speed, "make_inputs", lambda case, dtype, _: make_inputs(case, dtype, "cpu")),
+        (kernel_speed, "copy_bandwidth", lambda *_: 1000.0),
+        (kernel_speed, "time_rotating", measured),
+        (launch, "ragged_attention", attention),
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "empty_cache", lambda: None),
+        (torch.cuda, "get_device_properties", lambda _: gpu),
+    ):
+        monkeypatch.setattr(module, name, value)
+    kernel_speed.measure_kernels(context)
+    rows = rows_of(context)
+    assert "failed" not in {row.verdict for row in rows}, rows
+    main, copy, best = (row for row in rows if not row.is_detail)
+    num_bytes = 2 * 8 * 69 * 2 * 128 * 2
+    assert main.data["kv_bytes"] == num_bytes
+    assert main.data["gb_per_s"] == pytest.approx(num_bytes / ours_ms / 1e6)
+    assert copy.verdict == ("missed" if num_bytes / ours_ms / 1e6 < 800 else "ok")
+    assert best.data["ratio"] == pytest.approx(0.002 / ours_ms)
+    assert best.verdict == ("ok" if ours_ms < 0.002 else "missed")
+    ways = {row.what.rpartition("torch ")[2]: row for row in rows if row.is_detail and "torch" in row.what}
+    assert ways["sdpa math, queries of a group stacked"].value == "2.0 us"
+    assert any("not possible" in row.value for row in ways.values())
+
+
+# models
+
+
+def test_the_large_model_has_a_billion_parameters() -> None:
+    assert 1.0e9 <= SIZES["large"].parameters <= 1.3e9
+    tensors = dict(make_tensors(SIZES["tiny"], seed=1, decisive=False))
+    assert sum(tensor.size for tensor in tensors.values()) == SIZES["tiny"].parameters
+    assert all(np.isfinite(tensor).all() and tensor.std() > 0.01 for tensor in tensors.values() if tensor.ndim == 2)
+
+
+def test_the_large_models_profiles_take_every_step() -> None:
+    from specexport_runtime.abi import StepShape
+    from specexport_runtime.profiles import choose_profile
+    from tools.gpu_check_lib.bundles import large_profiles
+
+    profiles = large_profiles("target")
+    for batch in LARGE.batches:
+        for new in (1, *(k + 1 for k in LARGE.lookaheads)):
+            choose_profile(profiles, StepShape(0, batch, batch * new, new, batch * new))
+    for batch, new in ((1, 1), (1, 5), (8, 5), (32, 1)):
+        chosen = profiles[choose_profile(profiles, StepShape(0, batch, batch * new, new, batch * new))]
+        assert (chosen.num_seqs, chosen.max_new_tokens, chosen.is_fixed) == (batch, new, True)
+    draft = large_profiles("draft")
+    for batch in LARGE.batches:
+        assert draft[choose_profile(draft, StepShape(0, batch, 2 * batch, 2, batch))].is_fixed
+
+
+def test_what_builds_are_patched_with_is_there() -> None:
+    from specexport import gpu_build
+
+    assert callable(gpu_build.plan_profiles)
+
+
+def test_a_decisive_head_answers_with_the_next_token() -> None:
+    vocab = SIZES["tiny"].vocab
+    tensors = dict(make_tensors(SIZES["tiny"], seed=1, decisive=True))
+    logits = tensors["model.embed_tokens.weight"].astype(np.float32) @ tensors["lm_head.weight"].astype(np.float32).T
+    assert logits.argmax(axis=1).tolist() == [next_token(token, vocab) for token in range(vocab)]
+    assert sorted(next_token(token, vocab) for token in range(vocab)) == list(range(vocab))
+
+
+# wheels
+
+
+def test_split_files_join_to_the_same_bytes(tmp_path: Path) -> None:
+    content = np.random.default_rng(0).bytes(2_345)
+    whole, pieces, joined = (tmp_path / name for name in ("whole", "pieces", "joined"))
+    for folder in (whole, pieces, joined):
+        folder.mkdir()
+    for name, size in (("a.whl", 1_000), ("b.whl", 2_345)):
+        (whole / name).write_bytes(content)
+        found = packages.split_file(whole / name, pieces, piece_bytes=size)
+        assert [piece.stat().st_size for piece in found] == ([1000, 1000, 345] if size == 1000 else [2345])
+    (pieces / "c.whl").write_bytes(b"not split")
+    assert [path.name for path in packages.join_pieces(pieces, joined)] == ["a.whl", "b.whl"]
+    assert (joined / "a.whl").read_bytes() == (joined / "b.whl").read_bytes() == content
+
+
+@pytest.mark.parametrize("damage", ["first", "middle", "last", "altered"])
+def test_missing_and_altered_pieces_are_named(tmp_path: Path, damage: str) -> None:
+    whole, target = tmp_path / "big.whl", tmp_path / "target"
+    whole.write_bytes(bytes(range(250)))
+    target.mkdir()
+    folder = tmp_path / "pieces"
+    folder.mkdir()
+    pieces = packages.split_file(whole, folder, piece_bytes=100)
+    if damage == "altered":
+        pieces[1].write_bytes(bytes(100))
+    else:
+        pieces[{"first": 0, "middle": 1, "last": 2}[damage]].unlink()
+    with pytest.raises(ValueError, match=r"big\.whl"):
+        packages.join_pieces(folder, target)
+    assert not list(target.iterdir())
+
+
+def make_wheel(folder: Path, name: str, content: str, module: str) -> Path:
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(module, content)
+        wheel.writestr(f"{name}-1.0.data/scripts/program", "")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def test_wheels_in_pieces_are_installed_and_a_broken_one_harms_no_other(tmp_path: Path) -> None:
+    wheels, work = tmp_path / "wheels", tmp_path / "work"
+    wheels.mkdir()
+    big = make_wheel(tmp_path, "carriedbig", "VALUE = 42\n" + "#" * 3000, "carried/big.py")
+    make_wheel(wheels, "carriedsmall", "VALUE = 43\n", "carriedsmall-1.0.data/purelib/carried/small.py")
+    packages.split_file(big, wheels, piece_bytes=500)
+    (wheels / "broken-1.0-py3-none-any.whl").write_bytes(b"no wheel")
+    site, problems = packages.install(wheels, work)
+    assert "broken-1.0" in problems
+    assert "carriedbig" not in problems
+    environment = gpu_check.make_environment(work, site, interpret=False)
+    done = subprocess.run(
+        [sys.executable, "-c", "import carried.big, carried.small, specexport_runtime, specexport; "
+         "print(carried.big.VALUE, carried.small.VALUE)"],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "42 43"
+    assert not list(site.rglob("program"))
+    assert packages.install(wheels, work) == (site, problems)  # what is there stays
+
+
+def test_wheels_are_fetched_for_the_other_machine() -> None:
+    command = packages.download_command(["some-package>=1"], Path("folder"))
+    assert command[-1] == "some-package>=1"
+    for words in (("--python-version", "3.12"), ("--platform", "manylinux_2_28_x86_64"), ("--abi", "abi3")):
+        assert any(tuple(command[i : i + 2]) == words for i in range(len(command))), words
+    assert "--no-deps" in command
+    assert "--only-binary=:all:" in command

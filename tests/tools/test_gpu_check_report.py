@@ -1,0 +1,273 @@
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specexport_runtime.executors.fake import FakeExecutor
+from tools.gpu_check_lib import runner
+from tools.gpu_check_lib.context import Context, SkipTaskError, run_guarded
+from tools.gpu_check_lib.forced import decode
+from tools.gpu_check_lib.rows import Recorder, Row, format_report, judge, read_rows, write_report
+from tools.gpu_check_lib.runner import Budget, Task, run_tasks
+from tools.gpu_check_lib.steps import random_tokens
+
+VOCAB = 61
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def rows_of(context: Context) -> list[Row]:
+    return read_rows(context.recorder.path)
+
+
+# budget and isolation
+
+
+def test_budget_gives_a_task_its_limit_or_what_is_left_or_nothing() -> None:
+    clock = Clock()
+    budget = Budget(100, clock)
+    task = Task("a.b", "title", seconds=60, needs=20)
+    assert budget.limit(task) == 60
+    clock.now += 70
+    assert budget.limit(task) == 30
+    clock.now += 10
+    assert budget.limit(task) == 20
+    clock.now += 0.5
+    assert budget.limit(task) is None
+
+
+SCRIPTS = {
+    "fine": "row('fine', 'found'); raise SystemExit(0)",
+    "raises": "row('before', 'kept'); raise ValueError('the reason')",
+    "crashes": "row('before the crash', 'kept'); import os; os.abort()",
+    "hangs": "row('before the hang', 'kept'); import time; time.sleep(60)",
+}
+HEAD = """
+import json, sys
+def row(what, value):
+    with open(sys.argv[1], 'a') as file:
+        file.write(json.dumps(dict(section='s', what=what, value=value)) + '\\n')
+"""
+
+
+def run_scripts(tmp_path: Path, names: Sequence[str], seconds: float = 20.0, limit: float = 15.0) -> list[list[Row]]:
+    """What was reported after each task."""
+    reports: list[list[Row]] = []
+    tasks = [Task(name, "s", 1.0 if name == "hangs" else limit, needs=0.5) for name in names]
+
+    def command(task: Task, limit: float) -> list[str]:
+        place = runner.rows_file(tmp_path, task)
+        return [sys.executable, "-S", "-c", HEAD + SCRIPTS[task.name], str(place)]
+
+    rows = run_tasks(
+        tasks, Budget(seconds), tmp_path, tmp_path / "log.txt",
+        command=command, environment=dict(os.environ), report=lambda found: reports.append(list(found)),
+    )  # fmt: skip
+    assert reports[-1] == rows
+    return reports
+
+
+def test_a_task_that_fails_costs_its_own_rows_only(tmp_path: Path) -> None:
+    reports = run_scripts(tmp_path, ["raises", "crashes", "hangs", "fine"])
+    assert [len(report) for report in reports] == [2, 4, 6, 7]  # the report is written after each task
+    values = {row.what: (row.value, row.verdict) for row in reports[-1]}
+    assert values["before"][0] == values["before the crash"][0] == values["before the hang"][0] == "kept"
+    assert values["raises"][1] == values["crashes"][1] == values["hangs"][1] == "failed"
+    assert "ValueError: the reason" in values["raises"][0]
+    assert "SIGABRT" in values["crashes"][0]
+    assert "ran past its 1 s" in values["hangs"][0]
+    assert values["fine"] == ("found", "info")
+
+
+def test_a_task_that_would_start_too_late_is_skipped(tmp_path: Path) -> None:
+    rows = run_scripts(tmp_path, ["hangs", "fine"], seconds=1.3)[-1]
+    assert [row.what for row in rows] == ["before the hang", "hangs", "fine"]
+    assert rows[-1].verdict == "skipped"
+    assert rows[-1].value.startswith("skipped: out of time")
+
+
+def test_what_a_task_started_ends_with_it(tmp_path: Path) -> None:
+    script = (
+        "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
+    )
+    outcome = runner.run_process([sys.executable, "-S", "-c", script], tmp_path / "log", 1.5, dict(os.environ))
+    assert outcome.status is None
+    child = int(outcome.last_words)
+    for _ in range(50):
+        state = Path(f"/proc/{child}/stat")
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("the task's child is alive")
+
+
+def test_rows_of_an_earlier_run_do_not_stay(tmp_path: Path) -> None:
+    first = run_scripts(tmp_path, ["fine"])[-1]
+    assert run_scripts(tmp_path, ["fine"])[-1] == first
+
+
+def test_a_program_that_is_not_there_is_a_row(tmp_path: Path) -> None:
+    rows = run_tasks(
+        [Task("a.b", "s", 5, 0)], Budget(9), tmp_path, tmp_path / "log.txt",
+        command=lambda *_: [str(tmp_path / "nothing")], environment={}, report=lambda _: None,
+    )  # fmt: skip
+    assert [row.verdict for row in rows] == ["failed"]
+
+
+def test_a_part_that_raises_is_a_row_and_the_others_go_on(context: Context) -> None:
+    with context.part("first"):
+        raise ZeroDivisionError("one | two\nlines")
+    with context.part("second"):
+        raise SkipTaskError("no such thing")
+    with context.part("third"):
+        context.recorder.row("third", "found")
+    found = [(row.what, row.value, row.verdict) for row in rows_of(context)]
+    assert found == [
+        ("first", "failed: ZeroDivisionError: one / two lines", "failed"),
+        ("second", "skipped: no such thing", "skipped"),
+        ("third", "found", "info"),
+    ]
+
+
+def test_a_task_function_that_raises_is_a_row(context: Context) -> None:
+    def broken(_: Context) -> None:
+        raise RuntimeError("broken")
+
+    run_guarded(context, "task", broken)
+    assert [row.value for row in rows_of(context)] == ["failed: RuntimeError: broken"]
+
+
+def test_parts_without_time_are_skipped(context: Context) -> None:
+    assert context.has_time("now", 5)
+    context.start -= 58
+    assert not context.has_time("late", 5)
+    assert [(row.what, row.verdict) for row in rows_of(context)] == [("late", "skipped")]
+
+
+def test_a_backend_that_did_not_run_is_not_tried_again(context: Context) -> None:
+    context.require_backend("ort-cuda")  # nobody has tried
+    context.remember("backend-ort-cuda", {"runs": True, "reason": ""})
+    context.require_backend("ort-cuda")
+    context.remember("backend-ort-cuda", {"runs": False, "reason": "too old"})
+    with pytest.raises(SkipTaskError, match="too old"):
+        context.require_backend("ort-cuda")
+
+
+# rows and tables
+
+
+def test_report_has_a_table_a_section_and_details_last() -> None:
+    rows = [
+        Row("2. second", "b", "no", target="yes", verdict="missed"),
+        Row("1. first", "a | x", "1.5 ms", verdict="ok"),
+        Row("1. first", "deep", "fine", is_detail=True),
+        Row("2. second", "c", "failed: so", verdict="failed"),
+    ]
+    text = format_report(rows, ["# Title"])
+    assert text.index("# Title") < text.index("1 ok, 1 missed, 1 failed, 0 skipped")
+    assert text.index("## 1. first") < text.index("## 2. second") < text.index("## details") < text.index("| deep |")
+    assert "| a / x | 1.5 ms |  | ok |" in text
+    assert "| b | no | yes | missed |" in text
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.count("|") == 5 for line in lines)
+
+
+def test_report_files_hold_every_row(tmp_path: Path) -> None:
+    rows = [Row("1. first", "a", "b", data={"number": np.float32(1.5)})]
+    write_report(tmp_path, rows, ["# T"], {"time": "now"})
+    record = json.loads((tmp_path / "results.json").read_text())
+    assert record["time"] == "now"
+    assert record["rows"][0]["what"] == "a"
+    assert float(record["rows"][0]["data"]["number"]) == 1.5
+    assert "| a | b |" in (tmp_path / "results.md").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "results.md"]
+
+
+def test_a_row_that_was_cut_off_costs_itself_only(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "rows.jsonl", "s")
+    recorder.row("whole", "yes")
+    with recorder.path.open("a") as file:
+        file.write('{"section": "s", "what": "ha')
+    assert [row.what for row in read_rows(recorder.path)] == ["whole"]
+
+
+def test_targets() -> None:
+    assert judge(0.8, at_least=0.8) == "ok"
+    assert judge(0.79, at_least=0.8) == "missed"
+    assert judge(101, at_most=100) == "missed"
+    assert judge(100, at_most=100) == "ok"
+    assert judge(float("nan"), at_most=1) == "missed"
+    assert judge(float("nan")) == "missed"
+
+
+# forced acceptance
+
+
+def fakes(rows: int, **draft: Any) -> tuple[FakeExecutor, FakeExecutor]:
+    return FakeExecutor(VOCAB, rows, 700), FakeExecutor(VOCAB, rows, 700, **draft)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_forced_acceptance_is_the_rate_asked_for(rate: float, rows: int) -> None:
+    target, draft = fakes(rows, seed=99)  # a draft that knows nothing
+    prompts = random_tokens(VOCAB, rows, 7)
+    plain = decode(target, prompts, 600 // rows)
+    assert plain.acceptance is None
+    forced = decode(
+        target, prompts, 600 // rows, draft=draft, lookahead=4, rate=rate, continuations=plain.outputs
+    )  # fmt: skip
+    assert forced.outputs == plain.outputs
+    assert forced.departed == 0
+    assert forced.acceptance is not None
+    # Draws are independent: three standard deviations of their mean.
+    margin = 3 * (rate * (1 - rate) / forced.tested) ** 0.5
+    assert abs(forced.acceptance - rate) <= margin
+    assert forced.tested >= 100
+    expected_length = sum(rate**j for j in range(5))
+    assert forced.tokens / forced.rounds / rows == pytest.approx(expected_length, rel=0.12)
+
+
+def test_the_draft_model_is_paid_for() -> None:
+    target, draft = fakes(1)
+    prompts = random_tokens(VOCAB, 1, 5)
+    plain = decode(target, prompts, 41)
+    target.calls.clear()
+    forced = decode(target, prompts, 41, draft=draft, lookahead=4, rate=1.0, continuations=plain.outputs)
+    rounds = 40 // 5  # after the first token, all accepted
+    assert len(target.calls) == 1 + rounds
+    assert len(draft.calls) >= 4 * rounds
+    assert forced.tokens == 40
+
+
+def test_text_that_leaves_its_continuation_is_noticed_and_still_right() -> None:
+    target, draft = fakes(2)
+    prompts = random_tokens(VOCAB, 2, 5)
+    plain = decode(target, prompts, 30)
+    wrong = [list(plain.outputs[0]), list(plain.outputs[1])]
+    wrong[1][10] = (wrong[1][10] + 1) % VOCAB
+    forced = decode(target, prompts, 30, draft=draft, lookahead=3, rate=0.7, continuations=wrong)
+    assert forced.outputs == plain.outputs
+    assert forced.departed == 1
+
+
+def test_only_rounds_of_the_full_batch_count() -> None:
+    target, _ = fakes(2)
+    done = decode(target, random_tokens(VOCAB, 2, 5), 20)
+    assert done.rounds == 19
+    assert done.tokens == 38
+    assert 0 < done.host_seconds < done.seconds
+    assert done.tokens_per_second == pytest.approx(38 / done.seconds)
+    assert done.host_us == pytest.approx(1e6 * done.host_seconds / 19)

@@ -1,0 +1,271 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tools import gpu_check
+from tools.gpu_check_lib import registry
+from tools.gpu_check_lib.context import Context, run_guarded
+from tools.gpu_check_lib.rows import Row, read_rows
+from tools.gpu_check_lib.rtx_probe import candidates
+
+ROOT = Path(__file__).parents[2]
+
+
+def rows_of(context: Context) -> list[Row]:
+    return read_rows(context.recorder.path)
+
+
+# tasks and command line
+
+
+def test_every_task_has_code() -> None:
+    tasks = registry.list_tasks((*registry.GPU_BACKENDS, registry.CPU))
+    assert {task.section for task in tasks} == set(registry.SECTIONS)
+    for task in tasks:
+        assert callable(registry.function_of(task.name)), task
+        assert task.needs <= task.seconds
+        assert task.seconds < 60 * gpu_check.MINUTES
+    dry = registry.list_tasks((registry.CPU,))
+    assert "outputs.ort-cpu" in {task.name for task in dry}
+    for task in dry:
+        assert callable(registry.function_of(task.name)), task
+
+
+def test_only_chooses_sections_and_tasks() -> None:
+    chosen = registry.list_tasks(registry.GPU_BACKENDS, ["graphs", "machine.info"])
+    assert [task.name for task in chosen] == ["machine.info", *(f"graphs.{b}" for b in registry.GPU_BACKENDS)]
+    with pytest.raises(ValueError, match="nonsense"):
+        registry.list_tasks(registry.GPU_BACKENDS, ["nonsense"])
+
+
+def test_without_a_gpu_one_line_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    assert gpu_check.main(["run", "--out", str(tmp_path / "out")]) == 3
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert "libcuda.so.1" in captured.err
+    assert not captured.out
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["run", "--only", "nonsense"]) == 2
+    assert "nonsense" in capsys.readouterr().err
+    assert gpu_check.main(["run", "--wheels", "/nothing/here"]) == 2
+    assert "/nothing/here" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main([])
+    assert ended.value.code == 2
+
+
+def test_list_names_every_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(title in listed for title in registry.SECTIONS.values())
+
+
+def test_architectures_to_try() -> None:
+    known = ["NONE", "CURRENT", "SM75", "SM80", "SM86", "SM89", "SM120", "SM121"]
+    assert candidates("89", known)[0] == "SM89"
+    assert candidates("90", known) == ["CURRENT", "SM89", "SM86", "SM80", "SM120", "portable"]
+    assert candidates("90", ["SM89"]) == ["SM89", "portable"]
+
+
+@pytest.mark.parametrize(
+    ("works", "found", "verdict"),
+    [({"SM89", "SM120"}, "89", "ok"), ({"CURRENT"}, None, "missed"), (set(), None, "missed")],
+)
+def test_the_probe_writes_its_answer_down(
+    monkeypatch: pytest.MonkeyPatch, context: Context, works: set[str], found: str | None, verdict: str
+) -> None:
+    from tools.gpu_check_lib import bundles, rtx_probe
+
+    def attempt(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        name = command[-1]
+        if name == "SM86":
+            raise subprocess.TimeoutExpired(command, 1)
+        if name in works:
+            return subprocess.CompletedProcess(command, 0, "builds, loads", "")
+        return subprocess.CompletedProcess(
+            command, 1, "CheckFailedError: refused", "[TRT] [E] the cause\n[TRT] [E] more"
+        )
+
+    monkeypatch.setattr(bundles, "sm_of_gpu", lambda: "90")
+    monkeypatch.setattr(rtx_probe.subprocess, "run", attempt)
+    rtx_probe.probe(context)
+    rows = {row.what: row for row in rows_of(context)}
+    assert rows["does TensorRT-RTX run on sm90?"].verdict == verdict
+    assert context.recall("rtx-sm") == found
+    assert "it hung" in rows["TensorRT-RTX engine built for SM86"].value
+    refused = rows["TensorRT-RTX engine built for portable"].value
+    assert refused.startswith("does not run on sm90: CheckFailedError: refused; [TRT] [E] the cause")
+    if found:
+        assert bundles.choose_sm(context) == found
+
+
+# attention in torch: what the kernels are measured against
+
+
+def test_reference_attention_is_that_of_the_op() -> None:
+    from specexport.ops.reference import unpadded_attention
+    from tools.gpu_check_lib.kernels import Case, appended, expected, make_inputs
+
+    for case in (
+        Case(rows=((17, 5), (0, 3), (9, 1), (3, 0)), heads=4, kv_heads=2, head_size=16),
+        Case(rows=((30, 4), (2, 5)), heads=4, kv_heads=1, head_size=16, window=9, softcap=2.0),
+    ):
+        inputs = make_inputs(case, "float16", "cpu")
+        caches = {name: appended(case, inputs, name) for name in ("k", "v")}
+        found = expected(case, inputs["q"], caches["k"], caches["v"], 0.25).numpy()
+        used = len(found)
+        arrays = {
+            name: tensor.float().numpy() if tensor.is_floating_point() else tensor.numpy()
+            for name, tensor in inputs.items()
+        }
+        right, keys, _ = unpadded_attention(
+            *(arrays[name][:used] for name in "qkv"), arrays["k_cache"], arrays["v_cache"], arrays["kv_lens"],
+            arrays["cu_new_tokens"], None, num_heads=case.heads, kv_num_heads=case.kv_heads, scale=0.25,
+            window=case.window, softcap=case.softcap,
+        )  # fmt: skip
+        np.testing.assert_allclose(found, right, atol=2e-5)
+        np.testing.assert_array_equal(caches["k"].float().numpy(), keys)
+
+
+def test_torch_attention_is_right_in_every_form() -> None:
+    from tools.gpu_check_lib.kernels import Case, expected, make_inputs
+    from tools.gpu_check_lib.torch_attention import ways
+
+    case = Case(rows=((40, 5),) * 3, heads=8, kv_heads=2, head_size=16)
+    inputs = {
+        name: tensor.nan_to_num().float() if tensor.is_floating_point() else tensor
+        for name, tensor in make_inputs(case, "float16", "cpu").items()
+    }
+    right = expected(case, inputs["q"], inputs["k_cache"], inputs["v_cache"], 16**-0.5)
+    names = [name for name in ways() if "math" in name]
+    assert len(names) == 3
+    for name in names:
+        output = ways()[name](inputs)()
+        assert float((output - right).abs().max()) < 1e-5, name
+
+
+# the whole, dry
+
+
+@pytest.mark.slow
+def test_dry_run_of_every_section(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "run", "--backend", "ort-cpu", "--tiny"]
+    done = subprocess.run(
+        [*command, "--out", str(out), "--work", str(tmp_path / "work"), "--minutes", "5"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    rows = [Row(**row) for row in json.loads((out / "results.json").read_text())["rows"]]
+    bad = [row for row in rows if row.verdict in {"failed", "missed"}]
+    assert not bad, (bad, (out / "log.txt").read_text()[-2000:])
+    assert done.returncode == 0, done.stderr
+    assert "nothing about a GPU" in (out / "results.md").read_text()
+    found = {row.what: row for row in rows}
+    assert found["ort-cpu: greedy, 4 prompts x 16 tokens"].data["equal"] == 64
+    for name in ("prefill 17, 5, 40, 1", "verify 5, 1, 3, 5", "verify 1, 5, 0, 4", "decode 1, 1, 1, 1"):
+        assert found[f"ort-cpu, float32: logits of {name}"].verdict == "ok"
+    assert found["ort-cpu: logits of graph and eager"].verdict == "ok"
+    forced = [row for row in rows if "acceptance 0.8" in row.what]
+    assert len(forced) == 4
+    for row in forced:
+        assert row.data["departed"] == 0
+        assert abs(row.data["acceptance"] - 0.8) < 0.25
+        assert row.data["same_texts"] == (4 if "batch 4" in row.what else 1)
+    assert found["ort-cpu: steps, batch 1"].data["ratios"].keys() == {"1", "4"}
+    assert any("largest error" in row.value for row in rows if row.what.startswith("kernels, float16"))
+
+
+# the sections of GPU backends, on a fake GPU
+
+
+class FakeMachine:
+    """A machine whose drivers are fake GPUs of an architecture that no engine is for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        monkeypatch.syspath_prepend(str(ROOT / "tests" / "runtime"))
+        import test_trt_bundle as made
+
+        from specexport_runtime.bundle import load_bundle
+        from specexport_runtime.executors import cuda_driver, trt_engine
+        from tools.gpu_check_lib import bundles
+
+        self.made, self.load_bundle = made, load_bundle
+        self.folder = made.write_bundle(folder)
+        self.gpus: list[Any] = []
+        self.opened: list[str] = []
+        monkeypatch.setattr(cuda_driver, "CudaDriver", self.make_gpu)
+        monkeypatch.setattr(trt_engine, "load_engine", self.load)
+        monkeypatch.setattr(bundles, "get_bundle", lambda *_: load_bundle(self.folder, max_num_seqs=made.ROWS))
+
+    def make_gpu(self) -> Any:
+        self.gpus.append(self.made.FakeGpu(sm="sm90"))
+        return self.gpus[-1]
+
+    def load(self, path: Path, file: Any, gpu_name: str) -> Any:
+        role = path.parent.name
+        self.opened.append(path.name)
+        entry = self.load_bundle(path.parents[1]).manifest.models[role]
+        model = self.made.make_target() if role == "target" else self.made.make_draft("good")
+        return self.made.FakeEngine(self.gpus[-1], entry, model)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeMachine:
+    return FakeMachine(monkeypatch, tmp_path / "bundle")
+
+
+def test_sections_run_on_a_gpu_that_no_engine_is_for(machine: FakeMachine, context: Context) -> None:
+    from tools.gpu_check_lib import graphs, outputs, speed
+    from tools.gpu_check_lib.machine import backend_task
+
+    context.tiny = True
+    context.remember("rtx-sm", "120")  # what the probe found to run
+    for check in (backend_task, outputs.task, graphs.task, speed.measure_task):
+        check("tensorrt-rtx")(context)
+    rows = rows_of(context)
+    assert not [row for row in rows if row.verdict in {"failed", "missed", "skipped"}], rows
+    assert set(machine.opened) == {"model.sm120.engine"}
+    assert all(gpu.in_use == 0 for gpu in machine.gpus)
+    found = {row.what: row for row in rows}
+    assert found["tensorrt-rtx: logits of graph and eager"].value == "equal"
+    assert found["tensorrt-rtx: greedy, 4 prompts x 16 tokens"].data["equal"] == 64
+    speeds = [row.data for row in rows if "acceptance" in row.what]
+    assert len(speeds) == 4
+    assert all(row["departed"] == 0 and row["acceptance"] > 0.5 for row in speeds)
+
+
+def test_graphs_are_compared_with_eager_steps(machine: FakeMachine, context: Context) -> None:
+    from tools.gpu_check_lib import graphs
+
+    context.tiny = True
+    context.remember("rtx-sm", "89")
+    graphs.task("tensorrt-rtx")(context)
+    eager, replayed = (gpu.calls["launch"] for gpu in machine.gpus)
+    assert eager == 0
+    assert replayed > 20
+
+
+def test_an_engine_that_cannot_be_loaded_is_a_row_and_is_remembered(machine: FakeMachine, context: Context) -> None:
+    from tools.gpu_check_lib.machine import backend_task
+    from tools.gpu_check_lib.speed import measure_task
+
+    backend_task("tensorrt-rtx")(context)  # nobody has said that another architecture's engine runs here
+    (row,) = rows_of(context)
+    assert row.verdict == "failed"
+    assert "sm90" in row.value
+    run_guarded(context, "speed", measure_task("tensorrt-rtx"))
+    assert rows_of(context)[-1].verdict == "skipped"
