@@ -16,7 +16,7 @@ from specexport.host import memory_bytes
 from specexport.progress import StageClock
 from specexport.recipe import BuildRecipe
 from specexport.recipe_gpu import TENSORRT_BACKENDS
-from specexport_runtime.abi import ALIGNED_STEP_INPUTS, PADDED_STEP_INPUTS, LayerGeometry
+from specexport_runtime.abi import ALIGNED_STEP_INPUTS, GATE_INPUTS, PADDED_STEP_INPUTS, LayerGeometry
 from specexport_runtime.manifest import ModelEntry
 
 if TYPE_CHECKING:
@@ -154,5 +154,5 @@ def _build_ort_cuda(ir_model: "ir.Model", role: str, folder: Path, clock: StageC
 def step_inputs(ir_model: "ir.Model") -> tuple[str, ...]:
     """Names of the step inputs that a lowered graph takes, in the contract's order."""
     present = {value.name for value in ir_model.graph.inputs}
-    names = dict.fromkeys(spec.name for spec in (*PADDED_STEP_INPUTS, *ALIGNED_STEP_INPUTS))
+    names = dict.fromkeys(spec.name for spec in (*PADDED_STEP_INPUTS, *ALIGNED_STEP_INPUTS, *GATE_INPUTS))
     return tuple(name for name in names if name in present)

@@ -142,7 +142,13 @@ def _compile(
     if is_tensorrt(recipe):
         check_memory(recipe, memory_plan_of(recipe, checkpoint.num_parameters, layers), clock)
     with clock.stage("passes", role):
-        done = run_passes(ir_model, default_passes(recipe), dump_dir=dump_dir, on_pass=clock.note)
+        passes = default_passes(
+            recipe,
+            pack=recipe.fuse and recipe.backend == "ort-cpu",
+            quantize=recipe.quantization_of(role),
+            quantize_lm_head=recipe.quantize_lm_head,
+        )
+        done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=clock.note)
     strip_metadata(ir_model)
     if recipe.backend == "ort-cpu":
         fields = _build_ort_cpu(ir_model, recipe, role, folder=folder, clock=clock)
@@ -153,13 +159,30 @@ def _compile(
 
 
 def _build_ort_cpu(ir_model: Any, recipe: BuildRecipe, role: str, *, folder: Path, clock: StageClock) -> dict[str, Any]:
-    """Both graphs of a model for the CPU, over one weights file. See ``build_gpu_engines`` for the others."""
+    """Both graphs of a model for the CPU, over one weights file. See ``build_gpu_engines`` for the others.
+
+    A target gets layers that can be switched off, for drafting with itself. A draft gets its norms joined with the
+    additions before them instead: the two exclude each other, and a draft has no use for the first.
+    """
     from specexport.backends import build_engine, build_padded_engine
     from specexport.lowering import lower_model
+    from specexport.lowering.fuse import fuse_norms, fuse_rotary
+    from specexport.lowering.layer_gate import gate_layers
+    from specexport.passes.residual_blocks import find_residual_blocks
 
+    fused, num_gates, obstacle = [], 0, None
     with clock.stage("lower", role, recipe.backend):
         padded_model = ir_model.clone()  # shares the weights
+        if recipe.fuse:
+            fused.append(("rotary-fuse", fuse_rotary(ir_model)))
+        blocks = find_residual_blocks(ir_model) if role == "target" else None
         lower_model(ir_model, recipe.backend)
+        if blocks is not None and blocks.obstacle is None:
+            num_gates = gate_layers(ir_model, blocks)
+        elif recipe.fuse:
+            fused.append(("norm-fuse", fuse_norms(ir_model)))
+        if blocks is not None:
+            obstacle = blocks.obstacle
         lower_model(padded_model, recipe.backend, padded_kv=True)
     with clock.stage("build", role):
         name = build_engine(ir_model, recipe.backend, folder)
@@ -170,6 +193,10 @@ def _build_ort_cpu(ir_model: Any, recipe: BuildRecipe, role: str, *, folder: Pat
         "inputs": step_inputs(ir_model),
         "padded_path": padded_name,
         "padded_inputs": step_inputs(padded_model),
+        "num_gates": num_gates,
+        "gate_obstacle": obstacle,
+        "quantize": recipe.quantization_of(role),
+        "fused": tuple(fused),
     }
 
 

@@ -154,9 +154,13 @@ def _make_plan(recipe: BuildRecipe) -> _Plan:
     }
     if is_tensorrt(recipe):  # these engines are built for step sizes and architectures
         common |= {name: getattr(recipe, name) for name in _ENGINE_FIELDS}
+    if recipe.backend == "ort-cpu":
+        common |= {name: getattr(recipe, name) for name in ("quantize_lm_head", "fuse")}
     keys = {
         model.role: hash_values(
-            common | {"checkpoint": model.sha256} | ({"role": model.role} if is_tensorrt(recipe) else {})
+            common
+            | {"checkpoint": model.sha256, "quantize": recipe.quantization_of(model.role)}
+            | ({} if recipe.backend == "ort-cuda" else {"role": model.role})
         )
         for model in models
     }

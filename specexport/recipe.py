@@ -30,6 +30,9 @@ DTYPES_OF_BACKEND: Mapping[str, tuple[str, ...]] = {
 }
 """Backends of this release and the dtypes each can build; the first one is what ``"auto"`` means."""
 
+QUANTIZATIONS = ("int8", "int4")
+"""``int8``: weights per output channel, activations per token. ``int4``: weights in blocks, for memory."""
+
 _ALIASES = {"num_speculative_tokens": "lookahead"}
 _PATH_KEYS = ("target", "draft", "output")
 
@@ -56,6 +59,10 @@ class BuildRecipe:
         max_num_seqs: TensorRT: most sequences at a time, the largest batch bucket; None takes 8.
         max_num_tokens: TensorRT: most tokens of one step, the largest prefill bucket; None takes 512.
         gpu_memory_gb: TensorRT: refuse engines and caches that a GPU of this memory (GB) cannot hold.
+        quantize: ort-cpu: weights of the target's linear layers: ``"int8"``, ``"int4"`` or None (as they are).
+        draft_quantize: the same for the draft.
+        quantize_lm_head: whether quantization takes the LM head too.
+        fuse: ort-cpu: pack and fuse operators where that is faster; off is for comparison.
 
     Raises:
         RecipeError: a value is out of its range or of the wrong type.
@@ -78,6 +85,10 @@ class BuildRecipe:
     max_num_seqs: int | None = None
     max_num_tokens: int | None = None
     gpu_memory_gb: float | None = None
+    quantize: str | None = None
+    draft_quantize: str | None = None
+    quantize_lm_head: bool = True
+    fuse: bool = True
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -102,7 +113,27 @@ class BuildRecipe:
                 f"max_model_len is {self.max_model_len}, below {MIN_MODEL_LEN}.",
                 "give the most tokens of one sequence (prompt and generated), or auto.",
             )
+        self._check_quantization()
         check_gpu_options(self)
+
+    def quantization_of(self, role: str) -> str | None:
+        """How the weights of the model in ``role`` are quantized; None if they are not."""
+        return self.quantize if role == "target" else self.draft_quantize
+
+    def _check_quantization(self) -> None:
+        for key in ("quantize", "draft_quantize"):
+            value = getattr(self, key)
+            if value is None:
+                continue
+            if value not in QUANTIZATIONS:
+                raise RecipeError(f"{key} is {value!r}.", f"use one of: {', '.join(QUANTIZATIONS)}; or leave it out.")
+            if self.backend != "ort-cpu":
+                raise RecipeError(
+                    f"{key} is {value!r}, and backend {self.backend} has no quantized engines.",
+                    "build with `--backend ort-cpu`, or leave it out.",
+                )
+        if self.draft is None and self.draft_quantize is not None:
+            raise RecipeError("draft_quantize is given and draft is not.", "give the draft, or leave both out.")
 
     def _check_types(self) -> None:
         for key in ("target", "output"):
@@ -110,10 +141,10 @@ class BuildRecipe:
                 raise RecipeError(f"{key} is missing.", _HOW_TO_GIVE[key])
         for key in ("name", "backend", "dtype", "lowering"):
             _require_type(key, getattr(self, key), str, "text")
-        for key in ("draft", "revision", "draft_revision"):
+        for key in ("draft", "revision", "draft_revision", "quantize", "draft_quantize"):
             if getattr(self, key) is not None:
                 _require_type(key, getattr(self, key), str, "text")
-        for key in ("trust_remote_code", "check"):
+        for key in ("trust_remote_code", "check", "quantize_lm_head", "fuse"):
             _require_type(key, getattr(self, key), bool, "true or false")
         _require_type("lookahead", self.lookahead, int, "a whole number")
         for key in ("max_num_seqs", "max_num_tokens"):

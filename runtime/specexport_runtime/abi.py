@@ -15,15 +15,19 @@ L     ``kv_capacity``       cache entries a row can hold (``max_model_len`` + sl
 P     ``kv_span``           cache entries that ``kv_positions`` describes (padded-KV graphs only)
 K     ``lookahead``         draft tokens a round
 H     ``kv_heads``          key/value heads of one layer
+N     ``num_layers``        attention layers of the model
+G     ``num_gates``         parts that can be switched off: an attention and an MLP a layer, 2N
 D     ``head_dim``          size of one key (or value) head of one layer
 ====  ====================  ==========================================================
 """
 
 from typing import Literal, NamedTuple
 
-ABI_VERSION = 2
+ABI_VERSION = 3
+READABLE_ABIS = (2, 3)
+"""Version 3 added the gates of self-drafting; a version 2 graph is one without them."""
 
-Role = Literal["token", "index", "padding", "cache", "output"]
+Role = Literal["token", "index", "padding", "cache", "gate", "output"]
 
 
 class TensorSpec(NamedTuple):
@@ -103,6 +107,24 @@ V_CACHE = TensorSpec(
     "cache",
     "values of layer i, updated in place (output bound to input)",
 )
+LAYER_MASK = TensorSpec(
+    "layer_mask",
+    "bool",
+    ("G",),
+    "gate",
+    "targets that can draft with themselves only: which attention (2i) and MLP (2i+1) of layer i run in this step",
+)
+WANT_SIMILARITY = TensorSpec(
+    "want_similarity", "bool", (1,), "gate", "the same targets only: whether to compute `attention_similarity`"
+)
+SIMILARITY = TensorSpec(
+    "attention_similarity",
+    "float32",
+    ("N", "T"),
+    "output",
+    "the same targets only: cosine similarity of each token's residual stream before and after attention i; [N, 0] "
+    "unless wanted",
+)
 LOGITS = TensorSpec("logits", "float32", ("R", "V"), "output", "raw logits of the selected rows")
 TOKEN_IDS = TensorSpec(
     "token_ids", "int64", ("R",), "output", "GPU engines only: argmax of each row of logits; -1 for a row with a NaN"
@@ -129,6 +151,9 @@ PADDED_STEP_INPUTS = (*STEP_INPUTS, KV_POSITIONS)
 
 ALIGNED_STEP_INPUTS = (INPUT_IDS, POSITIONS, LOGIT_ROWS, KV_LENS, CU_NEW_TOKENS, ROW_TOTALS, TILE_INDEX, UNTILE_INDEX)
 """Step inputs of TensorRT engines with TensorRT's own attention, which wants the queries of a row at the tile's end."""
+
+GATE_INPUTS = (LAYER_MASK, WANT_SIMILARITY)
+"""Inputs of a target whose layers can be switched off. They depend on no step shape."""
 
 CACHE_INPUTS = (K_CACHE, V_CACHE)
 OUTPUTS = (LOGITS, K_CACHE_OUT, V_CACHE_OUT)
@@ -194,7 +219,17 @@ def kv_slack(lookahead: int) -> int:
 def format_table() -> str:
     """The contract as a Markdown table (the README's copy is compared with this by a test)."""
     rows = ["| name | dtype | shape | meaning |", "| --- | --- | --- | --- |"]
-    for spec in (*PADDED_STEP_INPUTS, TILE_INDEX, UNTILE_INDEX, *CACHE_INPUTS, LOGITS, TOKEN_IDS, *OUTPUTS[1:]):
+    for spec in (
+        *PADDED_STEP_INPUTS,
+        TILE_INDEX,
+        UNTILE_INDEX,
+        *GATE_INPUTS,
+        *CACHE_INPUTS,
+        LOGITS,
+        TOKEN_IDS,
+        SIMILARITY,
+        *OUTPUTS[1:],
+    ):
         shape = ", ".join(str(word) for word in spec.shape)
         rows.append(f"| `{spec.name}` | {spec.dtype} | [{shape}] | {spec.meaning} |")
     return "\n".join(rows)

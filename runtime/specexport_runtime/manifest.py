@@ -13,13 +13,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specexport_runtime.abi import ABI_VERSION, LayerGeometry
+from specexport_runtime.abi import ABI_VERSION, READABLE_ABIS, LayerGeometry
 from specexport_runtime.errors import BundleError, IncompatibleError
 from specexport_runtime.profiles import Profile
 
-SCHEMA_VERSION = 3
-READABLE_SCHEMAS = (2, 3)
-"""Version 3 added the fields of engines that are built for a GPU; a version 2 manifest is one without them."""
+SCHEMA_VERSION = 4
+READABLE_SCHEMAS = (2, 3, 4)
+"""Version 3 added the fields of engines that are built for a GPU, version 4 those of self-drafting and quantization; an
+older manifest is one without them."""
 MANIFEST_NAME = "manifest.json"
 _REBUILD = "build it again with `specexport build`."
 
@@ -70,6 +71,10 @@ class ModelEntry:
         profiles: step sizes the engines were built for, in their order; empty where any size runs.
         kv_capacity: L, entries of a cache row, where the engine fixes it; None where the arena decides.
         max_num_seqs: cache rows the engine was built for; None for any number.
+        num_gates: G, parts that can be switched off for drafting with the target itself; 0 where none can.
+        gate_obstacle: why no layer of a target can be skipped exactly; None where that was not asked, or can be done.
+        quantize: ``"int8"`` or ``"int4"`` where the linear layers' weights are quantized.
+        fused: what the lowering fused: ``[name, count]``.
     """
 
     path: str
@@ -91,6 +96,10 @@ class ModelEntry:
     profiles: tuple[Profile, ...] = ()
     kv_capacity: int | None = None
     max_num_seqs: int | None = None
+    num_gates: int = 0
+    gate_obstacle: str | None = None
+    quantize: str | None = None
+    fused: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "ModelEntry":
@@ -101,6 +110,7 @@ class ModelEntry:
         fields["padded_inputs"] = tuple(data.get("padded_inputs", ()))
         fields["engines"] = tuple(EngineFile(**engine) for engine in data.get("engines", ()))
         fields["profiles"] = tuple(Profile(*profile) for profile in data.get("profiles", ()))
+        fields["fused"] = tuple((str(name), int(count)) for name, count in data.get("fused", ()))
         fields["passes"] = tuple((str(name), int(count)) for name, count in data.get("passes", ()))
         return cls(**fields)
 
@@ -219,8 +229,9 @@ def load_manifest(folder: Path) -> Manifest:
         fix = "upgrade specexport (`pip install -U specexport`)." if newer else _REBUILD
         readable = " and ".join(map(str, READABLE_SCHEMAS))
         raise IncompatibleError(f"{path}: schema_version is {schema}, this runtime reads {readable}.", fix)
-    if abi != ABI_VERSION:
-        raise IncompatibleError(f"{path}: abi_version is {abi}, this runtime speaks {ABI_VERSION}.", _REBUILD)
+    if abi not in READABLE_ABIS:
+        readable = " and ".join(map(str, READABLE_ABIS))
+        raise IncompatibleError(f"{path}: abi_version is {abi}, this runtime speaks {readable}.", _REBUILD)
     if data.get("manifest_sha256") != _digest(data):
         raise BundleError(f"{path} was altered: manifest_sha256 does not match its content.", _REBUILD)
     return _from_json(data, path)

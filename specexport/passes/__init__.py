@@ -21,11 +21,13 @@ class PassRecipe(Protocol):
         ...
 
 
-def default_passes(recipe: PassRecipe) -> "list[CountingPass]":
-    """The passes of every build, in order, each with its reason."""
+def default_passes(
+    recipe: PassRecipe, *, pack: bool = False, quantize: str | None = None, quantize_lm_head: bool = True
+) -> "list[CountingPass]":
+    """The passes of one model's build, in order, each with its reason; see ``pipeline.list_passes``."""
     from specexport.passes.pipeline import list_passes
 
-    return list_passes(recipe.dtype)
+    return list_passes(recipe.dtype, pack=pack, quantize=quantize, quantize_lm_head=quantize_lm_head)
 
 
 def run_passes(

@@ -19,15 +19,36 @@ from specexport.passes.weight_remove import WeightRemovePass
 from specexport_runtime.errors import CheckFailedError
 
 
-def list_passes(dtype: str) -> list[CountingPass]:
-    """The passes of every build, in order. Each says why it is there in its ``reason``."""
+def list_passes(
+    dtype: str, *, pack: bool = False, quantize: str | None = None, quantize_lm_head: bool = True
+) -> list[CountingPass]:
+    """The passes of a build, in order. Each says why it is there in its ``reason``.
+
+    Args:
+        dtype: numpy name of the dtype of weights, activations and caches.
+        pack: join linear layers that read the same tensor.
+        quantize: ``"int8"``, ``"int4"`` or None.
+        quantize_lm_head: whether that takes the LM head too.
+    """
+    packing: list[CountingPass] = []
+    quantizing: list[CountingPass] = []
+    if pack:
+        from specexport.passes.linear_pack import packing_passes
+
+        packing = packing_passes()
+    if quantize is not None:
+        from specexport.passes.quantize import quantizing_passes
+
+        quantizing = quantizing_passes(quantize, lm_head=quantize_lm_head)
     return [
         ConstantFoldPass(),  # first: the other passes look for tidy patterns
         OperatorFusePass(),
         WeightDeduplicatePass(),  # before anything touches a weight: they are still the model's own memory
         LogitRowSelectPass(),  # before TransposeFold: it takes the LM head's weight as it is stored
         TransposeFoldPass(),
+        *packing,
         PrecisionCastPass(dtype),
+        *quantizing,
         NodeDeduplicatePass(),
         WeightRemovePass(),  # last: the others leave weights without readers
     ]

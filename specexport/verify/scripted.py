@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Seq
 
 from specexport_runtime.drafters.base import Proposal
+from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.sequence import Sequence
 
 
@@ -50,3 +51,10 @@ class ScriptedDrafter:
 
     def release_row(self, row: int) -> None:
         """Nothing to drop."""
+
+    def wants_similarity(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        """No."""
+        return False
+
+    def note_similarity(self, sequence: Sequence, similarity: Float32Array) -> None:
+        """Nothing to note."""

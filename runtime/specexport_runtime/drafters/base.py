@@ -1,11 +1,15 @@
 """What the decoding loop needs from a drafter: proposals, and news of what became of them."""
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from specexport_runtime.executors.base import Float32Array
     from specexport_runtime.sampling import Distribution
     from specexport_runtime.sequence import Sequence
+
+DraftEnd = Literal["lookahead", "exit", "text", "none"]
+"""Why a draft ended: K was reached, the drafter was no longer sure (gamma), nothing more to copy, or no draft at all."""
 
 
 class Proposal(NamedTuple):
@@ -14,10 +18,14 @@ class Proposal(NamedTuple):
     Attributes:
         tokens: the draft tokens, in order; empty for plain decoding.
         distributions: the distribution each token was drawn from; None says one-hot (greedy, or copied text).
+        end: why the draft has no more tokens.
+        drafter: name of the drafter in the draft plan; empty if none was asked or none found anything.
     """
 
     tokens: list[int]
     distributions: "list[Distribution] | None" = None
+    end: DraftEnd = "lookahead"
+    drafter: str = ""
 
 
 class Drafter(Protocol):
@@ -42,4 +50,12 @@ class Drafter(Protocol):
 
     def release_row(self, row: int) -> None:
         """The sequence of ``row`` is done; drop any state kept for it."""
+        ...
+
+    def wants_similarity(self, sequence: "Sequence") -> bool:
+        """Whether the target should measure attention similarity while it reads this sequence's prompt."""
+        ...
+
+    def note_similarity(self, sequence: "Sequence", similarity: "Float32Array") -> None:
+        """Attention similarity [N, t] of the ``t`` prompt tokens that the target has just read."""
         ...

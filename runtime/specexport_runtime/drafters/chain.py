@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 
 from specexport_runtime.drafters.base import Drafter, Proposal
 from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.sequence import Sequence
 
 
@@ -75,3 +76,13 @@ class ChainDrafter:
         """Tell every drafter; see ``Drafter.release_row``."""
         for drafter in self.drafters.values():
             drafter.release_row(row)
+
+    def wants_similarity(self, sequence: Sequence) -> bool:
+        """Whether a drafter of the sequence's plan does."""
+        return any(self.drafters[name].wants_similarity(sequence) for name, _ in sequence.draft_plan)
+
+    def note_similarity(self, sequence: Sequence, similarity: Float32Array) -> None:
+        """Tell the drafters of the sequence's plan that want to know."""
+        for name, _ in sequence.draft_plan:
+            if self.drafters[name].wants_similarity(sequence):
+                self.drafters[name].note_similarity(sequence, similarity)

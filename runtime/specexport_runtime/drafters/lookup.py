@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from specexport_runtime.drafters.base import Proposal
 from specexport_runtime.drafters.suffix_index import SuffixIndex
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.sequence import Sequence
 
 DEFAULT_MATCH_LENGTH = 2
@@ -69,6 +70,13 @@ class LookupDrafter:
 
     def release_row(self, row: int) -> None:
         """Nothing to drop: state belongs to sequences, not to rows."""
+
+    def wants_similarity(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        """No."""
+        return False
+
+    def note_similarity(self, sequence: Sequence, similarity: Float32Array) -> None:
+        """Nothing to note."""
 
     def _updated_index(self, seq: Sequence) -> SuffixIndex:
         index = self._indexes.get(seq)

@@ -106,3 +106,10 @@ class ModelDrafter:
     def release_row(self, row: int) -> None:
         """Forget the sequence of ``row``."""
         self.runner.release_row(row)
+
+    def wants_similarity(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        """No."""
+        return False
+
+    def note_similarity(self, sequence: Sequence, similarity: Float32Array) -> None:
+        """Nothing to note."""

@@ -10,6 +10,7 @@ from specexport_runtime.abi import StepShape
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
 StepOutput = npt.NDArray[Any]
 """Logits [R, V] float32, or token ids [R] int64: what ``execute`` was asked for."""
 
@@ -102,3 +103,34 @@ class Executor(Protocol):
     def close(self) -> None:
         """Release the engine and its memory."""
         ...
+
+
+class GatedExecutor(Executor, Protocol):
+    """An executor of a target whose layers can be switched off, for drafting with the target itself.
+
+    The gates hold for every ``execute`` until they are set again; they belong to no step shape.
+    """
+
+    num_gates: int
+    """G: an attention (2i) and an MLP (2i+1) for each layer i."""
+
+    def set_layers(self, mask: BoolArray | None) -> None:
+        """Run only the parts whose gate in ``mask`` [G] is True; None runs all. A part that is off costs nothing."""
+        ...
+
+    def measure_similarity(self, wanted: bool) -> None:
+        """Whether the next steps compute :attr:`similarity`."""
+        ...
+
+    @property
+    def similarity(self) -> Float32Array:
+        """Cosine similarity [N, T] of the last step, float32: the residual stream before and after each attention.
+
+        A copy. Empty, [N, 0], if it was not measured.
+        """
+        ...
+
+
+def as_gated(executor: Executor) -> GatedExecutor | None:
+    """``executor`` if layers of its engine can be switched off; None if not."""
+    return executor if getattr(executor, "num_gates", 0) else None  # type: ignore[return-value]
