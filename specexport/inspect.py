@@ -10,8 +10,10 @@ import click
 from specexport_runtime.abi import (
     ALIGNED_STEP_INPUTS,
     CACHE_INPUTS,
+    GATE_INPUTS,
     ITEM_BYTES,
     OUTPUTS,
+    SIMILARITY,
     STEP_INPUTS,
     TOKEN_IDS,
     LayerGeometry,
@@ -52,8 +54,8 @@ def describe_json(manifest: Manifest) -> dict[str, Any]:
 
 def contract_of(entry: ModelEntry) -> list[TensorSpec]:
     """Rows of the graph contract that a model's engine has; ``{i}`` stands for each layer."""
-    known = dict.fromkeys((*STEP_INPUTS, *ALIGNED_STEP_INPUTS))
-    extra = () if entry.backend == "ort-cpu" else _GPU_OUTPUTS
+    known = dict.fromkeys((*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *GATE_INPUTS))
+    extra = (() if entry.backend == "ort-cpu" else _GPU_OUTPUTS) + ((SIMILARITY,) if entry.num_gates else ())
     return [*(spec for spec in known if spec.name in entry.inputs), *CACHE_INPUTS, *OUTPUTS, *extra]
 
 
@@ -104,8 +106,14 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     yield from _describe_engines(entry)
     if entry.padded_path is not None:
         yield f"  padded-KV graph over the same weights: {entry.padded_path}"
+    if entry.quantize is not None:
+        yield f"  quantized: {entry.quantize} weights in the linear layers"
+    if entry.num_gates:
+        yield f"  self-drafting: {entry.num_gates} attention and MLP blocks can be skipped"
+    elif entry.gate_obstacle is not None:
+        yield f"  no self-drafting: {entry.gate_obstacle}"
     if entry.passes:
-        yield "  passes: " + ", ".join(f"{name} {count}" for name, count in entry.passes)
+        yield "  passes: " + ", ".join(f"{name} {count}" for name, count in (*entry.passes, *entry.fused))
 
 
 def _describe_engines(entry: ModelEntry) -> Iterator[str]:

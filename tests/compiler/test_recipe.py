@@ -72,6 +72,15 @@ def test_a_missing_recipe_file_is_refused(tmp_path: Path) -> None:
         ({"max_model_len": 3}, "max_model_len is 3, below 16"),
         ({"backend": "openvino"}, "backend 'openvino' is not in this release"),
         ({"dtype": "float16"}, "dtype 'float16' cannot be built for backend ort-cpu"),
+        ({"quantize": "int2"}, "quantize is 'int2'"),
+        ({"quantize": True}, "quantize is True, not text"),
+        (
+            {"quantize": "int8", "backend": "tensorrt-rtx", "sm": ("89",)},
+            "backend tensorrt-rtx has no quantized engines",
+        ),
+        ({"draft_quantize": "int8"}, "draft_quantize is given and draft is not"),
+        ({"draft": "d", "draft_quantize": "fp8"}, "draft_quantize is 'fp8'"),
+        ({"quantize_lm_head": "no"}, "quantize_lm_head is 'no', not true or false"),
         ({"target": ""}, "target is missing"),
         ({"output": ""}, "output is missing"),
     ],
@@ -81,6 +90,14 @@ def test_values_out_of_range_are_refused(values: dict[str, object], words: str) 
         make_recipe({"target": "t", "output": "o"} | values)
     assert words in caught.value.message
     assert caught.value.hint
+
+
+def test_target_and_draft_are_quantized_apart() -> None:
+    recipe = make_recipe({"target": "t", "output": "o", "draft": "d", "quantize": "int4", "draft_quantize": "int8"})
+    assert (recipe.quantization_of("target"), recipe.quantization_of("draft")) == ("int4", "int8")
+    plain = make_recipe({"target": "t", "output": "o"})
+    assert plain.quantization_of("target") is None
+    assert plain.quantization_of("draft") is None
 
 
 def test_a_recipe_is_frozen() -> None:
