@@ -1,0 +1,203 @@
+"""Folders of the user's cache: what this machine measured or prepared for a bundle, and can make again.
+
+::
+
+    <root>/<kind>/…      root: SPECEXPORT_CACHE_DIR, else the platform's cache folder
+
+The cache never fails a load: where it cannot be written everything works, slower, and one warning a process says so.
+Its content is trusted only where nobody else could have written it: folders and files of this user, not open to
+others' writing. It may be deleted at any time. The compiler's engine cache lies under the same root. Imports the
+standard library only.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import stat
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT_VARIABLE = "SPECEXPORT_CACHE_DIR"
+_log = logging.getLogger(__name__)
+_warned: set[str] = set()
+
+
+def warn_once(topic: str, message: str, *args: object) -> None:
+    """Log a warning, the first time in this process that ``topic`` comes up."""
+    if topic not in _warned:
+        _warned.add(topic)
+        _log.warning(message, *args)
+
+
+def cache_root() -> Path:
+    """``SPECEXPORT_CACHE_DIR``, else ``specexport`` in the platform's cache folder. Nothing is made or checked.
+
+    Raises:
+        RuntimeError: there is no variable that names it, and no home folder.
+    """
+    if folder := os.environ.get(ROOT_VARIABLE):
+        return Path(folder).expanduser()
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder).expanduser() / "specexport"
+    if sys.platform == "win32" and (folder := os.environ.get("LOCALAPPDATA")):
+        return Path(folder) / "specexport" / "Cache"
+    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "specexport"
+
+
+def cache_folder(kind: str, *, writable: bool = True) -> Path | None:
+    """The cache folder for one kind of data, made if need be.
+
+    Args:
+        kind: name of the subfolder.
+        writable: the caller means to write. Otherwise a read-only folder does, and nothing is made or warned about.
+
+    Returns:
+        the folder; None, after one warning a process, where it cannot be made, cannot be written, or is open to the
+        writing of others. A disk that is full shows only in :func:`write_json`.
+    """
+    try:
+        folder = cache_root() / kind
+        if writable:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        elif not folder.is_dir():
+            return None
+        if not is_private(folder.stat()):
+            raise PermissionError(0, "it belongs to somebody else, or others may write to it")
+        if writable and not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(0, "it is read-only")
+    except (OSError, RuntimeError) as error:
+        if writable:
+            warn_unwritable(error)
+        return None
+    return folder
+
+
+def warn_unwritable(error: Exception) -> None:
+    """Say, once a process, that the cache does not serve, why, and what to do."""
+    try:
+        root: Path | str = cache_root()
+    except RuntimeError:
+        root = "folder"
+    reason = getattr(error, "strerror", None) or error
+    warn_once(
+        "user cache",
+        "The user cache %s cannot be used (%s): this works, but loading takes longer. "
+        "Fix: set %s to a folder of your own with free space.",
+        root,
+        reason,
+        ROOT_VARIABLE,
+    )
+
+
+def is_private(status: os.stat_result) -> bool:
+    """Whether only this user (or root) can have written what ``status`` describes."""
+    if not hasattr(os, "geteuid"):
+        return True  # Windows: the profile folder's access list does this
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def write_json(path: Path, data: Any) -> bool:
+    """Write JSON in one step (temporary file, then rename), readable by this user only.
+
+    Args:
+        path: file in a folder that :func:`cache_folder` gave.
+        data: what ``json.dumps`` takes.
+
+    Returns:
+        whether it was written. A full or read-only disk is no error here: one warning a process says so.
+    """
+    text = json.dumps(data, indent=1, sort_keys=True) + "\n"
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        warn_unwritable(error)
+        return False
+    return True
+
+
+def read_json(path: Path) -> Any | None:
+    """What :func:`write_json` wrote; None where it is missing, damaged, or open to the writing of others."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return json.load(file) if is_private(os.fstat(file.fileno())) else None
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def available_cores() -> int:
+    """CPU cores this process may really use: the affinity mask, cut by a cgroup v2 CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cores
+
+
+def packing_key() -> str:
+    """Hash of what ONNX Runtime's optimized graphs and packed weights depend on: CPU, platform, package version.
+
+    Not the number of threads: kernels pack alike for any.
+    """
+    return _digest(_packing_facts())
+
+
+def machine_key() -> str:
+    """Hash of what timings depend on: all of :func:`packing_key`, the usable cores, the kernel and numpy."""
+    cores = str(available_cores())
+    return _digest({**_packing_facts(), "cores": cores, "release": platform.release(), "numpy": _version("numpy")})
+
+
+def _digest(facts: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _packing_facts() -> dict[str, str]:
+    name, flags = _cpu()
+    return {
+        "cpu": name,
+        "flags": flags,
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "onnxruntime": _version("onnxruntime"),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu() -> tuple[str, str]:
+    """Model name and instruction-set flags of the first core."""
+    if sys.platform == "darwin":
+        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=5)  # noqa: S603 fixed command
+            return done.stdout.strip(), ""
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n", 1)[0]
+    except (OSError, ValueError):
+        return platform.processor(), ""
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    names = ("vendor_id", "cpu family", "model", "model name", "stepping", "CPU implementer", "CPU part")  # x86, Arm
+    return " ".join(fields.get(name, "") for name in names), fields.get("flags") or fields.get("Features", "")
