@@ -1,0 +1,110 @@
+"""Ending a draft that is no longer sure of itself: adaptive draft exit.
+
+Zhang et al. 2024, "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding", section
+3.4 (ASD drafts with it too). A draft ends when the draft's top probability falls under a threshold gamma, and gamma
+moves so that a wanted share of draft tokens is accepted.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+from specexport_runtime.errors import InvalidRequestError
+
+
+@dataclass(frozen=True)
+class DraftExitParams:
+    """How the threshold starts and moves. The defaults are those of the paper's public code.
+
+    Attributes:
+        gamma: threshold of the first round, in [0, 1]: 0 never ends a draft, 1 ends every draft after one token.
+        target_acceptance: wanted acceptance rate, in (0, 1]: below it gamma rises, above it gamma falls.
+        epsilon: step of gamma, in [0, 1]; 0 leaves it where it is.
+        beta1: weight of the past in the measured acceptance rate, in [0, 1).
+        beta2: weight of the past in gamma, in [0, 1).
+
+    Raises:
+        InvalidRequestError: a value is not a number, or is out of its range.
+    """
+
+    gamma: float = 0.8
+    target_acceptance: float = 0.9
+    epsilon: float = 0.01
+    beta1: float = 0.5
+    beta2: float = 0.9
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            wanted = f"give a number in {_RANGES[field.name]}."
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise InvalidRequestError(f"{field.name} is {value!r}, which is not a number.", hint=wanted)
+            if not _in_range(float(value), _RANGES[field.name]):
+                raise InvalidRequestError(f"{field.name} is {value:g}.", hint=wanted)
+            object.__setattr__(self, field.name, float(value))
+
+
+class DraftExit:
+    """The threshold of one sequence.
+
+    The paper measures acceptance as accepted over *drafted* tokens. Here it is accepted over *tested* tokens: up to
+    and with the first that was rejected. Tokens behind that one were drawn with random numbers that the next rounds
+    use again, so a threshold moved by how many there were would decide the length of the next draft from draws that
+    are still to be used, and the sampled text would no longer follow the target's distribution (``RandomStream``). A
+    tested token's draws are used up, and so is what decided whether there was a token after it.
+
+    For the same reason :meth:`should_end` asks for the draft's *top* probability, which does not depend on the token
+    drawn there, and the token whose step fell under gamma is kept and tested: leaving it out after looking at *it*
+    would be a choice between tokens.
+
+    Args:
+        params: how it starts and moves.
+
+    Attributes:
+        gamma: the threshold.
+        acceptance: exponential average of the measured acceptance rate; it starts at the wanted one, as nothing speaks
+            against that yet.
+    """
+
+    def __init__(self, params: DraftExitParams | None = None) -> None:
+        self.params = params or DraftExitParams()
+        self.gamma = self.params.gamma
+        self.acceptance = self.params.target_acceptance
+
+    def should_end(self, top_probability: float) -> bool:
+        """Whether the draft ends with the token just drafted.
+
+        Args:
+            top_probability: probability of the likeliest token in that step of the draft, before any draw.
+        """
+        return top_probability < self.gamma
+
+    def observe(self, accepted: int, rejected: bool) -> None:
+        """Learn from the tests of one round; a round without any changes nothing.
+
+        Args:
+            accepted: draft tokens that passed their test.
+            rejected: whether one failed, which ended the tests; never count the draft tokens behind it.
+        """
+        tests = accepted + rejected
+        if not tests:
+            return
+        params = self.params
+        self.acceptance = params.beta1 * self.acceptance + (1 - params.beta1) * accepted / tests
+        step = params.epsilon if self.acceptance <= params.target_acceptance else -params.epsilon
+        moved = params.beta2 * self.gamma + (1 - params.beta2) * (self.gamma + step)
+        self.gamma = min(max(moved, 0.0), 1.0)
+
+
+_RANGES = {
+    "gamma": "[0, 1]",
+    "target_acceptance": "(0, 1]",
+    "epsilon": "[0, 1]",
+    "beta1": "[0, 1)",
+    "beta2": "[0, 1)",
+}
+
+
+def _in_range(value: float, interval: str) -> bool:
+    low = value > 0 if interval[0] == "(" else value >= 0
+    high = value < 1 if interval[-1] == ")" else value <= 1
+    return math.isfinite(value) and low and high

@@ -1,0 +1,122 @@
+"""Drafting token after token with a model, whichever: K steps of it, each fed what the one before gave."""
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from specexport_runtime.batch import IDLE, ModelRunner, RowWork
+from specexport_runtime.drafters.base import DraftEnd, Proposal
+from specexport_runtime.executors.base import Float32Array, StepOutput, Want
+from specexport_runtime.sampling import Distribution, sample_token
+from specexport_runtime.sequence import Sequence
+
+
+class Draft:
+    """A draft that grows.
+
+    Args:
+        sequence: whom it is for.
+        limit: most tokens (K).
+
+    Attributes:
+        tokens: draft tokens so far.
+        distributions: what each was drawn from; None for a greedy sequence.
+        has_exited: it ended because the model was no longer sure.
+    """
+
+    def __init__(self, sequence: Sequence, limit: int) -> None:
+        self.sequence, self.limit = sequence, limit
+        self.tokens: list[int] = []
+        self.distributions: list[Distribution] | None = None if sequence.sampler.is_greedy else []
+        self.has_exited = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes more tokens."""
+        return len(self.tokens) < self.limit and not self.has_exited
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the next token takes more than its id. The last token of a draft has nothing to end."""
+        may_exit = self.sequence.draft_exit is not None and len(self.tokens) + 1 < self.limit
+        return may_exit or not self.sequence.sampler.is_plain_greedy
+
+    def draw(self, logits: Float32Array) -> None:
+        """Append the token that ``logits`` [V] give, and end the draft behind it if the model is not sure of that step.
+
+        The token is kept then: its step was paid for, and to leave it out because of *what it is* would make the text
+        follow another distribution.
+        """
+        seq, top = self.sequence, 1.0
+        draft_exit = seq.draft_exit if len(self.tokens) + 1 < self.limit else None
+        if self.distributions is None:
+            # A NaN in a draft of a plain sequence is a wrong guess: it costs a rejection, nothing else.
+            plain = seq.sampler.is_plain_greedy
+            token = int(logits.argmax()) if plain else seq.sampler.greedy_token(logits, self.tokens)
+            if draft_exit is not None:
+                top = _probability(logits, token)
+        else:
+            distribution = seq.sampler.distribution(logits, self.tokens)
+            token = sample_token(distribution, seq.random.draws(seq.num_generated + len(self.tokens)).draft)
+            self.distributions.append(distribution)
+            if draft_exit is not None:
+                top = float(distribution.probs.max())
+        self.tokens.append(token)
+        self.has_exited = draft_exit is not None and draft_exit.should_end(top)
+
+    def proposal(self, drafter: str) -> Proposal:
+        """What is to be tested.
+
+        Args:
+            drafter: name of the drafter in draft plans.
+        """
+        if not self.tokens:
+            return Proposal([], self.distributions, "none")
+        end: DraftEnd = "exit" if self.has_exited else "lookahead"
+        return Proposal(self.tokens, self.distributions, end, drafter)
+
+
+def run_drafts(
+    runner: ModelRunner, drafts: Seq[Draft], vocab_size: int, pending: Callable[[Sequence, list[int]], list[int]]
+) -> None:
+    """Fill all drafts, one packed step of the model for each depth. Rows without an open draft sit a step out.
+
+    Args:
+        runner: the model; its committed lengths grow by what it is fed.
+        drafts: in ascending rows.
+        vocab_size: ids that may be drafted; logits beyond it are cut off.
+        pending: ``pending(sequence, tokens)`` gives what the model is fed for a sequence that has drafted ``tokens``.
+    """
+    while active := [draft for draft in drafts if draft.is_open]:
+        work = [(draft.sequence.row, pending(draft.sequence, draft.tokens)) for draft in active]
+        if any(draft.needs_logits for draft in active):
+            for draft, row in zip(active, _step(runner, work, "logits")[:, :vocab_size], strict=True):
+                draft.draw(row)
+        else:
+            for draft, token in zip(active, _step(runner, work, "token_ids").tolist(), strict=True):
+                # An id that may not be drafted, or none (a NaN): a wrong guess costs a rejection, nothing else.
+                draft.tokens.append(token if 0 <= token < vocab_size else 0)
+
+
+def _step(runner: ModelRunner, fed: Seq[tuple[int, list[int]]], want: Want) -> StepOutput:
+    """Feed tokens to rows and count them as seen; logits [A, V] or token ids [A], one for each of the A rows."""
+    first = fed[0][0]
+    work = [IDLE] * (fed[-1][0] - first + 1)
+    for row, tokens in fed:
+        work[row - first] = RowWork(tokens, 1)
+    output = runner.step(first, work, want)
+    for row, tokens in fed:
+        runner.kv.commit(row, runner.kv.kv_len(row) + len(tokens))
+    if len(output) > len(fed):  # a runner that pads its input returns logits of padding too
+        output = output[[runner.logit_starts[row - first] for row, _ in fed]]
+    return output
+
+
+def _probability(logits: Float32Array, token: int) -> float:
+    """Softmax probability of one token; 0 if the logits are no numbers."""
+    peak = float(logits.max())
+    if not math.isfinite(peak):
+        return 0.0
+    return math.exp(float(logits[token]) - peak) / float(np.exp(logits - peak).sum())

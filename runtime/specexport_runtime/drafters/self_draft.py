@@ -1,0 +1,136 @@
+"""Drafting with the target itself, some of its layers switched off: no second copy of weights, no second KV cache.
+
+::
+
+    cache row:   [ committed by the target | written by the draft | free ]
+                   0                  kv_len
+
+A draft step runs the layers that are on over the target's own committed entries, and writes behind them. Verification
+feeds the same tokens through all layers and overwrites what the draft wrote. A layer that is off writes nothing and is
+not read either, in the draft that it is off for.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport_runtime.batch import ModelRunner
+from specexport_runtime.drafters.base import Proposal
+from specexport_runtime.drafters.draft_loop import Draft, run_drafts
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.base import BoolArray, Float32Array, as_gated
+from specexport_runtime.layer_choice import LayerChoice, choose_layers
+from specexport_runtime.sequence import Sequence
+
+SELF = "self"
+"""Name of this drafter in draft plans."""
+
+
+class SelfDrafter:
+    """Draft tokens from the target with the layers off that its rules choose for a prompt (ASD, Metel et al. 2024).
+
+    The choice is made once a prompt, before the first draft behind it, and kept at ``Sequence.layer_choice``. One that
+    removes nothing drafts nothing. Sequences with different choices are drafted one group after another, so that what
+    is drafted for one never depends on its neighbours.
+
+    Args:
+        runner: the target's own runner, over an executor with gates. Its cache and its committed lengths are used while
+            a draft goes on, and are as before when ``propose`` returns or raises.
+        vocab_size: ids that may be drafted.
+
+    Raises:
+        SpecexportError: the target's layers cannot be switched off, or its cache holds padding.
+    """
+
+    def __init__(self, runner: ModelRunner, *, vocab_size: int) -> None:
+        executor = as_gated(runner.executor)
+        if executor is None or not runner.unpad_kv:
+            raise SpecexportError("self-drafting needs an engine with gates, and a KV cache without padding.")
+        self.runner = runner
+        self.vocab_size = min(vocab_size, executor.vocab_size)
+        self.num_layers = executor.num_gates // 2
+        self.engine_seconds = 0.0
+        self._executor = executor
+        # By sequence, not by row: nothing to do when rows move, and a dropped sequence takes its sums along.
+        self._sums: WeakKeyDictionary[Sequence, tuple[npt.NDArray[np.float64], int]] = WeakKeyDictionary()
+
+    def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
+        """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``Drafter.propose``.
+
+        A sequence whose prompt the target has not read yet drafts nothing, nor does one whose choice removes nothing.
+        """
+        drafts = [
+            Draft(seq, limit if seq.num_generated else 0) for seq, limit in zip(sequences, lookaheads, strict=True)
+        ]
+        groups: dict[bytes, tuple[BoolArray, list[Draft]]] = {}
+        for draft in drafts:
+            if draft.limit > 0 and (choice := self._choice(draft.sequence)).can_draft:
+                mask = choice.mask
+                groups.setdefault(mask.tobytes(), (mask, []))[1].append(draft)
+        for mask, group in groups.values():
+            with self._borrowed(mask, group):
+                run_drafts(self.runner, group, self.vocab_size, _unseen)
+        return [draft.proposal(SELF) for draft in drafts]
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        """Nothing: the committed entries are the target's."""
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Nothing to move: the rows are the target's."""
+
+    def release_row(self, row: int) -> None:
+        """Nothing to drop: the rows are the target's."""
+
+    def wants_similarity(self, sequence: Sequence) -> bool:
+        """While the prompt is read, if the sequence may draft with its target and its rules look at similarities."""
+        planned = any(stage.drafter == SELF for stage in sequence.draft_plan)
+        return planned and not sequence.num_generated and sequence.layer_rules.threshold is not None
+
+    def note_similarity(self, sequence: Sequence, similarity: Float32Array) -> None:
+        """Add a chunk of the prompt to what the choice will be made from; see ``Drafter.note_similarity``.
+
+        Summed in float64, where sums of float32 cosines are exact for all that matters: how a prompt was cut into
+        chunks does not change the average.
+        """
+        sums, count = self._sums.get(sequence, (np.zeros(len(similarity)), 0))
+        added = similarity.sum(axis=1, dtype=np.float64)
+        self._sums[sequence] = (sums + added, count + similarity.shape[1])
+
+    def _choice(self, seq: Sequence) -> LayerChoice:
+        if seq.layer_choice is None:
+            acs: list[float] = []
+            if seq.layer_rules.threshold is not None:
+                if seq not in self._sums:
+                    raise SpecexportError("no similarity was measured while the target read this prompt.")
+                sums, count = self._sums.pop(seq)
+                acs = (sums / count).tolist()
+            seq.layer_choice = choose_layers(acs, seq.layer_rules, self.num_layers)
+        return seq.layer_choice
+
+    @contextmanager
+    def _borrowed(self, mask: BoolArray, group: Seq[Draft]) -> Iterator[None]:
+        """The target's engine and cache as a draft uses them; both are given back as they were.
+
+        What the engine spends meanwhile counts as this drafter's, not as the target's.
+        """
+        executor, kv = self._executor, self.runner.kv
+        before = executor.engine_seconds
+        kv_lens = [(draft.sequence.row, kv.kv_len(draft.sequence.row)) for draft in group]
+        executor.set_layers(mask)
+        try:
+            yield
+        finally:
+            executor.set_layers(None)
+            for row, kv_len in kv_lens:
+                kv.commit(row, kv_len)
+            self.engine_seconds += executor.engine_seconds - before
+            executor.engine_seconds = before
+
+
+def _unseen(seq: Sequence, drafted: list[int]) -> list[int]:
+    """What the next draft step is fed: the newest token. The target has seen all but the last that was committed."""
+    return drafted[-1:] or seq.tokens[-1:]

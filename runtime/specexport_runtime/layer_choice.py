@@ -1,0 +1,168 @@
+"""Which layers of the target make the draft of a prompt: pure functions of attention similarities and rules.
+
+Metel et al. 2024, "Draft on the Fly: Adaptive Self-Speculative Decoding using Cosine Similarity" (ASD), the Adaptive
+Draft Model Generator. An attention layer that hardly turns the residual stream for this prompt hardly matters for it.
+"""
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.executors.base import BoolArray
+
+DEFAULT_THRESHOLD = 0.985
+DEFAULT_PERIOD = 3
+DEFAULT_KEEP_LAST = 2
+
+
+@dataclass(frozen=True)
+class LayerRules:
+    """The rules that make a draft out of a target; None switches a rule off.
+
+    Attributes:
+        threshold: alpha: attention layers with an average cosine similarity above it are removed.
+        period: m, rule 1: of attention and MLP layers alike, layers m, 2m, … (counted from 1) are removed.
+        keep_last: l, rule 2: the last l attention and MLP layers are never removed, whatever the other rules say.
+
+    Raises:
+        InvalidRequestError: a value has the wrong type or is out of its range, or the rules remove nothing.
+    """
+
+    threshold: float | None = DEFAULT_THRESHOLD
+    period: int | None = DEFAULT_PERIOD
+    keep_last: int | None = DEFAULT_KEEP_LAST
+
+    def __post_init__(self) -> None:
+        if self.threshold is not None:
+            object.__setattr__(self, "threshold", _fraction(self.threshold))
+        _integer("period", self.period, low=2, why="1 would remove every layer and leave an empty draft")
+        _integer("keep_last", self.keep_last, low=0, why="0 protects no layer")
+        if self.threshold is None and self.period is None:
+            raise InvalidRequestError(
+                "threshold and period are both off, so no layer is removed and the draft is the target itself.",
+                hint="give one of them, or draft another way.",
+            )
+
+    def check_layers(self, num_layers: int) -> None:
+        """Refuse rules that can make no draft of a model, whatever the prompt.
+
+        Args:
+            num_layers: N, layers of the model.
+
+        Raises:
+            InvalidRequestError: nothing would ever be removed.
+        """
+        removable = num_layers - (self.keep_last or 0)
+        if removable <= 0:
+            raise InvalidRequestError(
+                f"keep_last is {self.keep_last}, and the model has {num_layers} layers: none may be removed.",
+                hint=f"give at most {num_layers - 1}.",
+            )
+        if self.threshold is None and self.period is not None and self.period > removable:
+            raise InvalidRequestError(
+                f"period is {self.period}, and only the first {removable} of {num_layers} layers may be removed: "
+                "the draft would be the target itself.",
+                hint=f"give at most {removable}, or a threshold." if removable > 1 else "give a threshold.",
+            )
+
+    def to_json(self) -> dict[str, float | int | None]:
+        """As JSON types."""
+        return {"threshold": self.threshold, "period": self.period, "keep_last": self.keep_last}
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """The draft of one prompt.
+
+    Attributes:
+        attention: for each layer, whether the draft keeps its attention.
+        mlp: for each layer, whether the draft keeps its MLP.
+        acs: average cosine similarity (ACS) of each attention layer over the prompt; empty if it was not measured.
+    """
+
+    attention: tuple[bool, ...]
+    mlp: tuple[bool, ...]
+    acs: tuple[float, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """N."""
+        return len(self.attention)
+
+    @property
+    def mask(self) -> BoolArray:
+        """What runs in a draft step, bool [2N]: attention of layer i at 2i, its MLP at 2i+1."""
+        return np.array([self.attention, self.mlp], dtype=np.bool_).T.reshape(-1)
+
+    @property
+    def removed_attention(self) -> tuple[int, ...]:
+        """Layers (from 0) without attention in the draft."""
+        return tuple(i for i, kept in enumerate(self.attention) if not kept)
+
+    @property
+    def removed_mlp(self) -> tuple[int, ...]:
+        """Layers (from 0) without an MLP in the draft."""
+        return tuple(i for i, kept in enumerate(self.mlp) if not kept)
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether something was removed and something is left: a draft that equals the target saves nothing."""
+        parts = (*self.attention, *self.mlp)
+        return any(parts) and not all(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON types: numbers of removed layers (from 0), and the similarities (None for one that is no number)."""
+        return {
+            "num_layers": self.num_layers,
+            "removed_attention": list(self.removed_attention),
+            "removed_mlp": list(self.removed_mlp),
+            "acs": [value if math.isfinite(value) else None for value in self.acs],
+        }
+
+
+def choose_layers(acs: Seq[float], rules: LayerRules, num_layers: int | None = None) -> LayerChoice:
+    """ASD's Adaptive Draft Model Generator.
+
+    Args:
+        acs: average cosine similarity of each of the N attention layers over the prompt; empty if not measured, which
+            is only allowed where ``rules`` have no threshold.
+        rules: what to remove.
+        num_layers: N; needed only without ``acs``.
+
+    Raises:
+        ValueError: ``acs`` is missing, or is not of ``num_layers`` layers.
+    """
+    count = len(acs) if num_layers is None else num_layers
+    if len(acs) != count and (len(acs) or rules.threshold is not None):
+        raise ValueError(f"{len(acs)} similarities for {count} layers")
+    protected = count - (rules.keep_last or 0)
+    periodic = [rules.period is not None and (i + 1) % rules.period == 0 and i < protected for i in range(count)]
+    # A similarity that is no number is above nothing: such a layer stays.
+    similar = [rules.threshold is not None and acs[i] > rules.threshold and i < protected for i in range(count)]
+    return LayerChoice(
+        attention=tuple(not (p or s) for p, s in zip(periodic, similar, strict=True)),
+        mlp=tuple(not p for p in periodic),
+        acs=tuple(float(value) for value in acs),
+    )
+
+
+def _fraction(value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise InvalidRequestError(f"threshold is {value!r}, which is not a number.", hint="give a number in (0, 1].")
+    if not 0 < value <= 1:
+        raise InvalidRequestError(f"threshold is {value:g}.", hint="give a number in (0, 1]; None turns it off.")
+    return float(value)
+
+
+def _integer(name: str, value: int | None, *, low: int, why: str) -> None:
+    if value is None:
+        return
+    wanted = f"give an integer of at least {low} ({why}); None turns the rule off."
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{name} is {value!r}, which is not an integer.", hint=wanted)
+    if value < low:
+        raise InvalidRequestError(f"{name} is {value}.", hint=wanted)
