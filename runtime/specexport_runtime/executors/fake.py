@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from specexport_runtime.abi import PADDED_STEP_INPUTS, STEP_INPUTS, StepShape
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Float32Array, StepBuffers, StepOutput, Want, argmax_ids
+from specexport_runtime.executors.base import BoolArray, Float32Array, StepBuffers, StepOutput, Want, argmax_ids
 
 _POISON = -1
 
@@ -29,6 +29,10 @@ class FakeExecutor:
             that is right most of the time.
         sharpness: standard deviation of the logits.
         negate: turn the logits upside down: an adversarial draft that is always wrong under greedy decoding.
+        num_gates: parts that can be switched off (``GatedExecutor``). Logits without some of them are the full ones
+            plus ``gate_noise`` of a third random function, of the tokens and of which parts are off. An entry that was
+            written with parts off serves steps with the same parts off, and no others.
+        gate_noise: its standard deviation.
     """
 
     def __init__(
@@ -42,6 +46,8 @@ class FakeExecutor:
         noise: float = 0.0,
         sharpness: float = 2.0,
         negate: bool = False,
+        num_gates: int = 0,
+        gate_noise: float = 0.4,
     ) -> None:
         self.vocab_size = vocab_size
         self.num_rows = num_rows
@@ -53,19 +59,53 @@ class FakeExecutor:
         self._context, self._seed, self._noise = context, seed, noise
         self._sharpness = -sharpness if negate else sharpness
         self._cache = np.full((num_rows, kv_capacity), _POISON, np.int64)
-        self._memo: dict[tuple[int, ...], Float32Array] = {}
+        self.num_gates, self._gate_noise = num_gates, gate_noise
+        self.masks: list[tuple[bool, ...] | None] = []
+        """What was on in every executed step; None where everything was."""
+        self._mask: tuple[bool, ...] | None = None
+        # The mask that each entry was written with, as a number; 0 is everything on.
+        self._mask_numbers: dict[tuple[bool, ...] | None, int] = {None: 0, (True,) * num_gates: 0}
+        self._writers = np.zeros((num_rows, kv_capacity), np.int64)
+        self._wants_similarity = False
+        self._similarity: Float32Array = np.zeros((num_gates // 2, 0), np.float32)
+        self._memo: dict[tuple[object, ...], Float32Array] = {}
         self._shape: StepShape | None = None
         self._buffers: StepBuffers | None = None
 
-    def logits_after(self, tokens: npt.ArrayLike) -> Float32Array:
-        """Logits [V], float32, for the token that follows ``tokens``."""
+    def logits_after(self, tokens: npt.ArrayLike, mask: tuple[bool, ...] | None = None) -> Float32Array:
+        """Logits [V], float32, for the token that follows ``tokens``, with the parts of ``mask`` on (None: all)."""
         key = tuple(int(token) for token in np.asarray(tokens)[-self._context :])
-        if key not in self._memo:
+        if (key, mask) not in self._memo:
             shifted = [token + 1 for token in key]
             logits = np.random.default_rng([self._seed, *shifted]).normal(0, abs(self._sharpness), self.vocab_size)
             noise = np.random.default_rng([self._seed, 7, *shifted]).normal(0, 1, self.vocab_size)
-            self._memo[key] = (np.sign(self._sharpness) * logits + self._noise * noise).astype(np.float32)
-        return self._memo[key]
+            values = np.sign(self._sharpness) * logits + self._noise * noise
+            if mask is not None and not all(mask):
+                random = np.random.default_rng([self._seed, 8, *mask, *shifted])
+                values = values + self._gate_noise * random.normal(0, 1, self.vocab_size)
+            self._memo[key, mask] = values.astype(np.float32)
+        return self._memo[key, mask]
+
+    def set_layers(self, mask: BoolArray | None) -> None:
+        """See ``GatedExecutor.set_layers``."""
+        _require(mask is None or mask.shape == (self.num_gates,), f"the mask has {self.num_gates} values")
+        self._mask = None if mask is None else tuple(mask.tolist())
+        self._mask_numbers.setdefault(self._mask, len(self._mask_numbers))
+
+    def measure_similarity(self, wanted: bool) -> None:
+        """See ``GatedExecutor.measure_similarity``."""
+        _require(self.num_gates > 0, "only an engine with gates measures similarity")
+        self._wants_similarity = wanted
+
+    @property
+    def similarity(self) -> Float32Array:
+        """Similarity [N, T] of the last step; [N, 0] if it was not measured."""
+        return self._similarity.copy()
+
+    def similarity_of(self, tokens: npt.ArrayLike) -> Float32Array:
+        """What an engine with gates measures for ``tokens`` [N, T]: a fixed function of layer and token id."""
+        layers, ids = np.arange(self.num_gates // 2)[:, None], np.asarray(tokens, np.int64)[None]
+        return (1.0 - 0.01 * ((3 * layers + ids) % 7)).astype(np.float32)
 
     def prepare(self, shape: StepShape) -> StepBuffers:
         """Fresh arrays full of poison, so that every value must be filled."""
@@ -89,6 +129,10 @@ class FakeExecutor:
         if shape is None or buffers is None:
             raise SpecexportError("execute() was called before prepare().")
         self.calls.append(shape)
+        self.masks.append(self._mask)
+        measured = buffers.input_ids if self._wants_similarity else buffers.input_ids[:0]
+        _require(not len(measured) or self._mask is None, "similarity is measured with everything on")
+        self._similarity = self.similarity_of(measured)
         after: dict[int, Float32Array] = {}
         for offset in range(shape.num_seqs):
             after.update(self._run_row(shape, buffers, offset))
@@ -118,6 +162,8 @@ class FakeExecutor:
         tokens = buffers.input_ids[start:stop]
         _require(bool(((tokens >= 0) & (tokens < self.vocab_size)).all()), "input_ids lie in the vocabulary")
         cache[kv_len:total] = tokens
+        writers, number = self._writers[shape.first_row + offset], self._mask_numbers[self._mask]
+        writers[kv_len:total] = number
         positions = buffers.positions[begin:end].tolist()
         known = (
             list(range(kv_len))
@@ -125,11 +171,14 @@ class FakeExecutor:
             else self._known(buffers.kv_positions[offset, 0], kv_len)
         )
         _require(not (cache[known] == _POISON).any(), f"row {offset}: kv_len {kv_len} covers entries never written")
+        whole = np.isin(writers[known], (0, number)).all()
+        _require(bool(whole), f"row {offset}: kv_len {kv_len} covers entries written with other parts on")
         _require(positions == list(range(len(known), len(known) + count)), f"row {offset} goes on at {len(known)}")
         if buffers.kv_positions is not None:
             own = buffers.kv_positions[offset, 0, kv_len : kv_len + count].tolist()
             _require(own == positions, "kv_positions holds the step's own tokens")
-        return {begin + j: self.logits_after(cache[known + list(range(kv_len, kv_len + j + 1))]) for j in range(count)}
+        rows = [known + list(range(kv_len, kv_len + j + 1)) for j in range(count)]
+        return {begin + j: self.logits_after(cache[row], self._mask) for j, row in enumerate(rows)}
 
     @staticmethod
     def _known(kv_positions: npt.NDArray[np.int64], entries: int) -> list[int]:
@@ -146,6 +195,7 @@ class FakeExecutor:
         """Copy the first ``kv_len`` entries; the rest of the destination is poisoned."""
         self._cache[destination] = _POISON
         self._cache[destination, :kv_len] = self._cache[source, :kv_len]
+        self._writers[destination] = self._writers[source]
 
     def clear_row(self, row: int) -> None:
         """Poison the row."""
@@ -156,6 +206,7 @@ class FakeExecutor:
         kept = self._cache[row, entries]
         self._cache[row] = _POISON
         self._cache[row, : len(kept)] = kept
+        self._writers[row, : len(kept)] = self._writers[row, entries]
 
     def close(self) -> None:
         """Nothing to release."""
