@@ -24,6 +24,7 @@ from specexport_runtime.abi import (
 )
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
 from specexport_runtime.executors.base import (
+    BoolArray,
     Float32Array,
     Int64Array,
     StepBuffers,
@@ -31,6 +32,7 @@ from specexport_runtime.executors.base import (
     Want,
     argmax_ids,
 )
+from specexport_runtime.executors.ort_gates import OrtGates
 from specexport_runtime.manifest import ModelEntry
 
 MAX_BINDINGS = 256
@@ -42,6 +44,7 @@ class _Binding(NamedTuple):
     io: Any
     buffers: StepBuffers
     logits: Float32Array
+    similarity: Float32Array
 
 
 def available_cores() -> int:
@@ -59,7 +62,7 @@ class OrtExecutor:
 
     A binding is kept for each step shape and refilled, because binding everything anew costs more than a small
     model's step. The arena is one array per cache input; a step on rows [r, r+B) binds the address of row r, so no
-    cache entry is ever copied.
+    cache entry is ever copied. Gates are bound by pointer too, so that switching layers on and off is free.
 
     Args:
         path: engine file of the bundle.
@@ -95,6 +98,8 @@ class OrtExecutor:
         self._session = _open_session(path, num_threads or available_cores(), spin)
         self._inputs = {value.name for value in self._session.get_inputs()}
         self._check_contract(path, entry, entry.inputs if unpad_kv else entry.padded_inputs)
+        self.num_gates = entry.num_gates if unpad_kv else 0  # a padded-KV graph never has gates
+        self._gates = OrtGates(self._session, self.num_gates, path)
         self._dtype = np.dtype(entry.dtype)
         self._caches: dict[str, npt.NDArray[Any]] = {}
         for i, layer in enumerate(entry.layers):
@@ -103,9 +108,10 @@ class OrtExecutor:
                 shape = (num_rows, 1, layer.kv_heads, kv_capacity, head_dim)
                 self._caches[spec.name.format(i=i)] = np.zeros(shape, self._dtype)
         self._row_values: dict[tuple[int, int], list[tuple[str, str, Any]]] = {}
-        self._bindings: OrderedDict[StepShape, _Binding] = OrderedDict()
+        self._bindings: OrderedDict[tuple[StepShape, bool], _Binding] = OrderedDict()
         self._logits: Float32Array = np.empty((0, self.vocab_size), np.float32)
         self._current: _Binding | None = None
+        self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
 
     def _check_contract(self, path: Path, entry: ModelEntry, step_inputs: tuple[str, ...]) -> None:
         caches = {spec.name.format(i=i) for i in range(len(entry.layers)) for spec in CACHE_INPUTS}
@@ -120,11 +126,12 @@ class OrtExecutor:
 
     def prepare(self, shape: StepShape) -> StepBuffers:
         """Bind ``shape`` (or find its binding) and return the arrays to fill. See ``Executor.prepare``."""
-        binding = self._bindings.get(shape)
+        key = (shape, self._gates.wanted)
+        binding = self._bindings.get(key)
         if binding is None:
-            binding = self._bind(shape)
+            binding = self._bind(*key)
         else:
-            self._bindings.move_to_end(shape)
+            self._bindings.move_to_end(key)
         self._current = binding
         return binding.buffers
 
@@ -136,7 +143,21 @@ class OrtExecutor:
         start = time.perf_counter()
         self._session.run_with_iobinding(binding.io)
         self.engine_seconds += time.perf_counter() - start
+        self._similarity = binding.similarity
         return binding.logits if want == "logits" else argmax_ids(binding.logits)
+
+    def set_layers(self, mask: BoolArray | None) -> None:
+        """See ``GatedExecutor.set_layers``."""
+        self._gates.set_layers(mask)
+
+    def measure_similarity(self, wanted: bool) -> None:
+        """See ``GatedExecutor.measure_similarity``; holds for steps that are prepared from here on."""
+        self._gates.want_similarity(wanted)
+
+    @property
+    def similarity(self) -> Float32Array:
+        """Similarity [N, T] of the last step; [N, 0] if it was not measured."""
+        return self._similarity.copy()
 
     def capture(self, shapes: list[StepShape]) -> None:
         """Make the bindings of ``shapes`` ahead of time."""
@@ -169,7 +190,7 @@ class OrtExecutor:
         self._current = None
         self._session = None
 
-    def _bind(self, shape: StepShape) -> _Binding:
+    def _bind(self, shape: StepShape, measured: bool) -> _Binding:
         if shape.num_logit_rows > len(self._logits):
             # All bindings share one logits array; a larger one makes the old addresses stale.
             self._bindings.clear()
@@ -191,8 +212,8 @@ class OrtExecutor:
             io.bind_ortvalue_output(out_name, rows)
         logits = self._logits[: shape.num_logit_rows]
         io.bind_output(LOGITS.name, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        binding = _Binding(io, StepBuffers(**arrays), logits)
-        self._bindings[shape] = binding
+        binding = _Binding(io, StepBuffers(**arrays), logits, self._gates.bind(io, shape, measured))
+        self._bindings[shape, measured] = binding
         return binding
 
     def _bound_rows(self, first_row: int, num_seqs: int) -> list[tuple[str, str, Any]]:
