@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence as Seq
 
-from specexport_runtime.batch import IDLE, ModelRunner, RowWork
+from specexport_runtime.batch import ModelRunner
 from specexport_runtime.drafters.base import Proposal
-from specexport_runtime.executors.base import Float32Array, StepOutput, Want
-from specexport_runtime.sampling import Distribution, sample_token
+from specexport_runtime.drafters.draft_loop import Draft, run_drafts
+from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.sequence import Sequence
+
+DRAFT_MODEL = "draft-model"
+"""Name of this drafter in draft plans."""
 
 
 class ModelDrafter:
@@ -40,37 +43,17 @@ class ModelDrafter:
         The sequences may be in any ascending rows. Rows between them, and sequences that draft nothing (any more),
         sit the step out.
         """
-        proposals = [Proposal([], None if seq.sampler.is_greedy else []) for seq in sequences]
         # A new prompt's first token should not wait for the draft model to read the prompt.
-        lookaheads = [limit if seq.num_generated else 0 for seq, limit in zip(sequences, lookaheads, strict=True)]
-        drafting = list(zip(sequences, proposals, lookaheads, strict=True))
-        for depth in range(max(lookaheads, default=0)):
-            active = [(seq, proposal) for seq, proposal, limit in drafting if limit > depth]
-            if all(seq.sampler.is_plain_greedy for seq, _ in active):
-                for (_, proposal), token in zip(active, self._step(active, "token_ids").tolist(), strict=True):
-                    # An id that may not be drafted, or none (a NaN): a wrong guess costs a rejection, nothing else.
-                    proposal.tokens.append(token if 0 <= token < self.vocab_size else 0)
-            else:
-                self._draw(self._step(active, "logits")[:, : self.vocab_size], active)
-        return proposals
+        drafts = [
+            Draft(seq, limit if seq.num_generated else 0) for seq, limit in zip(sequences, lookaheads, strict=True)
+        ]
+        run_drafts(self.runner, drafts, self.vocab_size, self._pending)
+        return [draft.proposal(DRAFT_MODEL) for draft in drafts]
 
-    def _step(self, active: Seq[tuple[Sequence, Proposal]], want: Want) -> StepOutput:
-        """Feed what each sequence needs; logits [A, V] or token ids [A], one for each of the A sequences."""
-        first = active[0][0].row
-        work = [IDLE] * (active[-1][0].row - first + 1)
-        for seq, proposal in active:
-            work[seq.row - first] = RowWork(self._pending(seq, proposal), 1)
-        output = self.runner.step(first, work, want)
-        for seq, _ in active:
-            self.runner.kv.commit(seq.row, self.runner.kv.kv_len(seq.row) + len(work[seq.row - first].tokens))
-        if len(output) > len(active):  # a runner that pads its input returns logits of padding too
-            output = output[[self.runner.logit_starts[seq.row - first] for seq, _ in active]]
-        return output
-
-    def _pending(self, seq: Sequence, proposal: Proposal) -> list[int]:
+    def _pending(self, seq: Sequence, drafted: list[int]) -> list[int]:
         """Tokens the draft model has not seen: the last draft token, or what it must catch up on."""
-        if proposal.tokens:
-            return proposal.tokens[-1:]
+        if drafted:
+            return drafted[-1:]
         pending = self._known(seq.tokens[self.runner.kv.kv_len(seq.row) :])
         if len(pending) > self.max_backlog:
             self.runner.prefill(seq.row, pending[:-1])
@@ -81,17 +64,6 @@ class ModelDrafter:
         """Ids the draft model can embed. The target may emit a padding id of its own; any stand-in is lossless."""
         limit = self.runner.executor.vocab_size
         return tokens if max(tokens) < limit else [token if token < limit else 0 for token in tokens]
-
-    @staticmethod
-    def _draw(logits: Float32Array, active: Seq[tuple[Sequence, Proposal]]) -> None:
-        for (seq, proposal), row in zip(active, logits, strict=True):
-            if proposal.distributions is None:
-                proposal.tokens.append(seq.sampler.greedy_token(row, proposal.tokens))
-                continue
-            distribution: Distribution = seq.sampler.distribution(row, proposal.tokens)
-            draws = seq.random.draws(seq.num_generated + len(proposal.tokens))
-            proposal.tokens.append(sample_token(distribution, draws.draft))
-            proposal.distributions.append(distribution)
 
     def commit(self, sequences: Seq[Sequence]) -> None:
         """Keep the cache entries of accepted tokens; the token the target added has not been fed yet."""
