@@ -1,0 +1,357 @@
+"""Cost curves: interpolation, fitting, measuring without a trace, and the user's cache."""
+
+import json
+import logging
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specexport_runtime import cost_curves, user_cache
+from specexport_runtime.batch import ModelRunner
+from specexport_runtime.cost_curves import CostCurves, GateCost, load_or_measure, measure_costs
+from specexport_runtime.cost_measure import measure_step_cost, row_counts_up_to, widths_up_to
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.step_cost import KvPair, RowCurve, StepCost, fit_kv_seconds, make_monotone
+
+COST = StepCost((RowCurve(1, (1, 2, 5), (1.0, 1.5, 3.0)), RowCurve(5, (1, 5), (2.0, 10.0))), 0.01, 0.001)
+SECONDS = st.floats(0, 1e3, allow_subnormal=False)
+
+
+@st.composite
+def step_costs(draw):
+    rows = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True).map(sorted))
+    curves = []
+    for count in rows:
+        widths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=5, unique=True).map(sorted))
+        seconds = draw(st.lists(SECONDS, min_size=len(widths), max_size=len(widths)).map(sorted))
+        curves.append(RowCurve(count, tuple(widths), tuple(seconds)))
+    return StepCost(tuple(curves), draw(SECONDS), draw(SECONDS))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "entries", "seconds"),
+    [
+        (1, 1, 0, 1.0),
+        (5, 1, 0, 3.0),
+        (3, 1, 0, 2.0),  # between widths 2 and 5
+        (8, 1, 0, 4.5),  # beyond the last width, by the last two
+        (5, 5, 0, 2.0),
+        (15, 5, 0, 6.0),
+        (3, 3, 0, 1.5),  # one token a row, half-way between 1 and 5 rows
+        (15, 3, 0, 6.5),
+        (2, 5, 0, 2.0),  # rows that sit the step out
+        (20, 10, 0, 8.0),  # more rows than measured: two batches of five
+        (1, 1, 100, 1.0 + 100 * 0.011),
+        (25, 5, 100, 10.0 + 100 * (0.01 + 0.005)),
+    ],
+)
+def test_between_and_beyond_what_was_measured(tokens, rows, entries, seconds):
+    for _ in range(2):  # computed, then remembered
+        assert COST.seconds(tokens, rows, entries) == pytest.approx(seconds)
+
+
+@given(step_costs(), st.integers(1, 50), st.integers(0, 400), st.integers(0, 50), st.integers(0, 5000))
+def test_never_falls_with_tokens_or_entries(cost, rows, tokens, more, entries):
+    few = cost.seconds(rows + tokens, rows, entries)
+    assert 0 <= few < math.inf
+    assert cost.seconds(rows + tokens + more, rows, entries) >= few * (1 - 1e-9)
+    assert cost.seconds(rows + tokens, rows, entries + more) >= few
+
+
+@given(step_costs())
+def test_measured_points_are_met_and_json_is_exact(cost):
+    for curve in cost.curves:
+        for width, seconds in zip(curve.widths, curve.seconds, strict=True):
+            assert cost.seconds(width * curve.num_rows, curve.num_rows) == pytest.approx(seconds)
+    assert StepCost.from_json(json.loads(json.dumps(cost.to_json()))) == cost
+
+
+@given(st.lists(SECONDS, min_size=1, max_size=12))
+def test_make_monotone(values):
+    made = make_monotone(values)
+    assert list(made) == sorted(made)
+    assert sum(made) == pytest.approx(sum(values))
+    assert min(values) <= made[0]
+    assert made[-1] <= max(values)
+    if values == sorted(values):
+        assert list(made) == values
+
+
+def test_make_monotone_shares_the_mean():
+    assert make_monotone([1, 4, 2, 3, 9]) == (1, 3, 3, 3, 9)
+
+
+@pytest.mark.parametrize(("each", "token"), [(2e-6, 3e-7), (0.0, 1e-6), (5e-6, 0.0)])
+def test_kv_terms_are_found_again(each, token):
+    pairs = [KvPair(w, e, e * (each + token * w)) for w, e in ((1, 100), (9, 100), (1, 800))]
+    assert fit_kv_seconds(pairs) == pytest.approx((each, token), abs=1e-12)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 999), st.floats(-1, 1)), max_size=5))
+def test_kv_terms_are_never_negative(pairs):
+    assert min(fit_kv_seconds([KvPair(*pair) for pair in pairs])) >= 0
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["curves"], []),
+        (["curves"], None),
+        (["curves", 0, "seconds", 0], math.nan),
+        (["curves", 0, "seconds", 0], -1.0),
+        (["curves", 0, "seconds", 2], math.inf),
+        (["curves", 0, "seconds", 0], 2.0),  # falls
+        (["curves", 0, "seconds"], [1.0]),
+        (["curves", 0, "widths", 0], 0),
+        (["curves", 1, "num_rows"], 1),
+        (["curves", 1, "num_rows"], "five"),
+        (["kv_seconds"], -1e-9),
+        (["kv_token_seconds"], None),
+    ],
+)
+def test_a_damaged_curve_is_refused(path, value):
+    data = json.loads(json.dumps(COST.to_json()))
+    place = data
+    for part in path[:-1]:
+        place = place[part]
+    place[path[-1]] = value
+    with pytest.raises(ValueError, match=r"\w"):
+        StepCost.from_json(data)
+
+
+class Clock:
+    """Time that passes only in steps of an executor."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class TimedExecutor(FakeExecutor):
+    """A fake engine whose steps take what a known law says; every third one is disturbed."""
+
+    def __init__(self, clock, *args, slow=1.0, **options):
+        super().__init__(*args, **options)
+        self.clock, self.slow = clock, slow
+        self.pasts = []
+        self.mask = None
+
+    def execute(self, want="logits"):
+        shape = self._shape
+        self.pasts.append(self._buffers.kv_lens[:, 0].tolist())
+        entries = int(self._buffers.kv_lens.sum())
+        width = shape.num_tokens / shape.num_seqs
+        law = 1e-3 + 2e-4 * shape.num_tokens + 1e-4 * shape.num_logit_rows + entries * (1e-6 + 2e-7 * width)
+        self.clock.now += self.slow * law * (5 if len(self.calls) % 3 == 0 else 1)
+        return super().execute(want)
+
+
+def make_runner(rows=4, capacity=80, **options):
+    clock = Clock()
+    return ModelRunner(TimedExecutor(clock, 17, rows, capacity, **options)), clock
+
+
+@pytest.mark.parametrize(("all_logits", "each_logit"), [(True, 3e-4), (False, 2e-4)])
+def test_a_known_law_is_measured(all_logits, each_logit):
+    runner, clock = make_runner()
+    cost = measure_step_cost(
+        runner, max_rows=4, max_tokens=5, contexts=(8, 64), all_logits=all_logits, budget_s=1e9, clock=clock
+    )
+    assert cost.kv_seconds == pytest.approx(1e-6)
+    assert cost.kv_token_seconds == pytest.approx(2e-7)
+    rest = 0.0 if all_logits else 1e-4
+    for rows, width, entries in ((1, 1, 0), (1, 4, 30), (4, 5, 200), (3, 2, 90)):
+        wanted = 1e-3 + rows * width * each_logit + rows * rest + entries * (1e-6 + 2e-7 * width)
+        assert cost.seconds(rows * width, rows, entries) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("modes", [{}, {"unpad_kv": False}, {"unpad_kv": False, "unpad_input": False}])
+def test_measuring_leaves_no_trace(modes):
+    executor = FakeExecutor(17, 5, 80)
+    runner = ModelRunner(executor, **modes)
+    untouched = executor._cache.copy()
+    runner.prefill(4, [1, 2, 3])
+    kept = executor._cache[4].copy()
+    measure_step_cost(runner, max_rows=4, max_tokens=5)
+    assert [runner.kv.entries(row) for row in range(5)] == [0, 0, 0, 0, 3]
+    assert runner.kv.kv_len(4) == 3
+    runner.kv.check()
+    assert np.array_equal(executor._cache[:4], untouched[:4])
+    assert np.array_equal(executor._cache[4], kept)
+
+
+def test_rows_are_given_back_when_a_step_fails():
+    runner, clock = make_runner()
+
+    def fail(want="logits"):
+        raise RuntimeError("no")
+
+    runner.prefill(0, [1])
+    runner.release_row(0)
+    runner.executor.execute = fail
+    with pytest.raises(RuntimeError, match="no"):
+        measure_step_cost(runner, max_rows=4, max_tokens=5, clock=clock)
+    assert [runner.kv.entries(row) for row in range(4)] == [0] * 4
+
+
+def test_rows_in_use_are_refused():
+    runner, clock = make_runner()
+    runner.prefill(2, [1, 2])
+    with pytest.raises(SpecexportError, match="row 2 is in use"):
+        measure_step_cost(runner, max_rows=4, max_tokens=5, clock=clock)
+    assert runner.kv.kv_len(2) == 2
+
+
+def test_grid():
+    assert widths_up_to(1) == [1]
+    assert widths_up_to(5) == [1, 2, 3, 5]
+    assert widths_up_to(8) == [1, 2, 3, 5, 8]
+    assert row_counts_up_to(1) == [1]
+    assert row_counts_up_to(8) == [1, 3, 8]
+
+
+def test_pasts_are_short_and_long_and_fit_the_row():
+    runner, clock = make_runner(rows=2, capacity=40)
+    measure_step_cost(runner, max_rows=2, max_tokens=5, contexts=(8, 500), clock=clock)
+    assert {past for step in runner.executor.pasts for past in step} == {0, 8, 35}
+
+
+def test_a_slow_machine_is_measured_less():
+    quick, slow = make_runner(), make_runner(slow=1e3)
+    for runner, clock in (quick, slow):
+        cost = measure_step_cost(runner, max_rows=4, max_tokens=5, clock=clock)
+        assert [curve.num_rows for curve in cost.curves][0::len(cost.curves) - 1] == [1, 4]
+    assert len(slow[0].executor.calls) < 10 < len(quick[0].executor.calls)
+    assert {(s.num_seqs, s.max_new_tokens) for s in slow[0].executor.calls[1:]} >= {(1, 1), (1, 5), (4, 1), (4, 5)}
+
+
+def test_engines_of_limited_steps_are_not_asked_for_more():
+    runner, clock = make_runner()
+    runner.executor.max_num_tokens = runner.max_chunk = 8
+    cost = measure_step_cost(runner, max_rows=4, max_tokens=5, clock=clock)
+    assert max(shape.num_tokens for shape in runner.executor.calls) <= 8
+    assert cost.curves[-1].num_rows == 4
+
+
+LAYERS = 4
+CURVES = CostCurves(
+    StepCost((RowCurve(1, (1, 5), (10.0, 18.0)),), 0.01),
+    {"draft-model": StepCost((RowCurve(1, (1, 2), (1.0, 1.1)),))},
+    GateCost(LAYERS, StepCost((RowCurve(1, (1, 2), (2.0, 2.0)),)), StepCost((RowCurve(1, (1, 2), (4.0, 4.0)),))),
+)
+
+
+@pytest.mark.parametrize(
+    ("attention", "mlp", "seconds"), [(0, 0, 2.0), (0, 4, 4.0), (4, 4, 11.0), (2, 4, 7.5), (0, 1, 2.5), (3, 2, 8.25)]
+)
+def test_a_draft_of_some_layers_is_priced_by_its_parts(attention, mlp, seconds):
+    assert CURVES.self_draft_seconds(attention, mlp, 1, 1, 100) == pytest.approx(seconds)
+
+
+def test_without_gates_a_draft_step_is_a_target_step():
+    assert CostCurves(CURVES.target).self_draft_seconds(0, 0, 1, 1, 100) == pytest.approx(11.0)
+
+
+@pytest.mark.parametrize("curves", [CURVES, CostCurves(COST)])
+def test_curves_survive_json(curves):
+    assert CostCurves.from_json(json.loads(json.dumps(curves.to_json()))) == curves
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv(user_cache.ROOT_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(user_cache, "_warned", set())
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """How often something was measured."""
+    count = []
+
+    def measure(*args, **options):
+        count.append(options)
+        return measure_costs(*args, **options)
+
+    monkeypatch.setattr(cost_curves, "measure_costs", measure)
+    return count
+
+
+def load(**options):
+    runners = [ModelRunner(FakeExecutor(17, 4, 80, seed=seed)) for seed in (0, 1)]
+    return load_or_measure(*runners, **({"bundle_key": "k", "max_rows": 2, "lookahead": 4} | options))
+
+
+def test_measured_once_then_read(cache, measured):
+    first = load()
+    assert load() == first
+    assert len(measured) == 1
+    assert set(first.drafters) == {"draft-model"}
+    assert first.target.curves[0].widths == (1, 2, 3, 5)
+    assert first.drafters["draft-model"].curves[0].widths == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "other", [{"bundle_key": "l"}, {"max_rows": 3}, {"lookahead": 5}, {"num_threads": 1}, {"spin": False}]
+)
+def test_other_circumstances_are_measured_again(cache, measured, other):
+    load()
+    load(**other)
+    load()
+    assert len(measured) == 2
+
+
+def test_another_machine_is_measured_again(cache, measured, monkeypatch):
+    load()
+    monkeypatch.setattr(cost_curves, "machine_key", lambda: "another")
+    load()
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"key": 1}', "damaged"])
+def test_a_damaged_file_is_measured_again_and_replaced(cache, measured, content):
+    load()
+    (path,) = (cache / "costs").iterdir()
+    if content == "damaged":
+        data = json.loads(path.read_text())
+        data["target"]["curves"][0]["seconds"][0] = -1
+        content = json.dumps(data)
+    path.write_text(content)
+    second = load()
+    assert len(measured) == 2
+    assert load() == second
+    assert len(measured) == 2
+
+
+def test_no_cache_is_no_obstacle(cache, measured, caplog):
+    cache.write_text("a file is in the way")
+    with caplog.at_level(logging.WARNING):
+        load()
+        load()
+    assert len(measured) == 2
+    assert len(caplog.records) == 1
+    load(cache=False)
+    assert len(caplog.records) == 1
+    assert len(measured) == 3
+
+
+def test_gates_are_all_on_again(cache):
+    target = ModelRunner(FakeExecutor(17, 4, 80, num_gates=2 * LAYERS))
+    masks = []
+    apply = target.executor.set_layers
+
+    def note(mask):
+        masks.append(None if mask is None else mask.tolist())
+        apply(mask)
+
+    target.executor.set_layers = note
+    curves = measure_costs(target, None, max_rows=2, lookahead=4)
+    assert masks == [[False] * 8, [False, True] * 4, None]
+    assert curves.gates.num_layers == LAYERS
+    assert CostCurves.from_json(json.loads(json.dumps(curves.to_json()))) == curves
