@@ -19,9 +19,6 @@ from specexport.passes.residual_blocks import Dataflow, Obstacle, ResidualBlock,
 from specexport_runtime.abi import LAYER_MASK, SIMILARITY, WANT_SIMILARITY
 from specexport_runtime.errors import CheckFailedError
 
-_TINY = 1e-30
-"""Added to each product of a cosine: two equal vectors have 1 then, zeros too; no other result changes."""
-
 
 def gate_layers(ir_model: ir.Model, blocks: ResidualBlocks) -> int:
     """Put every block behind a gate, in place.
@@ -121,7 +118,6 @@ class _Cosines:
         self._rows: list[ir.Value] = []
         self._axis = self._constant("axis", np.array([-1], np.int64))
         self._shape = self._constant("shape", np.array([1, -1], np.int64))
-        self._tiny = self._constant("tiny", np.array(_TINY, np.float32))
         self._none = self._constant("none", np.zeros((1, 0), np.float32))
 
     def insert_after(self, gate: ir.Node, before: ir.Value, after: ir.Value) -> None:
@@ -150,7 +146,7 @@ class _Cosines:
         self._graph.outputs.append(output)
 
     def _cosine(self, before: ir.Value, after: ir.Value, row: ir.Value) -> list[ir.Node]:
-        """Nodes from two streams to their cosine similarities."""
+        """Nodes from two streams to their cosine similarities; that with a zero vector is 0, as torch has it."""
         nodes: list[ir.Node] = []
 
         def add(op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
@@ -160,11 +156,10 @@ class _Cosines:
 
         if before.dtype != ir.DataType.FLOAT:
             before, after = (add("Cast", value, to=int(ir.DataType.FLOAT)) for value in (before, after))
-        squares = [add("ReduceSumSquare", value, self._axis, keepdims=0) for value in (before, after)]
-        product = add("ReduceSum", add("Mul", before, after), self._axis, keepdims=0)
-        norms = [add("Sqrt", add("Add", value, self._tiny)) for value in squares]
-        cosine = add("Div", add("Add", product, self._tiny), add("Mul", *norms))
-        nodes.append(ir.node("Reshape", [cosine, self._shape], outputs=[row]))
+        before, after = (add("LpNormalization", value, axis=-1, p=2) for value in (before, after))
+        product = add("Mul", before, after)
+        total = add("ReduceSum", product, self._axis, keepdims=0)
+        nodes.append(ir.node("Reshape", [total, self._shape], outputs=[row]))
         return nodes
 
     def _row(self, name: str) -> ir.Value:
