@@ -1,0 +1,201 @@
+"""The threshold that ends drafts: how it moves, and where drafts of a model end under it."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
+
+from specexport_runtime.batch import ModelRunner
+from specexport_runtime.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.drafters.model import ModelDrafter
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.sampling import SamplingParams
+
+SURE, NEVER = DraftExitParams(gamma=1.0, epsilon=0.0), DraftExitParams(gamma=0.0, epsilon=0.0)
+
+
+def test_the_threshold_moves_as_worked_by_hand():
+    state = DraftExit(DraftExitParams(gamma=0.6, target_acceptance=0.8, epsilon=0.1, beta1=0.5, beta2=0.75))
+    state.observe(1, rejected=True)  # rate 0.5: 0.5 * 0.8 + 0.5 * 0.5 = 0.65, below 0.8
+    assert state.acceptance == pytest.approx(0.65)
+    assert state.gamma == pytest.approx(0.75 * 0.6 + 0.25 * 0.7)  # 0.625
+    state.observe(4, rejected=False)  # rate 1: 0.825, above
+    assert state.acceptance == pytest.approx(0.825)
+    assert state.gamma == pytest.approx(0.75 * 0.625 + 0.25 * 0.525)  # 0.6
+    state.observe(0, rejected=True)  # rate 0: 0.4125
+    assert state.acceptance == pytest.approx(0.4125)
+    assert state.gamma == pytest.approx(0.625)
+
+
+def test_a_round_without_tests_changes_nothing():
+    state = DraftExit(DraftExitParams(gamma=0.6))
+    state.observe(0, rejected=False)
+    assert (state.gamma, state.acceptance) == (0.6, 0.9)
+
+
+def test_a_threshold_without_a_step_stays():
+    state = DraftExit(DraftExitParams(gamma=0.3, epsilon=0.0))
+    for accepted in range(9):
+        state.observe(accepted, rejected=bool(accepted % 2))
+    assert state.gamma == pytest.approx(0.3)
+
+
+@given(
+    st.builds(
+        DraftExitParams,
+        gamma=st.floats(0, 1),
+        target_acceptance=st.floats(0.01, 1),
+        epsilon=st.floats(0, 1),
+        beta1=st.floats(0, 0.99),
+        beta2=st.floats(0, 0.99),
+    ),
+    st.lists(st.tuples(st.integers(0, 8), st.booleans()), max_size=30),
+)
+def test_threshold_and_rate_stay_probabilities(params, rounds):
+    state = DraftExit(params)
+    for accepted, rejected in rounds:
+        before = state.gamma
+        state.observe(accepted, rejected)
+        assert 0 <= state.gamma <= 1
+        assert 0 <= state.acceptance <= 1
+        assert abs(state.gamma - before) <= params.epsilon * (1 - params.beta2) + 1e-12
+        if accepted + rejected and state.acceptance > params.target_acceptance:
+            assert state.gamma <= before + 1e-12
+        elif accepted + rejected:
+            assert state.gamma >= before - 1e-12
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        ({"gamma": -0.1}, "gamma is -0.1", "[0, 1]"),
+        ({"gamma": 1.1}, "gamma is 1.1", "[0, 1]"),
+        ({"gamma": math.nan}, "gamma is nan", "[0, 1]"),
+        ({"gamma": "low"}, "gamma is 'low', which is not a number", "[0, 1]"),
+        ({"gamma": True}, "gamma is True, which is not a number", "[0, 1]"),
+        ({"target_acceptance": 0}, "target_acceptance is 0", "(0, 1]"),
+        ({"target_acceptance": 1.5}, "target_acceptance is 1.5", "(0, 1]"),
+        ({"epsilon": -1}, "epsilon is -1", "[0, 1]"),
+        ({"epsilon": math.inf}, "epsilon is inf", "[0, 1]"),
+        ({"beta1": 1}, "beta1 is 1", "[0, 1)"),
+        ({"beta2": 1.0}, "beta2 is 1", "[0, 1)"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(options, message, hint):
+    with pytest.raises(InvalidRequestError, match=message) as refusal:
+        DraftExitParams(**options)
+    assert hint in refusal.value.hint
+
+
+def propose(executor, sequences, limits):
+    """What a draft model proposes for sequences that have one generated token each."""
+    drafter = ModelDrafter(ModelRunner(executor), vocab_size=VOCAB, max_backlog=20)
+    for row, seq in enumerate(sequences):
+        seq.row = row
+        if not seq.num_generated:
+            seq.commit([4])
+    return drafter.propose(sequences, limits)
+
+
+def likeliest(executor, seq, drafted, temperature=1.0):
+    logits = executor.logits_after(seq.tokens + drafted).astype(np.float64) / temperature
+    probs = np.exp(logits - logits.max())
+    return float(probs.max() / probs.sum())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("gamma", [0.4, 0.5, 0.6])
+def test_a_draft_ends_behind_the_first_step_that_is_not_sure(gamma, temperature):
+    ends = set()
+    for first in range(VOCAB):
+        executor = make_draft("random")
+        params = SamplingParams(max_tokens=40, temperature=temperature)
+        seq = make_sequence(0, [first, 2], params, seed=first, draft_exit=DraftExit(DraftExitParams(gamma=gamma)))
+        plain = make_sequence(0, [first, 2], params, seed=first)
+        [proposal], [whole] = propose(executor, [seq], [6]), propose(executor, [plain], [6])
+        tops = [likeliest(executor, seq, whole.tokens[:j], temperature or 1.0) for j in range(6)]
+        unsure = [j for j in range(5) if tops[j] < gamma]  # behind the sixth there is nothing to leave out
+        expected = unsure[0] + 1 if unsure else 6
+        assert proposal.tokens == whole.tokens[:expected]
+        assert proposal.end == ("exit" if unsure else "lookahead")
+        assert (whole.end, proposal.drafter) == ("lookahead", "draft-model")
+        if temperature:
+            assert len(proposal.distributions) == expected
+        ends.add(expected)
+    assert len(ends) > 1
+
+
+def test_extremes():
+    def make(params):
+        return make_sequence(0, [1, 2], SamplingParams(max_tokens=40), draft_exit=DraftExit(params))
+
+    [short], [long] = propose(make_draft("good"), [make(SURE)], [6]), propose(make_draft("good"), [make(NEVER)], [6])
+    assert (len(short.tokens), short.end) == (1, "exit")
+    assert (len(long.tokens), long.end) == (6, "lookahead")
+    [single] = propose(make_draft("good"), [make(SURE)], [1])
+    assert (len(single.tokens), single.end) == (1, "lookahead")
+    [none] = propose(make_draft("good"), [make(SURE)], [0])
+    assert (none.tokens, none.end, none.drafter) == ([], "none", "")
+
+
+def test_only_what_may_end_asks_for_logits():
+    executor, wanted = make_draft("good"), []
+    execute = executor.execute
+    executor.execute = lambda want="logits": (wanted.append(want), execute(want))[1]
+    seq = make_sequence(0, [1], SamplingParams(max_tokens=40), draft_exit=DraftExit(NEVER))
+    propose(executor, [seq], [3])
+    assert wanted == ["logits", "logits", "token_ids"]
+    wanted.clear()
+    propose(executor, [make_sequence(0, [1], SamplingParams(max_tokens=40))], [3])
+    assert wanted == ["token_ids"] * 3
+
+
+def test_a_neighbours_exit_changes_nothing():
+    def make(i, prompt, params=None, **sampling):
+        options = {"draft_exit": DraftExit(params)} if params else {}
+        return make_sequence(i, prompt, SamplingParams(max_tokens=40, **sampling), seed=i, **options)
+
+    mixed = [
+        make(0, [1, 2]),
+        make(1, [3], SURE),
+        make(2, [5, 6], DraftExitParams(gamma=0.5), temperature=0.8),
+        make(3, [9], DraftExitParams(gamma=0.4), repetition_penalty=1.3),
+    ]
+    together = propose(make_draft("good"), mixed, [5, 5, 4, 6])
+    for i, (seq, limit) in enumerate(zip(mixed, [5, 5, 4, 6], strict=True)):
+        [alone] = propose(make_draft("good"), [seq], [limit])
+        assert alone.tokens == together[i].tokens
+        assert alone.end == together[i].end
+    assert len({len(proposal.tokens) for proposal in together}) > 1
+
+
+def test_a_draft_that_is_no_number_ends_and_costs_a_rejection():
+    target, draft = make_target(), make_draft("good")
+    broken = draft.logits_after
+    draft.logits_after = lambda tokens, mask=None: broken(tokens, mask) * np.float32("nan")
+    seq = make_sequence(0, [3], SamplingParams(max_tokens=20), draft_exit=DraftExit(DraftExitParams(gamma=0.5)))
+    run(make_decoder(target, draft, 4), [seq])
+    assert seq.output == greedy_reference(target, [3], 20)
+    assert set(seq.stats.accepted_histogram) <= {0, 1}
+
+
+@pytest.mark.parametrize("lookahead", [1, 3, 8])
+@pytest.mark.parametrize("gamma", [0.3, 0.6, 1.0])
+def test_greedy_text_equals_plain_greedy(gamma, lookahead):
+    target = make_target()
+    prompts = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]
+    sequences = [
+        make_sequence(
+            i,
+            prompt,
+            SamplingParams(max_tokens=5 + 7 * i),
+            draft_exit=DraftExit(DraftExitParams(gamma=gamma, epsilon=0.1)) if i % 3 else None,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    run(make_decoder(target, make_draft("good"), lookahead), sequences)
+    for seq, prompt in zip(sequences, prompts, strict=True):
+        assert seq.output == greedy_reference(target, prompt, seq.params.max_tokens)

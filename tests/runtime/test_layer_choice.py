@@ -1,0 +1,166 @@
+"""Which layers a draft leaves out: worked examples, and what holds for any similarities and rules."""
+
+import json
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.layer_choice import LayerChoice, LayerRules, choose_layers
+
+ACS = (0.5, 0.99, 0.97, 0.986, 0.985, 0.999, 0.2, 0.99, 0.995, 0.99)  # ten layers
+
+
+def removed(rules: LayerRules, acs=ACS) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    choice = choose_layers(acs, rules)
+    return choice.removed_attention, choice.removed_mlp
+
+
+def test_the_defaults_are_the_papers():
+    assert LayerRules() == LayerRules(threshold=0.985, period=3, keep_last=2)
+
+
+def test_similarity_alone_removes_attention_above_the_threshold_only():
+    # Layer 4 lies on the threshold, which is not above it.
+    assert removed(LayerRules(period=None, keep_last=None)) == ((1, 3, 5, 7, 8, 9), ())
+
+
+def test_rule_2_keeps_the_last_layers():
+    assert removed(LayerRules(period=None)) == ((1, 3, 5, 7), ())
+    assert removed(LayerRules(period=None, keep_last=0)) == ((1, 3, 5, 7, 8, 9), ())
+
+
+def test_rule_1_removes_every_third_layer_counted_from_one():
+    assert removed(LayerRules(threshold=None, keep_last=None)) == ((2, 5, 8), (2, 5, 8))
+
+
+def test_rules_1_and_2_without_similarities():
+    rules = LayerRules(threshold=None)
+    assert removed(rules) == ((2, 5), (2, 5))
+    choice = choose_layers((), rules, 10)
+    assert (choice.removed_attention, choice.removed_mlp, choice.acs) == ((2, 5), (2, 5), ())
+
+
+def test_all_rules_together():
+    assert removed(LayerRules()) == ((1, 2, 3, 5, 7), (2, 5))
+    assert removed(LayerRules(threshold=0.9, period=4, keep_last=3)) == ((1, 2, 3, 4, 5), (3,))
+
+
+def test_the_mask_has_attention_at_even_places_and_mlps_at_odd_ones():
+    choice = choose_layers(ACS[:4], LayerRules(keep_last=0))
+    assert choice.removed_attention == (1, 2, 3)
+    assert choice.removed_mlp == (2,)
+    assert choice.mask.tolist() == [True, True, False, True, False, False, False, True]
+    assert choice.mask.dtype == bool
+
+
+def test_a_choice_says_what_it_is_as_json():
+    choice = choose_layers((0.99, math.nan, 0.1), LayerRules(period=None, keep_last=1))
+    assert json.loads(json.dumps(choice.to_json(), allow_nan=False)) == {
+        "num_layers": 3,
+        "removed_attention": [0],
+        "removed_mlp": [],
+        "acs": [0.99, None, 0.1],
+    }
+    assert LayerRules(period=None).to_json() == {"threshold": 0.985, "period": None, "keep_last": 2}
+
+
+def test_a_draft_that_is_the_target_or_nothing_is_no_draft():
+    kept, gone = (True, True), (False, False)
+    assert not LayerChoice(kept, kept).can_draft
+    assert not LayerChoice(gone, gone).can_draft
+    assert LayerChoice(gone, kept).can_draft
+    assert LayerChoice(kept, (True, False)).can_draft
+    assert not choose_layers((0.1, 0.2, 0.3, 0.4), LayerRules(period=None)).can_draft
+
+
+def test_similarities_must_be_there_and_be_of_all_layers():
+    with pytest.raises(ValueError, match="0 similarities for 4 layers"):
+        choose_layers((), LayerRules(), 4)
+    with pytest.raises(ValueError, match="3 similarities for 4 layers"):
+        choose_layers((0.1, 0.2, 0.3), LayerRules(threshold=None), 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        ({"threshold": 0.0}, "threshold is 0", r"\(0, 1\]"),
+        ({"threshold": 1.01}, "threshold is 1.01", r"\(0, 1\]"),
+        ({"threshold": math.nan}, "threshold is nan", r"\(0, 1\]"),
+        ({"threshold": "high"}, "threshold is 'high', which is not a number", r"\(0, 1\]"),
+        ({"threshold": True}, "threshold is True, which is not a number", r"\(0, 1\]"),
+        ({"period": 1}, "period is 1", "at least 2 .*every layer.*empty draft"),
+        ({"period": 0}, "period is 0", "at least 2"),
+        ({"period": 2.0}, "period is 2.0, which is not an integer", "at least 2"),
+        ({"keep_last": -1}, "keep_last is -1", "at least 0"),
+        ({"keep_last": True}, "keep_last is True, which is not an integer", "at least 0"),
+        ({"threshold": None, "period": None}, "the draft is the target itself", "give one of them"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(options, message, hint):
+    with pytest.raises(InvalidRequestError, match=message) as refusal:
+        LayerRules(**options)
+    assert re.search(hint, refusal.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_layers", "message", "hint"),
+    [
+        ({"keep_last": 8}, 8, "keep_last is 8, and the model has 8 layers", "at most 7"),
+        ({"keep_last": 9}, 8, "keep_last is 9, and the model has 8 layers", "at most 7"),
+        ({}, 2, "keep_last is 2, and the model has 2 layers", "at most 1"),
+        ({"threshold": None, "period": 7}, 8, "period is 7, and only the first 6 of 8", "at most 6"),
+        ({"threshold": None, "period": 2, "keep_last": 3}, 4, "period is 2, and only the first 1", "a threshold"),
+        ({"threshold": None, "period": 9, "keep_last": None}, 8, "period is 9, and only the first 8", "at most 8"),
+    ],
+)
+def test_rules_that_make_no_draft_of_a_model_are_refused(options, num_layers, message, hint):
+    with pytest.raises(InvalidRequestError, match=message) as refusal:
+        LayerRules(**options).check_layers(num_layers)
+    assert hint in refusal.value.hint
+
+
+def test_rules_that_may_make_a_draft_are_taken():
+    LayerRules().check_layers(3)
+    LayerRules(period=100).check_layers(12)  # rule 1 idles, similarities may remove something
+    LayerRules(threshold=None, period=6).check_layers(8)
+
+
+RULES = st.builds(
+    LayerRules,
+    threshold=st.none() | st.floats(0.01, 1.0),
+    period=st.integers(2, 12),
+    keep_last=st.none() | st.integers(0, 12),
+) | st.builds(LayerRules, threshold=st.floats(0.01, 1.0), period=st.none(), keep_last=st.none() | st.integers(0, 12))
+
+
+@given(acs=st.lists(st.floats(-1, 1) | st.just(math.nan), min_size=1, max_size=20), rules=RULES)
+def test_what_holds_for_every_choice(acs, rules):
+    choice = choose_layers(acs, rules)
+    count, last = len(acs), rules.keep_last or 0
+    assert choice.num_layers == count
+    assert len(choice.mask) == 2 * count
+    for i in range(count):
+        protected = i >= count - last
+        periodic = rules.period is not None and (i + 1) % rules.period == 0
+        above = rules.threshold is not None and acs[i] > rules.threshold
+        assert choice.attention[i] == (protected or not (periodic or above))
+        assert choice.mlp[i] == (protected or not periodic)
+        assert choice.mask[2 * i] == choice.attention[i]
+        assert choice.mask[2 * i + 1] == choice.mlp[i]
+    assert any(choice.mask)  # no rules leave an empty draft
+    try:
+        rules.check_layers(count)
+    except InvalidRequestError:
+        assert not choice.can_draft  # whatever is refused for a model would never have drafted
+
+
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=20), RULES)
+def test_rules_without_a_threshold_do_not_look_at_similarities(acs, rules):
+    blind = LayerRules(threshold=None, period=rules.period or 2, keep_last=rules.keep_last)
+    choice = choose_layers(acs, blind)
+    assert choice.mask.tolist() == choose_layers((), blind, len(acs)).mask.tolist()
+    assert choice.attention == choice.mlp
