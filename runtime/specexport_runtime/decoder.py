@@ -9,35 +9,21 @@ just arrived are fed in chunks, in the same packed step.
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 from specexport_runtime.accept import Verdict, accept_greedy, accept_sampled
 from specexport_runtime.batch import IDLE, ModelRunner, RowWork
+from specexport_runtime.draft_length import DraftLength, StepLoad
 from specexport_runtime.drafters.base import Drafter, Proposal
 from specexport_runtime.errors import CheckFailedError, SpecexportError
+from specexport_runtime.events import RoundEvent
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, argmax_ids
+from specexport_runtime.prompt_similarity import measured_step
 from specexport_runtime.scheduler import Scheduler
 from specexport_runtime.sequence import NO_ROW, Sequence
 from specexport_runtime.stats import PaddingStats, PhaseTimes
+from specexport_runtime.trace import RoundTracer
 
-
-class RoundEvent(NamedTuple):
-    """What one round did for one sequence.
-
-    Attributes:
-        sequence: the sequence; its ``finish_reason`` says whether it is done.
-        tokens: tokens committed: ``accepted`` draft tokens, then the target's own (unless the text ended before it);
-            none if it failed.
-        drafted: draft tokens tested.
-        accepted: of these, accepted and committed.
-        is_bonus: the target's own token follows a fully accepted draft; otherwise it corrects the draft.
-    """
-
-    sequence: Sequence
-    tokens: list[int]
-    drafted: int
-    accepted: int
-    is_bonus: bool
+__all__ = ["Decoder", "RoundEvent"]
 
 
 class Decoder:
@@ -48,6 +34,8 @@ class Decoder:
         drafter: where draft tokens come from.
         max_num_seqs: most sequences at a time; at most the target's cache rows.
         max_num_batched_tokens: most tokens of one step, see ``Scheduler``; at most what the target's engine takes.
+        lengths: chooses how far adaptive sequences draft; the drafter's own, if it has one.
+        tracer: writes down the rounds of sequences that keep a trace.
     """
 
     def __init__(
@@ -57,9 +45,13 @@ class Decoder:
         *,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int = 512,
+        lengths: DraftLength | None = None,
+        tracer: RoundTracer | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
+        self.lengths = lengths
+        self.tracer = tracer or RoundTracer()
         rows, limit = target.executor.num_rows, target.executor.max_num_tokens
         self.scheduler = Scheduler(
             min(max_num_seqs or rows, rows),
@@ -104,8 +96,11 @@ class Decoder:
             # The step that ends a prompt drafts too, however the prompt was cut: that must not change a seed's draws.
             ending = [seq for row, chunk in chunks.items() if self._pending(seq := self._in_row(row)) == chunk]
             drafting = sorted([*ready, *ending], key=lambda seq: seq.row)
-        proposals = self._propose(drafting)
+        load = self._load(drafting, chunks)
+        proposals = self._propose(drafting, load)
         events = self._verify(ready, proposals, chunks)
+        if load is not None:
+            self.tracer.record(events, load, time.perf_counter() - start)
         if ready:
             self.times.total += time.perf_counter() - start
             self.times.engine += self.target.executor.engine_seconds + self.drafter.engine_seconds - engines_before
@@ -170,9 +165,26 @@ class Decoder:
             raise SpecexportError(f"row {row} is empty.")
         return seq
 
-    def _propose(self, sequences: Seq[Sequence]) -> dict[int, Proposal]:
+    def _load(self, drafting: Seq[Sequence], chunks: Mapping[int, int]) -> StepLoad | None:
+        """What the step holds before anything is drafted; None where nobody asks."""
+        for seq in drafting:
+            if seq.adaptive or seq.trace is not None:
+                break
+        else:
+            return None
+        busy = [*drafting, *(self._in_row(row) for row in chunks if self._in_row(row) not in drafting)]
+        return StepLoad(
+            num_rows=len(busy),
+            num_tokens=len(busy) - len(chunks) + sum(chunks.values()),
+            num_ready=len(drafting),
+            kv_entries=sum([len(seq.tokens) for seq in busy]),
+        )
+
+    def _propose(self, sequences: Seq[Sequence], load: StepLoad | None) -> dict[int, Proposal]:
         """Draft for sequences that get logits in this step; by row."""
         start = time.perf_counter()
+        if load is not None and self.lengths is not None:
+            self.lengths.begin_round(load)
         rooms = [seq.room_for_drafts for seq in sequences]
         proposals = self.drafter.propose(sequences, rooms) if sequences else []
         self.times.draft += time.perf_counter() - start
@@ -191,7 +203,8 @@ class Decoder:
         # Where all that is read is greedy, a GPU need not send logits: the argmax is taken beside them.
         plain = all(self._in_row(row).sampler.is_plain_greedy for row in proposals)
         want: Want = "token_ids" if plain else "logits"
-        output = self.target.step(first, work, want)
+        prompts = [self._in_row(row) for row in chunks]
+        output = measured_step(self.target, self.drafter, prompts, first, work, want)
         executed = time.perf_counter()
         verified = []
         for row, count in counts.items():
@@ -246,7 +259,7 @@ class Decoder:
             except Exception as error:  # whatever it is, it concerns this sequence alone
                 seq.finish_reason = None  # half a commit may have set it
                 seq.end("error", error)
-                events.append(RoundEvent(seq, [], len(proposal.tokens), 0, is_bonus=False))
+                events.append(RoundEvent(seq, [], len(proposal.tokens), 0, is_bonus=False, proposal=proposal))
         return events
 
     def _commit(self, seq: Sequence, proposal: Proposal, verdict: Verdict) -> RoundEvent:
@@ -257,7 +270,15 @@ class Decoder:
         # Everything but the newest token is in the cache; entries of rejected tokens stay uncounted.
         self.target.kv.commit(seq.row, len(seq.tokens) - 1)
         is_bonus = bool(proposal.tokens) and verdict.is_bonus and taken == len(tokens)
-        return RoundEvent(seq, tokens[:taken], len(proposal.tokens), accepted, is_bonus)
+        rejected = verdict.accepted < len(proposal.tokens)
+        gamma = None
+        if seq.draft_exit is not None:
+            gamma = seq.draft_exit.gamma
+            if proposal.drafter != "lookup":  # a copy has no probabilities, and tells nothing of a model's
+                seq.draft_exit.observe(verdict.accepted, rejected)
+        if seq.adaptive and self.lengths is not None:
+            self.lengths.observe(seq, proposal, verdict.accepted, rejected=rejected)
+        return RoundEvent(seq, tokens[:taken], len(proposal.tokens), accepted, is_bonus, proposal, gamma)
 
     def _retire(self, seq: Sequence) -> None:
         if seq.row != NO_ROW:

@@ -3,35 +3,39 @@
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from specexport_runtime.batch import ModelRunner
 from specexport_runtime.decoder import Decoder
-from specexport_runtime.drafters.base import Drafter
+from specexport_runtime.draft_length import DraftLength
 from specexport_runtime.drafters.chain import ChainDrafter
-from specexport_runtime.drafters.lookup import LookupDrafter
-from specexport_runtime.drafters.model import ModelDrafter
+from specexport_runtime.engine_parts import make_drafters, self_draft_obstacle
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.handle import Callback, RequestHandle
 from specexport_runtime.loop import DecodeLoop
 from specexport_runtime.request_builder import RequestBuilder
 from specexport_runtime.requests import (
+    Abilities,
     DraftDefaults,
+    Drafting,
+    Obstacle,
     RequestOptions,
     check_match_length,
     one_each,
-    parse_speculative_config,
 )
 from specexport_runtime.results import GenerationResult, Prompt, StreamChunk, as_prompts
 from specexport_runtime.sampling import SamplingParams
 from specexport_runtime.stats import PaddingStats, PhaseTimes
+from specexport_runtime.trace import RoundTracer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from specexport_runtime.cost_curves import CostCurves
+    from specexport_runtime.tune_profile import TuneProfile
+
 DEFAULT_BATCHED_TOKENS = 512
-MAX_BACKLOG = 32  # tokens that a draft model catches up on within a drafting step: several copied drafts in a row
 
 
 class SpecEngine:
@@ -56,6 +60,10 @@ class SpecEngine:
         max_num_batched_tokens: most tokens of one step, draft tokens and prompt chunks together; less where the
             target's engine takes less.
         draft_defaults: how to draft for requests that do not say.
+        cost_curves: what steps cost, for requests that let K be chosen (``"auto"``) and for traces; None refuses the
+            former.
+        tune_profile: bounds the K that is chosen.
+        self_obstacle: why the target cannot draft with its own layers, for messages; None finds out.
     """
 
     def __init__(
@@ -74,6 +82,9 @@ class SpecEngine:
         unpad_input: bool = True,
         max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS,
         draft_defaults: DraftDefaults = DraftDefaults(),  # noqa: B008 immutable
+        cost_curves: "CostCurves | None" = None,
+        tune_profile: "TuneProfile | None" = None,
+        self_obstacle: Obstacle | None = None,
     ) -> None:
         if max_num_batched_tokens < 1:
             raise InvalidRequestError(f"max_num_batched_tokens is {max_num_batched_tokens}.", "give 1 or more.")
@@ -83,26 +94,44 @@ class SpecEngine:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.lookahead = lookahead
+        self.cost_curves = cost_curves
+        self.tune_profile = tune_profile
+        self._chat_template = chat_template
+        self._special_tokens = dict(special_tokens or {})
+        runner = ModelRunner(target, unpad_kv=unpad_kv, unpad_input=unpad_input)
+        draft_runner = None if draft is None else ModelRunner(draft, unpad_kv=unpad_kv, unpad_input=unpad_input)
         self._builder = RequestBuilder(
             tokenizer,
             target.vocab_size,
             max_model_len,
-            lookahead,
-            has_draft=draft is not None,
+            Abilities(
+                has_draft=draft is not None,
+                lookahead=lookahead,
+                self_obstacle=self_obstacle or self_draft_obstacle(runner),
+                is_adaptive=cost_curves is not None,
+                num_layers=getattr(target, "num_gates", 0) // 2,
+            ),
             eos_token_ids=tuple(eos_token_ids),
             defaults=draft_defaults,
         )
-        self._chat_template = chat_template
-        self._special_tokens = dict(special_tokens or {})
-        runner = ModelRunner(target, unpad_kv=unpad_kv, unpad_input=unpad_input)
-        drafters: dict[str, Drafter] = {"lookup": LookupDrafter(match_length=draft_defaults.match_length)}
-        if draft is not None:
-            drafters["draft-model"] = ModelDrafter(
-                ModelRunner(draft, unpad_kv=unpad_kv, unpad_input=unpad_input),
-                vocab_size=draft_vocab_size or target.vocab_size,
-                max_backlog=MAX_BACKLOG,
-            )
-        decoder = Decoder(runner, ChainDrafter(drafters), max_num_batched_tokens=max_num_batched_tokens)
+        drafters = make_drafters(
+            runner,
+            draft_runner,
+            vocab_size=draft_vocab_size or target.vocab_size,
+            match_length=draft_defaults.match_length,
+        )
+        lengths: DraftLength | None = None
+        if cost_curves is not None:
+            from specexport_runtime.goodput import GoodputLength
+
+            lengths = GoodputLength(cost_curves, tune_profile)
+        decoder = Decoder(
+            runner,
+            ChainDrafter(drafters, lengths),
+            max_num_batched_tokens=max_num_batched_tokens,
+            lengths=lengths,
+            tracer=RoundTracer(cost_curves),
+        )
         self._loop = DecodeLoop(decoder)
 
     @property
@@ -130,6 +159,8 @@ class SpecEngine:
         match_length: int | None = None,
         speculative_config: Mapping[str, Any] | None = None,
         cuda_graphs: bool | None = None,
+        adaptive: bool = False,
+        tune_profile: str | Path | None = None,
     ) -> "SpecEngine":
         """Load a bundle, checking versions and every file's hash.
 
@@ -147,6 +178,9 @@ class SpecEngine:
                 sets the default drafter and its K.
             cuda_graphs: on a GPU, record decode and verify steps and replay them; False runs them one kernel at a time,
                 None records them with TensorRT only.
+            adaptive: let requests ask for ``num_speculative_tokens="auto"``: measures what steps cost, at the first
+                load of a bundle on this machine, and keeps that in the user's cache.
+            tune_profile: profile that ``specexport tune`` wrote; None takes the bundle's own, if it has one.
 
         Raises:
             BundleError: the folder is no bundle, or a file is missing or altered.
@@ -154,42 +188,40 @@ class SpecEngine:
             InvalidRequestError: a limit is out of range.
             MissingDependencyError: the runtime of the bundle's backend is not installed.
         """
-        from specexport_runtime.bundle import load_bundle
+        from specexport_runtime.engine_load import LoadOptions, load_engine_parts
 
-        bundle = load_bundle(Path(path), max_model_len=max_model_len, max_num_seqs=max_num_seqs)
-        manifest = bundle.manifest
-        defaults = DraftDefaults()
-        if speculative_config is not None:
-            draft = manifest.models.get("draft")
-            source = None if draft is None else draft.source
-            defaults = parse_speculative_config(speculative_config, draft_source=source, built=manifest.lookahead)
-        if match_length is not None:
-            defaults = defaults._replace(match_length=match_length)
-        check_match_length(defaults.match_length)
-        executors: dict[str, Executor] = {}
-        try:
-            for role in sorted(manifest.models, reverse=True):  # the target first: a draft takes what it leaves
-                executors[role] = bundle.make_executor(
-                    role, num_threads=num_threads, spin=spin, unpad_kv=unpad_kv, cuda_graphs=cuda_graphs
-                )
-        except BaseException:
-            for executor in executors.values():  # a GPU's memory must not wait for the garbage collector
-                executor.close()
-            raise
+        options = LoadOptions(
+            max_num_seqs,
+            max_model_len,
+            num_threads,
+            spin,
+            unpad_kv,
+            unpad_input,
+            cuda_graphs,
+            adaptive,
+            None if tune_profile is None else Path(tune_profile),
+            match_length,
+            speculative_config,
+        )
+        parts = load_engine_parts(Path(path), options)
+        manifest = parts.bundle.manifest
         return cls(
-            executors["target"],
-            bundle.tokenizer,
-            draft=executors.get("draft"),
-            max_model_len=bundle.max_model_len,
+            parts.target,
+            parts.bundle.tokenizer,
+            draft=parts.draft,
+            max_model_len=parts.bundle.max_model_len,
             lookahead=manifest.lookahead,
             draft_vocab_size=manifest.vocabulary.size,
             eos_token_ids=manifest.vocabulary.eos_token_ids,
-            chat_template=bundle.chat_template,
+            chat_template=parts.bundle.chat_template,
             special_tokens=manifest.vocabulary.special_tokens,
             unpad_kv=unpad_kv,
             unpad_input=unpad_input,
             max_num_batched_tokens=max_num_batched_tokens,
-            draft_defaults=defaults,
+            draft_defaults=parts.defaults,
+            cost_curves=parts.curves,
+            tune_profile=parts.profile,
+            self_obstacle=parts.self_obstacle,
         )
 
     def submit(
@@ -197,28 +229,24 @@ class SpecEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        drafter: str | None = None,
-        num_speculative_tokens: int | None = None,
-        speculation: bool = True,
         reference: Prompt | None = None,
         callback: Callback | None = None,
+        **drafting: Unpack[Drafting],
     ) -> RequestHandle:
         """Queue one request; it joins the running batch as soon as a cache row is free, in order of arrival.
 
         Args:
             prompt: a text or token ids.
             params: sampling parameters; None is greedy.
-            drafter: ``"draft-model"``, ``"lookup"``, ``"chained"`` (lookup, and the draft model where it finds
-                nothing) or ``"none"``; None takes the draft model if there is one.
-            num_speculative_tokens: K of the draft model (4 if None), or tokens copied by ``"lookup"`` (7 if None).
-            speculation: False decodes plainly, as ``drafter="none"``.
             reference: a text or token ids that lookup may copy from, besides the prompt and what was generated.
             callback: called with each chunk in the decoding thread: keep it short.
+            **drafting: how to draft: ``drafter``, ``num_speculative_tokens``, ``speculation``, ``layer_rules``,
+                ``draft_exit``, ``trace``; see ``requests.Drafting``.
 
         Raises:
             InvalidRequestError: the request can never be served; others are not affected.
         """
-        options = RequestOptions(drafter, num_speculative_tokens, speculation)
+        options = RequestOptions(**drafting)
         seq = self._builder.build(0, prompt, params or SamplingParams(), options, reference, stream=True)
         handle = RequestHandle(prompt, seq, self._loop, stream=True, callback=callback)
         self._loop.submit([handle])
@@ -229,48 +257,33 @@ class SpecEngine:
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
-        drafter: str | None = None,
-        num_speculative_tokens: int | None = None,
-        speculation: bool = True,
         references: Seq[Prompt | None] | None = None,
+        **drafting: Unpack[Drafting],
     ) -> list[GenerationResult]:
         """Generate for one or many prompts; results come in the order of the prompts.
 
         Args:
             prompts: a text, token ids, or a list of either.
             params: sampling parameters for all, or one for each prompt; None is greedy.
-            drafter: as :meth:`submit`, for all prompts.
-            num_speculative_tokens: as :meth:`submit`.
-            speculation: as :meth:`submit`.
             references: for each prompt what lookup may copy from, or None.
+            **drafting: as :meth:`submit`, for all prompts.
 
         Raises:
             InvalidRequestError: a prompt is empty, too long or has ids out of range, or K is out of range.
             RequestFailedError: a request was ended by an exception.
         """
-        return list(
-            self.iter_results(
-                prompts,
-                params,
-                drafter=drafter,
-                num_speculative_tokens=num_speculative_tokens,
-                speculation=speculation,
-                references=references,
-            )
-        )
+        return list(self.iter_results(prompts, params, references=references, **drafting))
 
     def iter_results(
         self,
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
-        drafter: str | None = None,
-        num_speculative_tokens: int | None = None,
-        speculation: bool = True,
         references: Seq[Prompt | None] | None = None,
+        **drafting: Unpack[Drafting],
     ) -> Iterator[GenerationResult]:
         """As :meth:`generate`, but each result comes as soon as it and those before it are finished."""
-        options = RequestOptions(drafter, num_speculative_tokens, speculation)
+        options = RequestOptions(**drafting)
         batch = as_prompts(prompts)
         each = one_each(params or SamplingParams(), len(batch), "sampling parameters")
         copied = one_each(references, len(batch), "references")
@@ -286,26 +299,15 @@ class SpecEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        drafter: str | None = None,
-        num_speculative_tokens: int | None = None,
-        speculation: bool = True,
         reference: Prompt | None = None,
+        **drafting: Unpack[Drafting],
     ) -> Iterator[StreamChunk]:
         """Generate for one prompt, a chunk a round. Closing the iterator early cancels the request.
 
         Raises:
             InvalidRequestError: as :meth:`submit`, before the first chunk.
         """
-        return iter(
-            self.submit(
-                prompt,
-                params,
-                drafter=drafter,
-                num_speculative_tokens=num_speculative_tokens,
-                speculation=speculation,
-                reference=reference,
-            )
-        )
+        return iter(self.submit(prompt, params, reference=reference, **drafting))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked.

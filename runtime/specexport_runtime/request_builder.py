@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specexport_runtime.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests import (
+    Abilities,
     DraftDefaults,
+    DraftPlan,
     RequestOptions,
     check_token_ids,
     check_token_range,
@@ -32,8 +35,7 @@ class RequestBuilder:
         tokenizer: tokenizer of all models.
         vocab_size: rows of the target's LM head (V).
         max_model_len: most tokens of one sequence, prompt included.
-        lookahead: largest K.
-        has_draft: there is a draft model.
+        abilities: ways to draft that the engine has.
         eos_token_ids: ids that end a text.
         defaults: how to draft for requests that do not say.
     """
@@ -41,8 +43,7 @@ class RequestBuilder:
     tokenizer: "Tokenizer"
     vocab_size: int
     max_model_len: int
-    lookahead: int
-    has_draft: bool
+    abilities: Abilities
     eos_token_ids: tuple[int, ...]
     defaults: DraftDefaults
 
@@ -96,11 +97,18 @@ class RequestBuilder:
         Raises:
             InvalidRequestError: the request can never be served.
         """
-        plan = resolve_draft_plan(*options, has_draft=self.has_draft, built=self.lookahead, defaults=self.defaults)
-        if reference is not None and not any(stage.drafter == "lookup" for stage in plan):
+        plan = resolve_draft_plan(options, self.abilities, self.defaults)
+        drafters = [stage.drafter for stage in plan.stages]
+        if reference is not None and "lookup" not in drafters:
             raise InvalidRequestError(
                 "a reference is copied from by lookup only.", "use drafter 'lookup' or 'chained'."
             )
+        rules = options.layer_rules or self.defaults.layer_rules
+        if "self" in drafters:
+            rules.check_layers(self.abilities.num_layers)
+        elif options.layer_rules is not None:
+            raise InvalidRequestError("layer rules are for drafting with the target itself.", "use drafter 'self'.")
+        exit_params = self._exit_params(options, plan)
         return Sequence(
             index,
             self.encode(prompt),
@@ -111,9 +119,26 @@ class RequestBuilder:
             text=TextStream(self.tokenizer, params),
             stream=stream,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
-            draft_plan=plan,
+            draft_plan=plan.stages,
             reference=self.encode_reference(reference),
+            adaptive=plan.adaptive,
+            draft_exit=None if exit_params is None else DraftExit(exit_params),
+            layer_rules=rules,
+            trace=options.trace,
         )
+
+    def _exit_params(self, options: RequestOptions, plan: DraftPlan) -> DraftExitParams | None:
+        """When drafts of models end for this request; None: never before K."""
+        drafts = any(stage.drafter != "lookup" for stage in plan.stages)
+        if options.draft_exit is None:
+            return self.defaults.draft_exit if drafts else None
+        if options.draft_exit is False:
+            return None
+        if not drafts:
+            raise InvalidRequestError(
+                "a draft exit ends drafts of models, and none drafts here.", "use drafter 'draft-model' or 'self'."
+            )
+        return DraftExitParams() if options.draft_exit is True else options.draft_exit
 
 
 def _plain(ids: Seq[int]) -> list[int]:

@@ -1,19 +1,28 @@
-"""Checks of one request against what an engine was built for."""
+"""Checks of one request against what an engine was built for, and the plan of how to draft for it."""
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
+from specexport_runtime.draft_exit import DraftExitParams
 from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH, DEFAULT_MATCH_LENGTH
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.layer_choice import LayerRules
 from specexport_runtime.sequence import DraftStage
 
-DRAFTERS = ("draft-model", "lookup", "chained", "none")
-"""Ways to draft that a request can name; ``chained`` asks lookup first and the draft model where it finds nothing."""
+DRAFTERS = ("draft-model", "lookup", "self", "chained", "none")
+"""Ways to draft that a request can name. ``self`` drafts with some of the target's own layers; ``chained`` asks lookup
+first and, where it finds nothing, the draft model, or the target's own layers if there is no draft model."""
 
 DEFAULT_LOOKAHEAD = 4
 """K where nothing else is asked for: the best in most settings of Chen et al. 2023 (figure 1)."""
+
+DEFAULT_SELF_LOOKAHEAD = 3
+"""K of self-drafting: its step costs about half of the target's, so (1 + a + … + a^K) / (1 + K/2) is at its best for K
+from 2 (at an acceptance a of 0.8) to 4 (at 0.9)."""
+
+Lookahead = int | Literal["auto"]
+"""Draft tokens a round, or ``"auto"``: chosen in every round for the most expected tokens per second."""
 
 
 def check_token_ids(ids: Seq[int], *, vocab_size: int, max_model_len: int) -> None:
@@ -68,12 +77,38 @@ def one_each(values: Any, count: int, what: str) -> list[Any]:
     return list(values)
 
 
+class Drafting(TypedDict, total=False):
+    """How to draft for one request: keyword arguments of ``SpecEngine.submit``, ``generate`` and ``stream``.
+
+    Attributes:
+        drafter: ``"draft-model"``, ``"lookup"``, ``"self"`` (some of the target's own layers), ``"chained"`` (lookup,
+            and where it finds nothing the draft model, or the target's own layers) or ``"none"``; None takes the
+            engine's default: the draft model if there is one.
+        num_speculative_tokens: K (4 if None; of ``"self"`` 3), or tokens copied by ``"lookup"`` (7 if None), or
+            ``"auto"``: chosen in every round, up to what was built; needs an engine that was loaded ``adaptive``.
+        speculation: False decodes plainly, as ``drafter="none"``.
+        layer_rules: which layers ``"self"`` leaves out.
+        draft_exit: end a model's draft when it is no longer sure: True, False or the parameters of the threshold.
+        trace: keep what each round did.
+    """
+
+    drafter: str | None
+    num_speculative_tokens: Lookahead | None
+    speculation: bool
+    layer_rules: LayerRules | None
+    draft_exit: DraftExitParams | bool | None
+    trace: bool
+
+
 class RequestOptions(NamedTuple):
-    """How to draft for one request, as the caller said it; see ``SpecEngine.submit``."""
+    """How to draft for one request, as the caller said it; see :class:`Drafting`."""
 
     drafter: str | None = None
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: Lookahead | None = None
     speculation: bool = True
+    layer_rules: LayerRules | None = None
+    draft_exit: DraftExitParams | bool | None = None
+    trace: bool = False
 
 
 class DraftDefaults(NamedTuple):
@@ -81,68 +116,54 @@ class DraftDefaults(NamedTuple):
 
     Attributes:
         drafter: one of ``DRAFTERS``; None: the draft model if there is one, else none.
-        lookahead: K of the draft model, or tokens copied by lookup; None takes the default of each.
+        lookahead: K of a model, or tokens copied by lookup, or ``"auto"``; None takes the default of each.
         match_length: fewest tokens that lookup must match.
+        layer_rules: which layers ``"self"`` leaves out.
+        draft_exit: threshold at which a model's draft ends; None for no such threshold.
     """
 
     drafter: str | None = None
-    lookahead: int | None = None
+    lookahead: Lookahead | None = None
     match_length: int = DEFAULT_MATCH_LENGTH
+    layer_rules: LayerRules = LayerRules()
+    draft_exit: DraftExitParams | None = None
 
 
-def parse_speculative_config(config: Mapping[str, Any], *, draft_source: str | None, built: int) -> DraftDefaults:
-    """How an engine drafts, from vLLM's speculative-config keys.
+class Obstacle(NamedTuple):
+    """Why something cannot be done, and what can be done about it."""
 
-    Args:
-        config: ``method`` (``"draft_model"`` or ``"ngram"``), ``model`` (if given, it must be the bundle's own draft),
-            ``num_speculative_tokens``, and for ``"ngram"`` ``prompt_lookup_min`` (fewest tokens to match); all
-            optional.
-        draft_source: name of the bundle's draft checkpoint; None if it has no draft.
-        built: largest K of the bundle.
+    message: str
+    hint: str
 
-    Raises:
-        InvalidRequestError: an unknown key, or a value that this bundle cannot honour.
+
+class Abilities(NamedTuple):
+    """What an engine can do.
+
+    Attributes:
+        has_draft: there is a draft model.
+        lookahead: largest K it was built for.
+        self_obstacle: why the target cannot draft with its own layers; None if it can.
+        is_adaptive: there are cost curves to choose K by.
+        num_layers: layers of a target that can draft with its own layers.
     """
-    known = ("method", "model", "num_speculative_tokens", "prompt_lookup_min")
-    for key in config:
-        if key == "prompt_lookup_max":
-            raise InvalidRequestError(
-                "speculative_config key 'prompt_lookup_max' is not honoured: the longest match is always used.",
-                "drop the key; prompt_lookup_min sets the shortest match.",
-            )
-        if key not in known:
-            near = get_close_matches(str(key), known, n=1)
-            fix = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}."
-            raise InvalidRequestError(f"speculative_config has an unknown key {key!r}.", fix)
-    method = config.get("method", "draft_model")
-    if method == "ngram":
-        return _parse_ngram(config, built)
-    if method != "draft_model":
-        raise InvalidRequestError(
-            f"speculative_config method {method!r} is not available.", "use 'draft_model' or 'ngram'."
-        )
-    if "prompt_lookup_min" in config:
-        raise InvalidRequestError("prompt_lookup_min needs method 'ngram'.", "add the method, or drop the key.")
-    if draft_source is None:
-        raise InvalidRequestError(
-            "speculative_config was given, but this bundle has no draft.", "build it with --draft, or use 'ngram'."
-        )
-    if config.get("model", draft_source) != draft_source:
-        raise InvalidRequestError(
-            f"speculative_config names draft {config['model']!r}; this bundle was built with {draft_source!r}.",
-            "build a bundle with that draft, or drop the key.",
-        )
-    requested = config.get("num_speculative_tokens")
-    return DraftDefaults("draft-model", resolve_lookahead(requested, built=built, default=DEFAULT_LOOKAHEAD))
+
+    has_draft: bool
+    lookahead: int
+    self_obstacle: Obstacle | None
+    is_adaptive: bool = False
+    num_layers: int = 0
 
 
-def _parse_ngram(config: Mapping[str, Any], built: int) -> DraftDefaults:
-    if "model" in config:
-        raise InvalidRequestError("speculative_config method 'ngram' takes no model.", "drop the key 'model'.")
-    match_length = config.get("prompt_lookup_min", DEFAULT_MATCH_LENGTH)
-    check_match_length(match_length)
-    requested = config.get("num_speculative_tokens")
-    return DraftDefaults("lookup", resolve_lookahead(requested, built=built, default=DEFAULT_COPY_LENGTH), match_length)
+class DraftPlan(NamedTuple):
+    """How to draft for one request.
+
+    Attributes:
+        stages: ways to draft, in the order they are tried; empty for plain decoding.
+        adaptive: the lookahead of each stage is the most that may be chosen, round by round.
+    """
+
+    stages: tuple[DraftStage, ...] = ()
+    adaptive: bool = False
 
 
 def check_match_length(value: object) -> None:
@@ -155,7 +176,7 @@ def check_match_length(value: object) -> None:
         raise InvalidRequestError(f"the match length of lookup drafting is {value!r}.", "give an integer of 1 or more.")
 
 
-def resolve_lookahead(requested: int | None, *, built: int, default: int) -> int:
+def resolve_lookahead(requested: Lookahead | None, *, built: int, default: int) -> int:
     """The lookahead K of a drafter.
 
     Args:
@@ -179,51 +200,64 @@ def resolve_lookahead(requested: int | None, *, built: int, default: int) -> int
     return requested
 
 
-def resolve_draft_plan(
-    drafter: str | None,
-    requested: int | None,
-    speculation: bool,
-    *,
-    has_draft: bool,
-    built: int,
-    defaults: DraftDefaults,
-) -> tuple[DraftStage, ...]:
-    """The ways to draft for one request, in the order they are tried; empty for plain decoding.
+def resolve_draft_plan(options: RequestOptions, abilities: Abilities, defaults: DraftDefaults) -> DraftPlan:
+    """The ways to draft for one request.
 
     Args:
-        drafter: one of ``DRAFTERS``; None takes the engine's default.
-        requested: draft tokens a round: K of the draft model, or tokens copied where lookup is the only drafter.
-        speculation: False asks for plain decoding.
-        has_draft: the engine has a draft model.
-        built: largest K of the engine.
-        defaults: the engine's defaults.
+        options: what the request asks for.
+        abilities: what the engine can do.
+        defaults: what the engine does where the request does not say.
 
     Raises:
         InvalidRequestError: options contradict each other, or the engine cannot do what was asked.
     """
+    drafter, requested = options.drafter, options.num_speculative_tokens
     if drafter is not None and drafter not in DRAFTERS:
         near = get_close_matches(drafter, DRAFTERS, n=1)
         fix = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(DRAFTERS)}."
         raise InvalidRequestError(f"there is no drafter {drafter!r}.", fix)
-    if not speculation or drafter == "none":
+    if not options.speculation or drafter == "none":
         if requested is not None or drafter not in (None, "none"):
             raise InvalidRequestError(
                 "speculation is off, but a drafter or a number of draft tokens was given.", "drop one."
             )
-        return ()
+        return DraftPlan()
     if drafter is None:
-        drafter = defaults.drafter or ("draft-model" if has_draft or requested is not None else None)
+        drafter = defaults.drafter or ("draft-model" if abilities.has_draft or requested is not None else None)
         requested = defaults.lookahead if requested is None else requested
     if drafter is None:
-        return ()
-    if drafter != "lookup" and not has_draft:
+        return DraftPlan()
+    names = _stage_names(drafter, abilities)
+    if requested == "auto":
+        if not abilities.is_adaptive:
+            raise InvalidRequestError(
+                "num_speculative_tokens is 'auto', and this engine has no cost curves to choose by.",
+                "load it with adaptive=True, or give a number.",
+            )
+        return DraftPlan(tuple(DraftStage(name, abilities.lookahead) for name in names), adaptive=True)
+    asked = [requested if name == names[-1] else None for name in names]  # of a chain, the number is the model's
+    return DraftPlan(
+        tuple(
+            DraftStage(name, resolve_lookahead(number, built=abilities.lookahead, default=_DEFAULTS[name]))
+            for name, number in zip(names, asked, strict=True)
+        )
+    )
+
+
+_DEFAULTS = {"lookup": DEFAULT_COPY_LENGTH, "draft-model": DEFAULT_LOOKAHEAD, "self": DEFAULT_SELF_LOOKAHEAD}
+
+
+def _stage_names(drafter: str, abilities: Abilities) -> tuple[str, ...]:
+    """Names of the stages of a drafter that a request may name."""
+    if drafter == "lookup":
+        return ("lookup",)
+    if drafter == "self" and abilities.self_obstacle is not None:
+        raise InvalidRequestError(*abilities.self_obstacle)
+    needs_draft = drafter == "draft-model" or (drafter == "chained" and abilities.self_obstacle is not None)
+    if needs_draft and not abilities.has_draft:
         raise InvalidRequestError(
             "this bundle has no draft model.", "build it with --draft, use drafter 'lookup', or do not speculate."
         )
-    if drafter == "lookup":
-        copied = resolve_lookahead(requested, built=built, default=DEFAULT_COPY_LENGTH)
-        return (DraftStage("lookup", copied),)
-    model = DraftStage("draft-model", resolve_lookahead(requested, built=built, default=DEFAULT_LOOKAHEAD))
-    if drafter == "draft-model":
-        return (model,)
-    return (DraftStage("lookup", min(DEFAULT_COPY_LENGTH, built)), model)
+    if drafter == "chained":
+        return ("lookup", "draft-model" if abilities.has_draft else "self")
+    return (drafter,)

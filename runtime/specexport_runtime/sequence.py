@@ -2,14 +2,21 @@
 
 import time
 from collections.abc import Sequence as Seq
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from specexport_runtime.errors import SpecexportError
+from specexport_runtime.layer_choice import LayerRules
 from specexport_runtime.sampling import RandomStream, Sampler, SamplingParams
 from specexport_runtime.stats import SequenceStats
 from specexport_runtime.text import TextStream
 
+if TYPE_CHECKING:
+    from specexport_runtime.draft_exit import DraftExit
+    from specexport_runtime.layer_choice import LayerChoice
+    from specexport_runtime.trace import Asked, RoundTrace
+
 NO_ROW = -1
+DEFAULT_RULES = LayerRules()
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -17,7 +24,7 @@ class DraftStage(NamedTuple):
     """One way to draft for a sequence, and how far.
 
     Attributes:
-        drafter: ``"lookup"`` or ``"draft-model"``.
+        drafter: ``"lookup"``, ``"draft-model"`` or ``"self"``.
         lookahead: most draft tokens a round (K).
     """
 
@@ -40,12 +47,21 @@ class Sequence:
         seed: seed of this sequence's random stream.
         draft_plan: ways to draft, tried in order until one finds something; empty for plain decoding.
         reference: token ids that lookup drafting may copy from, besides the sequence's own.
+        adaptive: each stage's lookahead is the most that the engine's ``DraftLength`` may choose, round by round;
+            False always drafts as far as the stage says.
+        draft_exit: ends drafts of models that are no longer sure; None never does.
+        layer_rules: which layers a draft out of the target itself leaves out; None for the defaults.
+        trace: keep what each round did, in :attr:`trace`.
 
     Attributes:
         tokens: prompt and committed output.
         row: cache row while it is running; ``NO_ROW`` before and after.
         finish_reason: None while it may go on.
         error: what ended it, if its ``finish_reason`` is ``"error"``.
+        layer_choice: layers of the draft out of the target itself, once the prompt was read; set by that drafter.
+        length_state: what the ``DraftLength`` remembers of this sequence.
+        trace: what each round did; None if that was not asked for.
+        asked: if there is a trace, the stages that were considered in this round.
     """
 
     def __init__(
@@ -62,6 +78,10 @@ class Sequence:
         seed: int = 0,
         draft_plan: Seq[DraftStage] = (),
         reference: Seq[int] = (),
+        adaptive: bool = False,
+        draft_exit: "DraftExit | None" = None,
+        layer_rules: LayerRules | None = None,
+        trace: bool = False,
     ) -> None:
         self.index = index
         self.params = params
@@ -77,6 +97,13 @@ class Sequence:
         self.error: Exception | None = None
         self.draft_plan = tuple(draft_plan)
         self.reference = tuple(reference)
+        self.adaptive = adaptive
+        self.draft_exit = draft_exit
+        self.layer_rules = DEFAULT_RULES if layer_rules is None else layer_rules
+        self.layer_choice: LayerChoice | None = None
+        self.length_state: Any = None
+        self.trace: list[RoundTrace] | None = [] if trace else None
+        self.asked: list[Asked] = []
         now = time.perf_counter()
         self.stats = SequenceStats(num_prompt_tokens=len(prompt), submit_time=now, start_time=now)
         self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))

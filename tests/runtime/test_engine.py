@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests import parse_speculative_config
+from specexport_runtime.speculative_config import parse_speculative_config
 
 WORDS = [f"w{i}" for i in range(VOCAB)]
 
@@ -212,8 +212,8 @@ def test_speculative_config_is_honoured_or_refused(config, words):
 
 def test_ngram_speculative_config_is_lookup():
     config = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 3}
-    assert parse_speculative_config(config, draft_source=None, built=8) == ("lookup", 5, 3)
-    assert parse_speculative_config({"method": "ngram"}, draft_source=None, built=8) == ("lookup", 7, 2)
+    assert parse_speculative_config(config, draft_source=None, built=8)[:3] == ("lookup", 5, 3)
+    assert parse_speculative_config({"method": "ngram"}, draft_source=None, built=8)[:3] == ("lookup", 7, 2)
 
 
 def test_speculative_config_sets_the_default(demo_bundle):

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from specexport_runtime.sequence import Sequence
 
 DraftEnd = Literal["lookahead", "exit", "text", "none"]
-"""Why a draft ended: K was reached, the drafter was no longer sure (gamma), nothing more to copy, or no draft at all."""
+"""Why a draft ended: K was reached, the drafter was not sure any more, nothing more to copy, or no draft at all."""
 
 
 class Proposal(NamedTuple):
@@ -20,12 +20,14 @@ class Proposal(NamedTuple):
         distributions: the distribution each token was drawn from; None says one-hot (greedy, or copied text).
         end: why the draft has no more tokens.
         drafter: name of the drafter in the draft plan; empty if none was asked or none found anything.
+        match_length: of a copied draft, how many tokens before it matched; 0 for drafts of models.
     """
 
     tokens: list[int]
     distributions: "list[Distribution] | None" = None
     end: DraftEnd = "lookahead"
     drafter: str = ""
+    match_length: int = 0
 
 
 class Drafter(Protocol):

@@ -3,10 +3,15 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+from specexport_runtime.draft_length import Allowed, DraftLength
 from specexport_runtime.drafters.base import Drafter, Proposal
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.sequence import Sequence
+from specexport_runtime.trace import Asked
+
+FREE = frozenset(["lookup"])
+"""Drafters whose drafts cost next to nothing: how much of one is worth testing is decided when it is there."""
 
 
 class ChainDrafter:
@@ -22,10 +27,12 @@ class ChainDrafter:
     Args:
         drafters: drafters by the names that plans use, cheap ones first: of those that are waited for, the first is
             called first, so that sequences it has nothing for can still join a later one's call.
+        lengths: chooses how far adaptive sequences draft; None if there are none.
     """
 
-    def __init__(self, drafters: Mapping[str, Drafter] | None = None) -> None:
+    def __init__(self, drafters: Mapping[str, Drafter] | None = None, lengths: DraftLength | None = None) -> None:
         self.drafters = dict(drafters or {})
+        self.lengths = lengths
 
     @property
     def engine_seconds(self) -> float:
@@ -42,19 +49,57 @@ class ChainDrafter:
         Raises:
             SpecexportError: a plan names a drafter that is not here.
         """
-        proposals = [Proposal([]) for _ in sequences]
+        proposals = [Proposal([], end="none") for _ in sequences]
         plans = [
             [(name, min(own, room)) for name, own in seq.draft_plan if min(own, room) > 0]
             for seq, room in zip(sequences, lookaheads, strict=True)
         ]
+        for seq in sequences:
+            if seq.trace is not None:
+                seq.asked = []
+        lengths = self.lengths if any(seq.adaptive for seq in sequences) else None
         while any(plans):
             name = self._next({plan[0][0] for plan in plans if plan})
             limits = [plan[0][1] if plan and plan[0][0] == name else 0 for plan in plans]
-            for i, proposal in enumerate(self.drafters[name].propose(sequences, limits)):
-                if limits[i]:
-                    proposals[i] = proposal
-                    plans[i] = [] if proposal.tokens else plans[i][1:]
+            found, allowed = self._ask(name, sequences, limits, lengths)
+            for i, limit in enumerate(limits):
+                if not limit:
+                    continue
+                seq, proposal = sequences[i], found[i]
+                plans[i] = [] if proposal.tokens else plans[i][1:]
+                if proposal.tokens:
+                    proposals[i] = proposal if proposal.drafter == name else proposal._replace(drafter=name)
+                if seq.trace is not None:
+                    seq.asked.append(Asked(name, *self._allowed(seq, name, limit, allowed[i])))
         return proposals
+
+    def _ask(
+        self, name: str, sequences: Seq[Sequence], limits: Seq[int], lengths: DraftLength | None
+    ) -> tuple[list[Proposal], Seq[Allowed | None]]:
+        """Drafts of one drafter, as long as they may be."""
+        drafter = self.drafters[name]
+        if lengths is None:
+            return drafter.propose(sequences, limits), [None] * len(limits)
+        if name in FREE:
+            found = drafter.propose(sequences, limits)
+            allowed = lengths.cut(name, sequences, found)
+            cut = [
+                proposal if len(proposal.tokens) <= most.lookahead else _cut(proposal, most.lookahead)
+                for proposal, most in zip(found, allowed, strict=True)
+            ]
+            return cut, allowed
+        allowed = lengths.allow(name, sequences, limits)
+        most = [each.lookahead for each in allowed]
+        # Nobody drafts: a true bypass, the drafter does not even hear of it.
+        return drafter.propose(sequences, most) if any(most) else [_NOTHING] * len(most), allowed
+
+    @staticmethod
+    def _allowed(seq: Sequence, name: str, limit: int, allowed: Allowed | None) -> Allowed:
+        """For the trace: what a sequence was allowed, and why."""
+        if allowed is not None and seq.adaptive:
+            return allowed
+        own = next(lookahead for drafter, lookahead in seq.draft_plan if drafter == name)
+        return Allowed(limit, "fixed" if limit == own else "room")
 
     def _next(self, wanted: set[str]) -> str:
         for name in self.drafters:
@@ -86,3 +131,11 @@ class ChainDrafter:
         for name, _ in sequence.draft_plan:
             if self.drafters[name].wants_similarity(sequence):
                 self.drafters[name].note_similarity(sequence, similarity)
+
+
+_NOTHING = Proposal([], end="none")
+
+
+def _cut(proposal: Proposal, count: int) -> Proposal:
+    """The first tokens of a copied draft (which has no distributions)."""
+    return proposal._replace(tokens=proposal.tokens[:count], end="lookahead" if count else "none")

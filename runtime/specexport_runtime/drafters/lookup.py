@@ -7,7 +7,7 @@ from a reference text; prompt lookup copies from the prompt and the output. This
 from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
-from specexport_runtime.drafters.base import Proposal
+from specexport_runtime.drafters.base import DraftEnd, Proposal
 from specexport_runtime.drafters.suffix_index import SuffixIndex
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import Float32Array
@@ -32,7 +32,8 @@ class LookupDrafter:
     The gate keeps bad copies short, because in a large batch each rejected token costs compute. While fewer than half
     of the recent matches foretold their next token, a copy is no longer than its match. The gate looks at the text
     alone: never at other sequences, nor at drafts that were discarded, nor at where rounds began (``RandomStream`` says
-    why). With a reference, where copying is expected, it starts open.
+    why). With a reference, where copying is expected, it starts open. Adaptive sequences do without the gate: how much of a
+    copy they test is chosen by what became of earlier copies.
 
     Args:
         match_length: shortest match that is copied from.
@@ -55,7 +56,9 @@ class LookupDrafter:
     def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
         """Up to ``lookaheads[i]`` copied tokens for each sequence; see ``Drafter.propose``."""
         return [
-            Proposal(self._copy(self._updated_index(seq), lookahead) if lookahead > 0 else [])
+            self._copy(self._updated_index(seq), lookahead, gated=self.gate and not seq.adaptive)
+            if lookahead > 0
+            else _NOTHING
             for seq, lookahead in zip(sequences, lookaheads, strict=True)
         ]
 
@@ -91,12 +94,19 @@ class LookupDrafter:
         index.extend(seq.tokens[len(index.tokens) - before :])
         return index
 
-    def _copy(self, index: SuffixIndex, count: int) -> list[int]:
-        if index.match_length < self.match_length:
-            return []
-        if self.gate and index.hit_rate < 0.5:
-            count = min(count, index.match_length)
+    def _copy(self, index: SuffixIndex, count: int, *, gated: bool) -> Proposal:
+        matched = index.match_length
+        if matched < self.match_length:
+            return _NOTHING
+        end: DraftEnd = "lookahead"
+        if gated and index.hit_rate < 0.5 and matched < count:
+            count, end = matched, "exit"
         copied = index.tokens[index.match_end : index.match_end + count]
         if len(copied) < count:  # the end of the text: what was copied so far repeats
             copied = (copied * (count // len(copied) + 1))[:count]
-        return copied[: copied.index(_SEPARATOR)] if _SEPARATOR in copied else copied
+        if _SEPARATOR in copied:
+            copied, end = copied[: copied.index(_SEPARATOR)], "text"
+        return Proposal(copied, None, end, "lookup", matched) if copied else _NOTHING
+
+
+_NOTHING = Proposal([], end="none")

@@ -1,0 +1,91 @@
+"""How far to draft: the seam between the chain of drafters and whatever chooses K round by round.
+
+A sequence that is not ``adaptive`` drafts as far as each stage of its plan says, and nothing here is called for it.
+For the others a :class:`DraftLength` chooses in every round, for every stage, between 0 (a true bypass: that drafter is
+not called) and the stage's lookahead. ``goodput.GoodputLength`` is the one there is.
+
+Choices may depend on tests that were performed (how many draft tokens passed, and whether one failed), on lengths, and
+on numbers that are fixed when the engine is loaded. Never on draft tokens that were discarded, and never on measured
+time (``RandomStream`` says why). They do depend on the other sequences of the batch: with an adaptive length the
+sampled text of a seed may depend on who shares the batch; its distribution does not, and greedy text never changes.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from specexport_runtime.drafters.base import Proposal
+    from specexport_runtime.sequence import Sequence
+
+LengthReason = Literal["fixed", "goodput", "tuned", "probe", "bypass", "room"]
+"""Why a stage was allowed so many tokens: the plan says so; best expected tokens per second; bounded by the tune
+profile; a cheap test of a drafter that is bypassed; drafting does not pay; the sequence has no room for more."""
+
+
+class StepLoad(NamedTuple):
+    """What a step of the target holds before anything is drafted.
+
+    Attributes:
+        num_rows: rows that take part (B).
+        num_tokens: tokens without drafts: one for each row that decodes, and the prompt chunks.
+        num_ready: rows that get a token of the target's own.
+        kv_entries: cache entries of all rows together.
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_ready: int
+    kv_entries: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts in the step (0 in a round that only decodes)."""
+        return self.num_tokens - self.num_rows
+
+
+class Allowed(NamedTuple):
+    """How far one stage may draft in this round.
+
+    Attributes:
+        lookahead: most draft tokens.
+        reason: why so many.
+        expected: tokens that the round is expected to give the sequence, the target's own included; None if unknown.
+    """
+
+    lookahead: int
+    reason: LengthReason = "fixed"
+    expected: float | None = None
+
+
+class DraftLength(Protocol):
+    """Chooses how far adaptive sequences draft."""
+
+    def begin_round(self, load: StepLoad) -> None:
+        """A round with adaptive sequences begins."""
+        ...
+
+    def allow(self, drafter: str, sequences: "Seq[Sequence]", limits: Seq[int]) -> list[Allowed]:
+        """How far each sequence may draft with a drafter that costs time; called before it drafts.
+
+        Args:
+            drafter: the stage's drafter.
+            sequences: all that draft in this round, in ascending rows.
+            limits: most tokens of each: the stage's lookahead or the sequence's room; 0 for those that do not wait for
+                this drafter. Sequences that are not adaptive draft up to it.
+        """
+        ...
+
+    def cut(self, drafter: str, sequences: "Seq[Sequence]", proposals: "Seq[Proposal]") -> list[Allowed]:
+        """How much of each draft is worth testing, where drafting itself costs nothing; called after it."""
+        ...
+
+    def observe(self, sequence: "Sequence", proposal: "Proposal", accepted: int, *, rejected: bool) -> None:
+        """What became of an adaptive sequence's draft; called once a round, before the next begins.
+
+        Args:
+            sequence: its tokens already end with what the round gave it.
+            proposal: what was tested.
+            accepted: tests passed.
+            rejected: a test failed, which ended them.
+        """
+        ...
