@@ -1,12 +1,15 @@
 """Opening a bundle folder: checks, tokenizer, chat template, executors by backend name."""
 
-from pathlib import Path
+import hashlib
+import json
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from specexport_runtime.abi import StepShape, kv_slack
 from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError
 from specexport_runtime.executors.base import Executor
-from specexport_runtime.manifest import Manifest, ModelEntry, check_files, load_manifest
+from specexport_runtime.file_check import check_files
+from specexport_runtime.manifest import Manifest, ModelEntry, load_manifest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,11 +48,13 @@ class Bundle(NamedTuple):
         spin: bool = True,
         unpad_kv: bool = True,
         cuda_graphs: bool | None = None,
+        prepacked: bool = True,
     ) -> Executor:
         """Load the engine of one model (``"target"`` or ``"draft"``); ``unpad_kv=False`` loads its padded-KV graph.
 
-        ``num_threads`` and ``spin`` are for the CPU. ``cuda_graphs`` is for GPUs: record decode and verify steps and
-        replay them; None does so with TensorRT only.
+        ``num_threads``, ``spin`` and ``prepacked`` are for the CPU: ``prepacked`` keeps packed weights in the user's
+        cache, where all processes map them (:mod:`specexport_runtime.prepacked`). ``cuda_graphs`` is for GPUs: record
+        decode and verify steps and replay them; None does so with TensorRT only.
 
         The threads of two engines must not fight for the same cores: while one runs, the idle threads of the other
         would still spin. So a small draft runs on the calling thread alone, and a large one does not spin. With both
@@ -94,7 +99,16 @@ class Bundle(NamedTuple):
             num_threads=num_threads,
             spin=spin,
             unpad_kv=unpad_kv,
+            engine_hash=self._engine_hash(path) if prepacked else None,
         )
+
+    def _engine_hash(self, path: str) -> str:
+        """Hash of a graph of this bundle and of the weights beside it, from the manifest's hashes."""
+        parent = PurePosixPath(path).parent
+        files = self.manifest.files
+        weights = [name for name in files if PurePosixPath(name).parent == parent and name.endswith(".data")]
+        hashes = [(PurePosixPath(name).name, files[name].sha256) for name in (path, *sorted(weights))]
+        return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
     def _make_gpu_executor(self, role: str, entry: ModelEntry, *, cuda_graphs: bool | None) -> Executor:
         if entry.backend == "ort-cuda":
@@ -128,7 +142,7 @@ class Bundle(NamedTuple):
 
 
 def load_bundle(folder: Path, *, max_model_len: int | None = None, max_num_seqs: int = 8) -> Bundle:
-    """Open ``folder``, checking its versions and the hash of every file.
+    """Open ``folder``, checking its versions and the hash of every file that was not checked here before.
 
     Args:
         folder: bundle folder.
@@ -150,7 +164,7 @@ def load_bundle(folder: Path, *, max_model_len: int | None = None, max_num_seqs:
         )
     if not 1 <= max_num_seqs <= 4096:
         raise InvalidRequestError(f"max_num_seqs is {max_num_seqs}.", "choose a number from 1 to 4096.")
-    check_files(folder, manifest)
+    check_files(folder, manifest.files, remember=True)
     if "target" not in manifest.models:
         raise BundleError(f"{folder}: the manifest names no target model.", "build it again.")
     try:

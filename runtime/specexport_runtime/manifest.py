@@ -8,11 +8,11 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specexport_runtime import file_check
 from specexport_runtime.abi import ABI_VERSION, READABLE_ABIS, LayerGeometry
 from specexport_runtime.errors import BundleError, IncompatibleError
 from specexport_runtime.profiles import Profile
@@ -23,6 +23,7 @@ READABLE_SCHEMAS = (2, 3, 4)
 older manifest is one without them."""
 MANIFEST_NAME = "manifest.json"
 _REBUILD = "build it again with `specexport build`."
+sha256_file = file_check.sha256_file
 
 
 @dataclass(frozen=True)
@@ -196,12 +197,6 @@ def _digest(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def sha256_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     """Hash and size of each named file of ``folder``."""
     return {name: FileEntry(sha256_file(folder / name), (folder / name).stat().st_size) for name in sorted(names)}
@@ -251,23 +246,9 @@ def _from_json(data: dict[str, Any], path: Path) -> Manifest:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Check that every file of the manifest exists and has its recorded size and hash.
+    """Check that every file of the manifest exists and has its recorded size and hash; all are hashed.
 
     Raises:
         BundleError: a file is missing, escapes the bundle folder, or was altered; the message names it.
     """
-    root = folder.resolve()
-    for name, entry in manifest.files.items():
-        path = folder / name
-        if not path.resolve().is_relative_to(root):
-            raise BundleError(f"{folder}: the manifest names {name}, which lies outside the bundle.", _REBUILD)
-        if not path.is_file():
-            raise BundleError(f"{folder}: {name} is missing.", _REBUILD)
-        if path.stat().st_size != entry.size:
-            raise BundleError(f"{folder}: {name} has {path.stat().st_size} bytes, not {entry.size}.", _REBUILD)
-    # hashlib releases the interpreter lock, so large files are hashed side by side.
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        digests = pool.map(lambda name: sha256_file(folder / name), manifest.files)
-        for (name, entry), digest in zip(manifest.files.items(), digests, strict=True):
-            if digest != entry.sha256:
-                raise BundleError(f"{folder}: {name} was altered (its sha256 does not match the manifest).", _REBUILD)
+    file_check.check_files(folder, manifest.files)

@@ -3,7 +3,6 @@
 Imports onnxruntime when an executor is made, not before.
 """
 
-import os
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -22,7 +21,7 @@ from specexport_runtime.abi import (
     V_CACHE_OUT,
     StepShape,
 )
-from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
+from specexport_runtime.errors import IncompatibleError, SpecexportError
 from specexport_runtime.executors.base import (
     BoolArray,
     Float32Array,
@@ -33,7 +32,11 @@ from specexport_runtime.executors.base import (
     argmax_ids,
 )
 from specexport_runtime.executors.ort_gates import OrtGates
+from specexport_runtime.executors.ort_session import open_session
 from specexport_runtime.manifest import ModelEntry
+from specexport_runtime.user_cache import available_cores
+
+__all__ = ["MAX_BINDINGS", "OrtExecutor", "available_cores"]
 
 MAX_BINDINGS = 256
 
@@ -45,16 +48,6 @@ class _Binding(NamedTuple):
     buffers: StepBuffers
     logits: Float32Array
     similarity: Float32Array
-
-
-def available_cores() -> int:
-    """CPU cores this process may really use: the affinity mask, cut by a cgroup v2 CPU quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):
-        return cores
 
 
 class OrtExecutor:
@@ -72,6 +65,7 @@ class OrtExecutor:
         num_threads: compute threads; None takes the cores really available.
         spin: let idle threads spin: faster on an idle machine, much slower on a busy one.
         unpad_kv: ``path`` is the entry's own engine; False if it is the entry's padded-KV graph.
+        engine_hash: hash of the graph and its weights: keeps their packed form in the user's cache. None does not.
 
     Raises:
         MissingDependencyError: onnxruntime is not installed.
@@ -89,13 +83,14 @@ class OrtExecutor:
         num_threads: int | None = None,
         spin: bool = True,
         unpad_kv: bool = True,
+        engine_hash: str | None = None,
     ) -> None:
         self.vocab_size = entry.vocab_size
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
         self.max_num_tokens: int | None = None
         self.engine_seconds = 0.0
-        self._session = _open_session(path, num_threads or available_cores(), spin)
+        self._session = open_session(path, num_threads or available_cores(), spin, engine_hash)
         self._inputs = {value.name for value in self._session.get_inputs()}
         self._check_contract(path, entry, entry.inputs if unpad_kv else entry.padded_inputs)
         self.num_gates = entry.num_gates if unpad_kv else 0  # a padded-KV graph never has gates
@@ -236,21 +231,3 @@ class OrtExecutor:
                 kept.append((name, out.name.format(i=name.rpartition(".")[2]), value))
             self._row_values[first_row, num_seqs] = kept
         return kept
-
-
-def _open_session(path: Path, num_threads: int, spin: bool) -> Any:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise MissingDependencyError(
-            "onnxruntime is not installed, and this bundle's engines run on it.", "pip install 'specexport[cpu]'."
-        ) from error
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = num_threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
-    try:
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
-        raise BundleError(f"{path}: ONNX Runtime cannot load this engine: {error}", "build it again.") from error
