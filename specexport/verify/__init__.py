@@ -1,10 +1,13 @@
-"""Proof that a bundle decodes losslessly: three parts, each usable alone, and the report that the bundle keeps.
+"""Proof that a bundle decodes losslessly: parts, each usable alone, and the report that the bundle keeps.
 
-=============  ==================================================================================
-``tensors``    the engines' logits against eager transformers, at every step shape of a round
-``greedy``     speculative greedy output against plain greedy output, token for token
-``sampling``   speculative sampled output against the target's exact distribution
-=============  ==================================================================================
+==============  ==================================================================================
+``tensors``     logits of engines that are not quantized against eager transformers, at every step shape of a round
+``perplexity``  a quantized engine's perplexity on a text against the float model's
+``neighbours``  a token's logits beside others in a step against those of the same token alone
+``greedy``      speculative greedy output against plain greedy output, token for token
+``sampling``    speculative sampled output against the target's exact distribution
+==============  ==================================================================================
 
-Only ``tensors`` needs the checkpoints, torch and transformers; importing this package imports none of them.
+Only ``tensors`` and, without a reference bundle, ``perplexity`` need the checkpoints, torch and transformers; importing
+this package imports none of them.
 """

@@ -8,6 +8,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from specexport.verify.perplexity import reference_loss
 from specexport_runtime.errors import CheckpointError
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.manifest import Manifest
@@ -85,6 +86,25 @@ def eager_references(
     del checkpoint
     gc.collect()
     return references
+
+
+def eager_loss(
+    source: str, revision: str | None, windows: Sequence[Sequence[int]], *, dtype: str, trust_remote_code: bool
+) -> float:
+    """Mean loss of eager transformers on ``windows`` in nats per token; the model is freed before this returns.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be loaded.
+    """
+    from specexport.frontend import load_checkpoint, reference_logits
+
+    checkpoint = load_checkpoint(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    # One window at a time: the logits of a large vocabulary are kept for no longer than they are read.
+    logits = (reference_logits(checkpoint, [list(window)])[0] for window in windows)
+    loss = reference_loss(logits, windows)
+    del checkpoint, logits
+    gc.collect()
+    return loss
 
 
 def recorded_revision(manifest: Manifest, role: str) -> str | None:

@@ -16,6 +16,8 @@ from specexport_runtime.errors import CheckFailedError
 @click.option("--require-checkpoint", is_flag=True, help="Fail instead of skipping if a checkpoint is not found.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the checkpoint's Python code while loading.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL with a field `prompt`.  [default: 8 built in]")
+@click.option("--text", type=click.Path(path_type=Path), help="Text for perplexity.  [default: built in, if quantized]")
+@click.option("--reference", type=click.Path(path_type=Path), help="Float bundle to compare a quantized one with.")
 @click.option("--max-prompts", type=int, default=8, show_default=True, help="Most prompts to use.")
 @click.option("--max-tokens", type=int, default=64, show_default=True, help="Tokens for each prompt, greedy part.")
 @click.option("--num-samples", type=int, default=4000, show_default=True, help="Draws of each sampling test.")
@@ -33,6 +35,8 @@ def verify(
     require_checkpoint: bool,
     trust_remote_code: bool,
     prompts: Path | None,
+    text: Path | None,
+    reference: Path | None,
     max_prompts: int,
     max_tokens: int,
     num_samples: int,
@@ -43,13 +47,14 @@ def verify(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Prove that BUNDLE decodes losslessly: logits, greedy output, sampled output.
+    """Prove that BUNDLE decodes losslessly: logits (of a quantized one, perplexity), greedy output, sampled output.
 
     A part that cannot run (no checkpoint) is reported as skipped and the result as incomplete. A part that fails makes
     the command exit with 1, after the report is written.
     """
     from specexport.progress import show_progress
     from specexport.verify.describe import describe
+    from specexport.verify.perplexity import read_text
     from specexport.verify.prompts import read_prompts
     from specexport.verify.report import record_report, write_json
     from specexport.verify.run import VerifyOptions, verify_bundle
@@ -60,6 +65,8 @@ def verify(
         require_checkpoint=require_checkpoint,
         trust_remote_code=trust_remote_code,
         prompts=None if prompts is None else read_prompts(prompts),
+        texts=None if text is None else read_text(text),
+        reference=reference,
         max_prompts=max_prompts,
         max_tokens=max_tokens,
         num_samples=num_samples,

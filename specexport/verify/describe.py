@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult
+from specexport.verify.neighbours import NeighbourResult
+from specexport.verify.perplexity import PerplexityResult
 from specexport.verify.report import VerifyReport
 from specexport.verify.tensors import TensorResult
 
@@ -12,16 +14,20 @@ def describe(report: VerifyReport) -> Iterator[str]:
     """The report in lines for a reader."""
     yield f"{report.bundle} (build {report.build_key[:16]})"
     for part in report.parts:
-        yield f"{part.name:<9} {part.status}" + (f": {part.reason}" if part.reason else "")
+        yield f"{part.name:<10} {part.status}" + (f": {part.reason}" if part.reason else "")
         for result in part.results:
             if isinstance(result, TensorResult):
                 yield from _describe_tensors(result)
+            elif isinstance(result, PerplexityResult):
+                yield from _describe_perplexity(result)
+            elif isinstance(result, NeighbourResult):
+                yield from _describe_neighbours(result)
             elif isinstance(result, GreedyResult):
                 yield from _describe_greedy(result)
             else:
                 yield from _describe_sampling(result)
     words = {"passed": "every part passed", "failed": "not lossless as measured", "incomplete": "not everything ran"}
-    yield f"verify    {report.status}: {words[report.status]} ({sum(report.seconds.values()):.0f} s)"
+    yield f"verify     {report.status}: {words[report.status]} ({sum(report.seconds.values()):.0f} s)"
 
 
 def _describe_tensors(result: TensorResult) -> Iterator[str]:
@@ -29,6 +35,26 @@ def _describe_tensors(result: TensorResult) -> Iterator[str]:
     yield (
         f"  {result.role}: max difference from eager torch {result.max_abs:.1e}, {result.max_relative:.1e} of the "
         f"logit scale (limit {result.tolerance:.0e}), {rows} logit rows in {len(result.cases)} kinds of step"
+    )
+    for case in result.cases:
+        if not case.passed:
+            agreement = f"argmax agrees in {case.argmax_agreement:.1%} of {case.rows} rows"
+            yield f"  FAILED {result.role}, {case.name}: {case.max_relative:.3g} of the logit scale; {agreement}"
+
+
+def _describe_perplexity(result: PerplexityResult) -> Iterator[str]:
+    kind = result.quantize or "not quantized"
+    yield (
+        f"  {'' if result.passed else 'FAILED '}{result.role}, {kind}: perplexity {result.perplexity:.3f}, "
+        f"{result.reference}: {result.reference_perplexity:.3f}; {result.change:+.2%} on {result.num_tokens} tokens "
+        f"(limit {result.limit:+.1%})"
+    )
+
+
+def _describe_neighbours(result: NeighbourResult) -> Iterator[str]:
+    yield (
+        f"  {result.role}: a token's logits beside others differ by at most {result.max_relative:.1e} of the logit "
+        f"scale from those alone (limit {result.tolerance:.0e}); {result.compared}"
     )
     for case in result.cases:
         if not case.passed:

@@ -7,48 +7,16 @@ running the sequence once more, one token at a time, and looking at the gap betw
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal
 
+from specexport.verify.differences import DrafterKind, GreedyDifference, compare_outputs
 from specexport.verify.scripted import ScriptedDrafter
-from specexport.verify.tolerance import NEAR_TIE_TOLERANCE, logit_scale
-from specexport_runtime.batch import ModelRunner, RowWork
+from specexport.verify.tolerance import NEAR_TIE_TOLERANCE
+from specexport_runtime.batch import ModelRunner
 from specexport_runtime.decoder import Decoder
 from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH
 from specexport_runtime.engine import SpecEngine
-from specexport_runtime.executors.base import Executor, Float32Array
 from specexport_runtime.sampling import SamplingParams
 from specexport_runtime.sequence import Sequence
-
-DrafterKind = Literal["draft model", "lookup", "chained", "scripted"]
-
-
-@dataclass(frozen=True)
-class GreedyDifference:
-    """The first difference of one prompt at one lookahead.
-
-    Attributes:
-        drafter: ``"draft model"``, or ``"scripted"`` (see :class:`ScriptedDrafter`).
-        lookahead: K.
-        prompt: index of the prompt.
-        position: index of the token in the output.
-        plain_token: what plain decoding gave.
-        speculative_token: what speculative decoding gave.
-        gap: difference of the two tokens' logits in a rerun one token at a time.
-        shortfall: how far the lower of the two is below the largest logit of that rerun.
-        limit: near-tie tolerance at that position's logit scale.
-        explained: both tokens lie within ``limit`` of the largest logit: float rounding decides between them.
-    """
-
-    drafter: DrafterKind
-    lookahead: int
-    prompt: int
-    position: int
-    plain_token: int
-    speculative_token: int
-    gap: float
-    shortfall: float
-    limit: float
-    explained: bool
 
 
 @dataclass(frozen=True)
@@ -102,7 +70,12 @@ class GreedyResult:
 
 
 def check_greedy(
-    engine: SpecEngine, prompts: Seq[Seq[int]], *, lookaheads: Seq[int] = (), max_tokens: int = 64
+    engine: SpecEngine,
+    prompts: Seq[Seq[int]],
+    *,
+    lookaheads: Seq[int] = (),
+    max_tokens: int = 64,
+    tolerance: float = NEAR_TIE_TOLERANCE,
 ) -> GreedyResult:
     """Decode all prompts plainly and speculatively and compare the tokens.
 
@@ -111,6 +84,7 @@ def check_greedy(
         prompts: token ids of each prompt, at least one.
         lookaheads: values of K; empty takes 1, 2, 4 and the engine's largest. Those above the largest are left out.
         max_tokens: tokens to generate for each prompt, end tokens ignored.
+        tolerance: near-tie tolerance, relative to the logit scale.
 
     Raises:
         InvalidRequestError: a prompt is empty, too long or out of range, or a lookahead is.
@@ -125,11 +99,15 @@ def check_greedy(
         results = engine.generate(given, params, drafter=drafter, num_speculative_tokens=lookahead)
         rounds = sum(result.stats.draft_rounds for result in results)
         accepted = sum(result.stats.accepted for result in results)
-        found = _compare(engine.target, given, plain, [result.token_ids for result in results], kind, lookahead)
+        found = compare_outputs(
+            engine.target, given, plain, [result.token_ids for result in results], kind, lookahead, tolerance
+        )
         runs.append(_run(kind, lookahead, plain, found, accepted, rounds))
         differences += found
     sequences = _decode_scripted(engine, given, params, plain)
-    found = _compare(engine.target, given, plain, [seq.output for seq in sequences], "scripted", engine.lookahead)
+    found = compare_outputs(
+        engine.target, given, plain, [seq.output for seq in sequences], "scripted", engine.lookahead, tolerance
+    )
     accepted, rounds = (sum(getattr(seq.stats, name) for seq in sequences) for name in ("accepted", "draft_rounds"))
     runs.append(_run("scripted", engine.lookahead, plain, found, accepted, rounds))
     differences += found
@@ -138,7 +116,7 @@ def check_greedy(
         "greedy decoding"
     )
     passed = all(difference.explained for difference in differences)
-    return GreedyResult(passed, len(given), tuple(runs), tuple(differences), NEAR_TIE_TOLERANCE, compared)
+    return GreedyResult(passed, len(given), tuple(runs), tuple(differences), tolerance, compared)
 
 
 def _drafters(engine: SpecEngine, lookaheads: Seq[int]) -> list[tuple[DrafterKind, str, int]]:
@@ -181,73 +159,3 @@ def _decode_scripted(
         decoder.step()
         decoder.check()
     return sequences
-
-
-def _compare(
-    target: Executor,
-    prompts: Seq[list[int]],
-    plain: Seq[list[int]],
-    outputs: Seq[list[int]],
-    drafter: DrafterKind,
-    lookahead: int,
-) -> list[GreedyDifference]:
-    found = []
-    for index, (expected, output) in enumerate(zip(plain, outputs, strict=True)):
-        pairs = zip(expected, output, strict=False)
-        position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(output)))
-        if position == len(expected) == len(output):
-            continue
-        if position == min(len(expected), len(output)):
-            found.append(_length_difference(expected, output, drafter, lookahead, index, position))
-            continue
-        logits = logits_one_at_a_time(target, prompts[index], expected[:position])
-        pair = (expected[position], output[position])
-        found.append(explain(logits, pair, drafter=drafter, lookahead=lookahead, prompt=index, position=position))
-    return found
-
-
-def explain(
-    logits: Float32Array,
-    tokens: tuple[int, int],
-    *,
-    drafter: DrafterKind,
-    lookahead: int,
-    prompt: int,
-    position: int,
-) -> GreedyDifference:
-    """Judge one difference by the logits [V] of its position; ``tokens`` are the plain and the speculative token."""
-    first, second = (float(logits[token]) for token in tokens)
-    shortfall = float(logits.max()) - min(first, second)
-    limit = NEAR_TIE_TOLERANCE * logit_scale(logits)
-    return GreedyDifference(
-        drafter,
-        lookahead,
-        prompt,
-        position,
-        *tokens,
-        gap=abs(first - second),
-        shortfall=shortfall,
-        limit=limit,
-        explained=shortfall <= limit,  # false for NaN
-    )
-
-
-def _length_difference(
-    expected: Seq[int], output: Seq[int], drafter: DrafterKind, lookahead: int, prompt: int, position: int
-) -> GreedyDifference:
-    """One output stops early: no logit gap can explain that. The missing token is reported as -1."""
-    plain, other = (tokens[position] if position < len(tokens) else -1 for tokens in (expected, output))
-    gap = float("inf")
-    return GreedyDifference(drafter, lookahead, prompt, position, plain, other, gap, gap, 0.0, explained=False)
-
-
-def logits_one_at_a_time(executor: Executor, prompt: Seq[int], output: Seq[int]) -> Float32Array:
-    """Logits [V] of the token after ``prompt`` and ``output``, fed to cache row 0 in steps of one token."""
-    runner = ModelRunner(executor)
-    tokens = [*prompt, *output]
-    runner.prefill(0, tokens[: len(prompt) - 1])
-    for position in range(len(prompt) - 1, len(tokens)):
-        logits = runner.step(0, [RowWork([tokens[position]], 1)])
-        runner.kv.commit(0, position + 1)
-    last: Float32Array = logits[0].copy()
-    return last

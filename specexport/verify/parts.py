@@ -1,49 +1,40 @@
 """Each part as a step of a verification: runs the check and says passed, failed or skipped."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 from specexport.progress import StageClock
 from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult, check_greedy
-from specexport.verify.report import Part
+from specexport.verify.neighbours import NeighbourResult, check_neighbours
+from specexport.verify.perplexity import PerplexityResult, compare_perplexity, count_predicted, engine_loss
+from specexport.verify.references import References, roles_of
+from specexport.verify.report import Part, PartStatus
 from specexport.verify.sampling import check_sampling
-from specexport.verify.tensors import TensorResult, check_tensors
+from specexport.verify.tensors import TensorResult, check_tensors, make_sequences
+from specexport.verify.tolerance import near_tie_tolerance
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import CheckFailedError, UserInputError
-from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.executors.base import Executor
 from specexport_runtime.manifest import Manifest
 
 _Result = TypeVar("_Result", GreedyResult, SamplingResult)
 
 
-@dataclass(frozen=True)
-class Reference:
-    """What an engine will be compared with.
-
-    Attributes:
-        sequences: token ids.
-        logits: eager logits [len, V] of each.
-    """
-
-    sequences: list[list[int]]
-    logits: list[Float32Array]
+class _Judged(Protocol):
+    @property
+    def passed(self) -> bool: ...
 
 
-def run_tensors(
-    engine: SpecEngine,
-    manifest: Manifest,
-    references: Mapping[str, Reference],
-    missing: Sequence[str],
-    clock: StageClock,
-) -> Part:
-    """Compare each engine that has references; ``missing`` says why others have none."""
+def run_tensors(engine: SpecEngine, manifest: Manifest, references: References, clock: StageClock) -> Part | None:
+    """Compare the logits of each engine that is not quantized; None if there is no such engine."""
+    roles = [role for role in roles_of(manifest) if manifest.models[role].quantize is None]
+    if not roles:
+        return None
     results: list[TensorResult] = []
-    executors = {"target": engine.target, "draft": engine.draft}
-    for role, reference in references.items():
-        executor = executors[role]
-        if executor is None:
+    for role in roles:
+        executor, reference = _executor(engine, role), references.logits.get(role)
+        if executor is None or reference is None:
             continue
         with clock.stage("tensors", role):
             dtype = manifest.models[role].dtype
@@ -52,15 +43,88 @@ def run_tensors(
                     role, executor, reference.sequences, reference.logits, lookahead=manifest.lookahead, dtype=dtype
                 )
             )
-    failed = any(not result.passed for result in results)
-    status = "failed" if failed else "skipped" if missing else "passed"
-    return Part("tensors", status, " ".join(missing) or None, tuple(results))  # type: ignore[arg-type]
+    missing = [references.missing[role] for role in roles if role in references.missing]
+    return Part("tensors", _status(results, missing), " ".join(missing) or None, tuple(results))
 
 
-def run_greedy(engine: SpecEngine, prompts: Sequence[Sequence[int]], clock: StageClock, *, max_tokens: int) -> Part:
-    """Compare speculative with plain greedy decoding."""
+def run_perplexity(
+    engine: SpecEngine,
+    manifest: Manifest,
+    references: References,
+    roles: Sequence[str],
+    windows: Sequence[Sequence[int]],
+    clock: StageClock,
+) -> Part | None:
+    """Compare the loss of each of ``roles`` with the float model's; None if there are none."""
+    if not roles:
+        return None
+    results: list[PerplexityResult] = []
+    for role in roles:
+        executor, reference = _executor(engine, role), references.losses.get(role)
+        if executor is None or reference is None:
+            continue
+        with clock.stage("perplexity", role):
+            loss = engine_loss(executor, windows, lookahead=manifest.lookahead)
+        results.append(
+            compare_perplexity(
+                role,
+                loss,
+                reference.loss,
+                count_predicted(windows),
+                quantize=manifest.models[role].quantize,
+                reference=reference.source,
+            )
+        )
+    missing = [references.missing[role] for role in roles if role in references.missing]
+    return Part("perplexity", _status(results, missing), " ".join(missing) or None, tuple(results))
+
+
+def run_neighbours(engine: SpecEngine, manifest: Manifest, prompts: Sequence[Sequence[int]], clock: StageClock) -> Part:
+    """Compare each engine with itself, a token alone in a step against the same token beside others."""
+    results: list[NeighbourResult] = []
+    for role in roles_of(manifest):
+        executor, entry = _executor(engine, role), manifest.models[role]
+        if executor is None:
+            continue
+        with clock.stage("neighbours", role):
+            sequences = make_sequences(
+                prompts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
+            )
+            results.append(
+                check_neighbours(
+                    role,
+                    executor,
+                    sequences,
+                    lookahead=manifest.lookahead,
+                    dtype=entry.dtype,
+                    quantize=entry.quantize,
+                )
+            )
+    return Part("neighbours", _status(results, ()), None, tuple(results))
+
+
+def _executor(engine: SpecEngine, role: str) -> Executor | None:
+    return engine.target if role == "target" else engine.draft
+
+
+def _status(results: Sequence[_Judged], missing: Sequence[str]) -> PartStatus:
+    if any(not result.passed for result in results):
+        return "failed"
+    return "skipped" if missing else "passed"
+
+
+def run_greedy(
+    engine: SpecEngine,
+    prompts: Sequence[Sequence[int]],
+    clock: StageClock,
+    *,
+    max_tokens: int,
+    quantize: str | None = None,
+) -> Part:
+    """Compare speculative with plain greedy decoding; the target's ``quantize`` decides what a near-tie is."""
+    tolerance = near_tie_tolerance(quantize)
     with clock.stage("greedy"):
-        result, reason = _attempt(lambda: check_greedy(engine, prompts, max_tokens=max_tokens))
+        result, reason = _attempt(lambda: check_greedy(engine, prompts, max_tokens=max_tokens, tolerance=tolerance))
     if result is None:
         return Part("greedy", "failed", reason, ())
     return Part("greedy", "passed" if result.passed else "failed", None, (result,))

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult
+from specexport.verify.neighbours import NeighbourResult
+from specexport.verify.perplexity import PerplexityResult
 from specexport.verify.tensors import TensorResult
 from specexport_runtime.errors import BundleError, UserInputError
 from specexport_runtime.manifest import Manifest, hash_files, load_manifest
@@ -19,6 +21,7 @@ REPORT_VERSION = 1
 
 PartStatus = Literal["passed", "failed", "skipped"]
 Status = Literal["passed", "failed", "incomplete"]
+Result = TensorResult | PerplexityResult | NeighbourResult | GreedyResult | SamplingResult
 
 
 @dataclass(frozen=True)
@@ -26,16 +29,16 @@ class Part:
     """One part of a verification.
 
     Attributes:
-        name: ``"tensors"``, ``"greedy"`` or ``"sampling"``.
+        name: ``"tensors"``, ``"perplexity"``, ``"neighbours"``, ``"greedy"`` or ``"sampling"``.
         status: ``"skipped"`` says that something was not proven, never that it holds.
         reason: why it was skipped, or why it broke off.
-        results: what was found: one for each engine in ``tensors``, else at most one.
+        results: what was found: at most one in ``greedy`` and ``sampling``, else one for each engine.
     """
 
     name: str
     status: PartStatus
     reason: str | None
-    results: tuple[TensorResult, ...] | tuple[GreedyResult, ...] | tuple[SamplingResult, ...]
+    results: tuple[Result, ...]
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class VerifyReport:
         tools: versions that it ran with.
         options: what decides the result: prompts, tokens, samples, seed.
         seconds: time of each stage.
-        parts: the three parts.
+        parts: the parts that apply to the bundle: only quantized engines have a perplexity to compare, only the others
+            logits.
     """
 
     bundle: str
@@ -98,9 +102,17 @@ class VerifyReport:
         return plain
 
 
-def _worst_numbers(result: TensorResult | GreedyResult | SamplingResult) -> dict[str, Any]:
+def _worst_numbers(result: Result) -> dict[str, Any]:
     if isinstance(result, TensorResult):
         return {f"{result.role}_max_abs": result.max_abs, f"{result.role}_max_relative": result.max_relative}
+    if isinstance(result, PerplexityResult):
+        return {
+            f"{result.role}_perplexity": result.perplexity,
+            f"{result.role}_reference_perplexity": result.reference_perplexity,
+            f"{result.role}_perplexity_change": result.change,
+        }
+    if isinstance(result, NeighbourResult):
+        return {f"{result.role}_neighbours_max_relative": result.max_relative}
     if isinstance(result, GreedyResult):
         compared = sum(run.tokens_compared for run in result.runs)
         return {

@@ -8,21 +8,18 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from specexport.bench.prompts import read_prompts as read_builtin
 from specexport.fingerprint import tool_versions
 from specexport.progress import Progress, StageClock
-from specexport.verify.checkpoint import (
-    CheckpointNotFoundError,
-    eager_references,
-    find_checkpoint,
-    recorded_revision,
-)
-from specexport.verify.parts import Reference, run_greedy, run_sampling, run_tensors
+from specexport.verify.parts import run_greedy, run_neighbours, run_perplexity, run_sampling, run_tensors
+from specexport.verify.perplexity import make_windows
 from specexport.verify.prompts import DEFAULT_PROMPTS, encode_prompts
+from specexport.verify.references import EAGER, References, collect_references, roles_of, wants_loss
 from specexport.verify.report import VerifyReport
-from specexport.verify.tensors import make_sequences
+from specexport.verify.tensors import LONGEST_SEQUENCE
 from specexport_runtime.bundle import load_bundle
 from specexport_runtime.engine import SpecEngine
-from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
+from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.manifest import Manifest, load_manifest
 
 _MAX_NUM_SEQS = 8
@@ -38,6 +35,9 @@ class VerifyOptions:
         require_checkpoint: a checkpoint that is not found is an error instead of a skipped part.
         trust_remote_code: let Python code from the checkpoint run.
         prompts: prompt texts; None takes the built-in ones.
+        texts: texts to measure perplexity on; None takes built-in ones, and reads them for quantized models only.
+        reference: a bundle of the same checkpoints that is not quantized, to compare perplexity with; None takes the
+            checkpoints themselves.
         max_prompts: most prompts used.
         max_tokens: tokens generated for each prompt in the greedy part.
         num_samples: draws of each sampling test on recorded logits; a tenth as many generations.
@@ -50,6 +50,8 @@ class VerifyOptions:
     require_checkpoint: bool = False
     trust_remote_code: bool = False
     prompts: Sequence[str] | None = None
+    texts: Sequence[str] | None = None
+    reference: Path | None = None
     max_prompts: int = 8
     max_tokens: int = 64
     num_samples: int = 4000
@@ -72,20 +74,21 @@ def verify_bundle(bundle: Path, options: VerifyOptions, *, progress: Progress | 
         InvalidRequestError: a prompt or an option cannot be used.
     """
     manifest = load_manifest(bundle)
-    clock = StageClock(progress, num_steps=2 * len(manifest.models) + 4)  # plan, load, greedy, sampling
+    roles, quantize = roles_of(manifest), manifest.models["target"].quantize
+    read = [role for role in roles if wants_loss(manifest, role, options)]
+    # Plan, load, greedy, sampling; a reference, tensors or perplexity, and neighbours for each model.
+    clock = StageClock(progress, num_steps=3 * len(roles) + 4 + len(read) * (options.reference is not None))
     with clock.stage("plan"):
-        sources, missing = _find_checkpoints(bundle, manifest, options)
-        prompts = _load_prompts(bundle, manifest, options)
-    references = {}
-    for role, source in sources.items():
-        with clock.stage("eager reference", role):
-            references[role] = _reference(manifest, role, source, prompts, options)
+        prompts, windows = _encode(bundle, manifest, options)
+    references = collect_references(bundle, manifest, prompts, windows, options, clock)
     with clock.stage("load"):
-        engine = _load_engine(bundle, manifest, prompts, references, options)
+        engine = _load_engine(bundle, manifest, [*prompts, *(windows if read else ())], options)
     try:
-        parts = (
-            run_tensors(engine, manifest, references, missing, clock),
-            run_greedy(engine, prompts, clock, max_tokens=options.max_tokens),
+        found = (
+            run_tensors(engine, manifest, references, clock),
+            run_perplexity(engine, manifest, references, read, windows, clock),
+            run_neighbours(engine, manifest, prompts, clock),
+            run_greedy(engine, prompts, clock, max_tokens=options.max_tokens, quantize=quantize),
             run_sampling(engine, manifest, prompts, clock, num_samples=options.num_samples, seed=options.seed),
         )
     finally:
@@ -94,84 +97,41 @@ def verify_bundle(bundle: Path, options: VerifyOptions, *, progress: Progress | 
         bundle=manifest.name,
         build_key=manifest.build_key,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        tools=_tools(references),
+        tools=_tools(with_torch=_used_torch(references)),
         options={
             "num_prompts": len(prompts),
             "built_in_prompts": options.prompts is None,
             "max_tokens": options.max_tokens,
             "num_samples": options.num_samples,
             "seed": options.seed,
+            "built_in_text": options.texts is None,
         },
         seconds=dict(clock.seconds),
-        parts=parts,
+        parts=tuple(part for part in found if part is not None),
     )
 
 
-def _load_prompts(bundle: Path, manifest: Manifest, options: VerifyOptions) -> list[list[int]]:
-    """Check the bundle's files and encode the prompts with its tokenizer."""
-    return encode_prompts(
+def _encode(bundle: Path, manifest: Manifest, options: VerifyOptions) -> tuple[list[list[int]], list[list[int]]]:
+    """Check the bundle's files; encode the prompts, and the windows of the text, with its tokenizer."""
+    tokenizer, vocab_size = load_bundle(bundle).tokenizer, manifest.models["target"].vocab_size
+    prompts = encode_prompts(
         (options.prompts or DEFAULT_PROMPTS)[: options.max_prompts],
-        load_bundle(bundle).tokenizer,
-        vocab_size=manifest.models["target"].vocab_size,
+        tokenizer,
+        vocab_size=vocab_size,
         max_model_len=manifest.max_model_len,
         shorten=options.prompts is None,
     )
-
-
-def _find_checkpoints(bundle: Path, manifest: Manifest, options: VerifyOptions) -> tuple[dict[str, str], list[str]]:
-    """Checkpoint of each role, and why a role has none."""
-    unknown = sorted(set(options.checkpoints) - set(manifest.models))
-    if unknown:
-        raise InvalidRequestError(f"{bundle} has no {unknown[0]} model.", f"leave out its checkpoint ({unknown[0]}).")
-    sources: dict[str, str] = {}
-    missing: list[str] = []
-    for role in sorted(manifest.models, key=lambda name: name != "target"):
-        given = options.checkpoints.get(role)
-        try:
-            source = find_checkpoint(manifest, role, given, bundle)
-            _require_torch()
-        except (CheckpointNotFoundError, MissingDependencyError) as error:
-            if options.require_checkpoint or given is not None:
-                raise
-            missing.append(str(error))
-        else:
-            sources[role] = source
-    return sources, missing
-
-
-def _require_torch() -> None:
-    from specexport.model_build import require_export_stack
-
-    require_export_stack()
-
-
-def _reference(
-    manifest: Manifest, role: str, source: str, prompts: Sequence[Sequence[int]], options: VerifyOptions
-) -> Reference:
-    entry = manifest.models[role]
-    sequences = make_sequences(
-        prompts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
-    )
-    logits = eager_references(
-        source,
-        recorded_revision(manifest, role),
-        sequences,
-        dtype=entry.dtype,
-        trust_remote_code=options.trust_remote_code,
-    )
-    return Reference(sequences, logits)
+    texts = options.texts or [prompt.text for prompt in read_builtin(())]
+    smallest = min(entry.vocab_size for entry in manifest.models.values())
+    windows = make_windows(texts, tokenizer, vocab_size=smallest, max_model_len=manifest.max_model_len)
+    return prompts, windows
 
 
 def _load_engine(
-    bundle: Path,
-    manifest: Manifest,
-    prompts: Sequence[Sequence[int]],
-    references: Mapping[str, Reference],
-    options: VerifyOptions,
+    bundle: Path, manifest: Manifest, sequences: Sequence[Sequence[int]], options: VerifyOptions
 ) -> SpecEngine:
     """The engine with cache rows no longer than the checks need."""
-    longest = max(map(len, prompts)) + options.max_tokens
-    longest = max([longest, *(len(ids) for reference in references.values() for ids in reference.sequences)])
+    longest = max(LONGEST_SEQUENCE, max(map(len, sequences)) + options.max_tokens)
     return SpecEngine.load(
         bundle,
         max_num_seqs=_MAX_NUM_SEQS,
@@ -181,6 +141,11 @@ def _load_engine(
     )
 
 
-def _tools(references: Mapping[str, Reference]) -> dict[str, str]:
-    wanted = {"specexport", "onnxruntime", "numpy", *(("torch", "transformers") if references else ())}
+def _used_torch(references: References) -> bool:
+    eager = any(loss.source == EAGER for loss in references.losses.values())
+    return bool(references.logits) or eager
+
+
+def _tools(*, with_torch: bool) -> dict[str, str]:
+    wanted = {"specexport", "onnxruntime", "numpy", *(("torch", "transformers") if with_torch else ())}
     return {name: version for name, version in tool_versions().items() if name in wanted}

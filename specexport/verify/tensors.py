@@ -18,6 +18,9 @@ from specexport.verify.tolerance import engine_tolerance, logit_scale
 from specexport_runtime.batch import ModelRunner, RowWork
 from specexport_runtime.executors.base import Executor, Float32Array
 
+LONGEST_SEQUENCE = 600
+"""Most tokens of a sequence of :func:`make_sequences`."""
+
 _MAX_RAGGED_STEPS = 12
 _NUM_ROWS = 4
 _REFERENCE_BYTES = 256 * 2**20
@@ -93,7 +96,7 @@ def make_sequences(
     short = min(4 * (lookahead + 1), max_model_len)
     # References are [len, V] float32; a vocabulary of 262,144 leaves room for fewer tokens.
     budget = _REFERENCE_BYTES // (4 * vocab_size)
-    long = max(short, min(600, max_model_len, budget - (num_rows - 1) * short))
+    long = max(short, min(LONGEST_SEQUENCE, max_model_len, budget - (num_rows - 1) * short))
     sequences = []
     for row in range(num_rows):
         length = long if row == 0 else max(2, short - 3 * row)

@@ -5,6 +5,8 @@ shapes, that moves logits by 6e-7 of their scale in the demo pair and by 3e-6 in
 purpose in the demo pair: a position off by one moves them by 5e-2 and more, one wrong cache entry of 600 by 1e-3.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from specexport_runtime.errors import IncompatibleError
@@ -17,6 +19,13 @@ times the rounding measured, a tenth of the smallest mistake."""
 NEAR_TIE_TOLERANCE = 1e-5
 """Largest gap between two logits whose order may depend on the shape of the step, for logits of magnitude up to 1:
 both may move by rounding, so a little more than twice 3e-6."""
+
+NEIGHBOUR_TOLERANCE = {None: 2e-5, "int8": 2e-2, "int4": 2e-2}
+"""Largest difference between a token's logits alone in a step and beside others, by quantization; see
+``docs/verify.md`` for what was measured."""
+
+PERPLEXITY_LIMIT = {None: 1e-3, "int8": 0.03, "int4": 0.5}
+"""Largest relative rise of perplexity over the float model, by quantization."""
 
 
 def logit_scale(logits: Float32Array) -> float:
@@ -34,3 +43,37 @@ def engine_tolerance(dtype: str) -> float:
     if dtype not in ENGINE_TOLERANCE:
         raise IncompatibleError(f"no tolerance is known for dtype {dtype}.", "verify a float32 bundle.")
     return ENGINE_TOLERANCE[dtype]
+
+
+def neighbour_tolerance(dtype: str, quantize: str | None) -> float:
+    """Tolerance of a token's logits beside others against the same token alone, relative to the logit scale.
+
+    Raises:
+        IncompatibleError: none is known for ``dtype`` or ``quantize``.
+    """
+    engine_tolerance(dtype)
+    return _of_kind(NEIGHBOUR_TOLERANCE, quantize)
+
+
+def near_tie_tolerance(quantize: str | None) -> float:
+    """Largest gap between two logits whose order may depend on the shape of the step, relative to the logit scale.
+
+    Raises:
+        IncompatibleError: none is known for ``quantize``.
+    """
+    return NEAR_TIE_TOLERANCE if quantize is None else _of_kind(NEIGHBOUR_TOLERANCE, quantize)
+
+
+def perplexity_limit(quantize: str | None) -> float:
+    """Largest relative rise of perplexity.
+
+    Raises:
+        IncompatibleError: none is known for ``quantize``.
+    """
+    return _of_kind(PERPLEXITY_LIMIT, quantize)
+
+
+def _of_kind(limits: Mapping[str | None, float], quantize: str | None) -> float:
+    if quantize not in limits:
+        raise IncompatibleError(f"no limit is known for quantization {quantize}.", "upgrade specexport.")
+    return limits[quantize]

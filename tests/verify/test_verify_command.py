@@ -43,6 +43,7 @@ def test_the_demo_bundle_is_verified(bundle, demo_pair, tmp_path):
     assert report["status"] == "passed"
     assert {name: part["status"] for name, part in report["parts"].items()} == {
         "tensors": "passed",
+        "neighbours": "passed",
         "greedy": "passed",
         "sampling": "passed",
     }
@@ -66,7 +67,7 @@ def test_without_checkpoints_the_result_is_incomplete(bundle, tmp_path, monkeypa
     prompts.write_text('{"prompt": "import os"}\n\n{"prompt": "def f(x):", "id": 3}\n')
     result = run(bundle, *FAST, "--prompts", prompts, "--no-record")
     assert result.exit_code == 0, result.output
-    assert "tensors   skipped: the target's checkpoint target (sha256 " in result.stdout
+    assert "tensors    skipped: the target's checkpoint target (sha256 " in result.stdout
     assert "--draft-checkpoint" in result.stdout
     assert "incomplete" in result.stdout
     assert "of 2 outputs identical" in result.stdout
@@ -78,7 +79,7 @@ def test_a_failed_part_exits_with_1_after_the_report(bundle, demo_pair, monkeypa
     def wrong_references(source, revision, sequences, **_):
         return [np.zeros((len(ids), 4096), np.float32) for ids in sequences]
 
-    monkeypatch.setattr("specexport.verify.run.eager_references", wrong_references)
+    monkeypatch.setattr("specexport.verify.references.eager_references", wrong_references)
     result = run(bundle, *FAST, "--checkpoint", demo_pair / "target", "--draft-checkpoint", demo_pair / "draft")
     assert result.exit_code == 1
     assert "error: " in result.stderr

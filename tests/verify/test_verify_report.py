@@ -60,7 +60,7 @@ def test_a_skipped_part_is_never_a_pass():
     assert make_report(skipped, passed, failed).status == "failed"
     assert make_report(passed, failed).failed_parts == ["sampling"]
     text = "\n".join(describe(make_report(skipped, passed)))
-    assert "tensors   skipped: no checkpoint." in text
+    assert "tensors    skipped: no checkpoint." in text
     assert "incomplete" in text
     assert make_report(skipped, passed).summary()["tensors"] == "skipped"
 
@@ -152,8 +152,8 @@ def make_clock():
 
 def test_logits_that_are_not_numbers_fail_their_part():
     class Broken(type(make_executor())):
-        def logits_after(self, tokens):
-            return super().logits_after(tokens) * float("nan")
+        def logits_after(self, tokens, mask=None):
+            return super().logits_after(tokens, mask) * float("nan")
 
     engine = make_engine(target=make_executor(Broken))
     greedy = run_greedy(engine, PROMPTS, make_clock(), max_tokens=4)

@@ -46,8 +46,8 @@ class WidthDependent(FakeExecutor):
         super().__init__(*sizes, **options)
         self.gap = gap
 
-    def logits_after(self, tokens):
-        logits = super().logits_after(tokens).copy()
+    def logits_after(self, tokens, mask=None):
+        logits = super().logits_after(tokens, mask).copy()
         first, second = np.argsort(logits)[::-1][:2]
         logits[second] = logits[first] - np.float32(self.gap)
         return logits

@@ -1,0 +1,133 @@
+"""Where two greedy outputs part, and whether float rounding explains it."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal
+
+from specexport.verify.tolerance import NEAR_TIE_TOLERANCE, logit_scale
+from specexport_runtime.batch import ModelRunner, RowWork
+from specexport_runtime.executors.base import Executor, Float32Array
+
+DrafterKind = Literal["draft model", "lookup", "chained", "self", "scripted"]
+
+
+@dataclass(frozen=True)
+class GreedyDifference:
+    """The first difference of one prompt at one lookahead.
+
+    Attributes:
+        drafter: ``"draft model"``, or ``"scripted"`` (see :class:`ScriptedDrafter`).
+        lookahead: K.
+        prompt: index of the prompt.
+        position: index of the token in the output.
+        plain_token: what plain decoding gave.
+        speculative_token: what speculative decoding gave.
+        gap: difference of the two tokens' logits in a rerun one token at a time.
+        shortfall: how far the lower of the two is below the largest logit of that rerun.
+        limit: near-tie tolerance at that position's logit scale.
+        explained: both tokens lie within ``limit`` of the largest logit: float rounding decides between them.
+    """
+
+    drafter: DrafterKind
+    lookahead: int
+    prompt: int
+    position: int
+    plain_token: int
+    speculative_token: int
+    gap: float
+    shortfall: float
+    limit: float
+    explained: bool
+
+
+def compare_outputs(
+    target: Executor,
+    prompts: Seq[list[int]],
+    plain: Seq[list[int]],
+    outputs: Seq[list[int]],
+    drafter: DrafterKind,
+    lookahead: int,
+    tolerance: float = NEAR_TIE_TOLERANCE,
+) -> list[GreedyDifference]:
+    """The first difference of each prompt that has one.
+
+    Args:
+        target: the engine, to run a sequence once more.
+        prompts: token ids of each prompt.
+        plain: what plain decoding gave for each.
+        outputs: what speculative decoding gave.
+        drafter: who drafted.
+        lookahead: K.
+        tolerance: near-tie tolerance, relative to the logit scale.
+    """
+    found = []
+    for index, (expected, output) in enumerate(zip(plain, outputs, strict=True)):
+        pairs = zip(expected, output, strict=False)
+        position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(output)))
+        if position == len(expected) == len(output):
+            continue
+        if position == min(len(expected), len(output)):
+            found.append(_length_difference(expected, output, drafter, lookahead, index, position))
+            continue
+        logits = logits_one_at_a_time(target, prompts[index], expected[:position])
+        pair = (expected[position], output[position])
+        found.append(
+            explain(
+                logits,
+                pair,
+                drafter=drafter,
+                lookahead=lookahead,
+                prompt=index,
+                position=position,
+                tolerance=tolerance,
+            )
+        )
+    return found
+
+
+def explain(
+    logits: Float32Array,
+    tokens: tuple[int, int],
+    *,
+    drafter: DrafterKind,
+    lookahead: int,
+    prompt: int,
+    position: int,
+    tolerance: float = NEAR_TIE_TOLERANCE,
+) -> GreedyDifference:
+    """Judge one difference by the logits [V] of its position; ``tokens`` are the plain and the speculative token."""
+    first, second = (float(logits[token]) for token in tokens)
+    shortfall = float(logits.max()) - min(first, second)
+    limit = tolerance * logit_scale(logits)
+    return GreedyDifference(
+        drafter,
+        lookahead,
+        prompt,
+        position,
+        *tokens,
+        gap=abs(first - second),
+        shortfall=shortfall,
+        limit=limit,
+        explained=shortfall <= limit,  # false for NaN
+    )
+
+
+def _length_difference(
+    expected: Seq[int], output: Seq[int], drafter: DrafterKind, lookahead: int, prompt: int, position: int
+) -> GreedyDifference:
+    """One output stops early: no logit gap can explain that. The missing token is reported as -1."""
+    plain, other = (tokens[position] if position < len(tokens) else -1 for tokens in (expected, output))
+    gap = float("inf")
+    return GreedyDifference(drafter, lookahead, prompt, position, plain, other, gap, gap, 0.0, explained=False)
+
+
+def logits_one_at_a_time(executor: Executor, prompt: Seq[int], output: Seq[int]) -> Float32Array:
+    """Logits [V] of the token after ``prompt`` and ``output``, fed to cache row 0 in steps of one token."""
+    runner = ModelRunner(executor)
+    tokens = [*prompt, *output]
+    runner.prefill(0, tokens[: len(prompt) - 1])
+    for position in range(len(prompt) - 1, len(tokens)):
+        logits = runner.step(0, [RowWork([tokens[position]], 1)])
+        runner.kv.commit(0, position + 1)
+    last: Float32Array = logits[0].copy()
+    return last

@@ -1,0 +1,155 @@
+"""A token's logits depend on the tokens before it, not on what else is in the step.
+
+Verifying K+1 tokens in one step is lossless only if each gets the logits that it would get alone. Quantization can
+break that: one activation scale for a whole step (``quantize_dynamic``) lets a large value anywhere coarsen every other
+token.
+Here the same tokens are stepped
+
+::
+
+    alone           one at a time, nothing else in the step: the reference
+    K+1 at a time   beside their own successors
+    beside others   one at a time, and K+1 at a time, with other sequences in the step, one of them at its first
+                    token, where activations are largest in most models
+
+No checkpoint is needed: the engine is compared with itself.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from specexport.verify.tolerance import logit_scale, neighbour_tolerance
+from specexport_runtime.batch import ModelRunner, RowWork
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.executors.base import Executor, Float32Array
+
+_MAX_PAST = 16
+_MAX_TOKENS = 12
+_NUM_ROWS = 4
+
+
+@dataclass(frozen=True)
+class NeighbourCase:
+    """The subject's tokens in one company.
+
+    Attributes:
+        name: who shares the step, in words.
+        rows: logit rows compared.
+        max_relative: largest difference from the same token alone, over the logit scale.
+        median_relative: the median over the rows of their largest difference.
+        argmax_agreement: share of rows with the same most likely token.
+        passed: every difference is within the tolerance.
+    """
+
+    name: str
+    rows: int
+    max_relative: float
+    median_relative: float
+    argmax_agreement: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class NeighbourResult:
+    """One engine against itself.
+
+    Attributes:
+        role: ``"target"`` or ``"draft"``.
+        passed: every case passed.
+        cases: one for each company.
+        tolerance: largest difference allowed, relative to the logit scale.
+        compared: what was compared, in words.
+    """
+
+    role: str
+    passed: bool
+    cases: tuple[NeighbourCase, ...]
+    tolerance: float
+    compared: str
+
+    @property
+    def max_relative(self) -> float:
+        """Largest relative difference of all cases (NaN if any is)."""
+        return float(np.max([case.max_relative for case in self.cases]))
+
+
+def check_neighbours(
+    role: str,
+    executor: Executor,
+    sequences: Seq[Seq[int]],
+    *,
+    lookahead: int,
+    dtype: str = "float32",
+    quantize: str | None = None,
+) -> NeighbourResult:
+    """Step the end of ``sequences[0]`` alone and in company, and compare the logits.
+
+    Args:
+        role: ``"target"`` or ``"draft"``, for the report.
+        executor: the engine; nothing else may use it meanwhile.
+        sequences: token ids; the first is the subject, the others keep it company. At least 3 tokens each, none longer
+            than a cache row less K+1 entries.
+        lookahead: K.
+        dtype: the engine's dtype, which with ``quantize`` decides the tolerance.
+        quantize: how its weights are quantized; None if they are not.
+
+    Raises:
+        InvalidRequestError: there is no subject, or a sequence is too short.
+        IncompatibleError: no tolerance is known for ``dtype`` or ``quantize``.
+    """
+    if not sequences or min(map(len, sequences)) < 3:
+        raise InvalidRequestError("the neighbours part needs sequences of 3 tokens or more.", "give longer prompts.")
+    tolerance = neighbour_tolerance(dtype, quantize)
+    company = [list(ids) for ids in sequences[1 : min(_NUM_ROWS, executor.num_rows)]]
+    subject = _Subject(executor, list(sequences[0]))
+    width = min(lookahead + 1, len(subject.tokens))
+    alone = subject.step_through(1, [])
+    found = {f"{width} at a time": subject.step_through(width, [])}
+    if company:
+        others = f"beside {len(company)} other rows"
+        found[f"1 at a time {others}"] = subject.step_through(1, company)
+        found[f"{width} at a time {others}"] = subject.step_through(width, company)
+    cases = tuple(_compare(name, logits, alone, tolerance) for name, logits in found.items())
+    compared = f"{len(alone)} tokens behind {subject.past}, each against the same token alone in a step"
+    return NeighbourResult(role, all(case.passed for case in cases), cases, tolerance, compared)
+
+
+class _Subject:
+    """Row 0 with the tokens whose logits are looked at; ``past`` tokens before them are prefilled each time."""
+
+    def __init__(self, executor: Executor, sequence: list[int]) -> None:
+        self._executor = executor
+        self.past = min(_MAX_PAST, len(sequence) // 2)
+        self._before = sequence[: self.past]
+        self.tokens = sequence[self.past : self.past + _MAX_TOKENS]
+
+    def step_through(self, width: int, company: Seq[list[int]]) -> Float32Array:
+        """Logits [n, V] of the subject's tokens, ``width`` a step, each of ``company`` taking as many in its row."""
+        runner = ModelRunner(self._executor)
+        # The cache behind the tokens is the same in every run: written by the same steps.
+        runner.prefill(0, self._before)
+        # The first companion stays at its first token, the others stand where the subject does.
+        pasts = [0 if row == 0 else min(self.past, len(ids) - 1) for row, ids in enumerate(company)]
+        for row, (ids, past) in enumerate(zip(company, pasts, strict=True), start=1):
+            if past:
+                runner.prefill(row, ids[:past])
+        found = []
+        for start in range(0, len(self.tokens), width):
+            own = self.tokens[start : start + width]
+            work = [RowWork(own, len(own))]
+            # Nothing of the companions is committed: they take the same tokens again in each step.
+            work += [RowWork(ids[past : past + width], 1) for ids, past in zip(company, pasts, strict=True)]
+            found.append(runner.step(0, work)[: len(own)].copy())
+            runner.kv.commit(0, self.past + start + len(own))
+        logits: Float32Array = np.concatenate(found)
+        return logits
+
+
+def _compare(name: str, logits: Float32Array, alone: Float32Array, tolerance: float) -> NeighbourCase:
+    with np.errstate(invalid="ignore"):  # infinities that should not be there become NaN, which fails
+        errors = np.abs(logits - alone).max(axis=1) / logit_scale(alone)
+    same = logits.argmax(axis=1) == alone.argmax(axis=1)
+    passed = bool(errors.max() <= tolerance)  # false for NaN
+    return NeighbourCase(name, len(errors), float(errors.max()), float(np.median(errors)), float(same.mean()), passed)

@@ -1,0 +1,180 @@
+"""What quantizing costs: perplexity on a text, against the float model's on the same tokens.
+
+Perplexity is ``exp(mean -ln p(token | tokens before it))``. A text is cut into windows, each read from its first token
+on, so that a window costs one prefill and no long cache. Both models see the same windows: the relative change is
+that of the same tokens, and far more certain than either perplexity.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specexport.verify.tolerance import perplexity_limit
+from specexport_runtime.batch import ModelRunner, RowWork
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.executors.base import Executor, Float32Array
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+WINDOW = 256
+"""Tokens of a window, fewer where the bundle takes fewer."""
+
+MAX_TOKENS = 4096
+"""Most tokens of a text that are read: Gemma 3 270M takes about a minute for them on two cores, with eager torch."""
+
+_LOGIT_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class PerplexityResult:
+    """One quantized engine against the float model.
+
+    Attributes:
+        role: ``"target"`` or ``"draft"``.
+        passed: ``change <= limit``.
+        quantize: how the engine's weights are quantized; None if they are not.
+        num_tokens: tokens predicted.
+        perplexity: the engine's.
+        reference_perplexity: the float model's.
+        change: ``perplexity / reference_perplexity - 1``; negative if the engine happens to be better.
+        limit: largest change allowed.
+        reference: what the float model was, in words.
+    """
+
+    role: str
+    passed: bool
+    quantize: str | None
+    num_tokens: int
+    perplexity: float
+    reference_perplexity: float
+    change: float
+    limit: float
+    reference: str
+
+
+def read_text(path: Path) -> list[str]:
+    """A UTF-8 text file, as one text.
+
+    Raises:
+        InvalidRequestError: the file cannot be read, is not UTF-8, or holds no text.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be read ({error.strerror}).", "give a readable file.") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"{path} is not UTF-8 (byte offset {error.start}).", "save it as UTF-8.") from None
+    if not text.strip():
+        raise InvalidRequestError(f"{path} holds no text.", "give a file with some.")
+    return [text]
+
+
+def make_windows(
+    texts: Sequence[str], tokenizer: "Tokenizer", *, vocab_size: int, max_model_len: int, max_tokens: int = MAX_TOKENS
+) -> list[list[int]]:
+    """Windows of at least two tokens, each led by what the tokenizer puts before a text (BOS where it does).
+
+    Args:
+        texts: texts to read; no window spans two.
+        tokenizer: the bundle's.
+        vocab_size: V.
+        max_model_len: most tokens of one sequence.
+        max_tokens: most tokens in all; the rest is left out.
+
+    Raises:
+        InvalidRequestError: no text has two tokens, or one has a token that the model does not know.
+    """
+    lead = list(tokenizer.encode("").ids)
+    size = min(WINDOW, max_model_len) - len(lead)
+    windows: list[list[int]] = []
+    left = max_tokens
+    for text in texts:
+        ids = list(tokenizer.encode(text, add_special_tokens=False).ids)[:left]
+        left -= len(ids)
+        windows += [lead + ids[start : start + size] for start in range(0, len(ids), size)]
+    windows = [window for window in windows if len(window) >= 2]
+    if not windows:
+        raise InvalidRequestError("the text has no two tokens, so nothing can be predicted.", "give a longer one.")
+    if max(map(max, windows)) >= vocab_size:
+        raise InvalidRequestError(f"the text has token ids of {vocab_size} and more.", "give one that the model knows.")
+    return windows
+
+
+def token_losses(logits: Float32Array, tokens: Sequence[int]) -> float:
+    """Sum over rows of -ln softmax(logits)[token], in nats, computed in float64.
+
+    Args:
+        logits: [n, V].
+        tokens: the n tokens that came.
+    """
+    total = 0.0
+    for row, token in zip(logits, tokens, strict=True):
+        wide = row.astype(np.float64)
+        highest = wide.max()
+        total += float(highest + np.log(np.exp(wide - highest).sum()) - wide[token])
+    return total
+
+
+def engine_loss(executor: Executor, windows: Sequence[Sequence[int]], *, lookahead: int) -> float:
+    """Mean loss of an engine in nats per token; nothing else may use the engine meanwhile.
+
+    Args:
+        executor: the engine.
+        windows: token ids, at least two each; the first of each is only read.
+        lookahead: K: engines with profiles compute the logits of K+1 tokens a step, and no more.
+    """
+    runner = ModelRunner(executor)
+    most = runner.max_chunk if executor.max_num_tokens is None else lookahead + 1
+    size = max(1, min(most, _LOGIT_BYTES // (4 * executor.vocab_size)))
+    total = 0.0
+    for window in windows:
+        runner.kv.release(0)
+        for start in range(0, len(window) - 1, size):
+            chunk = list(window[start : min(start + size, len(window) - 1)])
+            logits = runner.step(0, [RowWork(chunk, len(chunk))])
+            total += token_losses(logits, window[start + 1 : start + 1 + len(chunk)])
+            runner.kv.commit(0, start + len(chunk))
+    return total / count_predicted(windows)
+
+
+def reference_loss(logits: Iterator[Float32Array], windows: Sequence[Sequence[int]]) -> float:
+    """Mean loss of reference logits in nats per token; ``logits`` gives [len, V] for each window in turn."""
+    total = sum(token_losses(rows[:-1], window[1:]) for rows, window in zip(logits, windows, strict=True))
+    return total / count_predicted(windows)
+
+
+def count_predicted(windows: Sequence[Sequence[int]]) -> int:
+    """Tokens of all windows but the first of each."""
+    return sum(len(window) - 1 for window in windows)
+
+
+def compare_perplexity(
+    role: str, loss: float, float_loss: float, num_tokens: int, *, quantize: str | None, reference: str
+) -> PerplexityResult:
+    """Judge a mean loss by the float model's, both in nats per token.
+
+    Raises:
+        IncompatibleError: no limit is known for ``quantize``.
+    """
+    limit = perplexity_limit(quantize)
+    change = math.expm1(loss - float_loss) if abs(loss - float_loss) < 700 else math.inf
+    return PerplexityResult(
+        role,
+        change <= limit,  # false for NaN
+        quantize,
+        num_tokens,
+        perplexity=_perplexity(loss),
+        reference_perplexity=_perplexity(float_loss),
+        change=change,
+        limit=limit,
+        reference=reference,
+    )
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf

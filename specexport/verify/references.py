@@ -1,0 +1,190 @@
+"""What each engine is compared with: eager logits for a float engine, the float model's loss for a quantized one.
+
+A quantized engine's logits are not those of its checkpoint, so no tensor tolerance fits; what it promises is that text
+is hardly less likely under it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specexport.progress import StageClock
+from specexport.verify.checkpoint import (
+    CheckpointNotFoundError,
+    eager_loss,
+    eager_references,
+    find_checkpoint,
+    recorded_revision,
+)
+from specexport.verify.perplexity import engine_loss
+from specexport.verify.tensors import make_sequences
+from specexport_runtime.bundle import load_bundle
+from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
+from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.manifest import Manifest, load_manifest
+
+if TYPE_CHECKING:
+    from specexport.verify.run import VerifyOptions
+
+EAGER = "eager transformers"
+"""Name of the float model where it is the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What an engine's logits are compared with.
+
+    Attributes:
+        sequences: token ids.
+        logits: eager logits [len, V] of each.
+    """
+
+    sequences: list[list[int]]
+    logits: list[Float32Array]
+
+
+@dataclass(frozen=True)
+class FloatLoss:
+    """The float model's loss on the windows.
+
+    Attributes:
+        loss: nats per token.
+        source: what the float model was, in words.
+    """
+
+    loss: float
+    source: str
+
+
+@dataclass(frozen=True)
+class References:
+    """What was found to compare with, by role.
+
+    Attributes:
+        logits: for engines that are not quantized.
+        losses: for quantized engines, and for all where a text was given.
+        missing: why a role lacks what it needs.
+    """
+
+    logits: dict[str, Reference] = field(default_factory=dict)
+    losses: dict[str, FloatLoss] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def roles_of(manifest: Manifest) -> list[str]:
+    """The bundle's models, the target first."""
+    return sorted(manifest.models, key=lambda name: name != "target")
+
+
+def wants_loss(manifest: Manifest, role: str, options: "VerifyOptions") -> bool:
+    """Whether the perplexity of a role is looked at: that of quantized engines, and of all where a text was given."""
+    return manifest.models[role].quantize is not None or options.texts is not None
+
+
+def collect_references(
+    bundle: Path,
+    manifest: Manifest,
+    prompts: Sequence[Sequence[int]],
+    windows: Sequence[Sequence[int]],
+    options: "VerifyOptions",
+    clock: StageClock,
+) -> References:
+    """Compute what the engines will be compared with; no model stays in memory.
+
+    Args:
+        bundle: the bundle's folder.
+        manifest: its manifest.
+        prompts: token ids of the prompts.
+        windows: token ids of the text that perplexity is measured on.
+        options: checkpoints, reference bundle, threads.
+        clock: reports the stages.
+
+    Raises:
+        CheckpointError: a given checkpoint cannot be read or is another one, or a required one was not found.
+        InvalidRequestError: a checkpoint is given for a model that the bundle lacks, or the reference bundle does not
+            hold this bundle's float models.
+        BundleError, IncompatibleError: the reference bundle cannot be loaded.
+    """
+    found = References()
+    if options.reference is not None:
+        _losses_of_bundle(options.reference, manifest, windows, options, clock, found)
+    sources = _find_checkpoints(bundle, manifest, options, found)
+    for role, source in sources.items():
+        entry = manifest.models[role]
+        revision, dtype = recorded_revision(manifest, role), entry.dtype
+        remote = options.trust_remote_code
+        with clock.stage("eager reference", role):
+            if wants_loss(manifest, role, options) and role not in found.losses:
+                loss = eager_loss(source, revision, windows, dtype=dtype, trust_remote_code=remote)
+                found.losses[role] = FloatLoss(loss, EAGER)
+            if entry.quantize is None:
+                sequences = make_sequences(
+                    prompts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
+                )
+                logits = eager_references(source, revision, sequences, dtype=dtype, trust_remote_code=remote)
+                found.logits[role] = Reference(sequences, logits)
+    return found
+
+
+def _find_checkpoints(
+    bundle: Path, manifest: Manifest, options: "VerifyOptions", found: References
+) -> Mapping[str, str]:
+    """Checkpoint of each role that still needs one; why a role has none goes to ``found.missing``."""
+    unknown = sorted(set(options.checkpoints) - set(manifest.models))
+    if unknown:
+        raise InvalidRequestError(f"{bundle} has no {unknown[0]} model.", f"leave out its checkpoint ({unknown[0]}).")
+    sources: dict[str, str] = {}
+    for role in roles_of(manifest):
+        given = options.checkpoints.get(role)
+        if manifest.models[role].quantize is not None and role in found.losses and given is None:
+            continue
+        try:
+            source = find_checkpoint(manifest, role, given, bundle)
+            _require_torch()
+        except (CheckpointNotFoundError, MissingDependencyError) as error:
+            if options.require_checkpoint or given is not None:
+                raise
+            found.missing[role] = str(error)
+        else:
+            sources[role] = source
+    return sources
+
+
+def _require_torch() -> None:
+    from specexport.model_build import require_export_stack
+
+    require_export_stack()
+
+
+def _losses_of_bundle(
+    reference: Path,
+    manifest: Manifest,
+    windows: Sequence[Sequence[int]],
+    options: "VerifyOptions",
+    clock: StageClock,
+    found: References,
+) -> None:
+    """Loss of each role whose float model is in the reference bundle."""
+    other = load_manifest(reference)
+    for role in (role for role in roles_of(manifest) if wants_loss(manifest, role, options)):
+        entry, model = manifest.models[role], other.models.get(role)
+        if model is None and role != "target":
+            continue  # a checkpoint may serve
+        if model is None or model.quantize is not None or model.source_sha256 != entry.source_sha256:
+            what = (
+                "is quantized itself" if model is not None and model.quantize else "was built from another checkpoint"
+            )
+            raise InvalidRequestError(
+                f"--reference {reference}: its {role} {what}, so nothing can be compared with it.",
+                f"give a bundle built from {entry.source} without --quantize.",
+            )
+        with clock.stage("reference bundle", role):
+            longest = max(map(len, windows))
+            opened = load_bundle(reference, max_num_seqs=1, max_model_len=min(longest, other.max_model_len))
+            executor = opened.make_executor(role, num_threads=options.num_threads, spin=options.spin)
+            try:
+                loss = engine_loss(executor, windows, lookahead=other.lookahead)
+            finally:
+                executor.close()
+            found.losses[role] = FloatLoss(loss, f"bundle {other.name}")
