@@ -1,0 +1,105 @@
+"""A Llama with blocks of its residual stream left out: forward pass, similarity, choice of layers.
+
+A model of N layers has 2N blocks, the attention and the MLP of each layer, and each adds its output to one stream of
+hidden states. Leaving a block out leaves the stream as it is, so a subset of the blocks is a model too: the draft of
+*Draft on the Fly* (Metel et al. 2024), and, with random subsets, layer dropout in training.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+from transformers import DynamicCache, LlamaForCausalLM
+
+
+class Kept(NamedTuple):
+    """Which blocks of a model run, one flag a layer.
+
+    Attributes:
+        attention: Whether layer i's attention runs.
+        mlp: Whether layer i's MLP runs.
+    """
+
+    attention: tuple[bool, ...]
+    mlp: tuple[bool, ...]
+
+    @classmethod
+    def every(cls, layers: int) -> Kept:
+        """The whole model."""
+        return cls((True,) * layers, (True,) * layers)
+
+
+class Passed(NamedTuple):
+    """What a forward pass gives.
+
+    Attributes:
+        logits: Shape (rows, length, vocabulary), float32 or the autocast type.
+        similarity: Shape (layers, rows, length): cosine between the stream before and after each attention block
+            that ran; 1 where it did not run. None unless asked for.
+    """
+
+    logits: torch.Tensor
+    similarity: torch.Tensor | None
+
+
+def run_blocks(
+    model: LlamaForCausalLM,
+    tokens: torch.Tensor,
+    kept: Kept,
+    *,
+    cache: DynamicCache | None = None,
+    start: int = 0,
+    similarity: bool = False,
+) -> Passed:
+    """Run the chosen blocks of a model.
+
+    Args:
+        model: The model.
+        tokens: Token ids of shape (rows, length).
+        kept: Blocks to run.
+        cache: Keys and values of the positions before ``start``, which this pass adds to; one token at a time then.
+        start: Position of the first token.
+        similarity: Whether to measure the attention blocks' similarity.
+
+    Returns:
+        The logits, and the similarity if asked for.
+    """
+    inner = model.model
+    stream = inner.embed_tokens(tokens)
+    positions = torch.arange(start, start + tokens.shape[1])[None]
+    rotary = inner.rotary_emb(stream, positions)
+    found = []
+    for layer, attention, mlp in zip(inner.layers, kept.attention, kept.mlp, strict=True):
+        before = stream
+        if attention:
+            normed = layer.input_layernorm(stream)
+            mixed = layer.self_attn(normed, position_embeddings=rotary, attention_mask=None, past_key_values=cache)[0]
+            stream = stream + mixed
+        if similarity:
+            found.append(functional.cosine_similarity(before.float(), stream.float(), dim=-1))
+        if mlp:
+            stream = stream + layer.mlp(layer.post_attention_layernorm(stream))
+    return Passed(model.lm_head(inner.norm(stream)), torch.stack(found) if similarity else None)
+
+
+def choose_blocks(similarity: torch.Tensor, threshold: float | None, period: int | None, keep_last: int | None) -> Kept:
+    """The draft's blocks by the paper's three rules.
+
+    Args:
+        similarity: Mean over a prompt for each attention block, shape (layers,).
+        threshold: Attention blocks above it are left out; None switches the rule off.
+        period: Every ``period``-th layer is left out, attention and MLP; None switches the rule off.
+        keep_last: The last so many layers stay whole; None switches the rule off.
+
+    Returns:
+        The blocks to keep.
+    """
+    layers = len(similarity)
+    attention, mlp = [True] * layers, [True] * layers
+    for i in range(layers - (keep_last or 0)):
+        periodic = period is not None and (i + 1) % period == 0
+        mlp[i] = not periodic
+        attention[i] = not periodic and not (threshold is not None and float(similarity[i]) > threshold)
+    return Kept(tuple(attention), tuple(mlp))
