@@ -161,7 +161,8 @@ def _attention_block(flow: Dataflow, layer: int, attention: ir.Node) -> Residual
             continue
         for residual in add.inputs:
             if residual is not None and residual.producer() in before:
-                return _checked_attention(flow, ResidualBlock("attention", layer, residual, add.outputs[0]), after)
+                block = ResidualBlock("attention", layer, residual, add.outputs[0])
+                return _checked_attention(flow, block, after | {attention})
     raise Obstacle(f"layer {layer}'s attention is not added to the residual stream")
 
 
