@@ -32,6 +32,8 @@ COMMANDS = {
         "specexport.demo", "demo", "Build the demo pair, stream from it, measure it against plain decoding."
     ),
     "bench": _Mount("specexport.bench.command", "bench", "Measure ways to decode with a bundle side by side."),
+    "tune": _Mount("specexport.tune.command", "tune", "Find the fastest number of draft tokens on your prompts."),
+    "explain": _Mount("specexport.explain.command", "explain", "Show round by round what speculation did, and saved."),
     "simulate": _Mount(
         "specexport.simulate.command", "simulate", "Expected padding and speedup of a batch, without a model."
     ),

@@ -19,7 +19,9 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 _Parse = Callable[[click.Context, click.Parameter, str | None], Any]
 
 
-def _list_of(convert: Callable[[str], Any], what: str) -> _Parse:
+def list_of(convert: Callable[[str], Any], what: str) -> _Parse:
+    """A click callback: parts with commas between them, each once; None stays None."""
+
     def parse(_ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple[Any, ...] | None:
         if value is None:
             return None
@@ -40,7 +42,7 @@ def _lengths(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[
         raise click.BadParameter(f"{value!r} is no length: write 64, or 16:128 for lengths between.") from None
 
 
-_NAMES, _WHOLE, _NUMBERS = _list_of(str, "names"), _list_of(int, "whole numbers"), _list_of(float, "numbers")
+_NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"), list_of(float, "numbers")
 
 
 @click.command()

@@ -27,6 +27,7 @@ class Subject:
         lookahead: largest K it was built for.
         details: names and hashes of its parts, for the record.
         load: makes an engine.
+        has_gates: the target can draft with some of its own layers.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Subject:
     lookahead: int
     details: Mapping[str, Any]
     load: "Callable[[EngineKey], SpecEngine]"
+    has_gates: bool = False
 
 
 def open_subject(
@@ -77,7 +79,8 @@ def open_subject(
         "threads": num_threads,
         "spin": spin,
     }
-    return Subject(manifest.name, "draft" in manifest.models, manifest.lookahead, details, load)
+    has_gates = manifest.models["target"].num_gates > 0 if "target" in manifest.models else False
+    return Subject(manifest.name, "draft" in manifest.models, manifest.lookahead, details, load, has_gates)
 
 
 def _describe(manifest: Manifest) -> dict[str, Any]:
