@@ -10,6 +10,7 @@ from specexport_runtime.errors import BundleError, IncompatibleError, InvalidReq
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.file_check import check_files
 from specexport_runtime.manifest import Manifest, ModelEntry, load_manifest
+from specexport_runtime.tokenizer_load import load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -154,8 +155,6 @@ def load_bundle(folder: Path, *, max_model_len: int | None = None, max_num_seqs:
         IncompatibleError: another schema or ABI.
         InvalidRequestError: a limit is out of range.
     """
-    from tokenizers import Tokenizer
-
     manifest = load_manifest(folder)
     if max_model_len is not None and not 2 <= max_model_len <= manifest.max_model_len:
         raise InvalidRequestError(
@@ -164,18 +163,14 @@ def load_bundle(folder: Path, *, max_model_len: int | None = None, max_num_seqs:
         )
     if not 1 <= max_num_seqs <= 4096:
         raise InvalidRequestError(f"max_num_seqs is {max_num_seqs}.", "choose a number from 1 to 4096.")
-    check_files(folder, manifest.files, remember=True)
+    known = check_files(folder, manifest.files, remember=True)
     if "target" not in manifest.models:
         raise BundleError(f"{folder}: the manifest names no target model.", "build it again.")
-    try:
-        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_NAME))
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise BundleError(f"{folder / TOKENIZER_NAME} cannot be read: {error}", "build it again.") from error
     template = folder / CHAT_TEMPLATE_NAME
     return Bundle(
         folder,
         manifest,
-        tokenizer,
+        load_tokenizer(folder / TOKENIZER_NAME, background=known),
         template.read_text(encoding="utf-8") if CHAT_TEMPLATE_NAME in manifest.files else None,
         max_model_len or manifest.max_model_len,
         max_num_seqs,

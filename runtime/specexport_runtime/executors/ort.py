@@ -32,7 +32,7 @@ from specexport_runtime.executors.base import (
     argmax_ids,
 )
 from specexport_runtime.executors.ort_gates import OrtGates
-from specexport_runtime.executors.ort_session import open_session
+from specexport_runtime.executors.ort_session import open_session, untouched_zeros
 from specexport_runtime.manifest import ModelEntry
 from specexport_runtime.user_cache import available_cores
 
@@ -99,9 +99,8 @@ class OrtExecutor:
         self._caches: dict[str, npt.NDArray[Any]] = {}
         for i, layer in enumerate(entry.layers):
             for spec, head_dim in zip(CACHE_INPUTS, (layer.k_dim, layer.v_dim), strict=True):
-                # Zeroed memory is not resident until a row is used.
                 shape = (num_rows, 1, layer.kv_heads, kv_capacity, head_dim)
-                self._caches[spec.name.format(i=i)] = np.zeros(shape, self._dtype)
+                self._caches[spec.name.format(i=i)] = untouched_zeros(shape, self._dtype)
         self._row_values: dict[tuple[int, int], list[tuple[str, str, Any]]] = {}
         self._bindings: OrderedDict[tuple[StepShape, bool], _Binding] = OrderedDict()
         self._logits: Float32Array = np.empty((0, self.vocab_size), np.float32)

@@ -5,10 +5,15 @@ Imports onnxruntime when a session is opened, not before.
 
 import ctypes
 import functools
+import math
+import mmap
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from specexport_runtime.errors import BundleError, MissingDependencyError
 from specexport_runtime.prepacked import DATA_NAME, GRAPH_NAME, PrepackedEngine
@@ -55,6 +60,15 @@ def open_session(path: Path, num_threads: int, spin: bool, engine_hash: str | No
         raise BundleError(f"{path}: ONNX Runtime cannot load this engine: {error}", "build it again.") from error
 
 
+def untouched_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """An array of zeros, of which a page becomes resident when it is written to.
+
+    ``np.zeros`` promises no such thing: it takes memory that ONNX Runtime has freed, and clears it by writing.
+    """
+    size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
+    return np.frombuffer(mmap.mmap(-1, size), dtype, math.prod(shape)).reshape(shape)
+
+
 def _options(num_threads: int, spin: bool) -> Any:
     import onnxruntime
 
@@ -79,7 +93,7 @@ def _write_prepacked(path: Path, folder: Path, num_threads: int) -> None:
     ):
         options.add_session_config_entry(f"session.{key}", value)
     onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    _return_freed_memory()
+    return_freed_memory()
 
 
 def _open_prepacked(folder: Path, num_threads: int, spin: bool) -> Any:
@@ -88,11 +102,11 @@ def _open_prepacked(folder: Path, num_threads: int, spin: bool) -> Any:
     options = _options(num_threads, spin)
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # they are in the file
     session = onnxruntime.InferenceSession(str(folder / GRAPH_NAME), options, providers=["CPUExecutionProvider"])
-    _return_freed_memory()
+    return_freed_memory()
     return session
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Give freed heap memory back to the system.
 
     ONNX Runtime packs every weight to compare it with the file and frees the result. Of a gated graph of 1 GB up to
