@@ -1,0 +1,381 @@
+"""Drafting with the target's own layers, on fakes: any layers, any neighbours, and nothing left behind."""
+
+import gc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_decoder, make_sequence, make_target, run
+
+from specexport_runtime.abi import kv_slack
+from specexport_runtime.batch import ModelRunner
+from specexport_runtime.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.drafters.self_draft import SelfDrafter
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.layer_choice import LayerChoice, LayerRules
+from specexport_runtime.sampling import SamplingParams
+from specexport_runtime.sequence import DraftStage
+
+LAYERS = 6
+PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]
+NOISES = {"same": 0.0, "good": 0.4, "random": 30.0}
+
+
+def gated(noise=0.4, rows=4, **options):
+    return make_target(rows, num_gates=2 * LAYERS, gate_noise=noise, **options)
+
+
+def self_decoder(target, lookahead, *, lookup=False, **options):
+    decoder = make_decoder(target, None, 0, **options)
+    decoder.drafter.drafters["self"] = SelfDrafter(decoder.target, vocab_size=VOCAB)
+    decoder.plan = (*([DraftStage("lookup", lookahead)] if lookup else []), DraftStage("self", lookahead))
+    return decoder
+
+
+def chosen(bits: int) -> LayerChoice:
+    """The choice whose mask has the binary digits of ``bits``."""
+    mask = [bool(bits >> i & 1) for i in range(2 * LAYERS)]
+    return LayerChoice(tuple(mask[::2]), tuple(mask[1::2]))
+
+
+def check_plain(target, sequences):
+    for seq in sequences:
+        prompt = seq.tokens[: seq.num_prompt_tokens]
+        assert seq.output == greedy_reference(target, prompt, seq.max_tokens)
+
+
+@pytest.mark.parametrize("lookahead", range(1, 9))
+@pytest.mark.parametrize("noise", NOISES)
+def test_greedy_text_equals_plain_greedy(noise, lookahead):
+    target = gated(NOISES[noise])
+    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=5 + 7 * i)) for i, prompt in enumerate(PROMPTS)]
+    decoder = self_decoder(target, lookahead)
+    run(decoder, sequences)
+    check_plain(target, sequences)
+    drafted, accepted = (sum(getattr(seq.stats, name) for seq in sequences) for name in ("drafted", "accepted"))
+    assert drafted > 50
+    assert {"same": accepted == drafted, "good": accepted > drafted / 3, "random": accepted < drafted / 3}[noise]
+    assert target.masks[-1] is None  # everything is on again
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    masks=st.lists(st.integers(0, 2 ** (2 * LAYERS) - 1), min_size=6, max_size=6),
+    lookahead=st.integers(1, 8),
+    rows=st.integers(1, 4),
+    max_chunk=st.integers(1, 10),
+    unpad_input=st.booleans(),
+    lookup=st.booleans(),
+    gammas=st.lists(st.none() | st.floats(0.2, 1.0), min_size=6, max_size=6),
+)
+def test_greedy_text_equals_plain_greedy_for_any_layers_and_any_neighbours(
+    masks, lookahead, rows, max_chunk, unpad_input, lookup, gammas
+):
+    target = gated(1.0, rows)
+    sequences = [
+        make_sequence(
+            i,
+            prompt,
+            SamplingParams(max_tokens=4 + 5 * i),
+            draft_exit=None if gamma is None else DraftExit(DraftExitParams(gamma=gamma)),
+        )
+        for i, (prompt, gamma) in enumerate(zip(PROMPTS, gammas, strict=True))
+    ]
+    for seq, bits in zip(sequences, masks, strict=True):
+        seq.layer_choice = chosen(bits)
+    run(self_decoder(target, lookahead, lookup=lookup, max_chunk=max_chunk, unpad_input=unpad_input), sequences)
+    check_plain(target, sequences)
+    for seq, bits in zip(sequences, masks, strict=True):
+        assert seq.layer_choice == chosen(bits)  # once a prompt
+        if not lookup:
+            assert bool(seq.stats.drafted) == (0 < bits < 2 ** (2 * LAYERS) - 1)
+
+
+def test_sequences_with_different_layers_are_drafted_apart_and_as_alone():
+    params = SamplingParams(max_tokens=25, temperature=0.8, top_k=12)
+    bits = [0b11, 0b11 << 4, 0b11, 0b1]
+
+    def make(i):
+        seq = make_sequence(i, PROMPTS[i], params, seed=i + 5)
+        seq.layer_choice = chosen(4095 ^ bits[i])
+        return seq
+
+    target, together = gated(), [make(i) for i in range(4)]
+    run(self_decoder(target, 4), together)
+    for i, seq in enumerate(together):
+        alone = make(i)
+        run(self_decoder(gated(), 4), [alone])
+        assert seq.output == alone.output
+        assert seq.stats.accepted == alone.stats.accepted > 0
+    drafts = [(shape.first_row, shape.num_seqs, mask) for shape, mask in zip(target.calls, target.masks, strict=True)]
+    masks = [tuple(chosen(4095 ^ b).mask.tolist()) for b in bits]
+    # Rows 0 and 2 share a step, in which row 1 sits idle; each other choice has steps of its own.
+    assert {(0, 3, masks[0]), (1, 1, masks[1]), (3, 1, masks[3])} <= set(drafts)
+    assert {mask for _, _, mask in drafts} == {None, *masks}
+
+
+def test_sampled_text_does_not_depend_on_the_batch_with_choices_of_prompts():
+    def make(i, seed):
+        return make_sequence(
+            i,
+            PROMPTS[i],
+            SamplingParams(max_tokens=30, temperature=0.9),
+            seed=seed,
+            layer_rules=LayerRules(threshold=0.97),
+            draft_exit=DraftExit(DraftExitParams(gamma=0.3, epsilon=0.1, beta2=0.5)),
+        )
+
+    shared, alone = make(1, 42), make(1, 42)
+    run(self_decoder(gated(rows=3), 5, max_chunk=4), [make(0, 1), make(2, 2), shared, make(3, 3), make(5, 4)])
+    run(self_decoder(gated(), 5), [alone])
+    assert alone.stats.accepted > 0
+    assert (shared.output, shared.layer_choice) == (alone.output, alone.layer_choice)
+
+
+@pytest.mark.parametrize("lookahead", [1, 5, 8])
+def test_drafts_near_the_models_length_fit_the_cache(lookahead):
+    capacity = MAX_MODEL_LEN + kv_slack(lookahead)
+    for length in (MAX_MODEL_LEN - 1, MAX_MODEL_LEN - 2, MAX_MODEL_LEN - 3, MAX_MODEL_LEN - 9):
+        target = FakeExecutor(VOCAB, 2, capacity, num_gates=2 * LAYERS, gate_noise=0.0)
+        sequences = [make_sequence(i, [i] * length, SamplingParams(max_tokens=50)) for i in range(2)]
+        run(self_decoder(target, lookahead), sequences)
+        check_plain(target, sequences)
+        assert all(len(seq.tokens) == MAX_MODEL_LEN for seq in sequences)
+
+
+def test_a_draft_leaves_the_targets_bookkeeping_and_layers_as_they_were():
+    decoder = self_decoder(gated(), 4)
+    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=30)) for i, prompt in enumerate(PROMPTS[:3])]
+    for seq in sequences:
+        decoder.add(seq)
+    decoder.step()
+    decoder.step()
+    kv = decoder.target.kv
+    before = [kv.kv_len(row) for row in range(4)]
+    assert [len(seq.tokens) - 1 for seq in sequences] == before[:3]
+    proposals = decoder.drafter.propose(sequences, [4, 4, 4])
+    assert [len(proposal.tokens) for proposal in proposals] == [4, 4, 4]
+    assert {(proposal.end, proposal.drafter) for proposal in proposals} == {("lookahead", "self")}
+    assert [kv.kv_len(row) for row in range(4)] == before
+    again = decoder.drafter.propose(sequences, [4, 2, 0])
+    assert [proposal.tokens for proposal in again] == [proposals[0].tokens, proposals[1].tokens[:2], []]
+    assert (again[2].end, again[2].drafter) == ("none", "")
+
+
+def test_everything_is_given_back_when_an_exception_flies():
+    target = gated()
+    decoder = self_decoder(target, 4)
+    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=30)) for i, prompt in enumerate(PROMPTS[:3])]
+    for seq in sequences:
+        decoder.add(seq)
+    decoder.step()
+    before = [decoder.target.kv.kv_len(row) for row in range(4)]
+    execute, left = target.execute, [2]
+
+    def fails(want="logits"):
+        if not left[0]:
+            raise RuntimeError("out of luck")
+        left[0] -= 1
+        return execute(want)
+
+    target.execute = fails
+    with pytest.raises(RuntimeError, match="out of luck"):
+        decoder.step()
+    target.execute = execute
+    assert [decoder.target.kv.kv_len(row) for row in range(4)] == before
+    assert target._mask is None
+    while decoder.has_work:  # nothing of the failed draft is in the way
+        decoder.step()
+        decoder.check()
+    check_plain(target, sequences)
+
+
+@pytest.mark.parametrize("max_chunk", [1, 3, 7, 512])
+def test_layers_are_chosen_by_the_average_over_the_prompt_however_it_was_cut(max_chunk):
+    prompts = [[(5 * i) % VOCAB for i in range(n)] for n in (13, 1, 20, 5)]
+    rules = LayerRules(threshold=0.97)
+    sequences = [make_sequence(i, p, SamplingParams(max_tokens=6), layer_rules=rules) for i, p in enumerate(prompts)]
+    target = gated()
+    run(self_decoder(target, 3, max_chunk=max_chunk, max_num_batched_tokens=16, lookup=True), sequences)
+    check_plain(target, sequences)
+    for seq, prompt in zip(sequences, prompts, strict=True):
+        expected = target.similarity_of(prompt).astype(np.float64).mean(axis=1)
+        assert seq.layer_choice.acs == tuple(expected)  # to the last bit
+        above = tuple(i for i in range(LAYERS) if expected[i] > 0.97)
+        assert set(above[:-2]) <= set(seq.layer_choice.removed_attention) | {LAYERS - 2, LAYERS - 1}
+        assert seq.layer_choice.removed_mlp == (2,)
+    assert len({seq.layer_choice.removed_attention for seq in sequences}) > 1
+
+
+def test_similarity_is_measured_for_prompts_that_need_it_and_in_no_other_step():
+    target, wanted = gated(), []
+    execute = target.execute
+    target.execute = lambda want="logits": (wanted.append(target._wants_similarity), execute(want))[1]
+    seq = make_sequence(0, [1, 2, 3, 4, 5], SamplingParams(max_tokens=9))
+    run(self_decoder(target, 3, max_chunk=2), [seq])
+    assert wanted[:3] == [True] * 3
+    assert not any(wanted[3:])
+    for options in (
+        {"layer_rules": LayerRules(threshold=None)},
+        {"draft_plan": (DraftStage("lookup", 3),)},
+    ):
+        wanted.clear()
+        seq = make_sequence(0, [1, 2, 3, 4, 5], SamplingParams(max_tokens=9), **options)
+        run(self_decoder(target, 3, max_chunk=2), [seq])
+        assert not any(wanted)
+        check_plain(target, [seq])
+
+
+def test_rules_without_a_threshold_choose_without_similarities():
+    seq = make_sequence(0, [3, 4], SamplingParams(max_tokens=20), layer_rules=LayerRules(threshold=None))
+    run(self_decoder(gated(), 3), [seq])
+    assert (seq.layer_choice.removed_attention, seq.layer_choice.removed_mlp) == ((2,), (2,))
+    assert seq.layer_choice.acs == ()
+    assert seq.stats.drafted > 0
+
+
+def test_a_choice_that_removes_nothing_drafts_nothing_and_is_there_to_see():
+    target = gated()
+    rules = LayerRules(threshold=1.0, period=None)
+    seq = make_sequence(0, [3, 4], SamplingParams(max_tokens=20), layer_rules=rules)
+    run(self_decoder(target, 3), [seq])
+    check_plain(target, [seq])
+    assert seq.stats.drafted == 0
+    assert seq.layer_choice.removed_attention == seq.layer_choice.removed_mlp == ()
+    assert len(seq.layer_choice.acs) == LAYERS
+    assert target.masks == [None] * len(target.masks)
+
+
+def test_a_new_prompt_gets_a_new_choice():
+    target, decoder_rules = gated(), LayerRules(threshold=0.97)
+    decoder = self_decoder(target, 3, max_num_seqs=1)
+    sequences = [
+        make_sequence(i, p, SamplingParams(max_tokens=8), layer_rules=decoder_rules) for i, p in enumerate(PROMPTS)
+    ]
+    run(decoder, sequences)
+    assert len({seq.layer_choice.mask.tobytes() for seq in sequences}) > 1
+
+
+def test_a_draft_ends_where_the_layers_that_are_left_are_not_sure():
+    sequences = [
+        make_sequence(i, p, SamplingParams(max_tokens=30), draft_exit=DraftExit(DraftExitParams(gamma=0.6)))
+        for i, p in enumerate(PROMPTS[:4])
+    ]
+    decoder = self_decoder(gated(), 6)
+    ends = []
+    propose = decoder.drafter.drafters["self"].propose
+
+    def watched(*args):
+        proposals = propose(*args)
+        ends.extend((proposal.end, len(proposal.tokens)) for proposal in proposals)
+        return proposals
+
+    decoder.drafter.drafters["self"].propose = watched
+    run(decoder, sequences)
+    assert {length for end, length in ends if end == "exit"} >= {1, 2}
+    assert all(length < 6 for end, length in ends if end == "exit")
+    assert all(seq.draft_exit.gamma != 0.6 for seq in sequences)
+
+
+def test_time_of_draft_steps_is_the_drafters_and_not_counted_twice():
+    target = gated()
+    execute = target.execute
+
+    def takes_a_second(want="logits"):
+        before = target.engine_seconds
+        output = execute(want)
+        target.engine_seconds = before + 1.0
+        return output
+
+    target.execute = takes_a_second
+    decoder = self_decoder(target, 3)
+    run(decoder, [make_sequence(i, p, SamplingParams(max_tokens=12)) for i, p in enumerate(PROMPTS)])
+    drafts = sum(mask is not None for mask in target.masks)
+    assert decoder.drafter.engine_seconds == drafts
+    assert target.engine_seconds == len(target.masks) - drafts
+    assert decoder.times.verify <= len(target.masks) - drafts
+    assert decoder.times.engine <= len(target.masks)
+    assert decoder.times.engine == decoder.times.verify + drafts
+
+
+def test_a_sequence_that_goes_takes_what_was_noted_of_it_along():
+    decoder = self_decoder(gated(), 3)
+    drafter = decoder.drafter.drafters["self"]
+    seq = make_sequence(0, [1, 2, 3], SamplingParams(max_tokens=9))
+    decoder.add(seq)
+    decoder.step()
+    assert len(drafter._sums) == 1
+    decoder.cancel(seq)
+    del seq
+    gc.collect()
+    assert not drafter._sums
+
+
+def test_a_prompt_that_nobody_measured_is_named():
+    decoder = self_decoder(gated(), 3)
+    seq = make_sequence(0, [1, 2, 3], SamplingParams(max_tokens=9), draft_plan=(DraftStage("self", 3),))
+    decoder.drafter.wants_similarity = lambda sequence: False
+    decoder.add(seq)
+    decoder.step()
+    with pytest.raises(SpecexportError, match="no similarity was measured"):
+        decoder.step()
+
+
+def test_engines_without_gates_and_caches_with_padding_are_refused():
+    with pytest.raises(SpecexportError, match="gates"):
+        SelfDrafter(ModelRunner(make_target()), vocab_size=VOCAB)
+    with pytest.raises(SpecexportError, match="padding"):
+        SelfDrafter(ModelRunner(gated(), unpad_kv=False), vocab_size=VOCAB)
+
+
+def test_ids_beyond_the_shared_vocabulary_are_never_drafted():
+    target = gated()
+    decoder = self_decoder(target, 4)
+    decoder.drafter.drafters["self"].vocab_size = 9
+    proposed = []
+    propose = decoder.drafter.drafters["self"].propose
+    decoder.drafter.drafters["self"].propose = lambda *args: (proposed.append(propose(*args)), proposed[-1])[1]
+    sequences = [make_sequence(i, [3 + i], SamplingParams(max_tokens=30, temperature=0.5 * i)) for i in range(3)]
+    run(decoder, sequences)
+    check_plain(target, sequences[:1])
+    assert max(token for step in proposed for proposal in step for token in proposal.tokens) < 9
+    assert max(sequences[0].output) >= 9
+
+
+class TestTheFakeIsStrict:
+    """A drafter that breaks the rules is noticed by the fake engine itself."""
+
+    def test_a_verify_step_with_layers_off_is_noticed(self):
+        target = gated()
+        decoder = self_decoder(target, 3)
+        target.set_layers = lambda mask: None if mask is None else FakeExecutor.set_layers(target, mask)
+        seq = make_sequence(0, [3, 4], SamplingParams(max_tokens=20))
+        run_until = pytest.raises((SpecexportError, AssertionError))
+        with run_until:
+            run(decoder, [seq])
+            check_plain(target, [seq])
+
+    def test_entries_of_a_draft_that_are_taken_for_the_targets_are_noticed(self):
+        target = gated(0.0)
+        decoder = self_decoder(target, 3)
+        commit = decoder.target.kv.commit
+
+        def forgets_to_roll_back(row, kv_len):
+            if kv_len >= decoder.target.kv.kv_len(row):
+                commit(row, kv_len)
+
+        decoder.target.kv.commit = forgets_to_roll_back
+        with pytest.raises(SpecexportError):
+            run(decoder, [make_sequence(0, [3, 4], SamplingParams(max_tokens=20))])
+
+    def test_entries_written_with_other_layers_are_noticed(self):
+        target = gated()
+        runner = ModelRunner(target)
+        runner.prefill(0, [1, 2, 3])
+        target.set_layers(chosen(4094).mask)
+        runner.prefill(0, [4])
+        target.set_layers(None)
+        with pytest.raises(SpecexportError, match="written with other parts on"):
+            runner.prefill(0, [5])
