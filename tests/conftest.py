@@ -31,10 +31,22 @@ def session_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _isolated_environment(session_dir: Path) -> Iterator[None]:
     """Caches of this session only, and no model hub: a test must not depend on what a machine did before."""
     with pytest.MonkeyPatch.context() as patch:
+        for name in ("DIR", "GB"):
+            patch.delenv(f"SPECEXPORT_CACHE_{name}", raising=False)
+        for name in ("PREPACKED", "VERIFY_HASHES"):
+            patch.delenv(f"SPECEXPORT_{name}", raising=False)
         patch.setenv("XDG_CACHE_HOME", str(session_dir / "cache"))
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         yield
+
+
+@pytest.fixture(autouse=True)
+def _warnings_anew() -> None:
+    """What is said once a process is said once a test."""
+    from specexport_runtime import user_cache
+
+    user_cache._warned.clear()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,181 @@
+"""The user's cache: where it is, what it trusts, and that it never fails a load."""
+
+import errno
+import json
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from specexport.cache import cache_folder as compiler_cache_folder
+from specexport_runtime import user_cache
+from specexport_runtime.user_cache import (
+    cache_folder,
+    cache_root,
+    machine_key,
+    packing_key,
+    read_json,
+    warn_once,
+    write_json,
+)
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test's own."""
+    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_the_root_is_the_compilers(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_root() == root == compiler_cache_folder()
+    monkeypatch.delenv("SPECEXPORT_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_root() == tmp_path / "xdg" / "specexport" == compiler_cache_folder()
+
+
+@pytest.mark.parametrize(
+    ("system", "variables", "end"),
+    [
+        ("linux", {}, ".cache/specexport"),
+        ("darwin", {}, "Library/Caches/specexport"),
+        ("win32", {"LOCALAPPDATA": "local"}, "local/specexport/Cache"),
+    ],
+)
+def test_each_platform_has_its_folder(
+    system: str, variables: dict[str, str], end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SPECEXPORT_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.platform", system)
+    assert cache_root().as_posix().endswith(end)
+
+
+def test_folders_are_made_for_this_user_alone(root: Path) -> None:
+    folder = cache_folder("things")
+    assert folder == root / "things"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert write_json(folder / "a.json", {"x": [1, 2]})
+    assert (folder / "a.json").stat().st_mode & 0o777 == 0o600
+    assert read_json(folder / "a.json") == {"x": [1, 2]}
+    assert [path.name for path in folder.iterdir()] == ["a.json"]
+
+
+def test_reading_makes_no_folder_and_says_nothing(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert cache_folder("things", writable=False) is None
+    assert not root.exists()
+    assert not caplog.records
+
+
+def test_a_cache_that_cannot_be_made_is_said_once(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root.write_text("a file where the folder should be")
+    assert cache_folder("one") is None
+    assert cache_folder("two") is None
+    assert len(caplog.records) == 1
+    assert str(root) in caplog.text
+    assert "Fix: set SPECEXPORT_CACHE_DIR" in caplog.text
+
+
+def test_a_read_only_folder_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    folder = cache_folder("things")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert [cache_folder("things"), cache_folder("things")] == [None, None]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "read-only" in caplog.text
+    assert cache_folder("things", writable=False) == folder
+
+
+def test_a_folder_open_to_others_is_not_trusted(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = cache_folder("things")
+    assert folder is not None
+    write_json(folder / "a.json", 1)
+    folder.chmod(0o777)
+    assert cache_folder("things") is None
+    assert cache_folder("things", writable=False) is None
+    assert "others may write" in caplog.text
+    folder.chmod(0o700)
+    (folder / "a.json").chmod(0o666)
+    assert read_json(folder / "a.json") is None
+
+
+def test_a_folder_of_somebody_else_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = cache_folder("things")
+    assert folder is not None
+    owner = folder.stat().st_uid
+    if owner == 0:
+        os.chown(folder, 12345, 12345)
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    assert cache_folder("things", writable=False) is None
+
+
+def test_no_home_is_no_failure(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("SPECEXPORT_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cache_folder("things") is None
+    assert "home directory" in caplog.text
+
+
+@pytest.mark.parametrize("failing", ["replace", "fdopen"])
+def test_a_full_disk_leaves_the_old_file(
+    failing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = cache_folder("things")
+    assert folder is not None
+    assert write_json(folder / "a.json", "old")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, failing, full)
+        assert not write_json(folder / "a.json", "new")
+        assert not write_json(folder / "b.json", "new")
+    assert read_json(folder / "a.json") == "old"
+    assert [path.name for path in folder.iterdir()] == ["a.json"]
+    assert caplog.text.count("No space left") == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"a": ', b"[" * 100_000])
+def test_damaged_json_is_as_good_as_none(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    (tmp_path / "a.json").chmod(0o600)
+    assert read_json(tmp_path / "a.json") is None
+    assert read_json(tmp_path / "missing.json") is None
+
+
+def test_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    values = [[i] * 2000 for i in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda value: write_json(path, value), values))
+    assert json.loads(path.read_text()) in values
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_keys_name_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    packing, machine = packing_key(), machine_key()
+    assert (packing_key(), machine_key()) == (packing, machine)
+    monkeypatch.setattr(user_cache, "available_cores", lambda: 99)
+    assert packing_key() == packing  # weights pack alike for any number of threads
+    assert machine_key() != machine
+    for name, value in (("_version", lambda _: "0.0"), ("_cpu", lambda: ("other", "flags"))):
+        with monkeypatch.context() as patch:
+            patch.setattr(user_cache, name, value)
+            user_cache._packing_facts.cache_clear()
+            assert packing_key() != packing
+    user_cache._packing_facts.cache_clear()
+    assert packing_key() == packing
+
+
+def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> None:
+    for topic in ("a", "a", "b"):
+        warn_once(topic, "about %s", topic)
+    assert [record.getMessage() for record in caplog.records] == ["about a", "about b"]
