@@ -1,0 +1,101 @@
+"""The neighbours part: steps that treat each token alone pass, one scale for a whole step does not."""
+
+import math
+
+import numpy as np
+import pytest
+from per_tensor import quantize_activations
+from verify_fakes import LOOKAHEAD, MAX_MODEL_LEN, PROMPTS, VOCAB, make_executor
+
+from specexport.verify.neighbours import check_neighbours
+from specexport.verify.tensors import make_sequences
+from specexport_runtime.errors import IncompatibleError, InvalidRequestError
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.executors.ort import OrtExecutor
+from specexport_runtime.manifest import load_manifest
+
+
+def check(executor, lookahead=LOOKAHEAD, **options):
+    sequences = make_sequences(PROMPTS, VOCAB, lookahead=lookahead, max_model_len=MAX_MODEL_LEN)
+    return check_neighbours("target", executor, sequences, lookahead=lookahead, **options)
+
+
+def test_a_right_engine_passes_in_every_company():
+    executor = make_executor()
+    result = check(executor)
+    assert result.passed
+    assert result.max_relative == 0.0
+    assert [case.name for case in result.cases] == [
+        "5 at a time",
+        "1 at a time beside 3 other rows",
+        "5 at a time beside 3 other rows",
+    ]
+    assert {case.rows for case in result.cases} == {12}
+    assert {shape.num_seqs for shape in executor.calls} == {1, 4}
+    alone = [shape for shape in executor.calls if shape.num_seqs == 1 and shape.num_tokens == 1]
+    assert len(alone) == 12
+
+
+class OneScale(FakeExecutor):
+    """Logits rounded to 255 steps of the largest one in the step; with ``each``, of the largest one of their row."""
+
+    def __init__(self, *sizes, each=False, **options):
+        super().__init__(*sizes, **options)
+        self.each = each
+
+    def execute(self, want="logits"):
+        logits = super().execute()
+        scale = np.abs(logits).max(axis=1 if self.each else None, keepdims=True) / 127
+        return np.round(logits / scale).astype(np.float32) * scale
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_one_scale_a_step_fails_and_one_a_token_passes(quantize):
+    assert check(make_executor(OneScale, each=True), quantize=quantize).passed
+    result = check(make_executor(OneScale), quantize=quantize)
+    assert not result.passed
+    assert {case.name for case in result.cases if not case.passed} == {case.name for case in result.cases}
+
+
+class BesideOthers(FakeExecutor):
+    """Logits that are off by ``offset`` in steps of several rows."""
+
+    def __init__(self, *sizes, offset):
+        super().__init__(*sizes)
+        self.offset = offset
+
+    def execute(self, want="logits"):
+        rows = self._shape.num_seqs
+        logits = super().execute().copy()
+        if rows > 1:
+            logits[0, 3] += self.offset
+        return logits
+
+
+@pytest.mark.parametrize(("offset", "passed"), [(1e-6, True), (0.5, False), (math.nan, False), (math.inf, False)])
+def test_what_other_rows_change_is_seen(offset, passed):
+    result = check(make_executor(BesideOthers, offset=offset))
+    assert result.passed == passed
+    failed = {case.name for case in result.cases if not case.passed}
+    assert failed == (set() if passed else {f"{n} at a time beside 3 other rows" for n in (1, 5)})
+
+
+@pytest.mark.parametrize("each_token", [True, False])
+def test_a_real_graph_with_one_scale_a_step_fails(demo_bundle, tmp_path, each_token):
+    entry = load_manifest(demo_bundle).models["target"]
+    path = quantize_activations(demo_bundle / entry.path, tmp_path / "quantized", each_token=each_token)
+    executor = OrtExecutor(path, entry, num_rows=4, kv_capacity=160, num_threads=1, spin=False)
+    texts = [[265, 300, 411, 17, 1200, 873, 90, 3000], [5, 77, 4001, 2222, 361]]
+    sequences = make_sequences(texts, entry.vocab_size, lookahead=4, max_model_len=128)
+    result = check_neighbours("target", executor, sequences, lookahead=4, quantize="int8")
+    executor.close()
+    assert result.passed == each_token
+    assert all(case.passed == each_token for case in result.cases)
+
+
+def test_what_cannot_be_checked_is_refused():
+    with pytest.raises(IncompatibleError, match="int3"):
+        check(make_executor(), quantize="int3")
+    for sequences in ([], [[1, 2]]):
+        with pytest.raises(InvalidRequestError, match="3 tokens"):
+            check_neighbours("target", make_executor(), sequences, lookahead=2)

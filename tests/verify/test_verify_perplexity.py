@@ -1,0 +1,108 @@
+"""The perplexity part: right numbers, in windows, and a limit for each quantization."""
+
+import math
+from itertools import chain
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from verify_fakes import VOCAB, make_executor
+
+from specexport.verify.perplexity import (
+    compare_perplexity,
+    count_predicted,
+    engine_loss,
+    make_windows,
+    read_text,
+    reference_loss,
+)
+from specexport_runtime.errors import IncompatibleError, InvalidRequestError
+
+WINDOWS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [4, 4], [9, 8, 7]]
+
+
+def make_tokenizer(*, bos: bool = False) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="w22 $A", special_tokens=[("w22", 22)])
+    return tokenizer
+
+
+def exact_loss(windows):
+    executor, total = make_executor(), 0.0
+    for window in windows:
+        for i in range(1, len(window)):
+            logits = executor.logits_after(window[:i]).astype(np.float64)
+            total -= math.log(np.exp(logits[window[i]]) / np.exp(logits).sum())
+    return total / sum(len(window) - 1 for window in windows)
+
+
+@pytest.mark.parametrize("most", [None, 4])
+def test_the_loss_is_that_of_the_formula_however_it_is_cut(most):
+    executor = make_executor()
+    executor.max_num_tokens = most  # an engine with profiles takes K+1 tokens a step
+    assert engine_loss(executor, WINDOWS, lookahead=3) == pytest.approx(exact_loss(WINDOWS), rel=1e-6)
+    assert max(shape.num_tokens for shape in executor.calls) == (10 if most is None else 4)
+    assert count_predicted(WINDOWS) == 13
+
+
+def test_the_reference_loss_reads_the_same_positions():
+    executor = make_executor()
+    logits = (np.stack([executor.logits_after(w[: i + 1]) for i in range(len(w))]) for w in WINDOWS)
+    assert reference_loss(logits, WINDOWS) == pytest.approx(exact_loss(WINDOWS), rel=1e-6)
+
+
+def test_windows_are_led_by_bos_and_end_with_the_text():
+    text = " ".join(f"w{i % 20}" for i in range(50))
+    plain = make_windows([text], make_tokenizer(), vocab_size=VOCAB, max_model_len=20)
+    assert [len(window) for window in plain] == [20, 20, 10]
+    assert list(chain.from_iterable(plain)) == [i % 20 for i in range(50)]
+    led = make_windows([text, "w3"], make_tokenizer(bos=True), vocab_size=VOCAB, max_model_len=20)
+    assert [window[0] for window in led] == [22] * 4
+    assert [len(window) for window in led] == [20, 20, 13, 2]
+    assert led[-1] == [22, 3]
+    short = make_windows([text, text], make_tokenizer(), vocab_size=VOCAB, max_model_len=256, max_tokens=60)
+    assert [len(window) for window in short] == [50, 10]
+
+
+@pytest.mark.parametrize(("text", "vocab_size"), [("w3", VOCAB), ("", VOCAB), ("w1 w9 w2", 9)])
+def test_texts_that_cannot_be_read_are_refused(text, vocab_size):
+    with pytest.raises(InvalidRequestError):
+        make_windows([text], make_tokenizer(), vocab_size=vocab_size, max_model_len=20)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "cannot be read"), (b"\xe9", "not UTF-8"), (b" \n\n", "holds no text")]
+)
+def test_files_that_cannot_be_read_are_refused(tmp_path, content, message):
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InvalidRequestError, match=message):
+        read_text(path)
+
+
+def judge(loss, quantize="int8"):
+    return compare_perplexity("target", loss, 2.0, 100, quantize=quantize, reference="eager transformers")
+
+
+def test_the_change_is_judged_by_the_limit_of_the_quantization():
+    limit = judge(2.0).limit
+    assert judge(2.0 + math.log1p(limit * 0.99)).passed
+    assert not judge(2.0 + math.log1p(limit * 1.01)).passed
+    assert judge(1.5).passed
+    assert judge(2.1).change == pytest.approx(math.exp(0.1) - 1)
+    assert judge(2.0).perplexity == judge(2.0).reference_perplexity == pytest.approx(math.exp(2))
+    assert judge(2.0, None).limit < limit < judge(2.0, "int4").limit
+
+
+def test_losses_that_are_no_numbers_fail():
+    assert not judge(math.nan).passed
+    assert not judge(math.inf).passed
+    assert judge(1e4).perplexity == math.inf
+
+
+def test_an_unknown_quantization_is_refused():
+    with pytest.raises(IncompatibleError, match="int3"):
+        judge(2.0, "int3")
