@@ -1,0 +1,155 @@
+"""``specexport explain``: decode one prompt twice, plainly and with a draft, and show what the draft did and saved."""
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specexport_runtime.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from specexport_runtime import GenerationResult, SamplingParams, SpecEngine
+    from specexport_runtime.trace import RoundTrace
+
+WARMUP_TOKENS = 8
+
+
+def parse_lookahead(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | str | None:
+    """A click callback: a whole number, or ``auto``."""
+    if value is None or value == "auto":
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither a whole number nor `auto`.") from None
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("prompt", required=False)
+@click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a UTF-8 text file.")
+@click.option("--chat", is_flag=True, help="Put the prompt into the bundle's chat template as a user message.")
+@click.option(
+    "--drafter", metavar="NAME", help="draft-model, lookup, self or chained.  [default: the bundle's draft model]"
+)
+@click.option(
+    "--num-speculative-tokens",
+    "--lookahead",
+    metavar="K",
+    default="auto",
+    show_default=True,
+    callback=parse_lookahead,
+    help="Draft tokens a round, or `auto`.",
+)
+@click.option("--reference", type=click.Path(path_type=Path), help="UTF-8 text file that lookup may copy from.")
+@click.option("--draft-exit", is_flag=True, help="End a draft when its top probability falls under a threshold.")
+@click.option("--tune-profile", type=click.Path(path_type=Path), help="Profile that `specexport tune` wrote.")
+@click.option("--max-tokens", type=int, default=48, show_default=True, help="Most tokens to generate.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random stream.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
+@click.option("--match-length", type=int, help="Fewest tokens that lookup must match.  [default: 2]")
+@click.option("--max-model-len", type=int, help="Most tokens of a sequence.  [default: the bundle's limit]")
+@click.option("--threads", "num_threads", type=int, help="Compute threads.  [default: the cores available]")
+@click.option("--spin/--no-spin", default=True, show_default=True, help="Let idle threads spin.")
+@click.option("--color/--no-color", "colour", default=None, help="Colour draft tokens.  [default: on a terminal]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+def explain(
+    bundle: Path,
+    prompt: str | None,
+    *,
+    prompt_file: Path | None,
+    chat: bool,
+    reference: Path | None,
+    drafter: str | None,
+    num_speculative_tokens: int | str | None,
+    draft_exit: bool,
+    colour: bool | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Show, round by round, what was drafted for PROMPT, what was accepted, why each draft ended, and what it saved.
+
+    The prompt (or --prompt-file, or standard input) is decoded plainly first, to compare with.
+    """
+    from specexport_runtime.engine import SpecEngine
+    from specexport_runtime.prompts import read_prompts, read_text
+    from specexport_runtime.sampling import SamplingParams
+
+    if options["num_threads"] is not None and options["num_threads"] < 1:
+        raise InvalidRequestError(f"--threads is {options['num_threads']}.", "give 1 or more.")
+    sampling = {name: options.pop(name) for name in ("max_tokens", "temperature", "seed", "ignore_eos")}
+    params = SamplingParams(**sampling)
+    (item,) = read_prompts(prompt, prompt_file, None)
+    drafting: dict[str, Any] = {"drafter": drafter, "num_speculative_tokens": num_speculative_tokens}
+    if draft_exit:
+        drafting["draft_exit"] = True
+    if reference is not None:
+        drafting["references"] = [read_text(reference)]
+    engine = SpecEngine.load(bundle, max_num_seqs=1, adaptive=True, **options)
+    try:
+        text = engine.format_chat([{"role": "user", "content": item.text}]) if chat else item.text
+        result, trace = _decode(engine, text, params, drafting)
+        _print(engine, text, result, trace, colour=colour, as_json=as_json)
+    finally:
+        engine.close()
+
+
+def _decode(
+    engine: "SpecEngine", text: str, params: "SamplingParams", drafting: dict[str, Any]
+) -> "tuple[GenerationResult, list[RoundTrace]]":
+    """Decode with a draft; the trace is priced by rounds of plain decoding that were measured just before."""
+    from dataclasses import replace
+
+    short = replace(params, max_tokens=min(params.max_tokens, WARMUP_TOKENS))
+    engine.generate(text, short, **drafting)  # a mistake is refused before anything long begins
+    engine.generate(text, short, drafter="none")
+    plain = engine.generate(text, params, drafter="none", trace=True)[0].trace
+    result = engine.generate(text, params, trace=True, **drafting)[0]
+    each = [r.milliseconds / len(r.emitted) for r in plain[1:] if r.emitted]  # the first one reads the prompt
+    trace = list(result.trace[1:])
+    if each:
+        price = median(each)
+        trace = [r._replace(plain_milliseconds=price * len(r.emitted)) for r in trace]
+    return result, trace
+
+
+def _print(
+    engine: "SpecEngine",
+    text: str,
+    result: "GenerationResult",
+    trace: "list[RoundTrace]",
+    *,
+    colour: bool | None,
+    as_json: bool,
+) -> None:
+    from specexport.explain.report import Pieces, make_console, make_table, summary_lines
+    from specexport.explain.summary import summarize
+
+    context = result.stats.num_prompt_tokens + result.stats.num_generated_tokens // 2
+    summary = summarize(
+        trace, curves=engine.cost_curves, longest=engine.lookahead, context=context, layers=result.layer_choice
+    )
+    if as_json:
+        record = {
+            "prompt": text,
+            "text": result.text,
+            "token_ids": result.token_ids,
+            "layers": None if result.layer_choice is None else result.layer_choice.to_json(),
+            "rounds": [r.to_json() for r in trace],
+            "summary": summary.to_json(),
+        }
+        click.echo(json.dumps(record, ensure_ascii=False))
+        return
+    console = make_console(colour)
+    pieces = Pieces(lambda ids: engine.tokenizer.decode(list(ids), skip_special_tokens=False), _before(result))
+    console.print(make_table(trace, pieces))
+    for line in summary_lines(summary, result.layer_choice):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _before(result: "GenerationResult") -> int:
+    """The last token of the round that read the prompt: the table begins behind it."""
+    return result.trace[0].emitted[-1]

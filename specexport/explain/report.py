@@ -1,0 +1,164 @@
+"""A trace as a table on the terminal: what was drafted, what became of it, and what it cost."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from specexport.explain.summary import Summary
+from specexport_runtime.trace import RoundTrace
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from specexport_runtime.layer_choice import LayerChoice
+
+WIDTH = 160  # where the output is no terminal
+Decode = Callable[[Sequence[int]], str]
+_REASONS = {
+    "fixed": "as asked",
+    "goodput": "most expected tokens/s",
+    "tuned": "tune profile",
+    "probe": "a cheap test of a bypassed drafter",
+    "bypass": "drafting does not pay",
+    "room": "the text ends soon",
+}
+_ENDS = {
+    "lookahead": "K reached",
+    "exit": "not sure any more (gamma)",
+    "text": "nothing more to copy",
+    "none": "no draft",
+}
+_VISIBLE = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
+
+
+def make_console(colour: bool | None) -> "Console":
+    """A console on standard output.
+
+    Args:
+        colour: None colours on a terminal.
+    """
+    from rich.console import Console
+
+    terminal = sys.stdout.isatty()
+    return Console(
+        file=sys.stdout, width=None if terminal else WIDTH, highlight=False,
+        force_terminal=True if colour else None, no_color=colour is False,
+    )  # fmt: skip
+
+
+class Pieces:
+    """Text of single tokens of a sequence, spaces before them included.
+
+    Args:
+        decode: text of token ids.
+        before: the token before the first round's.
+    """
+
+    def __init__(self, decode: Decode, before: int) -> None:
+        self._decode = decode
+        self._before = before
+
+    def of(self, tokens: Sequence[int]) -> list[str]:
+        """Text of each token, for tokens that follow what was passed to :meth:`advance`."""
+        texts, before = [], self._before
+        for token in tokens:
+            # Many decoders drop a space at the beginning, so a token is decoded behind another.
+            texts.append(self._decode([before, token])[len(self._decode([before])) :].translate(_VISIBLE))
+            before = token
+        return texts
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """These tokens were committed."""
+        self._before = tokens[-1] if tokens else self._before
+
+
+def make_table(trace: Sequence[RoundTrace], pieces: Pieces) -> "Table":
+    """One row a round. Draft tokens: accepted ones in green, a bar, rejected ones in red, ``→`` the target's own."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    names = len({r.drafter for r in trace if r.drafter}) > 1
+    gammas = any(r.gamma is not None for r in trace)
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("round", justify="right")
+    if names:
+        table.add_column("drafter", no_wrap=True)
+    table.add_column("K", justify="right")
+    table.add_column("why", no_wrap=True)
+    table.add_column("drafted │ rejected → target's own", overflow="fold", ratio=1)
+    table.add_column("accepted", justify="right", no_wrap=True)
+    table.add_column("draft ended", no_wrap=True)
+    if gammas:
+        table.add_column("gamma", justify="right")
+    table.add_column("ms", justify="right", no_wrap=True)
+    table.add_column("saved", justify="right", no_wrap=True)
+    for number, r in enumerate(trace, start=1):
+        allowed = r.allowed
+        row: list[str | Text] = [str(number), *([r.drafter or "-"] if names else [])]
+        row += [str(allowed.lookahead) if allowed else "-", allowed.reason if allowed else "plain"]
+        row += [show_draft(r, pieces), f"{r.accepted}/{len(r.drafted)}" if r.drafted else "-"]
+        row += [r.end, *([_number(r.gamma, ".3f")] if gammas else [])]
+        row += [f"{r.milliseconds:.2f}", _number(r.saved_milliseconds, "+.2f")]
+        table.add_row(*row)
+        pieces.advance(r.emitted)
+    return table
+
+
+def show_draft(r: RoundTrace, pieces: Pieces) -> "Text":
+    """The draft of a round with what became of it."""
+    from rich.text import Text
+
+    drafted = pieces.of(r.drafted)
+    emitted = pieces.of(r.emitted)
+    text = Text("".join(drafted[: r.accepted]), style="green")
+    if r.accepted < len(drafted):
+        text.append("│")
+        text.append("".join(drafted[r.accepted :]), style="red")
+    if len(emitted) > r.accepted:
+        text.append(" → ", style="dim")
+        text.append("".join(emitted[r.accepted :]), style="cyan" if r.accepted == len(drafted) else "")
+    return text
+
+
+def summary_lines(summary: Summary, layers: "LayerChoice | None" = None) -> list[str]:
+    """What the trace adds up to, in sentences."""
+    rate = f" ({summary.accepted / summary.drafted:.3f})" if summary.drafted else ""
+    lines = [
+        f"{summary.tokens} tokens in {summary.rounds} rounds; {summary.accepted} of {summary.drafted} draft tokens "
+        f"accepted{rate}.",
+        _time_line(summary),
+        "K was chosen as: " + _counted(summary.reasons, _REASONS) + ".",
+        "Drafts ended because: " + _counted(summary.ends, _ENDS) + ".",
+    ]
+    if layers is not None:
+        removed = (layers.removed_attention, layers.removed_mlp)
+        attention, mlp = (", ".join(map(str, each)) or "none" for each in removed)
+        lines.append(f"The draft leaves out attention of layers {attention} and MLPs of layers {mlp}.")
+    for name, found in summary.positions.items():
+        shares = ", ".join(f"{i}: {p.rate:.2f} ({p.accepted}/{p.tested})" for i, p in enumerate(found, start=1))
+        lines.append(f"Acceptance by position, {name}: {shares}.")
+    for verdict in summary.verdicts:
+        curve = ", ".join(f"{k}: {speedup:.2f}×" for k, speedup in enumerate(verdict.speedups))
+        best = f"K={verdict.best}" if verdict.best else "plain decoding (K=0)"
+        lines.append(f"Verdict, {verdict.drafter}: by the cost curves {best} would have been best ({curve}).")
+    return lines
+
+
+def _time_line(summary: Summary) -> str:
+    line = f"The rounds took {summary.milliseconds:.1f} ms"
+    saved = summary.saved_milliseconds
+    if saved is None or summary.plain_milliseconds is None or not summary.rounds:
+        return f"{line}."
+    what = f"{saved:.1f} ms saved" if saved >= 0 else f"{-saved:.1f} ms lost"
+    ratio = summary.plain_milliseconds / summary.milliseconds
+    return f"{line}, plain decoding {summary.plain_milliseconds:.1f} ms: {what} ({ratio:.2f}×)."
+
+
+def _counted(counts: dict[str, int], words: dict[str, str]) -> str:
+    return ", ".join(f"{words.get(name, name)} ({count})" for name, count in counts.items()) or "nothing"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"

@@ -1,0 +1,182 @@
+"""What a trace adds up to: time saved, acceptance by position, and the K that would have been best."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from specexport_runtime.trace import RoundTrace
+
+if TYPE_CHECKING:
+    from specexport_runtime.cost_curves import CostCurves
+    from specexport_runtime.layer_choice import LayerChoice
+
+LOOKUP = "lookup"
+Seconds = Callable[[int], float]
+
+
+class Position(NamedTuple):
+    """Tests of one draft position.
+
+    Attributes:
+        tested: drafts that had a token there, all before it being accepted.
+        accepted: of these, how many were accepted.
+    """
+
+    tested: int
+    accepted: int
+
+    @property
+    def rate(self) -> float:
+        """Share that was accepted."""
+        return self.accepted / self.tested
+
+
+class Verdict(NamedTuple):
+    """What the cost curves say about K for one drafter, given the acceptance that was measured.
+
+    Attributes:
+        drafter: who drafted.
+        best: K with the most expected tokens per second; 0 is plain decoding.
+        speedups: by K: expected tokens per second over those of plain decoding.
+    """
+
+    drafter: str
+    best: int
+    speedups: tuple[float, ...]
+
+
+class Summary(NamedTuple):
+    """A whole trace.
+
+    Attributes:
+        rounds: verify rounds.
+        tokens: tokens that they gave.
+        drafted: draft tokens.
+        accepted: of these, accepted.
+        milliseconds: of all rounds.
+        plain_milliseconds: plain decoding would have taken; None if that is not known.
+        ends: why drafts ended, and how often.
+        reasons: why K was what it was, and how often.
+        positions: tests of each draft position, by drafter.
+        verdicts: one for each drafter that drafted.
+    """
+
+    rounds: int
+    tokens: int
+    drafted: int
+    accepted: int
+    milliseconds: float
+    plain_milliseconds: float | None
+    ends: dict[str, int]
+    reasons: dict[str, int]
+    positions: dict[str, list[Position]]
+    verdicts: list[Verdict]
+
+    @property
+    def saved_milliseconds(self) -> float | None:
+        """Milliseconds saved against plain decoding; negative if time was lost."""
+        return None if self.plain_milliseconds is None else self.plain_milliseconds - self.milliseconds
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form; numbers are not rounded."""
+        return {
+            **self._asdict(),
+            "saved_milliseconds": self.saved_milliseconds,
+            "positions": {name: [list(each) for each in found] for name, found in self.positions.items()},
+            "verdicts": [verdict._asdict() for verdict in self.verdicts],
+        }
+
+
+def count_positions(trace: Sequence[RoundTrace], drafter: str) -> list[Position]:
+    """Tests of each position of one drafter's drafts, from the first on, as far as any was tested."""
+    drafts = [(len(r.drafted), r.accepted) for r in trace if r.drafter == drafter and r.drafted]
+    found = []
+    for index in range(max((length for length, _ in drafts), default=0)):
+        tested = sum(length > index and accepted >= index for length, accepted in drafts)
+        if not tested:
+            break
+        found.append(Position(tested, sum(length > index and accepted > index for length, accepted in drafts)))
+    return found
+
+
+def expected_tokens(positions: Sequence[Position], lookahead: int) -> float:
+    """Expected tokens of a round with K draft tokens, the target's own included: 1 + a₁ + a₁a₂ and so on.
+
+    Positions that were never tested are taken to be as good as the last one that was.
+    """
+    total = reach = 1.0
+    for index in range(lookahead):
+        reach *= positions[min(index, len(positions) - 1)].rate
+        total += reach
+    return total
+
+
+def judge(drafter: str, positions: Sequence[Position], longest: int, verify: Seconds, draft: Seconds) -> Verdict:
+    """Compare every K by expected tokens per second.
+
+    Args:
+        drafter: who drafted.
+        positions: its acceptance; at least one.
+        longest: largest K.
+        verify: seconds of the target's step with K draft tokens.
+        draft: seconds of K draft steps.
+    """
+    plain = 1 / verify(0)
+    goodput = [expected_tokens(positions, k) / (verify(k) + draft(k)) / plain for k in range(longest + 1)]
+    return Verdict(drafter, max(range(longest + 1), key=lambda k: (goodput[k], -k)), tuple(goodput))
+
+
+def summarize(
+    trace: Sequence[RoundTrace],
+    *,
+    curves: "CostCurves | None",
+    longest: int,
+    context: int,
+    layers: "LayerChoice | None" = None,
+) -> Summary:
+    """Add up a trace.
+
+    Args:
+        trace: rounds of one sequence that was decoded alone.
+        curves: what steps cost; None gives no verdict.
+        longest: largest K to judge.
+        context: cache entries that a step reads, on average.
+        layers: what the draft of ``self`` keeps; None takes the whole target for it.
+    """
+    plain = [r.plain_milliseconds for r in trace]
+    drafters = list(dict.fromkeys(r.drafter for r in trace if r.drafted))
+    positions = {name: count_positions(trace, name) for name in drafters}
+    verdicts = []
+    if curves is not None:
+        for name, found in positions.items():
+            step = _draft_seconds(curves, name, context, layers)
+            verdicts.append(
+                judge(
+                    name, found, longest,
+                    verify=lambda k: curves.target.seconds(1 + k, 1, context),
+                    draft=lambda k, step=step: k * step,  # type: ignore[misc]
+                )
+            )  # fmt: skip
+    return Summary(
+        rounds=len(trace),
+        tokens=sum(len(r.emitted) for r in trace),
+        drafted=sum(len(r.drafted) for r in trace),
+        accepted=sum(r.accepted for r in trace),
+        milliseconds=sum(r.milliseconds for r in trace),
+        plain_milliseconds=None if None in plain else sum(value for value in plain if value is not None),
+        ends=dict(Counter(r.end for r in trace)),
+        reasons=dict(Counter(r.allowed.reason for r in trace if r.allowed is not None)),
+        positions=positions,
+        verdicts=verdicts,
+    )
+
+
+def _draft_seconds(curves: "CostCurves", drafter: str, context: int, layers: "LayerChoice | None") -> float:
+    """Seconds of one draft step; copying costs nothing that counts."""
+    if drafter == LOOKUP:
+        return 0.0
+    if drafter in curves.drafters:
+        return curves.drafters[drafter].seconds(1, 1, context)
+    if layers is None:
+        return curves.target.seconds(1, 1, context)
+    return curves.self_draft_seconds(sum(layers.attention), sum(layers.mlp), 1, 1, context)

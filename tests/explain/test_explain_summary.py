@@ -1,0 +1,169 @@
+"""What ``specexport explain`` makes of a trace: sums, acceptance by position, verdict, and the table."""
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from specexport.explain.report import Pieces, make_table, show_draft, summary_lines
+from specexport.explain.summary import Position, count_positions, expected_tokens, judge, summarize
+from specexport_runtime.cost_curves import CostCurves, GateCost
+from specexport_runtime.layer_choice import LayerChoice
+from specexport_runtime.step_cost import RowCurve, StepCost
+from specexport_runtime.trace import Asked, RoundTrace
+
+
+def make_round(drafted=(), accepted=0, *, drafter="self", emitted=None, reason="goodput", end="lookahead", **values):
+    drafted = tuple(drafted)
+    given = {
+        "round": 1, "num_rows": 1, "num_tokens": 1 + len(drafted), "prompt_tokens": 0,
+        "asked": (Asked(drafter, len(drafted), reason),), "drafter": drafter if drafted else "", "drafted": drafted,
+        "accepted": accepted, "end": end, "emitted": (*drafted[:accepted], 9) if emitted is None else emitted,
+        "gamma": None, "milliseconds": 3.0, "plain_milliseconds": 2.0 * (accepted + 1),
+    }  # fmt: skip
+    return RoundTrace(**(given | values))
+
+
+TRACE = [
+    make_round([1, 2, 3], 3),
+    make_round([1, 2, 3], 1, end="exit"),
+    make_round([4], 0, end="exit"),
+    make_round([], end="none", reason="bypass"),
+    make_round([5, 6], 2, drafter="lookup", end="text"),
+]
+CURVES = CostCurves(
+    StepCost((RowCurve(1, (1, 5), (2e-3, 2.4e-3)),)),
+    {"draft-model": StepCost((RowCurve(1, (1, 2), (1e-4, 1e-4)),))},
+    GateCost(4, StepCost((RowCurve(1, (1,), (4e-4,)),)), StepCost((RowCurve(1, (1,), (1.2e-3,)),))),
+)
+
+
+def test_sums():
+    summary = summarize(TRACE, curves=None, longest=4, context=10)
+    assert (summary.rounds, summary.tokens, summary.drafted, summary.accepted) == (5, 11, 9, 6)
+    assert summary.milliseconds == 15.0
+    assert summary.plain_milliseconds == 22.0
+    assert summary.saved_milliseconds == 7.0
+    assert summary.ends == {"lookahead": 1, "exit": 2, "none": 1, "text": 1}
+    assert summary.reasons == {"goodput": 4, "bypass": 1}
+    assert not summary.verdicts
+    data = json.loads(json.dumps(summary.to_json()))
+    assert data["saved_milliseconds"] == 7.0
+    assert data["positions"] == {"self": [[3, 2], [2, 1], [1, 1]], "lookup": [[1, 1], [1, 1]]}
+
+
+def test_a_round_without_a_price_leaves_the_saving_open():
+    summary = summarize([*TRACE, make_round([1], 1, plain_milliseconds=None)], curves=None, longest=4, context=10)
+    assert summary.saved_milliseconds is None
+    assert any(line == "The rounds took 18.0 ms." for line in summary_lines(summary))
+
+
+def test_only_tests_that_took_place_count():
+    assert count_positions(TRACE, "self") == [Position(3, 2), Position(2, 1), Position(1, 1)]
+    assert count_positions(TRACE, "draft-model") == []
+    # The second and third tokens behind a rejected first one were never tested.
+    assert count_positions([make_round([1, 2, 3], 0)], "self") == [Position(1, 0)]
+
+
+def test_expected_tokens():
+    positions = [Position(10, 8), Position(8, 4)]
+    assert [expected_tokens(positions, k) for k in range(4)] == pytest.approx([1, 1.8, 2.2, 2.4])
+
+
+def test_verdict_weighs_tokens_against_seconds():
+    verdict = judge("self", [Position(10, 8)], 3, lambda k: 1.0 + 0.1 * k, lambda k: 0.5 * k)
+    assert verdict.speedups == pytest.approx([1, 1.8 / 1.6, 2.44 / 2.2, 2.952 / 2.8])
+    assert verdict.best == 1
+    assert judge("self", [Position(10, 1)], 3, lambda k: 1.0 + 0.1 * k, lambda k: 0.5 * k).best == 0
+    assert judge("lookup", [Position(10, 10)], 3, lambda k: 1.0, lambda k: 0.0).best == 3
+
+
+@pytest.mark.parametrize(
+    ("drafter", "layers", "step"),
+    [
+        ("lookup", None, 0.0),
+        ("draft-model", None, 1e-4),
+        ("self", None, 2e-3),
+        ("self", LayerChoice((True, False, False, True), (True, True, False, True)), 4e-4 + 6e-4 + 4e-4),
+    ],
+)
+def test_each_drafter_has_its_price(drafter, layers, step):
+    trace = [make_round([1, 2], 2, drafter=drafter)] * 4 + [make_round([1, 2], 0, drafter=drafter)]
+    (verdict,) = summarize(trace, curves=CURVES, longest=2, context=0, layers=layers).verdicts
+    assert verdict.drafter == drafter
+    assert verdict.speedups[2] == pytest.approx((1 + 0.8 + 0.8) * 2e-3 / (2.2e-3 + 2 * step))
+
+
+def test_sentences():
+    layers = LayerChoice((True, False), (True, True), (0.5, 0.99))
+    lines = summary_lines(summarize(TRACE, curves=CURVES, longest=2, context=0, layers=layers), layers)
+    text = "\n".join(lines)
+    assert "11 tokens in 5 rounds; 6 of 9 draft tokens accepted (0.667)." in lines
+    assert "The rounds took 15.0 ms, plain decoding 22.0 ms: 7.0 ms saved (1.47×)." in lines
+    assert "drafting does not pay (1)" in text
+    assert "not sure any more (gamma) (2)" in text
+    assert "leaves out attention of layers 1 and MLPs of layers none" in text
+    assert "Acceptance by position, self: 1: 0.67 (2/3), 2: 0.50 (1/2), 3: 1.00 (1/1)." in lines
+    assert "Verdict, lookup: by the cost curves K=2 would have been best (0: 1.00×" in text
+    lost = summarize([make_round([1], 0)], curves=None, longest=1, context=0)
+    assert "1.0 ms lost (0.67×)" in "".join(summary_lines(lost))
+    nothing = summarize([], curves=None, longest=1, context=0)
+    assert "0 of 0 draft tokens accepted." in summary_lines(nothing)[0]
+
+
+WORDS = {1: " one", 2: " two", 3: "\nthree", 4: " [bold]four", 5: " five", 6: " six", 9: " nine"}
+
+
+def decode(ids):
+    return "".join(WORDS[token] for token in ids).lstrip(" ")  # as many decoders do
+
+
+def test_tokens_keep_the_space_before_them():
+    pieces = Pieces(decode, 9)
+    assert pieces.of([1, 3, 1]) == [" one", "⏎three", " one"]
+    pieces.advance([1])
+    pieces.advance([])
+    assert pieces.of([2]) == [" two"]
+
+
+@pytest.mark.parametrize(
+    ("r", "shown"),
+    [
+        (make_round([1, 2], 2), " one two →  nine"),
+        (make_round([1, 2], 1), " one│ two →  nine"),
+        (make_round([1, 2], 0), "│ one two →  nine"),
+        (make_round([]), " →  nine"),
+        (make_round([1, 2], 2, emitted=(1, 2)), " one two"),  # the text ended before the target's own token
+    ],
+)
+def test_a_draft_with_what_became_of_it(r, shown):
+    text = show_draft(r, Pieces(decode, 9))
+    assert text.plain == shown
+    styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
+    if 0 < r.accepted < len(r.drafted):
+        assert styles[" two"] == "red"
+
+
+def test_table_shows_every_round():
+    out = io.StringIO()
+    Console(file=out, width=140).print(make_table([*TRACE, make_round([4], 1, gamma=0.61)], Pieces(decode, 9)))
+    lines = [line for line in out.getvalue().splitlines() if line.strip()]
+    assert len(lines) == 2 + 6
+    assert "│ four" not in lines[4]
+    assert "[bold]four" in lines[4]  # text of a model is no markup
+    assert "bypass" in lines[5]
+    assert "lookup" in lines[6]
+    assert "0.610" in lines[7]
+    assert lines[2].split()[-2:] == ["3.00", "+5.00"]
+
+
+def test_columns_that_say_nothing_are_left_out():
+    table = make_table([make_round([1], 1)], Pieces(decode, 9))
+    names = [column.header for column in table.columns]
+    assert "drafter" not in names
+    assert "gamma" not in names
+    plain = SimpleNamespace(**make_round([], asked=())._asdict(), allowed=None, saved_milliseconds=None)
+    shown = [next(iter(column.cells)) for column in make_table([plain], Pieces(decode, 9)).columns]
+    assert shown[1:3] == ["-", "plain"]
