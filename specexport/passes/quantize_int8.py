@@ -1,0 +1,154 @@
+"""Linear layers in int8: weights per output channel, activations per token."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from specexport.ops.spec import DIM_NAMES
+from specexport.passes.base import CountingPass
+from specexport.passes.quantize_graph import Emitter, constant, lazy_weight, put_in_place
+from specexport.passes.quantize_sites import LinearSite, find_sites
+from specexport_runtime.abi import INPUT_IDS, LOGIT_ROWS
+
+ZERO_POINT = 128
+LARGEST = 127
+_CHUNK = 1 << 22  # weight elements worked on at a time: bounds the memory beside the weight itself
+_FLOAT, _INT64 = ir.DataType.FLOAT, ir.DataType.INT64
+
+
+class Int8QuantizePass(CountingPass):
+    """Multiply int8 weights by int8 activations, exactly, in int32.
+
+    1. Weights are symmetric, one scale an output channel: ``largest |w| / 127``. They are computed lazily, one weight
+       at a time, when the engine is written. A tied embedding stays float32 for its Gather.
+    2. Activations are symmetric, **one scale a token**: ``largest |x| / 127``. A scale over the step, as of ONNX
+       Runtime's own dynamic quantization, would make a token's logits depend on the other tokens of the step, and
+       speculative text differ from plain text. They are stored as uint8 with zero point 128, because ONNX Runtime's
+       kernels for signed activations are some thirty times slower. Layers that read one tensor share its quantization.
+    3. The product is ``MatMulInteger``; its int32 sums times the token's scale, times the channel's scale, plus the
+       bias in float32. The fused ``MatMulIntegerToFloat`` has no scale a token and is slower for one token.
+
+    A row of zeros has scale 0 and gives zeros (whatever integers stand for 0/0 there are multiplied by 0). Embeddings,
+    norms, attention and whatever is no product with a constant matrix stay float32. Counts the layers.
+
+    Args:
+        lm_head: quantize the LM head too.
+    """
+
+    name = "int8-quantize"
+    reason = "decoding reads every weight for every token: a quarter of the bytes, and integer sums are exact"
+
+    def __init__(self, *, lm_head: bool) -> None:
+        self._lm_head = lm_head
+
+    def rewrite(self, model: ir.Model) -> int:
+        """Quantize every linear layer.
+
+        Raises:
+            UnsupportedModelError: a layer's weights cannot be int8.
+        """
+        sites = find_sites(model, "int8", lm_head=self._lm_head)
+        rows = _RowQuantizer(model.graph)
+        for site in sites:
+            _replace(model.graph, site, *rows.quantize(site))
+        return len(sites)
+
+
+class _RowQuantizer:
+    """Quantizes activations row by row, each tensor once."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+        self._done: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
+        self._zeros: dict[tuple[Any, ...], ir.Value] = {}
+
+    def quantize(self, site: LinearSite) -> tuple[ir.Value, ir.Value]:
+        """uint8 [..., K] and float32 scales [..., 1] of what the layer reads."""
+        source = site.source
+        if source not in self._done:
+            self._done[source] = self._emit(site)
+        return self._done[source]
+
+    def _emit(self, site: LinearSite) -> tuple[ir.Value, ir.Value]:
+        graph, source = self._graph, site.source
+        emitter = Emitter(graph, site.node)
+        dims = None if source.shape is None else list(source.shape)
+        rows = None if dims is None else [*dims[:-1], 1]
+        last = constant(graph, "int8.last_axis", np.array([-1], np.int64))
+        step = constant(graph, "int8.step", np.array(1 / LARGEST, np.float32))
+        magnitude = emitter.emit("Abs", [source], _FLOAT, dims)
+        largest = emitter.emit("ReduceMax", [magnitude, last], _FLOAT, rows, keepdims=1)
+        scale = emitter.emit("Mul", [largest, step], _FLOAT, rows)
+        zero = self._zero_point(rows) or self._expanded(emitter, emitter.emit("Shape", [scale], _INT64, None), rows)
+        # One block a row: the blocked form takes the scales as they are, where one axis would want them flattened.
+        axis = -1 if dims is None else len(dims) - 1
+        quantized = emitter.emit(
+            "QuantizeLinear", [source, scale, zero], ir.DataType.UINT8, dims, axis=axis, block_size=site.depth
+        )
+        return quantized, scale
+
+    def _zero_point(self, rows: list[Any] | None) -> ir.Value | None:
+        """Zero points of shape ``rows``, made once a step from the graph's inputs; None if they do not tell it."""
+        if rows is None:
+            return None
+        key = tuple(size if isinstance(size, int) else str(size.value) for size in rows)
+        if key not in self._zeros:
+            emitter = Emitter(self._graph, self._graph[0])
+            parts = [self._size(emitter, size) for size in key]
+            if not all(part is not None for part in parts):
+                return None
+            shape = emitter.emit("Concat", parts, _INT64, [len(parts)], axis=0)  # type: ignore[arg-type]
+            self._zeros[key] = self._expanded(emitter, shape, rows)
+        return self._zeros[key]
+
+    def _size(self, emitter: Emitter, size: int | str) -> ir.Value | None:
+        if isinstance(size, int):
+            return constant(self._graph, f"int8.size_{size}", np.array([size], np.int64))
+        name = {DIM_NAMES["T"]: INPUT_IDS.name, DIM_NAMES["R"]: LOGIT_ROWS.name}.get(size)
+        source = next((value for value in self._graph.inputs if value.name == name), None)
+        return None if source is None else emitter.emit("Shape", [source], _INT64, [1])
+
+    def _expanded(self, emitter: Emitter, shape: ir.Value, rows: list[Any] | None) -> ir.Value:
+        return emitter.emit("Expand", [_zero(self._graph), shape], ir.DataType.UINT8, rows)
+
+
+def _zero(graph: ir.Graph) -> ir.Value:
+    return constant(graph, "int8.zero_point", np.array(ZERO_POINT, np.uint8))
+
+
+def _replace(graph: ir.Graph, site: LinearSite, source: ir.Value, row_scale: ir.Value) -> None:
+    name = f"{site.weight.name}.int8"
+    weight = lazy_weight(
+        graph, name, ir.DataType.INT8, [site.depth, site.width], partial(_quantized, site.tensor, site.turned)
+    )
+    scales = lazy_weight(graph, f"{name}_scale", _FLOAT, [site.width], partial(_scales, site.tensor, site.turned))
+    out = site.node.outputs[0]
+    shape = None if out.shape is None else list(out.shape)
+    emitter = Emitter(graph, site.node)
+    total = emitter.emit("MatMulInteger", [source, weight, _zero(graph)], ir.DataType.INT32, shape)
+    result = emitter.emit("Cast", [total], _FLOAT, shape, to=_FLOAT)
+    result = emitter.emit("Mul", [result, row_scale], _FLOAT, shape)
+    result = emitter.emit("Mul", [result, scales], _FLOAT, shape)
+    put_in_place(graph, site, result)
+
+
+def _scales(tensor: ir.TensorProtocol, turned: bool) -> np.ndarray:
+    """float32 [N]: largest magnitude of each output channel over 127; 1 for a channel of zeros."""
+    array = tensor.numpy()
+    largest = np.maximum(array.max(axis=int(turned)), -array.min(axis=int(turned))).astype(np.float32)
+    return np.where(largest > 0, largest / np.float32(LARGEST), np.float32(1)).astype(np.float32)
+
+
+def _quantized(tensor: ir.TensorProtocol, turned: bool) -> np.ndarray:
+    """int8 [K, N]."""
+    scales = _scales(tensor, turned)
+    channels = tensor.numpy() if turned else tensor.numpy().T
+    width, depth = channels.shape
+    result = np.empty((depth, width), np.int8)
+    step = max(1, _CHUNK // depth)
+    for start in range(0, width, step):
+        part = channels[start : start + step] / scales[start : start + step, None]
+        result[:, start : start + step] = np.clip(np.rint(part), -LARGEST, LARGEST).astype(np.int8).T
+    return result

@@ -1,0 +1,125 @@
+"""The linear layers of a graph: what quantization replaces, and what it must refuse."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from specexport.passes.base import constant_of
+from specexport_runtime.abi import LOGITS
+from specexport_runtime.errors import UnsupportedModelError
+
+_PRODUCTS = {"MatMul", "Gemm", "Einsum", "Conv"}
+# Between a stored weight and the product that it enters.
+_WEIGHT_STEPS = {"Gather", "GatherND", "Transpose", "Reshape", "Unsqueeze", "Squeeze", "Slice", "Cast", "Identity"}
+_HOW_TO_LEAVE = "build without --quantize (for a draft: --draft-quantize), or take a model without such layers."
+
+
+class LinearSite(NamedTuple):
+    """A product with a constant matrix: ``source [..., K] @ weight (+ bias)``.
+
+    Attributes:
+        node: the MatMul or Gemm.
+        weight: its constant matrix.
+        turned: the matrix is stored [N, K], not [K, N].
+        depth: K, the inputs of each output.
+        width: N, the outputs.
+    """
+
+    node: ir.Node
+    weight: ir.Value
+    turned: bool
+    depth: int
+    width: int
+
+    @property
+    def source(self) -> ir.Value:
+        """What the layer reads, [..., K]."""
+        return self.node.inputs[0]  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> ir.Value | None:
+        """Constant or computed [N] that is added; None without."""
+        return self.node.inputs[2] if len(self.node.inputs) > 2 else None
+
+    @property
+    def tensor(self) -> ir.TensorProtocol:
+        """The matrix itself."""
+        return self.weight.const_value  # type: ignore[return-value]
+
+    def channels(self) -> np.ndarray:
+        """The matrix as [N, K], a view where it is in memory."""
+        array = self.tensor.numpy()
+        return array if self.turned else array.T
+
+
+def find_sites(model: ir.Model, kind: str, *, lm_head: bool) -> list[LinearSite]:
+    """Every linear layer of a model, in graph order.
+
+    Args:
+        model: after the other passes.
+        kind: ``"int8"`` or ``"int4"``, for messages.
+        lm_head: whether the LM head is wanted too.
+
+    Raises:
+        UnsupportedModelError: a layer multiplies weights that are no matrix (batched experts), or there is no layer.
+    """
+    for node in model.graph:
+        _refuse_batched(node, kind)
+    sites = [site for node in model.graph if (site := _site_of(node)) is not None]
+    if not lm_head:
+        head = _head(model, {site.node for site in sites})
+        sites = [site for site in sites if site.node is not head]
+    if not sites:
+        raise UnsupportedModelError(f"{kind} was asked for, and the model has no linear layer for it.", _HOW_TO_LEAVE)
+    return sites
+
+
+def _site_of(node: ir.Node) -> LinearSite | None:
+    if node.domain != "" or node.op_type not in ("MatMul", "Gemm"):
+        return None
+    weight = node.inputs[1]
+    tensor = constant_of(weight)
+    if weight is None or tensor is None or len(tensor.shape) != 2 or constant_of(node.inputs[0]) is not None:
+        return None
+    plain = all(node.attributes.get_float(name, 1.0) == 1.0 for name in ("alpha", "beta"))
+    if node.attributes.get_int("transA", 0) or not plain:
+        return None
+    turned = bool(node.attributes.get_int("transB", 0))
+    first, second = (int(str(size)) for size in tensor.shape)
+    return LinearSite(node, weight, turned, *((second, first) if turned else (first, second)))
+
+
+def _refuse_batched(node: ir.Node, kind: str) -> None:
+    if node.op_type not in _PRODUCTS:
+        return
+    for value in node.inputs:
+        for weight in _stored(value):
+            shape = tuple(weight.const_value.shape)  # type: ignore[union-attr]
+            if sum(size != 1 for size in shape) > 2:
+                raise UnsupportedModelError(
+                    f"{kind} was asked for, and {weight.name} {list(shape)} is no matrix: batched expert weights (and "
+                    f"convolutions) have no {kind} kernel here.",
+                    _HOW_TO_LEAVE,
+                )
+
+
+def _stored(value: ir.Value | None) -> Iterator[ir.Value]:
+    """The initializer that ``value`` is, or is taken from."""
+    while value is not None:
+        if constant_of(value) is not None:
+            yield value
+            return
+        producer = value.producer()
+        value = producer.inputs[0] if producer is not None and producer.op_type in _WEIGHT_STEPS else None
+
+
+def _head(model: ir.Model, linear: set[ir.Node]) -> ir.Node | None:
+    """The linear layer whose result is the logits, with nothing but elementwise nodes (or a cut) in between."""
+    value: ir.Value | None = next((value for value in model.graph.outputs if value.name == LOGITS.name), None)
+    while value is not None and (node := value.producer()) is not None:
+        if node in linear:
+            return node
+        value = next((x for x in node.inputs if x is not None and constant_of(x) is None), None)
+    return None
