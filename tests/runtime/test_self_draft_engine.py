@@ -1,0 +1,195 @@
+"""Self-drafting on a real engine: gates by pointer, one KV cache, greedy text as without drafts."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from specexport_runtime.batch import ModelRunner, RowWork
+from specexport_runtime.bundle import load_bundle
+from specexport_runtime.decoder import Decoder
+from specexport_runtime.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.drafters.self_draft import SelfDrafter
+from specexport_runtime.errors import IncompatibleError
+from specexport_runtime.executors.base import as_gated
+from specexport_runtime.executors.ort import OrtExecutor
+from specexport_runtime.layer_choice import LayerChoice, LayerRules
+from specexport_runtime.sampling import SamplingParams
+from specexport_runtime.sequence import DraftStage, Sequence
+
+TEXTS = (
+    "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n",
+    "The sum of 12 and 30 is",
+    "Once upon a time there was a small model that",
+    "x",
+)
+LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def bundle(demo_bundle):
+    return load_bundle(demo_bundle, max_num_seqs=3, max_model_len=128)
+
+
+@pytest.fixture(scope="module")
+def executor(bundle):
+    return bundle.make_executor("target", num_threads=1, spin=False)
+
+
+@pytest.fixture(scope="module")
+def prompts(bundle):
+    return [bundle.tokenizer.encode(text).ids for text in TEXTS]
+
+
+def decode(bundle, executor, prompts, lookahead, *, max_tokens=24, max_chunk=512, choices=(), **options):
+    """The sequences after decoding; ``lookahead`` 0 is plain."""
+    runner = ModelRunner(executor, max_chunk=max_chunk)
+    size = bundle.manifest.vocabulary.size
+    decoder = Decoder(runner, ChainDrafter({"self": SelfDrafter(runner, vocab_size=size)}))
+    plan = (DraftStage("self", lookahead),) if lookahead else ()
+    sequences = [
+        Sequence(
+            i,
+            prompt,
+            SamplingParams(max_tokens=max_tokens),
+            vocab_size=executor.vocab_size,
+            max_model_len=128,
+            draft_plan=plan,
+            **{name: make() for name, make in options.items()},
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    for seq, choice in zip(sequences, choices, strict=False):
+        seq.layer_choice = choice
+    for seq in sequences:
+        decoder.add(seq)
+    while decoder.has_work:
+        decoder.step()
+        decoder.check()
+    runner.reset()
+    assert [seq.error for seq in sequences] == [None] * len(sequences)
+    return sequences
+
+
+@pytest.fixture(scope="module")
+def plain(bundle, executor, prompts):
+    return [seq.output for seq in decode(bundle, executor, prompts, 0)]
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 4, 8])
+def test_greedy_text_equals_plain_greedy(bundle, executor, prompts, plain, lookahead):
+    sequences = decode(bundle, executor, prompts, lookahead, max_chunk=5)
+    assert [seq.output for seq in sequences] == plain
+    assert sum(seq.stats.accepted for seq in sequences) > 0
+    assert all(seq.layer_choice.can_draft for seq in sequences)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        LayerRules(threshold=None, period=2, keep_last=0),
+        LayerRules(threshold=0.5, period=None, keep_last=None),
+        LayerRules(threshold=0.9, period=5, keep_last=1),
+    ],
+)
+def test_greedy_text_equals_plain_greedy_with_other_rules_and_draft_exit(bundle, executor, prompts, plain, rules):
+    def exit_early():
+        return DraftExit(DraftExitParams(gamma=0.3, epsilon=0.1))
+
+    sequences = decode(bundle, executor, prompts, 6, layer_rules=lambda: rules, draft_exit=exit_early)
+    assert [seq.output for seq in sequences] == plain
+    assert sum(seq.stats.drafted for seq in sequences) > 0
+
+
+def test_greedy_text_equals_plain_greedy_with_any_layers(bundle, executor, prompts, plain):
+    random = np.random.default_rng(4)
+    for probability in (0.0, 0.3, 0.6, 0.9):
+        masks = [random.random((2, LAYERS)) < probability for _ in prompts]
+        choices = [LayerChoice(tuple(attention.tolist()), tuple(mlp.tolist())) for attention, mlp in masks]
+        sequences = decode(bundle, executor, prompts, 4, choices=choices)
+        assert [seq.output for seq in sequences] == plain
+        if probability:
+            assert sum(seq.stats.drafted for seq in sequences) > 0
+        else:  # nothing is left of the model: no draft
+            assert sum(seq.stats.drafted for seq in sequences) == 0
+
+
+def test_similarity_of_a_prompt_does_not_depend_on_chunks_or_neighbours(bundle, executor, prompts):
+    whole = decode(bundle, executor, prompts, 2, max_tokens=3)
+    cut = decode(bundle, executor, prompts, 2, max_tokens=3, max_chunk=4)
+    for i, (one, other) in enumerate(zip(whole, cut, strict=True)):
+        [alone] = decode(bundle, executor, [prompts[i]], 2, max_tokens=3)
+        np.testing.assert_allclose(one.layer_choice.acs, other.layer_choice.acs, rtol=0, atol=2e-6)
+        np.testing.assert_allclose(one.layer_choice.acs, alone.layer_choice.acs, rtol=0, atol=2e-6)
+        assert one.layer_choice.mask.tolist() == other.layer_choice.mask.tolist() == alone.layer_choice.mask.tolist()
+        assert -1 <= min(one.layer_choice.acs) <= max(one.layer_choice.acs) <= 1.000001
+    assert len({seq.layer_choice.acs for seq in whole}) == len(prompts)
+
+
+def test_layers_are_set_by_pointer(executor, prompts):
+    runner = ModelRunner(executor)
+    work = [RowWork(prompts[0], 2)]
+    everything = runner.step(0, work).copy()
+    bindings = dict(executor._bindings)
+    mask = np.ones(2 * LAYERS, np.bool_)
+    mask[[2, 5, 6]] = False
+    executor.set_layers(mask)
+    some = runner.step(0, work).copy()
+    executor.set_layers(None)
+    again = runner.step(0, work).copy()
+    assert dict(executor._bindings) == bindings  # nothing was bound anew
+    assert np.abs(some - everything).max() > 0.01
+    np.testing.assert_array_equal(again, everything)
+    runner.reset()
+
+
+def test_parts_that_are_off_leave_the_cache_alone(executor, prompts):
+    runner, work = ModelRunner(executor), [RowWork(prompts[0][::-1], 1)]
+    before = [cache[2].copy() for cache in executor._caches.values()]
+    executor.set_layers(np.zeros(2 * LAYERS, np.bool_))
+    runner.step(2, work)
+    executor.set_layers(None)
+    for cache, held in zip(executor._caches.values(), before, strict=True):
+        np.testing.assert_array_equal(cache[2], held)
+    runner.step(2, work)
+    assert all((cache[2] != held).any() for cache, held in zip(executor._caches.values(), before, strict=True))
+    runner.reset()
+
+
+def test_similarity_is_there_when_it_was_wanted(executor, prompts):
+    runner = ModelRunner(executor)
+    work = [RowWork(prompts[0], 1), RowWork(prompts[1], 1)]
+    logits = runner.step(0, work).copy()
+    assert executor.similarity.shape == (LAYERS, 0)
+    executor.measure_similarity(True)
+    measured = runner.step(0, work).copy()
+    similarity = executor.similarity
+    executor.measure_similarity(False)
+    np.testing.assert_array_equal(measured, logits)
+    assert similarity.shape == (LAYERS, len(prompts[0]) + len(prompts[1]))
+    assert similarity.dtype == np.float32
+    assert 0 < np.abs(similarity).min() < np.abs(similarity).max() < 1.000001
+    kept = similarity.copy()
+    runner.step(0, work)
+    np.testing.assert_array_equal(similarity, kept)  # a copy
+    assert executor.similarity.shape == (LAYERS, 0)
+    runner.reset()
+
+
+def test_drafts_and_padded_graphs_have_no_gates(bundle):
+    draft = bundle.make_executor("draft", num_threads=1)
+    padded = bundle.make_executor("target", num_threads=1, spin=False, unpad_kv=False)
+    assert as_gated(draft) is None
+    assert as_gated(padded) is None
+    for executor in (draft, padded):
+        executor.close()
+
+
+@pytest.mark.parametrize("num_gates", [0, 14])
+def test_a_manifest_that_says_otherwise_is_refused(bundle, num_gates):
+    entry = bundle.manifest.models["target"]
+    assert entry.num_gates == 2 * LAYERS
+    wrong = dataclasses.replace(entry, num_gates=num_gates)
+    with pytest.raises(IncompatibleError, match=f"says {num_gates} gates"):
+        OrtExecutor(bundle.folder / entry.path, wrong, num_rows=1, kv_capacity=8, num_threads=1, spin=False)
