@@ -42,6 +42,16 @@ def _lengths(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[
         raise click.BadParameter(f"{value!r} is no length: write 64, or 16:128 for lengths between.") from None
 
 
+def _lookahead(text: str) -> int:
+    from specexport.bench.methods import AUTO
+
+    value = AUTO if text == "auto" else int(text)
+    if value == AUTO and text != "auto":
+        raise ValueError(text)
+    return value
+
+
+_LOOKAHEADS = list_of(_lookahead, "whole numbers or `auto`")
 _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"), list_of(float, "numbers")
 
 
@@ -61,7 +71,7 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
     "--methods",
     metavar="M,…",
     callback=_NAMES,
-    help="Of plain, draft-model, lookup, chained, vanilla, unpad-kv, unpad-input; plain is always measured."
+    help="Of plain, draft-model, lookup, self, chained, vanilla, unpad-kv, unpad-input; plain is always measured."
     "  [default: plain and what the bundle can draft with]",
 )
 @click.option("--ablation", is_flag=True, help="All four ways to pad or not, with --drafter.")
@@ -70,8 +80,11 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
     "--num-speculative-tokens",
     "--lookahead",
     metavar="K,…",
-    callback=_WHOLE,
-    help="Draft tokens a round.  [default: 4 of a draft model, 7 of lookup]",
+    callback=_LOOKAHEADS,
+    help="Draft tokens a round; `auto` chooses in every round.  [default: 4 of a draft model, 7 of lookup, 3 of self]",
+)
+@click.option(
+    "--tune-profile", type=_FILE, help="Profile of `specexport tune`.  [default: the bundle's, if there is one]"
 )
 @click.option(
     "--batch-size", metavar="B,…", default="1", show_default=True, callback=_WHOLE, help="Sequences decoded at a time."
@@ -144,8 +157,10 @@ def _run(
     max_model_len: int | None,
     max_num_batched_tokens: int,
     quiet: bool,
+    tune_profile: Path | None,
     **asked: Any,
 ) -> "BenchResult":
+    from specexport.bench.methods import AUTO
     from specexport.bench.prompts import mix_domains, read_prompts
     from specexport.bench.runner import run_bench
     from specexport.bench.subject import open_subject
@@ -161,6 +176,8 @@ def _run(
         max_num_batched_tokens=max_num_batched_tokens,
         num_threads=threads,
         spin=spin,
+        adaptive=AUTO in (asked["num_speculative_tokens"] or ()),
+        tune_profile=tune_profile,
     )
     options = _options(subject, **asked)
     with show_progress(sys.stderr, quiet=quiet) as progress:
@@ -191,7 +208,8 @@ def _options(
         )
     found = resolve_methods(
         ablation_of(drafter) if ablation else methods,
-        drafter=drafter, has_draft=subject.has_draft, unpad_kv=unpad_kv, unpad_input=unpad_input,
+        drafter=drafter, has_draft=subject.has_draft, has_gates=subject.has_gates,
+        unpad_kv=unpad_kv, unpad_input=unpad_input,
     )  # fmt: skip
     return BenchOptions(
         methods=tuple(found),

@@ -1,14 +1,17 @@
 """What is measured: a method is a drafter and two padding switches of the same decoding loop."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from specexport_runtime.cli_errors import suggest
 from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests import DEFAULT_LOOKAHEAD, resolve_lookahead
+from specexport_runtime.requests import DEFAULT_LOOKAHEAD, DEFAULT_SELF_LOOKAHEAD, resolve_lookahead
 
-DRAFTERS = ("draft-model", "lookup", "chained")
+DRAFTERS = ("draft-model", "lookup", "self", "chained")
+AUTO = -1
+"""Stands for a K that is chosen in every round."""
+_DEFAULT_LOOKAHEADS = {"lookup": DEFAULT_COPY_LENGTH, "self": DEFAULT_SELF_LOOKAHEAD}
 SWITCHES = {"unpad-kv": (True, False), "unpad-input": (False, True), "vanilla": (False, False)}
 """The padded methods as (unpad_kv, unpad_input); EMS-SD (Ni et al. 2025) calls the last one vanilla."""
 METHODS = ("plain", *DRAFTERS, *SWITCHES)
@@ -46,11 +49,11 @@ class Cell(NamedTuple):
 
     Attributes:
         method: name of the method.
-        drafter: ``"none"``, ``"draft-model"``, ``"lookup"`` or ``"chained"``.
+        drafter: ``"none"``, ``"draft-model"``, ``"lookup"``, ``"self"`` or ``"chained"``.
         unpad_kv: see :class:`Method`.
         unpad_input: see :class:`Method`.
         batch_size: cache rows: sequences decoded at a time.
-        num_speculative_tokens: K; 0 for plain decoding.
+        num_speculative_tokens: K; 0 for plain decoding, :data:`AUTO` where it is chosen in every round.
         temperature: of sampling; 0 is greedy.
         domain: domain of the prompts.
         batching: ``"continuous"``, or ``"static"``: groups of ``batch_size`` prompts, one after another.
@@ -84,6 +87,11 @@ class Cell(NamedTuple):
         return self._replace(method="vanilla", unpad_kv=False, unpad_input=False)
 
     @property
+    def requested(self) -> int | Literal["auto"] | None:
+        """K as ``SpecEngine.generate`` takes it."""
+        return "auto" if self.num_speculative_tokens == AUTO else self.num_speculative_tokens or None
+
+    @property
     def label(self) -> str:
         """The method for a reader, without K and batch size."""
         if self.method in SWITCHES:
@@ -93,7 +101,13 @@ class Cell(NamedTuple):
 
 
 def resolve_methods(
-    names: Sequence[str] | None, *, drafter: str, has_draft: bool, unpad_kv: bool = True, unpad_input: bool = True
+    names: Sequence[str] | None,
+    *,
+    drafter: str,
+    has_draft: bool,
+    has_gates: bool = False,
+    unpad_kv: bool = True,
+    unpad_input: bool = True,
 ) -> list[Method]:
     """The methods to measure; plain decoding comes first, asked for or not: all others are compared with it.
 
@@ -101,15 +115,21 @@ def resolve_methods(
         names: of :data:`METHODS`; None: the drafters that the bundle can run.
         drafter: which drafter ``vanilla``, ``unpad-kv`` and ``unpad-input`` use.
         has_draft: the bundle has a draft model.
+        has_gates: the target can draft with some of its own layers.
         unpad_kv: of the methods that are named by a drafter.
         unpad_input: likewise.
 
     Raises:
-        InvalidRequestError: an unknown method or drafter, or one that needs a draft model and there is none.
+        InvalidRequestError: an unknown method or drafter, or one that the bundle cannot draft with.
     """
     _check_name("drafter", drafter, DRAFTERS)
+    lacking = {
+        "draft-model": None if has_draft else _NO_DRAFT,
+        "self": None if has_gates else _NO_GATES,
+        "chained": None if has_draft or has_gates else _NO_DRAFT,
+    }
     if names is None:
-        names = DRAFTERS if has_draft else ("lookup",)
+        names = [name for name in DRAFTERS if lacking.get(name) is None]
     methods = [PLAIN]
     for name in names:
         _check_name("method", name, METHODS)
@@ -118,9 +138,10 @@ def resolve_methods(
         method = (
             Method(name, drafter, *SWITCHES[name]) if name in SWITCHES else Method(name, name, unpad_kv, unpad_input)
         )
-        if method.drafter != "lookup" and not has_draft:
+        obstacle = lacking.get(method.drafter)
+        if obstacle is not None:
             raise InvalidRequestError(
-                f"method {name!r} drafts with a draft model, which this bundle does not have.",
+                f"method {name!r} drafts with {obstacle}.",
                 "build it with --draft, or use lookup (--methods lookup, --drafter lookup).",
             )
         if method not in methods:
@@ -131,6 +152,10 @@ def resolve_methods(
 def ablation(drafter: str) -> tuple[str, ...]:
     """Names of the four ways to pad or not, with one drafter (EMS-SD's ablation)."""
     return (drafter, *SWITCHES)
+
+
+_NO_DRAFT = "a draft model, which this bundle does not have"
+_NO_GATES = "the target's own layers, which in this bundle cannot be switched off"
 
 
 def _check_name(what: str, name: str, known: Sequence[str]) -> None:
@@ -145,7 +170,7 @@ def lookaheads(method: Method, requested: Sequence[int] | None, *, built: int) -
 
     Args:
         method: the method.
-        requested: the values asked for; None takes the drafter's default.
+        requested: the values asked for, :data:`AUTO` among them; None takes the drafter's default.
         built: largest K of the bundle.
 
     Raises:
@@ -153,8 +178,11 @@ def lookaheads(method: Method, requested: Sequence[int] | None, *, built: int) -
     """
     if method.drafter == "none":
         return [0]
-    default = DEFAULT_COPY_LENGTH if method.drafter == "lookup" else DEFAULT_LOOKAHEAD
-    values = [resolve_lookahead(value, built=built, default=default) for value in requested or (None,)]
+    default = _DEFAULT_LOOKAHEADS.get(method.drafter, DEFAULT_LOOKAHEAD)
+    values = [
+        AUTO if value == AUTO else resolve_lookahead(value, built=built, default=default)
+        for value in requested or (None,)
+    ]
     return list(dict.fromkeys(values))
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from specexport.atomic_file import write_file
+from specexport.bench.methods import AUTO
 from specexport.bench.records import BenchResult
 from specexport.bench.summary import Summary, summarize
 from specexport_runtime.errors import MissingDependencyError, UserInputError
@@ -74,9 +75,10 @@ def write_plots(folder: Path, result: BenchResult) -> PlotOutcome:
     written, skipped = [], []
     for suffix, rows in _groups(summarize(result)).items():
         drafted = [row for row in rows if row.cell.num_speculative_tokens]
+        fixed = [row for row in drafted if row.cell.num_speculative_tokens != AUTO]
         for name, draw, shown, axis in (
             ("batch-size", _draw_batch_size, rows, "batch_size"),
-            ("lookahead", _draw_lookahead, drafted, "num_speculative_tokens"),
+            ("lookahead", _draw_lookahead, fixed, "num_speculative_tokens"),
             ("padding", _draw_padding, drafted, "batch_size"),
         ):
             file = f"{name}{suffix}.png"
@@ -121,7 +123,7 @@ def _lines(rows: Sequence[Summary], *, over_batch: bool) -> dict[str, list[Summa
     for row in rows:
         label = row.cell.label
         if over_batch and len(lookaheads[label]) > 1:
-            label += f", K={row.cell.num_speculative_tokens}"
+            label += f", K={row.cell.requested or 0}"
         if not over_batch and several:
             label += f", batch {row.cell.batch_size}"
         lines.setdefault(label, []).append(row)

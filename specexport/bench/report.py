@@ -75,7 +75,7 @@ def _columns(rows: Sequence[Summary]) -> dict[str, _Show]:
     if _varies(rows, lambda cell: cell.domain):
         columns["domain"] = lambda row: row.cell.domain
     columns["batch"] = lambda row: str(row.cell.batch_size)
-    columns["K"] = lambda row: str(row.cell.num_speculative_tokens or "-")
+    columns["K"] = lambda row: str(row.cell.requested or "-")
     if any(row.cell.temperature for row in rows):
         columns["temperature"] = lambda row: f"{row.cell.temperature:g}"
     if any(row.cell.batching == "static" for row in rows):

@@ -142,7 +142,7 @@ class BenchRunner:
             "prompts": [prompt.text for prompt in prompts],
             "params": [self._params(prompt, cell.temperature, most) for prompt in prompts],
             "drafter": cell.drafter,
-            "num_speculative_tokens": cell.num_speculative_tokens or None,
+            "num_speculative_tokens": cell.requested,
             "references": references if copies else None,
         }
 
@@ -199,7 +199,7 @@ def draw_lengths(prompts: Sequence[BenchPrompt], options: BenchOptions) -> dict[
 def describe_cell(cell: Cell) -> str:
     """One line about a combination."""
     parts = [cell.label, f"batch size {cell.batch_size}"]
-    parts += [f"K={cell.num_speculative_tokens}"] if cell.num_speculative_tokens else []
+    parts += [f"K={cell.requested}"] if cell.requested else []
     parts += [f"temperature {cell.temperature:g}"] if cell.temperature else []
     parts += [] if cell.batching == "continuous" else [cell.batching]
     return ", ".join([*parts, cell.domain])

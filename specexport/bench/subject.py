@@ -45,6 +45,8 @@ def open_subject(
     max_num_batched_tokens: int = 512,
     num_threads: int | None = None,
     spin: bool = True,
+    adaptive: bool = False,
+    tune_profile: Path | None = None,
 ) -> Subject:
     """A bundle to measure. Its files are checked when an engine is loaded.
 
@@ -54,6 +56,8 @@ def open_subject(
         max_num_batched_tokens: most tokens of one step.
         num_threads: compute threads; None takes the cores available.
         spin: let idle threads spin.
+        adaptive: K may be chosen in every round.
+        tune_profile: bounds the K that is chosen; None takes the bundle's own profile, if it has one.
 
     Raises:
         BundleError: the folder is no bundle.
@@ -71,6 +75,8 @@ def open_subject(
             max_num_batched_tokens=max_num_batched_tokens,
             num_threads=num_threads,
             spin=spin,
+            adaptive=adaptive,
+            tune_profile=tune_profile,
         )
 
     details = _describe(manifest) | {
@@ -78,6 +84,7 @@ def open_subject(
         "max_num_batched_tokens": max_num_batched_tokens,
         "threads": num_threads,
         "spin": spin,
+        "tune_profile": None if tune_profile is None else tune_profile.name,
     }
     has_gates = manifest.models["target"].num_gates > 0 if "target" in manifest.models else False
     return Subject(manifest.name, "draft" in manifest.models, manifest.lookahead, details, load, has_gates)

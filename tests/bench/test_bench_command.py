@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partialmethod
 
 import pytest
 from bench_fakes import make_subject
@@ -10,6 +11,13 @@ from click.testing import CliRunner
 
 from specexport.bench.records import read_json
 from specexport.cli import main
+from specexport_runtime import SpecEngine
+from specexport_runtime.cost_curves import CostCurves
+from specexport_runtime.step_cost import RowCurve, StepCost
+
+CURVES = CostCurves(
+    StepCost((RowCurve(1, (1, 9), (1e-2, 2e-2)),)), {"draft-model": StepCost((RowCurve(1, (1, 2), (1e-3, 1e-3)),))}
+)
 
 
 def run(*arguments):
@@ -46,7 +54,10 @@ def test_ablation_writes_table_json_markdown_and_plots(tmp_path, bundle, prompts
         "--plots", out["plots"],
     )  # fmt: skip
     assert ended.exit_code == 0, ended.output
-    assert bundle == {"max_model_len": None, "max_num_batched_tokens": 512, "num_threads": 1, "spin": False}
+    assert bundle == {
+        "max_model_len": None, "max_num_batched_tokens": 512, "num_threads": 1, "spin": False, "adaptive": False,
+        "tune_profile": None,
+    }  # fmt: skip
     assert "Texts equal to plain greedy decoding: 80 of 80 (100 %)." in ended.stdout
     for method in ("plain", "lookup", "unpad-kv only (lookup)", "unpad-input only (lookup)", "vanilla (lookup)"):
         assert ended.stdout.count(f"| {method} ") == 2
@@ -78,6 +89,29 @@ def test_options_reach_the_runs(tmp_path, bundle, prompts):
     assert {cell.temperature for cell in cells} == {0, 0.5}
     assert {cell.batching for cell in cells} == {"continuous", "static"}
     assert {record.id for record in read_json(file).prompts} == {"p0", "p1", "p2"}
+
+
+def test_a_chosen_k_is_measured_beside_fixed_ones(tmp_path, bundle, prompts, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "specexport.bench.subject.open_subject", lambda folder, **given: asked.append(given) or make_subject()
+    )
+    monkeypatch.setattr(SpecEngine, "__init__", partialmethod(SpecEngine.__init__, cost_curves=CURVES))
+    file = tmp_path / "bench.json"
+    profile = tmp_path / "p.json"
+    ended = run(
+        "bundle", "--prompts", prompts, "--methods", "draft-model", "--lookahead", "2,auto", "--max-tokens", 12,
+        "--tune-profile", profile, "--repeats", 1, "--json", file, "--plots", tmp_path / "plots", "--batch-size", "1,2",
+    )  # fmt: skip
+    assert ended.exit_code == 0, ended.output
+    assert asked[0]["adaptive"]
+    assert asked[0]["tune_profile"] == profile
+    cells = [record.cell for record in read_json(file).runs]
+    assert [cell.requested for cell in cells] == [None, 2, "auto"] * 2
+    assert "|    auto |".replace(" ", "") in ended.stdout.replace(" ", "")
+    assert "K=auto, d" in ended.stderr
+    assert "lookahead.png skipped" in ended.stderr
+    assert (tmp_path / "plots" / "batch-size.png").exists()
 
 
 def test_mixed_domains_are_one_run(tmp_path, bundle, prompts):
@@ -116,7 +150,9 @@ def test_draft_methods_need_a_draft(bundle, prompts, arguments):
         (["--drafter", "lookups"], "did you mean 'lookup'"),
         (["--num-speculative-tokens", "9"], "built for 1 to 8"),
         (["--num-speculative-tokens", "0"], "built for 1 to 8"),
-        (["--num-speculative-tokens", "two"], "not a list of whole numbers"),
+        (["--num-speculative-tokens", "two"], "not a list of whole numbers or `auto`"),
+        (["--num-speculative-tokens", "-1"], "not a list of whole numbers or `auto`"),
+        (["--methods", "self"], "own layers, which in this bundle cannot be switched off"),
         (["--batch-size", "0"], "a batch size is 0"),
         (["--repeats", "0"], "number of repeats is 0"),
         (["--warmup", "-1"], "number of warm-up runs is -1"),
