@@ -75,8 +75,17 @@ class DraftLength(Protocol):
         """
         ...
 
-    def cut(self, drafter: str, sequences: "Seq[Sequence]", proposals: "Seq[Proposal]") -> list[Allowed]:
-        """How much of each draft is worth testing, where drafting itself costs nothing; called after it."""
+    def cut(
+        self, drafter: str, sequences: "Seq[Sequence]", proposals: "Seq[Proposal]", limits: Seq[int]
+    ) -> list[Allowed]:
+        """How much of each draft is worth testing, where drafting itself costs nothing; called after it.
+
+        Args:
+            drafter: the stage's drafter.
+            sequences: as :meth:`allow`.
+            proposals: its drafts, of up to ``limits[i]`` tokens.
+            limits: as :meth:`allow`.
+        """
         ...
 
     def observe(self, sequence: "Sequence", proposal: "Proposal", accepted: int, *, rejected: bool) -> None:

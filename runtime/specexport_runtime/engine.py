@@ -124,7 +124,7 @@ class SpecEngine:
         if cost_curves is not None:
             from specexport_runtime.goodput import GoodputLength
 
-            lengths = GoodputLength(cost_curves, tune_profile)
+            lengths = GoodputLength(cost_curves, lookahead, tune_profile)
         decoder = Decoder(
             runner,
             ChainDrafter(drafters, lengths),

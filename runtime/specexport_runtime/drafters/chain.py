@@ -82,7 +82,7 @@ class ChainDrafter:
             return drafter.propose(sequences, limits), [None] * len(limits)
         if name in FREE:
             found = drafter.propose(sequences, limits)
-            allowed = lengths.cut(name, sequences, found)
+            allowed = lengths.cut(name, sequences, found, limits)
             cut = [
                 proposal if len(proposal.tokens) <= most.lookahead else _cut(proposal, most.lookahead)
                 for proposal, most in zip(found, allowed, strict=True)

@@ -1,0 +1,131 @@
+"""How likely a draft token passes its test, learned from tests that were performed.
+
+A *slot* is what the chance depends on: for a model's draft the position in the draft, for a copied one how many tokens
+matched before it (:func:`match_slots`). Counts fade with each new test of their slot, so that old text counts less.
+
+Two levels. :class:`SharedAcceptance` knows all sequences of a drafter and is the prior of each;
+:class:`SequenceAcceptance` is one sequence. Both shrink: a slot that was hardly tested is taken to fail as its
+neighbour before it does, in a sequence as much more (or less) often than in others as that neighbour did.
+"""
+
+from collections.abc import Sequence as Seq
+
+GUESS = 0.4
+"""Failure rate before anything was tested."""
+_SHARED_STRENGTH, _STRENGTH = 2.0, 6.0  # tests that what is expected beforehand weighs as much as
+_SHARED_MEMORY, _MEMORY = 0.99, 0.95  # weight that is left of a test when its slot is tested again
+_LOWEST, _HIGHEST = 0.005, 0.98
+
+_MATCH_BOUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+NUM_MATCH_SLOTS = len(_MATCH_BOUNDS) + 1
+MAX_MATCH = 64
+
+
+def match_slots(lookahead: int) -> list[int]:
+    """Slot of each match length from 0 to ``MAX_MATCH + lookahead``: a copy whose first m tokens passed matches m more.
+
+    Args:
+        lookahead: most tokens of a draft.
+    """
+    return [sum(bound < length for bound in _MATCH_BOUNDS) for length in range(MAX_MATCH + lookahead + 1)]
+
+
+class SharedAcceptance:
+    """Failure rates of a drafter over all sequences.
+
+    Args:
+        num_slots: how many slots there are.
+
+    Attributes:
+        version: counts the changes.
+        tests: faded number of tests by slot.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.tests = [0.0] * num_slots
+        self._fails = [0.0] * num_slots
+        self.version = 0
+        self._rates: list[float] | None = None
+
+    def observe(self, slots: Seq[int], accepted: int, *, rejected: bool) -> None:
+        """Count tests: of ``slots``, the first ``accepted`` passed, and if ``rejected`` the next one failed."""
+        _count(self.tests, self._fails, slots, accepted, rejected, _SHARED_MEMORY)
+        self.version += 1
+        self._rates = None
+
+    @property
+    def failure_rates(self) -> list[float]:
+        """By slot."""
+        if self._rates is None:
+            rate, rates = GUESS, []
+            for tests, fails in zip(self.tests, self._fails, strict=True):
+                rate = (fails + _SHARED_STRENGTH * rate) / (tests + _SHARED_STRENGTH)
+                rate = _LOWEST if rate < _LOWEST else _HIGHEST if rate > _HIGHEST else rate
+                rates.append(rate)
+            self._rates = rates
+        return self._rates
+
+
+class SequenceAcceptance:
+    """Failure rates of a drafter for one sequence.
+
+    Args:
+        shared: what is known of the drafter.
+    """
+
+    def __init__(self, shared: SharedAcceptance) -> None:
+        self.shared = shared
+        self._tests = [0.0] * len(shared.tests)
+        self._fails = [0.0] * len(shared.tests)
+        self._rates: list[float] = []
+        self._known = -1
+
+    def observe(self, slots: Seq[int], accepted: int, *, rejected: bool) -> None:
+        """Count tests, here and in what is shared; see ``SharedAcceptance.observe``."""
+        _count(self._tests, self._fails, slots, accepted, rejected, _MEMORY)
+        self.shared.observe(slots, accepted, rejected=rejected)
+
+    def fade(self) -> None:
+        """Half of what was counted is forgotten: what a bypassed drafter did long ago tells little of it now."""
+        self._tests = [0.5 * tests for tests in self._tests]
+        self._fails = [0.5 * fails for fails in self._fails]
+        self._known = -1
+
+    @property
+    def failure_rates(self) -> list[float]:
+        """By slot."""
+        if self._known != self.shared.version:
+            ratio, rates = 1.0, []
+            for prior, tests, fails in zip(self.shared.failure_rates, self._tests, self._fails, strict=True):
+                rate = prior * ratio
+                rate = min(rate, _HIGHEST)
+                if tests:
+                    rate = (fails + _STRENGTH * rate) / (tests + _STRENGTH)
+                ratio = rate / prior
+                rates.append(rate)
+            self._rates, self._known = rates, self.shared.version
+        return self._rates
+
+    def reach(self, slots: Seq[int]) -> list[float]:
+        """Probability that a draft is accepted at least up to each of its tokens.
+
+        Args:
+            slots: of its tokens, in order.
+        """
+        rates, left, reached = self.failure_rates, 1.0, []
+        for slot in slots:
+            left *= 1.0 - rates[slot]
+            reached.append(left)
+        return reached
+
+
+def _count(
+    tests: list[float], fails: list[float], slots: Seq[int], accepted: int, rejected: bool, memory: float
+) -> None:
+    for slot in slots[:accepted]:
+        tests[slot] = tests[slot] * memory + 1.0
+        fails[slot] *= memory
+    if rejected:
+        slot = slots[accepted]
+        tests[slot] = tests[slot] * memory + 1.0
+        fails[slot] = fails[slot] * memory + 1.0
