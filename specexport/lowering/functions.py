@@ -8,22 +8,26 @@ _HEADER = '<domain: "{domain}", opset_import: ["": {opset}, "com.microsoft": 1]>
 # Gather needs one index a slot: padding slots repeat the row's last token, and nobody reads them.
 _PLAN = """{name}(row_starts, row_ends, row_totals, pad_index, unpad_index)
   => ({outputs}) {{
-  first = Constant<value_int = 0>()
   one = Constant<value_int = 1>()
   one32 = Cast<to = 6>(one)
   row_lasts = Sub(row_totals, one32)
-  row_counts = Sub(row_ends, row_starts)
-  width = Shape<start = 2, end = 3>(pad_index)
-  width0 = Squeeze(width)
-  slots = Range(first, width0, one)
-  last_slots = Sub(row_counts, one)
-  row_slots = Min(slots, last_slots)
   tile = Shape(pad_index)
   rest = Constant<value_ints = [-1]>()
   tile_shape = Concat<axis = 0>(tile, rest)
   num_slots = Size(pad_index)
   num_tokens = Size(unpad_index)
 {full}
+  row_slots = If<then_branch = no_slots () => (int64[B, Q] unread) {{
+    unread = Identity(row_starts)
+  }}, else_branch = some_slots () => (int64[B, Q] last_or_own) {{
+    first = Constant<value_int = 0>()
+    width = Shape<start = 2, end = 3>(pad_index)
+    width0 = Squeeze(width)
+    slots = Range(first, width0, one)
+    counts = Sub(row_ends, row_starts)
+    last_slots = Sub(counts, one)
+    last_or_own = Min(slots, last_slots)
+  }}>(full)
 }}"""
 PLAN_OUTPUTS = ("row_lasts", "row_slots", "tile_shape", "full")
 PADDED_PLAN_OUTPUTS = (*PLAN_OUTPUTS, "row_sizes", "mask_width")
@@ -35,6 +39,7 @@ _FULL_PADDED = """  every_slot = Equal(num_slots, num_tokens)
   one_length = Equal(longest, shortest)
   full = And(every_slot, one_length)
   totals = Cast<to = 7>(row_totals)
+  row_counts = Sub(row_ends, row_starts)
   row_sizes = Concat<axis = 1>(row_counts, totals)
   longest64 = Cast<to = 7>(longest)
   whole = Constant<value_ints = [1]>()
@@ -68,8 +73,7 @@ _CAUSAL_WINDOW = """causal = LessOrEqual(entries, queries)
 
 _ATTENTION = """{name}<num_heads, kv_num_heads, scale, window, softcap, out_shape>({inputs})
   => (output, k_cache_out, v_cache_out) {{
-  {pack}
-  output, k_cache_out, v_cache_out = If<then_branch = all_rows_full () => (
+{pack}  output, k_cache_out, v_cache_out = If<then_branch = all_rows_full () => (
       float[T, HqDv] full_output, float[B, 1, H, L, D] full_k, float[B, 1, H, L, Dv] full_v) {{
     {tiles}
     full_out, full_k, full_v = Scan<num_scan_inputs = {num_full}, body = full_row (
@@ -107,7 +111,7 @@ _MASK_SLICE = """
 FUSED_ROW = """
       attended, row_k_out, row_v_out = com.microsoft.GroupQueryAttention<
           num_heads: int = @num_heads, kv_num_heads: int = @kv_num_heads, scale: float = @scale,
-          local_window_size{window}, softcap: float = @softcap
+          local_window_size{window}, softcap: float = @softcap{rotary}
       >(row_qkv, , , row_k_cache, row_v_cache, row_last, row_total{rest})"""
 
 
@@ -131,14 +135,27 @@ def mask_text(name: str, *, window: bool) -> str:
     return _MASK.format(name=name, attributes=attributes, seen=seen)
 
 
-def fused_row(*, sinks: bool, masked: bool) -> str:
-    """One row by the fused kernel. The mask holds the window where there is one: windows count positions then."""
+def fused_row(*, sinks: bool, masked: bool, rotary: str = "") -> str:
+    """One row by the fused kernel. The mask holds the window where there is one: windows count positions then.
+
+    Args:
+        sinks: one more score a head.
+        masked: add ``row_mask`` to the scores.
+        rotary: ``"half"`` or ``"interleaved"``: rotate q and k by ``cos_table`` and ``sin_table``; empty: they are.
+    """
     # The kernel's inputs go on with cos_cache, sin_cache, position_ids, attention_bias, head_sink.
-    rest = [", , , , row_mask" if masked else ", , , , ", ", sinks"] if sinks else [", , , , row_mask" * masked]
-    return FUSED_ROW.format(window="= -1" if masked else ": int = @window", rest="".join(rest))
+    rest = ["cos_table", "sin_table"] if rotary else ["", ""]
+    rest += ["", "row_mask" if masked else "", "sinks" if sinks else ""]
+    while rest and not rest[-1]:
+        rest.pop()
+    kind = f", do_rotary = 1, rotary_interleaved = {int(rotary == 'interleaved')}" if rotary else ""
+    window = "= -1" if masked else ": int = @window"
+    return FUSED_ROW.format(window=window, rotary=kind, rest="".join(f", {name}" for name in rest))
 
 
-def attention_text(name: str, inputs: str, *, parts: tuple[str, ...], row: str, masked: bool) -> str:
+def attention_text(
+    name: str, inputs: str, *, parts: tuple[str, ...], row: str, masked: bool, packed: bool = False
+) -> str:
     """One layer: append and attention of every row.
 
     A step in which every row fills the attention tile (plain decoding, one sequence alone) runs on the packed tokens as
@@ -151,11 +168,12 @@ def attention_text(name: str, inputs: str, *, parts: tuple[str, ...], row: str, 
         parts: token tensors that a row reads: ``("qkv",)`` or ``("q", "k", "v")``.
         row: text of one row, from ``row_<part>`` to ``attended``, ``row_k_out`` and ``row_v_out``.
         masked: rows read ``row_mask``, from ``kv_mask``.
+        packed: the input ``qkv`` [1, T, W] is there already.
     """
     return _ATTENTION.format(
         name=name,
         inputs=inputs,
-        pack="qkv = Concat<axis = 1>(q, k, v)" if parts == ("qkv",) else "",
+        pack="  qkv = Concat<axis = 1>(q, k, v)\n" if parts == ("qkv",) and not packed else "",
         tiles="\n    ".join(f"tile_{part} = Reshape({part}, tile_shape)" for part in parts),
         num_full=len(parts) + 4 + masked,
         full_inputs=", ".join(f"float[1, Q, W_{part}] row_{part}" for part in parts),
@@ -163,7 +181,9 @@ def attention_text(name: str, inputs: str, *, parts: tuple[str, ...], row: str, 
         full_row=row,
         mask_input=", float[1, 1, Q, P] row_mask" if masked else "",
         mask_name=", kv_mask" if masked else "",
-        tokens="\n    ".join(f"tokens_{part} = Unsqueeze({part}, front)" for part in parts),
+        tokens="tokens_qkv = Identity(qkv)"
+        if packed
+        else "\n    ".join(f"tokens_{part} = Unsqueeze({part}, front)" for part in parts),
         num_ragged=7 + 2 * masked,
         slices="\n      ".join(f"row_{p} = Slice(tokens_{p}, row_start, row_end, token_axis)" for p in parts),
         ragged_row=(_MASK_SLICE if masked else "") + row,

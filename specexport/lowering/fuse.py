@@ -1,16 +1,236 @@
-"""Fusions of a lowered graph that ONNX Runtime does not find by itself."""
+"""Rotary embeddings into attention nodes. The other fusion that ONNX Runtime does not find is in ``fuse_norm``."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from specexport.lowering.fuse_norm import NORMS, fuse_norms
+from specexport_runtime.abi import OP_DOMAIN, OP_NAME, kv_slack
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from specexport.lowering.fuse_region import Probe, Region, Rotation
 
-def fuse_rotary(ir_model: "ir.Model") -> int:  # noqa: ARG001
-    """Move rotary embeddings into the attention nodes of a traced model; returns how many."""
-    return 0
+__all__ = [
+    "ROTARY_ATTRIBUTE",
+    "ROTARY_INPUTS",
+    "fuse_norms",
+    "fuse_rotary",
+    "packed_qkv",
+    "remove_dead_nodes",
+    "rotary_kind",
+    "rotary_rows",
+]
+
+ROTARY_ATTRIBUTE = "rotary_interleaved"
+"""Marks an attention node that rotates q and k by two tables behind its other inputs; 1 if pairs are neighbours."""
+ROTARY_INPUTS = (13, 14)
+"""Which inputs of the node are the tables: cosine and sine, float32 [rows, rotary_dim / 2]."""
+
+_COMMON_LEN = 4096
+_MAX_LOOKAHEAD = 64
+_MIN_TABLE_BYTES = 2 * 2**20
+_TABLE_SHARE = 50
+_HEAD_MULTIPLE = 16  # the fused kernel rotates heads of these sizes, in parts of these sizes
+_ROW_PERM = (0, 2, 1, 3)
 
 
-def fuse_norms(ir_model: "ir.Model") -> int:  # noqa: ARG001
-    """Join each residual addition with the norm behind it; returns how many."""
-    return 0
+def rotary_rows(max_model_len: int, max_positions: int | None) -> int:
+    """Rows of the rotary tables: as many as a cache row can ever hold, and the same for all ordinary lengths.
+
+    Args:
+        max_model_len: most tokens of one sequence in the bundle.
+        max_positions: positions that the model supports; None for no limit.
+    """
+    length = max(_COMMON_LEN, max_model_len)
+    return (length if max_positions is None else min(length, max_positions)) + kv_slack(_MAX_LOOKAHEAD)
+
+
+class _Side(NamedTuple):
+    """q or k of one attention: what is rotated, and how to run it."""
+
+    region: "Region"
+    probe: "Probe"
+
+
+def fuse_rotary(ir_model: "ir.Model", rows: int | None = None) -> int:
+    """Move rotary embeddings into the attention nodes of a traced model, where the fused kernel then does them.
+
+    A node is changed only if its q and k are rotated alike, in a way that the kernel can do (whole heads or their first
+    part, in multiples of 16), and the tables agree with the graph on random vectors. Positions are then the kernel's
+    own count of cache entries, which is what they are in an unpadded KV cache. All tables together may take 2 MiB or a
+    fiftieth of the weights, whichever is more; otherwise nothing is changed, as the gain does not grow with the model.
+
+    Args:
+        ir_model: the traced model, after the passes; changed in place.
+        rows: rows of the tables, from ``rotary_rows``; None changes nothing.
+
+    Returns:
+        the number of attention nodes changed.
+    """
+    if rows is None:
+        return 0
+    found = _find_rotations(ir_model, rows)
+    sizes = {id(rotation): rotation.cos.nbytes + rotation.sin.nbytes for _, _, rotation in found}
+    weights = sum(value.const_value.nbytes for value in ir_model.graph.initializers.values() if value.const_value)
+    if not found or sum(sizes.values()) > max(_MIN_TABLE_BYTES, weights // _TABLE_SHARE):
+        return 0
+    for node, sides, rotation in found:
+        for index, side in enumerate(sides):
+            node.replace_input_with(index, _flat_root(ir_model, node, side))
+        inputs = [*node.inputs, *[None] * (ROTARY_INPUTS[0] - len(node.inputs)), *_tables(ir_model, rotation)]
+        node.resize_inputs(len(inputs))
+        for index, value in enumerate(inputs):
+            node.replace_input_with(index, value)
+        node.attributes.add(_int_attribute(ROTARY_ATTRIBUTE, int(rotation.interleaved)))
+    remove_dead_nodes(ir_model)
+    return len(found)
+
+
+def _find_rotations(ir_model: "ir.Model", rows: int) -> "list[tuple[ir.Node, tuple[_Side, _Side], Rotation]]":
+    from specexport.lowering.fuse_region import agrees, find_region, measure_rotation, position_nodes
+
+    graph = ir_model.graph
+    order = {node: index for index, node in enumerate(graph)}
+    dependent, alone = position_nodes(graph)
+    measured: dict[tuple[frozenset[str], int], Rotation | None] = {}
+    found = []
+    for node in graph:
+        if node.op_type != OP_NAME or node.domain != OP_DOMAIN:
+            continue
+        regions = [find_region(value, order, dependent, alone) for value in node.inputs[:2]]  # type: ignore[arg-type]
+        sides = _probe(ir_model, node, regions)
+        if sides is None:
+            continue
+        key = (sides[0].region.tables, sides[0].probe.dim)
+        if key not in measured:
+            measured[key] = measure_rotation(sides[1].probe, rows)
+        rotation = measured[key]
+        if rotation is None or not _kernel_can(rotation, sides[0].probe.dim):
+            continue
+        if all(agrees(side.probe, rotation) for side in sides):
+            found.append((node, sides, rotation))
+    return found
+
+
+def _probe(ir_model: "ir.Model", node: "ir.Node", regions: "list[Region | None]") -> tuple[_Side, _Side] | None:
+    from specexport.lowering.fuse_region import Probe
+
+    caches = [node.inputs[index].shape for index in (3, 4)]  # type: ignore[union-attr]
+    dims = {shape[4] for shape in caches if shape is not None}
+    dim = next(iter(dims))
+    if len(dims) != 1 or not isinstance(dim, int):
+        return None
+    sides = []
+    for name, region in zip(("num_heads", "kv_num_heads"), regions, strict=True):
+        if region is None:
+            return None
+        try:
+            probe = Probe(region, ir_model.opset_imports[""], node.attributes[name].as_int(), dim)
+        except ValueError:
+            return None
+        sides.append(_Side(region, probe))
+    return sides[0], sides[1]
+
+
+def _kernel_can(rotation: "Rotation", head_dim: int) -> bool:
+    rotary_dim = 2 * rotation.cos.shape[1]
+    return head_dim % _HEAD_MULTIPLE == 0 and rotary_dim % _HEAD_MULTIPLE == 0 and rotary_dim <= head_dim
+
+
+def _flat_root(ir_model: "ir.Model", node: "ir.Node", side: _Side) -> "ir.Value":
+    """The unrotated vectors as [T, heads*D], without a Transpose where there need be none."""
+    from specexport.lowering.emit import Emitter
+
+    root, emit = _by_token(ir_model, side.region.root), Emitter(ir_model, f"{side.region.value.name}.unrotated")
+    shape, heads, width = list(root.shape or ()), side.probe.heads, side.probe.heads * side.probe.dim
+    if len(shape) == 4 and shape[1] == heads:
+        root = emit.op("Transpose", root, perm=_ROW_PERM)
+    flat = emit.reshape(root, [-1, width])
+    flat.shape = side.region.value.shape
+    emit.place(node)
+    return flat
+
+
+def _by_token(ir_model: "ir.Model", root: "ir.Value") -> "ir.Value":
+    """``root`` [1, heads, T, D] as it was by token before a Transpose; a norm over D moves in front of it."""
+    node = root.producer()
+    if node is None:
+        return root
+    if _turns(node):
+        return node.inputs[0]  # type: ignore[return-value]
+    turned = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+    over_last = node.op_type in NORMS and node.domain == "" and node.attributes.get_int("axis", -1) in (-1, 3)
+    if not over_last or turned is None or not _turns(turned) or turned.inputs[0].shape is None:  # type: ignore[union-attr]
+        return root
+    import onnx_ir as ir
+
+    source = turned.inputs[0]
+    attributes = [*node.attributes.values()]
+    new = ir.Node(node.domain, node.op_type, [source, *node.inputs[1:]], attributes, num_outputs=1)
+    new.name, new.outputs[0].name = f"{node.name}.by_token", f"{root.name}.by_token"
+    new.outputs[0].type, new.outputs[0].shape = root.type, source.shape  # type: ignore[union-attr]
+    ir_model.graph.insert_before(node, new)
+    return new.outputs[0]
+
+
+def _turns(node: "ir.Node") -> bool:
+    """Whether a node swaps heads and tokens."""
+    return node.op_type == "Transpose" and tuple(node.attributes["perm"].as_ints()) == _ROW_PERM
+
+
+def _tables(ir_model: "ir.Model", rotation: "Rotation") -> "list[ir.Value]":
+    import onnx_ir as ir
+
+    values = []
+    for kind, array in (("cos", rotation.cos), ("sin", rotation.sin)):
+        known = ir_model.graph.initializers
+        taken = [v for n, v in known.items() if n.startswith(f"rotary.{kind}.")]
+        same = [v for v in taken if v.const_value is not None and np.array_equal(v.const_value.numpy(), array)]
+        if not same:
+            name = f"rotary.{kind}.{len(taken)}"
+            tensor = ir.Tensor(array, name=name)
+            value = ir.Value(
+                name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
+            )
+            known[name] = value
+            same = [value]
+        values.append(same[0])
+    return values
+
+
+def _int_attribute(name: str, value: int) -> "ir.Attr":
+    import onnx_ir as ir
+
+    return ir.AttrInt64(name, value)
+
+
+def remove_dead_nodes(ir_model: "ir.Model") -> None:
+    """Remove the nodes whose results nobody reads. Weights stay: the padded-KV graph shares them, and may read more."""
+    for node in reversed(list(ir_model.graph)):
+        if not any(out.uses() or out.is_graph_output() for out in node.outputs):
+            ir_model.graph.remove(node, safe=True)
+
+
+def rotary_kind(node: "ir.Node") -> str:
+    """How an attention node rotates: ``"half"``, ``"interleaved"``, or empty where it does not."""
+    return {-1: "", 0: "half", 1: "interleaved"}[node.attributes.get_int(ROTARY_ATTRIBUTE, -1)]
+
+
+def packed_qkv(node: "ir.Node") -> "ir.Value | None":
+    """The tensor [1, T, W] that q, k and v of an attention node are split from, with nothing but reshapes between."""
+    parts = [_before_reshapes(value) for value in node.inputs[:3]]
+    split = None if parts[0] is None else parts[0].producer()
+    if split is None or split.op_type != "Split" or len(split.outputs) != 3 or list(split.outputs) != parts:
+        return None
+    whole = split.inputs[0]
+    over_last = split.attributes.get_int("axis", 0) in (-1, 2)
+    flat = whole is not None and whole.shape is not None and len(whole.shape) == 3 and whole.shape[0] == 1
+    return whole if flat and over_last else None
+
+
+def _before_reshapes(value: "ir.Value | None") -> "ir.Value | None":
+    while value is not None and (node := value.producer()) is not None and node.op_type in ("Reshape", "Squeeze"):
+        value = node.inputs[0]
+    return value

@@ -21,6 +21,7 @@ from specexport.lowering.functions import (
     mask_text,
     plan_text,
 )
+from specexport.lowering.fuse import ROTARY_ATTRIBUTE, packed_qkv, remove_dead_nodes, rotary_kind
 from specexport.lowering.portable import portable_row
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
 from specexport_runtime.abi import (
@@ -41,7 +42,7 @@ _FUSED_HEAD_MULTIPLE = 8  # the fused kernel refuses other head sizes
 _PLAN_NAME = "RowPlan"
 _MASK_NAME = "KvMask"
 _STEP = ("row_starts", "row_ends", "row_totals", "unpad_index", *PLAN_OUTPUTS)
-_USED = ("q", "k", "v", "k_cache", "v_cache", *_STEP)
+_SHARED = ("k_cache", "v_cache", *_STEP)
 
 
 class Body(NamedTuple):
@@ -52,6 +53,8 @@ class Body(NamedTuple):
         window: the body compares entries with a window (the fused kernel and the mask do it themselves).
         softcap: the body caps its scores (the same).
         masked: which entries count is told by a mask, not by order.
+        rotary: ``"half"`` or ``"interleaved"``: the kernel rotates q and k; empty if it does not.
+        packed: q, k and v come as one tensor.
         num_heads: query heads (0 for the fused kernel, which has them as an attribute).
         geometry: cache sizes that the portable body has as constants.
     """
@@ -60,6 +63,8 @@ class Body(NamedTuple):
     window: bool
     softcap: bool
     masked: bool = False
+    rotary: str = ""
+    packed: bool = False
     num_heads: int = 0
     geometry: LayerGeometry | None = None
 
@@ -71,6 +76,8 @@ class Body(NamedTuple):
             ("Window", self.window),
             ("Softcap", self.softcap),
             ("Masked", self.masked),
+            ("Rotary" + self.rotary.capitalize(), bool(self.rotary)),
+            ("Packed", self.packed),
         )
         kind = "Fused" if self.geometry is None else "Portable" + "x".join(map(str, (self.num_heads, *self.geometry)))
         return OP_NAME + kind + "".join(name for name, given in parts if given)
@@ -83,7 +90,15 @@ class Body(NamedTuple):
     @property
     def inputs(self) -> tuple[str, ...]:
         """Inputs of the function, in order."""
-        return (*_USED, *(("row_sizes", "kv_mask") if self.masked else ()), *(("sinks",) if self.sinks else ()))
+        given = {
+            ("qkv",): self.packed,
+            ("q", "k", "v"): not self.packed,
+            _SHARED: True,
+            ("row_sizes", "kv_mask"): self.masked,
+            ("sinks",): self.sinks,
+            ("cos_table", "sin_table"): bool(self.rotary),
+        }
+        return tuple(name for names, wanted in given.items() if wanted for name in names)
 
 
 def choose_body(node: "ir.Node", *, masked: bool = False) -> Body:
@@ -100,7 +115,9 @@ def choose_body(node: "ir.Node", *, masked: bool = False) -> Body:
     k_dim, v_dim = _head_dim(node, given["k_cache"]), _head_dim(node, given["v_cache"])
     sinks = given.get("sinks") is not None
     if k_dim == v_dim and k_dim % _FUSED_HEAD_MULTIPLE == 0:
-        return Body(sinks=sinks, window=False, softcap=False, masked=masked)
+        rotary = rotary_kind(node)
+        packed = not masked and packed_qkv(node) is not None
+        return Body(sinks=sinks, window=False, softcap=False, masked=masked, rotary=rotary, packed=packed)
     heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
     return Body(
         sinks=sinks,
@@ -113,7 +130,8 @@ def choose_body(node: "ir.Node", *, masked: bool = False) -> Body:
 
 
 def _named_inputs(node: "ir.Node") -> dict[str, "ir.Value | None"]:
-    return dict(zip([item.name for item in UNPADDED_ATTENTION.inputs], node.inputs, strict=False))
+    names = [*(item.name for item in UNPADDED_ATTENTION.inputs), "cos_table", "sin_table"]
+    return dict(zip(names, node.inputs, strict=False))
 
 
 def _head_dim(node: "ir.Node", cache: "ir.Value | None") -> int:
@@ -130,13 +148,14 @@ def _window(node: "ir.Node") -> int:
 def build_function(body: Body, opset: int) -> "ir.Function":
     """The model-local function of ``body``."""
     if body.geometry is None:
-        row = fused_row(sinks=body.sinks, masked=body.masked)
+        row = fused_row(sinks=body.sinks, masked=body.masked, rotary=body.rotary)
     else:
         kinds = {"sinks": body.sinks, "window": body.window, "softcap": body.softcap, "masked": body.masked}
         row = portable_row(body.num_heads, body.geometry, **kinds)
     parts = ("qkv",) if body.fused else ("q", "k", "v")
     inputs = ", ".join(body.inputs)
-    return _parse(attention_text(body.function_name, inputs, parts=parts, row=row, masked=body.masked), opset)
+    text = attention_text(body.function_name, inputs, parts=parts, row=row, masked=body.masked, packed=body.packed)
+    return _parse(text, opset)
 
 
 def _parse(text: str, opset: int) -> "ir.Function":
@@ -158,13 +177,14 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
     shared = _prologue(ir_model, sorted({_window(node) for node in nodes}) if padded_kv else [])
     for node in nodes:
         body = choose_body(node, masked=padded_kv)
-        given = _named_inputs(node) | shared
+        given = _named_inputs(node) | shared | {"qkv": packed_qkv(node)}
         if padded_kv:
             given["kv_mask"] = shared[f"kv_mask.{_window(node)}"]
         function = build_function(body, ir_model.opset_imports[""])
         ir_model.functions.setdefault(function.identifier(), function)
         _replace_node(ir_model, node, function.name, [given[name] for name in body.inputs])
     ir_model.opset_imports.setdefault(_CONTRIB, 1)
+    remove_dead_nodes(ir_model)  # what a packed tensor was split by
     drop_unused_step_inputs(ir_model)
 
 
@@ -205,7 +225,8 @@ def _replace_node(ir_model: "ir.Model", node: "ir.Node", op_type: str, inputs: l
     import onnx_ir as ir
 
     width = node.attributes["num_heads"].as_int() * _head_dim(node, _named_inputs(node)["v_cache"])
-    attributes = [*node.attributes.values(), ir.AttrInt64s("out_shape", [-1, width])]
+    kept = [attribute for name, attribute in node.attributes.items() if name != ROTARY_ATTRIBUTE]
+    attributes = [*kept, ir.AttrInt64s("out_shape", [-1, width])]
     new = ir.Node(OP_DOMAIN, op_type, inputs, attributes, outputs=None, num_outputs=3, name=node.name)
     ir.convenience.replace_nodes_and_values(ir_model.graph, node, [node], [new], node.outputs, new.outputs)
 

@@ -1,8 +1,193 @@
 """Linear layers that read the same tensor, as one."""
 
-from specexport.passes.base import CountingPass
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from specexport.passes.base import CountingPass, attention_nodes, constant_of
+
+_MAX_STEPS = 64  # values looked at between a linear layer and the attention or the product that it feeds
 
 
 def packing_passes() -> list[CountingPass]:
     """The packing passes, in order."""
-    return []
+    return [LinearPackPass()]
+
+
+class Linear(NamedTuple):
+    """A linear layer: ``out = source @ weight (+ bias)``.
+
+    Attributes:
+        matmul: the MatMul.
+        weight: its constant weight [K, N], read by nobody else.
+        add: the Add behind it, if there is a bias.
+        bias: constant [N].
+    """
+
+    matmul: ir.Node
+    weight: ir.Value
+    add: ir.Node | None
+    bias: ir.Value | None
+
+    @property
+    def source(self) -> ir.Value:
+        """What the layer reads."""
+        return self.matmul.inputs[0]  # type: ignore[return-value]
+
+    @property
+    def out(self) -> ir.Value:
+        """What the layer gives."""
+        return (self.add or self.matmul).outputs[0]
+
+    @property
+    def width(self) -> int:
+        """N."""
+        return _dims(self.weight)[1]
+
+
+class LinearPackPass(CountingPass):
+    """Join the query, key and value layers of an attention, and the two layers of a gated MLP.
+
+    Their weights [K, N1], [K, N2], … become one [K, N1 + N2 + …] and their results are Split apart. The packed weight
+    is lazy: it is put together when the engine is written, one weight at a time. Each output is the same sum of the
+    same products as before. Layers with a weight that somebody else reads, routers and experts are left alone. Counts
+    the layers that were joined.
+    """
+
+    name = "linear-pack"
+    reason = "one product over the tensor that they share: fewer calls, and one quantization of it"
+
+    def rewrite(self, model: ir.Model) -> int:
+        """Join every group that is found."""
+        joined = 0
+        for group in [*_attention_groups(model), *_gated_groups(model)]:
+            if all(layer.matmul.graph is not None for layer in group):  # none was joined before
+                _join(model.graph, group)
+                joined += len(group)
+        return joined
+
+
+def _dims(weight: ir.Value) -> tuple[int, ...]:
+    tensor = constant_of(weight)
+    assert tensor is not None  # noqa: S101 - a Linear is made of constants
+    return tuple(int(dim) for dim in tensor.shape)  # type: ignore[arg-type]
+
+
+def linear_of(matmul: ir.Node) -> Linear | None:
+    """The linear layer around a MatMul; None if its weight is no constant matrix of its own."""
+    if matmul.op_type != "MatMul" or matmul.domain != "":
+        return None
+    weight = matmul.inputs[1]
+    tensor = constant_of(weight)
+    if weight is None or tensor is None or len(tensor.shape) != 2 or len(weight.uses()) != 1:
+        return None
+    add, bias = _bias_of(matmul, int(tensor.shape[1]))
+    return Linear(matmul, weight, add, bias)
+
+
+def _bias_of(matmul: ir.Node, width: int) -> tuple[ir.Node | None, ir.Value | None]:
+    uses = list(matmul.outputs[0].uses())
+    if len(uses) != 1 or uses[0].node.op_type != "Add" or matmul.outputs[0].is_graph_output():
+        return None, None
+    bias = uses[0].node.inputs[1 - uses[0].idx]
+    tensor = constant_of(bias)
+    return (uses[0].node, bias) if tensor is not None and tuple(tensor.shape) == (width,) else (None, None)
+
+
+def _sources(value: ir.Value | None) -> list[ir.Node]:
+    """The matrix products that ``value`` is computed from, with anything but a product in between."""
+    found: list[ir.Node] = []
+    todo, seen = [value], 0
+    while todo and seen < _MAX_STEPS:
+        producer = None if (item := todo.pop()) is None else item.producer()
+        if producer is None or producer in found:
+            continue
+        seen += 1
+        if producer.op_type in ("MatMul", "Gemm"):
+            found.append(producer)
+        else:
+            todo += [x for x in producer.inputs if constant_of(x) is None]
+    return found
+
+
+def _attention_groups(model: ir.Model) -> Iterator[list[Linear]]:
+    """For each attention, the layers of q, k and v that read the same value, in this order."""
+    for node in list(attention_nodes(model)):
+        layers: dict[ir.Node, Linear] = {}
+        for value in node.inputs[:3]:
+            layers |= {m: layer for m in _sources(value) if (layer := linear_of(m)) is not None}
+        yield from _by_source(layers.values())
+
+
+def _gated_groups(model: ir.Model) -> Iterator[list[Linear]]:
+    """Two layers of one width whose results meet in a product, as a gated MLP's do."""
+    for node in [n for n in model.graph if n.op_type == "Mul" and n.domain == ""]:
+        sides = [_sources(value) for value in node.inputs]
+        if [len(side) for side in sides] != [1, 1] or sides[0][0] is sides[1][0]:
+            continue
+        layers = [layer for side in sides if (layer := linear_of(side[0])) is not None]
+        if len(layers) == 2 and layers[0].width == layers[1].width:
+            yield from _by_source(layers)
+
+
+def _by_source(layers: Iterable[Linear]) -> Iterator[list[Linear]]:
+    groups: dict[ir.Value, list[Linear]] = {}
+    for layer in layers:
+        groups.setdefault(layer.source, []).append(layer)
+    yield from (group for group in groups.values() if len(group) > 1 and len({_kind(x) for x in group}) == 1)
+
+
+def _kind(layer: Linear) -> tuple[object, int]:
+    return layer.weight.dtype, _dims(layer.weight)[0]
+
+
+def _join(graph: ir.Graph, group: list[Linear]) -> None:
+    first = next(node for node in graph if node in {layer.matmul for layer in group})
+    widths = [layer.width for layer in group]
+    stem = f"{group[0].weight.name}.packed"
+    out = _packed(graph, group, stem, first)
+    sizes = _constant(graph, f"{stem}.sizes", ir.tensor(np.array(widths, np.int64)))
+    split = ir.node("Split", [out, sizes], attributes={"axis": -1}, num_outputs=len(group), name=f"{stem}.split")
+    graph.insert_before(first, split)
+    for layer, value in zip(group, split.outputs, strict=True):
+        value.type, value.shape = layer.out.type, layer.out.shape
+        value.name = f"{layer.weight.name}.part"
+        ir.convenience.replace_all_uses_with(layer.out, value)
+        graph.remove([layer.add, layer.matmul] if layer.add is not None else [layer.matmul], safe=True)
+        del graph.initializers[str(layer.weight.name)]
+
+
+def _packed(graph: ir.Graph, group: list[Linear], stem: str, before: ir.Node) -> ir.Value:
+    """The product with all weights, and the sum with all biases (nothing where a layer has none)."""
+    tensors = [tensor for layer in group if (tensor := constant_of(layer.weight)) is not None]
+    width, depth, dtype = sum(layer.width for layer in group), _dims(group[0].weight)[0], tensors[0].dtype
+    shape = ir.Shape([depth, width])
+    lazy = ir.LazyTensor(partial(_concatenate, tensors, dtype), dtype=dtype, shape=shape, name=stem)
+    nodes = [ir.node("MatMul", [group[0].source, _constant(graph, stem, lazy)], name=f"{stem}.matmul")]
+    if any(layer.bias is not None for layer in group):
+        parts = [
+            np.zeros(layer.width, dtype.numpy()) if layer.bias is None else layer.bias.const_value.numpy()  # type: ignore[union-attr]
+            for layer in group
+        ]
+        bias = _constant(graph, f"{stem}.bias", ir.Tensor(np.concatenate(parts), dtype=dtype))
+        nodes.append(ir.node("Add", [nodes[0].outputs[0], bias], name=f"{stem}.add"))
+    for node in nodes:
+        value = node.outputs[0]
+        value.name, value.type = f"{node.name}.out", group[0].out.type
+        dims = group[0].out.shape
+        value.shape = None if dims is None else ir.Shape([*dims[:-1], width])
+    graph.insert_before(before, nodes)
+    return nodes[-1].outputs[0]
+
+
+def _constant(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+    value = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)  # type: ignore[arg-type]
+    graph.initializers[name] = value
+    return value
+
+
+def _concatenate(tensors: list[ir.TensorProtocol], dtype: ir.DataType) -> ir.TensorProtocol:
+    return ir.Tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=1), dtype=dtype)

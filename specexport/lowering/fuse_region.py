@@ -1,0 +1,236 @@
+"""What rotates a query or a key: the part of a traced graph between a projection and its attention, and what it does.
+
+A rotary embedding comes in many forms (one operator, halves that are swapped and negated, pairs, a part of each head
+only, scaled frequencies). Instead of matching forms, the part of the graph that depends on ``positions`` is cut out and
+run: what it does to chosen vectors is the rotation's tables, what it does to random ones checks them.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport_runtime.abi import POSITIONS
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_MAX_NODES = 64
+_TOLERANCE = 1e-5  # of vectors with entries around 1
+Array = npt.NDArray[np.float32]
+
+
+class Region(NamedTuple):
+    """The nodes between ``root``, which knows no position, and ``value``, an input of attention.
+
+    Attributes:
+        root: what is rotated, in one of the layouts of ``heads_axis``.
+        value: the result, [T, heads*D].
+        nodes: everything needed to compute ``value`` from ``root`` and positions, in order.
+        tables: names of the values that depend on positions alone and meet the data: regions with the same tables
+            rotate by the same angles.
+    """
+
+    root: "ir.Value"
+    value: "ir.Value"
+    nodes: "tuple[ir.Node, ...]"
+    tables: frozenset[str]
+
+
+class Rotation(NamedTuple):
+    """A rotary embedding as tables.
+
+    Attributes:
+        cos: [rows, rotary_dim / 2], times the scale that the model gives them.
+        sin: the same for the sine.
+        interleaved: pairs are neighbours, not halves.
+    """
+
+    cos: Array
+    sin: Array
+    interleaved: bool
+
+    def apply(self, x: Array) -> Array:
+        """Rotate x [rows, heads, D], row p at position p."""
+        half = self.cos.shape[1]
+        cos, sin = self.cos[: len(x), None], self.sin[: len(x), None]
+        out = x.copy()
+        if self.interleaved:
+            first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+            out[..., 0 : 2 * half : 2] = first * cos - second * sin
+            out[..., 1 : 2 * half : 2] = second * cos + first * sin
+        else:
+            first, second = x[..., :half], x[..., half : 2 * half]
+            out[..., :half] = first * cos - second * sin
+            out[..., half : 2 * half] = second * cos + first * sin
+        return out
+
+
+def position_nodes(graph: "ir.Graph") -> tuple[set["ir.Value"], set["ir.Value"]]:
+    """Values that depend on positions, and those of them that depend on nothing else (constants aside).
+
+    What attention gives is taken to know no position, or everything behind the first layer would depend on them.
+    """
+    start = next(value for value in graph.inputs if value.name == POSITIONS.name)
+    dependent, alone = {start}, {start}
+    for node in graph:
+        given = [x for x in node.inputs if x is not None and not x.is_initializer()]
+        if node.domain == "" and any(x in dependent for x in given):
+            dependent.update(node.outputs)
+            if all(x in alone for x in given):
+                alone.update(node.outputs)
+    return dependent, alone
+
+
+def find_region(
+    value: "ir.Value", order: "dict[ir.Node, int]", dependent: "set[ir.Value]", alone: "set[ir.Value]"
+) -> Region | None:
+    """The region that ends in ``value``, from the nearest value without positions that everything passes through.
+
+    Args:
+        value: an input of attention.
+        order: position of each node in the graph.
+        dependent: values that depend on positions.
+        alone: values that depend on nothing else.
+
+    Returns:
+        the region; None if ``value`` does not depend on positions, or not in a way that is understood.
+    """
+    frontier: set[ir.Value] = {value}
+    tables: set[ir.Value] = set()
+    nodes: list[ir.Node] = []
+    while len(nodes) < _MAX_NODES:
+        if len(frontier) == 1 and (root := next(iter(frontier))) not in dependent:
+            names = frozenset(str(x.name) for x in tables)
+            return Region(root, value, (*_ancestors(tables, order), *reversed(nodes)), names) if nodes else None
+        last = max(frontier, key=lambda x: -1 if x.producer() is None else order[x.producer()])  # type: ignore[index]
+        node = last.producer()
+        if node is None or node.domain != "":
+            return None
+        frontier.difference_update(node.outputs)
+        nodes.append(node)
+        for x in node.inputs:
+            if x is None or x.is_initializer():
+                continue
+            (tables if x in alone else frontier).add(x)
+        if not frontier:
+            return None
+    return None
+
+
+def _ancestors(values: "set[ir.Value]", order: "dict[ir.Node, int]") -> "list[ir.Node]":
+    """Nodes that compute ``values``, in order."""
+    found: set[ir.Node] = set()
+    todo = list(values)
+    while todo:
+        node = todo.pop().producer()
+        if node is not None and node not in found:
+            found.add(node)
+            todo += [x for x in node.inputs if x is not None]
+    return sorted(found, key=order.__getitem__)
+
+
+class Probe:
+    """Runs a region.
+
+    Args:
+        region: the region.
+        opset: of the graph.
+        num_heads: heads of ``region.value``.
+        head_dim: size of a head (D).
+
+    Raises:
+        ValueError: the root has a layout that is not known.
+    """
+
+    def __init__(self, region: Region, opset: int, num_heads: int, head_dim: int) -> None:
+        import onnxruntime
+
+        self.heads, self.dim = num_heads, head_dim
+        self.root_dims = [dim if isinstance(dim, int) else -1 for dim in region.root.shape or ()]
+        by_token = [1, -1, num_heads, head_dim], [1, -1, num_heads * head_dim]
+        if self.root_dims not in ([1, num_heads, -1, head_dim], *by_token):
+            raise ValueError(f"{region.root.name} has shape {region.root.shape}")
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = 1
+        self.session = onnxruntime.InferenceSession(
+            _model_of(region, opset), options, providers=["CPUExecutionProvider"]
+        )
+
+    def run(self, x: Array, positions: npt.NDArray[np.int64]) -> Array:
+        """What becomes of x [rows, heads, D] at ``positions`` [rows]."""
+        rows = len(x)
+        root = x[None].transpose(0, 2, 1, 3) if self.root_dims[1] == self.heads and len(self.root_dims) == 4 else x
+        shape = [rows if dim == -1 else dim for dim in self.root_dims]
+        root = np.ascontiguousarray(root).reshape(shape)
+        feeds = {"root": root, POSITIONS.name: positions}
+        wanted = {item.name for item in self.session.get_inputs()}
+        (out,) = self.session.run(None, {name: feeds[name] for name in wanted})
+        return np.asarray(out, np.float32).reshape(rows, self.heads, self.dim)
+
+
+def _model_of(region: Region, opset: int) -> bytes:
+    """The region as a model of its own, serialized."""
+    import onnx_ir as ir
+
+    values: dict[ir.Value, ir.Value] = {}
+    root = ir.Value(name="root", type=region.root.type, shape=region.root.shape)
+    values[region.root] = root
+    inputs, weights, nodes = [root], list[ir.Value](), list[ir.Node]()
+    for node in region.nodes:
+        for x in node.inputs:
+            if x is None or x in values:
+                continue
+            values[x] = ir.Value(name=x.name, type=x.type, shape=x.shape, const_value=x.const_value)
+            (weights if x.is_initializer() else inputs).append(values[x])
+        copy = ir.Node(
+            node.domain,
+            node.op_type,
+            [None if x is None else values[x] for x in node.inputs],
+            list(node.attributes.values()),
+            num_outputs=len(node.outputs),
+        )
+        for old, new in zip(node.outputs, copy.outputs, strict=True):
+            new.name = old.name
+            values[old] = new
+        nodes.append(copy)
+    out = values[region.value]
+    out.type, out.shape = region.value.type, region.value.shape
+    graph = ir.Graph(inputs, [out], nodes=nodes, initializers=weights, opset_imports={"": opset}, name="region")
+    return bytes(ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString())
+
+
+def measure_rotation(probe: Probe, rows: int) -> Rotation | None:
+    """The tables of positions 0 … rows-1; None if the region is no rotary embedding."""
+    dim = probe.dim
+    one = np.zeros((2, probe.heads, dim), np.float32)
+    one[..., 0] = 1
+    moved = np.flatnonzero(probe.run(one, np.array([0, 1]))[1, 0])
+    if len(moved) != 2 or moved[0] != 0:
+        return None
+    interleaved = bool(moved[1] == 1 and dim > 2)
+    first = np.zeros((rows, 1, dim), np.float32)
+    first[..., 0 : dim : 2 if interleaved else 1] = 1
+    if not interleaved:
+        first[..., moved[1] :] = 0
+    out = probe.run(np.repeat(first, probe.heads, 1), np.arange(rows))[:, 0]
+    if interleaved:
+        half = int(np.count_nonzero(np.any(out[:, 1::2] != 0, axis=0)))
+        cos, sin = out[:, 0 : 2 * half : 2], out[:, 1 : 2 * half : 2]
+    else:
+        half = int(moved[1])
+        cos, sin = out[:, :half], out[:, half : 2 * half]
+    rotation = Rotation(np.ascontiguousarray(cos), np.ascontiguousarray(sin), interleaved)
+    return rotation if agrees(probe, rotation) else None
+
+
+def agrees(probe: Probe, rotation: Rotation, samples: int = 16) -> bool:
+    """Whether the region does to random vectors what the tables say, at positions spread over all rows."""
+    random = np.random.default_rng(0)
+    rows = len(rotation.cos)
+    positions = np.unique(np.linspace(0, rows - 1, samples).astype(np.int64))
+    x = random.standard_normal((len(positions), probe.heads, probe.dim), np.float32)
+    part = Rotation(rotation.cos[positions], rotation.sin[positions], rotation.interleaved)
+    limit = _TOLERANCE * max(1.0, float(np.abs(part.cos).max()))
+    return bool(np.allclose(probe.run(x, positions), part.apply(x), rtol=0, atol=limit))
