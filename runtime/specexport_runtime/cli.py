@@ -5,94 +5,27 @@ Engines are imported when a command runs, so that ``--help`` is fast.
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from specexport_runtime.cli_errors import SuggestingGroup
+from specexport_runtime.cli_options import (
+    LIMITS,
+    batch_options,
+    drafting_options,
+    sampling_options,
+    sampling_params,
+    take_drafting,
+)
 from specexport_runtime.cli_output import OutputOptions, print_padding, print_result, print_stream
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.prompts import read_prompts, read_text
-
-if TYPE_CHECKING:
-    from specexport_runtime.sampling import SamplingParams
-
-
-_LIMITS = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "unpad_kv",
-    "unpad_input",
-    "num_threads",
-    "spin",
-    "match_length",
-    "cuda_graphs",
-)
 
 
 @click.group(cls=SuggestingGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def runtime_cli() -> None:
     """Run specexport bundles."""
-
-
-def _sampling_options(command: Any) -> Any:
-    """The options that make a ``SamplingParams``; ranges are checked there, in one place."""
-    options = [
-        click.option("--max-tokens", type=int, default=128, show_default=True, help="Most tokens to generate."),
-        click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
-        click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k likeliest tokens; 0 is off."),
-        click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus probability; 1 is off."),
-        click.option("--min-p", type=float, default=0.0, show_default=True, help="Least share of the top; 0 is off."),
-        click.option("--repetition-penalty", type=float, default=1.0, show_default=True),
-        click.option("--presence-penalty", type=float, default=0.0, show_default=True),
-        click.option("--frequency-penalty", type=float, default=0.0, show_default=True),
-        click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Add BIAS to a token's logit. Repeatable."),
-        click.option("--seed", type=int, help="Seed of the random stream; none draws a fresh one."),
-        click.option("--stop", multiple=True, metavar="TEXT", help="End the text at TEXT. Repeatable."),
-        click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="End at this id. Repeatable."),
-        click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def _batch_options(command: Any) -> Any:
-    """The options that make engine limits and the way of batching."""
-    options = [
-        click.option("--max-num-seqs", type=int, default=8, show_default=True, help="Sequences decoded at a time."),
-        click.option("--max-num-batched-tokens", type=int, default=512, show_default=True, help="Tokens of one step."),
-        click.option("--max-model-len", type=int, help="Most tokens of a sequence.  [default: the bundle's limit]"),
-        click.option(
-            "--unpad-kv/--no-unpad-kv",
-            default=True,
-            show_default=True,
-            help="Off: all sequences advance by the batch's maximum, with padding in the KV cache.",
-        ),
-        click.option(
-            "--unpad-input/--no-unpad-input",
-            default=True,
-            show_default=True,
-            help="Off: all sequences of a step are padded to the longest draft.",
-        ),
-        click.option("--threads", "num_threads", type=int, help="Compute threads.  [default: the cores available]"),
-        click.option(
-            "--spin/--no-spin",
-            default=True,
-            show_default=True,
-            help="Let idle threads spin; turn off on busy machines.",
-        ),
-        click.option(
-            "--cuda-graphs/--no-cuda-graphs",
-            default=None,
-            help="GPU engines: replay recorded steps.  [default: on for TensorRT]",
-        ),
-        click.option("--match-length", type=int, help="Fewest tokens that lookup must match.  [default: 2]"),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 @runtime_cli.command()
@@ -101,23 +34,12 @@ def _batch_options(command: Any) -> Any:
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a UTF-8 text file.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="Many prompts: JSONL with a field `prompt`.")
 @click.option("--chat", is_flag=True, help="Put each prompt into the bundle's chat template as a user message.")
-@click.option(
-    "--drafter",
-    metavar="NAME",
-    help="draft-model, lookup (copy from the text so far), chained (lookup, then the draft model) or none.  "
-    "[default: the bundle's draft model, if it has one]",
-)
-@click.option(
-    "--num-speculative-tokens",
-    "--lookahead",
-    type=int,
-    help="Draft tokens a round (K).  [default: 4, for lookup 7, or less if the bundle was built for less]",
-)
-@click.option("--no-speculation", is_flag=True, help="Plain decoding: one token a round.")
+@drafting_options
 @click.option("--reference", type=click.Path(path_type=Path), help="UTF-8 text file that lookup may copy from.")
-@_batch_options
-@_sampling_options
+@batch_options
+@sampling_options
 @click.option("--stats", is_flag=True, help="Print counters and speed to standard error.")
+@click.option("--trace", is_flag=True, help="Print what each round did, and what it saved, to standard error.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line instead of text.")
 @click.option(
     "--show-prompt/--no-show-prompt", default=None, help="Print the prompt before the text.  [default: on a terminal]"
@@ -129,19 +51,18 @@ def generate(
     prompt_file: Path | None,
     prompts: Path | None,
     chat: bool,
-    drafter: str | None,
-    num_speculative_tokens: int | None,
-    no_speculation: bool,
     reference: Path | None,
     stats: bool,
+    trace: bool,
     as_json: bool,
     show_prompt: bool | None,
     colour: bool | None,
     **options: Any,
 ) -> None:
     """Generate text from BUNDLE for PROMPT (or --prompt-file, --prompts, or standard input)."""
-    limits = {name: options.pop(name) for name in _LIMITS}
-    params = _params(options)
+    limits = {name: options.pop(name) for name in LIMITS}
+    drafting = take_drafting(options)
+    params = sampling_params(options)
     if limits["num_threads"] is not None and limits["num_threads"] < 1:
         raise InvalidRequestError(f"--threads is {limits['num_threads']}.", "give 1 or more.")
     items = list(read_prompts(prompt, prompt_file, prompts))
@@ -155,17 +76,17 @@ def generate(
         stats,
         terminal if colour is None else colour,
         terminal if show_prompt is None else show_prompt,
+        trace,
     )
+    adaptive = drafting["num_speculative_tokens"] == "auto"
+    if limits["tune_profile"] is not None and not adaptive:
+        raise InvalidRequestError("--tune-profile was given, and K is not chosen.", "add --lookahead auto.")
+    drafting["trace"] = trace
     limits["max_num_seqs"] = min(limits["max_num_seqs"], max(len(items), 1))
-    engine = SpecEngine.load(bundle, **limits)
+    engine = SpecEngine.load(bundle, adaptive=adaptive or trace, **limits)
     texts = [item.text for item in items]
     if chat:
         texts = [engine.format_chat([{"role": "user", "content": text}]) for text in texts]
-    drafting: dict[str, Any] = {
-        "drafter": drafter,
-        "num_speculative_tokens": num_speculative_tokens,
-        "speculation": not no_speculation,
-    }
     if prompts is None and not as_json:
         print_stream(texts[0], engine.stream(texts[0], params, reference=references[0], **drafting), output)
         return
@@ -174,16 +95,3 @@ def generate(
         print_result(text, result, output)
     if stats and len(texts) > 1:
         print_padding(engine.padding)
-
-
-def _params(sampling: dict[str, Any]) -> "SamplingParams":
-    from specexport_runtime.sampling import SamplingParams
-
-    bias = {}
-    for item in sampling.pop("logit_bias"):
-        token, _, value = item.partition("=")
-        try:
-            bias[int(token)] = float(value)
-        except ValueError:
-            raise InvalidRequestError(f"--logit-bias {item!r} is not ID=BIAS.", "write for example 42=-1.5.") from None
-    return SamplingParams(logit_bias=bias, **sampling)

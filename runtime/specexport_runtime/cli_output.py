@@ -11,6 +11,7 @@ import click
 if TYPE_CHECKING:
     from specexport_runtime.results import GenerationResult, StreamChunk
     from specexport_runtime.stats import PaddingStats
+    from specexport_runtime.trace import RoundTrace
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,14 @@ class OutputOptions:
         stats: counters on standard error.
         colour: colour tokens by where they came from.
         show_prompt: print the prompt before the text.
+        trace: what each round did, on standard error, or in the JSON objects.
     """
 
     as_json: bool
     stats: bool
     colour: bool
     show_prompt: bool
+    trace: bool = False
 
 
 _STYLES: dict[str, dict[str, Any]] = {
@@ -48,6 +51,8 @@ def print_stream(prompt: str, chunks: "Iterator[StreamChunk]", output: OutputOpt
             style = _STYLES[piece.kind] if output.colour else {}
             click.echo(click.style(piece.text, **style), nl=False, color=output.colour)
         sys.stdout.flush()
+        if output.trace and chunk.trace is not None:
+            _print_round(chunk.trace)
         stats = chunk.stats
     click.echo()
     if output.colour:
@@ -77,11 +82,20 @@ def print_result(prompt: str, result: "GenerationResult", output: OutputOptions)
             "finish_reason": result.finish_reason,
             "stats": stats,
         }
+        if result.trace is not None:
+            record["trace"] = [each.to_json() for each in result.trace]
         click.echo(json.dumps(record, ensure_ascii=False))
     else:
         click.echo(f"{prompt if output.show_prompt else ''}{result.text}")
+    if output.trace and not output.as_json:
+        for each in result.trace or ():
+            _print_round(each)
     if output.stats:
         _print_stats(stats)
+
+
+def _print_round(trace: "RoundTrace") -> None:
+    click.echo(trace.describe(), err=True)
 
 
 def _print_stats(stats: dict[str, Any]) -> None:
@@ -95,3 +109,10 @@ def _print_stats(stats: dict[str, Any]) -> None:
         f"mean accepted length {number('mean_accepted_length', '.2f')}",
         err=True,
     )
+    choice = stats["layer_choice"]
+    if choice is not None:
+        click.echo(
+            f"draft out of the target's own layers: without attention {choice['removed_attention']} and MLP "
+            f"{choice['removed_mlp']} of {choice['num_layers']} layers",
+            err=True,
+        )

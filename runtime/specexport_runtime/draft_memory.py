@@ -31,6 +31,8 @@ class StageMemory:
         slots: of the tokens that it may draft, or has drafted, in this round.
         known: tokens of the sequence that a drafter with a cache of its own has read.
         shadow: first token of a copy that was not tested: whether it would have passed is seen without a test.
+        bypassed: under which circumstances it was last decided not to draft; None if it was decided to.
+        probe_seconds: what the budget refused for a probe then; 0 if it was not asked.
     """
 
     def __init__(self, drafter: DrafterMemory, now: int) -> None:
@@ -39,6 +41,14 @@ class StageMemory:
         self.slots: Seq[int] = ()
         self.known = 0
         self.shadow: int | None = None
+        self.bypassed: tuple[int, ...] | None = None
+        self.probe_seconds = 0.0
+
+    def stays_bypassed(self, circumstances: tuple[int, ...], now: int, budget: ProbeBudget) -> bool:
+        """Whether nothing has changed since it was decided not to draft, and it is not time to try."""
+        if self.bypassed != circumstances:
+            return False
+        return not self.timer.is_due(now) or self.probe_seconds > (budget.seconds or 0.0)
 
     def start_probe(self) -> None:
         """It is tried in this round."""

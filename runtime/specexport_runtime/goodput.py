@@ -36,6 +36,9 @@ _SCOUT_TESTS, _SCOUTS, _SCOUT_LOOKAHEAD = 2.0, 2, 2
 """Before so many tests nobody knows whether a drafter pays: so many sequences find out, with drafts so long."""
 
 
+_BYPASS = Allowed(0, "bypass", 1.0)
+
+
 class GoodputLength:
     """A ``DraftLength`` that maximizes expected tokens per second.
 
@@ -71,6 +74,8 @@ class GoodputLength:
 
     def allow(self, drafter: str, sequences: "Seq[Sequence]", limits: Seq[int]) -> list[Allowed]:
         """See ``DraftLength.allow``."""
+        if self._is_bypassed(drafter, sequences):
+            return [_BYPASS] * len(sequences)
         allowed = [Allowed(0 if seq.adaptive else limit) for seq, limit in zip(sequences, limits, strict=True)]
         asked = [
             (i, self._stage(drafter, seq), self._bound(drafter, seq, limits[i]))
@@ -89,13 +94,16 @@ class GoodputLength:
         if self._is_unknown(drafter):
             counts = [max(counts[j], min(most, _SCOUT_LOOKAHEAD)) for j, (_, _, most) in enumerate(asked)]
         probes = self._probe(drafter, sequences, asked, counts, times)
+        circumstances = self._circumstances(drafter)
+        for i, seq in enumerate(sequences):
+            if limits[i] and seq.adaptive:
+                allowed[i] = _BYPASS
         for j, (i, stage, most) in enumerate(asked):
             stage.slots = self._positions
-            reason = self._reason(drafter, sequences[i], counts[j], limits[i], most)
-            allowed[i] = Allowed(counts[j], "probe" if j in probes else reason, 1.0 + sum(gains[j][: counts[j]]))
-        for i, seq in enumerate(sequences):
-            if limits[i] and seq.adaptive and not allowed[i].lookahead:
-                allowed[i] = Allowed(0, "bypass", 1.0)
+            stage.bypassed = None if counts[j] else circumstances
+            if counts[j]:
+                reason = "probe" if j in probes else self._reason(drafter, sequences[i], counts[j], limits[i], most)
+                allowed[i] = Allowed(counts[j], reason, 1.0 + sum(gains[j][: counts[j]]))
         self._note(counts, gains)
         return allowed
 
@@ -145,6 +153,23 @@ class GoodputLength:
                 if name == OWN_CACHE:
                     stage.known = min(before + len(proposal.tokens) - 1, len(sequence.tokens) - 1)
 
+    def _circumstances(self, drafter: str) -> tuple[int, ...]:
+        """What a decision depends on besides the sequence's own tests."""
+        rows, context = self._load.num_rows, self._times.context(self._load)
+        return self._drafters[drafter].shared.version, rows, context, self._load.num_tokens, self._drafted
+
+    def _is_bypassed(self, drafter: str, sequences: "Seq[Sequence]") -> bool:
+        """Whether it was decided in the same circumstances that nobody drafts: most rounds of a useless drafter."""
+        known = self._drafters.get(drafter)
+        if known is None:
+            return False
+        now, circumstances = self._round, self._circumstances(drafter)
+        for seq in sequences:
+            stage = seq.length_state.get(drafter) if seq.adaptive and seq.length_state else None
+            if stage is None or not stage.stays_bypassed(circumstances, now, known.budget):
+                return False
+        return True
+
     def _probe(
         self,
         drafter: str,
@@ -164,6 +189,7 @@ class GoodputLength:
                 cost += times.draft[rows + 1] - times.draft[rows]
             if drafter == OWN_CACHE:
                 cost += self._times.catch_up(drafter, len(sequences[i].tokens) - stage.known - 1)
+            stage.probe_seconds = cost
             if self._drafters[drafter].budget.spend(cost):
                 counts[j] = 1
                 probes.add(j)

@@ -5,9 +5,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from specexport_runtime.decoder import RoundEvent
+from specexport_runtime.events import RoundEvent
 from specexport_runtime.sequence import FinishReason, Sequence
 from specexport_runtime.stats import SequenceStats
+from specexport_runtime.trace import RoundTrace
 
 Prompt = str | Seq[int]
 """A text, or token ids."""
@@ -23,6 +24,7 @@ class GenerationResult(NamedTuple):
         token_ids: generated token ids, the ending one included.
         finish_reason: ``"stop"`` (end token, stop id or stop string), ``"length"`` or ``"cancelled"``.
         stats: counters and times.
+        trace: what each round did; None unless it was asked for.
     """
 
     prompt: Prompt
@@ -30,6 +32,7 @@ class GenerationResult(NamedTuple):
     token_ids: list[int]
     finish_reason: FinishReason
     stats: SequenceStats
+    trace: list[RoundTrace] | None = None
 
 
 class StreamPiece(NamedTuple):
@@ -45,11 +48,12 @@ class StreamPiece(NamedTuple):
 
 
 class StreamChunk(NamedTuple):
-    """The pieces of one round. The last chunk has a ``finish_reason``."""
+    """The pieces of one round, and its trace if that was asked for. The last chunk has a ``finish_reason``."""
 
     pieces: list[StreamPiece]
     finish_reason: FinishReason | None
     stats: SequenceStats
+    trace: RoundTrace | None = None
 
     @property
     def text(self) -> str:
@@ -68,7 +72,9 @@ def as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
 
 def make_result(prompt: Prompt, seq: Sequence) -> GenerationResult:
     """The result of a finished sequence."""
-    return GenerationResult(prompt, seq.finish_text(), seq.output, seq.finish_reason or "cancelled", seq.stats)
+    return GenerationResult(
+        prompt, seq.finish_text(), seq.output, seq.finish_reason or "cancelled", seq.stats, seq.trace
+    )
 
 
 def make_chunk(event: RoundEvent) -> StreamChunk:
@@ -76,7 +82,7 @@ def make_chunk(event: RoundEvent) -> StreamChunk:
     seq = event.sequence
     texts = seq.take_pieces(len(event.tokens))
     pieces = [StreamPiece(text, event.tokens[j], piece_kind(event, j)) for j, text in enumerate(texts)]
-    return StreamChunk(pieces, seq.finish_reason, seq.stats)
+    return StreamChunk(pieces, seq.finish_reason, seq.stats, seq.trace[-1] if seq.trace else None)
 
 
 def piece_kind(event: RoundEvent, position: int) -> PieceKind:

@@ -11,7 +11,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specexport_runtime.layer_choice import LayerChoice
 
 
 @dataclass
@@ -28,24 +31,30 @@ class SequenceStats:
     """Speculative rounds by number of accepted draft tokens."""
     accepted_lengths: list[int] = field(default_factory=list)
     """Tokens that each round added, the target's own included."""
+    draft_exits: int = 0
+    """Drafts that ended because the model was no longer sure."""
+    layer_choice: "LayerChoice | None" = None
+    """Layers of the draft out of the target itself."""
     submit_time: float = 0.0
     start_time: float = 0.0
     first_token_time: float | None = None
     end_time: float | None = None
 
-    def record_round(self, drafted: int, accepted: int, emitted: int) -> None:
+    def record_round(self, drafted: int, accepted: int, emitted: int, *, exited: bool = False) -> None:
         """Count one verify round.
 
         Args:
             drafted: draft tokens tested.
             accepted: of these, accepted and emitted.
             emitted: tokens added to the output.
+            exited: the draft ended because the model was no longer sure.
         """
         self.rounds += 1
         self.num_generated_tokens += emitted
         self.accepted_lengths.append(emitted)
         if drafted:
             self.draft_rounds += 1
+            self.draft_exits += exited
             self.drafted += drafted
             self.accepted += accepted
             self.accepted_histogram[accepted] = self.accepted_histogram.get(accepted, 0) + 1
@@ -96,6 +105,8 @@ class SequenceStats:
             "mean_accepted_length": self.mean_accepted_length,
             "accepted_histogram": {str(count): n for count, n in sorted(self.accepted_histogram.items())},
             "accepted_lengths": list(self.accepted_lengths),
+            "draft_exits": self.draft_exits,
+            "layer_choice": None if self.layer_choice is None else self.layer_choice.to_json(),
             "queued_s": self.queued_s,
             "tokens_per_second": self.tokens_per_second,
             "time_to_first_token_s": self.time_to_first_token_s,

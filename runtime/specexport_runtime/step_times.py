@@ -25,10 +25,15 @@ class StepTimeTables:
         self.curves = curves
         self._tables: dict[tuple[object, ...], list[float]] = {}
 
+    @staticmethod
+    def context(load: StepLoad) -> int:
+        """The context of a step as far as tables tell it apart."""
+        return load.kv_entries // (load.num_rows * _BUCKET)
+
     def target(self, load: StepLoad, drafted: int, most: int) -> list[float]:
         """Seconds of the target's step with 0, 1, … ``most`` (or more) draft tokens besides ``drafted``."""
         rows, tokens = load.num_rows, load.num_tokens + drafted
-        context = load.kv_entries // (rows * _BUCKET)
+        context = self.context(load)
         table = self._table((tokens, rows, context))
         entries = (context + 0.5) * rows * _BUCKET
         while len(table) <= most:
@@ -44,7 +49,7 @@ class StepTimeTables:
             load: the step.
             most: rows.
         """
-        context = load.kv_entries // (load.num_rows * _BUCKET)
+        context = self.context(load)
         layers = self._layers(sequences) if drafter == "self" else (0, 0, 0)
         table = self._table((drafter, layers, context))
         if not table:

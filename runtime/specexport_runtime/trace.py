@@ -73,6 +73,20 @@ class RoundTrace(NamedTuple):
         """Milliseconds saved against plain decoding; negative if the round lost time; None if that is not known."""
         return None if self.plain_milliseconds is None else self.plain_milliseconds - self.milliseconds
 
+    def describe(self) -> str:
+        """One line for people."""
+        stages = [f"{name} K={most} ({why})" for name, most, why, _ in self.asked]
+        allowed = self.allowed
+        if allowed is not None and allowed.expected is not None:
+            stages.append(f"{allowed.expected:.1f} tokens expected")
+        if self.gamma is not None:
+            stages.append(f"gamma {self.gamma:.3f}")
+        draft = f"drafted {len(self.drafted)} ({self.end}), accepted {self.accepted}" if self.drafted else "no draft"
+        saved, took = self.saved_milliseconds, f"{len(self.emitted)} tokens in {self.milliseconds:.2f} ms"
+        if saved is not None:
+            took += f", {'saved' if saved >= 0 else 'lost'} {abs(saved):.2f} ms"
+        return f"round {self.round}: {', '.join([*stages, draft])}; {took}"
+
     def to_json(self) -> dict[str, Any]:
         """JSON form; numbers are not rounded."""
         return {
