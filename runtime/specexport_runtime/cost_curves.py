@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 
 from specexport_runtime.batch import ModelRunner
-from specexport_runtime.cost_measure import measure_step_cost
+from specexport_runtime.cost_measure import MAX_NOISE, measure_step_cost
 from specexport_runtime.executors.base import GatedExecutor, as_gated
 from specexport_runtime.step_cost import StepCost
-from specexport_runtime.user_cache import cache_folder, machine_key, read_json, write_json
+from specexport_runtime.user_cache import cache_folder, machine_key, read_json, warn_once, write_json
 
-SCHEMA = "specexport.costs/1"
+SCHEMA = "specexport.costs/2"
 DRAFT_WIDTH = 2
 """Tokens a row that a drafting step is measured with: one, and two after a draft that was accepted whole."""
+_DRAFT_BUDGET_S = 0.25
 _log = logging.getLogger(__name__)
 
 
@@ -78,6 +79,16 @@ class CostCurves:
         layers = self.gates.num_layers
         return none + (mlp - none) * mlp_on / layers + max(whole - mlp, 0.0) * attention_on / layers
 
+    @property
+    def noise(self) -> float:
+        """The noisiest of the curves, see ``StepCost``."""
+        parts = [
+            self.target,
+            *self.drafters.values(),
+            *([] if self.gates is None else [self.gates.none, self.gates.mlp]),
+        ]
+        return max(part.noise for part in parts)
+
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
         gates = None
@@ -121,7 +132,9 @@ def measure_costs(target: ModelRunner, draft: ModelRunner | None, *, max_rows: i
     whole = measure_step_cost(target, max_rows=max_rows, max_tokens=lookahead + 1)
     drafters = {}
     if draft is not None:
-        drafters["draft-model"] = measure_step_cost(draft, max_rows=max_rows, max_tokens=DRAFT_WIDTH, all_logits=False)
+        drafters["draft-model"] = measure_step_cost(
+            draft, max_rows=max_rows, max_tokens=DRAFT_WIDTH, all_logits=False, budget_s=_DRAFT_BUDGET_S
+        )
     gated = as_gated(target.executor)
     return CostCurves(whole, drafters, None if gated is None else _measure_gates(target, gated, max_rows))
 
@@ -135,7 +148,12 @@ def _measure_gates(target: ModelRunner, gated: GatedExecutor, max_rows: int) -> 
             gated.set_layers(mask)
             # Without attention the past costs nothing, so a short one will do.
             cost = measure_step_cost(
-                target, max_rows=max_rows, max_tokens=DRAFT_WIDTH, contexts=(1, 1), all_logits=False
+                target,
+                max_rows=max_rows,
+                max_tokens=DRAFT_WIDTH,
+                contexts=(1, 1),
+                all_logits=False,
+                budget_s=_DRAFT_BUDGET_S,
             )
             found.append(cost)
     finally:
@@ -157,7 +175,7 @@ def load_or_measure(
     """The curves of a bundle on this machine: from the user's cache, or measured and put there.
 
     A file that is damaged or of another form is measured again. A cache that cannot be written costs a measurement
-    at every load, and one warning.
+    at every load, and one warning. So do timings that are too noisy to keep, on a busy machine.
 
     Args:
         target: the target; all its cache rows must be empty.
@@ -188,6 +206,14 @@ def load_or_measure(
         if known is not None:
             return known
     curves = measure_costs(target, draft, max_rows=max_rows, lookahead=lookahead)
+    if curves.noise > MAX_NOISE:
+        warn_once(
+            "noisy costs",
+            "This machine is busy: timings of the same step differ by %.0f %% or more, so draft lengths are chosen by "
+            "rough cost curves. They are not kept. Fix: load again when the machine is idle.",
+            100 * curves.noise,
+        )
+        return curves
     folder = cache_folder("costs") if cache else None
     if folder is not None:
         write_json(folder / name, {"key": key, **curves.to_json()})

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from itertools import count
 from typing import NamedTuple
 
 from specexport_runtime.batch import ModelRunner, RowWork
@@ -10,6 +11,8 @@ from specexport_runtime.step_cost import KvPair, RowCurve, StepCost, fit_kv_seco
 
 DEFAULT_BUDGET_S = 0.6
 MIN_SECONDS = 1e-9
+MAX_NOISE = 0.3
+"""Above it, timings are too noisy to keep: the machine is busy."""
 _TOKENS = 251  # synthetic prompts repeat after so many ids
 
 
@@ -25,7 +28,7 @@ def measure_step_cost(
     max_rows: int,
     max_tokens: int,
     contexts: tuple[int, int] = (16, 192),
-    repeats: int = 10,
+    repeats: int = 20,
     all_logits: bool = True,
     budget_s: float = DEFAULT_BUDGET_S,
     clock: Callable[[], float] = time.perf_counter,
@@ -43,8 +46,8 @@ def measure_step_cost(
         repeats: how often each point is measured, at most; twice if the budget allows, since the first step of a shape
             is slow.
         all_logits: every token needs logits, as in verification; False: the last of each row, as in drafting.
-        budget_s: after so many seconds nothing is measured a third time; after twice as many (a slow or busy machine)
-            only one token and the most tokens of one row and of all rows, once.
+        budget_s: after so many seconds no repeat begins, unless the timings are noisy; after twice as many (a slow or
+            busy machine) only one token and the most tokens of one row and of all rows are measured, once.
         clock: seconds; tests bring their own.
 
     Raises:
@@ -58,21 +61,29 @@ def measure_step_cost(
     most = runner.executor.max_num_tokens
     points = [p for p in _points(max_rows, max_tokens, short, long) if most is None or p.num_rows * p.width <= most]
     corners = {p for p in points if p.context == short and p.num_rows in (1, max_rows) and p.width in (1, max_tokens)}
-    fastest: dict[_Point, float] = {}
+    samples: dict[_Point, list[float]] = {}
     start = clock()
     try:
         _fill_rows(runner, max_rows, long)
-        for repeat in range(max(repeats, 2)):
+        for repeat in count():
+            spent = clock() - start
+            enough = repeat >= repeats or spent > (budget_s if _noise(samples) <= MAX_NOISE else 2 * budget_s)
+            if repeat >= 2 and enough:
+                break
             for point in points:
-                spent = clock() - start
-                if (repeat >= 2 and spent > budget_s) or (spent > 2 * budget_s and (repeat or point not in corners)):
-                    continue
-                seconds = _time_step(runner, point, all_logits, clock)
-                fastest[point] = min(seconds, fastest.get(point, seconds))
+                if clock() - start <= 2 * budget_s or (not repeat and point in corners):
+                    samples.setdefault(point, []).append(_time_step(runner, point, all_logits, clock))
     finally:
         for row in range(max_rows):
             runner.release_row(row)
-    return _fit(fastest, short, long)
+    return _fit({point: min(seconds) for point, seconds in samples.items()}, short, long, _noise(samples))
+
+
+def _noise(samples: Mapping[_Point, list[float]]) -> float:
+    """How much slower the second fastest repeat was than the fastest: exceeded by a quarter of the points."""
+    pairs = (sorted(seconds)[:2] for seconds in samples.values() if len(seconds) > 1)
+    excess = sorted(second / max(first, MIN_SECONDS) - 1 for first, second in pairs)
+    return excess[3 * len(excess) // 4] if excess else 0.0
 
 
 def widths_up_to(most: int) -> list[int]:
@@ -130,7 +141,7 @@ def _time_step(runner: ModelRunner, point: _Point, all_logits: bool, clock: Call
     return clock() - start
 
 
-def _fit(fastest: Mapping[_Point, float], short: int, long: int) -> StepCost:
+def _fit(fastest: Mapping[_Point, float], short: int, long: int, noise: float) -> StepCost:
     pairs = [
         KvPair(point.width, point.num_rows * (long - short), seconds - fastest[point._replace(context=short)])
         for point, seconds in fastest.items()
@@ -143,4 +154,4 @@ def _fit(fastest: Mapping[_Point, float], short: int, long: int) -> StepCost:
         widths = [width for width, _ in found]
         bases = [max(s - rows * short * (each + token * width), MIN_SECONDS) for width, s in found]
         curves.append(RowCurve(rows, tuple(widths), make_monotone(bases)))
-    return StepCost(tuple(curves), each, token)
+    return StepCost(tuple(curves), each, token, noise)

@@ -51,6 +51,7 @@ class StepCost:
         curves: measured steps by row count, ascending.
         kv_seconds: for each cache entry that a step reads.
         kv_token_seconds: for each cache entry and each new token of its row.
+        noise: how much slower the second fastest repeat of a step was than the fastest, as a share.
 
     Raises:
         ValueError: nothing was measured, or the numbers are not ascending or not finite.
@@ -59,6 +60,7 @@ class StepCost:
     curves: tuple[RowCurve, ...]
     kv_seconds: float = 0.0
     kv_token_seconds: float = 0.0
+    noise: float = 0.0
     _known: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -68,7 +70,7 @@ class StepCost:
             if len(curve.widths) != len(curve.seconds) or list(curve.seconds) != sorted(curve.seconds):
                 raise ValueError(f"the seconds of {curve.num_rows} rows are not one a width, or fall.")
             _check_positive(curve.seconds)
-        _check_positive([self.kv_seconds, self.kv_token_seconds])
+        _check_positive([self.kv_seconds, self.kv_token_seconds, self.noise])
 
     def seconds(self, num_tokens: int, num_rows: int, kv_entries: float = 0) -> float:
         """Seconds of a step.
@@ -106,6 +108,7 @@ class StepCost:
             ],
             "kv_seconds": self.kv_seconds,
             "kv_token_seconds": self.kv_token_seconds,
+            "noise": self.noise,
         }
 
     @classmethod
@@ -124,7 +127,7 @@ class StepCost:
                 )
                 for curve in data["curves"]
             )
-            return cls(curves, float(data["kv_seconds"]), float(data["kv_token_seconds"]))
+            return cls(curves, float(data["kv_seconds"]), float(data["kv_token_seconds"]), float(data["noise"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"no cost curve: {error!r}") from error
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specexport_runtime import cost_curves, user_cache
 from specexport_runtime.batch import ModelRunner
 from specexport_runtime.cost_curves import CostCurves, GateCost, load_or_measure, measure_costs
-from specexport_runtime.cost_measure import measure_step_cost, row_counts_up_to, widths_up_to
+from specexport_runtime.cost_measure import MAX_NOISE, measure_step_cost, row_counts_up_to, widths_up_to
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.step_cost import KvPair, RowCurve, StepCost, fit_kv_seconds, make_monotone
@@ -29,7 +29,7 @@ def step_costs(draw):
         widths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=5, unique=True).map(sorted))
         seconds = draw(st.lists(SECONDS, min_size=len(widths), max_size=len(widths)).map(sorted))
         curves.append(RowCurve(count, tuple(widths), tuple(seconds)))
-    return StepCost(tuple(curves), draw(SECONDS), draw(SECONDS))
+    return StepCost(tuple(curves), draw(SECONDS), draw(SECONDS), draw(SECONDS))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ class TimedExecutor(FakeExecutor):
         super().__init__(*args, **options)
         self.clock, self.slow = clock, slow
         self.pasts = []
-        self.mask = None
+        self.third = 5
 
     def execute(self, want="logits"):
         shape = self._shape
@@ -148,7 +148,7 @@ class TimedExecutor(FakeExecutor):
         entries = int(self._buffers.kv_lens.sum())
         width = shape.num_tokens / shape.num_seqs
         law = 1e-3 + 2e-4 * shape.num_tokens + 1e-4 * shape.num_logit_rows + entries * (1e-6 + 2e-7 * width)
-        self.clock.now += self.slow * law * (5 if len(self.calls) % 3 == 0 else 1)
+        self.clock.now += self.slow * law * (self.third if len(self.calls) % 3 == 0 else 1)
         return super().execute(want)
 
 
@@ -231,6 +231,33 @@ def test_a_slow_machine_is_measured_less():
     assert {(s.num_seqs, s.max_new_tokens) for s in slow[0].executor.calls[1:]} >= {(1, 1), (1, 5), (4, 1), (4, 5)}
 
 
+@pytest.mark.parametrize(("slow", "noisy"), [([1], False), ([1, 1, 1, 1, 9], False), ([1, 2, 4, 8, 16, 32, 64], True)])
+def test_noise_is_seen(slow, noisy):
+    runner, clock = make_runner()
+    turns = iter(slow * 999)
+    plain = runner.executor.execute
+
+    def execute(want="logits"):
+        runner.executor.slow = next(turns)
+        return plain(want)
+
+    runner.executor.execute = execute
+    runner.executor.third = 1
+    cost = measure_step_cost(runner, max_rows=1, max_tokens=5, repeats=4, clock=clock)
+    assert (cost.noise > MAX_NOISE) == noisy
+
+
+def test_noisy_timings_are_used_but_not_kept(cache, monkeypatch, caplog):
+    noisy = CostCurves(StepCost(COST.curves, noise=0.5), {}, CURVES.gates)
+    monkeypatch.setattr(cost_curves, "measure_costs", lambda *args, **options: noisy)
+    with caplog.at_level(logging.WARNING):
+        assert load() is noisy
+        assert load() is noisy
+    (record,) = caplog.records
+    assert "differ by 50 %" in record.getMessage()
+    assert not list(cache.rglob("*.json"))
+
+
 def test_engines_of_limited_steps_are_not_asked_for_more():
     runner, clock = make_runner()
     runner.executor.max_num_tokens = runner.max_chunk = 8
@@ -272,12 +299,14 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """How often something was measured."""
+    """How often something was measured. On a busy machine, timings may be too noisy to keep; not here."""
     count = []
 
     def measure(*args, **options):
         count.append(options)
         return measure_costs(*args, **options)
+
+    monkeypatch.setattr(cost_curves, "MAX_NOISE", math.inf)
 
     monkeypatch.setattr(cost_curves, "measure_costs", measure)
     return count

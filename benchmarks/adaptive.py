@@ -1,0 +1,237 @@
+"""A draft length (K) that is chosen in every round, against every fixed one; and what the worst draft costs.
+
+python benchmarks/adaptive.py BUNDLE --drafter lookup --prompts code=code.jsonl,math=math.jsonl,chat=chat.jsonl
+python benchmarks/adaptive.py BUNDLE --drafter draft-model --adversarial --batch-sizes 1,16
+
+Without --adversarial: for each domain and batch size, plain decoding, every K of --lookaheads and `auto`, in turns that
+begin at another place in each repeat. Ratios are medians of the ratios within the repeats; the best and the worst K are
+those with the highest and the lowest median.
+
+With --adversarial every draft token is wrong: the draft engine (or the target's, while layers are off) answers with the
+token behind the one it means, and lookup gets a reference in which every pair of tokens of the text is followed by a
+wrong one. `auto` is compared with plain decoding.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from common import DEMO_PROMPTS, report
+
+from specexport.bench.meter import Meter
+from specexport.bench.methods import AUTO, Cell
+from specexport.bench.prompts import read_prompts
+from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.engine_load import LoadOptions, load_engine_parts
+
+WARMUP_TOKENS = 16
+
+
+class Way(NamedTuple):
+    """One way to decode: K, 0 for plain decoding, ``AUTO`` for a K that is chosen."""
+
+    drafter: str
+    lookahead: int
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return {0: "plain", AUTO: "auto"}.get(self.lookahead, f"K={self.lookahead}")
+
+
+class WrongDraft:
+    """An executor that answers with the token behind the one it means, at its true cost.
+
+    Args:
+        executor: the engine.
+        gated: it is a target: only while some of its layers are off.
+    """
+
+    def __init__(self, executor: Any, *, gated: bool) -> None:
+        self._executor, self._wrong, self._gated = executor, not gated, gated
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """The runtime sets counters of engines: they belong to the wrapped one."""
+        if name in ("_executor", "_wrong", "_gated"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._executor, name, value)
+
+    def set_layers(self, mask: Any) -> None:
+        """Layers are off: a draft begins."""
+        self._executor.set_layers(mask)
+        self._wrong = self._gated and mask is not None
+
+    def execute(self, want: str = "logits") -> Any:
+        """The answer, moved by one token."""
+        output = self._executor.execute(want)
+        if not self._wrong:
+            return output
+        return (output + 1) % self.vocab_size if want == "token_ids" else np.roll(output, 1, axis=1)
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    add = parser.add_argument
+    add("bundle", type=Path)
+    add("--drafter", choices=["draft-model", "lookup", "self"], default="lookup")
+    add("--prompts", default=f"demo={DEMO_PROMPTS}", help="NAME=FILE,…: one domain each")
+    add("--num-prompts", type=int, default=4, help="of each domain; a larger batch has one a row")
+    add("--tokens", type=int, default=96)
+    add("--lookaheads", default="1,2,4,6,8")
+    add("--batch-sizes", default="1,8")
+    add("--repeats", type=int, default=5)
+    add("--threads", type=int, default=2)
+    add("--adversarial", action="store_true")
+    add("--json", type=Path)
+    return parser.parse_args()
+
+
+def load_engine(args: argparse.Namespace, size: int) -> SpecEngine:
+    """An adaptive engine; with --adversarial one whose drafts are wrong."""
+    parts = load_engine_parts(
+        args.bundle,
+        LoadOptions(size, None, args.threads, True, True, True, None, adaptive=True, tune_profile=None,
+                    match_length=None, speculative_config=None),
+    )  # fmt: skip
+    target, draft = parts.target, parts.draft
+    if args.adversarial and args.drafter == "draft-model":
+        draft = WrongDraft(draft, gated=False)  # type: ignore[assignment]  # it passes everything else on
+    if args.adversarial and args.drafter == "self":
+        target = WrongDraft(target, gated=True)  # type: ignore[assignment]
+    manifest = parts.bundle.manifest
+    return SpecEngine(
+        target,
+        parts.bundle.tokenizer,
+        draft=draft,
+        max_model_len=parts.bundle.max_model_len,
+        lookahead=manifest.lookahead,
+        draft_vocab_size=manifest.vocabulary.size,
+        eos_token_ids=manifest.vocabulary.eos_token_ids,
+        cost_curves=parts.curves,
+        self_obstacle=parts.self_obstacle,
+    )
+
+
+def read_domains(args: argparse.Namespace, size: int) -> dict[str, list[str]]:
+    """Texts of each domain; repeated where there are fewer than rows."""
+    domains = {}
+    for item in args.prompts.split(","):
+        name, _, path = item.partition("=")
+        texts = [prompt.text for prompt in read_prompts([Path(path)])][: max(args.num_prompts, size)]
+        domains[name] = [texts[i % len(texts)] for i in range(max(args.num_prompts, size))]
+    return domains
+
+
+def trap(tokens: Sequence[int], vocab_size: int) -> list[int]:
+    """Every pair of neighbours of a text, followed by what does not follow there."""
+    triples = zip(tokens, tokens[1:], tokens[2:], strict=False)
+    return [token for a, b, c in triples for token in (a, b, (c + 1) % vocab_size)]
+
+
+class Bench:
+    """Runs of one engine.
+
+    Args:
+        engine: the engine.
+        size: its rows.
+        args: the command line.
+    """
+
+    def __init__(self, engine: SpecEngine, size: int, args: argparse.Namespace) -> None:
+        self.engine, self.size, self.args = engine, size, args
+        self.params = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
+        self.different = 0
+
+    def run(self, domain: str, texts: Sequence[str]) -> dict[str, Any]:
+        """Every way on one domain: tokens/s of the rounds by name, one for each repeat."""
+        ks = [AUTO] if self.args.adversarial else [*map(int, self.args.lookaheads.split(",")), AUTO]
+        ways = [Way("none", 0), *(Way(self.args.drafter, k) for k in ks)]
+        wanted = [result.token_ids for result in self.engine.generate(list(texts), self.params, drafter="none")]
+        traps = None
+        if self.args.adversarial and self.args.drafter == "lookup":
+            traps = [trap(tokens, self.engine.target.vocab_size) for tokens in wanted]
+        for way in ways:  # bindings and memory
+            self._generate(way, texts, traps, WARMUP_TOKENS)
+        rates: dict[str, list[float]] = {way.name: [] for way in ways}
+        accepted = {}
+        for repeat in range(self.args.repeats):
+            turn = repeat * 2 % len(ways)
+            for way in [*ways[turn:], *ways[:turn]]:
+                meter = Meter(self.engine)
+                results = self._generate(way, texts, traps, self.args.tokens, meter)
+                record = meter.record(_cell(way, self.size, domain), repeat, results)
+                rates[way.name].append(record.decode_tokens_per_second or record.tokens_per_second)
+                self.different += sum(r.token_ids != tokens for r, tokens in zip(results, wanted, strict=True))
+                drafted = sum(result.stats.drafted for result in results)
+                accepted[way.name] = [drafted, sum(result.stats.accepted for result in results)]
+        return {"domain": domain, "batch_size": self.size, "tokens_per_second": rates, "drafted_accepted": accepted}
+
+    def _generate(
+        self, way: Way, texts: Sequence[str], traps: Any, tokens: int, meter: Meter | None = None
+    ) -> list[Any]:
+        request: dict[str, Any] = {
+            "prompts": list(texts),
+            "params": SamplingParams(max_tokens=tokens, ignore_eos=True),
+            "drafter": way.drafter,
+            "num_speculative_tokens": "auto" if way.lookahead == AUTO else way.lookahead or None,
+        }
+        if traps is not None and way.lookahead:
+            request["references"] = traps
+        return self.engine.generate(**request) if meter is None else meter.generate(request)
+
+
+def _cell(way: Way, size: int, domain: str) -> Cell:
+    return Cell(way.name, way.drafter, True, True, size, way.lookahead, 0.0, domain, "continuous")
+
+
+def ratio(record: dict[str, Any], name: str, other: str) -> float:
+    """Median over the repeats of the ratio of two ways."""
+    rates = record["tokens_per_second"]
+    return median(a / b for a, b in zip(rates[name], rates[other], strict=True))
+
+
+def describe(record: dict[str, Any]) -> tuple[str, str]:
+    """A row of the table."""
+    rates = {name: median(values) for name, values in record["tokens_per_second"].items()}
+    fixed = [name for name in rates if name.startswith("K=")]
+    parts = [f"{name} {rate:.1f}" for name, rate in rates.items()]
+    parts.append(f"auto/plain {ratio(record, 'auto', 'plain'):.3f}")
+    if fixed:
+        best, worst = max(fixed, key=rates.__getitem__), min(fixed, key=rates.__getitem__)
+        record["best"], record["worst"] = best, worst
+        parts.append(f"auto/best ({best}) {ratio(record, 'auto', best):.3f}")
+        parts.append(f"auto/worst ({worst}) {ratio(record, 'auto', worst):.3f}")
+    drafted, accepted = record["drafted_accepted"]["auto"]
+    parts.append(f"auto drafted {drafted}, accepted {accepted}")
+    return f"{record['domain']}, batch {record['batch_size']}, tokens/s", "; ".join(parts)
+
+
+def main() -> None:
+    """Measure and report."""
+    args = parse_args()
+    records = []
+    different = 0
+    for size in map(int, args.batch_sizes.split(",")):
+        engine = load_engine(args, size)
+        try:
+            bench = Bench(engine, size, args)
+            records += [bench.run(name, texts) for name, texts in read_domains(args, size).items()]
+            different += bench.different
+        finally:
+            engine.close()
+    kind = "a draft that is never right" if args.adversarial else "chosen against fixed K"
+    rows = [*map(describe, records), ("texts that differ from plain decoding", str(different))]
+    title = f"{args.bundle.name}, drafter {args.drafter}, {kind}, {args.tokens} tokens, {args.repeats} repeats"
+    report(title, rows, {"records": records, "different": different}, args.json)
+
+
+if __name__ == "__main__":
+    main()
