@@ -47,6 +47,7 @@ def run_child(bundle: str, threads: int, spin: bool) -> None:
     print(json.dumps({**seconds, "private": private, "before": before}), flush=True)
     sys.stdin.readline()
     print(json.dumps({"proportional": memory("Pss")}), flush=True)
+    sys.stdin.readline()
     engine.close()
 
 
@@ -63,11 +64,16 @@ class Child:
         self._lines, self._commands = cast("IO[str]", self._process.stdout), cast("IO[str]", self._process.stdin)
         self.record: dict[str, Any] = json.loads(self._lines.readline())
 
-    def end(self) -> dict[str, Any]:
-        """Let it weigh itself again and end."""
+    def weigh(self) -> None:
+        """Let it weigh itself again."""
         self._commands.write("\n")
         self._commands.flush()
         self.record |= json.loads(self._lines.readline())
+
+    def end(self) -> dict[str, Any]:
+        """Let it end, weighed or not."""
+        self._commands.close()
+        self._lines.read()
         self._process.wait()
         return self.record
 
@@ -81,6 +87,8 @@ def measure(args: argparse.Namespace, cache: str) -> dict[str, list[dict[str, An
             records[name].append(Child(args, cache, extra).end())
     for name, extra in (("together", {}), ("off together", OFF)):
         pair = [Child(args, cache, extra), Child(args, cache, extra)]
+        for child in pair:
+            child.weigh()  # while both are there
         records[name] = [child.end() for child in pair]
     return records
 
