@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specexport_runtime.cli_options import drafting_options, sampling_options, sampling_params, take_drafting
 from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -14,16 +15,7 @@ if TYPE_CHECKING:
     from specexport_runtime.trace import RoundTrace
 
 WARMUP_TOKENS = 8
-
-
-def parse_lookahead(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | str | None:
-    """A click callback: a whole number, or ``auto``."""
-    if value is None or value == "auto":
-        return value
-    try:
-        return int(value)
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is neither a whole number nor `auto`.") from None
+_LIMITS = ("match_length", "max_model_len", "num_threads", "spin", "tune_profile")
 
 
 @click.command()
@@ -31,25 +23,9 @@ def parse_lookahead(_ctx: click.Context, _param: click.Parameter, value: str | N
 @click.argument("prompt", required=False)
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a UTF-8 text file.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the bundle's chat template as a user message.")
-@click.option(
-    "--drafter", metavar="NAME", help="draft-model, lookup, self or chained.  [default: the bundle's draft model]"
-)
-@click.option(
-    "--num-speculative-tokens",
-    "--lookahead",
-    metavar="K",
-    default="auto",
-    show_default=True,
-    callback=parse_lookahead,
-    help="Draft tokens a round, or `auto`.",
-)
+@drafting_options
 @click.option("--reference", type=click.Path(path_type=Path), help="UTF-8 text file that lookup may copy from.")
-@click.option("--draft-exit", is_flag=True, help="End a draft when its top probability falls under a threshold.")
-@click.option("--tune-profile", type=click.Path(path_type=Path), help="Profile that `specexport tune` wrote.")
-@click.option("--max-tokens", type=int, default=48, show_default=True, help="Most tokens to generate.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random stream.")
-@click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
+@sampling_options
 @click.option("--match-length", type=int, help="Fewest tokens that lookup must match.  [default: 2]")
 @click.option("--max-model-len", type=int, help="Most tokens of a sequence.  [default: the bundle's limit]")
 @click.option("--threads", "num_threads", type=int, help="Compute threads.  [default: the cores available]")
@@ -63,9 +39,6 @@ def explain(
     prompt_file: Path | None,
     chat: bool,
     reference: Path | None,
-    drafter: str | None,
-    num_speculative_tokens: int | str | None,
-    draft_exit: bool,
     colour: bool | None,
     as_json: bool,
     **options: Any,
@@ -76,19 +49,19 @@ def explain(
     """
     from specexport_runtime.engine import SpecEngine
     from specexport_runtime.prompts import read_prompts, read_text
-    from specexport_runtime.sampling import SamplingParams
 
-    if options["num_threads"] is not None and options["num_threads"] < 1:
-        raise InvalidRequestError(f"--threads is {options['num_threads']}.", "give 1 or more.")
-    sampling = {name: options.pop(name) for name in ("max_tokens", "temperature", "seed", "ignore_eos")}
-    params = SamplingParams(**sampling)
+    threads = options["num_threads"]
+    if threads is not None and threads < 1:
+        raise InvalidRequestError(f"--threads is {threads}.", "give 1 or more.")
+    limits = {name: options.pop(name) for name in _LIMITS}
+    drafting: dict[str, Any] = {**take_drafting(options)}
+    params = sampling_params(options)
+    if limits["tune_profile"] is not None and drafting["num_speculative_tokens"] != "auto":
+        raise InvalidRequestError("--tune-profile was given, and K is not chosen.", "add --lookahead auto.")
     (item,) = read_prompts(prompt, prompt_file, None)
-    drafting: dict[str, Any] = {"drafter": drafter, "num_speculative_tokens": num_speculative_tokens}
-    if draft_exit:
-        drafting["draft_exit"] = True
     if reference is not None:
         drafting["references"] = [read_text(reference)]
-    engine = SpecEngine.load(bundle, max_num_seqs=1, adaptive=True, **options)
+    engine = SpecEngine.load(bundle, max_num_seqs=1, adaptive=True, **limits)
     try:
         text = engine.format_chat([{"role": "user", "content": item.text}]) if chat else item.text
         result, trace = _decode(engine, text, params, drafting)
@@ -106,10 +79,10 @@ def _decode(
     short = replace(params, max_tokens=min(params.max_tokens, WARMUP_TOKENS))
     engine.generate(text, short, **drafting)  # a mistake is refused before anything long begins
     engine.generate(text, short, drafter="none")
-    plain = engine.generate(text, params, drafter="none", trace=True)[0].trace
+    plain = engine.generate(text, params, drafter="none", trace=True)[0].trace or []
     result = engine.generate(text, params, trace=True, **drafting)[0]
     each = [r.milliseconds / len(r.emitted) for r in plain[1:] if r.emitted]  # the first one reads the prompt
-    trace = list(result.trace[1:])
+    trace = (result.trace or [])[1:]
     if each:
         price = median(each)
         trace = [r._replace(plain_milliseconds=price * len(r.emitted)) for r in trace]
@@ -130,14 +103,14 @@ def _print(
 
     context = result.stats.num_prompt_tokens + result.stats.num_generated_tokens // 2
     summary = summarize(
-        trace, curves=engine.cost_curves, longest=engine.lookahead, context=context, layers=result.layer_choice
+        trace, curves=engine.cost_curves, longest=engine.lookahead, context=context, layers=result.stats.layer_choice
     )
     if as_json:
         record = {
             "prompt": text,
             "text": result.text,
             "token_ids": result.token_ids,
-            "layers": None if result.layer_choice is None else result.layer_choice.to_json(),
+            "layers": None if result.stats.layer_choice is None else result.stats.layer_choice.to_json(),
             "rounds": [r.to_json() for r in trace],
             "summary": summary.to_json(),
         }
@@ -146,10 +119,10 @@ def _print(
     console = make_console(colour)
     pieces = Pieces(lambda ids: engine.tokenizer.decode(list(ids), skip_special_tokens=False), _before(result))
     console.print(make_table(trace, pieces))
-    for line in summary_lines(summary, result.layer_choice):
+    for line in summary_lines(summary, result.stats.layer_choice):
         console.print(line, markup=False, soft_wrap=True)
 
 
 def _before(result: "GenerationResult") -> int:
     """The last token of the round that read the prompt: the table begins behind it."""
-    return result.trace[0].emitted[-1]
+    return result.trace[0].emitted[-1] if result.trace else result.token_ids[0]
