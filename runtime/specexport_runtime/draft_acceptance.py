@@ -15,6 +15,7 @@ GUESS = 0.4
 _SHARED_STRENGTH, _STRENGTH = 2.0, 6.0  # tests that what is expected beforehand weighs as much as
 _SHARED_MEMORY, _MEMORY = 0.99, 0.95  # weight that is left of a test when its slot is tested again
 _LOWEST, _HIGHEST = 0.005, 0.98
+_MOST_DIFFERENT = 4.0  # times as many failures as others have, for what is not yet tested of a sequence
 
 _MATCH_BOUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 NUM_MATCH_SLOTS = len(_MATCH_BOUNDS) + 1
@@ -101,7 +102,7 @@ class SequenceAcceptance:
                 rate = min(rate, _HIGHEST)
                 if tests:
                     rate = (fails + _STRENGTH * rate) / (tests + _STRENGTH)
-                ratio = rate / prior
+                ratio = min(max(rate / prior, 1 / _MOST_DIFFERENT), _MOST_DIFFERENT)
                 rates.append(rate)
             self._rates, self._known = rates, self.shared.version
         return self._rates

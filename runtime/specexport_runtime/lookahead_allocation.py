@@ -37,6 +37,22 @@ def allocate(gains: Seq[Seq[float]], entries: Seq[float], expected: float, times
     """
     if len(gains) == 1:
         return _allocate_one(gains[0], entries[0], expected, times)
+    # What is dear to begin with must not stand in the way of the others: tried with it and without.
+    tried = [
+        _allocate_many(
+            [each if entry <= most else () for each, entry in zip(gains, entries, strict=True)],
+            entries,
+            expected,
+            times,
+        )
+        for most in (sorted(set(entries)) if any(entries) else (0.0,))
+    ]
+    return max(tried, key=lambda found: found[1])
+
+
+def _allocate_many(
+    gains: Seq[Seq[float]], entries: Seq[float], expected: float, times: StepTimes
+) -> tuple[list[int], float]:
     items = sorted([(-gain, depth, i) for i, each in enumerate(gains) for depth, gain in enumerate(each)])
     deepest = max((len(each) for each in gains), default=0)
     base = _base(times)

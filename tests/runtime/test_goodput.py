@@ -1,0 +1,345 @@
+"""The goodput controller: the best lengths by brute force, bypass and probes, and what the worst case costs."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop import VOCAB
+
+from specexport_runtime.batch import ModelRunner
+from specexport_runtime.cost_curves import CostCurves
+from specexport_runtime.decoder import Decoder
+from specexport_runtime.draft_acceptance import MAX_MATCH, SequenceAcceptance, SharedAcceptance, match_slots
+from specexport_runtime.draft_length import StepLoad
+from specexport_runtime.draft_probing import ProbeBudget, ProbeTimer
+from specexport_runtime.drafters.base import Proposal
+from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.drafters.lookup import LookupDrafter
+from specexport_runtime.drafters.model import ModelDrafter
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.goodput import GoodputLength
+from specexport_runtime.lookahead_allocation import StepTimes, allocate
+from specexport_runtime.sampling import SamplingParams
+from specexport_runtime.sequence import DraftStage, Sequence
+from specexport_runtime.step_cost import RowCurve, StepCost
+from specexport_runtime.tune_profile import TuneCell, TuneProfile
+
+LOOKAHEAD = 8
+CAPACITY = 600
+
+
+def step_cost(seconds, per_token=0.02, per_row=0.04):
+    """``seconds`` for one token; more tokens and rows cost that share of it each."""
+    widths = (1, 2, 3, 5, 9)
+    return StepCost(
+        tuple(
+            RowCurve(
+                rows, widths, tuple(seconds * (1 + per_row * (rows - 1) + per_token * rows * (w - 1)) for w in widths)
+            )
+            for rows in (1, 2, 4, 8, 16)
+        )
+    )
+
+
+def curves(draft=0.3, **options):
+    return CostCurves(step_cost(0.010, **options), {"draft-model": step_cost(0.010 * draft)})
+
+
+def make_sequences(count, names, max_tokens=200, prompt=6, **options):
+    return [
+        Sequence(
+            i,
+            [(3 * i + j) % VOCAB for j in range(prompt)],
+            SamplingParams(max_tokens=max_tokens),
+            vocab_size=VOCAB,
+            max_model_len=CAPACITY - LOOKAHEAD - 1,
+            draft_plan=[DraftStage(name, LOOKAHEAD) for name in names],
+            **{"adaptive": True, **options},
+        )
+        for i in range(count)
+    ]
+
+
+def decode(draft_kind, count, *, lengths, names=("draft-model",), max_tokens=200, adaptive=True, curve=None):
+    """Decode with fakes; modelled seconds of all engine steps, and the sequences."""
+    kinds = {"perfect": {}, "good": {"noise": 0.4}, "wrong": {"negate": True}}
+    target = FakeExecutor(VOCAB, count, CAPACITY)
+    draft = FakeExecutor(VOCAB, count, CAPACITY, **kinds[draft_kind])
+    drafters = {
+        "lookup": LookupDrafter(),
+        "draft-model": ModelDrafter(ModelRunner(draft), vocab_size=VOCAB, max_backlog=32),
+    }
+    decoder = Decoder(ModelRunner(target), ChainDrafter(drafters, lengths), lengths=lengths)
+    sequences = make_sequences(count, names, max_tokens, adaptive=adaptive, trace=True)
+    for seq in sequences:
+        decoder.add(seq)
+    while decoder.has_work:
+        decoder.step()
+        decoder.check()
+    for seq in sequences:
+        if seq.error is not None:
+            raise seq.error
+    curve = curve or curves()
+    seconds = sum(curve.target.seconds(call.num_tokens, call.num_seqs) for call in target.calls)
+    seconds += sum(curve.drafters["draft-model"].seconds(call.num_tokens, call.num_seqs) for call in draft.calls)
+    return seconds, sequences
+
+
+# ---- how many tokens each sequence gets ----
+
+
+def goodput(counts, gains, entries, expected, times):
+    """By definition."""
+    seconds = times.target[sum(counts)]
+    total = expected + sum(sum(each[:count]) for count, each in zip(counts, gains, strict=True))
+    seconds += sum(entry for count, entry in zip(counts, entries, strict=True) if count)
+    if times.draft is not None:
+        for depth, rows in enumerate(times.rows):
+            seconds += times.draft[rows + sum(count > depth for count in counts)]
+    return total / seconds
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_the_allocation_is_as_good_as_brute_force(data):
+    number = data.draw(st.integers(1, 4))
+    depth = data.draw(st.integers(1, 4))
+    rate = st.floats(0.02, 0.99)
+    gains = []
+    for _ in range(number):
+        rates = data.draw(st.lists(rate, min_size=0, max_size=depth))
+        gains.append(list(itertools.accumulate(rates, lambda a, b: a * b)))
+    step = st.floats(0.0, 0.3)
+    target = list(itertools.accumulate(data.draw(st.lists(step, min_size=20, max_size=20)), initial=1.0))
+    first = data.draw(st.floats(0.01, 0.9))
+    draft = [0.0, *itertools.accumulate([first, *data.draw(st.lists(st.floats(0, 0.05), min_size=8, max_size=8))])]
+    rows = sorted(data.draw(st.lists(st.integers(0, 3), min_size=depth, max_size=depth)), reverse=True)
+    entries = data.draw(st.lists(st.sampled_from([0.0, 0.0, 0.05, 0.5]), min_size=number, max_size=number))
+    times = StepTimes(target, draft if data.draw(st.booleans()) else None, rows)
+    expected = number + data.draw(st.integers(0, 3))
+    counts, value = allocate(gains, entries, expected, times)
+    assert all(0 <= count <= len(each) for count, each in zip(counts, gains, strict=True))
+    assert value == pytest.approx(goodput(counts, gains, entries, expected, times))
+    choices = itertools.product(*[range(len(each) + 1) for each in gains])
+    best = max(goodput(choice, gains, entries, expected, times) for choice in choices)
+    assert value <= best * (1 + 1e-9)
+    assert value >= best * (0.97 if any(entries) or number > 1 else 1 - 1e-9)
+
+
+def test_one_more_draft_step_is_shared_by_all_who_take_part():
+    """For one of eight sequences a draft step does not pay, for all of them together it does."""
+    times = StepTimes([1 + 0.01 * n for n in range(20)], [0, *[0.4 + 0.01 * n for n in range(10)]], [0])
+    assert allocate([[0.9], *[[]] * 7], [0.0] * 8, 8, times)[0] == [0] * 8
+    assert allocate([[0.9]] * 8, [0.0] * 8, 8, times)[0] == [1] * 8
+    assert allocate([[0.9], *[[]] * 7], [0.0] * 8, 8, times._replace(rows=[3]))[0][0] == 1  # others pay for it already
+
+
+def test_good_sequences_draft_further_than_bad_ones():
+    times = StepTimes([1 + 0.01 * n for n in range(20)], None, ())
+    good, bad = [0.9**k for k in range(1, 6)], [0.1**k for k in range(1, 6)]
+    assert allocate([good, bad], [0.0, 0.0], 2, times)[0] == [5, 1]
+    expensive = times._replace(target=[1 + 0.3 * n for n in range(20)])
+    assert allocate([good, bad], [0.0, 0.0], 2, expensive)[0][1] == 0
+
+
+# ---- what is learned ----
+
+
+def test_acceptance_is_learned_by_position_and_shrinks_to_what_others_show():
+    shared = SharedAcceptance(4)
+    one, other = SequenceAcceptance(shared), SequenceAcceptance(shared)
+    for _ in range(200):
+        one.observe([0, 1, 2, 3], 2, rejected=True)  # the third always fails
+    assert one.failure_rates[0] < 0.02 < 0.9 < one.failure_rates[2]
+    assert other.failure_rates == pytest.approx(shared.failure_rates)
+    for _ in range(10):
+        other.observe([0, 1, 2, 3], 0, rejected=True)
+    assert other.failure_rates[0] > 0.5 > one.failure_rates[0]
+    assert other.failure_rates[1] > one.failure_rates[1]  # never tested, but it fails more often where it was
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=60))
+def test_rates_are_probabilities_and_reach_falls(rounds):
+    acceptance = SequenceAcceptance(SharedAcceptance(5))
+    for accepted, rejected in rounds:
+        acceptance.observe(range(5), accepted, rejected=rejected)
+        if accepted % 3 == 0:
+            acceptance.fade()
+    reach = acceptance.reach(range(5))
+    assert all(0 < rate < 1 for rate in acceptance.failure_rates)
+    assert reach == sorted(reach, reverse=True)
+    assert 0 < reach[-1] <= reach[0] < 1
+
+
+def test_tests_behind_a_failed_one_never_count():
+    """The same tests in drafts of any length teach the same: what was drafted behind a rejection must not matter."""
+    long, short = SequenceAcceptance(SharedAcceptance(8)), SequenceAcceptance(SharedAcceptance(8))
+    long.observe(range(8), 1, rejected=True)
+    short.observe(range(2), 1, rejected=True)
+    assert long.failure_rates == short.failure_rates
+
+
+def test_slots_of_matches_grow_with_the_match():
+    slots = match_slots(LOOKAHEAD)
+    assert slots == sorted(slots)
+    assert len(slots) == MAX_MATCH + LOOKAHEAD + 1
+    assert slots[2] < slots[3] < slots[4] < slots[5] == slots[6] < slots[40]
+
+
+# ---- bypass and probes ----
+
+
+def test_probes_back_off_and_a_success_brings_the_next_at_once():
+    timer, now, starts = ProbeTimer(0), 0, []
+    for passed in [False, False, False, True, False]:
+        while not timer.is_due(now):
+            now += 1
+        starts.append(now)
+        timer.start()
+        timer.note(now, passed=passed)
+    assert [b - a for a, b in itertools.pairwise([0, *starts])] == [16, 32, 64, 128, 1]
+    assert not timer.is_due(now + 15)
+    assert timer.is_due(now + 16)
+
+
+def test_probes_never_cost_more_than_their_share_of_plain_decoding():
+    budget, spent = ProbeBudget(), 0.0
+    for _ in range(1000):
+        budget.earn(1.0)
+        spent += 0.7 if budget.spend(0.7) else 0
+    assert 9 < spent <= 10.5
+    assert not budget.spend(50.0)
+    for _ in range(10_000):
+        budget.earn(1.0)
+    assert not budget.spend(9.0)  # what is not used is not kept for ever
+
+
+def rounds(lengths, sequences, passes, count, name="draft-model"):
+    """Drive a controller without a decoder; ``passes(i, j)`` says whether token j of sequence i's draft passes."""
+    chosen = []
+    for seq in sequences:
+        seq.tokens.append(1)
+    for _ in range(count):
+        total = sum(len(seq.tokens) for seq in sequences)
+        lengths.begin_round(StepLoad(len(sequences), len(sequences), len(sequences), total))
+        allowed = lengths.allow(name, sequences, [LOOKAHEAD] * len(sequences))
+        chosen.append([(each.lookahead, each.reason) for each in allowed])
+        for i, (seq, each) in enumerate(zip(sequences, allowed, strict=True)):
+            accepted = next((j for j in range(each.lookahead) if not passes(i, j)), each.lookahead)
+            seq.tokens += [1] * (accepted + 1)
+            drafted = Proposal([1] * each.lookahead, drafter=name if each.lookahead else "")
+            lengths.observe(seq, drafted, accepted, rejected=accepted < each.lookahead)
+    return chosen
+
+
+@pytest.mark.parametrize("count", [1, 4, 16])
+def test_a_useless_drafter_is_bypassed_after_a_few_rounds_but_tried_again(count):
+    chosen = rounds(GoodputLength(curves(), LOOKAHEAD), make_sequences(count, ["draft-model"]), lambda i, j: False, 150)
+    drafting = [number for number, each in enumerate(chosen) if any(k for k, _ in each)]
+    assert drafting[-1] > 16 > sum(1 for number in drafting if number < 16)
+    assert len(drafting) <= 10
+    assert {reason for each in chosen[16:] for _, reason in each} == {"bypass", "probe"}
+    assert all(k <= 1 for each in chosen[16:] for k, _ in each)
+
+
+def test_a_perfect_drafter_drafts_as_far_as_it_may():
+    chosen = rounds(GoodputLength(curves(0.1), LOOKAHEAD), make_sequences(2, ["draft-model"]), lambda i, j: True, 40)
+    assert chosen[-1] == [(LOOKAHEAD, "goodput")] * 2
+
+
+def test_a_drafter_that_becomes_good_is_found():
+    seq = make_sequences(1, ["draft-model"])
+    lengths = GoodputLength(curves(0.1), LOOKAHEAD)
+    useless = rounds(lengths, seq, lambda i, j: False, 100)
+    assert useless[-1][0][0] == 0
+    useful = rounds(lengths, seq, lambda i, j: True, 120)
+    assert sum(each[0][0] > 2 for each in useful) > 40
+
+
+def test_each_sequence_gets_its_own_length():
+    lengths = GoodputLength(curves(0.2, per_token=0.05), LOOKAHEAD)
+    chosen = rounds(lengths, make_sequences(4, ["draft-model"]), lambda i, j: i < 2, 80)
+    late = chosen[-20:]
+    assert min(each[i][0] for each in late for i in (0, 1)) >= 4
+    assert max(each[i][0] for each in late for i in (2, 3)) <= 1
+
+
+def test_longer_drafts_for_cheaper_drafts_and_better_acceptance():
+    def mean_length(draft, rate):
+        rng = random.Random(3)
+        passes = lambda i, j: rng.random() < rate  # noqa: E731
+        chosen = rounds(GoodputLength(curves(draft), LOOKAHEAD), make_sequences(1, ["draft-model"]), passes, 150)
+        return sum(each[0][0] for each in chosen[50:]) / 100
+
+    assert mean_length(0.05, 0.9) > mean_length(0.3, 0.9) > mean_length(0.3, 0.6) > mean_length(0.9, 0.3)
+
+
+def test_a_draft_model_is_not_started_on_long_prompts_when_it_is_known_to_be_useless():
+    lengths = GoodputLength(curves(), LOOKAHEAD)
+    rounds(lengths, make_sequences(1, ["draft-model"]), lambda i, j: False, 60)
+    chosen = rounds(lengths, make_sequences(4, ["draft-model"], prompt=300), lambda i, j: False, 60)
+    assert all(k == 0 for each in chosen for k, _ in each)
+    hopeful = rounds(GoodputLength(curves(), LOOKAHEAD), make_sequences(4, ["draft-model"]), lambda i, j: True, 5)
+    assert [sum(k > 0 for k, _ in each) for each in hopeful[:3]] == [2, 4, 4]  # two scouts, then all
+
+
+def test_a_tune_profile_bounds_the_length():
+    cells = (TuneCell("draft-model", 1, 0, 3, {3: 1.0}), TuneCell("draft-model", 4, 0, 0, {0: 1.0}))
+    profile = TuneProfile("b", "key", "machine", "2026-01-01", (), {}, cells)
+    lengths = GoodputLength(curves(0.05), LOOKAHEAD, profile)
+    chosen = rounds(lengths, make_sequences(1, ["draft-model"]), lambda i, j: True, 40)
+    assert max(each[0][0] for each in chosen) == 3
+    assert chosen[-1] == [(3, "tuned")]
+    assert {
+        k for each in rounds(lengths, make_sequences(4, ["draft-model"]), lambda i, j: True, 40) for k, _ in each
+    } == {0}
+
+
+def test_sequences_with_a_fixed_length_keep_it():
+    lengths = GoodputLength(curves(), LOOKAHEAD)
+    fixed, free = make_sequences(1, ["draft-model"], adaptive=False) + make_sequences(1, ["draft-model"])
+    for _ in range(30):
+        free.tokens.append(1)
+        lengths.begin_round(StepLoad(2, 2, 2, 40))
+        allowed = lengths.allow("draft-model", [fixed, free], [5, 8])
+        assert allowed[0] == (5, "fixed", None)
+        drafted = allowed[1].lookahead
+        proposal = Proposal([1] * drafted, drafter="draft-model" if drafted else "")
+        lengths.observe(free, proposal, 0, rejected=drafted > 0)
+    assert drafted == 0
+
+
+# ---- the whole loop, in modelled time ----
+
+
+@pytest.mark.parametrize("count", [1, 4, 16])
+def test_a_draft_that_is_never_right_costs_at_most_three_percent(count):
+    lengths = GoodputLength(curves(), LOOKAHEAD)
+    plain, expected = decode("wrong", count, lengths=None, names=(), max_tokens=110)
+    seconds, sequences = decode("wrong", count, lengths=lengths, max_tokens=110)
+    assert [seq.output for seq in sequences] == [seq.output for seq in expected]
+    assert seconds <= plain / 0.97
+
+
+def test_a_fixed_length_costs_more_than_twice_as_much_with_such_a_draft():
+    plain, _ = decode("wrong", 1, lengths=None, names=())
+    assert decode("wrong", 1, lengths=None, adaptive=False)[0] > 2 * plain
+
+
+@pytest.mark.parametrize(("kind", "count", "least"), [("perfect", 1, 2.0), ("perfect", 8, 1.8), ("good", 1, 1.3)])
+def test_a_draft_that_is_often_right_pays(kind, count, least):
+    lengths = GoodputLength(curves(), LOOKAHEAD)
+    plain, expected = decode(kind, count, lengths=None, names=(), max_tokens=110)
+    seconds, sequences = decode(kind, count, lengths=lengths, max_tokens=110)
+    assert [seq.output for seq in sequences] == [seq.output for seq in expected]
+    assert plain / seconds > least
+
+
+def test_lookup_learns_from_copies_that_it_did_not_test():
+    """A copy costs nothing to make: while none is tested, whether it would have passed is still seen."""
+    lengths = GoodputLength(curves(per_token=0.9), LOOKAHEAD)
+    _, (seq,) = decode("good", 1, lengths=lengths, names=("lookup",), curve=curves(per_token=0.9), max_tokens=400)
+    memory = lengths._drafters["lookup"]
+    assert sum(memory.shared.tests) > seq.stats.draft_rounds
