@@ -10,7 +10,7 @@ from specexport_runtime.errors import BundleError, IncompatibleError, InvalidReq
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.file_check import check_files
 from specexport_runtime.manifest import Manifest, ModelEntry, load_manifest
-from specexport_runtime.tokenizer_load import load_tokenizer
+from specexport_runtime.tokenizer_load import load_tokenizer, start_loading
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -92,7 +92,7 @@ class Bundle(NamedTuple):
         if role == "draft":
             small = entry.num_parameters < SMALL_DRAFT_PARAMETERS
             num_threads, spin = (1 if small else num_threads), spin and small
-        return OrtExecutor(
+        executor = OrtExecutor(
             self.folder / path,
             entry,
             num_rows=self.max_num_seqs,
@@ -102,6 +102,8 @@ class Bundle(NamedTuple):
             unpad_kv=unpad_kv,
             engine_hash=self._engine_hash(path) if prepacked else None,
         )
+        start_loading(self.tokenizer)
+        return executor
 
     def _engine_hash(self, path: str) -> str:
         """Hash of a graph of this bundle and of the weights beside it, from the manifest's hashes."""
@@ -170,7 +172,7 @@ def load_bundle(folder: Path, *, max_model_len: int | None = None, max_num_seqs:
     return Bundle(
         folder,
         manifest,
-        load_tokenizer(folder / TOKENIZER_NAME, background=known),
+        load_tokenizer(folder / TOKENIZER_NAME, background=known and manifest.models["target"].backend == "ort-cpu"),
         template.read_text(encoding="utf-8") if CHAT_TEMPLATE_NAME in manifest.files else None,
         max_model_len or manifest.max_model_len,
         max_num_seqs,

@@ -1,0 +1,42 @@
+"""A tokenizer that loads in the background is the same tokenizer, and its errors are not lost."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from specexport_runtime import tokenizer_load
+from specexport_runtime.errors import BundleError
+from specexport_runtime.tokenizer_load import load_tokenizer, start_loading
+
+
+def test_it_loads_once_when_it_is_started_or_used(demo_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = demo_pair / "target" / "tokenizer.json"
+    expected = load_tokenizer(path).encode("def main():").ids
+    loads: list[str] = []
+    load = tokenizer_load._load
+
+    def count(path: Path) -> object:
+        loads.append(threading.current_thread().name)
+        return load(path)
+
+    monkeypatch.setattr(tokenizer_load, "_load", count)
+    tokenizer = load_tokenizer(path, background=True)
+    assert loads == []
+    start_loading(tokenizer)
+    start_loading(tokenizer)
+    assert tokenizer.encode("def main():").ids == expected
+    assert tokenizer.decode(expected) == "def main():"
+    assert len(loads) == 1
+    assert loads[0] != threading.current_thread().name
+    assert load_tokenizer(path, background=True).encode("def main():").ids == expected
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(BundleError, match="cannot be read"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json", background=True)
+    start_loading(tokenizer)
+    with pytest.raises(BundleError, match="cannot be read"):
+        tokenizer.encode("a")
