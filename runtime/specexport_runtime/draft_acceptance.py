@@ -15,7 +15,7 @@ GUESS = 0.4
 _SHARED_STRENGTH, _STRENGTH = 2.0, 6.0  # tests that what is expected beforehand weighs as much as
 _SHARED_MEMORY, _MEMORY = 0.99, 0.95  # weight that is left of a test when its slot is tested again
 _LOWEST, _HIGHEST = 0.005, 0.98
-_MOST_DIFFERENT = 4.0  # times as many failures as others have, for what is not yet tested of a sequence
+_SMALL = 0.05  # failure rates below it hardly differ: 0.002 instead of 0.01 says nothing about the next slot
 
 _MATCH_BOUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 NUM_MATCH_SLOTS = len(_MATCH_BOUNDS) + 1
@@ -102,7 +102,7 @@ class SequenceAcceptance:
                 rate = min(rate, _HIGHEST)
                 if tests:
                     rate = (fails + _STRENGTH * rate) / (tests + _STRENGTH)
-                ratio = min(max(rate / prior, 1 / _MOST_DIFFERENT), _MOST_DIFFERENT)
+                ratio = (rate + _SMALL) / (prior + _SMALL)
                 rates.append(rate)
             self._rates, self._known = rates, self.shared.version
         return self._rates

@@ -33,7 +33,7 @@ OWN_CACHE = "draft-model"
 _HORIZON = 64  # rounds over which the cost of reading a prompt is spread
 _USUAL_BACKLOG = 2
 _SCOUT_TESTS, _SCOUTS, _SCOUT_LOOKAHEAD = 1.9, 2, 2
-"""Before so many tests (they fade) nobody knows whether a drafter pays: so many sequences find out, with drafts so long."""
+"""Before so many tests (they fade) nobody knows if a drafter pays: so many sequences find out, with drafts so long."""
 
 
 _BYPASS = Allowed(0, "bypass", 1.0)
