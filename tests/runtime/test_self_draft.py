@@ -344,6 +344,21 @@ def test_ids_beyond_the_shared_vocabulary_are_never_drafted():
     assert max(sequences[0].output) >= 9
 
 
+def test_whose_similarity_is_wanted_and_until_when():
+    drafter = SelfDrafter(ModelRunner(gated()), vocab_size=VOCAB)
+
+    def make(*plan, **options):
+        stages = [DraftStage(name, 2) for name in plan]
+        return make_sequence(0, [1, 2], SamplingParams(max_tokens=9), draft_plan=stages, **options)
+
+    seq = make("lookup", "self")
+    assert drafter.wants_similarity(seq)
+    seq.commit([4])
+    assert not drafter.wants_similarity(seq)
+    assert not drafter.wants_similarity(make("lookup"))
+    assert not drafter.wants_similarity(make("self", layer_rules=LayerRules(threshold=None)))
+
+
 class TestTheFakeIsStrict:
     """A drafter that breaks the rules is noticed by the fake engine itself."""
 

@@ -172,8 +172,12 @@ def test_similarity_is_there_when_it_was_wanted(executor, prompts):
     assert 0 < np.abs(similarity).min() < np.abs(similarity).max() < 1.000001
     kept = similarity.copy()
     runner.step(0, work)
-    np.testing.assert_array_equal(similarity, kept)  # a copy
     assert executor.similarity.shape == (LAYERS, 0)
+    executor.measure_similarity(True)
+    runner.step(0, [RowWork(row.tokens[::-1], 1) for row in work])
+    executor.measure_similarity(False)
+    np.testing.assert_array_equal(similarity, kept)  # a copy
+    assert (executor.similarity != kept).any()
     runner.reset()
 
 
