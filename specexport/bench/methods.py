@@ -155,7 +155,7 @@ def ablation(drafter: str) -> tuple[str, ...]:
 
 
 _NO_DRAFT = "a draft model, which this bundle does not have"
-_NO_GATES = "the target's own layers, which in this bundle cannot be switched off"
+_NO_GATES = "the target's own layers, none of which, or too few, can be left out in this bundle"
 
 
 def _check_name(what: str, name: str, known: Sequence[str]) -> None:

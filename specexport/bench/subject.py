@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specexport.bench.methods import EngineKey
+from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.manifest import Manifest, load_manifest
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Subject:
         lookahead: largest K it was built for.
         details: names and hashes of its parts, for the record.
         load: makes an engine.
-        has_gates: the target can draft with some of its own layers.
+        has_gates: the target can draft with some of its own layers, by the default rules.
     """
 
     name: str
@@ -86,8 +87,21 @@ def open_subject(
         "spin": spin,
         "tune_profile": None if tune_profile is None else tune_profile.name,
     }
-    has_gates = manifest.models["target"].num_gates > 0 if "target" in manifest.models else False
-    return Subject(manifest.name, "draft" in manifest.models, manifest.lookahead, details, load, has_gates)
+    return Subject(
+        manifest.name, "draft" in manifest.models, manifest.lookahead, details, load, _can_draft_itself(manifest)
+    )
+
+
+def _can_draft_itself(manifest: Manifest) -> bool:
+    """Whether the default rules of self-drafting can leave out layers of the target."""
+    from specexport_runtime.layer_choice import LayerRules
+
+    target = manifest.models.get("target")
+    try:
+        LayerRules().check_layers(target.num_gates // 2 if target is not None else 0)
+    except InvalidRequestError:
+        return False
+    return True
 
 
 def _describe(manifest: Manifest) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from specexport_runtime.tune_profile import STAGES
 
 _OBSTACLES = {
     "draft-model": ("no draft model", "build it with --draft"),
-    "self": ("no layers that can be switched off", "build it again (`specexport inspect` says more)"),
+    "self": ("no layers, or too few, that can be left out", "see `specexport inspect`"),
 }
 DEFAULT_BATCH_SIZES = (1, 4, 8)
 DEFAULT_CONTEXTS = (128, 1024)

@@ -152,7 +152,7 @@ def test_draft_methods_need_a_draft(bundle, prompts, arguments):
         (["--num-speculative-tokens", "0"], "built for 1 to 8"),
         (["--num-speculative-tokens", "two"], "not a list of whole numbers or `auto`"),
         (["--num-speculative-tokens", "-1"], "not a list of whole numbers or `auto`"),
-        (["--methods", "self"], "own layers, which in this bundle cannot be switched off"),
+        (["--methods", "self"], "too few, can be left out in this bundle"),
         (["--batch-size", "0"], "a batch size is 0"),
         (["--repeats", "0"], "number of repeats is 0"),
         (["--warmup", "-1"], "number of warm-up runs is -1"),

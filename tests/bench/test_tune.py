@@ -134,7 +134,7 @@ def test_a_longer_draft_must_be_worth_it(rates, chosen):
         (["--drafter", "lokup"], "did you mean 'lookup'"),
         (["--drafter", "none"], "no drafter 'none' with a K to tune"),
         (["--drafter", "draft-model"], "no draft model"),
-        (["--drafter", "self"], "no layers that can be switched off"),
+        (["--drafter", "self"], "too few, that can be left out"),
         (["--lookaheads", "1,9"], "the bundle was built for up to 8"),
         (["--lookaheads", "0"], "only plain decoding"),
         (["--lookaheads", "-1"], "a number of draft tokens is -1"),

@@ -1,0 +1,169 @@
+"""``specexport tune`` and ``specexport explain`` on a real bundle."""
+
+import json
+
+import pytest
+
+from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.tune_profile import load_profile
+from specexport_runtime.user_cache import ROOT_VARIABLE
+
+FAST = ["--threads", "1", "--no-spin"]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one two three"}\n{"prompt": "four five one two"}\n')
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_tune_writes_a_profile_that_engines_use(run_cli, tiny_bundle, prompts, cache, tmp_path, caplog):
+    asked = [
+        "--batch-sizes", 1, "--contexts", "8,16", "--lookaheads", "1,3", "--tokens", 8, "--repeats", 1,
+        "--num-prompts", 1, *FAST,
+    ]  # fmt: skip
+    ended = run_cli("tune", tiny_bundle, "--prompts", prompts, *asked, "--json", "--plot", tmp_path / "p.svg")
+    assert ended.exit_code == 0, ended.output
+    data = json.loads(ended.stdout)
+    assert {cell["drafter"] for cell in data["cells"]} == {"draft-model", "lookup"}  # two layers are too few
+    assert all(set(cell["tokens_per_second"]) == {"0", "1", "3"} for cell in data["cells"])
+    assert b"<svg" in (tmp_path / "p.svg").read_bytes()
+    engine = SpecEngine.load(tiny_bundle, adaptive=True, max_num_seqs=1, num_threads=1, spin=False)
+    engine.close()
+    assert engine.tune_profile == load_profile(None, bundle=tiny_bundle, build_key=data["build_key"])
+    assert engine.tune_profile.to_json() == data
+    assert "tune" not in caplog.text.lower()
+
+
+def test_a_stale_profile_is_ignored_with_a_warning(run_cli, tiny_bundle, prompts, cache, tmp_path, caplog):
+    path = tmp_path / "p.json"
+    asked = ["--drafter", "lookup", "--batch-sizes", 1, "--contexts", 8, "--lookaheads", 2, "--tokens", 4]
+    ended = run_cli("tune", tiny_bundle, "--prompts", prompts, *asked, "--repeats", 1, "--output", path, "-q", *FAST)
+    assert ended.exit_code == 0, ended.output
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"machine": "another"}))
+    ended = run_cli(
+        "explain", tiny_bundle, "one two", "--lookahead", "auto", "--tune-profile", path, "--max-tokens", 4, *FAST
+    )
+    assert ended.exit_code == 0, ended.output
+    assert "stale" in caplog.text
+    assert "another machine" in caplog.text
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+@pytest.mark.parametrize(
+    "drafting",
+    [
+        ["--drafter", "draft-model", "--lookahead", "auto"],
+        [
+            "--drafter",
+            "self",
+            "--lookahead",
+            3,
+            "--layer-period",
+            2,
+            "--layer-keep-last",
+            0,
+            "--layer-threshold",
+            "off",
+        ],
+        ["--drafter", "lookup"],
+        ["--no-speculation"],
+    ],
+)
+def test_explain_tells_of_every_round(run_cli, tiny_bundle, cache, drafting, temperature):
+    asked = ["--max-tokens", 24, "--ignore-eos", "--temperature", temperature, "--seed", 3, *FAST]
+    ended = run_cli("explain", tiny_bundle, "one two three one two", *drafting, *asked, "--json")
+    assert ended.exit_code == 0, ended.output
+    data = json.loads(ended.stdout)
+    rounds = data["rounds"]
+    emitted = [token for r in rounds for token in r["emitted"]]
+    assert 0 < len(emitted) < len(data["token_ids"]) == 24  # the first round reads the prompt
+    assert data["token_ids"][-len(emitted) :] == emitted
+    for r in rounds:
+        assert r["emitted"][: r["accepted"]] == r["drafted"][: r["accepted"]]
+        assert r["saved_milliseconds"] == pytest.approx(r["plain_milliseconds"] - r["milliseconds"])
+    summary = data["summary"]
+    assert summary["tokens"] == len(emitted)
+    assert summary["drafted"] == sum(len(r["drafted"]) for r in rounds)
+    assert summary["saved_milliseconds"] == pytest.approx(sum(r["saved_milliseconds"] for r in rounds))
+    assert {v["drafter"] for v in summary["verdicts"]} == {r["drafter"] for r in rounds if r["drafted"]}
+    if "self" in drafting:
+        assert data["layers"]["removed_mlp"] == [1]
+    if "--no-speculation" in drafting:
+        assert not summary["drafted"]
+        assert all(len(r["emitted"]) == 1 for r in rounds)
+    if not temperature:
+        engine = SpecEngine.load(tiny_bundle, max_num_seqs=1, num_threads=1, spin=False)
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        (plain,) = engine.generate("one two three one two", params, drafter="none")
+        engine.close()
+        assert plain.token_ids == data["token_ids"]
+
+
+def test_explain_prints_a_table_and_a_verdict(run_cli, tiny_bundle, cache, tmp_path):
+    (tmp_path / "prompt.txt").write_text("one two three")
+    (tmp_path / "reference.txt").write_text("one two three four five")
+    ended = run_cli(
+        "explain", tiny_bundle, "--prompt-file", tmp_path / "prompt.txt", "--drafter", "chained", "--max-tokens", 16,
+        "--ignore-eos", "--reference", tmp_path / "reference.txt", "--color", *FAST,
+    )  # fmt: skip
+    assert ended.exit_code == 0, ended.output
+    assert "draft ended" in ended.stdout
+    assert "Verdict, " in ended.stdout
+    assert "by the cost curves" in ended.stdout
+    assert "\x1b[3" in ended.stdout
+
+
+def test_a_text_of_one_token_has_no_rounds_to_show(run_cli, tiny_bundle, cache):
+    ended = run_cli("explain", tiny_bundle, "one two", "--max-tokens", 1, *FAST)
+    assert ended.exit_code == 0, ended.output
+    assert "0 tokens in 0 rounds" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--drafter", "psychic"], "there is no drafter 'psychic'"),
+        (["--lookahead", "99"], "built for 1 to 8"),
+        (["--lookahead", "some"], "neither an integer nor 'auto'"),
+        (["--max-tokens", "0"], "max_tokens"),
+        (["--threads", "0"], "--threads is 0"),
+        (["--tune-profile", "p.json"], "add --lookahead auto"),
+        (["--lookahead", "auto", "--tune-profile", "none.json"], "none.json cannot be read"),
+        (["--reference", "none.txt"], "none.txt"),
+        (["--draft-exit-gamma", "2"], "gamma is 2"),
+        (["--layer-period", "1"], "period is 1"),
+        (["--chat"], "chat template"),
+        (["--drafters", "self"], "--drafter"),
+    ],
+)
+def test_mistakes_of_explain(refuse_cli, tiny_bundle, monkeypatch, tmp_path_factory, tmp_path, arguments, said):
+    monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.chdir(tmp_path)
+    assert said in refuse_cli("explain", tiny_bundle, "one two", *arguments, "--no-spin")
+
+
+def test_explain_needs_a_bundle_and_a_prompt(refuse_cli, tiny_bundle, tmp_path):
+    assert "there is no folder" in refuse_cli("explain", tmp_path / "none", "one two")
+    assert "prompt" in refuse_cli("explain", tiny_bundle)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lookaheads", "9"], "the bundle was built for up to 8"),
+        (["--contexts", "99999"], "choose a context of at most"),
+        (["--drafter", "self"], "too few, that can be left out"),
+    ],
+)
+def test_tune_refuses_what_the_bundle_cannot(refuse_cli, tiny_bundle, prompts, tmp_path, arguments, said):
+    out = tmp_path / "p.json"
+    assert said in refuse_cli("tune", tiny_bundle, "--prompts", prompts, "--output", out, *arguments, "-q")
