@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-PAST = 64
 MODEL = "model.onnx"
 PACKED = "packed.onnx"
 _DATA = "model.onnx.data"
