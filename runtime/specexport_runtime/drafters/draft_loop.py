@@ -55,7 +55,7 @@ class Draft:
             # A NaN in a draft of a plain sequence is a wrong guess: it costs a rejection, nothing else.
             plain = seq.sampler.is_plain_greedy
             token = int(logits.argmax()) if plain else seq.sampler.greedy_token(logits, self.tokens)
-            if draft_exit is not None:
+            if draft_exit is not None:  # with penalties: of the token they chose, but before them
                 top = _probability(logits, token)
         else:
             distribution = seq.sampler.distribution(logits, self.tokens)
