@@ -161,7 +161,41 @@ def test_module_entry_point_and_unknown_command():
     assert "'generate'" in wrong.stderr
 
 
-@pytest.mark.parametrize("drafter", ["draft-model", "lookup", "chained", "none"])
+def test_adaptive_lengths_and_traces(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path))
+    options = ["--max-tokens", 24, "--ignore-eos"]
+    plain = records(run(PROMPT, *options, "--json", "--no-speculation"))[0]
+    assert "trace" not in plain
+    result = run(PROMPT, *options, "--lookahead", "auto", "--trace", "--draft-exit", "--draft-exit-gamma", 0.3)
+    assert result.stdout == plain["text"] + "\n"
+    lines = result.stderr.splitlines()
+    assert all(line.startswith("round ") for line in lines)
+    assert any("draft-model K=" in line and "gamma 0.3" in line and " ms, " in line for line in lines)
+    record = records(run(PROMPT, *options, "--drafter", "chained", "--trace", "--json"))[0]
+    assert record["token_ids"] == plain["token_ids"] == [token for each in record["trace"] for token in each["emitted"]]
+    assert {stage["reason"] for each in record["trace"] for stage in each["asked"]} <= {"fixed", "room"}
+    assert all(each["plain_milliseconds"] > 0 for each in record["trace"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--layer-threshold", "0.9", "--layer-period", "off", "--layer-keep-last", "1"],
+        ["--layer-threshold", "off", "--layer-period", "2", "--draft-exit"],
+    ],
+)
+def test_the_target_drafts_for_itself(run, options):
+    shared = ["--max-tokens", 24, "--ignore-eos", "--drafter", "self", "--stats", *options]
+    result = run(PROMPT, *shared)
+    assert result.stdout == run(PROMPT, "--max-tokens", 24, "--ignore-eos", "--no-speculation").stdout
+    assert "draft out of the target's own layers: without attention [" in result.stderr
+    record = records(run(PROMPT, *shared, "--json"))[0]
+    choice = record["stats"]["layer_choice"]
+    removed = {"0.9": [], "off": list(range(1, choice["num_layers"] - 2, 2))}[options[1]]
+    assert choice["removed_mlp"] == removed
+
+
+@pytest.mark.parametrize("drafter", ["draft-model", "lookup", "chained", "self", "none"])
 def test_every_drafter_writes_the_same_text(run, drafter):
     options = ["--max-tokens", 24, "--ignore-eos"]
     assert run(PROMPT, "--drafter", drafter, *options).stdout == run(PROMPT, "--no-speculation", *options).stdout
@@ -201,6 +235,19 @@ def test_references_come_from_a_file_or_from_each_line(run, tmp_path):
         (["--match-length", 0], "match length"),
         (["--max-num-batched-tokens", 0], "max_num_batched_tokens"),
         (["--reference", "missing.txt"], "cannot be read"),
+        (["--lookahead", "automatic"], "neither an integer nor 'auto'"),
+        (["--drafter", "self", "--layer-threshold", "1.5"], "threshold is 1.5"),
+        (["--drafter", "self", "--layer-threshold", "high"], "neither a number nor 'off'"),
+        (["--drafter", "self", "--layer-period", "1"], "period is 1"),
+        (["--drafter", "self", "--layer-keep-last", "-1"], "keep_last is -1"),
+        (["--drafter", "self", "--layer-threshold", "off", "--layer-period", "off"], "both off"),
+        (["--layer-period", "4"], "use drafter 'self'"),
+        (["--draft-exit-gamma", "2"], "gamma is 2"),
+        (["--draft-exit-acceptance", "0"], "target_acceptance is 0"),
+        (["--no-draft-exit", "--draft-exit-gamma", "0.5"], "drop one"),
+        (["--drafter", "lookup", "--draft-exit"], "none drafts here"),
+        (["--tune-profile", "p.json"], "add --lookahead auto"),
+        (["--lookahead", "auto", "--tune-profile", "missing.json"], "missing.json cannot be read"),
     ],
 )
 def test_bad_batch_and_drafter_options_are_refused(run, options, words):

@@ -1,0 +1,319 @@
+"""Adaptive lengths, self-drafting, draft exits and traces through the whole engine, on fakes."""
+
+import itertools
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop import MAX_MODEL_LEN, VOCAB, greedy_reference
+from test_goodput import LOOKAHEAD, curves, step_cost
+from test_sampling_exact import P_VALUE, p_value
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.batch import ModelRunner
+from specexport_runtime.cost_curves import CostCurves, GateCost
+from specexport_runtime.decoder import Decoder
+from specexport_runtime.draft_exit import DraftExitParams
+from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.drafters.lookup import LookupDrafter
+from specexport_runtime.drafters.model import ModelDrafter
+from specexport_runtime.drafters.self_draft import SelfDrafter
+from specexport_runtime.engine_parts import self_draft_obstacle
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.goodput import GoodputLength
+from specexport_runtime.layer_choice import LayerRules
+from specexport_runtime.manifest import ModelEntry
+from specexport_runtime.sampling import Sampler
+from specexport_runtime.sequence import DraftStage, Sequence
+from specexport_runtime.speculative_config import parse_speculative_config
+
+GATES = 12
+RULES = LayerRules(threshold=0.97)
+NAMES = [(), ("lookup",), ("draft-model",), ("self",), ("lookup", "draft-model"), ("lookup", "self")]
+
+
+def gated_curves(draft=0.2):
+    plain = curves(draft)
+    return CostCurves(plain.target, plain.drafters, GateCost(GATES // 2, step_cost(0.0005), step_cost(0.001)))
+
+
+def make_decoder(target, draft, rows, **options):
+    runner = ModelRunner(target, max_chunk=7)
+    lengths = GoodputLength(gated_curves(), LOOKAHEAD)
+    vocab = target.vocab_size
+    drafters = {
+        "lookup": LookupDrafter(),
+        "draft-model": ModelDrafter(ModelRunner(draft), vocab_size=vocab, max_backlog=9),
+        "self": SelfDrafter(runner, vocab_size=vocab),
+    }
+    return Decoder(runner, ChainDrafter(drafters, lengths), lengths=lengths, max_num_seqs=rows, **options)
+
+
+def run(decoder, sequences):
+    for seq in sequences:
+        decoder.add(seq)
+    while decoder.has_work:
+        decoder.step()
+        decoder.check()
+    for seq in sequences:
+        if seq.error is not None:
+            raise seq.error
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    plans=st.lists(st.tuples(st.sampled_from(NAMES), st.booleans()), min_size=1, max_size=7),
+    rows=st.integers(1, 4),
+    budget=st.integers(8, 60),
+    noise=st.sampled_from([0.0, 0.5, 3.0]),
+)
+def test_greedy_text_is_plain_greedy_text_whatever_is_chosen(plans, rows, budget, noise):
+    target = FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 20, context=2, num_gates=GATES, gate_noise=noise)
+    draft = FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 20, context=2, noise=noise)
+    sequences = [
+        Sequence(
+            i,
+            [(5 * i + j) % VOCAB for j in range(1 + 4 * i)],
+            SamplingParams(max_tokens=8 + 5 * i),
+            vocab_size=VOCAB,
+            max_model_len=MAX_MODEL_LEN,
+            draft_plan=[DraftStage(name, LOOKAHEAD) for name in names],
+            adaptive=adaptive,
+            layer_rules=RULES,
+            trace=True,
+        )
+        for i, (names, adaptive) in enumerate(plans)
+    ]
+    run(make_decoder(target, draft, rows, max_num_batched_tokens=budget), sequences)
+    for seq in sequences:
+        assert seq.output == greedy_reference(target, seq.tokens[: seq.num_prompt_tokens], seq.params.max_tokens)
+        assert [token for each in seq.trace for token in each.emitted] == seq.output
+        assert sum(len(each.drafted) for each in seq.trace) == seq.stats.drafted
+
+
+SMALL, PROMPTS, LENGTH = 5, [[1], [4, 2, 4]], 3
+
+
+def exact(target, params, prompt):
+    """Probability of every text of ``LENGTH`` tokens under the target alone."""
+    joint = {(): 1.0}
+    for _ in range(LENGTH):
+        longer = {}
+        for done, p in joint.items():
+            sampler = Sampler(params, prompt, SMALL)
+            sampler.append(done)
+            distribution = sampler.distribution(target.logits_after([*prompt, *done]))
+            longer |= {(*done, token): p * distribution.probability(token) for token in range(SMALL)}
+        joint = {done: p for done, p in longer.items() if p > 0}
+    return joint
+
+
+@pytest.mark.parametrize("names", NAMES[1:], ids="-".join)
+def test_sampled_text_follows_the_targets_distribution(names):
+    """Lengths depend on what was tested, of all sequences: that must not show in the text of any."""
+    params = SamplingParams(max_tokens=LENGTH + 2, temperature=0.9, frequency_penalty=0.4)
+    target = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, num_gates=GATES, gate_noise=0.4)
+    draft = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, noise=1.0)
+    sequences = [
+        Sequence(
+            i,
+            PROMPTS[i % 2],
+            params,
+            vocab_size=SMALL,
+            max_model_len=30,
+            seed=i,
+            draft_plan=[DraftStage(name, LOOKAHEAD) for name in names],
+            adaptive=True,
+            layer_rules=RULES,
+            trace=True,
+        )
+        for i in range(800)
+    ]
+    run(make_decoder(target, draft, 8), sequences)
+    lengths = Counter(len(each.drafted) for seq in sequences for each in seq.trace)
+    assert len(lengths) > 2  # it did choose
+    for i, prompt in enumerate(PROMPTS):
+        counts = Counter(tuple(seq.output[:LENGTH]) for seq in sequences[i::2])
+        assert p_value(counts, exact(target, params, prompt)) > P_VALUE
+
+
+# ---- the engine ----
+
+
+def make_engine(*, draft=True, gated=True, adaptive=True, **options):
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    target = FakeExecutor(VOCAB, 4, 90, context=3, num_gates=GATES if gated else 0, gate_noise=0.3)
+    return SpecEngine(
+        target,
+        tokenizer,
+        draft=FakeExecutor(VOCAB, 4, 90, context=3, noise=0.4) if draft else None,
+        max_model_len=MAX_MODEL_LEN,
+        cost_curves=gated_curves() if adaptive else None,
+        **options,
+    )
+
+
+LONG = SamplingParams(max_tokens=40)
+
+
+@pytest.mark.parametrize("drafter", ["draft-model", "lookup", "self", "chained"])
+@pytest.mark.parametrize("lookahead", [None, 2, "auto"])
+def test_every_drafter_and_length_gives_the_same_text(drafter, lookahead):
+    engine = make_engine()
+    plain = engine.generate("w1 w2", LONG, speculation=False)[0]
+    result = engine.generate(
+        "w1 w2", LONG, drafter=drafter, num_speculative_tokens=lookahead, layer_rules=None, draft_exit=False, trace=True
+    )[0]
+    assert result.token_ids == plain.token_ids
+    assert plain.trace is None
+    reasons = {stage.reason for each in result.trace for stage in each.asked}
+    assert reasons <= ({"goodput", "bypass", "probe", "room"} if lookahead == "auto" else {"fixed", "room"})
+    if lookahead is not None and lookahead != "auto" and drafter != "chained":
+        assert max(len(each.drafted) for each in result.trace) == 2
+
+
+def test_self_drafting_shows_its_layers_and_its_exits():
+    engine = make_engine()
+    options = {"drafter": "self", "layer_rules": LayerRules(threshold=None, period=2, keep_last=0)}
+    result = engine.generate(
+        "w1 w2 w3", LONG, **options, draft_exit=DraftExitParams(gamma=0.9, epsilon=0.0), trace=True
+    )[0]
+    stats = result.stats.to_json()
+    assert stats["layer_choice"]["removed_mlp"] == [1, 3, 5]
+    assert stats["draft_exits"] == sum(each.end == "exit" for each in result.trace) > 0
+    assert {each.gamma for each in result.trace} == {0.9}
+    without = engine.generate("w1 w2 w3", LONG, **options)[0].stats.to_json()
+    assert without["draft_exits"] == 0
+
+
+def test_chained_uses_the_own_layers_where_there_is_no_draft_model():
+    result = make_engine(draft=False).generate("w1 w2", LONG, drafter="chained", trace=True, layer_rules=RULES)[0]
+    drafters = {each.drafter for each in result.trace}
+    assert {"lookup", "self"} <= drafters
+    for each in result.trace:
+        assert [stage.drafter for stage in each.asked] in ([], ["lookup"], ["lookup", "self"])
+
+
+def test_a_copy_does_not_move_the_threshold_of_a_model():
+    """Copies pass or fail for reasons of their own."""
+    engine = make_engine(draft=False)
+    options = {"drafter": "chained", "draft_exit": DraftExitParams(gamma=0.5, epsilon=0.2, beta2=0.0)}
+    trace = engine.generate("w1 w2 w1 w2 w1", LONG, **options, trace=True)[0].trace
+    moved = [before.drafter for before, after in itertools.pairwise(trace) if before.gamma != after.gamma]
+    assert moved
+    assert set(moved) == {"self"}
+
+
+def test_a_trace_says_what_happened_and_what_it_saved():
+    engine = make_engine()
+    chunks = list(engine.stream("w1 w2", LONG, num_speculative_tokens="auto", trace=True))
+    trace = [chunk.trace for chunk in chunks]
+    for chunk, each in zip(chunks, trace, strict=True):
+        assert list(each.emitted) == [piece.token_id for piece in chunk.pieces]
+        assert each.accepted <= len(each.drafted) <= (each.allowed.lookahead if each.allowed else 0)
+        assert each.milliseconds > 0
+        plain = engine.cost_curves.target.seconds(1, 1) * 1000 * len(each.emitted)
+        assert each.plain_milliseconds == pytest.approx(plain, rel=0.01)
+        assert each.saved_milliseconds == each.plain_milliseconds - each.milliseconds
+    assert [each.round for each in trace] == list(range(trace[0].round, trace[0].round + len(trace)))
+    assert trace[0].prompt_tokens == 1  # two tokens of a prompt, one of which any round has
+    assert all(each.prompt_tokens == 0 for each in trace[1:])
+    parsed = json.loads(json.dumps([each.to_json() for each in trace]))
+    assert parsed[-1]["asked"][0]["drafter"] == "draft-model"
+    assert "accepted" in "\n".join(each.describe() for each in trace)
+    assert next(iter(engine.stream("w1", LONG))).trace is None
+
+
+def test_without_cost_curves_a_trace_compares_with_plain_rounds_that_it_saw():
+    engine = make_engine(adaptive=False)
+    before = engine.generate("w1 w2", LONG, num_speculative_tokens=3, trace=True)[0].trace
+    assert {each.plain_milliseconds for each in before[1:-1] if each.drafted} == {None}
+    engine.generate("w1 w2", LONG, speculation=False, trace=True)
+    after = engine.generate("w1 w2", LONG, num_speculative_tokens=3, trace=True)[0].trace
+    assert all(each.plain_milliseconds > 0 for each in after)
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "words"),
+    [
+        ({"gated": False}, {"drafter": "self"}, "layers can be switched off"),
+        ({"unpad_input": False}, {"drafter": "self"}, "unpadded KV"),
+        ({"adaptive": False}, {"num_speculative_tokens": "auto"}, "adaptive=True"),
+        ({}, {"num_speculative_tokens": "many"}, "'many'"),
+        ({}, {"drafter": "self", "num_speculative_tokens": 9}, "1 to 8"),
+        ({}, {"drafter": "draft-model", "layer_rules": RULES}, "use drafter 'self'"),
+        ({}, {"drafter": "lookup", "draft_exit": True}, "draft exit ends drafts of models"),
+        ({}, {"drafter": "self", "layer_rules": LayerRules(keep_last=6)}, "none may be removed"),
+        ({"draft": False, "gated": False}, {"drafter": "chained"}, "no draft model"),
+        ({}, {"drafter": "sef"}, "'self'"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(engine, options, words):
+    with pytest.raises(InvalidRequestError, match=words):
+        make_engine(**engine).generate("w1", LONG, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gate_obstacle": "the blocks run side by side"}, "the blocks run side by side"),
+        ({"backend": "tensorrt"}, "needs backend ort-cpu; this target was built for tensorrt"),
+        ({}, "Fix: build it again"),
+    ],
+)
+def test_the_obstacle_of_a_bundles_target_is_named(changes, words):
+    entry = {
+        "path": "target/model.onnx",
+        "backend": "ort-cpu",
+        "architecture": "PhiForCausalLM",
+        "dtype": "float32",
+        "vocab_size": VOCAB,
+        "layers": (),
+        "inputs": (),
+        "num_parameters": 1,
+        "max_positions": None,
+        "source": "tiny",
+        "source_sha256": "",
+    }
+    obstacle = self_draft_obstacle(ModelRunner(FakeExecutor(VOCAB, 1, 9)), ModelEntry(**entry | changes))
+    with pytest.raises(InvalidRequestError, match=words):
+        make_engine(gated=False, self_obstacle=obstacle).generate("w1", LONG, drafter="self")
+    assert self_draft_obstacle(ModelRunner(FakeExecutor(VOCAB, 1, 9, num_gates=4))) is None
+
+
+def test_self_in_a_speculative_config():
+    parse = lambda config: parse_speculative_config(config, draft_source=None, built=8)  # noqa: E731
+    assert parse({"method": "self"})[:2] == ("self", 3)
+    assert parse({"method": "self", "num_speculative_tokens": "auto"})[:2] == ("self", "auto")
+    with pytest.raises(InvalidRequestError, match="takes no model"):
+        parse({"method": "self", "model": "x"})
+    engine = make_engine(draft_defaults=parse({"method": "self", "num_speculative_tokens": "auto"}))
+    assert {each.drafter for each in engine.generate("w1 w2", LONG, trace=True)[0].trace} == {"", "self"}
+
+
+def test_measuring_similarity_ends_with_the_step_even_if_that_fails():
+    engine = make_engine()
+    target, wanted = engine.target, []
+    measure, execute = target.measure_similarity, target.execute
+    target.measure_similarity = lambda flag: (wanted.append(flag), measure(flag))[1]
+
+    def broken(*args):
+        raise RuntimeError("device lost")
+
+    target.execute = broken
+    with pytest.raises(Exception, match="device lost"):
+        engine.generate("w1 w2", LONG, drafter="self")
+    target.execute = execute
+    engine.generate("w1 w2", LONG, drafter="self")
+    engine.generate("w1 w2", LONG, drafter="draft-model")
+    assert wanted == [True, False, True, False]
+    assert np.isfinite(engine.generate("w1 w2", LONG, drafter="self")[0].stats.layer_choice.acs).all()
