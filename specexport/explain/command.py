@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -84,7 +84,7 @@ def _decode(
     each = [r.milliseconds / len(r.emitted) for r in plain[1:] if r.emitted]  # the first one reads the prompt
     trace = (result.trace or [])[1:]
     if each:
-        price = median(each)
+        price = fmean(each)  # not the median: stalls of a busy machine hit both ways to decode
         trace = [r._replace(plain_milliseconds=price * len(r.emitted)) for r in trace]
     return result, trace
 
