@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 
 from specexport_runtime.accept import Verdict, accept_greedy, accept_sampled
 from specexport_runtime.batch import IDLE, ModelRunner, RowWork
-from specexport_runtime.draft_length import DraftLength, StepLoad
+from specexport_runtime.draft_length import DraftLength, StepLoad, learn_from_tests, step_load
 from specexport_runtime.drafters.base import Drafter, Proposal
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.events import RoundEvent
@@ -96,7 +96,7 @@ class Decoder:
             # The step that ends a prompt drafts too, however the prompt was cut: that must not change a seed's draws.
             ending = [seq for row, chunk in chunks.items() if self._pending(seq := self._in_row(row)) == chunk]
             drafting = sorted([*ready, *ending], key=lambda seq: seq.row)
-        load = self._load(drafting, chunks)
+        load = step_load(drafting, [self._in_row(row) for row in chunks], sum(chunks.values()))
         proposals = self._propose(drafting, load)
         events = self._verify(ready, proposals, chunks)
         if load is not None:
@@ -165,21 +165,6 @@ class Decoder:
             raise SpecexportError(f"row {row} is empty.")
         return seq
 
-    def _load(self, drafting: Seq[Sequence], chunks: Mapping[int, int]) -> StepLoad | None:
-        """What the step holds before anything is drafted; None where nobody asks."""
-        for seq in drafting:
-            if seq.adaptive or seq.trace is not None:
-                break
-        else:
-            return None
-        busy = [*drafting, *(self._in_row(row) for row in chunks if self._in_row(row) not in drafting)]
-        return StepLoad(
-            num_rows=len(busy),
-            num_tokens=len(busy) - len(chunks) + sum(chunks.values()),
-            num_ready=len(drafting),
-            kv_entries=sum([len(seq.tokens) for seq in busy]),
-        )
-
     def _propose(self, sequences: Seq[Sequence], load: StepLoad | None) -> dict[int, Proposal]:
         """Draft for sequences that get logits in this step; by row."""
         start = time.perf_counter()
@@ -221,7 +206,8 @@ class Decoder:
         for seq in verified:
             if seq.finish_reason is not None:
                 self._retire(seq)
-        self._count_times(start, executed, engine_before, is_round=bool(ready))
+        engine = self.target.executor.engine_seconds - engine_before
+        self.times.count_step(start, executed, engine, is_round=bool(ready))
         return events
 
     def _work(self, row: int, count: int, proposal: Proposal | None) -> RowWork:
@@ -271,14 +257,8 @@ class Decoder:
         # Everything but the newest token is in the cache; entries of rejected tokens stay uncounted.
         self.target.kv.commit(seq.row, len(seq.tokens) - 1)
         is_bonus = bool(proposal.tokens) and verdict.is_bonus and taken == len(tokens)
-        rejected = verdict.accepted < len(proposal.tokens)
-        gamma = None
-        if seq.draft_exit is not None:
-            gamma = seq.draft_exit.gamma
-            if proposal.drafter != "lookup":  # a copy has no probabilities, and tells nothing of a model's
-                seq.draft_exit.observe(verdict.accepted, rejected)
-        if seq.adaptive and self.lengths is not None:
-            self.lengths.observe(seq, proposal, verdict.accepted, rejected=rejected)
+        gamma = None if seq.draft_exit is None else seq.draft_exit.gamma
+        learn_from_tests(seq, proposal, verdict.accepted, self.lengths)
         return RoundEvent(seq, tokens[:taken], len(proposal.tokens), accepted, is_bonus, proposal, gamma)
 
     def _retire(self, seq: Sequence) -> None:
@@ -286,15 +266,6 @@ class Decoder:
             self.target.release_row(seq.row)
             self.drafter.release_row(seq.row)
         self.scheduler.retire(seq)
-
-    def _count_times(self, start: float, executed: float, engine_before: float, *, is_round: bool) -> None:
-        engine = self.target.executor.engine_seconds - engine_before
-        if not is_round:
-            self.times.prefill += time.perf_counter() - start
-            return
-        self.times.pack += executed - start - engine
-        self.times.verify += engine
-        self.times.accept += time.perf_counter() - executed
 
 
 def _check_number(verdict: Verdict) -> None:

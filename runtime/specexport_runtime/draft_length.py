@@ -98,3 +98,38 @@ class DraftLength(Protocol):
             rejected: a test failed, which ended them.
         """
         ...
+
+
+def step_load(drafting: "Seq[Sequence]", prompts: "Seq[Sequence]", prompt_tokens: int) -> StepLoad | None:
+    """What a step holds before anything is drafted; None where nobody asks: no sequence is adaptive or keeps a trace.
+
+    Args:
+        drafting: sequences that get a token of the target's own.
+        prompts: sequences with a chunk of their prompt in the step; those whose prompt ends are among ``drafting``.
+        prompt_tokens: of these chunks together.
+    """
+    for seq in drafting:
+        if seq.adaptive or seq.trace is not None:
+            break
+    else:
+        return None
+    busy = [*drafting, *(seq for seq in prompts if seq not in drafting)] if prompts else drafting
+    entries = sum([len(seq.tokens) for seq in busy])
+    return StepLoad(len(busy), len(busy) - len(prompts) + prompt_tokens, len(drafting), entries)
+
+
+def learn_from_tests(sequence: "Sequence", proposal: "Proposal", accepted: int, lengths: DraftLength | None) -> None:
+    """Tell what decides about the length of drafts what became of one.
+
+    Args:
+        sequence: its tokens already end with what the round gave it.
+        proposal: what was tested.
+        accepted: tests passed; if that is not all of them, the next one failed.
+        lengths: chooses the length for adaptive sequences.
+    """
+    rejected = accepted < len(proposal.tokens)
+    # A copy has no probabilities, and tells nothing of a model's.
+    if sequence.draft_exit is not None and proposal.drafter != "lookup":
+        sequence.draft_exit.observe(accepted, rejected)
+    if sequence.adaptive and lengths is not None:
+        lengths.observe(sequence, proposal, accepted, rejected=rejected)

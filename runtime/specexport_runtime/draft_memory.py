@@ -5,6 +5,8 @@ from collections.abc import Sequence as Seq
 from specexport_runtime.draft_acceptance import SequenceAcceptance, SharedAcceptance
 from specexport_runtime.draft_probing import ProbeBudget, ProbeTimer
 
+_FEW_TESTS = 1.9  # two: they fade
+
 
 class DrafterMemory:
     """What is remembered of one drafter over all sequences.
@@ -16,6 +18,11 @@ class DrafterMemory:
     def __init__(self, num_slots: int) -> None:
         self.shared = SharedAcceptance(num_slots)
         self.budget = ProbeBudget()
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it was tested too little to know if it pays."""
+        return self.shared.tests[0] < _FEW_TESTS
 
 
 class StageMemory:

@@ -8,6 +8,7 @@ from specexport_runtime.batch import ModelRunner
 from specexport_runtime.bundle import Bundle, load_bundle
 from specexport_runtime.cost_curves import CostCurves, load_or_measure
 from specexport_runtime.engine_parts import self_draft_obstacle
+from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.requests import DraftDefaults, Obstacle, check_match_length
 from specexport_runtime.speculative_config import parse_speculative_config
@@ -102,6 +103,8 @@ def _with_costs(
 
     target, draft = executors["target"], executors.get("draft")
     obstacle = self_draft_obstacle(runner(target), bundle.manifest.models["target"])
+    if defaults.drafter == "self" and obstacle is not None:
+        raise InvalidRequestError(*obstacle)
     parts = EngineParts(bundle, target, draft, defaults, obstacle)
     if not options.adaptive and defaults.lookahead != "auto":
         return parts

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 OWN_CACHE = "draft-model"
 """The drafter that has to read what it has missed."""
 _HORIZON = 64  # rounds over which the cost of reading a prompt is spread
-_USUAL_BACKLOG = 2
-_SCOUT_TESTS, _SCOUTS, _SCOUT_LOOKAHEAD = 1.9, 2, 2
-"""Before so many tests (they fade) nobody knows if a drafter pays: so many sequences find out, with drafts so long."""
+_SCOUTS, _SCOUT_LOOKAHEAD = 2, 2
+"""While nobody knows whether a drafter pays, so many sequences find out, with drafts of at least so many tokens."""
 
 
 _BYPASS = Allowed(0, "bypass", 1.0)
@@ -91,7 +90,7 @@ class GoodputLength:
         entries = [self._entry(drafter, sequences[i], stage) for i, stage, _ in asked]
         times = self._step_times(drafter, sequences, fixed, sum([len(each) for each in gains]) + 1)
         counts, _ = allocate(gains, entries, self._expected, times)
-        if self._is_unknown(drafter):
+        if self._drafters[drafter].is_unknown:
             counts = [max(counts[j], min(most, _SCOUT_LOOKAHEAD)) for j, (_, _, most) in enumerate(asked)]
         probes = self._probe(drafter, sequences, asked, counts, times)
         circumstances = self._circumstances(drafter)
@@ -188,7 +187,7 @@ class GoodputLength:
             if times.draft is not None:
                 cost += times.draft[rows + 1] - times.draft[rows]
             if drafter == OWN_CACHE:
-                cost += self._times.catch_up(drafter, len(sequences[i].tokens) - stage.known - 1)
+                cost += self._times.catch_up(drafter, len(sequences[i].tokens) - stage.known)
             stage.probe_seconds = cost
             if self._drafters[drafter].budget.spend(cost):
                 counts[j] = 1
@@ -230,15 +229,12 @@ class GoodputLength:
         own = next(lookahead for name, lookahead in seq.draft_plan if name == drafter)
         return "room" if limit < own and drafter != "lookup" else "goodput"
 
-    def _is_unknown(self, drafter: str) -> bool:
-        return self._drafters[drafter].shared.tests[0] < _SCOUT_TESTS
-
     def _candidates(
         self, drafter: str, sequences: "Seq[Sequence]", asked: list[tuple[int, StageMemory, int]]
     ) -> list[tuple[int, StageMemory, int]]:
         """Those that may draft: prompts are read first, and only a few scout out a drafter that nobody knows."""
         asked = [each for each in asked if each[2] and sequences[each[0]].num_generated]
-        if len(asked) <= _SCOUTS or not self._is_unknown(drafter):
+        if len(asked) <= _SCOUTS or not self._drafters[drafter].is_unknown:
             return asked
         return sorted(asked, key=lambda each: -each[1].known)[:_SCOUTS]
 
@@ -246,10 +242,8 @@ class GoodputLength:
         """Seconds of catching up, spread over the rounds that may profit from it."""
         if drafter != OWN_CACHE:
             return 0.0
-        backlog = len(seq.tokens) - stage.known
-        if backlog <= _USUAL_BACKLOG:
-            return 0.0
-        return self._times.catch_up(drafter, backlog - 1) / max(1, min(seq.room_for_drafts, _HORIZON))
+        seconds = self._times.catch_up(drafter, len(seq.tokens) - stage.known)
+        return seconds / max(1, min(seq.room_for_drafts, _HORIZON))
 
     def _step_times(self, drafter: str, sequences: "Seq[Sequence]", fixed: Seq[int], most: int) -> StepTimes:
         rows = self._no_rows

@@ -9,6 +9,7 @@
 =======================  =====================================================================
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -139,6 +140,23 @@ class PhaseTimes:
     engine: float = 0.0
     total: float = 0.0
     rounds: int = 0
+
+    def count_step(self, start: float, executed: float, engine: float, *, is_round: bool) -> None:
+        """Count a step of the target that ends now.
+
+        Args:
+            start: when its packing began.
+            executed: when its outputs were there.
+            engine: seconds inside the engine.
+            is_round: sequences were verified; otherwise it only fed prompts.
+        """
+        now = time.perf_counter()
+        if not is_round:
+            self.prefill += now - start
+            return
+        self.pack += executed - start - engine
+        self.verify += engine
+        self.accept += now - executed
 
 
 @dataclass

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 _BUCKET = 64  # cache entries a row that count as the same context
 _MAX_TABLES = 1024
+_USUAL_BACKLOG = 2
 _LIKELY_SHARE = 2 / 3  # of the layers, in a draft whose layers were not chosen yet
 
 
@@ -63,10 +64,17 @@ class StepTimeTables:
                 table.append(self.curves.drafters[drafter].seconds(rows, rows, entries))
         return table
 
-    def catch_up(self, drafter: str, tokens: int) -> float:
-        """Seconds that a drafter with a cache of its own spends on reading ``tokens`` more than it always does."""
+    def catch_up(self, drafter: str, backlog: int) -> float:
+        """Seconds that a drafter with a cache of its own needs for reading what it has missed, besides the usual.
+
+        Args:
+            drafter: its name.
+            backlog: tokens that it has not read; it always has one or two.
+        """
+        if backlog <= _USUAL_BACKLOG:
+            return 0.0
         cost = self.curves.drafters[drafter]
-        return max(cost.seconds(1 + tokens, 1, tokens / 2) - cost.seconds(1, 1), 0.0)
+        return max(cost.seconds(backlog, 1, backlog / 2) - cost.seconds(1, 1), 0.0)
 
     def _self_seconds(self, layers: tuple[int, int, int], rows: int, entries: float) -> float:
         """Sequences with different layers draft one after another."""

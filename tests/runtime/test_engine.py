@@ -223,3 +223,13 @@ def test_speculative_config_sets_the_default(demo_bundle):
     stats = engine.generate("def f(x):", SamplingParams(max_tokens=24, ignore_eos=True))[0].stats
     assert max(stats.accepted_histogram) <= 2
     assert stats.drafted > stats.draft_rounds
+
+
+def test_a_default_that_the_target_cannot_honour_is_refused_at_load(demo_bundle):
+    options = {"max_num_seqs": 1, "num_threads": 1, "spin": False, "speculative_config": {"method": "self"}}
+    with pytest.raises(InvalidRequestError, match="unpadded KV"):
+        SpecEngine.load(demo_bundle, unpad_kv=False, **options)
+    engine = SpecEngine.load(demo_bundle, **options)
+    stats = engine.generate("def f(x):", SamplingParams(max_tokens=24, ignore_eos=True))[0].stats
+    assert max(stats.accepted_histogram) <= 3
+    assert stats.layer_choice is not None
