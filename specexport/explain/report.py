@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from specexport_runtime.layer_choice import LayerChoice
 
 WIDTH = 160  # where the output is no terminal
+FEW_TESTS = 10
 Decode = Callable[[Sequence[int]], str]
 _REASONS = {
     "fixed": "as asked",
@@ -142,7 +143,9 @@ def summary_lines(summary: Summary, layers: "LayerChoice | None" = None) -> list
     for verdict in summary.verdicts:
         curve = ", ".join(f"{k}: {speedup:.2f}×" for k, speedup in enumerate(verdict.speedups))
         best = f"K={verdict.best}" if verdict.best else "plain decoding (K=0)"
-        lines.append(f"Verdict, {verdict.drafter}: by the cost curves {best} would have been best ({curve}).")
+        tested = summary.positions[verdict.drafter][0].tested
+        few = "" if tested >= FEW_TESTS else f" Drafts tested: only {tested}."
+        lines.append(f"Verdict, {verdict.drafter}: by the cost curves {best} would have been best ({curve}).{few}")
     return lines
 
 

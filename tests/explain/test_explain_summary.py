@@ -107,6 +107,10 @@ def test_sentences():
     assert "leaves out attention of layers 1 and MLPs of layers none" in text
     assert "Acceptance by position, self: 1: 0.67 (2/3), 2: 0.50 (1/2), 3: 1.00 (1/1)." in lines
     assert "Verdict, lookup: by the cost curves K=2 would have been best (0: 1.00×" in text
+    assert text.count("Drafts tested: only 1.") == 1
+    assert text.count("Drafts tested: only 3.") == 1
+    many = [make_round([1], 1)] * 10
+    assert "only" not in "".join(summary_lines(summarize(many, curves=CURVES, longest=2, context=0)))
     lost = summarize([make_round([1], 0)], curves=None, longest=1, context=0)
     assert "1.0 ms lost (0.67×)" in "".join(summary_lines(lost))
     nothing = summarize([], curves=None, longest=1, context=0)
