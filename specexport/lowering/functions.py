@@ -5,7 +5,6 @@
 
 _HEADER = '<domain: "{domain}", opset_import: ["": {opset}, "com.microsoft": 1]>\n'
 
-# Gather needs one index a slot: padding slots repeat the row's last token, and nobody reads them.
 _PLAN = """{name}(row_starts, row_ends, row_totals, pad_index, unpad_index)
   => ({outputs}) {{
   one = Constant<value_int = 1>()
@@ -17,19 +16,8 @@ _PLAN = """{name}(row_starts, row_ends, row_totals, pad_index, unpad_index)
   num_slots = Size(pad_index)
   num_tokens = Size(unpad_index)
 {full}
-  row_slots = If<then_branch = no_slots () => (int64[B, Q] unread) {{
-    unread = Identity(row_starts)
-  }}, else_branch = some_slots () => (int64[B, Q] last_or_own) {{
-    first = Constant<value_int = 0>()
-    width = Shape<start = 2, end = 3>(pad_index)
-    width0 = Squeeze(width)
-    slots = Range(first, width0, one)
-    counts = Sub(row_ends, row_starts)
-    last_slots = Sub(counts, one)
-    last_or_own = Min(slots, last_slots)
-  }}>(full)
 }}"""
-PLAN_OUTPUTS = ("row_lasts", "row_slots", "tile_shape", "full")
+PLAN_OUTPUTS = ("row_lasts", "tile_shape", "full")
 PADDED_PLAN_OUTPUTS = (*PLAN_OUTPUTS, "row_sizes", "mask_width")
 _FULL = "  full = Equal(num_slots, num_tokens)"
 # The fused kernel wants a mask as wide as the row is long: rows of one length can take it as it is.
@@ -71,6 +59,8 @@ _CAUSAL_WINDOW = """causal = LessOrEqual(entries, queries)
   inside = Greater(entries, before)
   seen = And(causal, inside)"""
 
+# Gather needs one index a slot: padding slots repeat the last token of the row, and nobody reads them. They are made
+# once a layer and not at the top, because steps without ragged rows would pay for them too.
 _ATTENTION = """{name}<num_heads, kv_num_heads, scale, window, softcap, out_shape>({inputs})
   => (output, k_cache_out, v_cache_out) {{
 {pack}  output, k_cache_out, v_cache_out = If<then_branch = all_rows_full () => (
@@ -89,6 +79,14 @@ _ATTENTION = """{name}<num_heads, kv_num_heads, scale, window, softcap, out_shap
     front = Constant<value_ints = [0]>()
     token_axis = Constant<value_ints = [1]>()
     {tokens}
+    first = Constant<value_int = 0>()
+    one = Constant<value_int = 1>()
+    width = Shape<start = 2, end = 3>(pad_index)
+    width0 = Squeeze(width)
+    tile_slots = Range(first, width0, one)
+    counts = Sub(row_ends, row_starts)
+    last_slots = Sub(counts, one)
+    row_slots = Min(tile_slots, last_slots)
     ragged_out, ragged_k, ragged_v = Scan<num_scan_inputs = {num_ragged}, body = ragged_row (
         int64[1] row_start, int64[1] row_end, int64[Q] row_slot, float[1, H, L, D] row_k_cache,
         float[1, H, L, Dv] row_v_cache, int32[1] row_last, int32[1] row_total{ragged_mask_input}

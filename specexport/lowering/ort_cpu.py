@@ -41,7 +41,7 @@ _CONTRIB = "com.microsoft"
 _FUSED_HEAD_MULTIPLE = 8  # the fused kernel refuses other head sizes
 _PLAN_NAME = "RowPlan"
 _MASK_NAME = "KvMask"
-_STEP = ("row_starts", "row_ends", "row_totals", "unpad_index", *PLAN_OUTPUTS)
+_STEP = ("row_starts", "row_ends", "row_totals", "pad_index", "unpad_index", *PLAN_OUTPUTS)
 _SHARED = ("k_cache", "v_cache", *_STEP)
 
 

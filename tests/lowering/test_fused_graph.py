@@ -1,0 +1,157 @@
+"""The fused graph, against eager transformers: packed layers, rotation in the attention kernel, joined norms."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specexport.backends import build_engine, build_padded_engine
+from specexport.frontend import reference_logits, trace_checkpoint
+from specexport.lowering import lower_model
+from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
+from specexport.passes import default_passes, run_passes
+from tests.engine_harness import Engine, Recipe, make_checkpoint
+from tests.tiny_models import ARCHITECTURES, BASE, GROUPED, VOCAB, make_model
+
+PREFILL = (9, 17, 4)
+VERIFY = (5, 1, 3)
+ROWS = 64
+WIDE = {"hidden_size": 128, "partial_rotary_factor": 0.5}
+PARTIAL = {"phi_partial": ("Phi", BASE | WIDE), "stablelm_partial": ("StableLm", GROUPED | WIDE)}
+EXPECTED = {
+    # Linear layers joined, attention nodes that rotate, additions joined, and the form that attention takes.
+    "llama_rope_yarn": (10, 2, 4, "RotaryHalfPacked"),
+    "qwen2": (10, 2, 4, "RotaryHalfPacked"),
+    "gemma3": (10, 2, 4, "RotaryHalf"),
+    "gpt_oss": (6, 2, 4, "SinksRotaryHalfPacked"),
+    "cohere2": (10, 1, 0, "RotaryInterleavedPacked"),
+    "phi_partial": (6, 2, 2, "RotaryHalfPacked"),
+    "stablelm_partial": (10, 2, 4, "RotaryHalfPacked"),
+    "gpt2": (0, 0, 5, "Packed"),
+    "deepseek_v3": (4, 0, 4, ""),
+}
+"""Window, softcap, sinks, biases, scaled and partial and interleaved rotation, norms on q and k, learned positions."""
+
+
+class Fused:
+    """A model through all fusions, its counts, and its engine in ``folder``."""
+
+    def __init__(self, model: Any, folder: Path, rows: int = ROWS) -> None:
+        traced = trace_checkpoint(make_checkpoint(model))
+        self.folder, self.layers, self.graph = folder, traced.layers, traced.ir_model
+        packed = dict(run_passes(self.graph, default_passes(Recipe(), pack=True)))["linear-pack"]
+        padded = self.graph.clone()
+        rotated = fuse_rotary(self.graph, rows)
+        lower_model(self.graph, "ort-cpu")
+        self.counts = packed, rotated, fuse_norms(self.graph)
+        build_engine(self.graph, "ort-cpu", folder)
+        lower_model(padded, "ort-cpu", padded_kv=True)
+        build_padded_engine(padded, "ort-cpu", folder)
+
+    def engine(self, num_rows: int, capacity: int = 40, **options: Any) -> Engine:
+        """A fresh engine."""
+        return Engine(self.folder, self.layers, num_rows=num_rows, capacity=capacity, **options)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Fused:
+    return Fused(make_model(*ARCHITECTURES["llama"]), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_fused_logits_equal_eager_transformers(name: str, tmp_path: Path) -> None:
+    model = make_model(*(ARCHITECTURES | PARTIAL)[name])
+    random = np.random.default_rng(7)
+    sequences = [random.integers(3, VOCAB, past + new).tolist() for past, new in zip(PREFILL, VERIFY, strict=True)]
+    expected = reference_logits(make_checkpoint(model), sequences)
+    fused = Fused(model, tmp_path)
+    assert fused.counts == EXPECTED[name][:3]
+    forms = {n.op_type.partition("Fused")[2] for n in fused.graph.graph if n.op_type.startswith("UnpaddedAttention")}
+    assert EXPECTED[name][3] in forms
+    for graph in ("model.onnx", "model.padded.onnx"):
+        held = None if graph == "model.onnx" else [list(range(past)) for past in PREFILL]
+        engine = fused.engine(3, graph=graph, poison=np.nan if held is None else 0.0)
+        for row, past in enumerate(PREFILL):
+            logits = engine.step([sequences[row][:past]], [0], row, None if held is None else [[]])
+            assert np.abs(logits - expected[row][:past]).max() < 1e-4
+        verify = engine.step([ids[past:] for ids, past in zip(sequences, PREFILL, strict=True)], PREFILL, 0, held)
+        wanted = np.concatenate([logits[past:] for logits, past in zip(expected, PREFILL, strict=True)])
+        assert np.abs(verify - wanted).max() < 1e-4, graph
+
+
+def test_positions_are_what_the_kernel_counts(llama: Fused) -> None:
+    names = [value.name for value in llama.graph.graph.inputs]
+    assert "positions" not in names, "nothing reads them once the kernel rotates"
+    counts = Counter(node.op_type for node in llama.graph.graph)
+    assert not counts.keys() & {"RotaryEmbedding", "Transpose", "Split", "Cos", "Sin", "Add"} - {"Split"}
+    assert counts["Split"] == 2, "gate and up; q, k and v go to the kernel as they are"
+
+
+def test_one_token_steps_and_ragged_steps_agree(llama: Fused) -> None:
+    random = np.random.default_rng(3)
+    texts = random.integers(3, VOCAB, (2, 12)).tolist()
+    whole = llama.engine(2)
+    together = whole.step(texts, [0, 0])
+    alone = llama.engine(2)
+    alone.step([texts[0][:5], texts[1][:2]], [0, 0])
+    for at in range(7):
+        step = alone.step([[texts[0][5 + at]], [texts[1][2 + at]]], [5 + at, 2 + at])
+        np.testing.assert_allclose(step, together[[5 + at, 12 + 2 + at]], atol=1e-5)
+    # A row that sits out beside one with several tokens.
+    step = alone.step([[], texts[1][9:]], [12, 9])
+    np.testing.assert_allclose(step, together[-3:], atol=1e-5)
+
+
+def test_caches_stay_where_they_are_and_capacity_costs_nothing(llama: Fused) -> None:
+    results = []
+    for capacity in (16, 4096):
+        engine = llama.engine(2, capacity)
+        engine.step([[5, 6, 7], [8, 9]], [0, 0])
+        results.append(engine.step([[4], [3, 2]], [3, 2]))
+        for cache in engine.caches.values():
+            assert np.isfinite(cache[0, 0, :, :4]).all()
+            assert np.isnan(cache[0, 0, :, 4:]).all(), "an entry beyond the row's own was written, or the cache copied"
+    np.testing.assert_array_equal(*results)
+
+
+def test_a_position_beyond_the_tables_is_an_error_not_a_wrong_answer(llama: Fused) -> None:
+    engine = llama.engine(1, 80)
+    engine.step([list(range(3, 3 + ROWS))], [0])
+    with pytest.raises(Exception, match="cos_cache"):
+        engine.step([[5]], [ROWS])
+
+
+def test_tables_that_are_large_for_their_model_are_not_made() -> None:
+    graph = trace_checkpoint(make_checkpoint(make_model(*ARCHITECTURES["llama"]))).ir_model
+    run_passes(graph, default_passes(Recipe(), pack=True))
+    assert fuse_rotary(graph.clone(), None) == 0
+    assert fuse_rotary(graph.clone(), 2**16) == 0, "two tables of 2 MiB each, for a model of half a megabyte"
+    assert fuse_rotary(graph, 2**10) == 2
+
+
+@pytest.mark.parametrize("spoil", ["scale", "shift", "second side"])
+def test_what_is_no_plain_rotation_is_left_alone(spoil: str) -> None:
+    import onnx_ir as ir
+
+    graph = trace_checkpoint(make_checkpoint(make_model(*ARCHITECTURES["llama"]))).ir_model
+    run_passes(graph, default_passes(Recipe(), pack=True))
+    rotations = [node for node in graph.graph if node.op_type == "RotaryEmbedding"]
+    if spoil == "second side":  # keys that are not rotated
+        ir.convenience.replace_all_uses_with(rotations[1].outputs[0], rotations[1].inputs[0])
+    else:  # another operation behind the rotation of the queries, by what the position is
+        cos = rotations[0].inputs[1]
+        node = ir.node("ReduceSum" if spoil == "scale" else "ReduceMax", [cos], attributes={"keepdims": 0})
+        change = ir.node("Mul" if spoil == "scale" else "Add", [rotations[0].outputs[0], node.outputs[0]])
+        change.outputs[0].type, change.outputs[0].shape = rotations[0].outputs[0].type, rotations[0].outputs[0].shape
+        reader = next(use.node for use in rotations[0].outputs[0].uses() if use.node is not change)
+        graph.graph.insert_after(rotations[0], [node, change])
+        reader.replace_input_with(0, change.outputs[0])
+    assert fuse_rotary(graph, ROWS) == 1, "the other layer is as it was"
+
+
+def test_rows_of_the_tables_cover_every_cache_row() -> None:
+    assert rotary_rows(1024, 1024) == 1024 + 65
+    assert rotary_rows(512, None) == rotary_rows(4096, 10**6) == 4096 + 65, "ordinary lengths share one engine"
+    assert rotary_rows(10_000, 2**17) == 10_065
