@@ -135,6 +135,7 @@ def test_a_stream_that_changes_only_its_shape_is_followed() -> None:
         ({"k1": "k1 = Identity(k0)"}, leak(0, "attention")),
         ({"d1": "z1 = Add(u1, u0)\nd1 = MatMul(z1, wd)"}, leak(0, "MLP")),
         ({"n1": "z1 = Add(b0, e)\nn1 = RMSNormalization(z1, w)"}, leak(0, "attention")),
+        ({"o0": "z0 = Gather(k_cache_out.0, w_at)\ny0 = Mul(t0, z0)\no0 = MatMul(y0, wo)"}, leak(0, "attention")),
         ({"logits": "z = Add(b1, a0)\nlogits = MatMul(z, head)"}, leak(0, "MLP")),
         ({"u1": "extra_out.0 = MatMul(m1, wu)\nu1 = Relu(extra_out.0)"}, leak(1, "MLP")),
         ({"u0": "z0 = Gather(k_cache_out.0, w_at)\ny0 = MatMul(m0, z0)\nu0 = MatMul(y0, wu)"}, leak(0, "attention")),
