@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from specexport_runtime.batch import ModelRunner, RowWork
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.step_cost import KvPair, RowCurve, StepCost, fit_kv_seconds, make_monotone
+from specexport_runtime.step_cost import KvPair, RowCurve, StepCost, StepSize, clean_times, fit_kv_seconds
 
 DEFAULT_BUDGET_S = 0.6
 MIN_SECONDS = 1e-9
@@ -142,16 +142,23 @@ def _time_step(runner: ModelRunner, point: _Point, all_logits: bool, clock: Call
 
 
 def _fit(fastest: Mapping[_Point, float], short: int, long: int, noise: float) -> StepCost:
+    near, far = (
+        clean_times({StepSize(p.num_rows, p.width): s for p, s in fastest.items() if p.context == context})
+        for context in (short, long)
+    )
     pairs = [
-        KvPair(point.width, point.num_rows * (long - short), seconds - fastest[point._replace(context=short)])
-        for point, seconds in fastest.items()
-        if point.context == long and long > short and point._replace(context=short) in fastest
+        KvPair(size.width, size.num_rows * (long - short), seconds - near[size])
+        for size, seconds in far.items()
+        if long > short and size in near
     ]
     each, token = fit_kv_seconds(pairs)
+    bases = {
+        size: max(s - size.num_rows * short * (each + token * size.width), MIN_SECONDS) for size, s in near.items()
+    }
     curves = []
-    for rows in sorted({point.num_rows for point in fastest}):
-        found = sorted((p.width, s) for p, s in fastest.items() if p.num_rows == rows and p.context == short)
-        widths = [width for width, _ in found]
-        bases = [max(s - rows * short * (each + token * width), MIN_SECONDS) for width, s in found]
-        curves.append(RowCurve(rows, tuple(widths), make_monotone(bases)))
+    for rows in sorted({size.num_rows for size in bases}):
+        widths = sorted(size.width for size in bases if size.num_rows == rows)
+        seconds = [bases[StepSize(rows, width)] for width in widths]
+        # What was subtracted grows with the width.
+        curves.append(RowCurve(rows, tuple(widths), tuple(min(seconds[i:]) for i in range(len(seconds)))))
     return StepCost(tuple(curves), each, token, noise)

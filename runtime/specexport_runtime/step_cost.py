@@ -142,16 +142,29 @@ def _check_positive(values: Iterable[float]) -> None:
         raise ValueError("a number of seconds is negative or not finite.")
 
 
-def make_monotone(values: Seq[float]) -> tuple[float, ...]:
-    """The nearest sequence (least squares) that never falls: neighbours that do fall share their mean."""
-    blocks: list[tuple[float, int]] = []
-    for value in values:
-        mean, count = float(value), 1
-        while blocks and blocks[-1][0] > mean:
-            before, size = blocks.pop()
-            mean, count = (before * size + mean * count) / (size + count), size + count
-        blocks.append((mean, count))
-    return tuple(mean for mean, count in blocks for _ in range(count))
+class StepSize(NamedTuple):
+    """Rows of a step, and new tokens of each row."""
+
+    num_rows: int
+    width: int
+
+
+def clean_times(times: Mapping[StepSize, float]) -> dict[StepSize, float]:
+    """Timings of steps, each cut to what the others prove.
+
+    A disturbed step is too slow, never too fast. A step takes no longer than one that is larger in both ways, and no
+    longer than as many smaller ones as do the same work. So the result never falls with rows or width.
+
+    Args:
+        times: seconds by size.
+    """
+    return {
+        size: min(
+            seconds * -(-size.num_rows // other.num_rows) * -(-size.width // other.width)
+            for other, seconds in times.items()
+        )
+        for size in times
+    }
 
 
 class KvPair(NamedTuple):

@@ -15,7 +15,7 @@ from specexport_runtime.cost_curves import CostCurves, GateCost, load_or_measure
 from specexport_runtime.cost_measure import MAX_NOISE, measure_step_cost, row_counts_up_to, widths_up_to
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.step_cost import KvPair, RowCurve, StepCost, fit_kv_seconds, make_monotone
+from specexport_runtime.step_cost import KvPair, RowCurve, StepCost, StepSize, clean_times, fit_kv_seconds
 
 COST = StepCost((RowCurve(1, (1, 2, 5), (1.0, 1.5, 3.0)), RowCurve(5, (1, 5), (2.0, 10.0))), 0.01, 0.001)
 SECONDS = st.floats(0, 1e3, allow_subnormal=False)
@@ -70,19 +70,37 @@ def test_measured_points_are_met_and_json_is_exact(cost):
     assert StepCost.from_json(json.loads(json.dumps(cost.to_json()))) == cost
 
 
-@given(st.lists(SECONDS, min_size=1, max_size=12))
-def test_make_monotone(values):
-    made = make_monotone(values)
-    assert list(made) == sorted(made)
-    assert sum(made) == pytest.approx(sum(values))
-    assert min(values) <= made[0]
-    assert made[-1] <= max(values)
-    if values == sorted(values):
-        assert list(made) == values
+SIZES = st.tuples(st.integers(1, 16), st.integers(1, 16)).map(lambda pair: StepSize(*pair))
 
 
-def test_make_monotone_shares_the_mean():
-    assert make_monotone([1, 4, 2, 3, 9]) == (1, 3, 3, 3, 9)
+@given(st.dictionaries(SIZES, SECONDS, min_size=1, max_size=12))
+def test_clean_times_never_fall_and_never_rise_above_what_was_measured(times):
+    made = clean_times(times)
+    assert all(made[size] <= times[size] for size in times)
+    for small in made:
+        for large in made:
+            if small.num_rows <= large.num_rows and small.width <= large.width:
+                assert made[small] <= made[large]
+    assert clean_times(made) == made
+
+
+@given(st.dictionaries(SIZES, st.floats(1, 5), min_size=2, max_size=12))
+def test_true_times_stay_as_they_are(disturbed):
+    law = {size: 1.0 + 0.1 * size.num_rows * size.width for size in disturbed}
+    assert clean_times(law) == law
+    made = clean_times({size: law[size] * disturbed[size] for size in law})
+    assert all(made[size] >= law[size] for size in law)
+
+
+def test_a_disturbed_step_is_cut_to_what_others_prove():
+    times = {StepSize(1, 1): 2.0, StepSize(1, 3): 99.0, StepSize(1, 5): 9.0, StepSize(2, 2): 1.5, StepSize(4, 5): 80.0}
+    assert clean_times(times) == {
+        StepSize(1, 1): 1.5,  # two rows of two tokens took less
+        StepSize(1, 3): 3.0,  # two of those
+        StepSize(1, 5): 4.5,
+        StepSize(2, 2): 1.5,
+        StepSize(4, 5): 9.0,
+    }
 
 
 @pytest.mark.parametrize(("each", "token"), [(2e-6, 3e-7), (0.0, 1e-6), (5e-6, 0.0)])
