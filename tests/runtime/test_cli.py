@@ -162,7 +162,7 @@ def test_module_entry_point_and_unknown_command():
 
 
 def test_adaptive_lengths_and_traces(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path))
+    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path))
     options = ["--max-tokens", 24, "--ignore-eos"]
     plain = records(run(PROMPT, *options, "--json", "--no-speculation"))[0]
     assert "trace" not in plain
