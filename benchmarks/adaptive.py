@@ -7,9 +7,10 @@ Without --adversarial: for each domain and batch size, plain decoding, every K o
 begin at another place in each repeat. Ratios are medians of the ratios within the repeats; the best and the worst K are
 those with the highest and the lowest median.
 
-With --adversarial every draft token is wrong: the draft engine (or the target's, while layers are off) answers with the
-token behind the one it means, and lookup gets a reference in which every pair of tokens of the text is followed by a
-wrong one. `auto` is compared with plain decoding.
+With --adversarial drafts are wrong: the draft engine (or the target's, while layers are off) answers with the token
+behind the one it means, so no draft token is right; lookup gets a reference in which long pieces of the text are
+followed by a wrong token, so its longest matches fail (shorter ones in its own text may be right). `auto` is compared
+with plain decoding.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.engine_load import LoadOptions, load_engine_parts
 
 WARMUP_TOKENS = 16
+MATCH = 16  # tokens before each wrong one
 
 
 class Way(NamedTuple):
@@ -130,10 +132,11 @@ def read_domains(args: argparse.Namespace, size: int) -> dict[str, list[str]]:
     return domains
 
 
-def trap(tokens: Sequence[int], vocab_size: int) -> list[int]:
-    """Every pair of neighbours of a text, followed by what does not follow there."""
-    triples = zip(tokens, tokens[1:], tokens[2:], strict=False)
-    return [token for a, b, c in triples for token in (a, b, (c + 1) % vocab_size)]
+def trap(prompt: Sequence[int], output: Sequence[int], vocab_size: int) -> list[int]:
+    """Before every token of a text what precedes it, and then another token: longer matches than the text's own."""
+    tokens = [*prompt[-MATCH:], *output]
+    starts = range(len(tokens) - len(output), len(tokens))
+    return [t for i in starts for t in (*tokens[max(i - MATCH, 0) : i], (tokens[i] + 1) % vocab_size)]
 
 
 class Bench:
@@ -157,7 +160,8 @@ class Bench:
         wanted = [result.token_ids for result in self.engine.generate(list(texts), self.params, drafter="none")]
         traps = None
         if self.args.adversarial and self.args.drafter == "lookup":
-            traps = [trap(tokens, self.engine.target.vocab_size) for tokens in wanted]
+            vocab = self.engine.target.vocab_size
+            traps = [trap(self.engine.encode(text), ids, vocab) for text, ids in zip(texts, wanted, strict=True)]
         for way in ways:  # bindings and memory
             self._generate(way, texts, traps, WARMUP_TOKENS)
         rates: dict[str, list[float]] = {way.name: [] for way in ways}
@@ -227,7 +231,7 @@ def main() -> None:
             different += bench.different
         finally:
             engine.close()
-    kind = "a draft that is never right" if args.adversarial else "chosen against fixed K"
+    kind = "drafts that are wrong" if args.adversarial else "chosen against fixed K"
     rows = [*map(describe, records), ("texts that differ from plain decoding", str(different))]
     title = f"{args.bundle.name}, drafter {args.drafter}, {kind}, {args.tokens} tokens, {args.repeats} repeats"
     report(title, rows, {"records": records, "different": different}, args.json)
