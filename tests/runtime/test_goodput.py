@@ -117,7 +117,9 @@ def test_the_allocation_is_as_good_as_brute_force(data):
     draft = [0.0, *itertools.accumulate([first, *data.draw(st.lists(st.floats(0, 0.05), min_size=8, max_size=8))])]
     rows = sorted(data.draw(st.lists(st.integers(0, 3), min_size=depth, max_size=depth)), reverse=True)
     entries = data.draw(st.lists(st.sampled_from([0.0, 0.0, 0.05, 0.5]), min_size=number, max_size=number))
-    times = StepTimes(target, draft if data.draw(st.booleans()) else None, rows)
+    times = StepTimes(target, draft, rows)
+    if data.draw(st.booleans()):  # copies: nothing to pay for, nothing to catch up on
+        times, entries = times._replace(draft=None), [0.0] * number
     expected = number + data.draw(st.integers(0, 3))
     counts, value = allocate(gains, entries, expected, times)
     assert all(0 <= count <= len(each) for count, each in zip(counts, gains, strict=True))
@@ -125,7 +127,8 @@ def test_the_allocation_is_as_good_as_brute_force(data):
     choices = itertools.product(*[range(len(each) + 1) for each in gains])
     best = max(goodput(choice, gains, entries, expected, times) for choice in choices)
     assert value <= best * (1 + 1e-9)
-    assert value >= best * (0.97 if any(entries) or number > 1 else 1 - 1e-9)
+    tolerance = 0.07 if any(entries) else 0.03 if number > 1 else 1e-9
+    assert value >= best * (1 - tolerance)
 
 
 def test_one_more_draft_step_is_shared_by_all_who_take_part():
