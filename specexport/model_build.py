@@ -151,14 +151,16 @@ def _compile(
         done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=clock.note)
     strip_metadata(ir_model)
     if recipe.backend == "ort-cpu":
-        fields = _build_ort_cpu(ir_model, recipe, role, folder=folder, clock=clock)
+        fields = _build_ort_cpu(ir_model, recipe, role, checkpoint.max_positions, folder=folder, clock=clock)
     else:
         fields = build_gpu_engines(ir_model, recipe, role, layers, folder=folder, clock=clock)
     release_weights([*traced_weights, *ir_model.graph.initializers.values()])
     return {"layers": layers, "passes": done, **fields}
 
 
-def _build_ort_cpu(ir_model: Any, recipe: BuildRecipe, role: str, *, folder: Path, clock: StageClock) -> dict[str, Any]:
+def _build_ort_cpu(
+    ir_model: Any, recipe: BuildRecipe, role: str, max_positions: int | None, *, folder: Path, clock: StageClock
+) -> dict[str, Any]:
     """Both graphs of a model for the CPU, over one weights file. See ``build_gpu_engines`` for the others.
 
     A target gets layers that can be switched off, for drafting with itself. A draft gets its norms joined with the
@@ -166,7 +168,7 @@ def _build_ort_cpu(ir_model: Any, recipe: BuildRecipe, role: str, *, folder: Pat
     """
     from specexport.backends import build_engine, build_padded_engine
     from specexport.lowering import lower_model
-    from specexport.lowering.fuse import fuse_norms, fuse_rotary
+    from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
     from specexport.lowering.layer_gate import gate_layers
     from specexport.passes.residual_blocks import find_residual_blocks
 
@@ -174,7 +176,8 @@ def _build_ort_cpu(ir_model: Any, recipe: BuildRecipe, role: str, *, folder: Pat
     with clock.stage("lower", role, recipe.backend):
         padded_model = ir_model.clone()  # shares the weights
         if recipe.fuse:
-            fused.append(("rotary-fuse", fuse_rotary(ir_model)))
+            rows = rotary_rows(int(recipe.max_model_len), max_positions)
+            fused.append(("rotary-fuse", fuse_rotary(ir_model, rows)))
         blocks = find_residual_blocks(ir_model) if role == "target" else None
         lower_model(ir_model, recipe.backend)
         if blocks is not None and blocks.obstacle is None:

@@ -24,7 +24,7 @@ from specexport.gpu_build import architectures_of, check_bundle_memory, is_tenso
 from specexport.host import peak_memory_bytes
 from specexport.model_build import STAGES, ModelSource, build_model, require_export_stack
 from specexport.progress import Progress, StageClock
-from specexport.recipe import BuildRecipe, resolve_recipe
+from specexport.recipe import AUTO_MODEL_LEN, BuildRecipe, resolve_recipe
 from specexport.vocabulary import check_vocabularies, read_vocabulary
 from specexport_runtime.manifest import FileEntry, Manifest
 
@@ -156,6 +156,8 @@ def _make_plan(recipe: BuildRecipe) -> _Plan:
         common |= {name: getattr(recipe, name) for name in _ENGINE_FIELDS}
     if recipe.backend == "ort-cpu":
         common |= {name: getattr(recipe, name) for name in ("quantize_lm_head", "fuse")}
+        # Fused rotary embeddings are tables of this many positions.
+        common["rotary_len"] = max(AUTO_MODEL_LEN, 0 if recipe.max_model_len == "auto" else recipe.max_model_len)
     keys = {
         model.role: hash_values(
             common

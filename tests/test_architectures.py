@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from specexport.frontend import reference_logits, trace_checkpoint
+from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime.errors import UnsupportedModelError
 from tests.engine_harness import Engine, build, make_checkpoint
+from tests.passes.test_residual_blocks import OBSTACLES
 from tests.tiny_models import ARCHITECTURES, REFUSED, VOCAB, make_model
 
 PREFILL = (9, 17, 4)
@@ -24,7 +26,10 @@ def test_engine_logits_equal_eager_transformers(name: str, tmp_path: Path) -> No
     expected = reference_logits(make_checkpoint(model), sequences)
     assert min(float(logits.std()) for logits in expected) > 0.1, "degenerate logits would hide an error"
 
-    _, layers, _ = build(model, tmp_path)
+    ir_model, layers, _ = build(model, tmp_path)
+    blocks = find_residual_blocks(ir_model)
+    assert blocks.obstacle == OBSTACLES.get(name)
+    assert len(blocks.blocks) == (0 if blocks.obstacle else 2 * len(layers))
     engine = Engine(tmp_path, layers, num_rows=len(sequences), capacity=CAPACITY)
     for row, past in enumerate(PREFILL):
         logits = engine.step([sequences[row][:past]], [0], first_row=row)
