@@ -361,13 +361,17 @@ def test_another_machine_is_measured_again(cache, measured, monkeypatch):
     assert len(measured) == 2
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"key": 1}', "damaged"])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"key": 1}', "damaged", "foreign"])
 def test_a_damaged_file_is_measured_again_and_replaced(cache, measured, content):
     load()
     (path,) = (cache / "costs").iterdir()
     if content == "damaged":
         data = json.loads(path.read_text())
         data["target"]["curves"][0]["seconds"][0] = -1
+        content = json.dumps(data)
+    if content == "foreign":  # a file that was copied to another's name
+        data = json.loads(path.read_text())
+        data["key"]["max_rows"] = 9
         content = json.dumps(data)
     path.write_text(content)
     second = load()
