@@ -52,8 +52,8 @@ _WHOLE = list_of(int, "whole numbers")
 def tune(bundle: Path, *, output: Path | None, plot: Path | None, as_json: bool, **asked: Any) -> None:
     """Find the fastest number of draft tokens (K) for BUNDLE on your prompts, by batch size and context.
 
-    Prompts are repeated or cut in front to the lengths of --contexts. The result is a profile that `generate` and
-    `bench` then use on this machine; another machine or another build of the bundle needs its own.
+    Prompts are repeated or cut in front to the lengths of --contexts. The result is a profile that `--lookahead auto`
+    then stays within on this machine; another machine or another build of the bundle needs its own.
     """
     import json
 
