@@ -15,6 +15,7 @@ from specexport_runtime.batch import ModelRunner
 from specexport_runtime.decoder import Decoder
 from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH
 from specexport_runtime.engine import SpecEngine
+from specexport_runtime.executors.base import as_gated
 from specexport_runtime.sampling import SamplingParams
 from specexport_runtime.sequence import Sequence
 
@@ -80,7 +81,8 @@ def check_greedy(
     """Decode all prompts plainly and speculatively and compare the tokens.
 
     Args:
-        engine: the engine; without a draft model only lookup and the scripted drafter are run.
+        engine: the engine. The draft model drafts where it has one, the target's own layers where they can be switched
+            off, lookup and the scripted drafter always.
         prompts: token ids of each prompt, at least one.
         lookaheads: values of K; empty takes 1, 2, 4 and the engine's largest. Those above the largest are left out.
         max_tokens: tokens to generate for each prompt, end tokens ignored.
@@ -126,6 +128,8 @@ def _drafters(engine: SpecEngine, lookaheads: Seq[int]) -> list[tuple[DrafterKin
     if engine.draft is not None:
         runs = [("draft model", "draft-model", lookahead) for lookahead in lookaheads] + runs
         runs.append(("chained", "chained", max(lookaheads)))
+    if as_gated(engine.target) is not None:
+        runs.append(("self", "self", max(lookaheads)))
     return runs
 
 

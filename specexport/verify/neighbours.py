@@ -82,7 +82,6 @@ def check_neighbours(
     *,
     lookahead: int,
     dtype: str = "float32",
-    quantize: str | None = None,
 ) -> NeighbourResult:
     """Step the end of ``sequences[0]`` alone and in company, and compare the logits.
 
@@ -92,16 +91,15 @@ def check_neighbours(
         sequences: token ids; the first is the subject, the others keep it company. At least 3 tokens each, none longer
             than a cache row less K+1 entries.
         lookahead: K.
-        dtype: the engine's dtype, which with ``quantize`` decides the tolerance.
-        quantize: how its weights are quantized; None if they are not.
+        dtype: the engine's dtype, which decides the tolerance.
 
     Raises:
         InvalidRequestError: there is no subject, or a sequence is too short.
-        IncompatibleError: no tolerance is known for ``dtype`` or ``quantize``.
+        IncompatibleError: no tolerance is known for ``dtype``.
     """
     if not sequences or min(map(len, sequences)) < 3:
         raise InvalidRequestError("the neighbours part needs sequences of 3 tokens or more.", "give longer prompts.")
-    tolerance = neighbour_tolerance(dtype, quantize)
+    tolerance = neighbour_tolerance(dtype)
     company = [list(ids) for ids in sequences[1 : min(_NUM_ROWS, executor.num_rows)]]
     subject = _Subject(executor, list(sequences[0]))
     width = min(lookahead + 1, len(subject.tokens))

@@ -12,7 +12,6 @@ from specexport.verify.references import References, roles_of
 from specexport.verify.report import Part, PartStatus
 from specexport.verify.sampling import check_sampling
 from specexport.verify.tensors import TensorResult, check_tensors, make_sequences
-from specexport.verify.tolerance import near_tie_tolerance
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import CheckFailedError, UserInputError
 from specexport_runtime.executors.base import Executor
@@ -97,7 +96,6 @@ def run_neighbours(engine: SpecEngine, manifest: Manifest, prompts: Sequence[Seq
                     sequences,
                     lookahead=manifest.lookahead,
                     dtype=entry.dtype,
-                    quantize=entry.quantize,
                 )
             )
     return Part("neighbours", _status(results, ()), None, tuple(results))
@@ -119,12 +117,10 @@ def run_greedy(
     clock: StageClock,
     *,
     max_tokens: int,
-    quantize: str | None = None,
 ) -> Part:
-    """Compare speculative with plain greedy decoding; the target's ``quantize`` decides what a near-tie is."""
-    tolerance = near_tie_tolerance(quantize)
+    """Compare speculative with plain greedy decoding."""
     with clock.stage("greedy"):
-        result, reason = _attempt(lambda: check_greedy(engine, prompts, max_tokens=max_tokens, tolerance=tolerance))
+        result, reason = _attempt(lambda: check_greedy(engine, prompts, max_tokens=max_tokens))
     if result is None:
         return Part("greedy", "failed", reason, ())
     return Part("greedy", "passed" if result.passed else "failed", None, (result,))

@@ -74,7 +74,7 @@ def verify_bundle(bundle: Path, options: VerifyOptions, *, progress: Progress | 
         InvalidRequestError: a prompt or an option cannot be used.
     """
     manifest = load_manifest(bundle)
-    roles, quantize = roles_of(manifest), manifest.models["target"].quantize
+    roles = roles_of(manifest)
     read = [role for role in roles if wants_loss(manifest, role, options)]
     # Plan, load, greedy, sampling; a reference, tensors or perplexity, and neighbours for each model.
     clock = StageClock(progress, num_steps=3 * len(roles) + 4 + len(read) * (options.reference is not None))
@@ -88,7 +88,7 @@ def verify_bundle(bundle: Path, options: VerifyOptions, *, progress: Progress | 
             run_tensors(engine, manifest, references, clock),
             run_perplexity(engine, manifest, references, read, windows, clock),
             run_neighbours(engine, manifest, prompts, clock),
-            run_greedy(engine, prompts, clock, max_tokens=options.max_tokens, quantize=quantize),
+            run_greedy(engine, prompts, clock, max_tokens=options.max_tokens),
             run_sampling(engine, manifest, prompts, clock, num_samples=options.num_samples, seed=options.seed),
         )
     finally:

@@ -20,11 +20,13 @@ NEAR_TIE_TOLERANCE = 1e-5
 """Largest gap between two logits whose order may depend on the shape of the step, for logits of magnitude up to 1:
 both may move by rounding, so a little more than twice 3e-6."""
 
-NEIGHBOUR_TOLERANCE = {None: 1e-5, "int8": 5e-3, "int4": 5e-3}
-"""Largest difference between a token's logits alone in a step and beside others, by quantization; see
-``docs/verify.md`` for what was measured."""
+NEIGHBOUR_TOLERANCE = 1e-5
+"""Largest difference between a token's logits alone in a step and beside others, for logits of magnitude up to 1, for
+quantized engines too: their integer sums are exact, and what is left of float arithmetic must not depend on the step's
+shape either, because a last bit can decide a rounding to integers. With one activation scale a step the demo pair
+differs by 1e-2, with one query alone in the fused attention kernel by 6e-3, and Gemma 3 270M by 1e-1."""
 
-PERPLEXITY_LIMIT = {None: 1e-3, "int8": 0.03, "int4": 0.5}
+PERPLEXITY_LIMIT = {None: 1e-3, "int8": 0.05, "int4": 1.0}
 """Largest relative rise of perplexity over the float model, by quantization."""
 
 
@@ -45,23 +47,14 @@ def engine_tolerance(dtype: str) -> float:
     return ENGINE_TOLERANCE[dtype]
 
 
-def neighbour_tolerance(dtype: str, quantize: str | None) -> float:
+def neighbour_tolerance(dtype: str) -> float:
     """Tolerance of a token's logits beside others against the same token alone, relative to the logit scale.
 
     Raises:
-        IncompatibleError: none is known for ``dtype`` or ``quantize``.
+        IncompatibleError: none is known for ``dtype``.
     """
     engine_tolerance(dtype)
-    return _of_kind(NEIGHBOUR_TOLERANCE, quantize)
-
-
-def near_tie_tolerance(quantize: str | None) -> float:
-    """Largest gap between two logits whose order may depend on the shape of the step, relative to the logit scale.
-
-    Raises:
-        IncompatibleError: none is known for ``quantize``.
-    """
-    return NEAR_TIE_TOLERANCE if quantize is None else _of_kind(NEIGHBOUR_TOLERANCE, quantize)
+    return NEIGHBOUR_TOLERANCE
 
 
 def perplexity_limit(quantize: str | None) -> float:
