@@ -9,7 +9,8 @@ _PLAN = """{name}(row_starts, row_ends, row_totals, pad_index, unpad_index)
   => ({outputs}) {{
   one = Constant<value_int = 1>()
   one32 = Cast<to = 6>(one)
-  row_lasts = Sub(row_totals, one32)
+{totals}
+  row_lasts = Sub(run_totals, one32)
   tile = Shape(pad_index)
   rest = Constant<value_ints = [-1]>()
   tile_shape = Concat<axis = 0>(tile, rest)
@@ -17,7 +18,25 @@ _PLAN = """{name}(row_starts, row_ends, row_totals, pad_index, unpad_index)
   num_tokens = Size(unpad_index)
 {full}
 }}"""
-PLAN_OUTPUTS = ("row_lasts", "tile_shape", "full")
+PLAN_OUTPUTS = ("row_lasts", "run_totals", "tile_shape", "full")
+PAIR_OUTPUTS = ("pair_counts", "pair_slots", "own_slots")
+_TOTALS = "  run_totals = Identity(row_totals)"
+# A kernel for one query adds up in another order than those for several, so a row with one token runs it twice (the
+# second entry is never committed): its result is then, bit for bit, that of the same token in a longer step.
+_PAIRED_TOTALS = """  two = Constant<value_int = 2>()
+  counts = Sub(row_ends, row_starts)
+  pair_counts = Max(counts, two)
+  added = Sub(pair_counts, counts)
+  added32 = Cast<to = 6>(added)
+  run_totals = Add(row_totals, added32)
+  zero = Constant<value_int = 0>()
+  width = Shape<start = 2, end = 3>(pad_index)
+  width0 = Squeeze(width)
+  pair_width = Max(width0, two)
+  pair_range = Range(zero, pair_width, one)
+  last_slot = Sub(width0, one)
+  pair_slots = Min(pair_range, last_slot)
+  own_slots = Range(zero, width0, one)"""
 PADDED_PLAN_OUTPUTS = (*PLAN_OUTPUTS, "row_sizes", "mask_width")
 _FULL = "  full = Equal(num_slots, num_tokens)"
 # The fused kernel wants a mask as wide as the row is long: rows of one length can take it as it is.
@@ -71,9 +90,10 @@ _ATTENTION = """{name}<num_heads, kv_num_heads, scale, window, softcap, out_shap
         int32[1] row_total{mask_input}
     ) => (float[1, Q, HqDv] attended, float[1, H, L, D] row_k_out, float[1, H, L, Dv] row_v_out) {{
 {full_row}
-    }}>({full_names}, k_cache, v_cache, row_lasts, row_totals{mask_name})
+    }}>({full_names}, k_cache, v_cache, row_lasts, run_totals{mask_name})
     full_shape = Constant<value_ints: ints = @out_shape>()
-    full_output = Reshape(full_out, full_shape)
+    {full_cut}
+    full_output = Reshape(full_own, full_shape)
   }}, else_branch = ragged_rows () => (
       float[T, HqDv] ragged_output, float[B, 1, H, L, D] ragged_k, float[B, 1, H, L, Dv] ragged_v) {{
     front = Constant<value_ints = [0]>()
@@ -89,12 +109,12 @@ _ATTENTION = """{name}<num_heads, kv_num_heads, scale, window, softcap, out_shap
     row_slots = Min(tile_slots, last_slots)
     ragged_out, ragged_k, ragged_v = Scan<num_scan_inputs = {num_ragged}, body = ragged_row (
         int64[1] row_start, int64[1] row_end, int64[Q] row_slot, float[1, H, L, D] row_k_cache,
-        float[1, H, L, Dv] row_v_cache, int32[1] row_last, int32[1] row_total{ragged_mask_input}
+        float[1, H, L, Dv] row_v_cache, int32[1] row_last, int32[1] row_total{pair_input}{ragged_mask_input}
     ) => (float[1, Q, HqDv] row_out, float[1, H, L, D] row_k_out, float[1, H, L, Dv] row_v_out) {{
       {slices}
 {ragged_row}
       row_out = Gather<axis = 1>(attended, row_slot)
-    }}>(row_starts, row_ends, row_slots, k_cache, v_cache, row_lasts, row_totals{ragged_mask_name})
+    }}>(row_starts, row_ends, row_slots, k_cache, v_cache, row_lasts, run_totals{pair_name}{ragged_mask_name})
     ragged_shape = Constant<value_ints: ints = @out_shape>()
     ragged_tile = Reshape(ragged_out, ragged_shape)
     ragged_output = Gather<axis = 0>(ragged_tile, unpad_index)
@@ -118,10 +138,16 @@ def header(domain: str, opset: int) -> str:
     return _HEADER.format(domain=domain, opset=opset)
 
 
-def plan_text(name: str, *, masked: bool) -> str:
+def plan_text(name: str, *, masked: bool, paired: bool = False) -> str:
     """What the attention functions share: last entries, slots, sizes, and whether every row fills the tile."""
-    outputs = PADDED_PLAN_OUTPUTS if masked else PLAN_OUTPUTS
-    return _PLAN.format(name=name, outputs=", ".join(outputs), full=_FULL_PADDED if masked else _FULL)
+    outputs = plan_outputs(masked=masked, paired=paired)
+    totals, full = _PAIRED_TOTALS if paired else _TOTALS, _FULL_PADDED if masked else _FULL
+    return _PLAN.format(name=name, outputs=", ".join(outputs), totals=totals, full=full)
+
+
+def plan_outputs(*, masked: bool, paired: bool) -> tuple[str, ...]:
+    """Outputs of :func:`plan_text`, in order."""
+    return (*(PADDED_PLAN_OUTPUTS if masked else PLAN_OUTPUTS), *(PAIR_OUTPUTS if paired else ()))
 
 
 def mask_text(name: str, *, window: bool) -> str:
@@ -152,7 +178,14 @@ def fused_row(*, sinks: bool, masked: bool, rotary: str = "") -> str:
 
 
 def attention_text(
-    name: str, inputs: str, *, parts: tuple[str, ...], row: str, masked: bool, packed: bool = False
+    name: str,
+    inputs: str,
+    *,
+    parts: tuple[str, ...],
+    row: str,
+    masked: bool,
+    packed: bool = False,
+    paired: bool = False,
 ) -> str:
     """One layer: append and attention of every row.
 
@@ -167,12 +200,24 @@ def attention_text(
         row: text of one row, from ``row_<part>`` to ``attended``, ``row_k_out`` and ``row_v_out``.
         masked: rows read ``row_mask``, from ``kv_mask``.
         packed: the input ``qkv`` [1, T, W] is there already.
+        paired: a row with one token runs it twice, so that its result does not depend on the length of the step.
     """
+    tile = "whole_{0} = Reshape({0}, tile_shape)\n    tile_{0} = Gather<axis = 2>(whole_{0}, pair_slots)"
+    cut = (
+        "own_{0} = Slice(tokens_{0}, row_start, row_end, token_axis)\n      "
+        "twice_{0} = Concat<axis = 1>(own_{0}, own_{0})\n      "
+        "row_{0} = Slice(twice_{0}, front, pair_count, token_axis)"
+    )
+    if not paired:
+        tile, cut = "tile_{0} = Reshape({0}, tile_shape)", "row_{0} = Slice(tokens_{0}, row_start, row_end, token_axis)"
     return _ATTENTION.format(
         name=name,
         inputs=inputs,
         pack="  qkv = Concat<axis = 1>(q, k, v)\n" if parts == ("qkv",) and not packed else "",
-        tiles="\n    ".join(f"tile_{part} = Reshape({part}, tile_shape)" for part in parts),
+        tiles="\n    ".join(tile.format(part) for part in parts),
+        full_cut="full_own = Gather<axis = 2>(full_out, own_slots)" if paired else "full_own = Identity(full_out)",
+        pair_input=", int64[1] pair_count" if paired else "",
+        pair_name=", pair_counts" if paired else "",
         num_full=len(parts) + 4 + masked,
         full_inputs=", ".join(f"float[1, Q, W_{part}] row_{part}" for part in parts),
         full_names=", ".join(f"tile_{part}" for part in parts),
@@ -182,8 +227,8 @@ def attention_text(
         tokens="tokens_qkv = Identity(qkv)"
         if packed
         else "\n    ".join(f"tokens_{part} = Unsqueeze({part}, front)" for part in parts),
-        num_ragged=7 + 2 * masked,
-        slices="\n      ".join(f"row_{p} = Slice(tokens_{p}, row_start, row_end, token_axis)" for p in parts),
+        num_ragged=7 + paired + 2 * masked,
+        slices="\n      ".join(cut.format(part) for part in parts),
         ragged_row=(_MASK_SLICE if masked else "") + row,
         ragged_mask_input=", int64[2] row_size, float[1, 1, Q, P] row_mask_tile" if masked else "",
         ragged_mask_name=", row_sizes, kv_mask" if masked else "",

@@ -13,12 +13,13 @@ form for padded-KV graphs, with a mask made from ``kv_positions``.
 from typing import TYPE_CHECKING, NamedTuple
 
 from specexport.lowering.functions import (
-    PADDED_PLAN_OUTPUTS,
+    PAIR_OUTPUTS,
     PLAN_OUTPUTS,
     attention_text,
     fused_row,
     header,
     mask_text,
+    plan_outputs,
     plan_text,
 )
 from specexport.lowering.fuse import ROTARY_ATTRIBUTE, packed_qkv, remove_dead_nodes, rotary_kind
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _CONTRIB = "com.microsoft"
 _FUSED_HEAD_MULTIPLE = 8  # the fused kernel refuses other head sizes
+_ROUNDING = {"MatMulInteger", "MatMulNBits"}
 _PLAN_NAME = "RowPlan"
 _MASK_NAME = "KvMask"
 _STEP = ("row_starts", "row_ends", "row_totals", "pad_index", "unpad_index", *PLAN_OUTPUTS)
@@ -55,6 +57,7 @@ class Body(NamedTuple):
         masked: which entries count is told by a mask, not by order.
         rotary: ``"half"`` or ``"interleaved"``: the kernel rotates q and k; empty if it does not.
         packed: q, k and v come as one tensor.
+        paired: a row with one token runs it twice.
         num_heads: query heads (0 for the fused kernel, which has them as an attribute).
         geometry: cache sizes that the portable body has as constants.
     """
@@ -65,6 +68,7 @@ class Body(NamedTuple):
     masked: bool = False
     rotary: str = ""
     packed: bool = False
+    paired: bool = False
     num_heads: int = 0
     geometry: LayerGeometry | None = None
 
@@ -78,6 +82,7 @@ class Body(NamedTuple):
             ("Masked", self.masked),
             ("Rotary" + self.rotary.capitalize(), bool(self.rotary)),
             ("Packed", self.packed),
+            ("Paired", self.paired),
         )
         kind = "Fused" if self.geometry is None else "Portable" + "x".join(map(str, (self.num_heads, *self.geometry)))
         return OP_NAME + kind + "".join(name for name, given in parts if given)
@@ -94,6 +99,7 @@ class Body(NamedTuple):
             ("qkv",): self.packed,
             ("q", "k", "v"): not self.packed,
             _SHARED: True,
+            PAIR_OUTPUTS: self.paired,
             ("row_sizes", "kv_mask"): self.masked,
             ("sinks",): self.sinks,
             ("cos_table", "sin_table"): bool(self.rotary),
@@ -154,7 +160,9 @@ def build_function(body: Body, opset: int) -> "ir.Function":
         row = portable_row(body.num_heads, body.geometry, **kinds)
     parts = ("qkv",) if body.fused else ("q", "k", "v")
     inputs = ", ".join(body.inputs)
-    text = attention_text(body.function_name, inputs, parts=parts, row=row, masked=body.masked, packed=body.packed)
+    text = attention_text(
+        body.function_name, inputs, parts=parts, row=row, masked=body.masked, packed=body.packed, paired=body.paired
+    )
     return _parse(text, opset)
 
 
@@ -174,9 +182,12 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
         padded_kv: make the padded-KV graph, with the step input ``kv_positions``.
     """
     nodes = [n for n in ir_model.graph if n.op_type == OP_NAME and n.domain == OP_DOMAIN]
-    shared = _prologue(ir_model, sorted({_window(node) for node in nodes}) if padded_kv else [])
+    # Quantized activations turn a difference of rounding into one of a whole step: there, results must not depend on
+    # how many tokens a row has. (In padded-KV graphs, which are for comparison, they do.)
+    paired = not padded_kv and any(node.op_type in _ROUNDING for node in ir_model.graph)
+    shared = _prologue(ir_model, sorted({_window(node) for node in nodes}) if padded_kv else [], paired=paired)
     for node in nodes:
-        body = choose_body(node, masked=padded_kv)
+        body = choose_body(node, masked=padded_kv)._replace(paired=paired)
         given = _named_inputs(node) | shared | {"qkv": packed_qkv(node)}
         if padded_kv:
             given["kv_mask"] = shared[f"kv_mask.{_window(node)}"]
@@ -188,7 +199,7 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
     drop_unused_step_inputs(ir_model)
 
 
-def _prologue(ir_model: "ir.Model", mask_windows: list[int]) -> dict[str, "ir.Value | None"]:
+def _prologue(ir_model: "ir.Model", mask_windows: list[int], *, paired: bool) -> dict[str, "ir.Value | None"]:
     """Insert what is computed once a step at the top; returns it by name, masks as ``kv_mask.<window>``."""
     import onnx_ir as ir
 
@@ -198,10 +209,8 @@ def _prologue(ir_model: "ir.Model", mask_windows: list[int]) -> dict[str, "ir.Va
         graph.inputs.append(ir.Value(name=KV_POSITIONS.name, type=ir.TensorType(ir.DataType.INT64), shape=shape))
     by_name: dict[str, ir.Value | None] = {str(value.name): value for value in graph.inputs}
     masked = bool(mask_windows)
-    plan = plan_text(_PLAN_NAME, masked=masked)
-    calls: list[tuple[str, dict[str, int], tuple[str, ...]]] = [
-        (plan, {}, PADDED_PLAN_OUTPUTS if masked else PLAN_OUTPUTS)
-    ]
+    plan = plan_text(_PLAN_NAME, masked=masked, paired=paired)
+    calls: list[tuple[str, dict[str, int], tuple[str, ...]]] = [(plan, {}, plan_outputs(masked=masked, paired=paired))]
     for window in mask_windows:
         name = _MASK_NAME + ("Window" if window > 0 else "")
         attributes = {"window": window} if window > 0 else {}
