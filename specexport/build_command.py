@@ -106,6 +106,9 @@ def summary(result: "BuildResult") -> str:
     ]
     for role, error in result.max_abs_errors.items():
         cached = " (engine from the cache)" if role in result.reused else ""
+        quantize = result.manifest.models[role].quantize
         found = "not checked" if error is None else f"logits within {error:.1e} of eager transformers"
+        if quantize is not None:
+            found = f"{quantize}, " + ("not checked" if error is None else "close enough to eager transformers")
         lines.append(f"  {role}: {found}{cached}")
     return "\n".join(lines)

@@ -22,6 +22,7 @@ LIMITS = (
     "match_length",
     "cuda_graphs",
     "tune_profile",
+    "prepacked",
 )
 """Options that ``SpecEngine.load`` takes."""
 
@@ -109,6 +110,12 @@ def batch_options(command: Any) -> Any:
             "--cuda-graphs/--no-cuda-graphs",
             default=None,
             help="GPU engines: replay recorded steps.  [default: on for TensorRT]",
+        ),
+        click.option(
+            "--prepacked/--no-prepacked",
+            default=True,
+            show_default=True,
+            help="Keep packed weights in the user's cache, for later loads and other processes (CPU).",
         ),
         click.option("--match-length", type=int, help="Fewest tokens that lookup must match.  [default: 2]"),
     ]

@@ -161,8 +161,9 @@ class SpecEngine:
         cuda_graphs: bool | None = None,
         adaptive: bool = False,
         tune_profile: str | Path | None = None,
+        prepacked: bool = True,
     ) -> "SpecEngine":
-        """Load a bundle, checking versions and every file's hash.
+        """Load a bundle, checking versions and the hash of every file that was not checked here before.
 
         Args:
             path: bundle folder.
@@ -181,6 +182,8 @@ class SpecEngine:
             adaptive: let requests ask for ``num_speculative_tokens="auto"``: measures what steps cost, at the first
                 load of a bundle on this machine, and keeps that in the user's cache.
             tune_profile: profile that ``specexport tune`` wrote; None takes the bundle's own, if it has one.
+            prepacked: on the CPU, keep packed weights in the user's cache, where later loads and other processes map
+                them.
 
         Raises:
             BundleError: the folder is no bundle, or a file is missing or altered.
@@ -202,6 +205,7 @@ class SpecEngine:
             None if tune_profile is None else Path(tune_profile),
             match_length,
             speculative_config,
+            prepacked,
         )
         parts = load_engine_parts(Path(path), options)
         manifest = parts.bundle.manifest

@@ -29,6 +29,7 @@ class LoadOptions(NamedTuple):
     tune_profile: Path | None
     match_length: int | None
     speculative_config: Mapping[str, Any] | None
+    prepacked: bool
 
 
 class EngineParts(NamedTuple):
@@ -73,6 +74,7 @@ def load_engine_parts(path: Path, options: LoadOptions) -> EngineParts:
                 spin=options.spin,
                 unpad_kv=options.unpad_kv,
                 cuda_graphs=options.cuda_graphs,
+                prepacked=options.prepacked,
             )
         return _with_costs(bundle, defaults, executors, options)
     except BaseException:

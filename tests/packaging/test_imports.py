@@ -29,7 +29,7 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.executors.base",  # array types
     "specexport_runtime.executors.paged",  # how ort-cuda's caches are laid out in blocks
 }
-DRIVES_THE_RUNTIME = ("cli.py", "demo.py", "doctor.py", "engine_check.py", "verify", "bench")
+DRIVES_THE_RUNTIME = ("cli.py", "demo.py", "doctor.py", "engine_check.py", "verify", "bench", "tune", "explain")
 
 
 def modules_of(package: Path) -> list[str]:
