@@ -16,8 +16,12 @@ from specexport_runtime.decoder import Decoder
 from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.executors.base import as_gated
+from specexport_runtime.layer_choice import LayerRules
 from specexport_runtime.sampling import SamplingParams
 from specexport_runtime.sequence import Sequence
+
+_RULES = LayerRules(period=2, keep_last=None)
+"""Rules that leave something out of any model of two layers or more, so that drafts do differ from their target."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,8 @@ def check_greedy(
     runs: list[GreedyRun] = []
     differences: list[GreedyDifference] = []
     for kind, drafter, lookahead in _drafters(engine, chosen):
-        results = engine.generate(given, params, drafter=drafter, num_speculative_tokens=lookahead)
+        rules = _RULES if kind == "self" else None
+        results = engine.generate(given, params, drafter=drafter, num_speculative_tokens=lookahead, layer_rules=rules)
         rounds = sum(result.stats.draft_rounds for result in results)
         accepted = sum(result.stats.accepted for result in results)
         found = compare_outputs(

@@ -22,6 +22,15 @@ def test_a_right_engine_passes_with_any_draft(draft):
     assert all(run.identical == len(PROMPTS) and run.tokens_compared == 24 * len(PROMPTS) for run in result.runs)
 
 
+def test_a_target_with_gates_also_drafts_for_itself():
+    result = check_greedy(make_engine(target=make_executor(num_gates=8)), PROMPTS, max_tokens=24)
+    assert result.passed
+    assert [run.drafter for run in result.runs][-3:] == ["chained", "self", "scripted"]
+    run = result.runs[-2]
+    assert (run.lookahead, run.identical) == (LOOKAHEAD, len(PROMPTS))
+    assert run.mean_accepted_length > 1
+
+
 def test_scripted_drafts_are_accepted_at_every_length():
     drafter = ScriptedDrafter([[1, 2, 3, 4, 5, 6]], VOCAB, lookahead=4)
     seq = make_sequence()
