@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from skippable import Kept, choose_blocks, run_blocks
+from skippable import Kept, choose_blocks, grow, run_blocks
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
@@ -58,42 +58,6 @@ def parse_args() -> argparse.Namespace:
     add("--heldout-rows", type=int, default=24, help="rows of held-out text to measure on")
     add("--save-seconds", type=float, default=240.0, help="time between saves, each with a line in log.jsonl")
     return parser.parse_args()
-
-
-def grow(model: LlamaForCausalLM, pattern: str) -> LlamaForCausalLM:
-    """Puts copies of layers into a model without changing what it computes.
-
-    Args:
-        model: The model.
-        pattern: Starts with ``o``, an old layer; each ``i`` is a copy of the old layer before it whose attention and
-            MLP outputs start at zero. Repeated until the old layers are used up.
-
-    Returns:
-        A deeper model that shares no weights with the old one.
-    """
-    if not pattern.startswith("o") or set(pattern) - {"o", "i"}:
-        raise ValueError(f"--pattern {pattern!r}: use the letters o and i, and begin with o")
-    old, layers = list(model.model.layers), []
-    taken = 0
-    while taken < len(old):
-        for letter in pattern:
-            if letter == "o" and taken == len(old):
-                break
-            taken += letter == "o"
-            layer = copy.deepcopy(old[taken - 1])
-            if letter == "i":
-                torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-                torch.nn.init.zeros_(layer.mlp.down_proj.weight)
-            layer.self_attn.layer_idx = len(layers)
-            layers.append(layer)
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = len(layers)
-    config.layer_types = None
-    grown = LlamaForCausalLM(config)
-    state = {n: t for n, t in model.state_dict().items() if ".layers." not in n}
-    state |= {f"model.layers.{i}.{n}": t for i, layer in enumerate(layers) for n, t in layer.state_dict().items()}
-    grown.load_state_dict(state)
-    return grown
 
 
 def thinned(similarity: torch.Tensor, generator: torch.Generator) -> Kept:

@@ -1,4 +1,4 @@
-"""A Llama with blocks of its residual stream left out: forward pass, similarity, choice of layers.
+"""A Llama with blocks of its residual stream left out: growing it, forward pass, similarity, choice of layers.
 
 A model of N layers has 2N blocks, the attention and the MLP of each layer, and each adds its output to one stream of
 hidden states. Leaving a block out leaves the stream as it is, so a subset of the blocks is a model too: the draft of
@@ -7,6 +7,7 @@ hidden states. Leaving a block out leaves the stream as it is, so a subset of th
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,42 @@ class Passed(NamedTuple):
 
     logits: torch.Tensor
     similarity: torch.Tensor | None
+
+
+def grow(model: LlamaForCausalLM, pattern: str) -> LlamaForCausalLM:
+    """Puts copies of layers into a model without changing what it computes.
+
+    Args:
+        model: The model.
+        pattern: Starts with ``o``, an old layer; each ``i`` is a copy of the old layer before it whose attention and
+            MLP outputs start at zero. Repeated until the old layers are used up.
+
+    Returns:
+        A deeper model that shares no weights with the old one.
+    """
+    if not pattern.startswith("o") or set(pattern) - {"o", "i"}:
+        raise ValueError(f"--pattern {pattern!r}: use the letters o and i, and begin with o")
+    old, layers = list(model.model.layers), []
+    taken = 0
+    while taken < len(old):
+        for letter in pattern:
+            if letter == "o" and taken == len(old):
+                break
+            taken += letter == "o"
+            layer = copy.deepcopy(old[taken - 1])
+            if letter == "i":
+                torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+                torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+            layer.self_attn.layer_idx = len(layers)
+            layers.append(layer)
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = len(layers)
+    config.layer_types = None
+    grown = LlamaForCausalLM(config)
+    state = {n: t for n, t in model.state_dict().items() if ".layers." not in n}
+    state |= {f"model.layers.{i}.{n}": t for i, layer in enumerate(layers) for n, t in layer.state_dict().items()}
+    grown.load_state_dict(state)
+    return grown
 
 
 def run_blocks(

@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 from specexport.progress import StageClock
 from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult, check_greedy
-from specexport.verify.neighbours import NeighbourResult, check_neighbours
+from specexport.verify.neighbours import check_neighbours
 from specexport.verify.perplexity import PerplexityResult, compare_perplexity, count_predicted, engine_loss
 from specexport.verify.references import References, roles_of
 from specexport.verify.report import Part, PartStatus
@@ -79,26 +79,17 @@ def run_perplexity(
 
 
 def run_neighbours(engine: SpecEngine, manifest: Manifest, prompts: Sequence[Sequence[int]], clock: StageClock) -> Part:
-    """Compare each engine with itself, a token alone in a step against the same token beside others."""
-    results: list[NeighbourResult] = []
-    for role in roles_of(manifest):
-        executor, entry = _executor(engine, role), manifest.models[role]
-        if executor is None:
-            continue
-        with clock.stage("neighbours", role):
-            sequences = make_sequences(
-                prompts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
-            )
-            results.append(
-                check_neighbours(
-                    role,
-                    executor,
-                    sequences,
-                    lookahead=manifest.lookahead,
-                    dtype=entry.dtype,
-                )
-            )
-    return Part("neighbours", _status(results, ()), None, tuple(results))
+    """Compare the target with itself, a token alone in a step against the same token beside others.
+
+    A draft's logits may depend on their step: what it proposes is tested whatever it was drawn from.
+    """
+    entry = manifest.models["target"]
+    with clock.stage("neighbours", "target"):
+        sequences = make_sequences(
+            prompts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
+        )
+        result = check_neighbours("target", engine.target, sequences, lookahead=manifest.lookahead, dtype=entry.dtype)
+    return Part("neighbours", _status([result], ()), None, (result,))
 
 
 def _executor(engine: SpecEngine, role: str) -> Executor | None:

@@ -76,8 +76,8 @@ def verify_bundle(bundle: Path, options: VerifyOptions, *, progress: Progress | 
     manifest = load_manifest(bundle)
     roles = roles_of(manifest)
     read = [role for role in roles if wants_loss(manifest, role, options)]
-    # Plan, load, greedy, sampling; a reference, tensors or perplexity, and neighbours for each model.
-    clock = StageClock(progress, num_steps=3 * len(roles) + 4 + len(read) * (options.reference is not None))
+    # Plan, load, neighbours, greedy, sampling; a reference, and tensors or perplexity for each model.
+    clock = StageClock(progress, num_steps=2 * len(roles) + 5 + len(read) * (options.reference is not None))
     with clock.stage("plan"):
         prompts, windows = _encode(bundle, manifest, options)
     references = collect_references(bundle, manifest, prompts, windows, options, clock)
