@@ -1,6 +1,7 @@
 """The build's own proof: a new engine's logits against eager transformers, on a prefill and a ragged verify step.
 
-The padded-KV graph is held to the same numbers, with padding entries in one of its two cache rows.
+The padded-KV graph is held to the same numbers, with padding entries in one of its two cache rows; a draft's graph for
+steps of one token a row, with such steps between.
 
 ``specexport verify`` proves much more; this one is quick enough to run in every build and catches a wrong trace,
 pass or lowering before a bundle exists.
@@ -8,6 +9,7 @@ pass or lowering before a bundle exists.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,6 +41,24 @@ Gemma 3 270M, the worst of those measured, reaches 0.88 and 0.53, tiny random mo
 PREFILL_LENS = (6, 3)
 VERIFY_LENS = (3, 5)
 """Tokens of the two sequences in each step: unequal in both, so that rows, padding and positions are told apart."""
+
+
+class _Graph(NamedTuple):
+    """One graph of a model, and the steps that it is checked with.
+
+    Attributes:
+        name: for messages.
+        unpad_kv: False for the padded-KV graph.
+        steps: tokens of the two sequences in each step.
+    """
+
+    name: str
+    unpad_kv: bool = True
+    steps: tuple[tuple[int, ...], ...] = (PREFILL_LENS, VERIFY_LENS)
+
+
+_PADDED = _Graph("engine's padded-KV graph", unpad_kv=False)
+_ONE_TOKEN = _Graph("engine's one-token graph", steps=((6, 3), (1, 1), (1, 1), (1, 1), (0, 2)))
 
 
 def check_sequences(vocab_size: int) -> list[Int64Array]:
@@ -96,8 +116,13 @@ def check_engine(
         CheckFailedError: it is beyond the tolerance; names the sequence and the position.
     """
     compare = _compare if entry.quantize is None else _compare_quantized
-    graphs = (True, False) if entry.padded_path is not None else (True,)
-    return max(compare(entry, _run(folder, entry, sequences, unpad_kv=graph), references, graph) for graph in graphs)
+    others = ((_PADDED, entry.padded_path), (_ONE_TOKEN, entry.full_path))
+    graphs = [_Graph("engine"), *(graph for graph, path in others if path is not None)]
+    errors = []
+    for graph in graphs:
+        outputs = _run(folder, entry, sequences, unpad_kv=graph.unpad_kv, steps=graph.steps)
+        errors.append(compare(entry, outputs, references, graph.name))
+    return max(errors)
 
 
 def unexplained_shares(found: Float32Array, reference: Float32Array) -> Float32Array:
@@ -119,14 +144,13 @@ def unexplained_shares(found: Float32Array, reference: Float32Array) -> Float32A
 
 
 def _compare_quantized(
-    entry: ModelEntry, outputs: Sequence[Float32Array], references: Sequence[Float32Array], unpad_kv: bool
+    entry: ModelEntry, outputs: Sequence[Float32Array], references: Sequence[Float32Array], kind: str
 ) -> float:
     wanted = [(index, position) for index in range(len(outputs)) for position in _wanted(entry, index)]
     found = np.stack([outputs[index][position] for index, position in wanted])
     reference = np.stack([references[index][position] for index, position in wanted])
     distances = np.stack([np.square(row - reference).sum(axis=-1) for row in found])
     limit, least = QUANTIZED_LIMITS[str(entry.quantize)], QUANTIZED_MATCHES[str(entry.quantize)]
-    kind = "engine" if unpad_kv else "engine's padded-KV graph"
     share = float(np.median(unexplained_shares(found, reference)))
     matches = float((distances.diagonal() <= distances.min(axis=1)).mean())
     # "Not <=": logits that are not numbers must fail.
@@ -142,9 +166,9 @@ def _compare_quantized(
 
 
 def _compare(
-    entry: ModelEntry, outputs: Sequence[Float32Array], references: Sequence[Float32Array], unpad_kv: bool
+    entry: ModelEntry, outputs: Sequence[Float32Array], references: Sequence[Float32Array], kind: str
 ) -> float:
-    worst, kind = 0.0, "engine" if unpad_kv else "engine's padded-KV graph"
+    worst = 0.0
     for index, (output, reference) in enumerate(zip(outputs, references, strict=True)):
         # A position that is not a number must fail: compare with "not <=".
         errors = np.abs(output - reference).max(axis=-1)[_wanted(entry, index)]
@@ -176,7 +200,14 @@ def _wanted(entry: ModelEntry, index: int) -> list[int]:
     return positions
 
 
-def _run(folder: Path, entry: ModelEntry, sequences: Sequence[Int64Array], *, unpad_kv: bool) -> list[Float32Array]:
+def _run(
+    folder: Path,
+    entry: ModelEntry,
+    sequences: Sequence[Int64Array],
+    *,
+    unpad_kv: bool = True,
+    steps: Sequence[Sequence[int]] = (PREFILL_LENS, VERIFY_LENS),
+) -> list[Float32Array]:
     """Logits [len, V] of each sequence; NaN where none were asked for."""
     from specexport_runtime.batch import ModelRunner, RowWork
 
@@ -184,7 +215,7 @@ def _run(folder: Path, entry: ModelEntry, sequences: Sequence[Int64Array], *, un
     try:
         runner = ModelRunner(executor, unpad_kv=unpad_kv)
         found = [np.full((len(sequence), entry.vocab_size), np.nan, np.float32) for sequence in sequences]
-        for counts in (PREFILL_LENS, VERIFY_LENS):
+        for counts in steps:
             starts = [runner.kv.kv_len(row) for row in range(len(sequences))]
             given = [min(count, _most_logits(entry)) for count in counts]
             work = [

@@ -40,6 +40,7 @@ ENGINE_SOURCES = (
     "kernels",
     "plugin",
     "engine_check.py",
+    "cpu_build.py",
     "gpu_build.py",
     "model_build.py",
 )

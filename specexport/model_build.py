@@ -2,14 +2,15 @@
 
 import gc
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from specexport.atomic import require_space
 from specexport.built import BuiltModel
+from specexport.cpu_build import build_cpu_engine, release_weights
 from specexport.engine_check import check_engine, check_obstacle, check_sequences
-from specexport.gpu_build import build_gpu_engines, check_memory, is_tensorrt, memory_plan_of, step_inputs
+from specexport.gpu_build import build_gpu_engines, check_memory, is_tensorrt, memory_plan_of
 from specexport.progress import StageClock
 from specexport.recipe import BuildRecipe, resolve_dtype, resolve_recipe
 from specexport_runtime.abi import ITEM_BYTES
@@ -151,69 +152,11 @@ def _compile(
         done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=clock.note)
     strip_metadata(ir_model)
     if recipe.backend == "ort-cpu":
-        fields = _build_ort_cpu(ir_model, recipe, role, checkpoint.max_positions, folder=folder, clock=clock)
+        fields = build_cpu_engine(ir_model, recipe, role, checkpoint, folder=folder, clock=clock)
     else:
         fields = build_gpu_engines(ir_model, recipe, role, layers, folder=folder, clock=clock)
     release_weights([*traced_weights, *ir_model.graph.initializers.values()])
     return {"layers": layers, "passes": done, **fields}
-
-
-def _build_ort_cpu(
-    ir_model: Any, recipe: BuildRecipe, role: str, max_positions: int | None, *, folder: Path, clock: StageClock
-) -> dict[str, Any]:
-    """Both graphs of a model for the CPU, over one weights file. See ``build_gpu_engines`` for the others.
-
-    A target gets layers that can be switched off, for drafting with itself. A draft gets its norms joined with the
-    additions before them instead: the two exclude each other, and a draft has no use for the first.
-    """
-    from specexport.backends import build_engine, build_padded_engine
-    from specexport.lowering import lower_model
-    from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
-    from specexport.lowering.layer_gate import gate_layers
-    from specexport.passes.residual_blocks import find_residual_blocks
-
-    fused, num_gates, obstacle = [], 0, None
-    with clock.stage("lower", role, recipe.backend):
-        padded_model = ir_model.clone()  # shares the weights
-        if recipe.fuse:
-            rows = rotary_rows(int(recipe.max_model_len), max_positions)
-            fused.append(("rotary-fuse", fuse_rotary(ir_model, rows)))
-        blocks = find_residual_blocks(ir_model) if role == "target" else None
-        lower_model(ir_model, recipe.backend)
-        if blocks is not None and blocks.obstacle is None:
-            num_gates = gate_layers(ir_model, blocks)
-        elif recipe.fuse:
-            fused.append(("norm-fuse", fuse_norms(ir_model)))
-        if blocks is not None:
-            obstacle = blocks.obstacle
-        lower_model(padded_model, recipe.backend, padded_kv=True)
-    with clock.stage("build", role):
-        name = build_engine(ir_model, recipe.backend, folder)
-        padded_name = build_padded_engine(padded_model, recipe.backend, folder)
-        release_weights(padded_model.graph.initializers.values())
-    return {
-        "path": name,
-        "inputs": step_inputs(ir_model),
-        "padded_path": padded_name,
-        "padded_inputs": step_inputs(padded_model),
-        "num_gates": num_gates,
-        "gate_obstacle": obstacle,
-        "quantize": recipe.quantization_of(role),
-        "fused": tuple(fused),
-    }
-
-
-def release_weights(values: Iterable[Any]) -> None:
-    """Let go of the weights of a graph that has been written.
-
-    The rewrite rules of onnxscript live as long as their module and remember the last graph they saw; without this the
-    checkpoint would stay in memory beside the engine that the check loads.
-
-    Args:
-        values: onnx_ir values of the initializers, those that passes replaced too.
-    """
-    for value in values:
-        value.const_value = None
 
 
 def strip_metadata(ir_model: Any) -> None:

@@ -116,6 +116,7 @@ class Engine:
         options.intra_op_num_threads = 1
         self.session = ort.InferenceSession(str(folder / graph), options, providers=["CPUExecutionProvider"])
         self.inputs = {value.name for value in self.session.get_inputs()}
+        self.flat_caches = len(next(x.shape for x in self.session.get_inputs() if x.name == "k_cache.0")) == 4
         self.caches = {
             spec.name.format(i=i): np.full((num_rows, 1, layer.kv_heads, capacity, dim), poison, np.float32)
             for i, layer in enumerate(layers)
@@ -137,6 +138,7 @@ class Engine:
                 io.bind_cpu_input(spec.name, step[spec.name])
         for name, cache in self.caches.items():
             rows = cache[first_row : first_row + len(tokens)]
+            rows = rows[:, 0] if self.flat_caches else rows
             bound = ("cpu", 0, np.float32, rows.shape, rows.ctypes.data)
             io.bind_input(name, *bound)
             io.bind_output(name.replace("_cache.", "_cache_out."), *bound)

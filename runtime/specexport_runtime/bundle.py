@@ -9,7 +9,7 @@ from specexport_runtime.abi import StepShape, kv_slack
 from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.file_check import check_files
-from specexport_runtime.manifest import Manifest, ModelEntry, load_manifest
+from specexport_runtime.manifest import SMALL_DRAFT_PARAMETERS, Manifest, ModelEntry, load_manifest
 from specexport_runtime.tokenizer_load import load_tokenizer, start_loading
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 TOKENIZER_NAME = "tokenizer.json"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 GPU_BACKENDS = ("tensorrt", "tensorrt-rtx", "ort-cuda")
-SMALL_DRAFT_PARAMETERS = 20_000_000
-"""Below this a draft's step is mostly fixed cost per operator, which threads do not share."""
 
 
 class Bundle(NamedTuple):
@@ -101,6 +99,7 @@ class Bundle(NamedTuple):
             spin=spin,
             unpad_kv=unpad_kv,
             engine_hash=self._engine_hash(path) if prepacked else None,
+            full_hash=self._engine_hash(entry.full_path) if prepacked and entry.full_path else None,
         )
         start_loading(self.tokenizer)
         return executor

@@ -22,6 +22,8 @@ READABLE_SCHEMAS = (2, 3, 4)
 """Version 3 added the fields of engines that are built for a GPU, version 4 those of self-drafting and quantization; an
 older manifest is one without them."""
 MANIFEST_NAME = "manifest.json"
+SMALL_DRAFT_PARAMETERS = 20_000_000
+"""Below this a draft's step is mostly fixed cost per operator: threads do not share it, fewer operators help."""
 _REBUILD = "build it again with `specexport build`."
 sha256_file = file_check.sha256_file
 
@@ -76,6 +78,9 @@ class ModelEntry:
         gate_obstacle: why no layer of a target can be skipped exactly; None where that was not asked, or can be done.
         quantize: ``"int8"`` or ``"int4"`` where the linear layers' weights are quantized.
         fused: what the lowering fused: ``[name, count]``.
+        full_path: graph of a small draft for steps of exactly one new token a row, all with logits, over the same
+            weights file; its caches have no second dimension. None if there is none.
+        full_inputs: step inputs that graph takes.
     """
 
     path: str
@@ -101,6 +106,8 @@ class ModelEntry:
     gate_obstacle: str | None = None
     quantize: str | None = None
     fused: tuple[tuple[str, int], ...] = ()
+    full_path: str | None = None
+    full_inputs: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "ModelEntry":
@@ -109,6 +116,7 @@ class ModelEntry:
         fields["layers"] = tuple(LayerGeometry(*layer) for layer in data["layers"])
         fields["inputs"] = tuple(data["inputs"])
         fields["padded_inputs"] = tuple(data.get("padded_inputs", ()))
+        fields["full_inputs"] = tuple(data.get("full_inputs", ()))
         fields["engines"] = tuple(EngineFile(**engine) for engine in data.get("engines", ()))
         fields["profiles"] = tuple(Profile(*profile) for profile in data.get("profiles", ()))
         fields["fused"] = tuple((str(name), int(count)) for name, count in data.get("fused", ()))

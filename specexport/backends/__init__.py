@@ -8,7 +8,7 @@ from specexport_runtime.errors import RecipeError
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["build_engine", "build_padded_engine"]
+__all__ = ["build_engine", "build_full_engine", "build_padded_engine"]
 
 
 def build_engine(ir_model: "ir.Model", backend: str, folder: Path) -> str:
@@ -40,6 +40,14 @@ def build_padded_engine(ir_model: "ir.Model", backend: str, folder: Path) -> str
     from specexport.backends.ort import write_padded_onnx
 
     return write_padded_onnx(ir_model, folder)
+
+
+def build_full_engine(ir_model: "ir.Model", backend: str, folder: Path) -> str:
+    """Write the graph for steps of one token a row, like :func:`build_padded_engine`."""
+    _check_backend(backend)
+    from specexport.backends.ort import write_full_onnx
+
+    return write_full_onnx(ir_model, folder)
 
 
 def _check_backend(backend: str) -> None:

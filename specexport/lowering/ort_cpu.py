@@ -117,8 +117,8 @@ def choose_body(node: "ir.Node", *, masked: bool = False) -> Body:
     Raises:
         CheckFailedError: the caches have no static head sizes.
     """
-    given = _named_inputs(node)
-    k_dim, v_dim = _head_dim(node, given["k_cache"]), _head_dim(node, given["v_cache"])
+    given = named_inputs(node)
+    k_dim, v_dim = head_dim(node, given["k_cache"]), head_dim(node, given["v_cache"])
     sinks = given.get("sinks") is not None
     if k_dim == v_dim and k_dim % _FUSED_HEAD_MULTIPLE == 0:
         rotary = rotary_kind(node)
@@ -135,12 +135,18 @@ def choose_body(node: "ir.Node", *, masked: bool = False) -> Body:
     )
 
 
-def _named_inputs(node: "ir.Node") -> dict[str, "ir.Value | None"]:
+def named_inputs(node: "ir.Node") -> dict[str, "ir.Value | None"]:
+    """Inputs of an ``UnpaddedAttention`` node by name, the rotary tables with them; absent ones may be missing."""
     names = [*(item.name for item in UNPADDED_ATTENTION.inputs), "cos_table", "sin_table"]
     return dict(zip(names, node.inputs, strict=False))
 
 
-def _head_dim(node: "ir.Node", cache: "ir.Value | None") -> int:
+def head_dim(node: "ir.Node", cache: "ir.Value | None") -> int:
+    """Size of a head (D) of a cache.
+
+    Raises:
+        CheckFailedError: it is not static.
+    """
     size = None if cache is None or cache.shape is None else cache.shape[4]
     if not isinstance(size, int):
         raise CheckFailedError(f"{node.name}: the caches have no static head size.")
@@ -188,7 +194,7 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
     shared = _prologue(ir_model, sorted({_window(node) for node in nodes}) if padded_kv else [], paired=paired)
     for node in nodes:
         body = choose_body(node, masked=padded_kv)._replace(paired=paired)
-        given = _named_inputs(node) | shared | {"qkv": packed_qkv(node)}
+        given = named_inputs(node) | shared | {"qkv": packed_qkv(node)}
         if padded_kv:
             given["kv_mask"] = shared[f"kv_mask.{_window(node)}"]
         function = build_function(body, ir_model.opset_imports[""])
@@ -233,7 +239,7 @@ def _prologue(ir_model: "ir.Model", mask_windows: list[int], *, paired: bool) ->
 def _replace_node(ir_model: "ir.Model", node: "ir.Node", op_type: str, inputs: list["ir.Value | None"]) -> None:
     import onnx_ir as ir
 
-    width = node.attributes["num_heads"].as_int() * _head_dim(node, _named_inputs(node)["v_cache"])
+    width = node.attributes["num_heads"].as_int() * head_dim(node, named_inputs(node)["v_cache"])
     kept = [attribute for name, attribute in node.attributes.items() if name != ROTARY_ATTRIBUTE]
     attributes = [*kept, ir.AttrInt64s("out_shape", [-1, width])]
     new = ir.Node(OP_DOMAIN, op_type, inputs, attributes, outputs=None, num_outputs=3, name=node.name)

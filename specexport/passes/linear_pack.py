@@ -84,7 +84,7 @@ def linear_of(matmul: ir.Node) -> Linear | None:
     tensor = constant_of(weight)
     if weight is None or tensor is None or len(tensor.shape) != 2 or len(weight.uses()) != 1:
         return None
-    add, bias = _bias_of(matmul, int(tensor.shape[1]))
+    add, bias = _bias_of(matmul, _dims(weight)[1])
     return Linear(matmul, weight, add, bias)
 
 

@@ -7,32 +7,31 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specexport.backends import build_engine, build_padded_engine
+from specexport.backends import build_engine, build_full_engine, build_padded_engine
 from specexport.frontend import reference_logits, trace_checkpoint
 from specexport.lowering import lower_model
 from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
+from specexport.lowering.one_token import lower_one_token
 from specexport.passes import default_passes, run_passes
 from tests.engine_harness import Engine, Recipe, make_checkpoint
-from tests.tiny_models import ARCHITECTURES, BASE, GROUPED, VOCAB, make_model
+from tests.tiny_models import ARCHITECTURES, BASE, VOCAB, make_model
 
 PREFILL = (9, 17, 4)
 VERIFY = (5, 1, 3)
 ROWS = 64
 WIDE = {"hidden_size": 128, "partial_rotary_factor": 0.5}
-PARTIAL = {"phi_partial": ("Phi", BASE | WIDE), "stablelm_partial": ("StableLm", GROUPED | WIDE)}
+PARTIAL = {"phi_partial": ("Phi", BASE | WIDE)}
 EXPECTED = {
     # Linear layers joined, attention nodes that rotate, additions joined, and the form that attention takes.
     "llama_rope_yarn": (10, 2, 4, "RotaryHalfPacked"),
-    "qwen2": (10, 2, 4, "RotaryHalfPacked"),
+    "gemma2": (10, 2, 4, "RotaryHalfPacked"),
     "gemma3": (10, 2, 4, "RotaryHalf"),
     "gpt_oss": (6, 2, 4, "SinksRotaryHalfPacked"),
     "cohere2": (10, 1, 0, "RotaryInterleavedPacked"),
     "phi_partial": (6, 2, 2, "RotaryHalfPacked"),
-    "stablelm_partial": (10, 2, 4, "RotaryHalfPacked"),
     "gpt2": (0, 0, 5, "Packed"),
-    "deepseek_v3": (4, 0, 4, ""),
 }
-"""Window, softcap, sinks, biases, scaled and partial and interleaved rotation, norms on q and k, learned positions."""
+"""Window, softcap, sinks, experts, scaled and partial and interleaved rotation, norms on q and k, learned positions."""
 
 
 class Fused:
@@ -44,15 +43,25 @@ class Fused:
         packed = dict(run_passes(self.graph, default_passes(Recipe(), pack=True)))["linear-pack"]
         padded = self.graph.clone()
         rotated = fuse_rotary(self.graph, rows)
+        self.one_token = self.graph.clone()
+        assert lower_one_token(self.one_token)
         lower_model(self.graph, "ort-cpu")
         self.counts = packed, rotated, fuse_norms(self.graph)
         build_engine(self.graph, "ort-cpu", folder)
         lower_model(padded, "ort-cpu", padded_kv=True)
         build_padded_engine(padded, "ort-cpu", folder)
+        fuse_norms(self.one_token)
+        build_full_engine(self.one_token, "ort-cpu", folder)
 
     def engine(self, num_rows: int, capacity: int = 40, **options: Any) -> Engine:
         """A fresh engine."""
         return Engine(self.folder, self.layers, num_rows=num_rows, capacity=capacity, **options)
+
+    def one_token_engine(self, engine: Engine) -> Engine:
+        """The graph for steps of one token a row, over the caches of ``engine``."""
+        other = self.engine(0, graph="model.full.onnx")
+        other.caches = engine.caches
+        return other
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +73,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Fused:
 def test_fused_logits_equal_eager_transformers(name: str, tmp_path: Path) -> None:
     model = make_model(*(ARCHITECTURES | PARTIAL)[name])
     random = np.random.default_rng(7)
-    sequences = [random.integers(3, VOCAB, past + new).tolist() for past, new in zip(PREFILL, VERIFY, strict=True)]
+    sequences = [random.integers(3, VOCAB, past + max(VERIFY)).tolist() for past in PREFILL]
     expected = reference_logits(make_checkpoint(model), sequences)
     fused = Fused(model, tmp_path)
     assert fused.counts == EXPECTED[name][:3]
@@ -76,9 +85,17 @@ def test_fused_logits_equal_eager_transformers(name: str, tmp_path: Path) -> Non
         for row, past in enumerate(PREFILL):
             logits = engine.step([sequences[row][:past]], [0], row, None if held is None else [[]])
             assert np.abs(logits - expected[row][:past]).max() < 1e-4
-        verify = engine.step([ids[past:] for ids, past in zip(sequences, PREFILL, strict=True)], PREFILL, 0, held)
-        wanted = np.concatenate([logits[past:] for logits, past in zip(expected, PREFILL, strict=True)])
+        spans = [slice(past, past + new) for past, new in zip(PREFILL, VERIFY, strict=True)]
+        verify = engine.step([ids[span] for ids, span in zip(sequences, spans, strict=True)], PREFILL, 0, held)
+        wanted = np.concatenate([logits[span] for logits, span in zip(expected, spans, strict=True)])
         assert np.abs(verify - wanted).max() < 1e-4, graph
+        if held is None:
+            one_token = fused.one_token_engine(engine)
+            for at in range(max(VERIFY)):
+                ends = [past + at for past in PREFILL]
+                step = one_token.step([[ids[end]] for ids, end in zip(sequences, ends, strict=True)], ends)
+                wanted = np.stack([logits[end] for logits, end in zip(expected, ends, strict=True)])
+                assert np.abs(step - wanted).max() < 1e-4
 
 
 def test_positions_are_what_the_kernel_counts(llama: Fused) -> None:
@@ -114,6 +131,54 @@ def test_caches_stay_where_they_are_and_capacity_costs_nothing(llama: Fused) -> 
             assert np.isfinite(cache[0, 0, :, :4]).all()
             assert np.isnan(cache[0, 0, :, 4:]).all(), "an entry beyond the row's own was written, or the cache copied"
     np.testing.assert_array_equal(*results)
+
+
+def test_the_one_token_graph_has_one_kernel_a_layer_for_all_rows(llama: Fused) -> None:
+    names = [str(value.name) for value in llama.one_token.graph.inputs]
+    assert [name for name in names if "cache" not in name] == ["input_ids", "kv_lens", "row_totals"]
+    counts = Counter(node.op_type for node in llama.one_token.graph)
+    assert counts["GroupQueryAttention"] == 2
+    assert counts["Reshape"] == 4, "into the kernel's form and back, once a layer"
+    assert not counts.keys() & {"If", "Scan", "Concat", "UnpaddedAttention", "RowPlan"}
+
+
+def test_one_token_steps_from_the_first_token_on(llama: Fused) -> None:
+    texts = np.random.default_rng(5).integers(3, VOCAB, (2, 6)).tolist()
+    expected = llama.engine(2).step(texts, [0, 0])
+    engine = llama.engine(2)
+    one_token = llama.one_token_engine(engine)
+    one_token.step([[texts[0][0]]], [0])
+    one_token.step([[texts[0][1]]], [1])
+    for at in range(4):  # a row that begins beside one that does not
+        step = one_token.step([[texts[0][2 + at]], [texts[1][at]]], [2 + at, at])
+        np.testing.assert_allclose(step, expected[[2 + at, 6 + at]], atol=1e-5)
+    alone = llama.one_token_engine(llama.engine(2))
+    step = alone.step([texts[0][:1], texts[1][:1]], [0, 0])  # all rows begin
+    np.testing.assert_allclose(step, expected[[0, 6]], atol=1e-5)
+
+
+def test_a_one_token_step_writes_one_entry_a_row_wherever_its_rows_are(llama: Fused) -> None:
+    results = []
+    for capacity in (16, 4096):
+        engine = llama.engine(4, capacity)
+        engine.step([[5, 6, 7], [8, 9]], [0, 0], first_row=1)
+        before = {name: cache.copy() for name, cache in engine.caches.items()}
+        results.append(llama.one_token_engine(engine).step([[4], [3]], [3, 2], first_row=1))
+        for name, cache in engine.caches.items():
+            for row, past in ((1, 3), (2, 2)):
+                np.testing.assert_array_equal(cache[row, :, :, :past], before[name][row, :, :, :past])
+                assert np.isfinite(cache[row, :, :, past]).all()
+                assert np.isnan(cache[row, :, :, past + 1 :]).all()
+            assert np.isnan(cache[[0, 3]]).all(), "a row outside the step was touched"
+    np.testing.assert_array_equal(*results)
+
+
+def test_a_model_on_the_portable_body_has_no_one_token_graph() -> None:
+    graph = trace_checkpoint(make_checkpoint(make_model(*ARCHITECTURES["deepseek_v3"]))).ir_model
+    run_passes(graph, default_passes(Recipe(), pack=True))
+    before = [node.name for node in graph.graph]
+    assert not lower_one_token(graph)
+    assert [node.name for node in graph.graph] == before
 
 
 def test_a_position_beyond_the_tables_is_an_error_not_a_wrong_answer(llama: Fused) -> None:

@@ -32,7 +32,8 @@ from specexport_runtime.executors.base import (
     argmax_ids,
 )
 from specexport_runtime.executors.ort_gates import OrtGates
-from specexport_runtime.executors.ort_session import open_session, untouched_zeros
+from specexport_runtime.executors.ort_graph import OrtGraph, open_full_graph, open_graph
+from specexport_runtime.executors.ort_session import untouched_zeros
 from specexport_runtime.manifest import ModelEntry
 from specexport_runtime.user_cache import available_cores
 
@@ -44,6 +45,7 @@ MAX_BINDINGS = 256
 class _Binding(NamedTuple):
     """Everything of one step shape that stays the same from step to step."""
 
+    session: Any
     io: Any
     buffers: StepBuffers
     logits: Float32Array
@@ -55,7 +57,8 @@ class OrtExecutor:
 
     A binding is kept for each step shape and refilled, because binding everything anew costs more than a small
     model's step. The arena is one array per cache input; a step on rows [r, r+B) binds the address of row r, so no
-    cache entry is ever copied. Gates are bound by pointer too, so that switching layers on and off is free.
+    cache entry is ever copied. Gates are bound by pointer too, so that switching layers on and off is free. A small
+    draft has a second graph, for steps of one token a row: another session over the same arena, picked by step shape.
 
     Args:
         path: engine file of the bundle.
@@ -66,6 +69,7 @@ class OrtExecutor:
         spin: let idle threads spin: faster on an idle machine, much slower on a busy one.
         unpad_kv: ``path`` is the entry's own engine; False if it is the entry's padded-KV graph.
         engine_hash: hash of the graph and its weights: keeps their packed form in the user's cache. None does not.
+        full_hash: the same of the graph for steps of one token a row.
 
     Raises:
         MissingDependencyError: onnxruntime is not installed.
@@ -84,34 +88,30 @@ class OrtExecutor:
         spin: bool = True,
         unpad_kv: bool = True,
         engine_hash: str | None = None,
+        full_hash: str | None = None,
     ) -> None:
         self.vocab_size = entry.vocab_size
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
         self.max_num_tokens: int | None = None
         self.engine_seconds = 0.0
-        self._session = open_session(path, num_threads or available_cores(), spin, engine_hash)
-        self._inputs = {value.name for value in self._session.get_inputs()}
-        self._check_contract(path, entry, entry.inputs if unpad_kv else entry.padded_inputs)
+        names = entry.inputs if unpad_kv else entry.padded_inputs
+        threads = num_threads or available_cores()
+        self._graph = open_graph(path, entry, names, num_threads=threads, spin=spin, engine_hash=engine_hash)
+        self._full = open_full_graph(path, entry, spin=spin, engine_hash=full_hash) if unpad_kv else None
         self.num_gates = entry.num_gates if unpad_kv else 0  # a padded-KV graph never has gates
-        self._gates = OrtGates(self._session, self.num_gates, path)
+        self._gates = OrtGates(self._graph.session, self.num_gates, path)
         self._dtype = np.dtype(entry.dtype)
         self._caches: dict[str, npt.NDArray[Any]] = {}
         for i, layer in enumerate(entry.layers):
             for spec, head_dim in zip(CACHE_INPUTS, (layer.k_dim, layer.v_dim), strict=True):
                 shape = (num_rows, 1, layer.kv_heads, kv_capacity, head_dim)
                 self._caches[spec.name.format(i=i)] = untouched_zeros(shape, self._dtype)
-        self._row_values: dict[tuple[int, int], list[tuple[str, str, Any]]] = {}
+        self._row_values: dict[tuple[int, int, bool], list[tuple[str, str, Any]]] = {}
         self._bindings: OrderedDict[tuple[StepShape, bool], _Binding] = OrderedDict()
         self._logits: Float32Array = np.empty((0, self.vocab_size), np.float32)
         self._current: _Binding | None = None
         self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
-
-    def _check_contract(self, path: Path, entry: ModelEntry, step_inputs: tuple[str, ...]) -> None:
-        caches = {spec.name.format(i=i) for i in range(len(entry.layers)) for spec in CACHE_INPUTS}
-        if self._inputs != caches | set(step_inputs):
-            odd = sorted(self._inputs ^ (caches | set(step_inputs)))
-            raise IncompatibleError(f"{path}: inputs differ from the manifest's: {', '.join(odd)}.", "build it again.")
 
     @property
     def kv_bytes(self) -> int:
@@ -135,7 +135,7 @@ class OrtExecutor:
         if binding is None:
             raise SpecexportError("execute() was called before prepare().")
         start = time.perf_counter()
-        self._session.run_with_iobinding(binding.io)
+        binding.session.run_with_iobinding(binding.io)
         self.engine_seconds += time.perf_counter() - start
         self._similarity = binding.similarity
         return binding.logits if want == "logits" else argmax_ids(binding.logits)
@@ -177,12 +177,12 @@ class OrtExecutor:
             cache[row, :, :, : len(entries)] = cache[row][:, :, entries]
 
     def close(self) -> None:
-        """Release the session and the arena."""
+        """Release the sessions and the arena."""
         self._bindings.clear()
         self._row_values.clear()
         self._caches.clear()
         self._current = None
-        self._session = None
+        self._graph, self._full = OrtGraph(None, frozenset()), None
 
     def _bind(self, shape: StepShape, measured: bool) -> _Binding:
         if shape.num_logit_rows > len(self._logits):
@@ -191,42 +191,46 @@ class OrtExecutor:
             self._logits = np.empty((shape.num_logit_rows, self.vocab_size), np.float32)
         while len(self._bindings) >= MAX_BINDINGS:
             self._bindings.popitem(last=False)
-        io = self._session.io_binding()
-        if bool(shape.kv_span) != (KV_POSITIONS.name in self._inputs):
+        graph = self._full if self._full is not None and self._full.takes(shape) else self._graph
+        io = graph.session.io_binding()
+        if bool(shape.kv_span) != (KV_POSITIONS.name in graph.inputs):
             raise SpecexportError(
                 f"{shape} does not fit this graph's KV cache.", "give `unpad_kv` to the executor and the engine alike."
             )
         specs = PADDED_STEP_INPUTS if shape.kv_span else STEP_INPUTS
         arrays = {spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in specs}
         for name, array in arrays.items():
-            if name in self._inputs:
+            if name in graph.inputs:
                 io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        for name, out_name, rows in self._bound_rows(shape.first_row, shape.num_seqs):
+        for name, out_name, rows in self._bound_rows(shape.first_row, shape.num_seqs, graph.one_token):
             io.bind_ortvalue_input(name, rows)
             io.bind_ortvalue_output(out_name, rows)
         logits = self._logits[: shape.num_logit_rows]
         io.bind_output(LOGITS.name, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        binding = _Binding(io, StepBuffers(**arrays), logits, self._gates.bind(io, shape, measured))
+        binding = _Binding(graph.session, io, StepBuffers(**arrays), logits, self._gates.bind(io, shape, measured))
         self._bindings[shape, measured] = binding
         return binding
 
-    def _bound_rows(self, first_row: int, num_seqs: int) -> list[tuple[str, str, Any]]:
+    def _bound_rows(self, first_row: int, num_seqs: int, one_token: bool) -> list[tuple[str, str, Any]]:
         """(input name, output name, value) of each cache for rows ``[first_row, first_row + num_seqs)``, kept.
+
+        A one-token graph has its caches without the second dimension.
 
         The value is the arena's own memory. Making it costs more than binding it, and many shapes have the same rows.
         """
         import onnxruntime
 
-        kept = self._row_values.get((first_row, num_seqs))
+        kept = self._row_values.get((first_row, num_seqs, one_token))
         if kept is None:
             kept = []
             for name, cache in self._caches.items():
                 rows = cache[first_row : first_row + num_seqs]
+                rows = rows[:, 0] if one_token else rows
                 out = K_CACHE_OUT if name.startswith("k_") else V_CACHE_OUT
                 value = onnxruntime.OrtValue.ortvalue_from_numpy(rows)
                 if value.data_ptr() != rows.ctypes.data:
                     version = onnxruntime.__version__
                     raise IncompatibleError(f"onnxruntime {version} copies bound arrays.", "install another version.")
                 kept.append((name, out.name.format(i=name.rpartition(".")[2]), value))
-            self._row_values[first_row, num_seqs] = kept
+            self._row_values[first_row, num_seqs, one_token] = kept
         return kept

@@ -1,0 +1,74 @@
+"""One graph of a model, open in a session of ONNX Runtime and checked against the manifest."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specexport_runtime.abi import CACHE_INPUTS, StepShape
+from specexport_runtime.errors import IncompatibleError
+from specexport_runtime.executors.ort_session import open_session
+from specexport_runtime.manifest import ModelEntry
+
+
+class OrtGraph(NamedTuple):
+    """A graph that is ready to run.
+
+    Attributes:
+        session: the ``onnxruntime.InferenceSession``.
+        inputs: names of all its inputs.
+        one_token: it is for steps of exactly one token a row; caches come without their second dimension.
+    """
+
+    session: Any
+    inputs: frozenset[str]
+    one_token: bool = False
+
+    def takes(self, shape: StepShape) -> bool:
+        """Whether a step of ``shape`` can run on a one-token graph: every row has one token, and gets its logits."""
+        sizes = {shape.num_tokens, shape.num_seqs, shape.num_logit_rows}
+        return self.one_token and shape.max_new_tokens == 1 and len(sizes) == 1
+
+
+def open_graph(
+    path: Path,
+    entry: ModelEntry,
+    step_inputs: Collection[str],
+    *,
+    num_threads: int,
+    spin: bool,
+    engine_hash: str | None,
+) -> OrtGraph:
+    """Open a graph whose inputs must be ``step_inputs`` and the caches of ``entry``.
+
+    Raises:
+        MissingDependencyError, BundleError: see ``open_session``.
+        IncompatibleError: the inputs are others.
+    """
+    session = open_session(path, num_threads, spin, engine_hash)
+    inputs = frozenset(value.name for value in session.get_inputs())
+    caches = {spec.name.format(i=i) for i in range(len(entry.layers)) for spec in CACHE_INPUTS}
+    if inputs != caches | set(step_inputs):
+        odd = sorted(inputs ^ (caches | set(step_inputs)))
+        raise IncompatibleError(f"{path}: inputs differ from the manifest's: {', '.join(odd)}.", "build it again.")
+    return OrtGraph(session, inputs)
+
+
+def open_full_graph(path: Path, entry: ModelEntry, *, spin: bool, engine_hash: str | None) -> OrtGraph | None:
+    """Open the graph for steps of one token a row, on the calling thread alone; None if the model has none.
+
+    Threads of its own would spin beside those of the model's other session.
+
+    Args:
+        path: the model's engine file, in whose folder the graph is.
+        entry: the model's manifest entry.
+        spin: let idle threads spin.
+        engine_hash: hash of this graph and its weights, for ``open_session``.
+
+    Raises:
+        MissingDependencyError, BundleError, IncompatibleError: see ``open_graph``.
+    """
+    if entry.full_path is None:
+        return None
+    full = path.with_name(Path(entry.full_path).name)
+    graph = open_graph(full, entry, entry.full_inputs, num_threads=1, spin=spin, engine_hash=engine_hash)
+    return graph._replace(one_token=True)
