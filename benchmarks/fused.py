@@ -2,10 +2,11 @@
 
     specexport build TARGET --draft DRAFT -o fused
     specexport build TARGET --draft DRAFT -o unfused --no-fuse
-    python benchmarks/fused.py fused unfused [--threads 2] [--json FILE]
+    python benchmarks/fused.py fused unfused [--roles draft] [--threads 2] [--json FILE]
 
 Times are of the engine alone (ONNX Runtime's run), with one session at a time: idle threads of a second one would spin
-on the same cores. The order changes from round to round; figures are medians over rounds of each round's median.
+on the same cores. Steps of one token run on the draft's one-token graph where it has one. The order changes from round
+to round; figures are medians over rounds of each round's median.
 """
 
 import argparse
@@ -51,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("fused", type=Path)
     parser.add_argument("unfused", type=Path)
+    parser.add_argument("--roles", nargs="+", default=["target", "draft"])
     parser.add_argument("--past", type=int, default=64)
     parser.add_argument("--rows", type=int, default=1, help="sequences in the step")
     parser.add_argument("--repeats", type=int, default=7)
@@ -61,7 +63,7 @@ def main() -> None:
     manifests = {folder: load_bundle(folder).manifest for folder in (args.fused, args.unfused)}
     width = manifests[args.fused].lookahead + 1
     rows, record = [], {}
-    for role in manifests[args.fused].models.keys() & manifests[args.unfused].models.keys():
+    for role in args.roles:
         size = min(manifests[folder].vocabulary.size for folder in manifests)
         tokens = np.random.default_rng(0).integers(0, size, args.past).tolist()
         rounds: dict[Path, list[dict[int, float]]] = {folder: [] for folder in manifests}
@@ -72,9 +74,11 @@ def main() -> None:
             fused, unfused = (median(found[step] for found in rounds[folder]) for folder in manifests)
             rows.append((f"{role}, {step} new", f"{unfused:.4f} -> {fused:.4f} ms: {unfused / fused:.2f}x"))
         record[role] = {str(folder): found for folder, found in rounds.items()}
-        rows.append(
-            (f"{role}, fused", ", ".join(f"{name} {n}" for name, n in manifests[args.fused].models[role].fused))
+        entry = manifests[args.fused].models[role]
+        fusions = [f"{name} {count}" for name, count in entry.fused] + ["one-token graph"] * (
+            entry.full_path is not None
         )
+        rows.append((f"{role}, fused", ", ".join(fusions)))
     report(f"Fused against unfused, {args.rows} rows, {args.threads} threads", rows, {"ms": record}, args.json)
 
 
