@@ -187,6 +187,18 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+def has_exact_int8_products() -> bool:
+    """Whether this processor adds int8 products in 32 bits (VNNI, AMX, or no x86 at all).
+
+    On other x86 processors ONNX Runtime's kernels add pairs of products in 16 bits, which can saturate, unless they are
+    told to be precise. Where the processor cannot be asked, the answer is no.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    flags = set(_cpu()[1].split())
+    return bool(flags & {"avx512_vnni", "avx_vnni", "amx_int8"})
+
+
 def _cpu() -> tuple[str, str]:
     """Model name and instruction-set flags of the first core."""
     if sys.platform == "darwin":

@@ -179,3 +179,21 @@ def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> No
     for topic in ("a", "a", "b"):
         warn_once(topic, "about %s", topic)
     assert [record.getMessage() for record in caplog.records] == ["about a", "about b"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "exact"),
+    [
+        ("x86_64", "avx2 avx512f avx512_vnni", True),
+        ("AMD64", "avx2 avx_vnni", True),
+        ("x86_64", "avx2 avx512f avx512bw", False),
+        ("x86_64", "", False),
+        ("aarch64", "", True),
+    ],
+)
+def test_only_x86_without_vnni_can_saturate(
+    machine: str, flags: str, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_cache.platform, "machine", lambda: machine)
+    monkeypatch.setattr(user_cache, "_cpu", lambda: ("a processor", flags))
+    assert user_cache.has_exact_int8_products() is exact

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from specexport_runtime.errors import BundleError, MissingDependencyError
 from specexport_runtime.prepacked import DATA_NAME, GRAPH_NAME, PrepackedEngine
+from specexport_runtime.user_cache import has_exact_int8_products
 
 MIN_EXTERNAL_BYTES = 1024
 """Weights below it stay inside the graph file."""
@@ -77,8 +78,8 @@ def _options(num_threads: int, spin: bool) -> Any:
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
-    # int8 products of processors without VNNI: exact sums instead of faster ones that can saturate.
-    options.add_session_config_entry("session.x64quantprecision", "1")
+    if not has_exact_int8_products():
+        options.add_session_config_entry("session.x64quantprecision", "1")  # slower, and never saturates
     return options
 
 
