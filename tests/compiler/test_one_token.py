@@ -1,0 +1,79 @@
+"""A small draft's graph for steps of one token a row, in a bundle: which models get it, and that builds check it."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pairs import TinyPair
+
+from specexport import cpu_build
+from specexport.engine_check import _run, check_engine, check_sequences
+from specexport.pipeline import build_bundle
+from specexport_runtime.bundle import load_bundle
+from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.executors import ort_session
+from specexport_runtime.manifest import ModelEntry, load_manifest
+
+
+def test_only_the_draft_has_it_over_its_own_weights(tiny_bundle: Path) -> None:
+    manifest = load_manifest(tiny_bundle)
+    target, draft = manifest.models["target"], manifest.models["draft"]
+    assert (target.full_path, target.full_inputs) == (None, ())
+    assert draft.full_path == "draft/model.full.onnx"
+    # Its head size has no fused rotation, so that positions are read.
+    assert draft.full_inputs == ("input_ids", "positions", "kv_lens", "row_totals")
+    assert manifest.files[draft.full_path].size < 50_000, "its weights are the engine's"
+    assert ModelEntry.from_json(json.loads(json.dumps(dataclasses.asdict(draft)))) == draft
+
+
+@pytest.mark.parametrize("why", ["not fused", "not small"])
+def test_others_do_not_have_it(why: str, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "not small":
+        monkeypatch.setattr(cpu_build, "SMALL_DRAFT_PARAMETERS", 1000)
+    build_bundle(tiny_pair.recipe(tmp_path / "bundle", fuse=why != "not fused", check=False), use_cache=False)
+    draft = load_manifest(tmp_path / "bundle").models["draft"]
+    assert draft.full_path is None
+    assert not (tmp_path / "bundle" / "draft" / "model.full.onnx").exists()
+
+
+def test_prepacked_weights_are_kept_for_both_graphs(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path))
+    opened: list[str | None] = []
+    original = ort_session.open_session
+
+    def note(path: Path, num_threads: int, spin: bool, engine_hash: str | None = None) -> Any:
+        opened.append(engine_hash)
+        return original(path, num_threads, spin)
+
+    monkeypatch.setattr("specexport_runtime.executors.ort_graph.open_session", note)
+    bundle = load_bundle(tiny_bundle)
+    for prepacked in (True, False):
+        bundle.make_executor("draft", spin=False, prepacked=prepacked)
+    assert opened[2:] == [None, None]
+    assert len({*opened[:2]} - {None}) == 2, "each graph has a hash of its own"
+
+
+@pytest.mark.parametrize("spoil", ["scale", "rows"])
+def test_the_build_checks_it(spoil: str, tiny_bundle: Path, tmp_path: Path) -> None:
+    import onnx
+
+    entry = load_manifest(tiny_bundle).models["draft"]
+    shutil.copytree(tiny_bundle / "draft", tmp_path / "draft")
+    sequences = check_sequences(entry.vocab_size)
+    references = _run(tmp_path, entry, sequences)
+    assert check_engine(tmp_path, entry, sequences, references) < 1e-4
+    path = tmp_path / str(entry.full_path)
+    graph = onnx.load(path, load_external_data=False)
+    for node in graph.graph.node:
+        if node.op_type == "GroupQueryAttention" and spoil == "scale":
+            next(item for item in node.attribute if item.name == "scale").f *= 1.5
+        if node.op_type == "GroupQueryAttention" and spoil == "rows":
+            node.input[5] = "row_totals"  # each row writes behind its place
+    onnx.save(graph, path)
+    with pytest.raises(CheckFailedError, match="one-token graph differs from eager"):
+        check_engine(tmp_path, entry, sequences, references)
