@@ -29,7 +29,7 @@ class LoadOptions(NamedTuple):
     tune_profile: Path | None
     match_length: int | None
     speculative_config: Mapping[str, Any] | None
-    prepacked: bool
+    prepacked: bool = True
 
 
 class EngineParts(NamedTuple):
