@@ -17,7 +17,6 @@ LENGTHS = (38, 30, 34)
 STEP = ["input_ids", "positions", "logit_rows", "row_starts", "row_ends", "row_totals", "pad_index", "unpad_index"]
 KINDS = {
     "llama": "full",
-    "gemma3": "windows",
     "gemma2": "windows, softcap",
     "gpt_oss": "sinks",
     "deepseek_v3": "portable",
@@ -101,7 +100,7 @@ def test_masks_are_made_once_a_step_for_each_window(built: Any, request: pytest.
 
     graph = onnx.load(built[0] / "model.padded.onnx", load_external_data=False).graph
     kinds = [node.op_type for node in graph.node if node.domain == "specexport" and "Attention" not in node.op_type]
-    windows = request.node.callspec.params["built"] in ("gemma2", "gemma3", "gpt_oss")
+    windows = request.node.callspec.params["built"] in ("gemma2", "gpt_oss")
     assert sorted(kinds) == (["KvMask", "KvMaskWindow", "RowPlan"] if windows else ["KvMask", "RowPlan"])
 
 

@@ -15,7 +15,7 @@ from tests.engine_harness import Recipe
 from tests.passes.test_passes import add_weight
 
 Traced = Callable[[str], Any]
-PACKED = {"llama": 10, "llama_tied": 10, "opt": 6, "gpt2": 0, "phi": 6, "phi3": 0, "qwen3_moe": 6, "deepseek_v3": 4}
+PACKED = {"llama": 10, "llama_tied": 10, "gpt2": 0, "phi3": 0, "qwen3_moe": 6, "deepseek_v3": 4}
 """q, k, v of both layers; with gate and up; MLA shares no product of q and k; experts and routers stay."""
 
 
