@@ -88,6 +88,14 @@ class DraftLength(Protocol):
         """
         ...
 
+    def stays_plain(self, sequences: "Seq[Sequence]") -> bool:
+        """Whether nothing has changed since nobody drafted, and nothing is to be tried: then nobody need be asked."""
+        ...
+
+    def note_plain(self, sequences: "Seq[Sequence]") -> None:
+        """All were asked in this round, and nobody drafts."""
+        ...
+
     def observe(self, sequence: "Sequence", proposal: "Proposal", accepted: int, *, rejected: bool) -> None:
         """What became of an adaptive sequence's draft; called once a round, before the next begins.
 

@@ -48,6 +48,11 @@ class ProbeTimer:
         self._wait = _FIRST
         self._is_probing = False
 
+    @property
+    def due(self) -> int:
+        """The round in which it is time, if no other sequence probes before."""
+        return self._last + self._wait
+
     def is_due(self, now: int, *, early: bool = False) -> bool:
         """Whether it is time. ``early`` halves the wait: another sequence pays most of what a draft step costs."""
         return now - self._last >= (self._wait // 2 if early else self._wait)

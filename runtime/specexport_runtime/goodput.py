@@ -22,6 +22,7 @@ from specexport_runtime.draft_length import Allowed, LengthReason, StepLoad
 from specexport_runtime.draft_memory import DrafterMemory, StageMemory
 from specexport_runtime.drafters.base import Proposal
 from specexport_runtime.lookahead_allocation import StepTimes, allocate
+from specexport_runtime.plain_spell import PlainSpell
 from specexport_runtime.step_times import StepTimeTables
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class GoodputLength:
         self._load = StepLoad(1, 1, 1, 0)
         self._drafted = 0
         self._expected = 0.0
+        self._plain = PlainSpell()
 
     def begin_round(self, load: StepLoad) -> None:
         """See ``DraftLength.begin_round``."""
@@ -135,6 +137,14 @@ class GoodputLength:
             allowed[i] = Allowed(count, reason, 1.0 + sum(gains[j][:count]))
         self._note(counts, gains)
         return allowed
+
+    def stays_plain(self, sequences: "Seq[Sequence]") -> bool:
+        """See ``DraftLength.stays_plain``."""
+        return self._plain.holds(self._round, self._load[:3], sequences)
+
+    def note_plain(self, sequences: "Seq[Sequence]") -> None:
+        """See ``DraftLength.note_plain``."""
+        self._plain.begin(self._round, self._load[:3], sequences)
 
     def observe(self, sequence: "Sequence", proposal: Proposal, accepted: int, *, rejected: bool) -> None:
         """See ``DraftLength.observe``."""

@@ -60,6 +60,7 @@ class Sequence:
         error: what ended it, if its ``finish_reason`` is ``"error"``.
         layer_choice: layers of the draft out of the target itself, once the prompt was read; set by that drafter.
         length_state: what the ``DraftLength`` remembers of this sequence.
+        plain_spell: its mark on a sequence that takes part in rounds in which nobody drafts.
         trace: what each round did; None if that was not asked for.
         asked: if there is a trace, the stages that were considered in this round.
     """
@@ -102,6 +103,7 @@ class Sequence:
         self.layer_rules = DEFAULT_RULES if layer_rules is None else layer_rules
         self.layer_choice: LayerChoice | None = None
         self.length_state: Any = None
+        self.plain_spell: object = None
         self.trace: list[RoundTrace] | None = [] if trace else None
         self.asked: list[Asked] = []
         now = time.perf_counter()

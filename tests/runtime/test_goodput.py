@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.goodput import GoodputLength
 from specexport_runtime.lookahead_allocation import StepTimes, allocate
+from specexport_runtime.plain_spell import PlainSpell
 from specexport_runtime.sampling import SamplingParams
 from specexport_runtime.sequence import DraftStage, Sequence
 from specexport_runtime.step_cost import RowCurve, StepCost
@@ -346,3 +348,50 @@ def test_lookup_learns_from_copies_that_it_did_not_test():
     _, (seq,) = decode("good", 1, lengths=lengths, names=("lookup",), curve=curves(per_token=0.9), max_tokens=400)
     memory = lengths._drafters["lookup"]
     assert sum(memory.shared.tests) > seq.stats.draft_rounds
+
+
+def _sitting(now: int = 0, **changes: object) -> SimpleNamespace:
+    stage = SimpleNamespace(timer=SimpleNamespace(due=now + 20))
+    values = {
+        "adaptive": True,
+        "trace": None,
+        "num_generated": 3,
+        "draft_plan": (("draft-model", 4),),
+        "length_state": {"draft-model": stage},
+        "plain_spell": None,
+    }
+    return SimpleNamespace(**(values | changes))
+
+
+def test_a_plain_spell_lasts_until_a_probe_is_due_or_the_step_changes() -> None:
+    spell, pair, sizes = PlainSpell(), [_sitting(), _sitting()], (2, 2, 2)
+    assert not spell.holds(1, sizes, pair)
+    spell.begin(0, sizes, pair)
+    assert spell.holds(1, sizes, pair)
+    assert spell.holds(19, sizes, pair)
+    assert not spell.holds(20, sizes, pair), "a probe is due"
+    assert not spell.holds(5, (2, 9, 2), pair), "a prompt shares the step"
+    assert not spell.holds(5, (2, 2, 2), [pair[0], _sitting()]), "somebody else came"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"adaptive": False},
+        {"trace": []},
+        {"num_generated": 0},
+        {"draft_plan": (("lookup", 7),)},
+        {"length_state": None},
+    ],
+)
+def test_who_must_be_asked_in_every_round_begins_no_plain_spell(changes: dict[str, object]) -> None:
+    spell, pair = PlainSpell(), [_sitting(), _sitting(**changes)]
+    spell.begin(0, (2, 2, 2), pair)
+    assert not spell.holds(1, (2, 2, 2), pair)
+
+
+def test_a_refused_probe_is_asked_for_again_soon() -> None:
+    spell, seq = PlainSpell(), _sitting(now=-20)
+    spell.begin(100, (1, 1, 1), [seq])
+    assert spell.holds(103, (1, 1, 1), [seq])
+    assert not spell.holds(104, (1, 1, 1), [seq])

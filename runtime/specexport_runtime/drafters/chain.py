@@ -49,6 +49,8 @@ class ChainDrafter:
         Raises:
             SpecexportError: a plan names a drafter that is not here.
         """
+        if self.lengths is not None and self.lengths.stays_plain(sequences):
+            return [_NOTHING] * len(sequences)
         proposals = [Proposal([], end="none") for _ in sequences]
         plans = [
             [(name, min(own, room)) for name, own in seq.draft_plan if min(own, room) > 0]
@@ -71,6 +73,8 @@ class ChainDrafter:
                     proposals[i] = proposal if proposal.drafter == name else proposal._replace(drafter=name)
                 if seq.trace is not None:
                     seq.asked.append(Asked(name, *self._allowed(seq, name, limit, allowed[i])))
+        if lengths is not None and not any(proposal.tokens for proposal in proposals):
+            lengths.note_plain(sequences)
         return proposals
 
     def _ask(
