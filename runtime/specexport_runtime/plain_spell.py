@@ -30,16 +30,14 @@ class PlainSpell:
         """
         if now >= self._until or sizes != self._sizes:
             return False
-        for seq in sequences:
-            if seq.plain_spell is not self._mark:
-                return False
-        return True
+        mark = self._mark
+        return all([seq.plain_spell is mark for seq in sequences])
 
     def begin(self, now: int, sizes: tuple[int, ...], sequences: "Seq[Sequence]") -> None:
         """All were asked in round ``now``, and nobody drafts.
 
-        No spell begins where one must be asked in every round: text to copy may turn up in any; a trace has every round;
-        and a sequence whose prompt has just ended has not been asked yet.
+        No spell begins where one must be asked in every round: text to copy may turn up in any; a trace has every
+        round; and a sequence whose prompt has just ended has not been asked yet.
         """
         until = now + _LONGEST
         for seq in sequences:

@@ -32,8 +32,8 @@ class LookupDrafter:
     The gate keeps bad copies short, because in a large batch each rejected token costs compute. While fewer than half
     of the recent matches foretold their next token, a copy is no longer than its match. The gate looks at the text
     alone: never at other sequences, nor at drafts that were discarded, nor at where rounds began (``RandomStream`` says
-    why). With a reference, where copying is expected, it starts open. Adaptive sequences do without the gate: how much of a
-    copy they test is chosen by what became of earlier copies.
+    why). With a reference, where copying is expected, it starts open. Adaptive sequences do without the gate: how much
+    of a copy they test is chosen by what became of earlier copies.
 
     Args:
         match_length: shortest match that is copied from.
