@@ -31,7 +31,7 @@ class PlainSpell:
         if now >= self._until or sizes != self._sizes:
             return False
         mark = self._mark
-        return all([seq.plain_spell is mark for seq in sequences])
+        return all(seq.plain_spell is mark for seq in sequences)
 
     def begin(self, now: int, sizes: tuple[int, ...], sequences: "Seq[Sequence]") -> None:
         """All were asked in round ``now``, and nobody drafts.
