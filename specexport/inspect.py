@@ -106,6 +106,8 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     yield from _describe_engines(entry)
     if entry.padded_path is not None:
         yield f"  padded-KV graph over the same weights: {entry.padded_path}"
+    if entry.full_path is not None:
+        yield f"  graph for steps of one token a row over the same weights: {entry.full_path}"
     if entry.quantize is not None:
         yield f"  quantized: {entry.quantize} weights in the linear layers"
     if entry.num_gates:

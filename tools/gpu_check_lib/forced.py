@@ -12,7 +12,7 @@ from specexport_runtime.decoder import Decoder
 from specexport_runtime.drafters.base import Drafter, Proposal
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.model import ModelDrafter
-from specexport_runtime.executors.base import Executor
+from specexport_runtime.executors.base import Executor, Float32Array
 from specexport_runtime.sampling import SamplingParams
 from specexport_runtime.sequence import DraftStage, Sequence
 
@@ -79,6 +79,13 @@ class ForcedDrafter:
     def release_row(self, row: int) -> None:
         """See ``Drafter.release_row``."""
         self.inner.release_row(row)
+
+    def wants_similarity(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        """No."""
+        return False
+
+    def note_similarity(self, sequence: Sequence, similarity: Float32Array) -> None:
+        """Nothing to note."""
 
 
 class Decoded(NamedTuple):
