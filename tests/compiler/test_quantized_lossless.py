@@ -1,4 +1,4 @@
-"""Losslessness over quantized engines: every way to draft, greedy at every K and sampled against exact probabilities."""
+"""Losslessness over quantized engines, for every way to draft: greedy at every K, sampled against exact odds."""
 
 from collections.abc import Iterator
 from dataclasses import replace
