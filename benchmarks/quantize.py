@@ -2,7 +2,8 @@
 
     python benchmarks/quantize.py FP32 INT8 INT4 --prompts code=FILE.jsonl --prompts math=FILE.jsonl [--json FILE]
 
-For each bundle: plain decoding at batch 1 and batch 8, lookup at batch 1 on each domain, whether the speculative text
+For each bundle: plain decoding at batch 1 and batch 8, lookup at batch 1 on each domain with a fixed and with a chosen
+number of tokens, whether the speculative text
 is the bundle's own plain text, how much of the first bundle's greedy text it keeps, and the cost of a step by its
 tokens. Bundles take turns in every repeat and are loaded one at a time: idle threads of a second one would spin on the
 same cores. Figures are medians over the repeats.
@@ -46,16 +47,19 @@ def batch_rate(engine: SpecEngine, prompts: list[str], args: argparse.Namespace)
 
 def measure_text(path: Path, domains: dict[str, list[str]], args: argparse.Namespace, runs: Runs) -> Texts:
     """Decode every domain plainly and with lookup, and a batch; returns plain texts by domain."""
-    engine = SpecEngine.load(path, max_num_seqs=BATCH, num_threads=args.threads)
+    engine = SpecEngine.load(path, max_num_seqs=BATCH, num_threads=args.threads, adaptive=True)
     texts: Texts = {}
     try:
         for name, prompts in domains.items():
             engine.generate(prompts[0], SamplingParams(max_tokens=8), speculation=False)  # warm-up
             plain, texts[name] = rate(engine, prompts, args, speculation=False)
-            fast, copied = rate(engine, prompts, args, drafter="lookup")
             runs[f"plain {name}"].append(plain)
-            runs[f"lookup {name}"].append(fast)
-            runs[f"lossless {name}"].append(sum(a == b for a, b in zip(texts[name], copied, strict=True)))
+            same = [True] * len(prompts)
+            for way, lookahead in (("lookup", None), ("lookup auto", "auto")):
+                fast, copied = rate(engine, prompts, args, drafter="lookup", num_speculative_tokens=lookahead)
+                runs[f"{way} {name}"].append(fast)
+                same = [ok and a == b for ok, a, b in zip(same, texts[name], copied, strict=True)]
+            runs[f"lossless {name}"].append(sum(same))
         runs["plain batch 8"].append(batch_rate(engine, [p for prompts in domains.values() for p in prompts], args))
     finally:
         engine.close()
@@ -97,7 +101,8 @@ def table(name: str, runs: Runs, base: Runs, count: int, same: tuple[float, floa
             relative = median(values) / median(runs["step 1"])
             rows.append((f"{name}: step of {domain} tokens", f"{median(values):.2f} ms = {relative:.2f}x"))
         else:
-            over = median(a / b for a, b in zip(values, base[f"plain {domain}"], strict=True))
+            plain = base[what if kind == "plain" else f"plain {what.split()[-1]}"]
+            over = median(a / b for a, b in zip(values, plain, strict=True))
             rows.append((f"{name}: {what}", f"{median(values):.1f} tokens/s = {over:.2f}x"))
     rows.append((f"{name}: greedy texts, tokens kept", f"{same[0]:.0%}, {same[1]:.0%}"))
     return rows

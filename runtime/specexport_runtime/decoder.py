@@ -16,6 +16,7 @@ from specexport_runtime.draft_length import DraftLength, StepLoad, learn_from_te
 from specexport_runtime.drafters.base import Drafter, Proposal
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.events import RoundEvent
+from specexport_runtime.exact_width import room_within
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, argmax_ids
 from specexport_runtime.prompt_similarity import measured_step
 from specexport_runtime.scheduler import Scheduler
@@ -60,6 +61,7 @@ class Decoder:
         self.times = PhaseTimes()
         self.padding = PaddingStats()
         # Padding a whole batch to the width of a prompt chunk helps nobody: the padded method prefills apart.
+        self._sum_border: int = getattr(target.executor, "sum_border", 0)
         self._mixes_prefill = target.unpad_kv and target.unpad_input
 
     def add(self, sequence: Sequence) -> None:
@@ -170,10 +172,18 @@ class Decoder:
         start = time.perf_counter()
         if load is not None and self.lengths is not None:
             self.lengths.begin_round(load)
-        rooms = [seq.room_for_drafts for seq in sequences]
+        rooms = [self._room(seq) for seq in sequences]
         proposals = self.drafter.propose(sequences, rooms) if sequences else []
         self.times.draft += time.perf_counter() - start
         return {seq.row: proposal for seq, proposal in zip(sequences, proposals, strict=True)}
+
+    def _room(self, seq: Sequence) -> int:
+        """Most draft tokens of a sequence in this step."""
+        room, border = seq.room_for_drafts, self._sum_border
+        if border and len(seq.tokens) <= border:
+            within = room_within(border, len(seq.tokens), reads_prompt=not seq.num_generated)
+            return room if within is None else min(room, within)
+        return room
 
     def _verify(
         self, ready: Seq[Sequence], proposals: Mapping[int, Proposal], chunks: Mapping[int, int]

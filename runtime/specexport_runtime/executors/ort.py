@@ -22,6 +22,7 @@ from specexport_runtime.abi import (
     StepShape,
 )
 from specexport_runtime.errors import IncompatibleError, SpecexportError
+from specexport_runtime.exact_width import sum_border
 from specexport_runtime.executors.base import (
     BoolArray,
     Float32Array,
@@ -95,6 +96,7 @@ class OrtExecutor:
         self.kv_capacity = kv_capacity
         self.max_num_tokens: int | None = None
         self.engine_seconds = 0.0
+        self.sum_border = sum_border(entry)
         names = entry.inputs if unpad_kv else entry.padded_inputs
         threads = num_threads or available_cores()
         self._graph = open_graph(path, entry, names, num_threads=threads, spin=spin, engine_hash=engine_hash)
