@@ -36,6 +36,9 @@ _SCOUTS, _SCOUT_LOOKAHEAD = 2, 2
 """While nobody knows whether a drafter pays, so many sequences find out, with drafts of at least so many tokens."""
 
 
+_MARGIN = 0.02
+"""Drafting must promise so much more than plain decoding: cost curves are no better than that."""
+
 _BYPASS = Allowed(0, "bypass", 1.0)
 
 
@@ -91,7 +94,7 @@ class GoodputLength:
         gains = [stage.acceptance.reach(self._positions[:most]) for _, stage, most in asked]
         entries = [self._entry(drafter, sequences[i], stage) for i, stage, _ in asked]
         times = self._step_times(drafter, sequences, fixed, sum([len(each) for each in gains]) + 1)
-        counts, _ = allocate(gains, entries, self._expected, times)
+        counts, _ = allocate(gains, entries, self._expected, times, _MARGIN)
         if self._drafters[drafter].is_unknown:
             counts = [max(counts[j], min(most, _SCOUT_LOOKAHEAD)) for j, (_, _, most) in enumerate(asked)]
         probes = self._probe(drafter, sequences, asked, counts, times)
@@ -129,7 +132,7 @@ class GoodputLength:
             return allowed
         gains = [stage.acceptance.reach(stage.slots[:most]) for _, stage, most in asked]
         table = self._times.target(self._load, self._drafted, sum([most for _, _, most in asked]))
-        counts, _ = allocate(gains, [0.0] * len(asked), self._expected, StepTimes(table, None, ()))
+        counts, _ = allocate(gains, [0.0] * len(asked), self._expected, StepTimes(table, None, ()), _MARGIN)
         for j, (i, stage, most) in enumerate(asked):
             count, whole = counts[j], len(proposals[i].tokens)
             stage.shadow = None if count else proposals[i].tokens[0]

@@ -18,7 +18,9 @@ class StepTimes(NamedTuple):
     rows: Seq[int]
 
 
-def allocate(gains: Seq[Seq[float]], entries: Seq[float], expected: float, times: StepTimes) -> tuple[list[int], float]:
+def allocate(
+    gains: Seq[Seq[float]], entries: Seq[float], expected: float, times: StepTimes, margin: float = 0.0
+) -> tuple[list[int], float]:
     """Maximize (expected + sum of gains) / (target's step + draft steps) over the number of tokens of each sequence.
 
     Tokens are taken in the order of their gain, and every number of them is tried. That order alone would leave out
@@ -31,18 +33,24 @@ def allocate(gains: Seq[Seq[float]], entries: Seq[float], expected: float, times
         entries: seconds that the first token of each sequence costs besides.
         expected: tokens that the step gives without these drafts.
         times: of the step.
+        margin: share by which drafting must promise more than not drafting. Times are measured, so what promises less
+            than their error is worth nothing.
 
     Returns:
         draft tokens of each sequence, and the expected tokens per second.
     """
+    base = _base(times)
+    least = (1.0 + margin) * expected / (times.target[0] + base)
     if len(gains) == 1:
-        return _allocate_one(gains[0], entries[0], expected, times)
+        return _allocate_one(gains[0], entries[0], expected, base, least, times)
     # What is dear to begin with must not stand in the way of the others: tried with it and without.
     tried = [
         _allocate_many(
             [each if entry <= most else () for each, entry in zip(gains, entries, strict=True)],
             entries,
             expected,
+            base,
+            least,
             times,
         )
         for most in (sorted(set(entries)) if any(entries) else (0.0,))
@@ -51,12 +59,12 @@ def allocate(gains: Seq[Seq[float]], entries: Seq[float], expected: float, times
 
 
 def _allocate_many(
-    gains: Seq[Seq[float]], entries: Seq[float], expected: float, times: StepTimes
+    gains: Seq[Seq[float]], entries: Seq[float], expected: float, base: float, best: float, times: StepTimes
 ) -> tuple[list[int], float]:
+    """``base``: seconds of the drafts that are there anyway. ``best``: what must be beaten, else nothing is chosen."""
     items = sorted([(-gain, depth, i) for i, each in enumerate(gains) for depth, gain in enumerate(each)])
     deepest = max((len(each) for each in gains), default=0)
-    base = _base(times)
-    best, chosen = expected / (times.target[0] + base), items[:0]
+    chosen = items[:0]
     worse = 0
     for most in range(1 if times.draft is not None else deepest, deepest + 1):
         tried = items if most == deepest else [item for item in items if item[1] < most]
@@ -77,12 +85,12 @@ def _base(times: StepTimes) -> float:
     return 0.0 if times.draft is None else sum([times.draft[rows] for rows in times.rows])
 
 
-def _allocate_one(gains: Seq[float], entry: float, expected: float, times: StepTimes) -> tuple[list[int], float]:
-    """One sequence: every length is tried."""
+def _allocate_one(
+    gains: Seq[float], entry: float, expected: float, base: float, best: float, times: StepTimes
+) -> tuple[list[int], float]:
+    """One sequence: every length is tried. ``base`` and ``best`` as in ``_allocate_many``."""
     target, draft, rows = times
-    seconds = _base(times)
-    best, count = expected / (target[0] + seconds), 0
-    seconds += entry
+    seconds, count = base + entry, 0
     for depth, gain in enumerate(gains):
         expected += gain
         if draft is not None:

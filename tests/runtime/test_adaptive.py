@@ -42,9 +42,9 @@ def gated_curves(draft=0.2):
     return CostCurves(plain.target, plain.drafters, GateCost(GATES // 2, step_cost(0.0005), step_cost(0.001)))
 
 
-def make_decoder(target, draft, rows, **options):
+def make_decoder(target, draft, rows, *, cost_curves=None, **options):
     runner = ModelRunner(target, max_chunk=7)
-    lengths = GoodputLength(gated_curves(), LOOKAHEAD)
+    lengths = GoodputLength(cost_curves or gated_curves(), LOOKAHEAD)
     vocab = target.vocab_size
     drafters = {
         "lookup": LookupDrafter(),
@@ -117,7 +117,7 @@ def exact(target, params, prompt):
 def test_sampled_text_follows_the_targets_distribution(names):
     """Lengths depend on what was tested, of all sequences: that must not show in the text of any."""
     params = SamplingParams(max_tokens=LENGTH + 2, temperature=0.9, frequency_penalty=0.4)
-    target = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, num_gates=GATES, gate_noise=0.4)
+    target = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, num_gates=GATES, gate_noise=0.1)
     draft = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, noise=1.0)
     sequences = [
         Sequence(
@@ -129,12 +129,15 @@ def test_sampled_text_follows_the_targets_distribution(names):
             seed=i,
             draft_plan=[DraftStage(name, LOOKAHEAD) for name in names],
             adaptive=True,
-            layer_rules=RULES,
+            layer_rules=LayerRules(threshold=0.01),  # a third of the layers is left
             trace=True,
         )
         for i in range(800)
     ]
-    run(make_decoder(target, draft, 8), sequences)
+    # Drafting costs so little that it pays after a bad start too: these texts are too short for a second try.
+    cheap = curves(0.02)
+    costs = CostCurves(cheap.target, cheap.drafters, GateCost(GATES // 2, step_cost(1e-5), step_cost(2e-5)))
+    run(make_decoder(target, draft, 8, cost_curves=costs), sequences)
     lengths = Counter(len(each.drafted) for seq in sequences for each in seq.trace)
     assert len(lengths) > 2  # it did choose
     for i, prompt in enumerate(PROMPTS):

@@ -395,3 +395,12 @@ def test_a_refused_probe_is_asked_for_again_soon() -> None:
     spell.begin(100, (1, 1, 1), [seq])
     assert spell.holds(103, (1, 1, 1), [seq])
     assert not spell.holds(104, (1, 1, 1), [seq])
+
+
+def test_what_promises_less_than_the_error_of_the_times_is_not_drafted() -> None:
+    flat = StepTimes([1.0, 1.0, 1.0], None, ())
+    assert allocate([[0.015, 0.001]], [0.0], 1.0, flat)[0] == [2], "times that say drafting is free"
+    assert allocate([[0.015, 0.001]], [0.0], 1.0, flat, 0.02)[0] == [0]
+    assert allocate([[0.03, 0.001]], [0.0], 1.0, flat, 0.02)[0] == [2]
+    assert allocate([[0.015], [0.015]], [0.0, 0.0], 2.0, flat, 0.02)[0] == [0, 0]
+    assert allocate([[0.5], [0.0]], [0.0, 0.0], 2.0, flat, 0.02)[0][0] == 1
