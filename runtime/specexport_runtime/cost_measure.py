@@ -9,7 +9,8 @@ from specexport_runtime.batch import ModelRunner, RowWork
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.step_cost import KvPair, RowCurve, StepCost, StepSize, clean_times, fit_kv_seconds
 
-DEFAULT_BUDGET_S = 0.6
+DEFAULT_BUDGET_S = 1.5
+_LEAST_REPEATS = 3  # the first step of a shape is slow, and two more tell how noisy they are
 MIN_SECONDS = 1e-9
 MAX_NOISE = 0.3
 """Above it, timings are too noisy to keep: the machine is busy."""
@@ -43,11 +44,10 @@ def measure_step_cost(
         max_rows: most rows of a step (B).
         max_tokens: most new tokens of a row: K+1 for a target.
         contexts: cache entries of each row in a short and a long past; less where a row is too small.
-        repeats: how often each point is measured, at most; twice if the budget allows, since the first step of a shape
-            is slow.
+        repeats: how often each point is measured, at most; three times if the budget allows.
         all_logits: every token needs logits, as in verification; False: the last of each row, as in drafting.
         budget_s: after so many seconds no repeat begins, unless the timings are noisy; after twice as many (a slow or
-            busy machine) only one token and the most tokens of one row and of all rows are measured, once.
+            busy machine) only one token and the most tokens of one row and of all rows are measured, three times.
         clock: seconds; tests bring their own.
 
     Raises:
@@ -62,16 +62,16 @@ def measure_step_cost(
     points = [p for p in _points(max_rows, max_tokens, short, long) if most is None or p.num_rows * p.width <= most]
     corners = {p for p in points if p.context == short and p.num_rows in (1, max_rows) and p.width in (1, max_tokens)}
     samples: dict[_Point, list[float]] = {}
-    start = clock()
     try:
         _fill_rows(runner, max_rows, long)
+        start = clock()
         for repeat in count():
             spent = clock() - start
             enough = repeat >= repeats or spent > (budget_s if _noise(samples) <= MAX_NOISE else 2 * budget_s)
-            if repeat >= 2 and enough:
+            if repeat >= _LEAST_REPEATS and enough:
                 break
             for point in points:
-                if clock() - start <= 2 * budget_s or (not repeat and point in corners):
+                if clock() - start <= 2 * budget_s or (repeat < _LEAST_REPEATS and point in corners):
                     samples.setdefault(point, []).append(_time_step(runner, point, all_logits, clock))
     finally:
         for row in range(max_rows):

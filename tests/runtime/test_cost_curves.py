@@ -245,7 +245,7 @@ def test_a_slow_machine_is_measured_less():
     for runner, clock in (quick, slow):
         cost = measure_step_cost(runner, max_rows=4, max_tokens=5, clock=clock)
         assert [curve.num_rows for curve in cost.curves][0 :: len(cost.curves) - 1] == [1, 4]
-    assert len(slow[0].executor.calls) < 10 < len(quick[0].executor.calls)
+    assert len(slow[0].executor.calls) < 20 < len(quick[0].executor.calls)
     assert {(s.num_seqs, s.max_new_tokens) for s in slow[0].executor.calls[1:]} >= {(1, 1), (1, 5), (4, 1), (4, 5)}
 
 
