@@ -22,6 +22,7 @@ from specexport.atomic import clone_file, free_space, new_folder, remove_leftove
 from specexport.built import TOKENIZER_NAME, BuiltModel
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.manifest import hash_files
+from specexport_runtime.user_cache import cache_root
 
 DEFAULT_MAX_BYTES = 20 * 10**9
 ENTRY_NAME = "entry.json"
@@ -29,10 +30,8 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 
 
 def cache_folder() -> Path:
-    """``SPECEXPORT_CACHE_DIR``, else ``specexport`` in ``XDG_CACHE_HOME``, else ``~/.cache/specexport``."""
-    if folder := os.environ.get("SPECEXPORT_CACHE_DIR"):
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "specexport"
+    """The runtime's: ``SPECEXPORT_CACHE_DIR``, else ``specexport`` in the platform's cache folder."""
+    return cache_root()
 
 
 class EngineCache:

@@ -26,6 +26,7 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.errors",
     "specexport_runtime.profiles",
     "specexport_runtime.cli_errors",
+    "specexport_runtime.user_cache",  # where the cache is
     "specexport_runtime.executors.base",  # array types
     "specexport_runtime.executors.paged",  # how ort-cuda's caches are laid out in blocks
 }

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from loop import MAX_MODEL_LEN, VOCAB, greedy_reference
 from test_goodput import LOOKAHEAD, curves, step_cost
 from test_sampling_exact import P_VALUE, p_value
+from test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport_runtime import SamplingParams, SpecEngine
@@ -28,7 +29,6 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.goodput import GoodputLength
 from specexport_runtime.layer_choice import LayerRules
 from specexport_runtime.manifest import ModelEntry
-from specexport_runtime.sampling import Sampler
 from specexport_runtime.sequence import DraftStage, Sequence
 from specexport_runtime.speculative_config import parse_speculative_config
 
@@ -94,23 +94,6 @@ def test_greedy_text_is_plain_greedy_text_whatever_is_chosen(plans, rows, budget
         assert seq.output == greedy_reference(target, seq.tokens[: seq.num_prompt_tokens], seq.params.max_tokens)
         assert [token for each in seq.trace for token in each.emitted] == seq.output
         assert sum(len(each.drafted) for each in seq.trace) == seq.stats.drafted
-
-
-SMALL, PROMPTS, LENGTH = 5, [[1], [4, 2, 4]], 3
-
-
-def exact(target, params, prompt):
-    """Probability of every text of ``LENGTH`` tokens under the target alone."""
-    joint = {(): 1.0}
-    for _ in range(LENGTH):
-        longer = {}
-        for done, p in joint.items():
-            sampler = Sampler(params, prompt, SMALL)
-            sampler.append(done)
-            distribution = sampler.distribution(target.logits_after([*prompt, *done]))
-            longer |= {(*done, token): p * distribution.probability(token) for token in range(SMALL)}
-        joint = {done: p for done, p in longer.items() if p > 0}
-    return joint
 
 
 @pytest.mark.parametrize("names", NAMES[1:], ids="-".join)

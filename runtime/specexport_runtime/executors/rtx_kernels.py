@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specexport_runtime.manifest import EngineFile
+from specexport_runtime.user_cache import cache_root
 
 
 class RtxKernels:
@@ -19,13 +20,11 @@ class RtxKernels:
     """
 
     def __init__(self, path: Path, file: EngineFile, gpu_name: str) -> None:
-        root = os.environ.get("SPECEXPORT_CACHE_DIR")
-        base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specexport"
         gpu = "-".join("".join(c if c.isalnum() else " " for c in gpu_name).split())
         # Not by content: hashing gigabytes again would cost more than compiling.
         state = path.stat()
         engine = hashlib.sha256(f"{path.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:16]
-        self.path = base.expanduser() / "rtx-kernels" / f"{engine}-{file.builder_version}-{gpu}.bin"
+        self.path = cache_root() / "rtx-kernels" / f"{engine}-{file.builder_version}-{gpu}.bin"
         self._cache: Any = None
         self._loaded = 0
 
