@@ -47,5 +47,5 @@ $(VENV)/.installed-demo: $(INPUTS) | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-dev: $(INPUTS) | $(BIN)/python
-	@$(BIN)/python tools/install.py export,cpu,dev $(INSTALL_FLAGS)
+	@$(BIN)/python tools/install.py export,cpu,serve,ray,dev $(INSTALL_FLAGS)
 	@touch $@ $(VENV)/.installed-demo

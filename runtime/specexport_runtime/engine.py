@@ -12,9 +12,10 @@ from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.engine_parts import make_drafters, self_draft_obstacle
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import Executor
-from specexport_runtime.handle import Callback, RequestHandle
+from specexport_runtime.handle import Callback, RequestHandle, RequestListener
 from specexport_runtime.loop import DecodeLoop
 from specexport_runtime.request_builder import RequestBuilder
+from specexport_runtime.request_spec import RequestSpec
 from specexport_runtime.requests import (
     Abilities,
     DraftDefaults,
@@ -255,6 +256,28 @@ class SpecEngine:
         handle = RequestHandle(prompt, seq, self._loop, stream=True, callback=callback)
         self._loop.submit([handle])
         return handle
+
+    def submit_all(
+        self, requests: Seq[RequestSpec], listeners: Seq[RequestListener] | None = None
+    ) -> list[RequestHandle]:
+        """Queue several requests at once, all or none of them; they join the batch before the same round.
+
+        Args:
+            requests: what to generate.
+            listeners: one a request, told of its chunks and its end; the handles cannot be iterated over then.
+
+        Raises:
+            InvalidRequestError: one of them can never be served; none is queued.
+            EngineClosedError: the engine was closed.
+        """
+        each = one_each(listeners, len(requests), "listeners")
+        handles = []
+        for spec, listener in zip(requests, each, strict=True):
+            options = RequestOptions(**spec.drafting)
+            seq = self._builder.build(0, spec.prompt, spec.params, options, spec.reference, stream=True)
+            handles.append(RequestHandle(spec.prompt, seq, self._loop, stream=listener is None, listener=listener))
+        self._loop.submit(handles)
+        return handles
 
     def generate(
         self,

@@ -13,6 +13,8 @@
     │   ├── MissingDependencyError    an extra is not installed
     │   └── BundleError               a bundle part is missing or altered
     ├── IncompatibleError             exit code 3: bundle or hardware does not fit
+    ├── EngineClosedError             exit code 1: the engine takes no more requests
+    ├── QueueFullError                exit code 1: too many requests wait; later there may be room
     ├── RequestFailedError            exit code 1: a request ended by an exception, which is its cause
     └── CheckFailedError              exit code 1: a proof did not hold
 
@@ -86,6 +88,14 @@ class IncompatibleError(SpecexportError):
 
 class CheckFailedError(SpecexportError):
     """A proof (verify, contract check) did not hold."""
+
+
+class EngineClosedError(SpecexportError):
+    """The engine was closed, or is finishing what it has and takes no more requests."""
+
+
+class QueueFullError(SpecexportError):
+    """More requests wait than were allowed to; the same request may be taken later."""
 
 
 class RequestFailedError(SpecexportError):

@@ -13,6 +13,18 @@ from specexport_runtime.sequence import Sequence
 Callback = Callable[[StreamChunk], object]
 
 
+class RequestListener(Protocol):
+    """Hears of one request, in the decoding thread: be quick."""
+
+    def on_chunk(self, chunk: StreamChunk) -> None:
+        """A round gave tokens; an exception here ends this request alone."""
+        ...
+
+    def on_done(self, handle: "RequestHandle") -> None:
+        """The request has ended, in whichever way: its :meth:`RequestHandle.result` is there. Must not raise."""
+        ...
+
+
 class _Canceller(Protocol):
     def cancel(self, handle: "RequestHandle") -> None: ...
 
@@ -26,6 +38,7 @@ class RequestHandle:
         loop: where to cancel it.
         stream: keep chunks for iteration.
         callback: called with each chunk, in the decoding thread; an exception in it ends this request alone.
+        listener: told of each chunk, and of the end.
     """
 
     def __init__(
@@ -36,11 +49,13 @@ class RequestHandle:
         *,
         stream: bool = False,
         callback: Callback | None = None,
+        listener: RequestListener | None = None,
     ) -> None:
         self.prompt = prompt
         self.sequence = sequence
         self._loop = loop
-        self._callback = callback
+        self._callback = callback if listener is None else listener.on_chunk
+        self._listener = listener
         self._chunks: SimpleQueue[StreamChunk | None] | None = SimpleQueue() if stream else None
         self._done = threading.Event()
         self._error: BaseException | None = None
@@ -109,6 +124,8 @@ class RequestHandle:
                 self._chunks.put(StreamChunk([], "cancelled", self.sequence.stats))
             self._chunks.put(None)
         self._done.set()
+        if self._listener is not None:
+            self._listener.on_done(self)
 
     def _raise_error(self) -> None:
         if isinstance(self._error, SpecexportError):

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence as Seq
 
 from specexport_runtime.decoder import Decoder
-from specexport_runtime.errors import SpecexportError
+from specexport_runtime.errors import EngineClosedError
 from specexport_runtime.handle import RequestHandle
 from specexport_runtime.stats import PaddingStats, PhaseTimes
 
@@ -44,11 +44,11 @@ class DecodeLoop:
         """Queue requests, in order; all of them join before the same round.
 
         Raises:
-            SpecexportError: the loop was closed.
+            EngineClosedError: the loop was closed.
         """
         with self._lock:
             if self._closed:
-                raise SpecexportError("this engine was closed, or ended by a defect.", "load it again.")
+                raise EngineClosedError("this engine was closed, or ended by a defect.", "load it again.")
             self._submitted.extend(handles)
             if self._thread is None and handles:
                 self._thread = threading.Thread(target=self._run, name="specexport-decode", daemon=True)

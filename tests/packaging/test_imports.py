@@ -14,11 +14,17 @@ COMPILER = ROOT / "specexport"
 
 HEAVY = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "tensorrt", "tensorrt_rtx", "triton"}
 HEAVY |= {"matplotlib", "scipy"}
+SERVING = {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "opentelemetry", "ray"}
+"""Of the extras `serve` and `ray`: only the server's own modules may import them when they are imported."""
 # What the runtime may name at all. onnxruntime, tensorrt and cuda only inside functions: the import test sees to it.
 RUNTIME_MAY_IMPORT = {
     "specexport_runtime", "click", "jinja2", "numpy", "rich", "tokenizers",
     "onnxruntime", "tensorrt", "tensorrt_rtx", "cuda",
 }  # fmt: skip
+SERVER = RUNTIME / "server"
+MAY_IMPORT_SERVING = {RUNTIME / "metrics.py", RUNTIME / "ray_serve.py"}
+IMPORTED_WITHOUT_THE_EXTRA = {"specexport_runtime.server", "specexport_runtime.server.command"}
+IMPORTED_WITHOUT_THE_EXTRA |= {"specexport_runtime.server.config", "specexport_runtime.async_engine"}
 # Of the runtime, the compiler uses the shared contract; commands and proofs also its public API.
 COMPILER_MAY_IMPORT = {
     "specexport_runtime.abi",
@@ -68,9 +74,13 @@ def imports_in(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_every_runtime_module_imports_without_heavy_packages(record_property: Callable[[str, object], None]) -> None:
-    names, seconds = loaded_after("\n".join(f"import {name}" for name in modules_of(RUNTIME)))
+    names, _ = loaded_after("\n".join(f"import {name}" for name in modules_of(RUNTIME)))
     assert "specexport_runtime" in names
-    assert not names & (HEAVY | {"specexport"})
+    assert not names & (HEAVY | {"specexport", "ray"})
+    modules = [name for name in modules_of(RUNTIME) if not name.startswith("specexport_runtime.server.")]
+    modules += sorted(IMPORTED_WITHOUT_THE_EXTRA)
+    names, seconds = loaded_after("\n".join(f"import {name}" for name in modules))
+    assert not names & (HEAVY | SERVING | {"specexport"})
     record_property("measured: seconds to import every runtime module", f"{seconds:.2f}")
 
 
@@ -99,9 +109,12 @@ def test_runtime_sources_name_no_forbidden_package() -> None:
     sources = sorted(RUNTIME.rglob("*.py"))
     assert sources
     for path in sources:
+        serves = path.is_relative_to(SERVER) or path in MAY_IMPORT_SERVING
         for line, name in imports_in(path):
             where = f"{path.relative_to(ROOT)}:{line}"
-            assert name.split(".")[0] in allowed, f"{where} imports {name!r}, which the runtime must not"
+            assert name.split(".")[0] in (allowed | SERVING if serves else allowed), (
+                f"{where} imports {name!r}, which the runtime must not"
+            )
 
 
 def test_compiler_uses_only_the_shared_contract_of_the_runtime() -> None:

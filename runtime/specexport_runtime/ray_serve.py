@@ -1,0 +1,1 @@
+"""A bundle as a Ray Serve deployment: replicas, autoscaling, streaming (extra ``ray``)."""

@@ -1,0 +1,44 @@
+"""What the routes of one server share."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from specexport_runtime.async_engine import AsyncSpecEngine
+from specexport_runtime.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from specexport_runtime.metrics import EngineMetrics
+
+
+@dataclass
+class ServerState:
+    """One server's engine and settings, kept in ``app.state.server``.
+
+    Attributes:
+        config: its settings.
+        engine: the engine; None until it is loaded.
+        metrics: its metrics; None without.
+        draining: no request is admitted any more.
+        started: when it was made, seconds since the epoch.
+    """
+
+    config: ServerConfig
+    engine: AsyncSpecEngine | None = None
+    metrics: "EngineMetrics | None" = None
+    draining: bool = False
+    started: int = 0
+    tasks: set["asyncio.Task[object]"] = field(default_factory=set)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be taken."""
+        return self.engine is not None and not self.draining
+
+
+def state_of(request: "Request") -> ServerState:
+    """The state of the server that got a request."""
+    state: ServerState = request.app.state.server
+    return state
