@@ -5,28 +5,73 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from specexport_runtime.server.state import state_of
+from specexport_runtime.server.errors import ApiError
+from specexport_runtime.server.state import ServerState, state_of
 
 router = APIRouter()
 
+_RETRY_AFTER_S = 5
 
-@router.get("/health")
+
+@router.get("/health", tags=["status"])
 async def health() -> dict[str, str]:
     """The process is alive."""
     return {"status": "ok"}
 
 
-@router.get("/ready")
+@router.get("/ready", tags=["status"])
 async def ready(request: Request) -> Response:
     """A request would be taken: the model is loaded, and the server is not draining."""
     state = state_of(request)
-    word = "ready" if state.ready else "draining" if state.draining else "loading"
-    return JSONResponse({"status": word}, 200 if state.ready else 503)
+    if state.ready:
+        return JSONResponse({"status": "ready"})
+    word = "draining" if state.draining else "loading"
+    return JSONResponse({"status": word}, 503, headers={"Retry-After": str(_RETRY_AFTER_S)})
 
 
-@router.get("/v1/models")
+@router.get("/metrics", tags=["status"])
+async def metrics(request: Request) -> Response:
+    """Metrics in the format of Prometheus, or of OpenMetrics where ``Accept`` asks for it."""
+    state = state_of(request)
+    if state.metrics is None:
+        raise ApiError(404, "this server keeps no metrics.", code="not_found")
+    body, content_type = state.metrics.render(openmetrics_format=_asks_for_openmetrics(request))
+    return Response(body, headers={"Content-Type": content_type})
+
+
+@router.get("/v1/models", tags=["models"])
 async def models(request: Request) -> dict[str, Any]:
     """The one model that is served."""
+    return {"object": "list", "data": [_model(state_of(request))]}
+
+
+@router.get("/v1/models/{model_id:path}", tags=["models"])
+async def model(request: Request, model_id: str) -> dict[str, Any]:
+    """The model of that name."""
     state = state_of(request)
-    model = {"id": state.config.model_name, "object": "model", "created": state.started, "owned_by": "specexport"}
-    return {"object": "list", "data": [model]}
+    if model_id != state.config.model_name:
+        raise ApiError(
+            404,
+            f"there is no model {model_id!r}; this server has {state.config.model_name!r}.",
+            param="model",
+            code="model_not_found",
+        )
+    return _model(state)
+
+
+def _asks_for_openmetrics(request: Request) -> bool:
+    kinds = [part.split(";")[0].strip().lower() for part in request.headers.get("accept", "").split(",")]
+    return "application/openmetrics-text" in kinds
+
+
+def _model(state: ServerState) -> dict[str, Any]:
+    """A model as OpenAI describes it, with vLLM's field for the longest sequence; null until the bundle is loaded."""
+    return {
+        "id": state.config.model_name,
+        "object": "model",
+        "created": state.started,
+        "owned_by": "specexport",
+        "root": state.config.model_name,
+        "parent": None,
+        "max_model_len": None if state.engine is None else state.engine.engine.max_model_len,
+    }
