@@ -1,5 +1,123 @@
-"""The page at ``/``: static files of this package, nothing from elsewhere."""
+"""The page at ``/``: static files of this package, nothing from elsewhere, and what the page must know of the bundle.
 
-from fastapi import APIRouter
+The files are a fixed list, so no path of a request is ever looked up in a file system.
+"""
+
+import hashlib
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from specexport_runtime.engine import SpecEngine
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.requests import DRAFTERS, RequestOptions, resolve_draft_plan
+from specexport_runtime.server.errors import ApiError
+from specexport_runtime.server.state import state_of
 
 router = APIRouter()
+
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/playground/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/playground/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/playground/main.js": ("main.js", "text/javascript; charset=utf-8"),
+    "/playground/stream.js": ("stream.js", "text/javascript; charset=utf-8"),
+    "/playground/run.js": ("run.js", "text/javascript; charset=utf-8"),
+    "/playground/tokens.js": ("tokens.js", "text/javascript; charset=utf-8"),
+    "/playground/rounds.js": ("rounds.js", "text/javascript; charset=utf-8"),
+}
+
+PUBLIC_PATHS = frozenset(_FILES)
+"""Paths that need no API key: the page itself, which tells nothing of the bundle. It asks for the key where one is
+needed."""
+
+_HEADERS = {
+    # Nothing inline, nothing from elsewhere; the page sends no form and is in no frame.
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
+    ),
+    "Cache-Control": "no-cache",  # kept, but asked for again: an upgrade shows at once
+}
+
+
+class StaticFile(NamedTuple):
+    """A file of the page.
+
+    Attributes:
+        content: its bytes.
+        media_type: its content type.
+        etag: changes when the bytes do.
+    """
+
+    content: bytes
+    media_type: str
+    etag: str
+
+
+@cache
+def static_file(path: str) -> StaticFile:
+    """The file that is served at a path of ``PUBLIC_PATHS``."""
+    name, media_type = _FILES[path]
+    content = resources.files("specexport_runtime.server").joinpath("static", name).read_bytes()
+    return StaticFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+
+
+async def _serve_file(request: Request) -> Response:
+    file = static_file(request.scope["route"].path)
+    headers = _HEADERS | {"ETag": file.etag}
+    known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+    if file.etag in known or "*" in known:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, media_type=file.media_type, headers=headers)
+
+
+for _path in _FILES:
+    router.add_api_route(_path, _serve_file, methods=["GET", "HEAD"], include_in_schema=False)
+
+
+@router.get("/playground.json", include_in_schema=False)
+async def describe(request: Request) -> dict[str, Any]:
+    """What the page must know: the model, its limits, and how it can draft."""
+    state = state_of(request)
+    if state.engine is None:
+        raise ApiError(
+            503, "the model is loading.", kind="service_unavailable", code="loading", headers={"Retry-After": "1"}
+        )
+    engine = state.engine.engine
+    limit = engine.max_model_len - 1
+    return {
+        "model": state.config.model_name,
+        "max_model_len": engine.max_model_len,
+        "max_tokens": min(limit, state.config.max_tokens or limit),
+        "chat": engine._chat_template is not None,
+        "max_speculative_tokens": engine.lookahead,
+        "auto": engine.cost_curves is not None,
+        **_drafting(engine),
+    }
+
+
+def _drafting(engine: SpecEngine) -> dict[str, Any]:
+    """Drafters with the K that they take if none is asked for, or why they are not to be had; which one is default."""
+    builder = engine._builder
+    drafters: list[dict[str, Any]] = []
+    for name in DRAFTERS:
+        if name == "none":
+            continue
+        try:
+            plan = resolve_draft_plan(RequestOptions(name), builder.abilities, builder.defaults)
+        except InvalidRequestError as error:
+            drafters.append({"name": name, "num_speculative_tokens": None, "obstacle": error.message})
+        else:
+            drafters.append({"name": name, "num_speculative_tokens": plan.stages[-1].lookahead, "obstacle": None})
+    default = resolve_draft_plan(RequestOptions(), builder.abilities, builder.defaults)
+    names = [stage.name for stage in default.stages]
+    return {
+        "drafters": drafters,
+        "default_drafter": "chained" if len(names) > 1 else names[0] if names else None,
+        "default_num_speculative_tokens": (
+            "auto" if default.adaptive else default.stages[-1].lookahead if names else None
+        ),
+    }
