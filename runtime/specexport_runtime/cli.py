@@ -5,7 +5,7 @@ Engines are imported when a command runs, so that ``--help`` is fast.
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,6 +21,9 @@ from specexport_runtime.cli_options import (
 from specexport_runtime.cli_output import OutputOptions, print_padding, print_result, print_stream
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.prompts import read_prompts, read_text
+
+if TYPE_CHECKING:
+    from specexport_runtime.results import Prompt
 
 
 @click.group(cls=SuggestingGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -38,6 +41,7 @@ def runtime_cli() -> None:
 @click.option("--reference", type=click.Path(path_type=Path), help="UTF-8 text file that lookup may copy from.")
 @batch_options
 @sampling_options
+@click.option("--logprobs", type=int, metavar="N", help="With --json: log-probability of each token, and the top N.")
 @click.option("--stats", is_flag=True, help="Print counters and speed to standard error.")
 @click.option("--trace", is_flag=True, help="Print what each round did, and what it saved, to standard error.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line instead of text.")
@@ -63,6 +67,8 @@ def generate(
     limits = {name: options.pop(name) for name in LIMITS}
     drafting = take_drafting(options)
     params = sampling_params(options)
+    if params.logprobs is not None and not as_json:
+        raise InvalidRequestError("--logprobs was given, and text has no place for them.", "add --json.")
     if limits["num_threads"] is not None and limits["num_threads"] < 1:
         raise InvalidRequestError(f"--threads is {limits['num_threads']}.", "give 1 or more.")
     items = list(read_prompts(prompt, prompt_file, prompts))
@@ -85,12 +91,15 @@ def generate(
     limits["max_num_seqs"] = min(limits["max_num_seqs"], max(len(items), 1))
     engine = SpecEngine.load(bundle, adaptive=adaptive or trace, **limits)
     texts = [item.text for item in items]
+    inputs: list[Prompt] = list(texts)
     if chat:
-        texts = [engine.format_chat([{"role": "user", "content": text}]) for text in texts]
+        conversations = [[{"role": "user", "content": text}] for text in texts]
+        texts = [engine.format_chat(each) for each in conversations]
+        inputs = [engine.encode_chat(each) for each in conversations]
     if prompts is None and not as_json:
-        print_stream(texts[0], engine.stream(texts[0], params, reference=references[0], **drafting), output)
+        print_stream(texts[0], engine.stream(inputs[0], params, reference=references[0], **drafting), output)
         return
-    results = engine.iter_results(texts, params, references=references, **drafting)
+    results = engine.iter_results(inputs, params, references=references, **drafting)
     for text, result in zip(texts, results, strict=True):
         print_result(text, result, output)
     if stats and len(texts) > 1:

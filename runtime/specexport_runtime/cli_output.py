@@ -82,6 +82,11 @@ def print_result(prompt: str, result: "GenerationResult", output: OutputOptions)
             "finish_reason": result.finish_reason,
             "stats": stats,
         }
+        if result.logprobs is not None:
+            record["logprobs"] = [
+                {"token_id": each.token_id, "logprob": each.logprob, "top": [list(pair) for pair in each.top]}
+                for each in result.logprobs
+            ]
         if result.trace is not None:
             record["trace"] = [each.to_json() for each in result.trace]
         click.echo(json.dumps(record, ensure_ascii=False))

@@ -12,12 +12,14 @@ from collections.abc import Sequence as Seq
 
 from specexport_runtime.accept import Verdict, accept_greedy, accept_sampled
 from specexport_runtime.batch import IDLE, ModelRunner, RowWork
-from specexport_runtime.draft_length import DraftLength, StepLoad, learn_from_tests, step_load
+from specexport_runtime.draft_length import DraftLength, StepLoad, concerns_lengths, learn_from_tests, step_load
 from specexport_runtime.drafters.base import Drafter, Proposal
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.events import RoundEvent
 from specexport_runtime.exact_width import room_within
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, argmax_ids
+from specexport_runtime.logprobs import logprobs_of
+from specexport_runtime.observe import EngineLoad, Observers, RoundRecord
 from specexport_runtime.prompt_similarity import measured_step
 from specexport_runtime.scheduler import Scheduler
 from specexport_runtime.sequence import NO_ROW, Sequence
@@ -53,6 +55,7 @@ class Decoder:
         self.drafter = drafter
         self.lengths = lengths
         self.tracer = tracer or RoundTracer()
+        self.observers = Observers()
         rows, limit = target.executor.num_rows, target.executor.max_num_tokens
         self.scheduler = Scheduler(
             min(max_num_seqs or rows, rows),
@@ -98,11 +101,17 @@ class Decoder:
             # The step that ends a prompt drafts too, however the prompt was cut: that must not change a seed's draws.
             ending = [seq for row, chunk in chunks.items() if self._pending(seq := self._in_row(row)) == chunk]
             drafting = sorted([*ready, *ending], key=lambda seq: seq.row)
-        load = step_load(drafting, [self._in_row(row) for row in chunks], sum(chunks.values()))
-        proposals = self._propose(drafting, load)
+        load, prompt_tokens = None, sum(chunks.values())
+        counts = concerns_lengths(drafting)
+        if counts or self.observers:
+            load = step_load(drafting, [self._in_row(row) for row in chunks], prompt_tokens)
+        # Being watched must not change how far anybody drafts: only rounds that count for lengths are told to them.
+        proposals = self._propose(drafting, load if counts else None)
         events = self._verify(ready, proposals, chunks)
         if load is not None:
-            self.tracer.record(events, load, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            plain_seconds = self.tracer.record(events, load, seconds)
+            self.observers.round_done(RoundRecord(events, prompt_tokens, seconds, plain_seconds))
         if ready:
             self.times.total += time.perf_counter() - start
             self.times.engine += self.target.executor.engine_seconds + self.drafter.engine_seconds - engines_before
@@ -124,10 +133,15 @@ class Decoder:
         chunks = self.scheduler.share(0, self._pending, self.target.max_chunk)
         return ([], dict([next(iter(chunks.items()))])) if chunks else (ready, chunks)
 
-    def cancel(self, sequence: Sequence) -> None:
-        """Drop one sequence, waiting or running, and free its row; one that has finished stays as it is."""
+    def cancel(self, sequence: Sequence, error: Exception | None = None) -> None:
+        """Drop one sequence, waiting or running, and free its row; one that has finished stays as it is.
+
+        Args:
+            sequence: the sequence.
+            error: what ended it, if it was not its owner.
+        """
         if sequence.finish_reason is None:
-            sequence.end("cancelled")
+            sequence.end("cancelled" if error is None else "error", error)
             self._retire(sequence)
 
     def fail(self, error: Exception) -> list[Sequence]:
@@ -151,6 +165,18 @@ class Decoder:
         """
         self.target.kv.check()
         self.scheduler.check([self.target.kv.kv_len(row) for row in range(self.target.kv.num_rows)])
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy it is; may be asked from any thread."""
+        kv, rows = self.target.kv, self.scheduler.num_rows
+        return EngineLoad(
+            num_running=len(self.running),
+            num_waiting=len(self.scheduler.waiting),
+            max_num_seqs=rows,
+            kv_entries=kv.num_committed,
+            kv_capacity=rows * kv.capacity,
+        )
 
     def _pending(self, seq: Sequence) -> int:
         """Tokens of a sequence that the target has not seen."""
@@ -196,8 +222,7 @@ class Decoder:
         counts = {row: chunks.get(row, 1) for row in sorted(rows)}
         work = [self._work(row, counts.get(row, 0), proposals.get(row)) for row in range(first, max(rows) + 1)]
         # Where all that is read is greedy, a GPU need not send logits: the argmax is taken beside them.
-        plain = all(self._in_row(row).sampler.is_plain_greedy for row in proposals)
-        want: Want = "token_ids" if plain else "logits"
+        want: Want = "logits" if any(self._in_row(row).needs_logits for row in proposals) else "token_ids"
         prompts = [self._in_row(row) for row in chunks]
         output = measured_step(self.target, self.drafter, prompts, first, work, want)
         executed = time.perf_counter()
@@ -251,7 +276,10 @@ class Decoder:
                     _check_number(verdict)
                 else:
                     verdict = _accept_processed(seq, proposal, output[begin:end])
-                events.append(self._commit(seq, proposal, verdict))
+                event = self._commit(seq, proposal, verdict)
+                if seq.logprobs is not None:
+                    seq.logprobs += logprobs_of(event.tokens, output[begin:end], seq.params.logprobs or 0)
+                events.append(event)
             except Exception as error:  # whatever it is, it concerns this sequence alone
                 seq.finish_reason = None  # half a commit may have set it
                 seq.end("error", error)

@@ -108,19 +108,23 @@ class DraftLength(Protocol):
         ...
 
 
-def step_load(drafting: "Seq[Sequence]", prompts: "Seq[Sequence]", prompt_tokens: int) -> StepLoad | None:
-    """What a step holds before anything is drafted; None where nobody asks: no sequence is adaptive or keeps a trace.
+def concerns_lengths(drafting: "Seq[Sequence]") -> bool:
+    """Whether a step counts for a ``DraftLength``: a sequence that drafts in it is adaptive or keeps a trace.
+
+    Args:
+        drafting: sequences that get a token of the target's own.
+    """
+    return any(seq.adaptive or seq.trace is not None for seq in drafting)
+
+
+def step_load(drafting: "Seq[Sequence]", prompts: "Seq[Sequence]", prompt_tokens: int) -> StepLoad:
+    """What a step holds before anything is drafted.
 
     Args:
         drafting: sequences that get a token of the target's own.
         prompts: sequences with a chunk of their prompt in the step; those whose prompt ends are among ``drafting``.
         prompt_tokens: of these chunks together.
     """
-    for seq in drafting:
-        if seq.adaptive or seq.trace is not None:
-            break
-    else:
-        return None
     busy = [*drafting, *(seq for seq in prompts if seq not in drafting)] if prompts else drafting
     entries = sum([len(seq.tokens) for seq in busy])
     return StepLoad(len(busy), len(busy) - len(prompts) + prompt_tokens, len(drafting), entries)

@@ -1,5 +1,6 @@
 """Public API: load a bundle, generate, stream. Imports onnxruntime and tokenizers when an engine is made."""
 
+import threading
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -10,10 +11,11 @@ from specexport_runtime.decoder import Decoder
 from specexport_runtime.draft_length import DraftLength
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.engine_parts import make_drafters, self_draft_obstacle
-from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.handle import Callback, RequestHandle, RequestListener
 from specexport_runtime.loop import DecodeLoop
+from specexport_runtime.observe import EngineLoad, EngineObserver
 from specexport_runtime.request_builder import RequestBuilder
 from specexport_runtime.request_spec import RequestSpec
 from specexport_runtime.requests import (
@@ -100,7 +102,9 @@ class SpecEngine:
         self._chat_template = chat_template
         self._special_tokens = dict(special_tokens or {})
         runner = ModelRunner(target, unpad_kv=unpad_kv, unpad_input=unpad_input)
-        draft_runner = None if draft is None else ModelRunner(draft, unpad_kv=unpad_kv, unpad_input=unpad_input)
+        self._draft_runner = draft_runner = (
+            None if draft is None else ModelRunner(draft, unpad_kv=unpad_kv, unpad_input=unpad_input)
+        )
         self._builder = RequestBuilder(
             tokenizer,
             target.vocab_size,
@@ -134,6 +138,8 @@ class SpecEngine:
             tracer=RoundTracer(cost_curves),
         )
         self._loop = DecodeLoop(decoder)
+        self._release_lock = threading.Lock()
+        self._released = False
 
     @property
     def times(self) -> PhaseTimes:
@@ -144,6 +150,36 @@ class SpecEngine:
     def padding(self) -> PaddingStats:
         """Padding counters since the engine was last idle."""
         return self._loop.decoder.padding
+
+    def current_load(self) -> EngineLoad:
+        """How busy the engine is; may be asked from any thread at any time."""
+        return self._loop.load
+
+    def add_observer(self, observer: EngineObserver) -> None:
+        """Tell ``observer`` of every step and of the end of every request from now on; never changes what is generated.
+
+        Args:
+            observer: called in the decoding thread. One that raises is dropped, which is logged.
+        """
+        self._loop.decoder.observers.add(observer)
+
+    def check(self) -> None:
+        """Assert that no cache row, and nothing else of a request, was left behind; for tests and after long runs.
+
+        Raises:
+            SpecexportError: something was, or a request has not ended.
+        """
+        self._loop.check_idle(self._check_empty)
+
+    def _check_empty(self) -> None:
+        decoder = self._loop.decoder
+        decoder.check()
+        if decoder.has_work:
+            raise SpecexportError(f"nothing was asked for, and there is {self._loop.decoder.load}.")
+        if self._draft_runner is not None:
+            self._draft_runner.kv.check()
+            if self._draft_runner.kv.num_committed:
+                raise SpecexportError(f"{self._draft_runner.kv.num_committed} cache entries of the draft were left.")
 
     @classmethod
     def load(
@@ -344,8 +380,19 @@ class SpecEngine:
         """
         return self._builder.encode(prompt)
 
+    def encode_chat(self, messages: Seq[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation's prompt, checked. The template's text holds all special tokens: none is added.
+
+        Args:
+            messages: as :meth:`format_chat`.
+
+        Raises:
+            InvalidRequestError: as :meth:`format_chat`, or the prompt is empty or too long for the engine.
+        """
+        return self._builder.encode(self.format_chat(messages), add_special_tokens=False)
+
     def format_chat(self, messages: Seq[Mapping[str, Any]]) -> str:
-        """The prompt text of a conversation, by the checkpoint's chat template.
+        """The prompt text of a conversation, by the checkpoint's chat template; to generate, :meth:`encode_chat` it.
 
         Args:
             messages: ``{"role": …, "content": …}`` in order.
@@ -361,10 +408,16 @@ class SpecEngine:
 
     def close(self) -> None:
         """End what is running and release the engines and their memory. Requests are refused from now on."""
-        self._loop.close()
-        self.target.close()
-        if self.draft is not None:
-            self.draft.close()
+        self._loop.close(self._release)
+
+    def _release(self) -> None:
+        with self._release_lock:
+            if self._released:
+                return
+            self._released = True
+            self.target.close()
+            if self.draft is not None:
+                self.draft.close()
 
 
 def _results_in_order(handles: Seq[RequestHandle]) -> Iterator[GenerationResult]:

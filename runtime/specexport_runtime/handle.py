@@ -1,5 +1,6 @@
 """What the caller of ``SpecEngine.submit`` holds: a request's stream, its result, and a way to end it."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
@@ -21,7 +22,10 @@ class RequestListener(Protocol):
         ...
 
     def on_done(self, handle: "RequestHandle") -> None:
-        """The request has ended, in whichever way: its :meth:`RequestHandle.result` is there. Must not raise."""
+        """The request has ended, in whichever way: its :meth:`RequestHandle.result` is there. Called once.
+
+        What it raises is logged, and has no effect.
+        """
         ...
 
 
@@ -119,13 +123,17 @@ class RequestHandle:
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the request done (decoding thread only); ``error`` is what ended it."""
         self._error = error or self.sequence.error
+        self._done.set()  # before the stream ends: who has read it to its end finds the result there
         if self._chunks is not None:
             if self._error is None and self.sequence.finish_reason == "cancelled":
                 self._chunks.put(StreamChunk([], "cancelled", self.sequence.stats))
             self._chunks.put(None)
-        self._done.set()
-        if self._listener is not None:
+        if self._listener is None:
+            return
+        try:
             self._listener.on_done(self)
+        except Exception:  # a closed event loop, for example: the others' requests go on
+            logging.getLogger("specexport_runtime").exception("on_done of a request's listener raised.")
 
     def _raise_error(self) -> None:
         if isinstance(self._error, SpecexportError):

@@ -32,6 +32,11 @@ class KvArena:
         """Committed entries of ``row``."""
         return self._kv_lens[row]
 
+    @property
+    def num_committed(self) -> int:
+        """Committed entries of all rows together."""
+        return sum(self._kv_lens)
+
     def entries(self, row: int) -> int:
         """Cache entries that the next step of ``row`` writes behind: its committed ones."""
         return self._kv_lens[row]

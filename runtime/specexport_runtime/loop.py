@@ -4,14 +4,15 @@ Requests of any thread join the running batch between two rounds. What a request
 what an engine raises ends the requests that were running, and the next ones start afresh.
 """
 
-import atexit
 import threading
 import weakref
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from specexport_runtime.decoder import Decoder
-from specexport_runtime.errors import EngineClosedError
+from specexport_runtime.errors import EngineClosedError, SpecexportError
 from specexport_runtime.handle import RequestHandle
+from specexport_runtime.observe import EngineLoad
 from specexport_runtime.stats import PaddingStats, PhaseTimes
 
 
@@ -31,6 +32,7 @@ class DecodeLoop:
     def __init__(self, decoder: Decoder, *, check: bool = False) -> None:
         self.decoder = decoder
         self._check = check
+        self._at_end: Callable[[], object] | None = None
         self._lock = threading.Lock()
         self._submitted: list[RequestHandle] = []
         self._cancelled: list[RequestHandle] = []
@@ -38,7 +40,7 @@ class DecodeLoop:
         self._thread: threading.Thread | None = None
         self._closed = False
         # The interpreter must not come down around a thread that is inside an engine.
-        atexit.register(_close_at_exit, weakref.ref(self))
+        weakref.finalize(self, _close_at_exit, weakref.ref(self))
 
     def submit(self, handles: Seq[RequestHandle]) -> None:
         """Queue requests, in order; all of them join before the same round.
@@ -49,10 +51,11 @@ class DecodeLoop:
         with self._lock:
             if self._closed:
                 raise EngineClosedError("this engine was closed, or ended by a defect.", "load it again.")
-            self._submitted.extend(handles)
             if self._thread is None and handles:
-                self._thread = threading.Thread(target=self._run, name="specexport-decode", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="specexport-decode", daemon=True)
+                thread.start()  # it waits for the lock; if it cannot start, nothing was queued
+                self._thread = thread
+            self._submitted.extend(handles)
 
     def cancel(self, handle: RequestHandle) -> None:
         """End a request before the next round; no effect if it is done."""
@@ -60,14 +63,44 @@ class DecodeLoop:
             if not handle.done:
                 self._cancelled.append(handle)
 
-    def close(self) -> None:
-        """Cancel everything and wait for the thread to end. Requests are refused from now on."""
+    @property
+    def load(self) -> EngineLoad:
+        """How busy the decoder is, with what it has not taken in yet; may be asked from any thread."""
+        with self._lock:  # nobody is between the two queues
+            load = self.decoder.load
+            return load._replace(num_waiting=load.num_waiting + len(self._submitted))
+
+    def check_idle(self, check: Callable[[], object]) -> None:
+        """Call ``check`` while nothing is decoded, nor can begin.
+
+        Raises:
+            SpecexportError: a request has not ended.
+            Exception: whatever ``check`` raises.
+        """
+        with self._lock:
+            busy = len(self._handles) + len(self._submitted)
+            if busy:
+                raise SpecexportError(f"{busy} requests have not ended.", "wait for them, or cancel them.")
+            check()
+
+    def close(self, release: Callable[[], object] = lambda: None) -> None:
+        """Cancel everything and wait for the thread to end. Requests are refused from now on.
+
+        In the decoding thread itself, in a callback, it returns at once, and the thread ends after the round.
+
+        Args:
+            release: called when the thread has ended, or is about to.
+        """
         with self._lock:
             self._closed = True
             self._cancelled.extend([*self._handles.values(), *self._submitted])
             thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+            if thread is threading.current_thread():
+                self._at_end = release
+                return
+        if thread is not None:
             thread.join()
+        release()
 
     def _run(self) -> None:
         try:
@@ -76,12 +109,16 @@ class DecodeLoop:
         except BaseException as error:  # a defect of ours: nobody may wait for ever, or go on with a broken state
             with self._lock:
                 self._closed = True
-                left, self._handles, self._thread = list(self._handles.values()), {}, None
-                left += self._submitted
-                self._submitted = []
+                left, self._submitted = [*self._handles.values(), *self._submitted], []
+                self._handles.update({id(handle.sequence): handle for handle in left})
             for handle in left:
-                handle.finish(error)
+                self._finish(handle, error)
+            with self._lock:
+                self._thread = None
             raise
+        finally:
+            if self._at_end is not None:
+                self._at_end()
 
     def _take_orders(self) -> bool:
         """Take in what was submitted and cancelled; False, and the thread is over, if nothing is left to do."""
@@ -92,13 +129,12 @@ class DecodeLoop:
                 self.decoder.times, self.decoder.padding = PhaseTimes(), PaddingStats()
             for handle in submitted:
                 self._handles[id(handle.sequence)] = handle
+                self.decoder.add(handle.sequence)
             if not submitted and not self._handles:
                 self._thread = None
                 return False
-        for handle in submitted:
-            self.decoder.add(handle.sequence)
         for handle in cancelled:
-            if not handle.done:
+            if id(handle.sequence) in self._handles:
                 self.decoder.cancel(handle.sequence)
                 self._finish(handle)
         return True
@@ -111,8 +147,10 @@ class DecodeLoop:
             if self._check:
                 self.decoder.check()
         except Exception as error:  # the engine's: whatever it is, the requests in flight end with it
-            for seq in self.decoder.fail(error):
-                self._finish(self._handles[id(seq)])
+            self.decoder.fail(error)
+            # Those too that ended in this very step: nobody has seen their last tokens.
+            for ended in [each for each in self._handles.values() if each.sequence.finish_reason is not None]:
+                self._finish(ended, error)
             return
         for event in events:
             handle = self._handles.get(id(event.sequence))
@@ -122,12 +160,16 @@ class DecodeLoop:
                 if event.tokens:
                     handle.deliver(event)
             except Exception as error:  # the callback's: this request alone ends
-                self.decoder.cancel(event.sequence)
+                self.decoder.cancel(event.sequence, error)
                 self._finish(handle, error)
                 continue
             if event.sequence.finish_reason is not None:
                 self._finish(handle)
 
     def _finish(self, handle: RequestHandle, error: BaseException | None = None) -> None:
-        self._handles.pop(id(handle.sequence), None)
+        """The end of a request, in whichever way: the observers hear of it, then its owner, each of them once."""
+        self._handles.pop(id(handle.sequence))
+        if error is not None:
+            handle.sequence.end("error", error if isinstance(error, Exception) else None)
+        self.decoder.observers.sequence_done(handle.sequence)
         handle.finish(error)

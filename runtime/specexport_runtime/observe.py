@@ -1,7 +1,10 @@
 """What an engine tells those who watch it: metrics, traces. Watching never changes what is generated."""
 
+import logging
+import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from specexport_runtime.events import RoundEvent
@@ -52,8 +55,44 @@ class EngineObserver(Protocol):
         ...
 
 
+class Observers:
+    """The observers of one engine. False while there are none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._each: tuple[EngineObserver, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self._each)
+
+    def add(self, observer: EngineObserver) -> None:
+        """Call ``observer`` from now on (any thread)."""
+        with self._lock:
+            self._each = (*self._each, observer)
+
+    def round_done(self, record: RoundRecord) -> None:
+        """Tell all of a step."""
+        for observer in self._each:
+            self._tell(observer, observer.on_round, record)
+
+    def sequence_done(self, sequence: "Sequence") -> None:
+        """Tell all of the end of a sequence."""
+        for observer in self._each:
+            self._tell(observer, observer.on_finish, sequence)
+
+    def _tell(self, observer: EngineObserver, call: "Callable[[Any], None]", news: object) -> None:
+        try:
+            call(news)
+        except Exception:  # whatever it is: who watches must not stop what is watched
+            with self._lock:
+                self._each = tuple(each for each in self._each if each is not observer)
+            logging.getLogger("specexport_runtime").exception(
+                "an observer (%s) raised; it is not called any more.", type(observer).__name__
+            )
+
+
 class EngineLoad(NamedTuple):
-    """How busy an engine is, at the moment of asking.
+    """How busy an engine is, at the moment of asking; while it decodes, a sequence on its way may not be counted.
 
     Attributes:
         num_running: sequences that hold a cache row.

@@ -9,6 +9,9 @@ from typing import Any, SupportsIndex, cast
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.rng import check_seed
 
+MAX_LOGPROBS = 20
+"""Most alternatives whose log-probabilities a request may ask for, as in OpenAI's API."""
+
 _TOGGLES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
@@ -37,6 +40,8 @@ class SamplingParams:
         ignore_eos: go on after the model's end-of-sequence token.
         include_stop_str_in_output: keep the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
+        logprobs: give the log-probability of each token, and of this many (0 to 20) of the likeliest ones in its place,
+            under the target's raw logits; None gives none.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of its range.
@@ -57,6 +62,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         self._set("temperature", _number("temperature", self.temperature, low=0.0, hint="0 means greedy"))
@@ -73,6 +79,8 @@ class SamplingParams:
         self._set("max_tokens", _integer("max_tokens", self.max_tokens, low=1))
         self._set("stop", _strings("stop", self.stop))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.logprobs is not None:
+            self._set("logprobs", _integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, hint="None gives none"))
         for name in _TOGGLES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} is {getattr(self, name)!r}.", hint="give True or False.")
@@ -110,14 +118,15 @@ def _number(
     return number
 
 
-def _integer(name: str, value: object, *, low: int, hint: str = "") -> int:
-    """An integer of at least ``low``; a bool or a float is refused."""
-    wanted = f"give an integer of at least {low}{'; ' + hint if hint else ''}."
+def _integer(name: str, value: object, *, low: int, high: float = math.inf, hint: str = "") -> int:
+    """An integer of at least ``low`` and at most ``high``; a bool or a float is refused."""
+    span = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+    wanted = f"give an integer {span}{'; ' + hint if hint else ''}."
     try:
         number = operator.index(cast(SupportsIndex, value))
     except TypeError:
         raise InvalidRequestError(f"{name} is {value!r}, which is not an integer.", hint=wanted) from None
-    if isinstance(value, bool) or number < low:
+    if isinstance(value, bool) or not low <= number <= high:
         raise InvalidRequestError(f"{name} is {value!r}.", hint=wanted)
     return number
 

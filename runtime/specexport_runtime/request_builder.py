@@ -47,15 +47,22 @@ class RequestBuilder:
     eos_token_ids: tuple[int, ...]
     defaults: DraftDefaults
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, checked.
+
+        Args:
+            prompt: a text or token ids.
+            add_special_tokens: put what the tokenizer adds (a beginning-of-sequence token, say) around a text.
 
         Raises:
             InvalidRequestError: the prompt is empty, too long for the engine, or has ids out of range.
         """
-        ids = (
-            [] if not len(prompt) else self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else _plain(prompt)
-        )
+        if not len(prompt):
+            ids = []
+        elif isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
+        else:
+            ids = _plain(prompt)
         check_token_ids(ids, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         return ids
 

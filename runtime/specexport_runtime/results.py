@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from specexport_runtime.events import RoundEvent
+from specexport_runtime.logprobs import TokenLogprobs
 from specexport_runtime.sequence import FinishReason, Sequence
 from specexport_runtime.stats import SequenceStats
 from specexport_runtime.trace import RoundTrace
@@ -25,6 +26,7 @@ class GenerationResult(NamedTuple):
         finish_reason: ``"stop"`` (end token, stop id or stop string), ``"length"`` or ``"cancelled"``.
         stats: counters and times.
         trace: what each round did; None unless it was asked for.
+        logprobs: log-probabilities, one entry for each token id; None unless they were asked for.
     """
 
     prompt: Prompt
@@ -33,6 +35,7 @@ class GenerationResult(NamedTuple):
     finish_reason: FinishReason
     stats: SequenceStats
     trace: list[RoundTrace] | None = None
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class StreamPiece(NamedTuple):
@@ -40,11 +43,13 @@ class StreamPiece(NamedTuple):
 
     ``kind`` is ``"accepted"`` (a draft token that passed), ``"corrected"`` (the target's token in place of a rejected
     one), ``"bonus"`` (the target's token after a draft that passed whole) or ``"target"`` (no draft was tested).
+    ``logprobs`` is None unless the request asked for them.
     """
 
     text: str
     token_id: int
     kind: PieceKind
+    logprobs: TokenLogprobs | None = None
 
 
 class StreamChunk(NamedTuple):
@@ -73,15 +78,17 @@ def as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
 def make_result(prompt: Prompt, seq: Sequence) -> GenerationResult:
     """The result of a finished sequence."""
     return GenerationResult(
-        prompt, seq.finish_text(), seq.output, seq.finish_reason or "cancelled", seq.stats, seq.trace
+        prompt, seq.finish_text(), seq.output, seq.finish_reason or "cancelled", seq.stats, seq.trace, seq.logprobs
     )
 
 
 def make_chunk(event: RoundEvent) -> StreamChunk:
     """The chunk of one round of a sequence that was made with ``stream=True``."""
     seq = event.sequence
-    texts = seq.take_pieces(len(event.tokens))
-    pieces = [StreamPiece(text, event.tokens[j], piece_kind(event, j)) for j, text in enumerate(texts)]
+    count = len(event.tokens)
+    texts = seq.take_pieces(count)
+    logprobs: Seq[TokenLogprobs | None] = [None] * count if seq.logprobs is None else seq.logprobs[-count:]
+    pieces = [StreamPiece(text, event.tokens[j], piece_kind(event, j), logprobs[j]) for j, text in enumerate(texts)]
     return StreamChunk(pieces, seq.finish_reason, seq.stats, seq.trace[-1] if seq.trace else None)
 
 

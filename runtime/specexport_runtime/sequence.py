@@ -13,6 +13,7 @@ from specexport_runtime.text import TextStream
 if TYPE_CHECKING:
     from specexport_runtime.draft_exit import DraftExit
     from specexport_runtime.layer_choice import LayerChoice
+    from specexport_runtime.logprobs import TokenLogprobs
     from specexport_runtime.trace import Asked, RoundTrace
 
 NO_ROW = -1
@@ -63,6 +64,7 @@ class Sequence:
         plain_spell: its mark on a sequence that takes part in rounds in which nobody drafts.
         trace: what each round did; None if that was not asked for.
         asked: if there is a trace, the stages that were considered in this round.
+        logprobs: one entry for each token of the output; None if that was not asked for.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Sequence:
         self.plain_spell: object = None
         self.trace: list[RoundTrace] | None = [] if trace else None
         self.asked: list[Asked] = []
+        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         now = time.perf_counter()
         self.stats = SequenceStats(num_prompt_tokens=len(prompt), submit_time=now, start_time=now)
         self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
@@ -126,6 +129,11 @@ class Sequence:
     def room_for_drafts(self) -> int:
         """Most draft tokens worth testing: a round always adds one token of the target's own."""
         return self.max_tokens - self.num_generated - 1
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the greedy tokens of a step are not enough to go on."""
+        return self.logprobs is not None or not self.sampler.is_plain_greedy
 
     @property
     def max_lookahead(self) -> int:

@@ -110,13 +110,16 @@ class RoundTracer:
         self._plain: dict[int, float] = {}
         self._rounds = 0
 
-    def record(self, events: "Seq[RoundEvent]", load: StepLoad, seconds: float) -> None:
+    def record(self, events: "Seq[RoundEvent]", load: StepLoad, seconds: float) -> float | None:
         """Append a round to the traces of its sequences that keep one.
 
         Args:
             events: what it did.
             load: the step without drafts.
             seconds: the whole round took.
+
+        Returns:
+            seconds of a round of plain decoding of the same rows; None if that is not known.
         """
         self._rounds += 1
         drafted = sum(event.drafted for event in events)
@@ -145,6 +148,7 @@ class RoundTracer:
                     plain_milliseconds=None if plain is None else 1000 * plain * len(event.tokens),
                 )
             )
+        return plain
 
     def _plain_seconds(self, load: StepLoad) -> float | None:
         """Seconds of a round of plain decoding of the same rows."""

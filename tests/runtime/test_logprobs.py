@@ -1,0 +1,211 @@
+"""Log-probabilities of tokens: the target's own, whoever drafted, however the token was chosen."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
+from test_engine import WORDS, make_engine
+from test_modes import PLANS
+
+from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.errors import CheckFailedError, InvalidRequestError
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.logprobs import logprobs_of
+
+WAYS = {
+    "greedy": {},
+    "penalties": {"repetition_penalty": 1.3, "logit_bias": {3: 2.0, 4: -math.inf}},
+    "sampled": {"temperature": 0.8, "seed": 5},
+    "sampled, cut": {"temperature": 1.2, "top_k": 5, "presence_penalty": 0.7, "seed": 6},
+}
+
+
+def independent(target, prompt, tokens, count):
+    """By the definition, from the logits after each prefix: softmax in float64, the whole vocabulary sorted."""
+    entries = []
+    for j, token in enumerate(tokens):
+        logits = target.logits_after([*prompt, *tokens[:j]]).astype(np.float64)
+        log_probs = logits - np.log(np.exp(logits).sum())
+        ids = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:count]
+        entries.append((token, log_probs[token], [(i, log_probs[i]) for i in ids]))
+    return entries
+
+
+def assert_close(entries, wanted):
+    assert len(entries) == len(wanted)
+    for entry, (token, logprob, top) in zip(entries, wanted, strict=True):
+        assert entry.token_id == token
+        assert entry.logprob == pytest.approx(logprob, abs=1e-5)
+        assert [i for i, _ in entry.top] == [i for i, _ in top]
+        assert [p for _, p in entry.top] == pytest.approx([p for _, p in top], abs=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("plan", [None, *PLANS])
+def test_they_are_those_of_the_targets_raw_logits_whoever_drafted(way, plan):
+    prompts = [[1, 2], [3, 4, 5, 3, 4], [6]]
+    params = SamplingParams(max_tokens=25, logprobs=4, **WAYS[way])
+    stages = () if plan is None else PLANS[plan]
+    sequences = [make_sequence(i, prompt, params, seed=i, draft_plan=stages) for i, prompt in enumerate(prompts)]
+    decoder = make_decoder(make_target(), make_draft("good"), 4, plan=())
+    run(decoder, sequences)
+    if plan in ("draft-model", "chained"):
+        accepted, drafted = (sum(getattr(seq.stats, name) for seq in sequences) for name in ("accepted", "drafted"))
+        assert 0 < accepted < drafted
+    for seq, prompt in zip(sequences, prompts, strict=True):
+        assert_close(seq.logprobs, independent(make_target(), prompt, seq.output, 4))
+
+
+def test_a_draft_out_of_the_target_itself_leaves_no_trace_in_them():
+    """The executor is the same one, with layers switched off a moment before."""
+    target = FakeExecutor(VOCAB, 4, 80, num_gates=8)
+    engine = SpecEngine(target, make_engine().tokenizer, max_model_len=64)
+    params = SamplingParams(max_tokens=40, logprobs=3)
+    handle = engine.submit([1, 2], params, drafter="self", num_speculative_tokens=3)
+    result = handle.result(30)
+    assert result.stats.drafted > 0
+    assert any(mask is not None and not all(mask) for mask in target.masks)
+    assert_close(result.logprobs, independent(target, [1, 2], result.token_ids, 3))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_results_and_streams_carry_them(way):
+    engine = make_engine()
+    params = SamplingParams(max_tokens=30, logprobs=2, **WAYS[way])
+    for drafting in ({}, {"speculation": False}):
+        chunks = list(engine.stream([1, 2], params, **drafting))
+        pieces = [piece for chunk in chunks for piece in chunk.pieces]
+        result = engine.generate([1, 2], params, **drafting)[0]
+        assert [piece.logprobs for piece in pieces] == result.logprobs
+        assert [entry.token_id for entry in result.logprobs] == result.token_ids
+        assert len(result.logprobs) == 30
+
+
+def test_speculation_does_not_change_them_where_it_does_not_change_the_tokens():
+    engine = make_engine()
+    params = SamplingParams(max_tokens=40, logprobs=20)
+    assert engine.generate([1, 2], params)[0].logprobs == engine.generate([1, 2], params, speculation=False)[0].logprobs
+
+
+def test_there_are_as_many_as_tokens_when_a_stop_string_cuts_the_round():
+    engine = make_engine("same")
+    full = engine.generate([1, 2], SamplingParams(max_tokens=30), num_speculative_tokens=8)[0]
+    stop = " ".join(WORDS[i] for i in full.token_ids[4:6])
+    params = SamplingParams(max_tokens=30, stop=stop, logprobs=1)
+    result = engine.generate([1, 2], params, num_speculative_tokens=8)[0]
+    assert result.finish_reason == "stop"
+    assert len(result.token_ids) < 30
+    assert result.stats.accepted_lengths[-1] < 9  # the round had more
+    assert_close(result.logprobs, independent(make_target(), [1, 2], result.token_ids, 1))
+    pieces = [p for chunk in engine.stream([1, 2], params, num_speculative_tokens=8) for p in chunk.pieces]
+    assert [piece.logprobs for piece in pieces] == result.logprobs
+
+
+def test_who_does_not_ask_gets_none_and_needs_no_logits():
+    engine = make_engine()
+    wants = []
+    execute = engine.target.execute
+    engine.target.execute = lambda want="logits": (wants.append(want), execute(want))[1]
+    result = engine.generate([1, 2], SamplingParams(max_tokens=10))[0]
+    assert result.logprobs is None
+    assert {p.logprobs for chunk in engine.stream([1, 2], SamplingParams(max_tokens=9)) for p in chunk.pieces} == {None}
+    assert set(wants) == {"token_ids"}
+    asked = engine.generate([1, 2], SamplingParams(max_tokens=10, logprobs=0))[0]
+    assert [entry.top for entry in asked.logprobs] == [()] * 10
+    assert "logits" in wants
+
+
+def test_only_those_who_ask_in_a_batch_get_them():
+    engine = make_engine()
+    asks = [None, 0, 5, None, 20]
+    results = engine.generate([[i] for i in range(5)], [SamplingParams(max_tokens=12, logprobs=n) for n in asks])
+    for i, (result, count) in enumerate(zip(results, asks, strict=True)):
+        if count is None:
+            assert result.logprobs is None
+        else:
+            wanted = independent(make_target(), [i], result.token_ids, min(count, VOCAB))
+            assert_close(result.logprobs, wanted)
+
+
+def test_a_cancelled_request_has_those_of_the_tokens_it_has():
+    engine = make_engine()
+    handle = engine.submit([1], SamplingParams(max_tokens=50, logprobs=1))
+    next(iter(handle))  # leaving the iterator cancels it
+    result = handle.result(30)
+    assert len(result.logprobs) == len(result.token_ids)
+
+
+@pytest.mark.parametrize("value", [True, 21, -1, 1.5, "3"])
+def test_other_values_are_refused(value):
+    with pytest.raises(InvalidRequestError, match=r"logprobs.*|from 0 to 20"):
+        SamplingParams(logprobs=value)
+
+
+def test_ties_go_to_the_lower_id_at_the_border_too():
+    row = np.array([0.0, 2.0, 1.0, 2.0, 1.0, 1.0], np.float32)
+    for count, wanted in enumerate([[], [1], [1, 3], [1, 3, 2], [1, 3, 2, 4], [1, 3, 2, 4, 5], [1, 3, 2, 4, 5, 0]]):
+        (entry,) = logprobs_of([0], row[None], count)
+        assert [i for i, _ in entry.top] == wanted
+    (entry,) = logprobs_of([0], row[None], 20)
+    assert len(entry.top) == 6
+    assert [i for i, _ in logprobs_of([7], np.zeros((1, 1000), np.float32), 3)[0].top] == [0, 1, 2]
+
+
+def test_large_logits_and_a_large_vocabulary_lose_no_precision():
+    random = np.random.default_rng(0)
+    for shift, scale in itertools.product([0.0, 5000.0, -5000.0], [0.1, 8.0]):
+        row = (shift + scale * random.normal(0, 1, 262_144)).astype(np.float32)
+        exact = row.astype(np.float64)
+        exact -= exact.max()
+        exact -= math.log(math.fsum(np.exp(exact).tolist()))
+        (entry,) = logprobs_of([123], row[None], 20)
+        assert entry.logprob == pytest.approx(exact[123], abs=1e-6 * max(1.0, abs(exact[123])))
+        assert [i for i, _ in entry.top] == np.argsort(-exact, kind="stable")[:20].tolist()
+
+
+def test_banned_tokens_and_broken_logits():
+    row = np.array([[0.0, -math.inf, 0.0]], np.float32)
+    (entry,) = logprobs_of([1], row, 3)
+    assert entry.logprob == -math.inf
+    assert entry.top[2] == (1, -math.inf)
+    for bad in (math.nan, math.inf):
+        with pytest.raises(CheckFailedError):
+            logprobs_of([0], np.array([[0.0, bad]], np.float32), 1)
+
+
+def test_broken_logits_end_that_request_alone():
+    engine = make_engine()
+    engine.target.logits_after([1, 2])[3] = float("inf")
+    with pytest.raises(CheckFailedError):
+        engine.submit([1, 2], SamplingParams(max_tokens=9, logprobs=1)).result(30)
+    assert len(engine.generate([3], SamplingParams(max_tokens=9, logprobs=1))[0].logprobs) == 9
+    engine.check()
+
+
+def test_on_a_real_bundle_speculative_and_plain_agree(demo_bundle):
+    engine = SpecEngine.load(demo_bundle, num_threads=1, spin=False)
+    params = SamplingParams(max_tokens=48, logprobs=3)
+    fast = engine.generate("def main():", params)[0]
+    plain = engine.generate("def main():", params, speculation=False)[0]
+    engine.close()
+    assert fast.stats.accepted > 0
+    assert fast.token_ids == plain.token_ids
+    for one, other in zip(fast.logprobs, plain.logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert one.top[0][0] == one.token_id  # greedy
+        assert [p for _, p in one.top] == pytest.approx([p for _, p in other.top], abs=1e-4)
+
+
+def test_generate_prints_them_in_json_and_refuses_them_in_text(demo_bundle, capsys):
+    from specexport_runtime.cli import runtime_cli
+
+    arguments = ["generate", str(demo_bundle), "def f", "--max-tokens", "4", "--threads", "1", "--no-spin"]
+    with pytest.raises(InvalidRequestError, match="add --json"):
+        runtime_cli.main([*arguments, "--logprobs", "2"], standalone_mode=False)
+    runtime_cli.main([*arguments, "--logprobs", "2", "--json"], standalone_mode=False)
+    record = json.loads(capsys.readouterr().out)
+    assert [entry["token_id"] for entry in record["logprobs"]] == record["token_ids"]
+    assert all(len(entry["top"]) == 2 and entry["logprob"] <= 0 for entry in record["logprobs"])
