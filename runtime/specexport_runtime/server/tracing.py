@@ -1,0 +1,185 @@
+"""OpenTelemetry spans of requests, where the library is installed and set up.
+
+Only its API is used: who runs the server chooses the SDK and the exporter. Nothing of it is imported unless somebody
+else has done so, or its environment variables ask for it.
+"""
+
+import importlib
+import os
+import sys
+import time
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+if TYPE_CHECKING:
+    from specexport_runtime.sequence import Sequence
+    from specexport_runtime.server.logs import RequestLog
+
+NOT_TRACED = frozenset({"/health", "/ready", "/metrics"})
+MAX_TRACED_SEQUENCES = 16
+"""Choices of one request that get spans of their own; the numbers of all are on the request's span."""
+
+_API = "opentelemetry.trace"
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_PARAMS = {
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "top_k": "gen_ai.request.top_k",
+    "max_tokens": "gen_ai.request.max_tokens",
+    "frequency_penalty": "gen_ai.request.frequency_penalty",
+    "presence_penalty": "gen_ai.request.presence_penalty",
+    "seed": "gen_ai.request.seed",
+}
+"""Sampling parameters that the GenAI conventions name. Stop strings are text of the client's and stay out."""
+_COUNTERS = ("rounds", "drafted", "accepted")
+
+
+class Tracing:
+    """ASGI middleware: a server span a request, with spans for queue, prefill and decoding below it.
+
+    Args:
+        app: what comes next.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        if os.environ.get("OTEL_PYTHON_TRACER_PROVIDER") and find_spec("opentelemetry") is not None:
+            importlib.import_module(_API)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, inside its span."""
+        log: RequestLog | None = scope.get("state", {}).get("log")
+        if scope["type"] != "http" or log is None or _API not in sys.modules or scope["path"] in NOT_TRACED:
+            await self.app(scope, receive, send)
+            return
+        span = _start(scope)
+        if not span.is_recording():
+            await self.app(scope, receive, send)
+            return
+        from opentelemetry import trace
+
+        log.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
+        try:
+            with trace.use_span(span, record_exception=False, set_status_on_exception=False):
+                await self.app(scope, receive, send)
+        except BaseException as error:
+            span.set_attribute("error.type", type(error).__name__)
+            span.set_status(trace.StatusCode.ERROR)
+            raise
+        finally:
+            _finish(span, scope, log)
+            span.end()
+
+
+def _tracer() -> Any:
+    from opentelemetry import trace
+
+    return trace.get_tracer("specexport_runtime.server")
+
+
+def _start(scope: Scope) -> Any:
+    from opentelemetry import propagate, trace
+
+    # The parent is in `traceparent` and `tracestate`, unless the process was set up for other headers.
+    carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    client, server = scope.get("client"), scope.get("server")
+    attributes = {
+        "http.request.method": scope["method"],
+        "url.path": scope["path"],
+        "url.scheme": scope["scheme"],
+        "network.protocol.version": scope.get("http_version"),
+        "client.address": client[0] if client else None,
+        "server.address": server[0] if server else None,
+        "server.port": server[1] if server else None,
+    }
+    return _tracer().start_span(
+        f"{scope['method']} {scope['path']}" if scope["path"] in _OPERATIONS else scope["method"],
+        context=propagate.extract(carrier),
+        kind=trace.SpanKind.SERVER,
+        attributes={name: value for name, value in attributes.items() if value is not None},
+    )
+
+
+def _finish(span: Any, scope: Scope, log: "RequestLog") -> None:
+    from opentelemetry import trace
+
+    route = getattr(scope.get("route"), "path", None)  # of low cardinality, unlike the path
+    if route is not None:
+        span.update_name(f"{scope['method']} {route}")
+    error = log.error_code or next((type(s.error).__name__ for s in log.sequences if s.error is not None), None)
+    if log.status is not None and log.status >= 400:
+        error = error or str(log.status)
+    attributes = {
+        "http.route": route,
+        "http.response.status_code": log.status,
+        "error.type": error,
+        "specexport.request_id": scope["state"].get("request_id"),
+        **_generation(scope["path"], log),
+    }
+    span.set_attributes({name: value for name, value in attributes.items() if value is not None})
+    if log.status is not None and log.status >= 500:
+        span.set_status(trace.StatusCode.ERROR)
+    _add_phases(span, log)
+
+
+def _generation(path: str, log: "RequestLog") -> dict[str, Any]:
+    """Attributes of a request that reached the engine: of the GenAI conventions, and ours."""
+    if not log.sequences:
+        return {}
+    params = log.sequences[0].params
+    return {
+        "gen_ai.operation.name": _OPERATIONS.get(path, "text_completion"),
+        "gen_ai.provider.name": "specexport",
+        "gen_ai.request.model": log.model,
+        "gen_ai.response.model": log.model,
+        "gen_ai.request.choice.count": len(log.sequences) if len(log.sequences) > 1 else None,
+        "gen_ai.request.stream": log.streamed,
+        **{attribute: _as_attribute(getattr(params, name)) for name, attribute in _PARAMS.items()},
+        "gen_ai.usage.input_tokens": log.total("num_prompt_tokens"),
+        "gen_ai.usage.output_tokens": log.total("num_generated_tokens"),
+        "gen_ai.response.finish_reasons": [sequence.finish_reason or "cancelled" for sequence in log.sequences],
+        **{f"specexport.{name}": log.total(name) for name in _COUNTERS},
+        "specexport.queued_seconds": log.queued_s,
+        "specexport.time_to_first_token_seconds": log.first_token_s,
+    }
+
+
+def _as_attribute(value: Any) -> Any:
+    """Integers of more than 64 bits, which seeds may have, do not fit an attribute."""
+    return str(value) if isinstance(value, int) and not -(2**63) <= value < 2**63 else value
+
+
+def _add_phases(parent: Any, log: "RequestLog") -> None:
+    from opentelemetry import trace
+
+    if not log.sequences:
+        return
+    context, tracer = trace.set_span_in_context(parent), _tracer()
+    now = time.perf_counter()
+    epoch = time.time_ns() - int(1e9 * now)
+    for choice, sequence in enumerate(log.sequences[:MAX_TRACED_SEQUENCES]):
+        for name, begin, end in _phases(sequence, now):
+            span = tracer.start_span(
+                f"specexport.{name}",
+                context,
+                start_time=epoch + int(1e9 * begin),
+                attributes={"specexport.choice": choice},
+            )
+            if name == "decode":
+                span.set_attributes({f"specexport.{key}": getattr(sequence.stats, key) for key in _COUNTERS})
+            span.end(epoch + int(1e9 * end))
+
+
+def _phases(sequence: "Sequence", now: float) -> list[tuple[str, float, float]]:
+    """Queue, prefill and decoding of a sequence with their begin and end; those that it came to."""
+    stats = sequence.stats
+    end = now if stats.end_time is None else stats.end_time
+    if stats.start_time <= stats.submit_time:  # it never got a cache row
+        return [("queue", stats.submit_time, end)]
+    phases = [("queue", stats.submit_time, stats.start_time)]
+    if stats.first_token_time is None:
+        return [*phases, ("prefill", stats.start_time, end)]
+    phases.append(("prefill", stats.start_time, stats.first_token_time))
+    return [*phases, ("decode", stats.first_token_time, end)]
