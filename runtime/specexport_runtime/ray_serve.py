@@ -1,1 +1,0 @@
-"""A bundle as a Ray Serve deployment: replicas, autoscaling, streaming (extra ``ray``)."""

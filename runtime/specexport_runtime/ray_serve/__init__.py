@@ -1,0 +1,105 @@
+"""A bundle as a Ray Serve application: replicas, autoscaling, streaming (extra ``ray``).
+
+On a cluster::
+
+    serve run specexport_runtime.ray_serve:build_app bundle=/models/demo num_replicas=2
+
+and from Python::
+
+    from specexport_runtime.ray_serve import deploy
+    deploy({"bundle": "/models/demo", "num_replicas": 2})
+
+Which replica gets a request, how many there are and what happens when one dies is Ray Serve's. Ray is imported when an
+application is built.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, SpecexportError
+from specexport_runtime.ray_serve.settings import RaySettings, parse_settings
+
+__all__ = ["RaySettings", "build_app", "deploy", "parse_settings"]
+
+
+def build_app(args: Mapping[str, Any]) -> Any:
+    """The Ray Serve application of a bundle.
+
+    Args:
+        args: settings; see ``RaySettings``, and ``parse_settings`` for what else may be given.
+
+    Returns:
+        what ``serve.run`` takes.
+
+    Raises:
+        InvalidRequestError: a setting is unknown or out of its range, or the proxies' address needs an API key.
+        BundleError: ``bundle`` is no bundle.
+        MissingDependencyError: Ray is not installed.
+    """
+    settings = parse_settings(args)
+    _check_ray()
+    _check_proxy(settings)
+    from specexport_runtime.ray_serve.deployments import make_application
+
+    return make_application(settings)
+
+
+def deploy(args: Mapping[str, Any], *, route_prefix: str = "/") -> Any:
+    """Start Ray Serve's proxies at ``host`` and ``port`` if they do not run, and run a bundle's application there.
+
+    Args:
+        args: settings, as :func:`build_app`.
+        route_prefix: path below which it answers.
+
+    Returns:
+        a handle of the application, once its replicas are ready.
+
+    Raises:
+        SpecexportError: as :func:`build_app`, or a replica does not start: the message has the reason.
+    """
+    settings = parse_settings(args)
+    application = build_app(args)
+    from ray import serve
+
+    serve.start(http_options={"host": settings.server.host, "port": settings.server.port})
+    try:
+        return serve.run(application, name=settings.app_name, route_prefix=route_prefix)
+    except RuntimeError as error:
+        raise SpecexportError(f"the application did not start: {_reason(settings.app_name) or error}") from error
+
+
+def _reason(app_name: str) -> str:
+    """What Ray says of the replicas that did not start."""
+    from ray import serve
+
+    application = serve.status().applications.get(app_name)
+    deployments = {} if application is None else application.deployments
+    return " ".join(f"{name}: {state.message}" for name, state in deployments.items() if state.message)
+
+
+def _check_ray() -> None:
+    try:
+        import ray.serve  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"Ray Serve cannot be imported ({error}).", "pip install 'specexport[ray,serve]'."
+        ) from error
+
+
+def _check_proxy(settings: RaySettings) -> None:
+    """Where Serve runs already, its proxies' address counts, not what the settings say."""
+    from dataclasses import replace
+
+    from ray.serve.context import _get_global_client
+
+    try:
+        client = _get_global_client(raise_if_no_controller_running=False)
+    except Exception:  # no cluster yet
+        client = None
+    host = None if client is None else client.http_config.host
+    if host is None or host == settings.server.host:
+        return
+    try:
+        replace(settings.server, host=host)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"Ray Serve's proxies listen at {host}: {error.message}", error.hint) from error

@@ -1,0 +1,70 @@
+"""Which replica requests with a common beginning go to: a key of the prompt, and rendezvous hashing over replicas."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def prompt_key(body: bytes, chars: int) -> str:
+    """A short key of a request's beginning; empty where there is none (no prompt, or not JSON).
+
+    Of a conversation, all up to the first message of the user: later turns have the same key. Of a plain prompt, its
+    first ``chars`` characters (of token ids: as many of their text), the first prompt's if there are several.
+
+    Args:
+        body: JSON body of a request to ``/v1/completions`` or ``/v1/chat/completions``.
+        chars: most characters that are looked at.
+    """
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""
+    if not isinstance(data, dict):
+        return ""
+    text = _conversation(data["messages"], chars) if "messages" in data else _beginning(data.get("prompt"), chars)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest() if text else ""
+
+
+def _conversation(messages: Any, chars: int) -> str:
+    if not isinstance(messages, list):
+        return ""
+    parts: list[str] = []
+    for message in messages:
+        if not isinstance(message, Mapping):
+            return ""
+        parts.append(f"{message.get('role')}\0{message.get('content')}"[:chars])
+        if message.get("role") == "user":
+            break
+    return "\0".join(parts)
+
+
+def _beginning(prompt: Any, chars: int) -> str:
+    while isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt[:chars]
+    if isinstance(prompt, list):
+        return " ".join(map(str, prompt[:chars]))[:chars]
+    return ""
+
+
+def by_preference(key: str, replicas: Sequence[str]) -> list[str]:
+    """Replicas in the order in which ``key`` prefers them: rendezvous hashing.
+
+    Each replica's rank depends on the key and its own name alone, so when one goes, only its own keys move, spread over
+    the others; when it comes back under its name, they return.
+    """
+    return sorted(replicas, key=lambda name: hashlib.blake2b(f"{key}\0{name}".encode(), digest_size=8).digest())
+
+
+def is_overloaded(preferred: int | None, others: Sequence[int | None], margin: int) -> bool:
+    """Whether a replica's queue is longer than the shortest of the others by more than ``margin``.
+
+    Args:
+        preferred: requests at the replica; None if unknown, which counts as few.
+        others: requests at the other replicas; unknown ones do not count.
+        margin: by how much it may be longer.
+    """
+    known = [length for length in others if length is not None]
+    return preferred is not None and bool(known) and preferred > min(known) + margin

@@ -1,0 +1,202 @@
+"""One replica: a bundle loaded in a Ray actor, behind the same application that ``specexport serve`` runs."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from typing import Any
+
+from specexport_runtime.async_engine import AsyncSpecEngine
+from specexport_runtime.errors import InvalidRequestError, SpecexportError
+from specexport_runtime.ray_serve.settings import API_KEYS, RaySettings, api_keys
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+REPLICA_HEADER = b"x-specexport-replica"
+"""Response header: the replica that answered."""
+
+_CLOSE_SECONDS = 5.0
+
+
+class StuckError(SpecexportError):
+    """Requests are active, and no round ends."""
+
+
+class Replica:
+    """Loads the bundle of ``settings`` and answers with it; Ray Serve makes it, checks its health and ends it.
+
+    Args:
+        settings: what to deploy.
+        needs_key: refuse to start without an API key in this process's environment.
+    """
+
+    def __init__(self, settings: RaySettings, *, needs_key: bool) -> None:
+        self._settings = settings
+        self.config = config_here(settings, needs_key=needs_key)
+        self._engine: AsyncSpecEngine | None = None
+        self._app: AsgiApp | None = None
+        self._progress = Progress(settings.stuck_after_s)
+
+    async def load(self) -> None:
+        """Load the bundle and make the application."""
+        from specexport_runtime.server.app import create_app
+
+        self._engine = await AsyncSpecEngine.load(
+            self._settings.bundle, max_waiting=self.config.max_waiting, **self._settings.engine
+        )
+        self._engine.engine.add_observer(self._progress)
+        app = create_app(self._engine, self.config)
+        state = app.state.server
+        mirror_metrics(None if state.metrics is None else state.metrics.registry)
+        self._app = with_headers(app, (REPLICA_HEADER, replica_name().encode()))
+
+    @property
+    def app(self) -> AsgiApp:
+        """The application."""
+        if self._app is None:
+            raise SpecexportError("the replica has not loaded its bundle.")
+        return self._app
+
+    def describe(self) -> dict[str, Any]:
+        """Which process this is and what it does: for operators and tests, by a deployment handle."""
+        active = 0 if self._engine is None else self._engine.num_active
+        return {"replica": replica_name(), "pid": os.getpid(), "active": active, "rounds": self._progress.rounds}
+
+    async def check_health(self) -> None:
+        """Fail if the engine takes no more requests or is stuck; Ray replaces the replica then."""
+        if self._engine is None:
+            return
+        self._engine.engine.submit_all([])  # refused once the engine is closed, or has ended by a defect
+        self._progress.check(self._engine.num_active)
+
+    async def relay(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[list[Message]]:
+        """Answer a request whose body was read elsewhere.
+
+        Args:
+            scope: its ASGI scope, what can be pickled of it.
+            body: its body.
+
+        Yields:
+            ASGI messages of the answer, all that are there at a time. Closing the generator cancels the request.
+        """
+        async for messages in run_asgi(self.app, scope, body):
+            yield messages
+
+    async def close(self) -> None:
+        """Finish what is being answered, then free the engine."""
+        if self._engine is not None:
+            await self._engine.aclose(_CLOSE_SECONDS)  # Ray has waited for requests before it calls this
+
+
+class Progress:
+    """Notices when an engine stops making rounds; an ``EngineObserver``.
+
+    Args:
+        limit_s: longest time without a round while requests are active.
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rounds = 0
+        self._limit_s = limit_s
+        self._clock = clock
+        self._seen = (0, clock())
+
+    def on_round(self, _: object) -> None:
+        """Count a round."""
+        self.rounds += 1
+
+    def on_finish(self, _: object) -> None:
+        """Nothing to do."""
+
+    def check(self, num_active: int) -> None:
+        """Raise if nothing moved for too long.
+
+        Raises:
+            StuckError: requests are active, and the last round is longer ago than the limit.
+        """
+        now, rounds = self._clock(), self.rounds
+        if not num_active or rounds != self._seen[0]:
+            self._seen = (rounds, now)
+        elif now - self._seen[1] > self._limit_s:
+            raise StuckError(f"{num_active} requests are active, and no round ended for {now - self._seen[1]:.0f} s.")
+
+
+async def run_asgi(app: AsgiApp, scope: dict[str, Any], body: bytes) -> AsyncIterator[list[Message]]:
+    """Run an application on a request whose body is known, giving its messages as they come.
+
+    Closing the generator is the client's disconnect.
+    """
+    sent: asyncio.Queue[Message | None] = asyncio.Queue()
+    requests = asyncio.Queue[Message]()
+    requests.put_nowait({"type": "http.request", "body": body, "more_body": False})
+
+    async def answer() -> None:
+        try:
+            await app(scope, requests.get, sent.put)
+        finally:
+            sent.put_nowait(None)
+
+    task = asyncio.ensure_future(answer())
+    try:
+        while (message := await sent.get()) is not None:
+            messages = [message]
+            while not sent.empty() and (more := sent.get_nowait()) is not None:
+                messages.append(more)
+            yield messages
+            if task.done() and sent.empty():
+                break
+        await task
+    finally:
+        requests.put_nowait({"type": "http.disconnect"})
+        task.cancel()
+
+
+def with_headers(app: AsgiApp, *more: tuple[bytes, bytes]) -> AsgiApp:
+    """An application whose answers have more headers, and no ``X-Request-Id``: Ray's proxy adds that, the same one."""
+
+    async def edited(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        async def send_edited(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                kept = [item for item in message.get("headers", ()) if item[0].lower() != b"x-request-id"]
+                message = {**message, "headers": [*kept, *more]}
+            await send(message)
+
+        await app(scope, receive, send_edited)
+
+    return edited
+
+
+def config_here(settings: RaySettings, *, needs_key: bool) -> Any:
+    """The server's settings with the API keys of this process's environment.
+
+    Raises:
+        InvalidRequestError: there must be a key and is none.
+    """
+    from dataclasses import replace
+
+    keys = api_keys()
+    if needs_key and not keys:
+        raise InvalidRequestError(
+            f"{API_KEYS} was set where the application was deployed and is not set for its replicas.",
+            "set it on every node before `ray start`, or in runtime_env.",
+        )
+    return replace(settings.server, api_keys=keys)
+
+
+def replica_name() -> str:
+    """Name of the replica that this process is."""
+    from ray import serve
+
+    return str(serve.get_replica_context().replica_tag)
+
+
+def mirror_metrics(registry: Any) -> None:
+    """Hand an engine's metrics to Ray's, if it has any."""
+    if registry is not None:
+        from specexport_runtime.ray_serve.mirror import MetricsMirror
+
+        MetricsMirror(registry).start()

@@ -1,0 +1,224 @@
+"""Settings of a deployment, typed and checked before anything starts; nothing here needs Ray."""
+
+import json
+import os
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from specexport_runtime.engine import SpecEngine
+from specexport_runtime.errors import BundleError, InvalidRequestError
+from specexport_runtime.manifest import MANIFEST_NAME
+from specexport_runtime.server.config import ServerConfig
+
+Routing = Literal["balanced", "session", "prefix"]
+"""``balanced``: Ray Serve's own choice, the shorter queue of two replicas. ``session``: by the header ``X-Session-Id``.
+``prefix``: by the beginning of the prompt, read by one more deployment in front."""
+
+API_KEYS = "SPECEXPORT_API_KEYS"
+"""Environment variable of the API keys, separated by commas: of the process that deploys and of the replicas."""
+
+_SPARE = 16
+"""Calls a replica takes beyond its rows and its queue: it refuses them itself, as OpenAI's API does; also /metrics."""
+
+
+@dataclass(frozen=True)
+class RaySettings:
+    """What to deploy.
+
+    Attributes:
+        bundle: bundle folder, at the same path on every node.
+        num_replicas: replicas, if their number is fixed.
+        min_replicas: fewest replicas, if their number follows the load.
+        max_replicas: most replicas; turns autoscaling on.
+        target_ongoing_requests: requests a replica that autoscaling aims at; None: its rows.
+        max_ongoing_requests: most requests that Ray gives one replica; None: rows, queue and a few to be refused.
+        max_queued_requests: most requests that wait in a proxy for a replica; more get 429 from the proxy.
+        routing: how a replica is chosen for a request.
+        prefix_chars: characters of a prompt that say where it goes.
+        routing_margin: requests by which a replica's queue may be longer before its keys go elsewhere.
+        ingress_replicas: replicas of the deployment that reads prompts (``routing="prefix"``).
+        ray_actor_options: what Ray reserves for a replica; None: as many CPUs as threads.
+        health_check_period_s: seconds between health checks of a replica.
+        stuck_after_s: seconds without a round, while requests are active, after which a replica is replaced.
+        app_name: name of the application.
+        engine: keyword arguments of ``SpecEngine.load``.
+        server: limits of each replica's server.
+    """
+
+    bundle: Path
+    num_replicas: int | None = None
+    min_replicas: int | None = None
+    max_replicas: int | None = None
+    target_ongoing_requests: float | None = None
+    max_ongoing_requests: int | None = None
+    max_queued_requests: int = 256
+    routing: Routing = "balanced"
+    prefix_chars: int = 256
+    routing_margin: int = 4
+    ingress_replicas: int = 1
+    ray_actor_options: Mapping[str, Any] | None = None
+    health_check_period_s: float = 5.0
+    stuck_after_s: float = 60.0
+    app_name: str = "specexport"
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    def __post_init__(self) -> None:
+        if not (self.bundle / MANIFEST_NAME).is_file():
+            raise BundleError(f"{self.bundle} is not a bundle.", "give a folder that `specexport build -o` wrote.")
+        if self.max_replicas is not None and self.num_replicas is not None:
+            raise InvalidRequestError("num_replicas and max_replicas were both given.", "give one of them.")
+        if self.max_replicas is None and self.min_replicas is not None:
+            raise InvalidRequestError("min_replicas was given without max_replicas.", "give both.")
+        if self.max_replicas is not None and (self.min_replicas or 0) > self.max_replicas:
+            raise InvalidRequestError(
+                f"min_replicas is {self.min_replicas}, max_replicas {self.max_replicas}.", "swap them."
+            )
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidRequestError(f"{name} is {value}.", "give 1 or more.")
+        for name in ("health_check_period_s", "stuck_after_s"):
+            if getattr(self, name) <= 0:
+                raise InvalidRequestError(f"{name} is {getattr(self, name)}.", "give more than 0.")
+        if self.max_queued_requests < 0 or self.routing_margin < 0:
+            raise InvalidRequestError("max_queued_requests and routing_margin must not be negative.", "give 0 or more.")
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that one replica decodes at a time."""
+        return int(self.engine.get("max_num_seqs", _ENGINE_DEFAULTS["max_num_seqs"]))
+
+    @property
+    def ongoing_limit(self) -> int:
+        """Most requests that Ray gives one replica."""
+        return self.max_ongoing_requests or self.num_rows + self.server.max_waiting + _SPARE
+
+
+_AT_LEAST_ONE = (
+    *("num_replicas", "min_replicas", "max_replicas", "max_ongoing_requests", "target_ongoing_requests"),
+    *("prefix_chars", "ingress_replicas"),
+)
+_ENGINE_TYPES = {name: kind for name, kind in get_type_hints(SpecEngine.load).items() if name not in ("path", "return")}
+_ENGINE_DEFAULTS: dict[str, Any] = dict(SpecEngine.load.__func__.__kwdefaults__)  # type: ignore[attr-defined]
+_OURS = {name: kind for name, kind in get_type_hints(RaySettings).items() if name not in ("engine", "server")}
+_NOT_HERE = {"api_keys": f"set the environment variable {API_KEYS}."}
+_SERVER_TYPES = {name: kind for name, kind in get_type_hints(ServerConfig).items() if name not in _NOT_HERE}
+
+
+def parse_settings(args: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> RaySettings:
+    """Settings from ``key=value`` arguments, as ``serve run`` passes them (all text), or from Python.
+
+    Keys are the fields of :class:`RaySettings`, the keyword arguments of ``SpecEngine.load``, and the fields of
+    ``ServerConfig``; ``host`` and ``port`` are those of Ray's proxies. API keys come from the environment only.
+
+    Args:
+        args: the settings.
+        environ: where API keys are looked up; None: this process's environment.
+
+    Raises:
+        InvalidRequestError: a key is unknown, or a value is not of its type or out of its range.
+        BundleError: ``bundle`` is no bundle.
+    """
+    sorted_out: tuple[dict[str, Any], ...] = ({}, {}, {})
+    for key, value in args.items():
+        for kinds, found in zip((_OURS, _ENGINE_TYPES, _SERVER_TYPES), sorted_out, strict=True):
+            if key in kinds:
+                found[key] = coerce(key, value, kinds[key])
+                break
+        else:
+            raise _unknown(key)
+    ours, engine, server = sorted_out
+    if "bundle" not in ours:
+        raise InvalidRequestError("no bundle was given.", "add bundle=/path/to/bundle.")
+    ours["bundle"] = ours["bundle"].expanduser().absolute()
+    server.setdefault("model_name", ours["bundle"].name)
+    config = ServerConfig(**server, api_keys=api_keys(environ))
+    return RaySettings(**ours, engine=_engine_options(engine, ours), server=config)
+
+
+def api_keys(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The API keys of the environment."""
+    text = (os.environ if environ is None else environ).get(API_KEYS, "")
+    return tuple(key for key in (part.strip() for part in text.split(",")) if key)
+
+
+def coerce(key: str, value: Any, kind: Any) -> Any:
+    """``value`` as a ``kind``: itself if it is one, else read from text.
+
+    Raises:
+        InvalidRequestError: it is neither.
+    """
+    choices = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    if value is None or value in ("None", "null"):
+        if types.NoneType in choices:
+            return None
+        raise InvalidRequestError(f"{key} is None.", "leave it out to get the default.")
+    for choice in choices:
+        if choice is not types.NoneType:
+            try:
+                return _as(value, choice)
+            except (ValueError, TypeError):
+                continue
+    names = " or ".join(_name(choice) for choice in choices if choice is not types.NoneType)
+    raise InvalidRequestError(f"{key} is {value!r}.", f"give {names}.")
+
+
+def _as(value: Any, kind: Any) -> Any:
+    origin = get_origin(kind) or kind
+    if origin is Literal:
+        if value not in get_args(kind):
+            raise ValueError(value)
+        return value
+    if origin is bool:
+        return value if isinstance(value, bool) else _WORDS[str(value).lower()]
+    if isinstance(value, bool):
+        raise TypeError(value)
+    if origin is Mapping:
+        found = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(found, Mapping):
+            raise TypeError(value)
+        return dict(found)
+    if origin is tuple:
+        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else tuple(map(str, value))
+    if origin is int and isinstance(value, float) and value != int(value):
+        raise ValueError(value)
+    if origin in (str, Path) and not isinstance(value, (str, Path)):
+        raise TypeError(value)
+    return origin(value)
+
+
+class _Words(dict[str, bool]):
+    def __missing__(self, key: str) -> bool:
+        raise ValueError(key)
+
+
+_WORDS = _Words(true=True, false=False, yes=True, no=False, on=True, off=False) | {"1": True, "0": False}
+
+
+def _name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    return {int: "an integer", float: "a number", bool: "true or false", Mapping: "a JSON object"}.get(
+        get_origin(kind) or kind, "text"
+    )
+
+
+def _unknown(key: str) -> InvalidRequestError:
+    if key in _NOT_HERE:
+        return InvalidRequestError(f"{key} is not taken as a setting: it would show in Ray's state.", _NOT_HERE[key])
+    names = [*_OURS, *_ENGINE_TYPES, *_SERVER_TYPES]
+    near = get_close_matches(key, names, n=1)
+    return InvalidRequestError(
+        f"there is no setting {key!r}.", f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(names)}."
+    )
+
+
+def _engine_options(engine: dict[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Replicas share a machine: one takes as many threads as CPUs were reserved for it, and its threads do not spin."""
+    reserved = (ours.get("ray_actor_options") or {}).get("num_cpus", 1)
+    return {"num_threads": max(1, int(reserved)), "spin": False} | engine
