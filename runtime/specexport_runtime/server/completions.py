@@ -1,21 +1,67 @@
-"""``/v1/completions`` and ``/v1/chat/completions``."""
+"""``/v1/completions``."""
 
-from typing import Any
+import secrets
+import time
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
-from specexport_runtime.sampling import SamplingParams
-from specexport_runtime.server.state import state_of
+from specexport_runtime.async_engine import AsyncSpecEngine
+from specexport_runtime.server.answer import Answer
+from specexport_runtime.server.errors import ERROR_RESPONSES, unavailable
+from specexport_runtime.server.openapi import request_body
+from specexport_runtime.server.parsing import parse_body
+from specexport_runtime.server.protocol import CompletionRequest
+from specexport_runtime.server.responses import AnswerFormat, CompletionFormat, Header
+from specexport_runtime.server.state import ServerState, state_of
+from specexport_runtime.server.token_text import TokenTexts
+from specexport_runtime.server.translate import Plan, plan_completion
 
-router = APIRouter()
+router = APIRouter(tags=["generation"])
 
 
-@router.post("/v1/completions")
-async def complete(request: Request) -> dict[str, Any]:
-    """Complete a prompt."""
+@router.post(
+    "/v1/completions",
+    response_class=Response,
+    responses=ERROR_RESPONSES,
+    openapi_extra=request_body(CompletionRequest),
+)
+async def create_completion(request: Request) -> Response:
+    """Complete one prompt or several."""
     state = state_of(request)
-    assert state.engine is not None  # noqa: S101
-    body = await request.json()
-    result = await state.engine.generate(body["prompt"], SamplingParams(max_tokens=body.get("max_tokens", 16)))
-    choice = {"index": 0, "text": result.text, "finish_reason": result.finish_reason, "logprobs": None}
-    return {"object": "text_completion", "model": state.config.model_name, "choices": [choice]}
+    engine = ready_engine(state)
+    body = await parse_body(request, CompletionRequest)
+    request.state.user = body.user
+    plan = await plan_completion(body, engine.engine, state.config)
+    return make_answer(request, state, engine, plan, "cmpl", CompletionFormat)
+
+
+def ready_engine(state: ServerState) -> AsyncSpecEngine:
+    """The engine.
+
+    Raises:
+        ApiError: 503, it is not loaded yet, or the server shuts down.
+    """
+    if state.draining:
+        raise unavailable("draining", "The server is shutting down.")
+    if state.engine is None:
+        raise unavailable("loading", "The model is being loaded.")
+    return state.engine
+
+
+def make_answer(
+    request: Request, state: ServerState, engine: AsyncSpecEngine, plan: Plan, prefix: str, form: type[AnswerFormat]
+) -> Answer:
+    """The answer to a request, in the JSON of its endpoint."""
+    name = getattr(request.state, "request_id", None) or secrets.token_hex(12)
+    header = Header(f"{prefix}-{name}", int(time.time()), state.config.model_name)
+    texts = None if plan.logprobs is None else _token_texts(request, engine)
+    made = form(header, texts=texts, origins=plan.origins, include_usage=plan.include_usage)
+    return Answer(engine, plan, made, state.config.request_timeout_s)
+
+
+def _token_texts(request: Request, engine: AsyncSpecEngine) -> TokenTexts:
+    """Of the server's tokenizer; made when they are first asked for."""
+    texts: TokenTexts | None = getattr(request.app.state, "token_texts", None)
+    if texts is None:
+        texts = request.app.state.token_texts = TokenTexts(engine.engine.tokenizer)
+    return texts

@@ -4,8 +4,48 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 
-from specexport_runtime.errors import EngineClosedError, InvalidRequestError, QueueFullError, SpecexportError
+from specexport_runtime.errors import (
+    EngineClosedError,
+    InvalidRequestError,
+    QueueFullError,
+    SpecexportError,
+)
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": text}
+    for status, text in {
+        400: "The request is wrong; the message names the parameter.",
+        401: "The API key is missing or wrong.",
+        404: "There is no such model.",
+        408: "The body came too slowly.",
+        413: "The body is too large.",
+        415: "The body is not JSON.",
+        421: "The Host header names another server.",
+        429: "Too many requests wait; try again later.",
+        500: "The server failed.",
+        503: "The server is loading or shutting down; try again later.",
+        504: "The request took too long.",
+    }.items()
+}
+"""For OpenAPI: what both endpoints may answer besides success."""
 
 
 class ApiError(Exception):
@@ -52,7 +92,21 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, EngineClosedError):
-        return ApiError(503, str(error), kind="service_unavailable", code="draining", headers={"Retry-After": "5"})
-    if isinstance(error, SpecexportError):
-        return ApiError(500, str(error), kind="server_error", code="request_failed")
-    return ApiError(500, "the server failed; its log has the reason.", kind="server_error", code="internal_error")
+        return unavailable("draining", "The server is shutting down.")
+    code = "request_failed" if isinstance(error, SpecexportError) else "internal_error"
+    return ApiError(500, "The server failed; its log has the reason.", kind="server_error", code=code)
+
+
+def unavailable(code: str, message: str) -> ApiError:
+    """503: the server is loading, or shutting down."""
+    return ApiError(503, message, kind="service_unavailable", code=code, headers={"Retry-After": "5"})
+
+
+def timed_out(seconds: float) -> ApiError:
+    """504: the request took longer than the server allows."""
+    return ApiError(504, f"The request took more than {seconds:g} s.", kind="timeout_error", code="request_timeout")
+
+
+def client_gone() -> ApiError:
+    """499, as nginx calls it: nobody is there to read the answer, only the log."""
+    return ApiError(499, "The client closed the connection.", code="client_closed_request")

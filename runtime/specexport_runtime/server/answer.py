@@ -1,0 +1,182 @@
+"""The life of a request, streamed or not: submit all its choices, pass on what they get, cancel what is left over."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from specexport_runtime.async_engine import AsyncRequest, AsyncSpecEngine
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.results import GenerationResult, StreamChunk, StreamPiece
+from specexport_runtime.server.disconnect import request_life
+from specexport_runtime.server.errors import ApiError, as_api_error, unavailable
+from specexport_runtime.server.responses import AnswerFormat, usage_of
+from specexport_runtime.server.sse import DONE, EventStream, event
+from specexport_runtime.server.translate import Plan
+
+_log = logging.getLogger(__name__)
+
+
+class News(NamedTuple):
+    """What came for one choice; ``ended`` if nothing more will."""
+
+    choice: int
+    chunks: list[StreamChunk]
+    ended: bool = False
+
+
+class Answer(Response):
+    """The answer to one request, made while it is sent.
+
+    Args:
+        engine: what generates.
+        plan: what to generate.
+        form: JSON of the endpoint.
+        timeout_s: seconds it may take.
+    """
+
+    def __init__(self, engine: AsyncSpecEngine, plan: Plan, form: AnswerFormat, timeout_s: float) -> None:
+        super().__init__()
+        self._engine, self._plan, self._form, self._timeout_s = engine, plan, form, timeout_s
+        self._pieces: list[list[StreamPiece]] = [[] for _ in plan.specs]
+        self._results: list[GenerationResult | None] = [None] * len(plan.specs)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Generate and send.
+
+        Raises:
+            ApiError: nothing was sent yet, and nothing will be.
+        """
+        stream = EventStream(send)
+        requests: list[AsyncRequest] = []
+        try:
+            async with request_life(receive, self._timeout_s):
+                requests = await self._submit()
+                if self._plan.stream:
+                    await self._send_events(requests, stream, scope)
+                else:
+                    await self._send_whole(requests, scope, receive, send)
+        except Exception as error:
+            if not stream.started:
+                raise
+            await _end_with_error(stream, error)
+        finally:
+            for request in requests:
+                request.cancel()  # no effect on those that ended
+
+    async def _submit(self) -> list[AsyncRequest]:
+        count, most = len(self._plan.specs), self._engine.max_waiting
+        if most is not None and count > most + self._engine.engine.target.num_rows:
+            message = f"{count} choices at a time are more than this server ever takes."
+            raise ApiError(400, message, param="n", code="limit_exceeded")
+        try:
+            return await self._engine.submit_all(self._plan.specs)
+        except InvalidRequestError as error:  # the rest was checked before
+            raise ApiError(400, str(error), param="speculative", code="invalid_value") from None
+
+    async def _send_whole(self, requests: list[AsyncRequest], scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(merge(requests)) as batches:
+            async for batch in batches:
+                for news in batch:
+                    self._take(requests, news)
+        choices = []
+        for i, result in enumerate(self._finished()):
+            text = self._plan.echoes[i] + result.text
+            choices.append(self._form.choice(i, text, self._pieces[i], result.finish_reason))
+        body = self._form.whole(choices, self._usage(scope))
+        await Response(body, media_type="application/json")(scope, receive, send)
+
+    async def _send_events(self, requests: list[AsyncRequest], stream: EventStream, scope: Scope) -> None:
+        await stream.start()
+        opening = b"".join([self._form.opening(i, echo) for i, echo in enumerate(self._plan.echoes)])
+        if opening:
+            await stream.write(opening)
+        offsets = [0] * len(requests)
+        async with aclosing(merge(requests)) as batches:
+            async for batch in batches:
+                events = []
+                for news in batch:
+                    pieces, finish = self._take(requests, news)
+                    if pieces or finish:
+                        events.append(self._form.chunk(news.choice, pieces, finish, offsets[news.choice]))
+                        if self._plan.logprobs is not None:
+                            offsets[news.choice] += sum(len(piece.text) for piece in pieces)
+                if body := b"".join(events):
+                    await stream.write(body)
+        usage = self._usage(scope)
+        await stream.finish((self._form.usage(usage) if self._plan.include_usage else b"") + DONE)
+
+    def _take(self, requests: list[AsyncRequest], news: News) -> tuple[list[StreamPiece], str | None]:
+        """Note what came for a choice; its new pieces, and why it ended."""
+        chunks = news.chunks
+        pieces = chunks[0].pieces if len(chunks) == 1 else [piece for chunk in chunks for piece in chunk.pieces]
+        if not self._plan.stream:
+            self._pieces[news.choice].extend(pieces)
+        if news.ended:
+            self._results[news.choice] = _result(requests[news.choice])
+        return pieces, chunks[-1].finish_reason if chunks else None
+
+    def _finished(self) -> list[GenerationResult]:
+        return [result for result in self._results if result is not None]
+
+    def _usage(self, scope: Scope) -> dict[str, Any]:
+        """The usage; kept in the request's state, too, for the log."""
+        usage = usage_of(self._plan.num_prompt_tokens, [result.stats for result in self._finished()])
+        scope.setdefault("state", {})["usage"] = usage
+        return usage
+
+
+async def merge(requests: list[AsyncRequest]) -> AsyncGenerator[list[News]]:
+    """What comes for any of the requests, all that is there at a time, until all have ended."""
+    if len(requests) == 1:
+        async for chunks in requests[0].batches():
+            yield [News(0, chunks)]
+        yield [News(0, [], ended=True)]
+        return
+    queue: asyncio.Queue[News] = asyncio.Queue()
+
+    async def pump(index: int, request: AsyncRequest) -> None:
+        async for chunks in request.batches():
+            queue.put_nowait(News(index, chunks))
+        queue.put_nowait(News(index, [], ended=True))
+
+    pumps = [asyncio.create_task(pump(i, request)) for i, request in enumerate(requests)]
+    left = len(requests)
+    try:
+        while left:
+            batch = [await queue.get()]
+            while not queue.empty():
+                batch.append(queue.get_nowait())
+            left -= sum(news.ended for news in batch)
+            yield batch
+    finally:
+        for task in pumps:
+            task.cancel()
+
+
+def _result(request: AsyncRequest) -> GenerationResult:
+    """The result of a request that has ended.
+
+    Raises:
+        SpecexportError: it failed.
+        ApiError: somebody cancelled it, and not its client: the server shuts down.
+    """
+    assert request.handle is not None  # noqa: S101  # it was submitted
+    result = request.handle.result(0)
+    if result.finish_reason == "cancelled":
+        raise unavailable("draining", "The server is shutting down and could not finish this request.")
+    return result
+
+
+async def _end_with_error(stream: EventStream, error: Exception) -> None:
+    """Tell of an error in a stream that has begun; the status was sent long ago."""
+    told = as_api_error(error)
+    if told.status == 499:
+        return  # nobody listens
+    if told.status == 500:
+        _log.error("a request failed while it was streamed", exc_info=error)
+    await stream.finish(event(told.body()))

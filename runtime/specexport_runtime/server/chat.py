@@ -1,0 +1,30 @@
+"""``/v1/chat/completions``."""
+
+from fastapi import APIRouter, Request, Response
+
+from specexport_runtime.server.completions import make_answer, ready_engine
+from specexport_runtime.server.errors import ERROR_RESPONSES
+from specexport_runtime.server.openapi import request_body
+from specexport_runtime.server.parsing import parse_body
+from specexport_runtime.server.protocol import ChatRequest
+from specexport_runtime.server.responses import ChatFormat
+from specexport_runtime.server.state import state_of
+from specexport_runtime.server.translate import plan_chat
+
+router = APIRouter(tags=["generation"])
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_class=Response,
+    responses=ERROR_RESPONSES,
+    openapi_extra=request_body(ChatRequest),
+)
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation."""
+    state = state_of(request)
+    engine = ready_engine(state)
+    body = await parse_body(request, ChatRequest)
+    request.state.user = body.safety_identifier or body.user
+    plan = await plan_chat(body, engine.engine, state.config)
+    return make_answer(request, state, engine, plan, "chatcmpl", ChatFormat)

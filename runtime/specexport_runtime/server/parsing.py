@@ -1,0 +1,154 @@
+"""From bytes to a checked body: JSON without its loopholes, and one short message for what is wrong."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+
+from specexport_runtime.server.errors import ApiError, client_gone
+from specexport_runtime.server.protocol import OFF
+
+Body = TypeVar("Body", bound=BaseModel)
+
+_WANTED = {
+    "prompt": "must be a text, a list of texts, a list of token ids or a list of lists of token ids, none empty",
+    "stop": "must be a text or a list of up to 16 texts, none empty",
+    "content": "must be a text or a list of parts of type text",
+    "num_speculative_tokens": 'must be an integer of at least 1, or "auto"',
+}
+_SHOWN = 100  # characters of a name or a value that a message repeats
+
+
+async def parse_body(request: Request, model: type[Body]) -> Body:
+    """The body of a request.
+
+    Raises:
+        ApiError: it is not what ``model`` says; names the parameter.
+    """
+    try:
+        data = await request.body()
+    except ClientDisconnect:
+        raise client_gone() from None
+    value = parse_json(data)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _explain(error, value, model) from None
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """A JSON object as the standard has it: UTF-8, no key twice, no NaN, no half characters.
+
+    Raises:
+        ApiError: it is something else.
+    """
+    try:
+        text = data.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except UnicodeDecodeError:
+        raise _not_json("The body is not UTF-8.") from None
+    except RecursionError:
+        raise _not_json("The body is nested too deeply.") from None
+    except json.JSONDecodeError as error:
+        raise _not_json(f"The body is not JSON: {error.msg} (line {error.lineno} column {error.colno}).") from None
+    except ValueError:  # an integer of thousands of digits
+        raise _not_json("The body has a number that is too long.") from None
+    if not isinstance(value, dict):
+        raise _not_json("The body must be a JSON object.")
+    if "\\u" in text:
+        _check_surrogates(value, ())
+    return value
+
+
+def _not_json(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_json")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        keys = [key for key, _ in pairs]
+        name = _short(next(key for i, key in enumerate(keys) if key in keys[:i]))
+        raise ApiError(400, f"The key {json.dumps(name)} is there twice.", param=_clean(name), code="duplicate_key")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _not_json(f"The body is not JSON: {name} is no number.")
+
+
+def _check_surrogates(value: Any, path: tuple[str | int, ...]) -> None:
+    """Refuse halves of surrogate pairs: they are no text, and no tokenizer takes them."""
+    if isinstance(value, str):
+        if _clean(value) != value:
+            param = _path(path)
+            message = f"{param or 'A key'} has half a surrogate pair, which is no text."
+            raise ApiError(400, message, param=param or None, code="invalid_unicode")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_surrogates(key, path)
+            _check_surrogates(item, (*path, key))
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            _check_surrogates(item, (*path, i))
+
+
+def _clean(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _explain(error: ValidationError, body: dict[str, Any], model: type[BaseModel]) -> ApiError:
+    """One error in OpenAI's words: of an unknown parameter if there is one, else the first."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    first = next((item for item in errors if item["type"] == "extra_forbidden" and len(item["loc"]) == 1), errors[0])
+    path = _real_path(first["loc"], body)
+    param, kind = _path(path), first["type"]
+    refused = OFF in getattr(model.model_fields.get(str(path[0])), "metadata", ())
+    if kind == "extra_forbidden" and not refused:
+        return ApiError(400, f"There is no parameter {param}.", param=param, code="unknown_parameter")
+    if kind == "missing":
+        return ApiError(400, f"{param} is missing.", param=param, code="missing_required_parameter")
+    given = _short(json.dumps(_value_at(body, path), ensure_ascii=False))
+    if refused:
+        message = f"{param} = {given} is not supported by this server: leave it out."
+        return ApiError(400, message, param=param, code="unsupported_parameter")
+    for name in reversed(path):
+        if name in _WANTED:
+            param = _path(path[: path.index(name) + 1])
+            return ApiError(400, f"{param} {_WANTED[str(name)]}.", param=param, code="invalid_value")
+    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    return ApiError(400, f"{param} is {given}: {first['msg']}.", param=param, code=code)
+
+
+def _real_path(loc: Sequence[str | int], body: Any) -> tuple[str | int, ...]:
+    """The part of a location that is in the body; pydantic also names the variants of a union, and marks keys."""
+    path: list[str | int] = []
+    value = body
+    for i, key in enumerate(loc):
+        if isinstance(value, Mapping) and (key in value or (i == len(loc) - 1 and key != "[key]")):
+            path.append(key)
+            value = value.get(key)
+        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
+            path.append(key)
+            value = value[key]
+    return tuple(path)
+
+
+def _value_at(body: Any, path: Sequence[str | int]) -> Any:
+    for key in path:
+        body = body[key]
+    return body
+
+
+def _path(path: Sequence[str | int]) -> str:
+    name = ""
+    for key in path:
+        name += f"[{key}]" if isinstance(key, int) else f".{key}" if name else key
+    return _short(name)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"

@@ -1,0 +1,163 @@
+"""Bodies of requests: OpenAI's parameters, and those of vLLM that the engine honours. Nothing else is taken.
+
+A parameter that cannot be honoured is declared with the values that turn it off, so that clients which send their
+defaults work and all others are told.
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_LOGPROBS = 20
+
+Text = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+IdKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Empty = Annotated[list[Any], Field(max_length=0)]
+EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
+
+OFF = "refused unless it is off"
+"""Marks a parameter that is declared only to be refused, unless it holds a value that turns it off."""
+
+T = TypeVar("T")
+Refused = Annotated[T | None, OFF]
+
+
+class Strict(BaseModel):
+    """An object without unknown keys, whose values are not converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Refused[Literal[False]] = None
+
+
+class Speculative(Strict):
+    """How to draft for one request; what is left out is up to the server."""
+
+    num_speculative_tokens: Annotated[int, Field(ge=1, lt=2**31)] | Literal["auto"] | None = None
+    drafter: Literal["draft-model", "lookup", "self", "chained", "none"] | None = None
+    reference: str | None = None
+    token_origins: bool | None = None
+
+
+class Sampling(Strict):
+    """What both endpoints take."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[IdKey, Bias] | None = None
+    user: str | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    speculative: Speculative | None = None
+    min_tokens: Refused[Literal[0]] = None
+    use_beam_search: Refused[Literal[False]] = None
+    prompt_logprobs: Refused[None] = None
+    truncate_prompt_tokens: Refused[None] = None
+
+
+class CompletionRequest(Sampling):
+    """Body of ``/v1/completions``."""
+
+    prompt: Text | TokenIds | Annotated[list[Text] | list[TokenIds], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    suffix: Refused[None] = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    add_special_tokens: Refused[Literal[True]] = None
+
+
+class TextPart(Strict):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = str | Annotated[list[TextPart], Field(min_length=1)]
+
+
+class Message(Strict):
+    """A message; the keys that are null are those that clients copy from an answer."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    name: Text | None = None
+    refusal: Refused[None] = None
+    annotations: Refused[Empty] = None
+    audio: Refused[None] = None
+    tool_calls: Refused[Empty] = None
+    function_call: Refused[None] = None
+
+
+class Prediction(Strict):
+    """OpenAI's predicted output: text that the answer probably repeats."""
+
+    type: Literal["content"]
+    content: Content
+
+
+class TextFormat(Strict):
+    """The only format of answers."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(Sampling):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prediction: Prediction | None = None
+    safety_identifier: str | None = None
+    echo: Refused[Literal[False]] = None
+    response_format: Refused[TextFormat] = None
+    tools: Refused[Empty] = None
+    tool_choice: Refused[Literal["none"]] = None
+    parallel_tool_calls: bool | None = None  # there are no tools, so there are no calls, parallel or not
+    functions: Refused[Empty] = None
+    function_call: Refused[Literal["none"]] = None
+    audio: Refused[None] = None
+    modalities: Refused[Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)]] = None
+    store: Refused[Literal[False]] = None
+    metadata: Refused[EmptyObject] = None
+    service_tier: Refused[Literal["auto", "default"]] = None
+    reasoning_effort: Refused[Literal["none"]] = None
+    verbosity: Refused[None] = None
+    web_search_options: Refused[None] = None
+    prompt_cache_key: Refused[None] = None
+    prompt_cache_retention: Refused[None] = None
+    add_generation_prompt: Refused[Literal[True]] = None
+    continue_final_message: Refused[Literal[False]] = None
+    chat_template: Refused[None] = None
+    chat_template_kwargs: Refused[EmptyObject] = None
+
+
+def join_text(content: Content) -> str:
+    """The text of a content: its parts one after the other, nothing between them."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -1,0 +1,182 @@
+"""JSON of answers and of chunks, as each endpoint has it. Chunks are put together from prepared text: no models."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple
+
+from specexport_runtime.results import StreamPiece
+from specexport_runtime.server.sse import event
+from specexport_runtime.server.token_text import TokenTexts
+from specexport_runtime.stats import SequenceStats
+
+_text = json.encoder.encode_basestring_ascii
+
+
+class Header(NamedTuple):
+    """What all parts of an answer repeat."""
+
+    id: str
+    created: int
+    model: str
+
+
+class AnswerFormat(ABC):
+    """JSON of one answer.
+
+    Args:
+        header: what all its parts repeat.
+        texts: of tokens; None for no log-probabilities.
+        origins: say where each token came from.
+        include_usage: every chunk has a key ``usage``, as OpenAI's do then.
+    """
+
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, header: Header, *, texts: TokenTexts | None, origins: bool, include_usage: bool) -> None:
+        self._header, self._texts, self._origins = header, texts, origins
+        parts = json.dumps(self._head(self.chunk_object), separators=(",", ":"))
+        self._before = f'data: {parts[:-1]},"choices":[{{"index":'
+        self._after = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
+
+    def chunk(self, index: int, pieces: Seq[StreamPiece], finish: str | None, offset: int) -> bytes:
+        """The event of what one choice got; empty if there is nothing to tell.
+
+        Args:
+            index: the choice.
+            pieces: its new tokens.
+            finish: why it ended; None while it goes on.
+            offset: characters of its text before these.
+        """
+        text = pieces[0].text if len(pieces) == 1 else "".join([piece.text for piece in pieces])
+        if not text and finish is None and not self._origins and self._texts is None:
+            return b""
+        more = "" if finish is None else f'"{finish}"'
+        logprobs = "null" if self._texts is None or not pieces else json.dumps(self._logprobs(pieces, offset))
+        origins = f',"tokens":{json.dumps(_origins(pieces))}' if self._origins else ""
+        body = f'{self._delta(text)},"logprobs":{logprobs},"finish_reason":{more or "null"}{origins}'
+        return f"{self._before}{index},{body}{self._after}".encode()
+
+    def opening(self, index: int, echo: str) -> bytes:
+        """The event before the first token of a choice, if there is one."""
+        delta = self._opening(echo)
+        if delta is None:
+            return b""
+        return f'{self._before}{index},{delta},"logprobs":null,"finish_reason":null{self._after}'.encode()
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The event that ends a stream with its usage."""
+        return event(self._head(self.chunk_object) | {"choices": [], "usage": usage})
+
+    def choice(self, index: int, text: str, pieces: Seq[StreamPiece], finish: str) -> dict[str, Any]:
+        """One choice of an answer that is not streamed."""
+        logprobs = None if self._texts is None else self._logprobs(pieces, 0)
+        choice = {"index": index, **self._content(text), "logprobs": logprobs, "finish_reason": finish}
+        return choice | ({"tokens": _origins(pieces)} if self._origins else {})
+
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> bytes:
+        """An answer that is not streamed."""
+        return json.dumps(self._head(self.whole_object) | {"choices": choices, "usage": usage}).encode()
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        header = self._header
+        return {"id": header.id, "object": kind, "created": header.created, "model": header.model}
+
+    def _logprobs(self, pieces: Seq[StreamPiece], offset: int) -> dict[str, Any]:
+        assert self._texts is not None  # noqa: S101  # callers check
+        return self._logprobs_of(pieces, self._texts, offset)
+
+    @abstractmethod
+    def _delta(self, text: str) -> str: ...
+
+    @abstractmethod
+    def _opening(self, echo: str) -> str | None: ...
+
+    @abstractmethod
+    def _content(self, text: str) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts, offset: int) -> dict[str, Any]: ...
+
+
+class CompletionFormat(AnswerFormat):
+    """Of ``/v1/completions``."""
+
+    whole_object = chunk_object = "text_completion"
+
+    def _delta(self, text: str) -> str:
+        return f'"text":{_text(text)}'
+
+    def _opening(self, echo: str) -> str | None:
+        return self._delta(echo) if echo else None
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts, offset: int) -> dict[str, Any]:
+        tokens, values, tops, offsets = [], [], [], []
+        for piece in pieces:
+            assert piece.logprobs is not None  # noqa: S101  # the plan asked for them
+            own = texts[piece.token_id].text
+            top: dict[str, float] = {}
+            for token, value in (*piece.logprobs.top, (piece.token_id, piece.logprobs.logprob)):
+                top.setdefault(texts[token].text, value)  # the likelier one of two that read the same
+            tokens.append(own)
+            values.append(piece.logprobs.logprob)
+            tops.append(top)
+            offsets.append(offset)
+            offset += len(piece.text)
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+class ChatFormat(AnswerFormat):
+    """Of ``/v1/chat/completions``."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def _delta(self, text: str) -> str:
+        return f'"delta":{{"content":{_text(text)}}}' if text else '"delta":{}'
+
+    def _opening(self, echo: str) -> str | None:  # noqa: ARG002  # chats have no echo
+        return '"delta":{"role":"assistant","content":""}'
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts, offset: int) -> dict[str, Any]:  # noqa: ARG002
+        content = []
+        for piece in pieces:
+            assert piece.logprobs is not None  # noqa: S101  # the plan asked for them
+            top = [_chat_token(texts, token, value) for token, value in piece.logprobs.top]
+            content.append(_chat_token(texts, piece.token_id, piece.logprobs.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+
+def usage_of(num_prompt_tokens: int, stats: Seq[SequenceStats]) -> dict[str, Any]:
+    """Tokens and draft tokens of all choices together."""
+    generated = sum(item.num_generated_tokens for item in stats)
+    drafted, accepted = sum(item.drafted for item in stats), sum(item.accepted for item in stats)
+    draft_rounds = sum(item.draft_rounds for item in stats)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": generated,
+        "total_tokens": num_prompt_tokens + generated,
+        "speculative": {
+            "rounds": sum(item.rounds for item in stats),
+            "drafted": drafted,
+            "accepted": accepted,
+            "acceptance_rate": accepted / drafted if drafted else None,
+            "mean_accepted_length": 1 + accepted / draft_rounds if draft_rounds else None,
+        },
+    }
+
+
+def _origins(pieces: Seq[StreamPiece]) -> list[dict[str, str]]:
+    return [{"text": piece.text, "kind": piece.kind} for piece in pieces]
+
+
+def _chat_token(texts: TokenTexts, token: int, value: float) -> dict[str, Any]:
+    text = texts[token]
+    return {"token": text.text, "logprob": value, "bytes": list(text.data)}

@@ -1,0 +1,84 @@
+"""Text and exact bytes of single tokens, for log-probabilities."""
+
+import json
+import re
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenText(NamedTuple):
+    r"""One token.
+
+    Attributes:
+        text: its text; of a token that is no whole characters, ``bytes:\xe2\x82`` as OpenAI writes it.
+        data: its bytes.
+    """
+
+    text: str
+    data: bytes
+
+
+class TokenTexts:
+    """What the tokens of a vocabulary stand for, each by itself in the middle of a text.
+
+    Args:
+        tokenizer: byte-level, with byte tokens (``<0x41>``), or of any other kind.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        self._tokenizer = tokenizer
+        decoder = tokenizer.decoder
+        kinds = "" if decoder is None else json.dumps(json.loads(decoder.__getstate__()))
+        self._is_byte_level = '"ByteLevel"' in kinds
+        self._has_byte_tokens = '"ByteFallback"' in kinds
+        self._added = {token: str(added) for token, added in _added_tokens(tokenizer).items()}
+        self._known: dict[int, TokenText] = {}
+
+    def __getitem__(self, token: int) -> TokenText:
+        """The text of one token id."""
+        known = self._known.get(token)
+        if known is None:
+            known = self._known[token] = _token_text(self._bytes(token))
+        return known
+
+    def _bytes(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token].encode()
+        name = self._tokenizer.id_to_token(token)
+        if name is None:
+            return b""  # a row of the LM head without a token
+        if self._is_byte_level and all(char in _byte_of_char() for char in name):
+            return bytes(_byte_of_char()[char] for char in name)
+        if self._has_byte_tokens and (match := _BYTE_TOKEN.fullmatch(name)):
+            return bytes([int(match[1], 16)])
+        return self._text_after_itself(token).encode()
+
+    def _text_after_itself(self, token: int) -> str:
+        """What a second token adds to the first: decoders strip the space of the first one."""
+        one, two = (self._tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+        added: str = two[len(one) :] if two.startswith(one) else one
+        return added
+
+
+def _added_tokens(tokenizer: "Tokenizer") -> dict[int, str]:
+    return {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
+
+
+def _token_text(data: bytes) -> TokenText:
+    try:
+        return TokenText(data.decode("utf-8"), data)
+    except UnicodeDecodeError:
+        return TokenText("bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data)
+
+
+@cache
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for characters from U+0100 on."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
