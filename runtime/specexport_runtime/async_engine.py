@@ -4,51 +4,66 @@ The decoding thread hands chunks over in batches: one wake-up of the event loop 
 """
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Unpack
 
+from specexport_runtime.async_request import AsyncRequest, ChunkIterator, Courier, Mailbox
 from specexport_runtime.engine import SpecEngine
-from specexport_runtime.errors import EngineClosedError, QueueFullError, SpecexportError
-from specexport_runtime.handle import RequestHandle
+from specexport_runtime.errors import EngineClosedError, InvalidRequestError, QueueFullError, SpecexportError
 from specexport_runtime.request_spec import RequestSpec
 from specexport_runtime.requests import Drafting
-from specexport_runtime.results import GenerationResult, Prompt, StreamChunk
+from specexport_runtime.results import GenerationResult, Prompt
 from specexport_runtime.sampling import SamplingParams
+
+__all__ = ["AsyncRequest", "AsyncSpecEngine", "ChunkIterator"]
 
 _LONG_PROMPT = 2000  # characters; longer texts are tokenized on another thread
 
 
 class AsyncSpecEngine:
-    """A :class:`SpecEngine` for one event loop.
+    """A :class:`SpecEngine` for the event loop that runs when this object is made.
+
+    Several may share a ``SpecEngine``, each in an event loop of its own, besides threads that use it directly.
 
     Args:
         engine: the engine; :meth:`aclose` closes it.
-        max_waiting: most requests that may wait for a cache row; None for no limit.
+        max_waiting: most requests of this object that may wait for a cache row; None for no limit.
     """
 
     def __init__(self, engine: SpecEngine, *, max_waiting: int | None = None) -> None:
+        if max_waiting is not None and max_waiting < 0:
+            raise InvalidRequestError(f"max_waiting is {max_waiting}.", "give 0 or more, or None for no limit.")
         self.engine = engine
         self.max_waiting = max_waiting
-        self._mailbox = _Mailbox()
+        self._mailbox = Mailbox()
         self._active: set[AsyncRequest] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._admits = True
+        self._closing: asyncio.Future[None] | None = None
 
     @classmethod
     async def load(cls, path: str | Path, *, max_waiting: int | None = None, **options: Any) -> "AsyncSpecEngine":
         """Load a bundle without blocking the event loop; options and errors as :meth:`SpecEngine.load`."""
-        engine = await asyncio.to_thread(SpecEngine.load, path, **options)
+        loading = asyncio.get_running_loop().run_in_executor(None, partial(SpecEngine.load, path, **options))
+        try:
+            engine = await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            loading.add_done_callback(_close_unwanted)
+            raise
         return cls(engine, max_waiting=max_waiting)
 
     async def __aenter__(self) -> "AsyncSpecEngine":
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close: after all requests if the block was left normally, else at once."""
+        await self.aclose(None if kind is None else 0)
 
     @property
     def num_active(self) -> int:
@@ -62,8 +77,8 @@ class AsyncSpecEngine:
         *,
         reference: Prompt | None = None,
         **drafting: Unpack[Drafting],
-    ) -> "AsyncRequest":
-        """Queue one request; arguments as :meth:`SpecEngine.submit`.
+    ) -> AsyncRequest:
+        """Queue one request; arguments as :meth:`SpecEngine.submit`. If the task is cancelled here, so is the request.
 
         Raises:
             InvalidRequestError: the request can never be served.
@@ -73,23 +88,24 @@ class AsyncSpecEngine:
         spec = RequestSpec(prompt, params or SamplingParams(), reference, drafting)
         return (await self.submit_all([spec]))[0]
 
-    async def submit_all(self, requests: Seq[RequestSpec]) -> "list[AsyncRequest]":
+    async def submit_all(self, requests: Seq[RequestSpec]) -> list[AsyncRequest]:
         """Queue several requests, all or none; errors as :meth:`submit`."""
         self._check_room(len(requests))
+        is_long = sum(len(spec.prompt) + len(spec.reference or ()) for spec in requests) > _LONG_PROMPT
         taken = [AsyncRequest(self) for _ in requests]
-        self._active.update(taken)
-        self._idle.clear()
+        if taken:
+            self._active.update(taken)
+            self._idle.clear()
         try:
-            if sum(len(spec.prompt) for spec in requests) > _LONG_PROMPT:
-                handles = await asyncio.to_thread(self.engine.submit_all, requests, taken)
+            if is_long:
+                await self._queue_elsewhere(requests, taken)
             else:
-                handles = self.engine.submit_all(requests, taken)
+                self._queue(requests, taken)
+        except asyncio.CancelledError:
+            raise  # what was queued, or will be, is cancelled and reports its end
         except BaseException:
-            for request in taken:
-                self._forget(request)
+            self.forget(*taken)
             raise
-        for request, handle in zip(taken, handles, strict=True):
-            request.handle = handle
         return taken
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> GenerationResult:
@@ -102,14 +118,15 @@ class AsyncSpecEngine:
         self._admits = False
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Wait until no request is active; after ``timeout`` seconds cancel those that are left.
+        """Take no more requests and wait until none is active; after ``timeout`` seconds cancel those that are left.
 
         Returns:
             whether all of them ended by themselves.
         """
         self.stop_admitting()
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
         except TimeoutError:
             for request in list(self._active):
                 request.cancel()
@@ -118,118 +135,60 @@ class AsyncSpecEngine:
         return True
 
     async def aclose(self, timeout: float | None = None) -> None:
-        """Finish what was taken (see :meth:`drain`), then close the engine."""
-        await self.drain(timeout)
-        await asyncio.to_thread(self.engine.close)
+        """Finish what was taken (see :meth:`drain`), then close the engine.
 
-    def _check_room(self, count: int) -> None:
-        if not self._admits:
-            raise EngineClosedError("the engine takes no more requests.", "send it to another one.")
-        if self.max_waiting is not None:
-            room = self.engine.target.num_rows + self.max_waiting - len(self._active)
-            if count > room:
-                raise QueueFullError(f"{len(self._active)} requests are being served or wait.", "try again later.")
+        If the task is cancelled here, requests that are left are cancelled and the engine is closed all the same.
+        """
+        try:
+            await self.drain(timeout)
+        finally:
+            if self._closing is None:
+                self._closing = asyncio.get_running_loop().run_in_executor(None, self.engine.close)
+            await asyncio.shield(self._closing)
 
-    def _forget(self, request: "AsyncRequest") -> None:
-        self._active.discard(request)
+    def forget(self, *requests: AsyncRequest) -> None:
+        """These requests have ended; called by them."""
+        self._active.difference_update(requests)
         if not self._active:
             self._idle.set()
 
+    def _check_room(self, count: int) -> None:
+        if asyncio.get_running_loop() is not self._mailbox.loop:
+            raise SpecexportError(
+                "this AsyncSpecEngine belongs to another event loop.", "make one in each; they may share a SpecEngine."
+            )
+        if not self._admits:
+            raise EngineClosedError("the engine takes no more requests.", "send it to another one.")
+        if self.max_waiting is None:
+            return
+        limit = self.engine.target.num_rows + self.max_waiting
+        if count > limit:
+            raise InvalidRequestError(f"{count} requests at once; at most {limit} can ever be held.", "send fewer.")
+        if count > limit - len(self._active):
+            raise QueueFullError(f"{len(self._active)} requests are being served or wait.", "try again later.")
 
-class AsyncRequest:
-    """One request: iterate over it for its chunks (once), or await its :meth:`result`.
+    def _queue(self, requests: Seq[RequestSpec], taken: Seq[AsyncRequest]) -> None:
+        """Check and queue; in any thread."""
+        handles = self.engine.submit_all(requests, [Courier(request, self._mailbox) for request in taken])
+        for request, handle in zip(taken, handles, strict=True):
+            request.attach(handle)
 
-    Cancelling the task that does either cancels the request, and its row is free before the next round.
-    """
-
-    def __init__(self, owner: AsyncSpecEngine) -> None:
-        self.handle: RequestHandle | None = None
-        self._owner = owner
-        self._mailbox = owner._mailbox  # the two classes are one module
-        self._chunks: deque[StreamChunk] = deque()
-        self._news = asyncio.Event()
-        self._done = False
-
-    @property
-    def done(self) -> bool:
-        """Whether the request has ended, in whichever way."""
-        return self._done
-
-    def cancel(self) -> None:
-        """End the request before the next round; no effect once it is done."""
-        if self.handle is not None:
-            self.handle.cancel()
-
-    async def result(self) -> GenerationResult:
-        """Wait for the end; returns and raises what :meth:`RequestHandle.result` does."""
-        async for _ in self.batches():
-            pass
-        return self._finished()
-
-    async def __aiter__(self) -> AsyncIterator[StreamChunk]:
-        async for chunks in self.batches():
-            for chunk in chunks:
-                yield chunk
-        self._finished()
-
-    async def batches(self) -> AsyncIterator[list[StreamChunk]]:
-        """Chunks as they come, all that are there at a time."""
+    async def _queue_elsewhere(self, requests: Seq[RequestSpec], taken: Seq[AsyncRequest]) -> None:
+        """As :meth:`_queue`, on another thread. That cannot be stopped: if the task is cancelled, it cancels them."""
+        queueing = asyncio.get_running_loop().run_in_executor(None, self._queue, requests, taken)
         try:
-            while True:
-                await self._news.wait()
-                self._news.clear()
-                if self._chunks:
-                    chunks = list(self._chunks)
-                    self._chunks.clear()
-                    yield chunks
-                if self._done and not self._chunks:
-                    return
-        finally:
-            self.cancel()
+            await asyncio.shield(queueing)
+        except asyncio.CancelledError:
+            for request in taken:
+                request.cancel()
+            queueing.add_done_callback(partial(self._forget_refused, taken))
+            raise
 
-    def _finished(self) -> GenerationResult:
-        if self.handle is None:
-            raise SpecexportError("the request was never queued.")
-        return self.handle.result(0)
-
-    # Called in the decoding thread.
-    def on_chunk(self, chunk: StreamChunk) -> None:
-        """Hand a chunk over to the event loop."""
-        self._mailbox.put(self, chunk)
-
-    def on_done(self, handle: RequestHandle) -> None:
-        """Hand the end over to the event loop."""
-        self.handle = handle
-        self._mailbox.put(self, None)
-
-    # Called in the event loop.
-    def receive(self, item: StreamChunk | None) -> None:
-        """Take in a chunk, or the end."""
-        if item is None:
-            self._done = True
-            self._owner._forget(self)
-        else:
-            self._chunks.append(item)
-        self._news.set()
+    def _forget_refused(self, taken: Seq[AsyncRequest], queueing: "asyncio.Future[None]") -> None:
+        if queueing.cancelled() or queueing.exception() is not None:
+            self.forget(*taken)
 
 
-class _Mailbox:
-    """Carries chunks from the decoding thread to the event loop, waking it once for all that came meanwhile."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._items: deque[tuple[AsyncRequest, StreamChunk | None]] = deque()
-        self._scheduled = False
-
-    def put(self, request: AsyncRequest, item: StreamChunk | None) -> None:
-        """Decoding thread: leave an item."""
-        self._items.append((request, item))
-        if not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        self._scheduled = False  # before the items are taken: one that comes now wakes the loop again
-        while self._items:
-            request, item = self._items.popleft()
-            request.receive(item)
+def _close_unwanted(loading: "asyncio.Future[SpecEngine]") -> None:
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result().close()

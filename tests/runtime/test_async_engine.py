@@ -1,0 +1,747 @@
+"""The engine in an event loop: what is asked for, and what is left behind when tasks are cancelled or leave."""
+
+import asyncio
+import gc
+import math
+import threading
+import weakref
+from contextlib import aclosing, suppress
+from functools import cache
+
+import pytest
+from loop import MAX_MODEL_LEN, greedy_reference, make_target
+from test_engine import make_engine
+
+from specexport_runtime import AsyncRequest, AsyncSpecEngine, SamplingParams, SpecEngine, SpecexportError
+from specexport_runtime.async_request import Mailbox
+from specexport_runtime.errors import EngineClosedError, InvalidRequestError, QueueFullError, RequestFailedError
+from specexport_runtime.request_spec import RequestSpec
+
+LONG = SamplingParams(max_tokens=40)
+ENDLESS = SamplingParams(max_tokens=60)
+LONG_TEXT = " ".join(["w1"] * 900)  # tokenized on another thread
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    return list(_expected(tuple(prompt), count))
+
+
+@cache
+def _expected(prompt: tuple[int, ...], count: int) -> list[int]:
+    return greedy_reference(make_target(), list(prompt), count)
+
+
+def ids_of(chunks) -> list[int]:
+    return [piece.token_id for chunk in chunks for piece in chunk.pieces]
+
+
+class Gate:
+    """Holds every step of an engine's target while it is shut."""
+
+    def __init__(self, engine: SpecEngine) -> None:
+        self._changed = threading.Condition()
+        self._begun = 0
+        self._allowed = math.inf
+        execute = engine.target.execute
+
+        def held(*args):
+            with self._changed:
+                self._begun += 1
+                assert self._changed.wait_for(lambda: self._begun <= self._allowed, 20)
+            return execute(*args)
+
+        engine.target.execute = held
+
+    def shut(self) -> None:
+        self._allowed = self._begun
+
+    def open(self, steps: float = math.inf) -> None:
+        """Let so many more steps pass."""
+        with self._changed:
+            self._allowed += steps
+            self._changed.notify_all()
+
+    async def holds(self) -> None:
+        """Wait until a step is held."""
+        async with asyncio.timeout(20):
+            while self._begun <= self._allowed:
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def engine():
+    engine = make_engine()
+    engine._loop._check = True
+    yield engine
+    assert_at_rest(engine)
+    engine.close()
+
+
+def assert_at_rest(engine: SpecEngine) -> None:
+    """Nothing is running or waiting, and every row is free."""
+    thread = engine._loop._thread
+    if thread is not None:
+        thread.join(20)
+    decoder = engine._loop.decoder
+    assert engine._loop._thread is None
+    assert not decoder.has_work
+    assert not engine._loop._handles
+    decoder.check()
+    assert all(row is None for row in decoder.scheduler.rows)
+
+
+async def ends(request: AsyncRequest) -> str:
+    """How a request that nobody may wait for ended."""
+    async with asyncio.timeout(20):
+        while not request.done:
+            await asyncio.sleep(0.001)
+    return request.handle.result(0).finish_reason
+
+
+def test_submit_iterate_and_ask_for_the_result(engine):
+    async def main():
+        service = AsyncSpecEngine(engine)
+        requests = await asyncio.gather(*(service.submit([i], LONG) for i in range(9)))
+        assert service.num_active == 9
+
+        async def read(request):
+            return [chunk async for chunk in request]
+
+        streams = await asyncio.gather(*map(read, requests))
+        for i, (request, chunks) in enumerate(zip(requests, streams, strict=True)):
+            assert ids_of(chunks) == expected([i], 40)
+            assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+            for _ in range(2):
+                assert (await request.result()).token_ids == expected([i], 40)
+            assert request.done
+        assert service.num_active == 0
+        assert (await service.generate("w1 w2", LONG, drafter="lookup")).token_ids == expected([1, 2], 40)
+
+    asyncio.run(main())
+
+
+def test_batches_hold_every_chunk_in_order(engine):
+    async def main():
+        request = await AsyncSpecEngine(engine).submit([5], LONG)
+        batches = [batch async for batch in request.batches()]
+        assert all(batches)
+        assert ids_of(chunk for batch in batches for chunk in batch) == expected([5], 40)
+
+    asyncio.run(main())
+
+
+def test_the_event_loop_is_not_woken_for_chunks_that_nobody_reads(engine, monkeypatch):
+    wakes = []
+    deliver = Mailbox._deliver
+    monkeypatch.setattr(Mailbox, "_deliver", lambda self: wakes.append(None) or deliver(self))
+    gate = Gate(engine)
+
+    async def main():
+        service = AsyncSpecEngine(engine)
+        gate.shut()
+        request = await service.submit([5], LONG)
+        await gate.holds()
+        waiting = asyncio.ensure_future(request.result())
+        await asyncio.sleep(0)
+        gate.open()
+        assert (await waiting).token_ids == expected([5], 40)
+
+    asyncio.run(main())
+    assert len(wakes) == 1
+
+
+def test_many_tasks_may_wait_for_one_result(engine):
+    async def main():
+        request = await AsyncSpecEngine(engine).submit([5], LONG)
+        results = await asyncio.gather(*(request.result() for _ in range(3)))
+        assert all(result.token_ids == expected([5], 40) for result in results)
+
+    asyncio.run(main())
+
+
+def test_a_result_may_be_awaited_beside_the_iteration(engine):
+    async def main():
+        request = await AsyncSpecEngine(engine).submit([5], LONG)
+        chunks = aiter(request)
+        waiting = asyncio.ensure_future(request.result())
+        await asyncio.sleep(0)
+        assert ids_of([chunk async for chunk in chunks]) == (await waiting).token_ids == expected([5], 40)
+
+    asyncio.run(main())
+
+
+def test_chunks_are_read_once(engine):
+    async def main():
+        service = AsyncSpecEngine(engine)
+        request = await service.submit([5], LONG)
+        assert [chunk async for chunk in request]
+        for again in (request.__aiter__, request.batches):
+            with pytest.raises(SpecexportError, match="iterate over it once"):
+                again()
+        unread = await service.submit([5], LONG)
+        await unread.result()
+        with pytest.raises(SpecexportError, match="its result was awaited"):
+            aiter(unread)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["result", "iterate", "batches", "generate"])
+@pytest.mark.parametrize("waits", [False, True], ids=["running", "waiting for a row"])
+def test_cancelling_the_task_cancels_the_request(engine, how, waits):
+    gate = Gate(engine)
+
+    async def read(service, seen):
+        if how == "generate":
+            return await service.generate([7], ENDLESS)
+        seen.append(await service.submit([7], ENDLESS))
+        if how == "result":
+            return await seen[0].result()
+        return await collect(seen[0] if how == "iterate" else seen[0].batches())
+
+    async def main():
+        service = AsyncSpecEngine(engine)
+        gate.shut()
+        others = [await service.submit([i], LONG) for i in range(4 if waits else 3)]
+        await gate.holds()
+        seen = []
+        task = asyncio.ensure_future(read(service, seen))
+        await asyncio.sleep(0.01)
+        if not waits:  # let it have a row
+            gate.open(3)
+            await gate.holds()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert service.num_active == len(others) + 1  # until the decoding thread has let go of it
+        gate.open()
+        for request in seen:
+            assert await ends(request) == "cancelled"
+            assert len(request.handle.result(0).token_ids) < (1 if waits else 40)
+        for i, request in enumerate(others):
+            assert (await request.result()).token_ids == expected([i], 40)
+        assert await service.drain(20)
+
+    asyncio.run(main())
+
+
+def hold_tokenizing(engine, monkeypatch) -> tuple[threading.Event, threading.Event]:
+    """Hold ``submit_all`` before it queues: an event that it has begun, and one that lets it go on."""
+    begun, go = threading.Event(), threading.Event()
+    submit_all = engine.submit_all
+
+    def held(*args):
+        begun.set()
+        assert go.wait(20)
+        return submit_all(*args)
+
+    monkeypatch.setattr(engine, "submit_all", held)
+    return begun, go
+
+
+async def until(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, 20)
+
+
+def test_a_long_prompt_is_tokenized_beside_the_event_loop(engine, monkeypatch):
+    begun, go = hold_tokenizing(engine, monkeypatch)
+
+    async def main():
+        service = AsyncSpecEngine(engine)
+        task = asyncio.ensure_future(service.generate([1], LONG, drafter="lookup", reference=LONG_TEXT))
+        await until(begun)
+        assert service.num_active == 1
+        go.set()
+        assert (await task).token_ids == expected([1], 40)
+
+    asyncio.run(main())
+
+
+def test_a_submit_that_is_cancelled_while_it_tokenizes_leaves_nothing_running(engine, monkeypatch):
+    begun, go = hold_tokenizing(engine, monkeypatch)
+    gate = Gate(engine)
+    handles = []
+    make = engine._loop.submit
+    monkeypatch.setattr(engine._loop, "submit", lambda new: handles.extend(new) or make(new))
+
+    async def main():
+        service = AsyncSpecEngine(engine, max_waiting=0)
+        specs = [RequestSpec([1], ENDLESS, LONG_TEXT, {"drafter": "lookup"}) for _ in range(4)]
+        task = asyncio.ensure_future(service.submit_all(specs))
+        await until(begun)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert service.num_active == 4
+        with pytest.raises(QueueFullError):  # they may still get a row
+            await service.submit([1])
+        gate.shut()
+        go.set()
+        while not handles:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        gate.open()
+        assert await service.drain(20)
+        assert service.num_active == 0
+
+    asyncio.run(main())
+    assert [handle.sequence.finish_reason for handle in handles] == ["cancelled"] * 4
+
+
+def test_a_submit_that_is_cancelled_and_then_refused_is_forgotten(engine, monkeypatch):
+    begun, go = hold_tokenizing(engine, monkeypatch)
+
+    async def main():
+        service = AsyncSpecEngine(engine)
+        task = asyncio.ensure_future(service.submit(LONG_TEXT))  # longer than the engine takes
+        await until(begun)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go.set()
+        assert await service.drain(20)
+
+    asyncio.run(main())
+
+
+def test_a_submit_that_the_end_of_the_program_cancels_leaves_nothing_running(engine, monkeypatch):
+    begun, go = hold_tokenizing(engine, monkeypatch)
+
+    async def main():
+        service = AsyncSpecEngine(engine)
+        task = asyncio.ensure_future(service.submit([1], ENDLESS, reference=LONG_TEXT, drafter="lookup"))
+        await until(begun)
+        threading.Timer(0.05, go.set).start()  # asyncio.run waits for the thread after it has cancelled the task
+        return task
+
+    assert asyncio.run(main()).cancelled()
+    assert_at_rest(engine)
+    assert engine.generate([3], LONG)[0].token_ids == expected([3], 40)
+
+
+@pytest.mark.parametrize("how", ["break", "raise", "dropped", "closed"])
+def test_leaving_an_iteration_cancels_the_request(engine, how):
+    gate = Gate(engine)
+
+    async def leave(request):
+        if how == "closed":
+            async with aclosing(request.batches()) as batches:
+                await anext(batches)
+        elif how == "dropped":
+            await anext(aiter(request))
+        else:
+            async for _ in request:
+                gate.shut()
+                if how == "break":
+                    break
+                raise KeyError
+
+    async def main():
+        request = await AsyncSpecEngine(engine).submit([5], ENDLESS)
+        try:
+            await leave(request)
+        except KeyError:
+            assert how == "raise"
+        await asyncio.sleep(0)
+        gate.open()
+        return await ends(request)
+
+    gc.disable()  # no cycle may hold it
+    try:
+        reasons = [asyncio.run(main()) for _ in range(4)]
+    finally:
+        gc.enable()
+    assert "cancelled" in reasons  # a fast one may have ended before
+
+
+def test_a_cancelled_request_ends_its_stream_and_says_so(engine):
+    gate = Gate(engine)
+
+    async def main():
+        gate.shut()
+        service = AsyncSpecEngine(engine)
+        read, unread = await service.submit_all([RequestSpec([5], ENDLESS), RequestSpec([6], ENDLESS)])
+        chunks = asyncio.ensure_future(anext(aiter(read)))
+        await gate.holds()
+        read.cancel()
+        threading.Thread(target=unread.cancel).start()
+        gate.open()
+        assert (await chunks).pieces
+        assert (await read.result()).finish_reason == "cancelled"
+        result = await unread.result()
+        assert result.finish_reason == "cancelled"
+        assert result.token_ids == expected([6], 60)[: len(result.token_ids)]
+        third = await service.submit([5], ENDLESS)
+        third.cancel()
+        seen = [chunk async for chunk in third]
+        assert [chunk.finish_reason for chunk in seen] == [None] * (len(seen) - 1) + ["cancelled"]
+        third.cancel()  # no effect
+
+    asyncio.run(main())
+
+
+def test_a_request_that_fails_says_so_everywhere(engine):
+    engine.target.logits_after([1, 2])[3] = float("nan")
+
+    async def main():
+        service = AsyncSpecEngine(engine)
+        good = await service.submit([3], LONG)
+        for read in (lambda request: request.result(), collect):
+            with pytest.raises(SpecexportError, match="NaN"):
+                await read(await service.submit([1, 2], LONG))
+        bad = await service.submit([1, 2], LONG)
+        with pytest.raises(SpecexportError, match="NaN"):
+            await collect(bad.batches())
+        with pytest.raises(SpecexportError, match="NaN"):
+            await bad.result()
+        assert (await good.result()).token_ids == expected([3], 40)
+        assert service.num_active == 0
+
+    asyncio.run(main())
+
+
+async def collect(chunks) -> list:
+    return [chunk async for chunk in chunks]
+
+
+def test_a_failing_engine_step_ends_the_requests_in_flight_and_spares_later_ones(engine):
+    execute = engine.target.execute
+    calls = []
+
+    def failing(*args):
+        calls.append(None)
+        if len(calls) == 6:
+            raise RuntimeError("the device went away")
+        return execute(*args)
+
+    engine.target.execute = failing
+
+    async def main():
+        service = AsyncSpecEngine(engine)
+        requests = await service.submit_all([RequestSpec([i], LONG) for i in range(6)])
+        readers = [collect(request) if i % 2 else request.result() for i, request in enumerate(requests)]
+        found = await asyncio.gather(*readers, return_exceptions=True)
+        failed = [error for error in found if isinstance(error, RequestFailedError)]
+        assert len(failed) == 4
+        assert all(isinstance(error.__cause__, RuntimeError) for error in failed)
+        assert found[4].token_ids == expected([4], 40)
+        assert ids_of(found[5]) == expected([5], 40)
+
+    asyncio.run(main())
+
+
+def test_refusals_leave_no_trace(engine):
+    async def main():
+        service = AsyncSpecEngine(engine, max_waiting=1)
+        with pytest.raises(InvalidRequestError, match="tokens"):
+            await service.submit([1] * MAX_MODEL_LEN)
+        with pytest.raises(InvalidRequestError, match="tokens"):  # from the other thread
+            await service.submit(LONG_TEXT)
+        with pytest.raises(InvalidRequestError, match="999"):  # all or none
+            await service.submit_all([RequestSpec([1], LONG), RequestSpec([999], LONG)])
+        with pytest.raises(TypeError):
+            await service.submit([1], nonsense=True)
+        assert await service.submit_all([]) == []
+        assert service.num_active == 0
+        assert await service.drain(0)
+
+    asyncio.run(main())
+
+
+def test_a_full_queue_refuses_all_or_nothing(engine):
+    gate = Gate(engine)
+
+    async def main():
+        service = AsyncSpecEngine(engine, max_waiting=2)  # and four rows
+        gate.shut()
+        requests = await service.submit_all([RequestSpec([i], LONG) for i in range(4)])
+        with pytest.raises(QueueFullError, match="4 requests are being served or wait"):
+            await service.submit_all([RequestSpec([i], LONG) for i in range(3)])
+        assert service.num_active == 4
+        requests += await service.submit_all([RequestSpec([i], LONG) for i in (4, 5)])
+        with pytest.raises(QueueFullError, match="6 requests"):
+            await service.submit([9], LONG)
+        with pytest.raises(InvalidRequestError, match="at most 6"):  # that many never
+            await service.submit_all([RequestSpec([i], LONG) for i in range(7)])
+        requests[5].cancel()
+        gate.open()
+        assert await ends(requests[5]) == "cancelled"
+        gate.shut()
+        requests[5] = await service.submit([5], LONG)
+        gate.open()
+        for i, request in enumerate(requests):
+            assert (await request.result()).token_ids == expected([i], 40)
+
+    asyncio.run(main())
+    with pytest.raises(InvalidRequestError, match="max_waiting is -1"):
+        AsyncSpecEngine(engine, max_waiting=-1)
+
+
+def test_drain_waits_for_what_was_taken_and_refuses_the_rest(engine):
+    async def main():
+        service = AsyncSpecEngine(engine)
+        requests = await service.submit_all([RequestSpec([i], LONG) for i in range(6)])
+        draining = asyncio.ensure_future(service.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(EngineClosedError):
+            await service.submit([1])
+        assert await draining
+        assert [request.handle.result(0).finish_reason for request in requests] == ["length"] * 6
+        assert [len(ids_of(await collect(request))) for request in requests] == [40] * 6  # still there to read
+        assert await service.drain(0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("timeout", [0, 0.05])
+def test_a_drain_that_takes_too_long_cancels_what_is_left(engine, timeout):
+    gate = Gate(engine)
+
+    async def main():
+        service = AsyncSpecEngine(engine)
+        gate.shut()
+        requests = await service.submit_all([RequestSpec([i], ENDLESS) for i in range(6)])
+        await gate.holds()
+        draining = asyncio.ensure_future(service.drain(timeout))
+        await asyncio.sleep(0.1)
+        assert not draining.done()
+        gate.open()
+        assert not await draining
+        assert [(await request.result()).finish_reason for request in requests] == ["cancelled"] * 6
+        assert service.num_active == 0
+
+    asyncio.run(main())
+
+
+def test_closing_finishes_what_was_taken_and_may_be_repeated():
+    closes = []
+
+    async def main():
+        engine = make_engine()
+        engine.target.close = lambda: closes.append(None)
+        service = AsyncSpecEngine(engine)
+        request = await service.submit([5], LONG)
+        await asyncio.gather(service.aclose(), service.aclose())
+        await service.aclose()
+        assert (await request.result()).token_ids == expected([5], 40)
+        with pytest.raises(EngineClosedError):
+            await service.submit([5])
+        with pytest.raises(EngineClosedError):
+            engine.submit([5])
+
+    asyncio.run(main())
+    assert len(closes) == 1
+
+
+def test_a_close_that_is_cancelled_cancels_what_is_left_and_closes():
+    async def main():
+        engine = make_engine()
+        gate = Gate(engine)
+        service = AsyncSpecEngine(engine)
+        gate.shut()
+        requests = await service.submit_all([RequestSpec([i], ENDLESS) for i in range(6)])
+        await gate.holds()
+        closing = asyncio.ensure_future(service.aclose())
+        await asyncio.sleep(0.01)
+        closing.cancel()
+        await asyncio.sleep(0.01)
+        gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert [(await request.result()).finish_reason for request in requests] == ["cancelled"] * 6
+        with pytest.raises(EngineClosedError):
+            engine.submit([5])
+        assert_at_rest(engine)
+
+    asyncio.run(main())
+
+
+def test_a_block_finishes_its_requests_and_one_that_fails_cancels_them():
+    async def main():
+        engines = [make_engine(), make_engine()]
+        async with AsyncSpecEngine(engines[0]) as service:
+            request = await service.submit([5], LONG)
+        assert (await request.result()).token_ids == expected([5], 40)
+        gate = Gate(engines[1])
+        with suppress(KeyError):
+            async with AsyncSpecEngine(engines[1]) as service:
+                gate.shut()
+                request = await service.submit([5], ENDLESS)
+                asyncio.get_running_loop().call_later(0.05, gate.open)
+                raise KeyError
+        assert (await request.result()).finish_reason == "cancelled"
+        for engine in engines:
+            with pytest.raises(EngineClosedError):
+                engine.submit([1])
+
+    asyncio.run(main())
+
+
+def test_closing_while_reading_does_not_lock_up():
+    async def main():
+        service = AsyncSpecEngine(make_engine())
+        tokens = []
+        request = await service.submit([5], LONG)
+        async for chunk in request:
+            tokens += ids_of([chunk])
+            await service.aclose()
+        assert tokens == expected([5], 40)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_an_event_loop_that_is_closed_takes_only_its_own_requests_along(engine, reads):
+    gate = Gate(engine)
+    loop = asyncio.new_event_loop()
+
+    async def begin():
+        service = AsyncSpecEngine(engine)
+        gate.shut()
+        request = await service.submit([1], ENDLESS)
+        request.keeps = reads
+        await gate.holds()
+        return request
+
+    lost = loop.run_until_complete(begin())
+    mine = engine.submit([2], LONG)
+    loop.close()
+    gate.open()
+
+    async def others():
+        service = AsyncSpecEngine(engine)
+        return await asyncio.gather(*(service.generate([i], LONG) for i in (3, 4)))
+
+    assert [result.token_ids for result in asyncio.run(others())] == [expected([3], 40), expected([4], 40)]
+    assert mine.result(20).token_ids == expected([2], 40)
+    with pytest.raises(RequestFailedError, match="event loop of this request was closed"):
+        lost.handle.result(20)
+
+
+def test_the_end_of_the_program_cancels_what_its_tasks_wait_for(engine):
+    gate = Gate(engine)
+
+    async def main():
+        service = AsyncSpecEngine(engine)
+        gate.shut()
+        tasks = [asyncio.ensure_future(service.generate([i], ENDLESS)) for i in range(6)]
+        await gate.holds()
+        threading.Timer(0.05, gate.open).start()
+        return tasks
+
+    assert all(task.cancelled() for task in asyncio.run(main()))
+    assert_at_rest(engine)
+    assert engine.generate([3], LONG)[0].token_ids == expected([3], 40)
+
+
+def test_an_engine_belongs_to_its_event_loop(engine):
+    async def make():
+        return AsyncSpecEngine(engine)
+
+    async def use(service):
+        with pytest.raises(SpecexportError, match="another event loop"):
+            await service.submit([1])
+        assert service.num_active == 0
+
+    asyncio.run(use(asyncio.run(make())))
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        AsyncSpecEngine(engine)
+
+
+def test_two_engines_in_one_process_do_not_meet(engine):
+    async def main():
+        async with AsyncSpecEngine(make_engine(), max_waiting=0) as other:
+            service = AsyncSpecEngine(engine, max_waiting=0)
+            specs = [RequestSpec([i], LONG) for i in range(4)]
+            both = [*await service.submit_all(specs), *await other.submit_all(specs)]
+            results = await asyncio.gather(*(request.result() for request in both))
+            assert [result.token_ids for result in results] == [expected([i], 40) for i in range(4)] * 2
+        assert (await service.generate([1], LONG)).token_ids == expected([1], 40)
+
+    asyncio.run(main())
+
+
+def test_threads_tasks_and_event_loops_share_an_engine(engine):
+    found: dict[int, list[int]] = {}
+
+    def use_thread(start: int) -> None:
+        for i in range(start, start + 5):
+            found[i] = ids_of(engine.submit([i % 17, 1], LONG))
+
+    async def use_loop(start: int) -> None:
+        service = AsyncSpecEngine(engine)
+
+        async def one(i: int) -> None:
+            request = await service.submit([i % 17, 1], LONG)
+            if i % 2:
+                found[i] = (await request.result()).token_ids
+            else:
+                found[i] = ids_of(await collect(request))
+
+        await asyncio.gather(*map(one, range(start, start + 5)))
+
+    threads = [threading.Thread(target=use_thread, args=(start,)) for start in (0, 5)]
+    threads += [threading.Thread(target=lambda start=start: asyncio.run(use_loop(start))) for start in (10, 15)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == {i: expected([i % 17, 1], 40) for i in range(20)}
+
+
+def test_a_request_is_freed_without_the_garbage_collector(engine):
+    async def main():
+        service = AsyncSpecEngine(engine)
+        request = await service.submit([5], LONG)
+        await collect(request)
+        handle = weakref.ref(request.handle)
+        request = weakref.ref(request)
+        await asyncio.sleep(0)
+        return handle, request
+
+    gc.disable()
+    try:
+        handle, request = asyncio.run(main())
+        assert_at_rest(engine)
+        assert request() is None
+        assert handle() is None
+    finally:
+        gc.enable()
+
+
+def test_a_load_that_is_cancelled_closes_what_it_loaded(monkeypatch):
+    go, closed = threading.Event(), threading.Event()
+    engine = make_engine()
+    monkeypatch.setattr(engine, "close", closed.set)
+    monkeypatch.setattr(SpecEngine, "load", lambda path: go.wait(20) and engine)
+
+    async def main():
+        task = asyncio.ensure_future(AsyncSpecEngine.load("engines/any"))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go.set()
+        await until(closed)
+
+    asyncio.run(main())
+
+
+def test_the_demo_bundle_in_an_event_loop(demo_bundle):
+    prompts = ["def f(", "import os", "class Stack:", "for i in", "x = [", "return"]
+    params = [SamplingParams(max_tokens=12 + i, **({"temperature": 0.8, "seed": i} if i % 2 else {})) for i in range(6)]
+
+    async def main():
+        options = {"max_num_seqs": 4, "num_threads": 1, "spin": False, "prepacked": False}
+        async with await AsyncSpecEngine.load(demo_bundle, max_waiting=2, **options) as service:
+            requests = await service.submit_all([RequestSpec(*pair) for pair in zip(prompts, params, strict=True)])
+            texts = await asyncio.gather(*(text_of(request) for request in requests))
+            alone = [(await service.generate(*pair)).text for pair in zip(prompts, params, strict=True)]
+            assert texts == alone
+            assert all(texts)
+
+    asyncio.run(main())
+
+
+async def text_of(request: AsyncRequest) -> str:
+    return "".join([chunk.text async for chunk in request])
