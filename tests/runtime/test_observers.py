@@ -1,0 +1,350 @@
+"""Those who watch an engine hear of every step and every end, once, and change nothing."""
+
+import logging
+import threading
+import time
+from collections import Counter
+
+import pytest
+from loop import make_decoder, make_sequence, make_target
+from test_adaptive import gated_curves
+from test_adaptive import make_decoder as make_adaptive_decoder
+from test_engine import make_engine
+from test_submit import LONG, expected, slow_down
+
+from specexport_runtime import SamplingParams
+from specexport_runtime.errors import RequestFailedError, SpecexportError
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.observe import RoundRecord
+from specexport_runtime.sequence import DraftStage
+
+
+class Watcher:
+    """Writes down what it hears, in order."""
+
+    def __init__(self):
+        self.rounds, self.ended, self.order = [], [], []
+
+    def on_round(self, record):
+        self.rounds.append(record)
+        self.order.append("round")
+
+    def on_finish(self, sequence):
+        assert sequence.finish_reason is not None
+        self.ended.append(sequence)
+        self.order.append("finish")
+
+    def reasons(self):
+        assert len({id(seq) for seq in self.ended}) == len(self.ended)  # nobody twice
+        return Counter(seq.finish_reason for seq in self.ended)
+
+
+@pytest.fixture
+def watched():
+    engine, watcher = make_engine(), Watcher()
+    engine._loop._check = True
+    engine.add_observer(watcher)
+    return engine, watcher
+
+
+def wait_for_thread(engine):
+    end = time.monotonic() + 20
+    while engine._loop._thread is not None:
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_every_token_and_every_prompt_token_is_in_one_record(watched):
+    engine, watcher = watched
+    prompts = [[i] * (1 + 3 * i) for i in range(7)]
+    results = engine.generate(prompts, SamplingParams(max_tokens=20))
+    assert sum(record.prompt_tokens for record in watcher.rounds) == sum(map(len, prompts))
+    got = {id(seq): [] for seq in watcher.ended}
+    for record in watcher.rounds:
+        assert record.seconds > 0
+        for event in record.events:
+            got[id(event.sequence)] += event.tokens
+    assert sorted(got.values()) == sorted(result.token_ids for result in results)
+    drafted = sum(event.drafted for record in watcher.rounds for event in record.events)
+    assert drafted == sum(result.stats.drafted for result in results) > 0
+    assert watcher.reasons() == {"length": 7}
+
+
+def test_they_have_heard_of_it_before_the_caller_has_the_result(watched):
+    engine, watcher = watched
+    for i in range(20):
+        handle = engine.submit([i % 17], SamplingParams(max_tokens=3))
+        handle.result(30)
+        assert len(watcher.ended) == i + 1
+        assert watcher.order[-1] == "finish"
+        assert watcher.order[-2] == "round"
+
+
+def test_cancelled_ones_running_or_waiting_end_once(watched):
+    engine, watcher = watched
+    started, go = threading.Event(), threading.Event()
+    slow_down(engine, started, go)
+    running = [engine.submit([i], LONG) for i in range(4)]
+    waiting = engine.submit([9], LONG)
+    assert started.wait(10)
+    for handle in (waiting, running[0], running[0]):
+        handle.cancel()
+    go.set()
+    for handle in (waiting, *running):
+        handle.result(30)
+        handle.cancel()
+    wait_for_thread(engine)
+    assert watcher.reasons() == {"cancelled": 2, "length": 3}
+
+
+def test_failures_of_one_request_end_once(watched):
+    engine, watcher = watched
+    engine.target.logits_after([1, 2])[3] = float("nan")
+
+    def broken(_):
+        raise KeyError("boom")
+
+    bad = [engine.submit([1, 2], LONG), engine.submit([3], LONG, callback=broken)]
+    good = engine.submit([4], LONG)
+    for handle in bad:
+        with pytest.raises(SpecexportError):
+            handle.result(30)
+    good.result(30)
+    assert watcher.reasons() == {"error": 2, "length": 1}
+    assert {type(seq.error).__name__ for seq in watcher.ended} == {"CheckFailedError", "KeyError", "NoneType"}
+
+
+@pytest.mark.parametrize("where", ["target", "draft"])
+def test_a_step_that_raises_ends_those_that_ran(watched, where):
+    engine, watcher = watched
+    executor = getattr(engine, where)
+    execute, calls = executor.execute, []
+
+    def failing(*args):
+        calls.append(None)
+        if len(calls) == 6:
+            raise RuntimeError("the device went away")
+        return execute(*args)
+
+    executor.execute = failing
+    handles = engine.submit_all([])  # nothing, which is fine
+    handles = [engine.submit([i], LONG) for i in range(6)]
+    for handle in handles:
+        try:
+            handle.result(30)
+        except RequestFailedError:
+            assert str(handle.sequence.error) == "the device went away"
+    wait_for_thread(engine)
+    reasons = watcher.reasons()
+    assert reasons["error"] in range(1, 5)
+    assert reasons["error"] + reasons["length"] == 6
+
+
+def test_closing_ends_all_of_them_once(watched):
+    engine, watcher = watched
+    started, go = threading.Event(), threading.Event()
+    slow_down(engine, started, go)
+    handles = [engine.submit([i], LONG) for i in range(6)]
+    assert started.wait(10)
+    go.set()
+    engine.close()
+    engine.close()
+    assert all(handle.done for handle in handles)
+    assert sum(watcher.reasons().values()) == 6
+    assert watcher.reasons()["cancelled"] >= 2
+
+
+def test_a_defect_of_the_loop_ends_all_of_them_once(watched, monkeypatch):
+    engine, watcher = watched
+
+    def broken(_=None):
+        raise RuntimeError("defect")
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(engine._loop.decoder, "fail", broken)
+    monkeypatch.setattr(engine._loop.decoder, "step", broken)
+    from specexport_runtime.request_spec import RequestSpec
+
+    for handle in engine.submit_all([RequestSpec([i], LONG) for i in range(6)]):
+        with pytest.raises(RequestFailedError, match="defect"):
+            handle.result(30)
+    assert watcher.reasons() == {"error": 6}
+
+
+def test_a_step_that_fails_after_some_have_ended_leaves_nobody_waiting(watched, monkeypatch):
+    """A row that cannot be given back: the others of that round have ended already, and their rows are free."""
+    engine, watcher = watched
+    release, calls = engine._loop.decoder.target.release_row, []
+
+    def failing(row):
+        calls.append(row)
+        if len(calls) == 2:
+            raise RuntimeError("the device went away")
+        release(row)
+
+    monkeypatch.setattr(engine._loop.decoder.target, "release_row", failing)
+    from specexport_runtime.request_spec import RequestSpec
+
+    handles = engine.submit_all([RequestSpec([i], SamplingParams(max_tokens=1)) for i in range(4)])
+    for handle in handles:
+        with pytest.raises(RequestFailedError, match="the device went away"):
+            handle.result(30)
+    assert sum(watcher.reasons().values()) == 4
+    wait_for_thread(engine)
+    engine.check()
+    assert engine.generate([7], LONG)[0].token_ids == expected([7], 40)
+
+
+@pytest.mark.parametrize("method", ["on_round", "on_finish"])
+def test_one_that_raises_is_dropped_and_logged_once(watched, caplog, method):
+    engine, watcher = watched
+    calls = []
+
+    class Broken(Watcher):
+        pass
+
+    def raising(self, news):
+        calls.append(news)
+        raise ZeroDivisionError("no metrics today")
+
+    setattr(Broken, method, raising)
+    engine.add_observer(Broken())
+    other = Watcher()
+    engine.add_observer(other)
+    with caplog.at_level(logging.ERROR, logger="specexport_runtime"):
+        results = engine.generate([[i] for i in range(6)], LONG)
+    assert [result.token_ids for result in results] == [expected([i], 40) for i in range(6)]
+    assert len(calls) == 1
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("specexport_runtime", "ERROR")
+    assert "Broken" in record.getMessage()
+    assert "no metrics today" in caplog.text
+    assert watcher.reasons() == other.reasons() == {"length": 6}
+    assert len(watcher.rounds) == len(other.rounds)
+
+
+def test_nothing_is_computed_for_nobody(monkeypatch):
+    import specexport_runtime.decoder as module
+
+    monkeypatch.setattr(module, "step_load", lambda *_: pytest.fail("computed"))
+    monkeypatch.setattr(module, "RoundRecord", lambda *_: pytest.fail("made"))
+    assert make_engine().generate([1], LONG)[0].token_ids == expected([1], 40)
+
+
+def test_what_plain_decoding_takes_is_measured_or_known():
+    engine, watcher = make_engine(), Watcher()
+    engine.add_observer(watcher)
+    engine.generate([1, 2], SamplingParams(max_tokens=10))
+    fast = [record for record in watcher.rounds if not record.prompt_tokens]
+    assert {record.plain_seconds for record in fast if record.events[0].drafted} == {None}
+    assert all(record.saved_seconds is None for record in fast if record.plain_seconds is None)
+    engine.generate([2], SamplingParams(max_tokens=10), speculation=False)
+    watcher.rounds.clear()
+    engine.generate([3], SamplingParams(max_tokens=10))
+    for record in watcher.rounds:
+        assert 0 < record.plain_seconds < 10
+        assert (record.saved_seconds is None) == (record.prompt_tokens > 0)
+    curves = gated_curves()
+    engine, watcher = make_engine(cost_curves=curves), Watcher()
+    engine.add_observer(watcher)
+    engine.generate([4, 5], SamplingParams(max_tokens=10))
+    known = [record for record in watcher.rounds if not record.prompt_tokens]
+    for record in known:
+        seconds = curves.target.seconds(1, 1, 2)
+        assert record.plain_seconds == pytest.approx(seconds, rel=0.5)
+        tokens = len(record.events[0].tokens)
+        assert record.saved_seconds == pytest.approx(tokens * record.plain_seconds - record.seconds)
+
+
+def test_saved_seconds_are_per_row():
+    target = make_target()
+    decoder, watcher = make_decoder(target, None, 1), Watcher()
+    decoder.observers.add(watcher)
+    for i in range(2):
+        decoder.add(make_sequence(i, [i], SamplingParams(max_tokens=3)))
+    while decoder.has_work:
+        decoder.step()
+    record = watcher.rounds[-1]
+    assert len(record.events) == 2
+    event = record.events[0]._replace(tokens=[1, 2, 3])
+    record = RoundRecord([event, record.events[1]], 0, 0.5, plain_seconds=0.4)
+    assert record.saved_seconds == pytest.approx(0.4 * 2 - 0.5)
+
+
+def drafts(watched, seeds):
+    """What adaptive sequences drafted, and drew, in company of others that are not adaptive."""
+    target = FakeExecutor(17, 3, 200, context=2, num_gates=12)
+    draft = FakeExecutor(17, 3, 200, context=2, noise=1.5)
+    decoder = make_adaptive_decoder(target, draft, 3)
+    if watched:
+        decoder.observers.add(Watcher())
+    sequences = []
+    for i in range(9):
+        adaptive = i % 3 == 2  # rounds with and without an adaptive sequence
+        seq = make_sequence(
+            i,
+            [i, i + 1],
+            SamplingParams(max_tokens=30, temperature=0.9),
+            seed=seeds + i,
+            draft_plan=[DraftStage("draft-model", 3 if not adaptive else 8)],
+            adaptive=adaptive,
+        )
+        sequences.append(seq)
+        decoder.add(seq)
+        for _ in range(9):
+            decoder.step()
+    while decoder.has_work:
+        decoder.step()
+    return [(seq.output, seq.stats.drafted, seq.stats.accepted_lengths) for seq in sequences]
+
+
+def test_being_watched_changes_no_length_and_no_draw():
+    for seeds in (0, 100, 200):
+        assert drafts(watched=True, seeds=seeds) == drafts(watched=False, seeds=seeds)
+
+
+def test_the_load_is_told_to_any_thread_at_any_time(watched):
+    engine, _ = watched
+    idle = engine.current_load()
+    assert idle == (0, 0, 4, 0, 4 * engine.target.kv_capacity)
+    assert idle.kv_usage == 0.0
+    started, go = threading.Event(), threading.Event()
+    slow_down(engine, started, go)
+    handles = [engine.submit([i], LONG) for i in range(6)]
+    assert started.wait(10)
+    busy = engine.current_load()
+    assert busy.num_running + busy.num_waiting == 6
+    go.set()
+    inside = []
+    late = engine.submit([1, 2, 3], LONG, callback=lambda _: inside.append(engine.current_load()))
+    for handle in [*handles, late]:
+        handle.result(30)
+    assert all(1 <= load.num_running <= 4 and load.num_waiting <= 6 for load in inside[:-1])
+    assert all(load.kv_entries >= 3 and 0 < load.kv_usage < 1 for load in inside[:-1])
+    assert engine.current_load() == idle
+    engine.close()
+    assert engine.current_load() == idle
+
+
+def test_check_refuses_while_busy_and_finds_what_was_left_behind(watched):
+    engine, _ = watched
+    engine.check()
+    started, go = threading.Event(), threading.Event()
+    slow_down(engine, started, go)
+    handle = engine.submit([1], LONG)
+    with pytest.raises(SpecexportError, match="1 requests have not ended"):
+        engine.check()
+    go.set()
+    handle.result(30)
+    engine.check()
+    decoder = engine._loop.decoder
+    for kv in (decoder.target.kv, decoder.drafter.drafters["draft-model"].runner.kv):
+        kv.write(2, [3])
+        kv.commit(2, 3)
+        with pytest.raises(SpecexportError):
+            engine.check()
+        kv.release(2)
+        engine.check()
+    decoder.add(make_sequence(0, [1], LONG))
+    with pytest.raises(SpecexportError):
+        engine.check()
