@@ -3,14 +3,14 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, NamedTuple
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from specexport_runtime.async_engine import AsyncRequest, AsyncSpecEngine
-from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.results import GenerationResult, StreamChunk, StreamPiece
 from specexport_runtime.server.disconnect import request_life
 from specexport_runtime.server.errors import ApiError, as_api_error, unavailable
@@ -56,8 +56,10 @@ class Answer(Response):
         try:
             async with request_life(receive, self._timeout_s):
                 requests = await self._submit()
+                if log := scope.get("state", {}).get("log"):
+                    log.follow([request.handle.sequence for request in requests if request.handle is not None])
                 if self._plan.stream:
-                    await self._send_events(requests, stream, scope)
+                    await self._send_events(requests, stream)
                 else:
                     await self._send_whole(requests, scope, receive, send)
         except Exception as error:
@@ -87,10 +89,10 @@ class Answer(Response):
         for i, result in enumerate(self._finished()):
             text = self._plan.echoes[i] + result.text
             choices.append(self._form.choice(i, text, self._pieces[i], result.finish_reason))
-        body = self._form.whole(choices, self._usage(scope))
+        body = self._form.whole(choices, self._usage())
         await Response(body, media_type="application/json")(scope, receive, send)
 
-    async def _send_events(self, requests: list[AsyncRequest], stream: EventStream, scope: Scope) -> None:
+    async def _send_events(self, requests: list[AsyncRequest], stream: EventStream) -> None:
         await stream.start()
         opening = b"".join([self._form.opening(i, echo) for i, echo in enumerate(self._plan.echoes)])
         if opening:
@@ -107,7 +109,7 @@ class Answer(Response):
                             offsets[news.choice] += sum(len(piece.text) for piece in pieces)
                 if body := b"".join(events):
                     await stream.write(body)
-        usage = self._usage(scope)
+        usage = self._usage()
         await stream.finish((self._form.usage(usage) if self._plan.include_usage else b"") + DONE)
 
     def _take(self, requests: list[AsyncRequest], news: News) -> tuple[list[StreamPiece], str | None]:
@@ -118,16 +120,14 @@ class Answer(Response):
             self._pieces[news.choice].extend(pieces)
         if news.ended:
             self._results[news.choice] = _result(requests[news.choice])
-        return pieces, chunks[-1].finish_reason if chunks else None
+        finish = chunks[-1].finish_reason if chunks else None
+        return pieces, None if finish == "cancelled" else finish  # the result tells of that
 
     def _finished(self) -> list[GenerationResult]:
         return [result for result in self._results if result is not None]
 
-    def _usage(self, scope: Scope) -> dict[str, Any]:
-        """The usage; kept in the request's state, too, for the log."""
-        usage = usage_of(self._plan.num_prompt_tokens, [result.stats for result in self._finished()])
-        scope.setdefault("state", {})["usage"] = usage
-        return usage
+    def _usage(self) -> dict[str, Any]:
+        return usage_of(self._plan.num_prompt_tokens, [result.stats for result in self._finished()])
 
 
 async def merge(requests: list[AsyncRequest]) -> AsyncGenerator[list[News]]:
@@ -140,8 +140,9 @@ async def merge(requests: list[AsyncRequest]) -> AsyncGenerator[list[News]]:
     queue: asyncio.Queue[News] = asyncio.Queue()
 
     async def pump(index: int, request: AsyncRequest) -> None:
-        async for chunks in request.batches():
-            queue.put_nowait(News(index, chunks))
+        with suppress(SpecexportError):  # the result raises it again
+            async for chunks in request.batches():
+                queue.put_nowait(News(index, chunks))
         queue.put_nowait(News(index, [], ended=True))
 
     pumps = [asyncio.create_task(pump(i, request)) for i, request in enumerate(requests)]

@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
-from specexport_runtime.server.completions import make_answer, ready_engine
+from specexport_runtime.server.completions import make_answer, note_request, ready_engine
 from specexport_runtime.server.errors import ERROR_RESPONSES
 from specexport_runtime.server.openapi import request_body
 from specexport_runtime.server.parsing import parse_body
@@ -25,6 +25,6 @@ async def create_chat_completion(request: Request) -> Response:
     state = state_of(request)
     engine = ready_engine(state)
     body = await parse_body(request, ChatRequest)
-    request.state.user = body.safety_identifier or body.user
     plan = await plan_chat(body, engine.engine, state.config)
+    note_request(request, state, plan, body.safety_identifier or body.user)
     return make_answer(request, state, engine, plan, "chatcmpl", ChatFormat)

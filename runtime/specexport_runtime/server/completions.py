@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.server.answer import Answer
 from specexport_runtime.server.errors import ERROR_RESPONSES, unavailable
+from specexport_runtime.server.logs import RequestLog
 from specexport_runtime.server.openapi import request_body
 from specexport_runtime.server.parsing import parse_body
 from specexport_runtime.server.protocol import CompletionRequest
@@ -30,8 +31,8 @@ async def create_completion(request: Request) -> Response:
     state = state_of(request)
     engine = ready_engine(state)
     body = await parse_body(request, CompletionRequest)
-    request.state.user = body.user
     plan = await plan_completion(body, engine.engine, state.config)
+    note_request(request, state, plan, body.user)
     return make_answer(request, state, engine, plan, "cmpl", CompletionFormat)
 
 
@@ -46,6 +47,13 @@ def ready_engine(state: ServerState) -> AsyncSpecEngine:
     if state.engine is None:
         raise unavailable("loading", "The model is being loaded.")
     return state.engine
+
+
+def note_request(request: Request, state: ServerState, plan: Plan, user: str | None) -> None:
+    """Tell the log of a request that was understood, if there is a log."""
+    log: RequestLog | None = getattr(request.state, "log", None)
+    if log is not None:
+        log.model, log.streamed, log.user = state.config.model_name, plan.stream, user
 
 
 def make_answer(
