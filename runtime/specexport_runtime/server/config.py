@@ -1,9 +1,19 @@
 """What a server may do, and for whom: every limit in one place, checked before anything is loaded."""
 
 import ipaddress
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from specexport_runtime.errors import InvalidRequestError
+
+LOG_FORMATS = ("text", "json")
+_COUNTS = ("max_body_bytes", "max_prompts", "max_n", "max_connections")
+_OPTIONAL_COUNTS = ("max_prompt_tokens", "max_tokens")
+_SECONDS = ("request_timeout_s", "body_timeout_s", "drain_timeout_s")
+_LONGEST_S = 7 * 86400.0
+_LONGEST_NAME = 256
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     model_name: str = "specexport"
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     insecure: bool = False
     allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 2**20
@@ -55,6 +65,25 @@ class ServerConfig:
     playground: bool = True
 
     def __post_init__(self) -> None:
+        _check_range("--port", self.port, 0, 65535)
+        _check_range("--max-waiting", self.max_waiting, 0, None)
+        for name in (*_COUNTS, *_OPTIONAL_COUNTS):
+            value = getattr(self, name)
+            if value is not None or name in _COUNTS:
+                _check_range(_flag(name), value, 1, None)
+        for name in _SECONDS:
+            _check_seconds(_flag(name), getattr(self, name))
+        if self.log_format not in LOG_FORMATS:
+            raise InvalidRequestError(f"--log-format is {self.log_format!r}.", f"give {' or '.join(LOG_FORMATS)}.")
+        _check_word("--host", self.host)
+        _check_word("--model-name", self.model_name)
+        for name in self.allowed_hosts:
+            _check_host_name(name)
+        for key in self.api_keys:
+            check_key(key, "--api-key")
+        self._check_reach()
+
+    def _check_reach(self) -> None:
         if not self.is_loopback and not self.api_keys and not self.insecure:
             raise InvalidRequestError(
                 f"{self.host} can be reached by other machines, and no API key was given.",
@@ -64,9 +93,89 @@ class ServerConfig:
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the address."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback_name(self.host)
+
+
+def is_loopback_name(host: str) -> bool:
+    """Whether a name or an address (IPv6 with or without brackets) means this machine, whatever a DNS server says."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_key(key: str, where: str) -> None:
+    """Refuse an API key that no client could send; the message never holds the key.
+
+    Args:
+        key: the key.
+        where: flag, variable or file and line that it came from.
+
+    Raises:
+        InvalidRequestError: it is empty, or has spaces or characters other than visible ASCII.
+    """
+    if not key:
+        raise InvalidRequestError(f"{where} is empty.", "give a key of visible ASCII characters, or leave it out.")
+    if not all("!" <= character <= "~" for character in key):
+        raise InvalidRequestError(
+            f"{where} has a space or a character that is not ASCII.", "give a key of visible ASCII characters."
+        )
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Keys of a file, one a line; empty lines and lines that begin with ``#`` are skipped.
+
+    Raises:
+        InvalidRequestError: the file cannot be read, has no key, or one that no client could send.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise InvalidRequestError(f"--api-key-file {path} cannot be read: {reason}.", "give a readable file.") from None
+    keys = list(_keys_of(lines, path))
+    if not keys:
+        raise InvalidRequestError(f"--api-key-file {path} has no key.", "put one key on each line.")
+    return tuple(keys)
+
+
+def _keys_of(lines: Iterable[str], path: Path) -> Iterable[str]:
+    for number, line in enumerate(lines, start=1):
+        key = line.strip()
+        if key and not key.startswith("#"):
+            check_key(key, f"line {number} of --api-key-file {path}")
+            yield key
+
+
+def _flag(name: str) -> str:
+    return "--" + name.removesuffix("_s").replace("_", "-")
+
+
+def _check_range(flag: str, value: object, low: int, high: int | None) -> None:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if not is_number or value < low or (high is not None and value > high):  # type: ignore[operator]
+        wanted = f"an integer from {low} to {high}" if high is not None else f"an integer of {low} or more"
+        raise InvalidRequestError(f"{flag} is {value!r}.", f"give {wanted}.")
+
+
+def _check_seconds(flag: str, value: object) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not 0 < value <= _LONGEST_S:  # type: ignore[arg-type,operator]
+        raise InvalidRequestError(f"{flag} is {value!r}.", f"give seconds, more than 0 and at most {_LONGEST_S:.0f}.")
+
+
+def _check_word(flag: str, value: str) -> None:
+    if not value or len(value) > _LONGEST_NAME or not value.isprintable() or " " in value:
+        raise InvalidRequestError(
+            f"{flag} is {value!r}.", f"give 1 to {_LONGEST_NAME} printable characters without spaces."
+        )
+
+
+def _check_host_name(name: str) -> None:
+    _check_word("--allowed-host", name)
+    if "/" in name or "*" in name or (":" in name and not name.startswith("[")):
+        raise InvalidRequestError(
+            f"--allowed-host is {name!r}.", "give a host name alone, without scheme, port or wildcard."
+        )

@@ -1,9 +1,144 @@
-"""Who may ask, and how much: API key, ``Host``, content type, body size and time, before a route sees a request."""
+"""What every request goes through before a route sees it, and every answer on its way out.
+
+Plain ASGI: starlette's ``BaseHTTPMiddleware`` would cost a queue and a task switch for each chunk of a stream.
+"""
+
+import asyncio
+import logging
+import re
+import uuid
+from typing import Any
 
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specexport_runtime.server.admission import Admission, has_body
+from specexport_runtime.server.bounded_body import ClientGoneError, read_body, replay
 from specexport_runtime.server.config import ServerConfig
+from specexport_runtime.server.errors import ApiError, as_api_error, timed_out, unavailable
+from specexport_runtime.server.log_format import fields
+from specexport_runtime.server.state import ServerState
+
+_log = logging.getLogger("specexport.server")
+
+_SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_HEADERS = {
+    b"x-content-type-options": b"nosniff",
+    b"x-frame-options": b"DENY",
+    b"referrer-policy": b"no-referrer",
+    b"cross-origin-resource-policy": b"same-origin",
+    b"content-security-policy": b"default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    b"cache-control": b"no-store",
+}
+"""Headers of every answer that does not set them itself."""
+
+GRACE_S = 1.0
+"""A route ends a late request itself, more gently: it gets so much longer."""
 
 
 def add_guards(app: FastAPI, config: ServerConfig) -> None:
-    """Put the guards in front of an application."""
+    """Put the guards in front of an application whose ``state.server`` is set."""
+    app.add_middleware(Guard, config=config, state=app.state.server)
+
+
+class Guard:
+    """ASGI middleware: request id, admission, bounded body, deadline, headers, and an answer to whatever is raised.
+
+    Sets ``scope["state"]["request_id"]``, and ``["status"]`` once the answer has begun.
+
+    Args:
+        app: what comes next.
+        config: the server's settings.
+        state: the server's state.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, state: ServerState) -> None:
+        self.app, self._config, self._state = app, config, state
+        self._admission = Admission(config)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        exchange = _Exchange(scope, send, self._state)
+        try:
+            self._admission.check(scope, self._state)
+            if has_body(scope["headers"]):
+                receive = replay(await read_body(receive, self._config), receive)
+            await self._run(exchange, receive)
+        except ClientGoneError:
+            scope["state"]["status"] = 499  # as nginx logs it; nobody is there to read it
+        except Exception as error:
+            await exchange.answer(error, receive)
+
+    async def _run(self, exchange: "_Exchange", receive: Receive) -> None:
+        limit = self._config.request_timeout_s
+        deadline = asyncio.timeout(limit + GRACE_S)
+        try:
+            async with deadline:
+                await self.app(exchange.scope, receive, exchange.send)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise timed_out(limit) from error
+
+
+class _Exchange:
+    """One request and its answer."""
+
+    def __init__(self, scope: Scope, send: Send, state: ServerState) -> None:
+        self.scope = scope
+        self._send, self._server = send, state
+        self._state: dict[str, Any] = scope.setdefault("state", {})
+        self._state["request_id"] = request_id_of(scope)
+
+    async def send(self, message: Message) -> None:
+        """Pass on a part of the answer; its head gets the headers that every answer has."""
+        if message["type"] == "http.response.start":
+            self._state["status"] = message["status"]
+            message = {**message, "headers": self._complete(message.get("headers", ()))}
+        await self._send(message)
+
+    def _complete(self, headers: Any) -> list[tuple[bytes, bytes]]:
+        given = {name.lower() for name, _ in headers}
+        more = [(name, value) for name, value in _HEADERS.items() if name not in given]
+        more.append((b"x-request-id", self._state["request_id"].encode()))
+        if self._server.draining and b"connection" not in given:
+            more.append((b"connection", b"close"))  # the next request should go elsewhere
+        return [*headers, *more]
+
+    async def answer(self, error: Exception, receive: Receive) -> None:
+        """Answer with an error, or cut the connection if an answer has begun."""
+        told = as_api_error(error)
+        if told.status == 500:  # a client is told that it happened; this says what
+            _log.error("a request failed", exc_info=error, extra=fields(request_id=self._state["request_id"]))
+        if "status" in self._state:
+            abort = self._state.get("abort_connection")
+            if abort is None:
+                raise error
+            abort()
+            return
+        refused(self._server, told)
+        await told.response()(self.scope, receive, self.send)
+
+
+def request_id_of(scope: Scope) -> str:
+    """The client's ``X-Request-Id`` if it is sane, or a new one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _SANE_ID.fullmatch(value):
+            return str(value, "ascii")
+    return uuid.uuid4().hex
+
+
+def refused(state: ServerState, error: ApiError) -> None:
+    """Count a request that never reached the engine."""
+    if state.metrics is not None and (error.status < 500 or error.status == 503):
+        state.metrics.count_refused(error.code or f"http_{error.status}")
+
+
+async def overloaded(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application of connections above the limit."""
+    error = unavailable("too_many_connections", "The server has as many connections as it may have.")
+    error.headers["Connection"] = "close"
+    await error.response()(scope, receive, send)

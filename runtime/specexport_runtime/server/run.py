@@ -1,18 +1,33 @@
-"""Run a server until it is told to stop: load, listen, drain."""
+"""Run a server until it is told to stop: listen, load, answer, drain."""
 
 import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import uvicorn
+import click
 
 from specexport_runtime.async_engine import AsyncSpecEngine
+from specexport_runtime.engine import SpecEngine
 from specexport_runtime.server.app import create_app
 from specexport_runtime.server.config import ServerConfig
+from specexport_runtime.server.listener import bind, http_server, url_of
+from specexport_runtime.server.log_format import log_config
+
+_log = logging.getLogger("specexport.server")
+_STUCK_S = 30.0
+"""A round that takes longer than this after the drain will not end."""
 
 
 def run_server(bundle: Path, config: ServerConfig, **load_options: Any) -> int:
-    """Serve a bundle until SIGTERM or Ctrl-C.
+    """Serve a bundle until SIGTERM or Ctrl-C. A second signal ends the process at once.
 
     Args:
         bundle: bundle folder.
@@ -21,13 +36,116 @@ def run_server(bundle: Path, config: ServerConfig, **load_options: Any) -> int:
 
     Returns:
         the exit code: 0 after a drain.
+
+    Raises:
+        SpecexportError: the address cannot be listened on, or the bundle cannot be loaded.
     """
-    return asyncio.run(_serve(bundle, config, load_options))
+    listener = bind(config)
+    with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_Life(listener, config, lambda: SpecEngine.load(bundle, **load_options)).run())
 
 
-async def _serve(bundle: Path, config: ServerConfig, load_options: dict[str, Any]) -> int:
-    engine = await AsyncSpecEngine.load(bundle, max_waiting=config.max_waiting, **load_options)
-    server = uvicorn.Server(uvicorn.Config(create_app(engine, config), host=config.host, port=config.port))
-    await server.serve()
-    await engine.aclose(config.drain_timeout_s)
-    return 0
+class _Life:
+    """One run of a server.
+
+    Args:
+        listener: a socket that listens.
+        config: settings.
+        load: makes the engine.
+    """
+
+    def __init__(self, listener: socket.socket, config: ServerConfig, load: Callable[[], SpecEngine]) -> None:
+        self._listener, self._config, self._load = listener, config, load
+        self._stop = asyncio.Event()
+        self._app = create_app(None, config)
+
+    async def run(self) -> int:
+        """From the first answer of ``/health`` to the last of a request; the exit code."""
+        self._watch_signals()
+        server = http_server(self._app, self._config, log_config(self._config.log_format))
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        try:
+            engine = await self._load_engine()
+            if engine is not None:
+                click.echo(f"serving {self._config.model_name} at {url_of(self._listener, self._config)}")
+                sys.stdout.flush()
+                await self._until_told(serving)
+                await self._drain(engine)
+        finally:
+            server.should_exit = True
+            await serving
+        if engine is None:
+            _leave(0)  # the thread that loads cannot be told to stop
+        await _or_leave(engine.aclose(0), _STUCK_S)
+        return 0
+
+    async def _load_engine(self) -> AsyncSpecEngine | None:
+        """Load in a thread; None if the server was told to stop meanwhile."""
+        loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[SpecEngine] = loop.create_future()
+
+        def work() -> None:
+            try:
+                set_it, value = loaded.set_result, self._load()
+            except BaseException as error:
+                set_it, value = loaded.set_exception, error  # type: ignore[assignment]
+            with contextlib.suppress(RuntimeError):  # the loop may be over
+                loop.call_soon_threadsafe(set_it, value)
+
+        threading.Thread(target=work, name="specexport-load", daemon=True).start()
+        await self._until_told(loaded)
+        if self._stop.is_set():
+            self._app.state.server.draining = True
+            return None
+        engine = AsyncSpecEngine(loaded.result(), max_waiting=self._config.max_waiting)
+        self._app.state.server.use_engine(engine)
+        return engine
+
+    async def _until_told(self, work: "asyncio.Future[Any]") -> None:
+        """Wait until something is done, or the server is told to stop."""
+        told = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({told, work}, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+
+    async def _drain(self, engine: AsyncSpecEngine) -> None:
+        self._app.state.server.draining = True
+        limit = self._config.drain_timeout_s
+        _log.info("draining: %d sequences go on for up to %g s", engine.num_active, limit)
+        if not await _or_leave(engine.drain(limit), limit + _STUCK_S):
+            _log.warning("drain: what was left after %g s was cancelled", limit)
+
+    def _watch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: int) -> None:
+        if self._stop.is_set():
+            _leave(128 + number)
+        self._stop.set()
+
+
+async def _or_leave(work: Any, seconds: float) -> Any:
+    """Wait for something; if it takes too long the engine is stuck, and the process ends without it."""
+    try:
+        return await asyncio.wait_for(work, seconds)
+    except TimeoutError:
+        _log.error("the engine did not end within %g s", seconds)
+        _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process now: the interpreter would wait for threads that are inside an engine."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # Windows has none
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

@@ -37,6 +37,12 @@ class ServerState:
         """Whether a request would be taken."""
         return self.engine is not None and not self.draining
 
+    def use_engine(self, engine: AsyncSpecEngine) -> None:
+        """Answer with an engine from now on, and watch it."""
+        if self.metrics is not None:
+            self.metrics.attach(engine.engine)
+        self.engine = engine
+
 
 def state_of(request: "Request") -> ServerState:
     """The state of the server that got a request."""

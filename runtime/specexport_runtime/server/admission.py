@@ -1,0 +1,133 @@
+"""Who may ask: what the head of a request must have before its body is read."""
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Sequence
+
+from starlette.types import Scope
+
+from specexport_runtime.server import playground
+from specexport_runtime.server.bounded_body import body_too_large
+from specexport_runtime.server.config import ServerConfig, is_loopback_name
+from specexport_runtime.server.errors import ApiError, unavailable
+from specexport_runtime.server.state import ServerState
+
+PUBLIC_PATHS = frozenset({"/health", "/ready"}) | playground.PUBLIC_PATHS
+"""Paths that need no key: they tell nothing of the model."""
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class Admission:
+    """Checks of the head of a request.
+
+    Args:
+        config: the server's settings.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
+        self._hosts = {name.lower().removesuffix(".") for name in (config.host, *config.allowed_hosts)}
+        # Where a key is needed no web page gets in without one, whatever name it gives to this address.
+        self._checks_host = not config.api_keys and (config.is_loopback or bool(config.allowed_hosts))
+
+    def check(self, scope: Scope, state: ServerState) -> None:
+        """Let a request pass.
+
+        Raises:
+            ApiError: says why not.
+        """
+        headers: Headers = scope["headers"]
+        if self._checks_host:
+            self._check_host(headers)
+        if self._digests and scope["path"] not in PUBLIC_PATHS:
+            self._check_key(headers)
+        if has_body(headers):
+            check_content(headers)
+            self._check_length(headers)
+        if scope["method"] == "POST":
+            check_state(state)
+
+    def _check_host(self, headers: Headers) -> None:
+        names = [host_name(value) for value in _all(headers, b"host")]
+        if len(names) != 1 or not (names[0] in self._hosts or is_loopback_name(names[0])):
+            raise ApiError(
+                421,
+                f"this server does not go by the name {', '.join(names) or '(none)'}; call it 127.0.0.1 or localhost, "
+                "or start it with --allowed-host.",
+                code="wrong_host",
+            )
+
+    def _check_key(self, headers: Headers) -> None:
+        given = _all(headers, b"authorization")
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        digest = hashlib.sha256(key.strip()).digest()
+        # Every key is compared, and digests have one length: the time tells nothing of any key.
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if scheme.lower() != b"bearer" or not any(matches):
+            raise ApiError(
+                401,
+                "this server needs an API key: send `Authorization: Bearer KEY`.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def _check_length(self, headers: Headers) -> None:
+        for value in _all(headers, b"content-length"):
+            if value.isdigit() and int(value[:20]) > self._config.max_body_bytes:
+                raise body_too_large(self._config)
+
+
+def has_body(headers: Headers) -> bool:
+    """Whether a request says that a body follows."""
+    lengths = _all(headers, b"content-length")
+    return any(value.strip(b"0") for value in lengths) or bool(_all(headers, b"transfer-encoding"))
+
+
+def check_content(headers: Headers) -> None:
+    """A body must be JSON.
+
+    A browser asks a server before it posts JSON from a page of another origin, and this one does not say yes: no other
+    page can make a browser post here.
+
+    Raises:
+        ApiError: it says that it is something else.
+    """
+    kinds = _all(headers, b"content-type")
+    kind, _, rest = kinds[0].partition(b";") if len(kinds) == 1 else (b"", b"", b"")
+    charset = rest.strip().lower().replace(b'"', b"")
+    if kind.strip().lower() != b"application/json" or charset not in (b"", b"charset=utf-8"):
+        raise ApiError(415, "the body must be JSON: send `Content-Type: application/json`.", code="not_json")
+    if any(value.strip().lower() != b"identity" for value in _all(headers, b"content-encoding")):
+        raise ApiError(415, "a compressed body is not taken: send it as it is.", code="compressed")
+
+
+def check_state(state: ServerState) -> None:
+    """New work is taken while the server is ready.
+
+    Raises:
+        ApiError: the model is loading, or the server ends.
+    """
+    if state.draining:
+        raise unavailable("draining", "The server is shutting down.")
+    if state.engine is None:
+        raise unavailable("loading", "The model is being loaded.")
+
+
+def host_name(value: bytes) -> str:
+    """The name of a ``Host`` header without its port, in lower case."""
+    text = value.decode("latin1").strip().lower()
+    if text.startswith("["):
+        name, bracket, port = text.partition("]")
+        return name + bracket if bracket and (not port or _is_port(port)) else text
+    name, colon, port = text.partition(":")
+    return name.removesuffix(".") if not colon or _is_port(colon + port) else text
+
+
+def _is_port(text: str) -> bool:
+    return text[0] == ":" and (text[1:].isascii() and text[1:].isdigit())
+
+
+def _all(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[bytes]:
+    return [value for key, value in headers if key == name]

@@ -1,0 +1,183 @@
+"""One client's connection, below HTTP: how many there are, how long and how large the head of a request may be.
+
+uvicorn with httptools has none of these limits: a client could send a head for ever, never read its answer, or hold
+more requests in one connection than the server answers. This protocol closes such connections.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from specexport_runtime.server.config import ServerConfig
+
+HEAD_TIMEOUT_S = 10.0
+MAX_HEAD_BYTES = 32 * 1024
+LINGER_S = 5.0
+"""How long what is left of a request is read and thrown away after its answer, so that the client gets to see that."""
+SPARE_CONNECTIONS = 64
+"""Connections above the limit that are told so; those above these too are cut off."""
+
+ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits.
+
+    Args:
+        *args: as uvicorn gives them.
+        settings: the server's.
+        overloaded: application that answers connections above the limit.
+        **kwargs: as uvicorn gives them.
+    """
+
+    def __init__(self, *args: Any, settings: ServerConfig, overloaded: ASGIApp, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._settings, self._overloaded = settings, overloaded
+        self._incoming: asyncio.TimerHandle | None = None  # what arrives must be complete by then
+        self._unread: asyncio.TimerHandle | None = None  # what was sent must be read by then
+        self._in_head = False
+        self._head_bytes = 0
+        self._deaf = False
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
+        """Take a connection, or turn it away."""
+        super().connection_made(transport)
+        above = len(self.connections) - self._settings.max_connections
+        if above > SPARE_CONNECTIONS:
+            transport.abort()
+            return
+        if above > 0:
+            self.app = self._overloaded
+        self._arm(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the timers."""
+        self._disarm()
+        self._stop_waiting_for_reader()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take in bytes; too large a head ends the connection."""
+        if self._deaf:
+            return
+        was_in_head = self._in_head
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if was_in_head and self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(431, f"the head of a request may have up to {MAX_HEAD_BYTES} bytes.", "head_too_large")
+        elif self._incoming is None and not self._answering:  # an empty line keeps no connection open
+            self._arm(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+        if not self._answering:
+            self._arm(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def on_headers_complete(self) -> None:
+        """The head is there.
+
+        A request that comes before the answer to the one before is dropped, and the connection closed after that
+        answer: while uvicorn keeps it, it does not read, and would not notice that the client is gone.
+        """
+        self._in_head = False
+        if self._answering:
+            self.cycle.keep_alive = False
+            self._deaf = True
+            return
+        self._arm(self._settings.body_timeout_s + LINGER_S, self._abort)
+        super().on_headers_complete()
+        self.scope["state"]["abort_connection"] = self._abort
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        if not self._deaf:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is there."""
+        if not self._deaf:
+            self._disarm()
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The answer was given; if the request is still coming, not for long."""
+        super().on_response_complete()
+        if self._incoming is not None:
+            self._arm(LINGER_S, self._abort)
+        if self.transport.is_closing():
+            self._wait_for_reader()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """No further request came: close, even if the last answer is never read."""
+        super().timeout_keep_alive_handler()
+        self._wait_for_reader()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP; never into the middle of another answer."""
+        self._refuse(400, msg, "bad_http")
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as is written: it must go on within the time of a request."""
+        super().pause_writing()
+        self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        self._stop_waiting_for_reader()
+
+    def _wait_for_reader(self) -> None:
+        if self._unread is None:
+            self._unread = self.loop.call_later(self._settings.request_timeout_s, self._abort)
+
+    def _stop_waiting_for_reader(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _arm(self, seconds: float, action: Callable[[], None]) -> None:
+        self._disarm()
+        self._incoming = self.loop.call_later(seconds, action)
+
+    def _disarm(self) -> None:
+        if self._incoming is not None:
+            self._incoming.cancel()
+            self._incoming = None
+
+    def _abort(self) -> None:
+        self.transport.abort()
+
+    def _head_is_late(self) -> None:
+        if self._in_head:
+            self._refuse(408, f"the head of the request took longer than {HEAD_TIMEOUT_S:.0f} s.", "request_too_slow")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        if not self._answering and not self.transport.is_closing():
+            self.transport.write(raw_answer(status, message, code))
+        self.transport.close()
+
+
+def raw_answer(status: int, message: str, code: str) -> bytes:
+    """An error answer as it goes over the wire, for where there is no request to answer to."""
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    body = json.dumps({"error": error}).encode()
+    head = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nx-content-type-options: nosniff\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body

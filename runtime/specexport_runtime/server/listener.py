@@ -1,0 +1,125 @@
+"""The socket that a server listens on, and the HTTP server on it. Imports nothing of the extra when imported."""
+
+import contextlib
+import errno
+import functools
+import socket
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from specexport_runtime.errors import UserInputError
+from specexport_runtime.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    import uvicorn
+
+LAST_WORDS_S = 5.0
+"""How long clients may take to read the end of their answers when the server ends."""
+_KEEP_ALIVE_S = 5
+_FILES_BESIDES_CONNECTIONS = 256
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """Listen on the address of a server.
+
+    Raises:
+        UserInputError: the address is in use, is not this machine's, or may not be taken.
+    """
+    host = "127.0.0.1" if config.host == "localhost" else config.host  # whatever else that name may mean here
+    try:
+        found = socket.getaddrinfo(host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise UserInputError(
+            f"--host {config.host!r} cannot be resolved: {error}.", "give an address of this machine, as 127.0.0.1."
+        ) from None
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
+        _find_dead_clients(listener)
+        listener.bind(address)
+        listener.listen(config.max_connections)  # here: two sockets can be bound to one port, but not listen
+    except OSError as error:
+        listener.close()
+        raise _bind_error(config, error) from None
+    return listener
+
+
+def _find_dead_clients(listener: socket.socket) -> None:
+    """A client whose machine is gone says nothing; accepted connections inherit these options."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _bind_error(config: ServerConfig, error: OSError) -> UserInputError:
+    where = f"port {config.port} of {config.host}"
+    if error.errno == errno.EADDRINUSE:
+        return UserInputError(f"{where} is in use.", "give another --port, or 0 for a free one.")
+    if error.errno == errno.EADDRNOTAVAIL:
+        return UserInputError(f"--host {config.host} is no address of this machine.", "give one that is.")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return UserInputError(f"{where} may not be taken by this user.", "give a --port of 1024 or more.")
+    return UserInputError(
+        f"{where} cannot be listened on: {error.strerror or error}.", "give another --host or --port."
+    )
+
+
+def url_of(listener: socket.socket, config: ServerConfig) -> str:
+    """Where the server is reached."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"http://{host}:{listener.getsockname()[1]}"
+
+
+def http_server(app: Any, config: ServerConfig, log_config: dict[str, Any] | None = None) -> "uvicorn.Server":
+    """The HTTP server of an application; it leaves signals to its caller.
+
+    Args:
+        app: the application.
+        config: the server's settings.
+        log_config: settings for ``logging.config.dictConfig``; None leaves logging as it is.
+    """
+    import uvicorn
+
+    from specexport_runtime.server.connection import BoundedProtocol
+    from specexport_runtime.server.guard import overloaded
+
+    class Server(uvicorn.Server):
+        """uvicorn would end by the signal that it got; ours ends with 0 after a drain."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Generator[None, None, None]:
+            """Leave signals alone."""
+            yield
+
+    allow_open_files(config.max_connections + _FILES_BESIDES_CONNECTIONS)
+    protocol: Any = functools.partial(BoundedProtocol, settings=config, overloaded=overloaded)
+    options = uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        log_config=log_config,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # addresses are only logged; nobody in front is trusted with them
+        backlog=config.max_connections,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(LAST_WORDS_S),
+    )
+    return Server(options)
+
+
+def allow_open_files(count: int) -> None:
+    """Let this process have so many files and sockets open, as far as it may say so itself."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
