@@ -1,0 +1,387 @@
+"""Every metric by name, type and label; numbers equal to what the requests' own statistics say."""
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+from serving import fake_engine
+
+from specexport_runtime import SpecEngine
+from specexport_runtime.metric_counts import EngineCounts, Histogram, length_bounds
+from specexport_runtime.metrics import EngineMetrics
+from specexport_runtime.observe import RoundRecord
+from specexport_runtime.results import GenerationResult
+from specexport_runtime.sampling import SamplingParams
+
+LABELS = {"model_name", "engine"}
+COUNTERS = {
+    "vllm:prompt_tokens": set(),
+    "vllm:generation_tokens": set(),
+    "vllm:request_success": {"finished_reason"},
+    "vllm:spec_decode_num_drafts": set(),
+    "vllm:spec_decode_num_draft_tokens": set(),
+    "vllm:spec_decode_num_accepted_tokens": set(),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": {"position"},
+    "specexport:steps": set(),
+    "specexport:step_seconds": set(),
+    "specexport:saved_seconds": set(),
+    "specexport:lost_seconds": set(),
+    "specexport:request_failures": {"error"},
+    "specexport:requests_refused": {"reason"},
+    "specexport:drafter_draft_tokens": {"drafter"},
+    "specexport:drafter_accepted_tokens": {"drafter"},
+}
+GAUGES = {
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "specexport:acceptance_rate",
+    "specexport:mean_acceptance_length",
+    "specexport:max_num_seqs",
+}
+HISTOGRAMS = {
+    "vllm:iteration_tokens_total",
+    "vllm:time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds",
+    "vllm:request_time_per_output_token_seconds",
+    "vllm:e2e_request_latency_seconds",
+    "vllm:request_queue_time_seconds",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_inference_time_seconds",
+    "vllm:request_prompt_tokens",
+    "vllm:request_generation_tokens",
+    "vllm:request_params_max_tokens",
+}
+REQUESTS = [
+    ("w1 w2 w3", SamplingParams(max_tokens=20), {}),
+    ("w4 w5", SamplingParams(max_tokens=7, temperature=1.0, seed=3), {"num_speculative_tokens": 3}),
+    ("w6 w7 w6 w7 w6 w7 w6", SamplingParams(max_tokens=30), {"drafter": "lookup"}),
+    ("w8", SamplingParams(max_tokens=5), {"speculation": False}),
+    ("w9 w2 w9", SamplingParams(max_tokens=1), {}),
+    ("w3 w3", SamplingParams(max_tokens=60, stop="w5"), {}),
+]
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., SpecEngine]]:
+    engines: list[SpecEngine] = []
+
+    def make(*args: int, **options: object) -> SpecEngine:
+        engines.append(fake_engine(*args, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def watched(engine: SpecEngine, name: str = "fake") -> EngineMetrics:
+    metrics = EngineMetrics(name)
+    metrics.attach(engine)
+    return metrics
+
+
+def samples(metrics: EngineMetrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Every sample of the page by its name and labels, those of the engine left out."""
+    found = {}
+    for family in parse_text(metrics.render()[0].decode()):
+        for sample in family.samples:
+            labels = frozenset((key, value) for key, value in sample.labels.items() if key not in LABELS)
+            found[sample.name, labels] = sample.value
+    return found
+
+
+def value(metrics: EngineMetrics, name: str, **labels: str) -> float:
+    return samples(metrics)[name, frozenset(labels.items())]
+
+
+def run_all(engine: SpecEngine) -> list[GenerationResult]:
+    handles = [engine.submit(prompt, params, **drafting) for prompt, params, drafting in REQUESTS]
+    return [handle.result(30) for handle in handles]
+
+
+def test_every_name_type_and_label(make_engine):
+    engine = make_engine()
+    metrics = watched(engine)
+    run_all(engine)
+    families = {family.name: family for family in metrics.registry.collect()}
+    ours = {name: family for name, family in families.items() if ":" in name}
+    assert {name for name, family in ours.items() if family.type == "counter"} == set(COUNTERS)
+    assert {name for name, family in ours.items() if family.type == "gauge"} == GAUGES
+    assert {name for name, family in ours.items() if family.type == "histogram"} == HISTOGRAMS
+    assert len(ours) == len(COUNTERS) + len(GAUGES) + len(HISTOGRAMS)
+    for name, family in ours.items():
+        assert family.documentation.endswith(".")
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == LABELS | COUNTERS.get(name, set()), sample
+            assert sample.labels["model_name"] == "fake"
+            assert sample.labels["engine"] == "0"
+    assert families["process_resident_memory_bytes"].samples[0].value > 0
+
+
+def test_counts_are_those_of_the_results(make_engine):
+    engine = make_engine(2)
+    metrics = watched(engine)
+    results = run_all(engine)
+    stats = [result.stats for result in results]
+    drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
+    drafts = sum(s.draft_rounds for s in stats)
+    assert drafted > accepted > 0
+    assert value(metrics, "vllm:prompt_tokens_total") == sum(s.num_prompt_tokens for s in stats)
+    assert value(metrics, "vllm:generation_tokens_total") == sum(len(result.token_ids) for result in results)
+    assert value(metrics, "vllm:spec_decode_num_drafts_total") == drafts
+    assert value(metrics, "vllm:spec_decode_num_draft_tokens_total") == drafted
+    assert value(metrics, "vllm:spec_decode_num_accepted_tokens_total") == accepted
+    assert value(metrics, "specexport:acceptance_rate") == accepted / drafted
+    assert value(metrics, "specexport:mean_acceptance_length") == 1 + accepted / drafts
+    for reason in ("stop", "length"):
+        expected = sum(result.finish_reason == reason for result in results)
+        assert expected
+        assert value(metrics, "vllm:request_success_total", finished_reason=reason) == expected
+    assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 0
+    assert value(metrics, "vllm:request_success_total", finished_reason="error") == 0
+
+
+def test_accepted_tokens_by_position(make_engine):
+    engine = make_engine()
+    metrics = watched(engine)
+    histograms = [result.stats.accepted_histogram for result in run_all(engine)]
+    for position in range(engine.lookahead):
+        expected = sum(n for histogram in histograms for count, n in histogram.items() if count > position)
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        assert value(metrics, name, position=str(position)) == expected
+    assert ("vllm:spec_decode_num_accepted_tokens_per_pos_total", frozenset({("position", "8")})) not in samples(
+        metrics
+    )
+
+
+def test_each_drafter_has_its_own_counts(make_engine):
+    engine = make_engine()
+    metrics = watched(engine)
+    by_drafter = {"lookup": [0, 0], "draft-model": [0, 0]}
+    for result, (_, _, drafting) in zip(run_all(engine), REQUESTS, strict=True):
+        if drafting.get("speculation", True):
+            counts = by_drafter[drafting.get("drafter", "draft-model")]
+            counts[0] += result.stats.drafted
+            counts[1] += result.stats.accepted
+    for drafter, (drafted, accepted) in by_drafter.items():
+        assert drafted
+        assert value(metrics, "specexport:drafter_draft_tokens_total", drafter=drafter) == drafted
+        assert value(metrics, "specexport:drafter_accepted_tokens_total", drafter=drafter) == accepted
+
+
+def test_histograms_hold_each_request_once(make_engine):
+    engine = make_engine(2)
+    metrics = watched(engine)
+    results = run_all(engine)
+    stats = [result.stats for result in results]
+    sums: dict[str, Iterable[float]] = {
+        "vllm:time_to_first_token_seconds": (s.first_token_time - s.submit_time for s in stats),
+        "vllm:e2e_request_latency_seconds": (s.end_time - s.submit_time for s in stats),
+        "vllm:request_queue_time_seconds": (s.queued_s for s in stats),
+        "vllm:request_prefill_time_seconds": (s.time_to_first_token_s for s in stats),
+        "vllm:request_decode_time_seconds": (s.decode_s for s in stats),
+        "vllm:request_inference_time_seconds": (s.end_time - s.start_time for s in stats),
+        "vllm:request_time_per_output_token_seconds": (
+            s.decode_s / (s.num_generated_tokens - 1) if s.num_generated_tokens > 1 else 0 for s in stats
+        ),
+        "vllm:request_prompt_tokens": (s.num_prompt_tokens for s in stats),
+        "vllm:request_generation_tokens": (s.num_generated_tokens for s in stats),
+        "vllm:request_params_max_tokens": (params.max_tokens for _, params, _ in REQUESTS),
+    }
+    for name, values in sums.items():
+        assert value(metrics, f"{name}_count") == len(results), name
+        assert value(metrics, f"{name}_sum") == pytest.approx(sum(values)), name
+    assert value(metrics, "vllm:inter_token_latency_seconds_count") == sum(s.rounds - 1 for s in stats)
+    between = value(metrics, "vllm:inter_token_latency_seconds_sum")
+    assert 0 < between < 2 * sum(s.decode_s for s in stats)
+    assert value(metrics, "vllm:iteration_tokens_total_count") == value(metrics, "specexport:steps_total")
+    tokens = sum(s.num_prompt_tokens + s.num_generated_tokens for s in stats)
+    assert value(metrics, "vllm:iteration_tokens_total_sum") == tokens
+    assert value(metrics, "specexport:step_seconds_total") > 0
+
+
+def test_time_to_first_token_counts_the_queue(make_engine):
+    engine = make_engine(1, step_seconds=0.01)
+    metrics = watched(engine)
+    handles = [engine.submit("w1", SamplingParams(max_tokens=10), speculation=False) for _ in range(3)]
+    stats = [handle.result(30).stats for handle in handles]
+    assert stats[2].queued_s > 0.15  # two texts of ten steps came first
+    assert value(metrics, "vllm:time_to_first_token_seconds_sum") > 0.15 + 0.05
+    assert value(metrics, "vllm:request_queue_time_seconds_sum") == pytest.approx(sum(s.queued_s for s in stats))
+
+
+def test_buckets_take_their_bound():
+    histogram = Histogram((1, 2, 5))
+    for number in (0.5, 1, 1.1, 2, 5, 5.1):
+        histogram.observe(number)
+    assert histogram.counts == [2, 2, 1, 1]
+    assert length_bounds(400) == (1, 2, 5, 10, 20, 50, 100, 200)
+    assert length_bounds(1) == (1,)
+    assert length_bounds(500)[-1] == 500
+
+
+def test_buckets_are_cumulative_and_end_in_all(make_engine):
+    engine = make_engine()
+    metrics = watched(engine)
+    run_all(engine)
+    for family in metrics.registry.collect():
+        if family.type == "histogram":
+            buckets = [sample for sample in family.samples if sample.name.endswith("_bucket")]
+            numbers = [sample.value for sample in buckets]
+            assert numbers == sorted(numbers)
+            assert buckets[-1].labels["le"] == "+Inf"
+            assert numbers[-1] == value(metrics, f"{family.name}_count")
+    lengths = sorted(result.stats.num_generated_tokens for result in run_all(engine))
+    at_most = sum(length <= 5 for length in lengths)
+    assert value(metrics, "vllm:request_generation_tokens_bucket", le="5.0") == 2 * at_most
+
+
+def test_cancelled_and_failed_requests_are_counted_apart(make_engine):
+    engine = make_engine(2, step_seconds=0.005)
+    metrics = watched(engine)
+    first = engine.submit("w1", SamplingParams(max_tokens=300), speculation=False)
+    next(iter(first))
+    waiting = [engine.submit("w2", SamplingParams(max_tokens=300)) for _ in range(3)]
+    for handle in (first, *waiting):
+        handle.cancel()
+        assert handle.result(30).finish_reason == "cancelled"
+    assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 4
+    assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 0
+    assert value(metrics, "vllm:time_to_first_token_seconds_count") >= 1
+
+    def broken(*args: object) -> None:
+        raise MemoryError("no more")
+
+    execute, engine.target.execute = engine.target.execute, broken
+    with pytest.raises(Exception, match="no more"):
+        engine.submit("w1").result(30)
+    engine.target.execute = execute
+    engine.submit("w1").result(30)
+    assert value(metrics, "vllm:request_success_total", finished_reason="error") == 1
+    assert value(metrics, "specexport:request_failures_total", error="MemoryError") == 1
+    assert value(metrics, "vllm:request_success_total", finished_reason="length") == 1
+    assert metrics._counts.last_token == {}  # nothing is kept of sequences that have ended
+
+
+def test_gauges_say_how_busy_the_engine_is(make_engine):
+    engine = make_engine(2, step_seconds=0.01)
+    metrics = watched(engine)
+    assert math.isnan(value(metrics, "specexport:acceptance_rate"))
+    handles = [engine.submit("w1 w2", SamplingParams(max_tokens=300), speculation=False) for _ in range(5)]
+    next(iter(handles[0]))
+    assert value(metrics, "vllm:num_requests_running") == 2
+    assert value(metrics, "vllm:num_requests_waiting") == 3
+    assert 0 < value(metrics, "vllm:kv_cache_usage_perc") < 1
+    assert value(metrics, "specexport:max_num_seqs") == 2
+    for handle in handles:
+        handle.cancel()
+        handle.result(30)
+    assert value(metrics, "vllm:num_requests_running") == 0
+    assert value(metrics, "vllm:num_requests_waiting") == 0
+    assert value(metrics, "vllm:kv_cache_usage_perc") == 0
+
+
+def test_saved_and_lost_seconds_are_two_counters():
+    class Event:
+        def __init__(self, tokens: int) -> None:
+            self.tokens, self.drafted = [0] * tokens, 0
+            self.sequence = type("S", (), {"stats": type("T", (), {"rounds": 2})(), "finish_reason": None})()
+
+    counts = EngineCounts()
+    # Two rows, three tokens in all: plain decoding would have taken a round and a half.
+    counts.add_round(RoundRecord([Event(1), Event(2)], 0, 0.010, 0.010), 1.0)
+    assert (counts.saved_seconds, counts.lost_seconds) == (pytest.approx(0.005), 0)
+    counts.add_round(RoundRecord([Event(1)], 0, 0.030, 0.010), 2.0)
+    assert (counts.saved_seconds, counts.lost_seconds) == (pytest.approx(0.005), pytest.approx(0.020))
+    counts.add_round(RoundRecord([Event(5)], 7, 0.010, 0.010), 3.0)  # with a prompt: nobody knows
+    counts.add_round(RoundRecord([Event(5)], 0, 0.010, None), 4.0)
+    assert (counts.saved_seconds, counts.lost_seconds) == (pytest.approx(0.005), pytest.approx(0.020))
+
+
+def test_refused_requests_by_reason():
+    metrics = EngineMetrics("m")
+    assert value(metrics, "specexport:requests_refused_total", reason="queue_full") == 0
+    for reason in ("queue_full", "invalid_api_key", "queue_full"):
+        metrics.count_refused(reason)
+    assert value(metrics, "specexport:requests_refused_total", reason="queue_full") == 2
+    assert value(metrics, "specexport:requests_refused_total", reason="invalid_api_key") == 1
+
+
+def test_two_engines_do_not_collide(make_engine):
+    one, other = make_engine(), make_engine()
+    first, second = watched(one, "one"), watched(other, "other")
+    one.submit("w1", SamplingParams(max_tokens=4)).result(30)
+    assert value(first, "vllm:generation_tokens_total") == 4
+    assert value(second, "vllm:generation_tokens_total") == 0
+    assert b'model_name="one"' not in second.render()[0]
+    shared = CollectorRegistry()
+    EngineMetrics("one", shared)
+    with pytest.raises(ValueError, match="Duplicated"):
+        EngineMetrics("other", shared)
+
+
+def test_a_page_without_an_engine_can_be_read():
+    page = EngineMetrics('odd "name"\nwith\\all').render()[0].decode()
+    families = {family.name: family for family in parse_text(page)}
+    assert families["vllm:num_requests_running"].samples == []
+    assert families["vllm:generation_tokens"].samples[0].labels["model_name"] == 'odd "name"\nwith\\all'
+
+
+@pytest.mark.parametrize(("openmetrics", "parse"), [(False, parse_text), (True, parse_openmetrics)])
+def test_both_formats_parse(make_engine, openmetrics, parse):
+    engine = make_engine()
+    metrics = watched(engine)
+    run_all(engine)
+    page, content_type = metrics.render(openmetrics_format=openmetrics)
+    assert content_type.startswith("application/openmetrics-text; version=1.0.0" if openmetrics else "text/plain")
+    assert page.endswith(b"# EOF\n") == openmetrics
+    # The parser of the text format drops the suffix of counters, and cannot know that of a histogram is not one.
+    found = {family.name.removesuffix("_total") for family in parse(page.decode())}
+    assert found >= set(COUNTERS) | GAUGES | {name.removesuffix("_total") for name in HISTOGRAMS}
+
+
+def test_scrapes_while_busy_see_one_moment(make_engine):
+    engine = make_engine(4)
+    metrics = watched(engine)
+    done = threading.Event()
+    errors: list[BaseException] = []
+    scrapes = []
+
+    def scrape() -> None:
+        try:
+            while not done.is_set():
+                seen = samples(metrics)
+                per_position = [v for (name, _), v in seen.items() if name.endswith("per_pos_total")]
+                drafted = seen["vllm:spec_decode_num_draft_tokens_total", frozenset()]
+                accepted = seen["vllm:spec_decode_num_accepted_tokens_total", frozenset()]
+                assert sum(per_position) == accepted <= drafted
+                generated = seen["vllm:generation_tokens_total", frozenset()]
+                fed = seen["vllm:prompt_tokens_total", frozenset()]
+                assert seen["vllm:iteration_tokens_total_sum", frozenset()] == generated + fed
+                scrapes.append(generated)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=scrape)
+    thread.start()
+    try:
+        results = [result for _ in range(5) for result in run_all(engine)]
+    finally:
+        done.set()
+        thread.join(30)
+    assert not errors
+    assert len(set(scrapes)) > 1  # it did look in between
+    assert scrapes == sorted(scrapes)
+    assert value(metrics, "vllm:generation_tokens_total") == sum(len(result.token_ids) for result in results)
+
+
+def test_metrics_never_change_the_text(make_engine):
+    plain, seen = make_engine(), make_engine()
+    watched(seen)
+    assert [result.token_ids for result in run_all(plain)] == [result.token_ids for result in run_all(seen)]
