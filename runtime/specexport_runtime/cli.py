@@ -1,4 +1,4 @@
-"""Command line of the runtime: ``generate``. Also mounted by the ``specexport`` command.
+"""Command line of the runtime: ``generate`` and ``serve``. Also mounted by the ``specexport`` command.
 
 Engines are imported when a command runs, so that ``--help`` is fast.
 """
@@ -21,6 +21,7 @@ from specexport_runtime.cli_options import (
 from specexport_runtime.cli_output import OutputOptions, print_padding, print_result, print_stream
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.prompts import read_prompts, read_text
+from specexport_runtime.server.command import serve
 
 if TYPE_CHECKING:
     from specexport_runtime.results import Prompt
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 @click.group(cls=SuggestingGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def runtime_cli() -> None:
     """Run specexport bundles."""
+
+
+runtime_cli.add_command(serve)
 
 
 @runtime_cli.command()
