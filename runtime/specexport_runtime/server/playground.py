@@ -24,6 +24,7 @@ _FILES = {
     "/playground/style.css": ("style.css", "text/css; charset=utf-8"),
     "/playground/icon.svg": ("icon.svg", "image/svg+xml"),
     "/playground/main.js": ("main.js", "text/javascript; charset=utf-8"),
+    "/playground/controls.js": ("controls.js", "text/javascript; charset=utf-8"),
     "/playground/stream.js": ("stream.js", "text/javascript; charset=utf-8"),
     "/playground/run.js": ("run.js", "text/javascript; charset=utf-8"),
     "/playground/tokens.js": ("tokens.js", "text/javascript; charset=utf-8"),
@@ -113,7 +114,7 @@ def _drafting(engine: SpecEngine) -> dict[str, Any]:
         else:
             drafters.append({"name": name, "num_speculative_tokens": plan.stages[-1].lookahead, "obstacle": None})
     default = resolve_draft_plan(RequestOptions(), builder.abilities, builder.defaults)
-    names = [stage.name for stage in default.stages]
+    names = [stage.drafter for stage in default.stages]
     return {
         "drafters": drafters,
         "default_drafter": "chained" if len(names) > 1 else names[0] if names else None,

@@ -46,6 +46,12 @@ export class RoundChart {
     if (atEnd) box.scrollLeft = box.scrollWidth;
   }
 
+  /** Say in words what the chart shows. */
+  describe() {
+    const lengths = this.run.rounds.map((round) => round.accepted + (round.end ? 1 : 0));
+    this.container.setAttribute("aria-label", `${lengths.length} rounds; tokens of each: ${lengths.join(", ")}`);
+  }
+
   /** Mark a column; -1 marks none. */
   mark(round) {
     if (round === this._hot) return;

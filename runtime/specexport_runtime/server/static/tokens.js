@@ -38,7 +38,7 @@ export class TokenView {
   constructor(container, { onRound = () => {} } = {}) {
     this.container = container;
     this.onRound = onRound;
-    this.clear();
+    this._begin(null);
     container.addEventListener("pointerover", (event) => this._enter(event.target));
     container.addEventListener("pointerleave", () => this.leave());
     container.addEventListener("focusin", (event) => this._enter(event.target, true));
@@ -49,10 +49,7 @@ export class TokenView {
 
   /** Begin anew, with the prompt before the text. */
   clear(run = null, prompt = "") {
-    this.run = run;
-    this.byRound = [];
-    this.count = 0;
-    this._hot = -1;
+    this._begin(run);
     this.container.replaceChildren();
     if (prompt) {
       const span = document.createElement("span");
@@ -60,6 +57,13 @@ export class TokenView {
       span.textContent = prompt;
       this.container.append(span);
     }
+  }
+
+  _begin(run) {
+    this.run = run;
+    this.byRound = [];
+    this.count = 0;
+    this._hot = -1;
   }
 
   /** Append tokens; the view follows the end if it was there. */
