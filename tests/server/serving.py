@@ -15,6 +15,7 @@ from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.server.app import create_app
 from specexport_runtime.server.config import ServerConfig
+from specexport_runtime.server.listener import http_server, loop_factory
 
 VOCAB = 17
 WORDS = [f"w{i}" for i in range(VOCAB)]
@@ -93,16 +94,15 @@ class Served:
         assert not loop.decoder.running
 
     def _run(self) -> None:
-        asyncio.run(self._serve())
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(self._serve())
 
     async def _serve(self) -> None:
         try:
             self.loop = asyncio.get_running_loop()
             self.engine = AsyncSpecEngine(self._make_engine(), max_waiting=self.config.max_waiting)
             self.app = create_app(self.engine, self.config)
-            options = uvicorn.Config(self.app, log_level="warning", lifespan="off")
-            self._server = uvicorn.Server(options)
-            self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+            self._server = http_server(self.app, self.config)
             task = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
             while not self._server.started and not task.done():
                 await asyncio.sleep(0.005)

@@ -1,10 +1,11 @@
 """The socket that a server listens on, and the HTTP server on it. Imports nothing of the extra when imported."""
 
+import asyncio
 import contextlib
 import errno
 import functools
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.errors import UserInputError
@@ -123,3 +124,13 @@ def allow_open_files(count: int) -> None:
         wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes event loops: uvloop where there is one."""
+    try:
+        import uvloop
+    except ImportError:  # Windows has none
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

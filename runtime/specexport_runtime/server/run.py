@@ -18,7 +18,7 @@ from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.server.app import create_app
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.listener import bind, http_server, url_of
+from specexport_runtime.server.listener import bind, http_server, loop_factory, url_of
 from specexport_runtime.server.log_format import log_config
 
 _log = logging.getLogger("specexport.server")
@@ -41,7 +41,7 @@ def run_server(bundle: Path, config: ServerConfig, **load_options: Any) -> int:
         SpecexportError: the address cannot be listened on, or the bundle cannot be loaded.
     """
     listener = bind(config)
-    with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_Life(listener, config, lambda: SpecEngine.load(bundle, **load_options)).run())
 
 
@@ -140,12 +140,3 @@ def _leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:  # Windows has none
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
