@@ -1,0 +1,99 @@
+"""``/v1/chat/completions`` with the official client."""
+
+import pytest
+from openai_help import alone, client_of
+
+MESSAGES = [{"role": "system", "content": "w1 w2"}, {"role": "user", "content": "w3"}]
+
+
+@pytest.fixture(scope="module")
+def client(fake_served):
+    with client_of(fake_served) as client:
+        yield client
+
+
+def test_an_answer_is_that_of_the_rendered_prompt(client, fake_served):
+    answer = client.chat.completions.create(model="fake", messages=MESSAGES, seed=3, max_tokens=12)
+    prompt = fake_served.engine.engine.encode_chat(MESSAGES)
+    assert answer.choices[0].message.content == alone(fake_served, prompt, seed=3, max_tokens=12).text
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.object == "chat.completion"
+    assert answer.usage.prompt_tokens == 3
+    assert answer.usage.speculative["rounds"] > 0
+
+
+def test_parts_of_text_are_one_text(client, fake_served):
+    parts = [{"type": "text", "text": "w1 "}, {"type": "text", "text": "w2"}]
+    answer = client.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": parts}], temperature=0, max_tokens=9
+    )
+    assert answer.choices[0].message.content == alone(fake_served, "w1 w2", temperature=0, max_tokens=9).text
+
+
+def test_an_answer_can_be_sent_back(client):
+    first = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=3)
+    messages = [*MESSAGES, first.choices[0].message, {"role": "user", "content": "w4"}]
+    again = client.chat.completions.create(model="fake", messages=messages, max_tokens=3)
+    assert again.usage.prompt_tokens == 3 + 3 + 1
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_both_names_of_the_limit(client, name):
+    answer = client.chat.completions.create(model="fake", messages=MESSAGES, **{name: 5})
+    assert answer.usage.completion_tokens == 5
+
+
+def test_without_a_limit_an_answer_may_fill_the_context(client):
+    answer = client.chat.completions.create(model="fake", messages=MESSAGES, temperature=0)
+    assert answer.usage.total_tokens == 400
+
+
+def test_choices_and_seeds(client, fake_served):
+    answer = client.chat.completions.create(model="fake", messages=MESSAGES, n=3, seed=9, max_tokens=12)
+    prompt = fake_served.engine.engine.encode_chat(MESSAGES)
+    expected = [alone(fake_served, prompt, seed=9 + i, max_tokens=12).text for i in range(3)]
+    assert [choice.message.content for choice in answer.choices] == expected
+
+
+@pytest.mark.parametrize("as_parts", [False, True])
+@pytest.mark.parametrize("drafter", [None, "lookup"])
+def test_a_prediction_is_copied_from(client, fake_served, as_parts, drafter):
+    params = {"model": "fake", "messages": MESSAGES, "temperature": 0, "max_tokens": 40}
+    extra = {"speculative": {"drafter": drafter}}
+    plain = client.chat.completions.create(**params, extra_body=extra)
+    content = plain.choices[0].message.content
+    parts = [{"type": "text", "text": content[:20]}, {"type": "text", "text": content[20:]}]
+    prediction = {"type": "content", "content": parts if as_parts else content}
+    predicted = client.chat.completions.create(**params, extra_body=extra, prediction=prediction)
+    assert predicted.choices[0].message.content == content
+    assert predicted.usage.speculative["rounds"] < plain.usage.speculative["rounds"]
+    prompt = fake_served.engine.engine.encode_chat(MESSAGES)
+    expected = alone(fake_served, prompt, content, temperature=0, max_tokens=40, drafter=drafter or "chained").stats
+    assert predicted.usage.speculative["accepted"] == expected.accepted
+
+
+def test_values_that_turn_off_are_taken(client):
+    off = {
+        "tools": [],
+        "tool_choice": "none",
+        "parallel_tool_calls": False,
+        "functions": [],
+        "function_call": "none",
+        "audio": None,
+        "modalities": ["text"],
+        "store": False,
+        "metadata": {},
+        "service_tier": "auto",
+        "response_format": {"type": "text"},
+        "reasoning_effort": "none",
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "echo": False,
+        "chat_template_kwargs": {},
+        "user": "somebody",
+        "safety_identifier": "somebody",
+    }
+    answer = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=3, seed=1, extra_body=off)
+    plain = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=3, seed=1)
+    assert answer.choices == plain.choices

@@ -1,0 +1,198 @@
+"""``/v1/completions`` with the official client: every parameter does what it does in the engine itself."""
+
+import asyncio
+
+import pytest
+from openai_help import alone, async_client_of, client_of
+
+PROMPT = "w1 w2 w3"
+
+
+@pytest.fixture(scope="module")
+def client(fake_served):
+    with client_of(fake_served) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    "prompt", ["w1 w2", ["w1 w2", "w3", "w4 w5 w6"], [3, 4, 5], [[3, 4], [5], [6, 7, 8]]], ids=lambda p: str(type(p))
+)
+def test_every_form_of_prompt(client, fake_served, prompt):
+    answer = client.completions.create(model="fake", prompt=prompt, temperature=0, max_tokens=12)
+    prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    each = [alone(fake_served, item, temperature=0, max_tokens=12) for item in prompts]
+    assert [choice.text for choice in answer.choices] == [result.text for result in each]
+    assert [choice.index for choice in answer.choices] == list(range(len(prompts)))
+    assert answer.usage.prompt_tokens == sum(result.stats.num_prompt_tokens for result in each)
+    assert answer.usage.completion_tokens == 12 * len(prompts)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert (answer.object, answer.model) == ("text_completion", "fake")
+
+
+@pytest.mark.parametrize(
+    ("params", "extra"),
+    [
+        ({"top_p": 0.5}, {}),
+        ({"presence_penalty": 2.0}, {}),
+        ({"frequency_penalty": 2.0}, {}),
+        ({"max_tokens": 5}, {}),
+        ({"temperature": 0.3}, {}),
+        ({"temperature": 0}, {}),
+        ({}, {"top_k": 2}),
+        ({}, {"min_p": 0.4}),
+        ({}, {"repetition_penalty": 3.0}),
+        ({}, {"stop_token_ids": [0, 4, 5, 6]}),
+    ],
+    ids=str,
+)
+def test_a_parameter_reaches_the_engine(client, fake_served, params, extra):
+    shared = {"seed": 11, "max_tokens": 40} | params
+    answer = client.completions.create(model="fake", prompt=PROMPT, extra_body=extra, **shared)
+    expected = alone(fake_served, PROMPT, **shared, **extra)
+    assert answer.choices[0].text == expected.text
+    assert answer.choices[0].finish_reason == expected.finish_reason
+    assert expected.text != alone(fake_served, PROMPT, seed=11, max_tokens=40).text  # it changes something
+
+
+def test_logit_bias_has_ids_as_keys(client, fake_served):
+    answer = client.completions.create(model="fake", prompt=PROMPT, max_tokens=4, logit_bias={"5": 100}, seed=1)
+    assert answer.choices[0].text == "w5 w5 w5 w5"
+
+
+@pytest.mark.parametrize("stop", ["{0}", ["zzz", "{0}"]], ids=["one", "a list"])
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings(client, fake_served, stop, include):
+    whole = alone(fake_served, PROMPT, temperature=0, max_tokens=40).text
+    word = next(word for word in whole.split()[3:] if word not in whole.split()[:3])
+    filled = [item.format(word) for item in stop] if isinstance(stop, list) else stop.format(word)
+    answer = client.completions.create(
+        model="fake",
+        prompt=PROMPT,
+        temperature=0,
+        max_tokens=40,
+        stop=filled,
+        extra_body={"include_stop_str_in_output": include},
+    )
+    assert answer.choices[0].text == whole[: whole.index(word) + include * len(word)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_ends_of_text(client, demo_served):
+    with client_of(demo_served) as demo:
+        params = {"temperature": 0, "max_tokens": 5, "logit_bias": {"0": 100}}
+        ended = demo.completions.create(model="demo", prompt="def f(", **params)
+        assert (ended.choices[0].text, ended.choices[0].finish_reason) == ("", "stop")
+        extra = {"ignore_eos": True, "skip_special_tokens": False}
+        going = demo.completions.create(model="demo", prompt="def f(", **params, extra_body=extra)
+        assert (going.choices[0].text, going.choices[0].finish_reason) == ("<|endoftext|>" * 5, "length")
+
+
+def test_each_of_n_choices_can_be_asked_for_alone(client, fake_served):
+    answer = client.completions.create(model="fake", prompt=["w1 w2", "w3"], n=3, seed=40, max_tokens=12)
+    texts = [choice.text for choice in answer.choices]
+    assert texts == [alone(fake_served, p, seed=40 + i, max_tokens=12).text for p in ("w1 w2", "w3") for i in range(3)]
+    assert len(set(texts)) > 3
+    again = client.completions.create(model="fake", prompt="w3", seed=42, max_tokens=12)
+    assert again.choices[0].text == texts[5]
+    assert answer.usage.prompt_tokens == 3  # a prompt counts once
+
+
+def test_without_a_seed_texts_differ(client):
+    answer = client.completions.create(model="fake", prompt=PROMPT, n=4, max_tokens=12)
+    assert len({choice.text for choice in answer.choices}) > 1
+
+
+@pytest.mark.parametrize("prompt", ["w1 w2", [1, 2]])
+def test_echo_puts_the_prompt_first(client, fake_served, prompt):
+    answer = client.completions.create(model="fake", prompt=prompt, echo=True, temperature=0)
+    assert answer.choices[0].text == "w1 w2" + alone(fake_served, prompt, temperature=0).text
+
+
+def test_defaults_are_openais(client, fake_served):
+    answer = client.completions.create(model="fake", prompt=PROMPT, seed=5)
+    assert answer.choices[0].text == alone(fake_served, PROMPT, seed=5, temperature=1.0, max_tokens=16).text
+    assert answer.usage.completion_tokens == 16
+
+
+def test_the_default_length_ends_where_the_context_does(client):
+    answer = client.completions.create(model="fake", prompt=[1] * 396)
+    assert answer.usage.completion_tokens == 4
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_nulls_are_defaults_and_values_that_turn_off_are_taken(client, fake_served):
+    off = {"suffix": None, "best_of": 1, "min_tokens": 0, "use_beam_search": False, "add_special_tokens": True}
+    null = dict.fromkeys(("top_p", "n", "stream", "stop", "logprobs", "logit_bias", "user", "top_k", "speculative"))
+    extra = off | null | {"top_k": -1, "stop": []}
+    answer = client.completions.create(model="fake", prompt=PROMPT, seed=5, extra_body=extra)
+    assert answer.choices[0].text == alone(fake_served, PROMPT, seed=5).text
+
+
+def test_usage_tells_of_the_draft(client, fake_served):
+    answer = client.completions.create(model="fake", prompt=PROMPT, temperature=0, max_tokens=40)
+    stats = alone(fake_served, PROMPT, temperature=0, max_tokens=40).stats
+    assert stats.drafted > stats.accepted > 0
+    assert answer.usage.speculative == {
+        "rounds": stats.rounds,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance_rate": stats.acceptance_rate,
+        "mean_accepted_length": stats.mean_accepted_length,
+    }
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_how_to_draft_for_one_request(client, fake_served, streamed):
+    def usage(**speculative):
+        options = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
+        answer = client.completions.create(
+            model="fake",
+            prompt=PROMPT,
+            temperature=0,
+            max_tokens=40,
+            extra_body={"speculative": speculative},
+            **options,
+        )
+        return (list(answer)[-1] if streamed else answer).usage.speculative
+
+    none = usage(drafter="none")
+    assert (none["rounds"], none["drafted"]) == (40, 0)
+    assert none["acceptance_rate"] is None
+    assert none["mean_accepted_length"] is None
+    one = usage(num_speculative_tokens=1)
+    assert one["mean_accepted_length"] <= 2 < usage()["mean_accepted_length"]
+    reference = alone(fake_served, PROMPT, temperature=0, max_tokens=40).text
+    assert usage(drafter="lookup", reference=reference)["accepted"] > usage(drafter="lookup")["accepted"]
+    assert usage(reference=reference)["accepted"] > usage()["accepted"]  # a reference implies that it is used
+
+
+def test_origins_of_tokens(client):
+    answer = client.completions.create(
+        model="fake", prompt=PROMPT, n=2, max_tokens=30, extra_body={"speculative": {"token_origins": True}}
+    )
+    tokens = [token for choice in answer.choices for token in choice.tokens]
+    assert ["".join(token["text"] for token in choice.tokens) for choice in answer.choices] == [
+        choice.text for choice in answer.choices
+    ]
+    assert len(tokens) == answer.usage.completion_tokens
+    assert sum(token["kind"] == "accepted" for token in tokens) == answer.usage.speculative["accepted"]
+    assert {token["kind"] for token in tokens} == {"accepted", "corrected", "bonus", "target"}
+    assert all(set(token) == {"text", "kind"} for token in tokens)
+
+
+def test_many_at_a_time_are_each_as_alone(demo_served):
+    cases = [("def f(", 7), ("import os\n", 30), ("class A:\n    def", 20), ("é = '日本語", 25)] * 3
+
+    async def ask_all():
+        async with async_client_of(demo_served) as client:
+            asked = [
+                client.completions.create(model="demo", prompt=prompt, max_tokens=length, seed=i)
+                for i, (prompt, length) in enumerate(cases)
+            ]
+            return await asyncio.gather(*asked)
+
+    answers = asyncio.run(ask_all())
+    demo_served.wait_until_idle()
+    for i, (answer, (prompt, length)) in enumerate(zip(answers, cases, strict=True)):
+        assert answer.choices[0].text == alone(demo_served, prompt, max_tokens=length, seed=i).text
+    assert len({answer.id for answer in answers}) == len(cases)

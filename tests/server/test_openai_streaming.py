@@ -1,0 +1,133 @@
+"""Streams with the official client, and what is on the wire."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from openai_help import alone, async_client_of, client_of
+from serving import Served, fake_engine
+
+from specexport_runtime.server.config import ServerConfig
+
+MESSAGES = [{"role": "user", "content": "w1 w2"}]
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.fixture(scope="module")
+def client(fake_served):
+    with client_of(fake_served) as client:
+        yield client
+
+
+def texts_of(chunks, count):
+    """The text of each choice, and that each ends once, with its last chunk."""
+    texts, ended = [""] * count, [False] * count
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        assert not ended[choice.index]
+        texts[choice.index] += choice.text if hasattr(choice, "text") else choice.delta.content or ""
+        ended[choice.index] = choice.finish_reason is not None
+    assert all(ended)
+    return texts
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 4}, {"seed": 4, "stop": ["w3"]}], ids=str)
+def test_a_completion_joined_is_the_whole(client, fake_served, params):
+    params = {"model": "fake", "prompt": ["w1 w2", "w5"], "n": 1, "max_tokens": 40} | params
+    whole = client.completions.create(**params)
+    chunks = list(client.completions.create(**params, **USAGE))
+    assert texts_of(chunks, 2) == [choice.text for choice in whole.choices]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+    reasons = {c.index: c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason}
+    assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
+
+
+def test_a_chat_joined_is_the_whole(client):
+    params = {"model": "fake", "messages": MESSAGES, "seed": 4, "max_tokens": 40, "n": 2}
+    whole = client.chat.completions.create(**params)
+    chunks = list(client.chat.completions.create(**params, **USAGE))
+    assert texts_of(chunks, 2) == [choice.message.content for choice in whole.choices]
+    assert [(c.index, c.delta.role) for chunk in chunks[:2] for c in chunk.choices] == [
+        (0, "assistant"),
+        (1, "assistant"),
+    ]
+    assert all(c.delta.role is None for chunk in chunks[2:] for c in chunk.choices)
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks[-1].usage == whole.usage
+
+
+def test_text_comes_while_it_is_made(client):
+    chunks = list(client.completions.create(model="fake", prompt="w1", max_tokens=40, temperature=0, stream=True))
+    assert len(chunks) > 5
+    assert chunks[-1].usage is None  # nobody asked
+
+
+def test_an_echo_comes_first(client):
+    params = {"model": "fake", "prompt": ["w1 w2", "w3"], "echo": True, "temperature": 0}
+    chunks = list(client.completions.create(**params, stream=True))
+    whole = client.completions.create(**params)
+    assert texts_of(chunks, 2) == [choice.text for choice in whole.choices]
+    assert [chunk.choices[0].text for chunk in chunks[:2]] == ["w1 w2", "w3"]
+
+
+def test_half_characters_are_never_sent(demo_served):
+    prompt, params = "# 日本語 é ü 🙂\nx = '日本", {"max_tokens": 60, "temperature": 1.3, "seed": 2}
+    with client_of(demo_served) as client:
+        chunks = list(client.completions.create(model="demo", prompt=prompt, stream=True, **params))
+    assert texts_of(chunks, 1) == [alone(demo_served, prompt, **params).text]
+
+
+def test_origins_of_tokens(client):
+    extra = {"speculative": {"token_origins": True}}
+    params = {"model": "fake", "messages": MESSAGES, "seed": 4, "max_tokens": 40, "extra_body": extra}
+    chunks = list(client.chat.completions.create(**params, **USAGE))
+    tokens = [token for chunk in chunks for choice in chunk.choices for token in getattr(choice, "tokens", [])]
+    assert tokens == client.chat.completions.create(**params).choices[0].tokens
+    assert "".join(token["text"] for token in tokens) == texts_of(chunks, 1)[0]
+    assert sum(token["kind"] == "accepted" for token in tokens) == chunks[-1].usage.speculative["accepted"] > 0
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_is_on_the_wire(fake_served, chat):
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    body = ({"messages": MESSAGES} if chat else {"prompt": 'w1 "é\n'}) | {"stream": True, "max_tokens": 20}
+    answer = httpx.post(fake_served.url + path, json=body)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["cache-control"] == "no-cache"
+    events = answer.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    for event in events[:-2]:
+        assert event.startswith("data: {")
+        assert "\n" not in event
+        choice = json.loads(event[6:])["choices"][0]
+        assert set(choice) == {"index", "delta" if chat else "text", "logprobs", "finish_reason"}
+
+
+def test_eight_streams_at_a_time_are_each_as_alone(demo_served):
+    async def ask(client, i):
+        stream = await client.completions.create(
+            model="demo", prompt=f"def f{i}(", max_tokens=24 + i, seed=i, stream=True
+        )
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def ask_all():
+        async with async_client_of(demo_served) as client:
+            return await asyncio.gather(*(ask(client, i) for i in range(8)))
+
+    texts = asyncio.run(ask_all())
+    demo_served.wait_until_idle()
+    assert texts == [alone(demo_served, f"def f{i}(", max_tokens=24 + i, seed=i).text for i in range(8)]
+
+
+def test_choices_interleave(fake_served):
+    with Served(lambda: fake_engine(4, step_seconds=0.005), ServerConfig(model_name="slow")) as served:
+        with client_of(served) as client:
+            chunks = list(client.completions.create(model="slow", prompt="w1", n=3, max_tokens=30, stream=True))
+        served.wait_until_idle()
+    order = [choice.index for chunk in chunks for choice in chunk.choices]
+    assert order != sorted(order)
+    assert set(order) == {0, 1, 2}
