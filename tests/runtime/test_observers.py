@@ -72,12 +72,23 @@ def test_every_token_and_every_prompt_token_is_in_one_record(watched):
 
 def test_they_have_heard_of_it_before_the_caller_has_the_result(watched):
     engine, watcher = watched
-    for i in range(20):
-        handle = engine.submit([i % 17], SamplingParams(max_tokens=3))
+    handles, done_before = [], []
+
+    class Late(Watcher):
+        def on_finish(self, sequence):
+            handle = next(each for each in handles if each.sequence is sequence)
+            done_before.append(handle.done)
+
+    engine.add_observer(Late())
+    started, go = threading.Event(), threading.Event()
+    slow_down(engine, started, go)
+    handles += [engine.submit([i], SamplingParams(max_tokens=9)) for i in range(5)]
+    go.set()
+    for handle in handles:
         handle.result(30)
-        assert len(watcher.ended) == i + 1
-        assert watcher.order[-1] == "finish"
-        assert watcher.order[-2] == "round"
+        assert handle.sequence in watcher.ended
+    assert done_before == [False] * 5
+    assert watcher.order[-2:] == ["round", "finish"]
 
 
 def test_cancelled_ones_running_or_waiting_end_once(watched):
@@ -278,7 +289,8 @@ def drafts(watched, seeds):
     decoder = make_adaptive_decoder(target, draft, 3)
     if watched:
         decoder.observers.add(Watcher())
-    sequences = []
+    begin_round, loads, sequences = decoder.lengths.begin_round, [], []
+    decoder.lengths.begin_round = lambda load: (loads.append(load), begin_round(load))
     for i in range(9):
         adaptive = i % 3 == 2  # rounds with and without an adaptive sequence
         seq = make_sequence(
@@ -295,7 +307,8 @@ def drafts(watched, seeds):
             decoder.step()
     while decoder.has_work:
         decoder.step()
-    return [(seq.output, seq.stats.drafted, seq.stats.accepted_lengths) for seq in sequences]
+    assert loads
+    return loads, [(seq.output, seq.stats.drafted, seq.stats.accepted_lengths) for seq in sequences]
 
 
 def test_being_watched_changes_no_length_and_no_draw():
@@ -308,12 +321,13 @@ def test_the_load_is_told_to_any_thread_at_any_time(watched):
     idle = engine.current_load()
     assert idle == (0, 0, 4, 0, 4 * engine.target.kv_capacity)
     assert idle.kv_usage == 0.0
-    started, go = threading.Event(), threading.Event()
-    slow_down(engine, started, go)
-    handles = [engine.submit([i], LONG) for i in range(6)]
-    assert started.wait(10)
-    busy = engine.current_load()
-    assert busy.num_running + busy.num_waiting == 6
+    inside_step, go = threading.Event(), threading.Event()
+    execute = engine.target.execute
+    engine.target.execute = lambda *args: (inside_step.set(), go.wait(20), execute(*args))[2]
+    handles = [engine.submit([0], LONG)]
+    assert inside_step.wait(10)
+    handles += [engine.submit([i], LONG) for i in range(1, 6)]
+    assert engine.current_load()[:2] == (1, 5)
     go.set()
     inside = []
     late = engine.submit([1, 2, 3], LONG, callback=lambda _: inside.append(engine.current_load()))
