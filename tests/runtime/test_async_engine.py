@@ -319,7 +319,7 @@ def test_a_submit_that_the_end_of_the_program_cancels_leaves_nothing_running(eng
     assert engine.generate([3], LONG)[0].token_ids == expected([3], 40)
 
 
-@pytest.mark.parametrize("how", ["break", "raise", "dropped", "closed"])
+@pytest.mark.parametrize("how", ["break", "raise", "dropped", "closed", "not begun"])
 def test_leaving_an_iteration_cancels_the_request(engine, how):
     gate = Gate(engine)
 
@@ -329,6 +329,8 @@ def test_leaving_an_iteration_cancels_the_request(engine, how):
                 await anext(batches)
         elif how == "dropped":
             await anext(aiter(request))
+        elif how == "not begun":  # a response that is never sent
+            (chunk.text async for chunk in request)  # noqa: B018
         else:
             async for _ in request:
                 gate.shut()
