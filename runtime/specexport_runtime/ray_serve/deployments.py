@@ -57,14 +57,14 @@ def engine_options(settings: RaySettings) -> dict[str, Any]:
 def ingress_options(settings: RaySettings) -> dict[str, Any]:
     """Options of the deployment that reads prompts: it holds a request for as long as it is being answered."""
     most = settings.max_replicas or settings.num_replicas or 1
-    environments = [value for key, value in (settings.ray_actor_options or {}).items() if key == "runtime_env"]
+    environment = {key: value for key, value in (settings.ray_actor_options or {}).items() if key == "runtime_env"}
     return {
         "name": "ingress",
         "num_replicas": settings.ingress_replicas,
         "max_ongoing_requests": settings.ongoing_limit * most + settings.max_queued_requests,
         "max_queued_requests": settings.max_queued_requests,
         "backpressure_config": {"status_code": 429, "retry_after_s": 1},
-        "ray_actor_options": {"num_cpus": 0} | {"runtime_env": environment for environment in environments},
+        "ray_actor_options": {"num_cpus": 0} | environment,
         "graceful_shutdown_wait_loop_s": 0.2,
         "graceful_shutdown_timeout_s": settings.server.drain_timeout_s + _SHUTDOWN_SPARE_S,
     }

@@ -162,7 +162,7 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
         if choice is not types.NoneType:
             try:
                 return _as(value, choice)
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, KeyError):
                 continue
     names = " or ".join(_name(choice) for choice in choices if choice is not types.NoneType)
     raise InvalidRequestError(f"{key} is {value!r}.", f"give {names}.")
@@ -192,12 +192,7 @@ def _as(value: Any, kind: Any) -> Any:
     return origin(value)
 
 
-class _Words(dict[str, bool]):
-    def __missing__(self, key: str) -> bool:
-        raise ValueError(key)
-
-
-_WORDS = _Words(true=True, false=False, yes=True, no=False, on=True, off=False) | {"1": True, "0": False}
+_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 def _name(kind: Any) -> str:

@@ -1,0 +1,102 @@
+"""A Ray cluster of this machine with one deployed bundle, for tests."""
+
+import os
+import signal
+import socket
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+KEY = "test-key"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+WAIT_S = 60.0
+ENGINE = {"max_num_seqs": 4, "num_threads": 1, "prepacked": False}
+SETTINGS = {**ENGINE, "model_name": "demo", "health_check_period_s": 1, "drain_timeout_s": 5, "playground": False}
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def import_ray() -> Any:
+    """Ray, whose modules use deprecated parts of pydantic when they are imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import ray
+        import ray.serve
+    return ray
+
+
+@contextmanager
+def ray_cluster(folder: Path) -> Iterator[None]:
+    """Ray with four logical CPUs, authenticated by a token of this run; ended whatever happens."""
+    ray = import_ray()
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        _node_ip_address="127.0.0.1",
+        _temp_dir=str(folder),
+    )
+    try:
+        yield
+    finally:
+        ray.serve.shutdown()
+        ray.shutdown()
+
+
+class Deployed:
+    """A deployed bundle.
+
+    Args:
+        handle: Ray Serve's handle of the deployment of replicas.
+        url: where it answers.
+    """
+
+    def __init__(self, handle: Any, url: str) -> None:
+        self.handle = handle
+        self.url = url
+
+    def describe(self, wanted: int, *, without: tuple[int, ...] = ()) -> dict[str, dict[str, Any]]:
+        """What each replica says of itself; waits until there are ``wanted`` that are not among the processes."""
+        end = time.monotonic() + WAIT_S
+        found: dict[str, dict[str, Any]] = {}
+        while len(found) < wanted:
+            assert time.monotonic() < end, f"{wanted} replicas are not there: {found}"
+            try:
+                said = self.handle.describe.remote().result(timeout_s=10)
+            except Exception:  # the replica died meanwhile
+                time.sleep(0.1)
+                continue
+            if said["pid"] not in without:
+                found[said["replica"]] = said
+        return found
+
+    def describe_one(self, name: str) -> dict[str, Any]:
+        """What one replica says of itself."""
+        end = time.monotonic() + WAIT_S
+        while True:
+            said = self.handle.describe.remote().result(timeout_s=10)
+            if said["replica"] == name:
+                return dict(said)
+            assert time.monotonic() < end, f"replica {name} does not answer"
+
+    def complete(self, prompt: str, max_tokens: int, **more: Any) -> httpx.Response:
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **more}
+        return httpx.post(f"{self.url}/v1/completions", json=body, headers=HEADERS, timeout=WAIT_S)
+
+    def stream(self, prompt: str, max_tokens: int, **more: Any) -> Any:
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True, **more}
+        return httpx.stream("POST", f"{self.url}/v1/completions", json=body, headers=HEADERS, timeout=WAIT_S)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,163 @@
+"""Two replicas of a bundle behind Ray Serve's proxy, on a cluster of this machine."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from cluster import HEADERS, KEY, SETTINGS, WAIT_S, Deployed, kill
+
+from specexport_runtime.errors import SpecexportError
+
+pytestmark = pytest.mark.ray
+
+PROMPT = "def read_lines(path):"
+PLAIN = {"speculative": {"drafter": "none"}}
+REPLICA = "x-specexport-replica"
+
+
+def stream_text(lines: Any) -> str:
+    """The text of a stream; fails unless the stream ends as it should."""
+    text, ended = "", False
+    for line in lines:
+        if line.startswith("data: "):
+            ended = line == "data: [DONE]"
+            if not ended:
+                choices = json.loads(line.removeprefix("data: "))["choices"]
+                text += "".join(choice["text"] for choice in choices)
+    if not ended:
+        raise httpx.RemoteProtocolError("the stream broke off")
+    return text
+
+
+def test_a_completion_through_ray_is_that_of_the_engine_alone(deployed, alone):
+    answer = deployed.complete(PROMPT, 24)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == alone.text(PROMPT, 24)
+    assert answer.headers.get_list("x-request-id") == [answer.headers["x-request-id"]]  # once
+
+
+def test_a_stream_through_ray_is_that_of_the_engine_alone(deployed, alone):
+    with deployed.stream(PROMPT, 40) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        chunks = list(answer.iter_raw())
+    assert stream_text(b"".join(chunks).decode().splitlines()) == alone.text(PROMPT, 40)
+    assert len(chunks) > 1  # it came as it was made
+
+
+def test_both_replicas_answer(deployed):
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda i: deployed.complete(f"x = {i}", 32), range(16)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert {answer.headers[REPLICA] for answer in answers} == set(deployed.describe(2))
+
+
+def test_the_openai_client_works_through_ray(deployed, alone):
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{deployed.url}/v1", api_key=KEY, max_retries=0) as client:
+        answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0)
+        assert answer.choices[0].text == alone.text(PROMPT, 24)
+        stream = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0, stream=True)
+        assert "".join(piece.choices[0].text for piece in stream if piece.choices) == alone.text(PROMPT, 24)
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, extra_body={"no_such": 1})
+    assert refused.value.code == "unknown_parameter"
+
+
+def test_the_key_is_asked_for_behind_the_proxy(deployed):
+    answer = httpx.post(f"{deployed.url}/v1/completions", json={"prompt": PROMPT})
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(f"{deployed.url}/ready").status_code == 200
+
+
+def test_a_client_that_goes_away_frees_its_row(deployed):
+    with deployed.stream("def f(", 900, **PLAIN) as answer:
+        name = answer.headers[REPLICA]
+        before = deployed.describe_one(name)
+        next(answer.iter_raw())
+    assert before["active"] == 1
+    end = time.monotonic() + WAIT_S
+    while (after := deployed.describe_one(name))["active"]:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert after["rounds"] - before["rounds"] < 600  # it was cancelled: all of it takes about 900
+
+
+def test_a_killed_replica_takes_only_its_own_requests_along(deployed, alone):
+    jobs = [(f"def function_{i}(", 60 + 20 * (i % 4)) for i in range(24)]
+    for job in jobs[:4]:
+        alone.text(*job)  # so that no load of the engine alone falls into the time below
+    replicas = deployed.describe(2)
+    victim, survivor = sorted(replicas)
+
+    def ask(job: tuple[str, int]) -> tuple[str | None, str | None]:
+        name = None
+        try:
+            with deployed.stream(*job, **PLAIN) as answer:
+                name = answer.headers.get(REPLICA)
+                begun.append(name)
+                return name, stream_text(answer.iter_lines()) if answer.status_code == 200 else None
+        except httpx.HTTPError:
+            return name, None
+
+    begun: list[str | None] = []
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, job) for job in jobs]
+        end = time.monotonic() + WAIT_S
+        while begun.count(victim) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        kill(replicas[victim]["pid"])
+        answers = [future.result(WAIT_S) for future in asked]
+
+    failed = [job for job, (_, text) in zip(jobs, answers, strict=True) if text is None]
+    assert failed, "nothing was in flight on the killed replica"
+    assert len(failed) <= 8, "more failed than can have been in flight"
+    assert all(name != survivor for name, text in answers if text is None)
+    for job, (_, text) in zip(jobs, answers, strict=True):
+        assert text in (None, alone.text(*job))
+    for job in failed:  # the one that is left, or its successor, answers at once
+        assert deployed.complete(*job).json()["choices"][0]["text"] == alone.text(*job)
+    after = deployed.describe(2, without=(replicas[victim]["pid"],))
+    assert survivor in after
+
+
+def test_prompts_that_begin_alike_go_to_one_replica(deployed, demo_bundle, alone):
+    from ray import serve
+
+    from specexport_runtime.ray_serve import deploy
+
+    settings = {**SETTINGS, "routing": "prefix", "prefix_chars": 12, "routing_margin": 100, "app_name": "by_prefix"}
+    port = int(deployed.url.rpartition(":")[2])
+    deploy({"bundle": str(demo_bundle), "num_replicas": 2, "port": port, **settings}, route_prefix="/prefix")
+    try:
+        app = Deployed(serve.get_deployment_handle("engine", "by_prefix"), f"{deployed.url}/prefix")
+        names = {}
+        for begin in [f"class Name{i:02d}" for i in range(8)]:
+            answers = [app.complete(begin + rest, 8) for rest in (":", "(Base):", ":\n    pass")]
+            assert {answer.status_code for answer in answers} == {200}, answers[0].text
+            (names[begin],) = {answer.headers[REPLICA] for answer in answers}
+        assert len(set(names.values())) == 2  # other beginnings, other replicas
+        with app.stream(PROMPT, 40) as answer:
+            assert stream_text(answer.iter_lines()) == alone.text(PROMPT, 40)
+        refused = httpx.post(f"{app.url}/v1/completions", json={"prompt": 1}, headers=HEADERS)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["type"] == "invalid_request_error"
+        assert httpx.post(f"{app.url}/v1/completions", json={"prompt": PROMPT}).status_code == 401
+        test_a_client_that_goes_away_frees_its_row(app)
+    finally:
+        serve.delete("by_prefix")
+
+
+def test_a_replica_that_cannot_start_says_why(deployed, demo_bundle):
+    from specexport_runtime.ray_serve import deploy
+
+    port = int(deployed.url.rpartition(":")[2])
+    with pytest.raises(SpecexportError, match="max_model_len"):
+        deploy({"bundle": str(demo_bundle), "port": port, "max_model_len": 10**6, "app_name": "bad"}, route_prefix="/b")
+    from ray import serve
+
+    serve.delete("bad")

@@ -1,0 +1,204 @@
+"""Settings of a deployment: typed, checked, and refused before anything starts."""
+
+from collections import Counter
+
+import pytest
+
+from specexport_runtime.errors import BundleError, InvalidRequestError
+from specexport_runtime.ray_serve import parse_settings
+from specexport_runtime.ray_serve.affinity import by_preference, is_overloaded, prompt_key
+from specexport_runtime.ray_serve.replica import Progress, StuckError, config_here, run_asgi
+
+
+def parse(bundle, environ=None, **more):
+    return parse_settings({"bundle": str(bundle), **more}, environ or {})
+
+
+def test_text_of_a_command_line_becomes_typed_settings(demo_bundle):
+    settings = parse(
+        demo_bundle,
+        min_replicas="2",
+        max_replicas="4",
+        target_ongoing_requests="3.5",
+        ray_actor_options='{"num_cpus": 2}',
+        max_num_seqs="4",
+        adaptive="true",
+        max_waiting="9",
+        playground="off",
+        max_model_len="None",
+    )
+    assert (settings.min_replicas, settings.max_replicas, settings.target_ongoing_requests) == (2, 4, 3.5)
+    assert settings.engine == {
+        "num_threads": 2, "spin": False, "max_num_seqs": 4, "adaptive": True, "max_model_len": None
+    }  # fmt: skip
+    assert settings.server.max_waiting == 9
+    assert settings.server.playground is False
+    assert settings.server.model_name == demo_bundle.name
+    assert settings.num_rows == 4
+    assert settings.ongoing_limit > 4 + 9
+
+
+def test_python_values_pass_as_they_are(demo_bundle):
+    settings = parse(demo_bundle, num_replicas=2, spin=True, speculative_config={"method": "ngram"})
+    assert settings.engine["spin"] is True
+    assert settings.engine["speculative_config"] == {"method": "ngram"}
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"num_replica": 2}, ["num_replica", "num_replicas"]),
+        ({"max_num_seq": 2}, ["did you mean 'max_num_seqs'"]),
+        ({"num_replicas": "two"}, ["num_replicas is 'two'", "an integer"]),
+        ({"num_replicas": 0}, ["num_replicas is 0"]),
+        ({"num_replicas": True}, ["num_replicas is True"]),
+        ({"num_replicas": 1, "max_replicas": 2}, ["one of them"]),
+        ({"min_replicas": 2}, ["without max_replicas"]),
+        ({"min_replicas": 3, "max_replicas": 2}, ["min_replicas is 3"]),
+        ({"routing": "random"}, ["balanced", "prefix"]),
+        ({"spin": "maybe"}, ["spin is 'maybe'", "true or false"]),
+        ({"ray_actor_options": "[1]"}, ["a JSON object"]),
+        ({"api_keys": "secret"}, ["SPECEXPORT_API_KEYS"]),
+        ({"host": "0.0.0.0"}, ["no API key"]),
+        ({"health_check_period_s": 0}, ["more than 0"]),
+    ],
+)
+def test_what_is_refused(demo_bundle, more, words):
+    with pytest.raises(InvalidRequestError) as refused:
+        parse(demo_bundle, **more)
+    for word in words:
+        assert word in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_folder_that_is_no_bundle_is_refused(tmp_path):
+    with pytest.raises(BundleError):
+        parse(tmp_path)
+    with pytest.raises(InvalidRequestError, match="bundle="):
+        parse_settings({}, {})
+
+
+def test_another_address_needs_a_key_of_the_environment(demo_bundle):
+    settings = parse(demo_bundle, {"SPECEXPORT_API_KEYS": "one, two"}, host="0.0.0.0")
+    assert settings.server.api_keys == ("one", "two")
+
+
+def test_keys_are_not_part_of_what_ray_keeps(demo_bundle, monkeypatch):
+    from specexport_runtime.ray_serve.deployments import _without_keys
+
+    bare = _without_keys(parse(demo_bundle, {"SPECEXPORT_API_KEYS": "secret"}, host="0.0.0.0"))
+    assert "secret" not in repr(bare.server.api_keys)
+    monkeypatch.delenv("SPECEXPORT_API_KEYS", raising=False)
+    with pytest.raises(InvalidRequestError, match="not set for its replicas"):
+        config_here(bare, needs_key=True)
+    monkeypatch.setenv("SPECEXPORT_API_KEYS", "secret")
+    assert config_here(bare, needs_key=True).api_keys == ("secret",)
+
+
+def test_a_replica_without_rounds_is_stuck_only_while_requests_are_active():
+    now = [0.0]
+    progress = Progress(10.0, lambda: now[0])
+    for now[0] in (0.0, 50.0):
+        progress.check(num_active=0)
+    now[0] = 55.0
+    progress.check(num_active=2)
+    now[0] = 61.0
+    with pytest.raises(StuckError, match="2 requests"):
+        progress.check(num_active=2)
+    progress.on_round(None)
+    progress.check(num_active=2)
+
+
+def body(**fields):
+    import json
+
+    return json.dumps(fields).encode()
+
+
+def test_later_turns_of_a_conversation_have_the_key_of_the_first():
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    later = [*turns, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Bye"}]
+    other = [turns[0], {"role": "user", "content": "Good day"}]
+    assert prompt_key(body(messages=turns), 99) == prompt_key(body(messages=later), 99)
+    assert prompt_key(body(messages=turns), 99) != prompt_key(body(messages=other), 99)
+
+
+def test_prompts_have_the_key_of_their_beginning():
+    assert prompt_key(body(prompt="abcdef"), 3) == prompt_key(body(prompt=["abcxyz", "q"]), 3)
+    assert prompt_key(body(prompt="abcdef"), 4) != prompt_key(body(prompt="abcxyz"), 4)
+    assert prompt_key(body(prompt=[1, 2, 3]), 3) != prompt_key(body(prompt=[9, 2, 3]), 3)
+    for nothing in (b"", b"{", b"[]", b"{}", body(prompt=7), body(messages=[1]), body(prompt=[]), b"[" * 10**5):
+        assert prompt_key(nothing, 3) == ""
+
+
+def test_a_lost_replica_moves_only_its_own_keys():
+    replicas = [f"replica{i}" for i in range(5)]
+    keys = [f"key{i}" for i in range(1000)]
+    before = {key: by_preference(key, replicas)[0] for key in keys}
+    after = {key: by_preference(key, [name for name in replicas if name != "replica2"])[0] for key in keys}
+    assert min(Counter(before.values()).values()) > 140  # of 200
+    moved = [key for key in keys if before[key] != after[key]]
+    assert moved == [key for key in keys if before[key] == "replica2"]
+    assert len({after[key] for key in moved}) == 4  # spread over all that are left
+
+
+def test_overload_is_a_margin_over_the_shortest_queue():
+    assert not is_overloaded(4, [0, 9], 4)
+    assert is_overloaded(5, [0, 9], 4)
+    assert not is_overloaded(None, [0], 0)
+    assert not is_overloaded(50, [None, None], 4)
+
+
+async def _collect(app, *, stop_after=None):
+    stream = run_asgi(app, {"type": "http"}, b"body")
+    found = []
+    async for messages in stream:
+        found.append(messages)
+        if len(found) == stop_after:
+            break
+    await stream.aclose()
+    return found
+
+
+def test_an_application_runs_on_a_body_that_was_read_elsewhere():
+    import asyncio
+
+    async def app(scope, receive, send):
+        request = await receive()
+        await send({"type": "http.response.start", "status": 200})
+        await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": request["body"]})
+
+    batches = asyncio.run(_collect(app))
+    assert [message["type"] for batch in batches for message in batch][-1] == "http.response.body"
+    assert [message for batch in batches for message in batch][-1]["body"] == b"body"
+
+
+def test_closing_the_relay_ends_the_application():
+    import asyncio
+
+    ended = []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200})
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    async def run():
+        await _collect(app, stop_after=1)
+        await asyncio.sleep(0)
+        return list(ended)
+
+    assert asyncio.run(run()) == [True]
+
+
+def test_an_application_that_fails_fails_the_relay():
+    import asyncio
+
+    async def app(scope, receive, send):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(_collect(app))
