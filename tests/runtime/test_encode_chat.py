@@ -1,0 +1,62 @@
+"""Prompts of conversations: the template writes the special tokens, the tokenizer must not add them again."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from loop import MAX_MODEL_LEN, greedy_reference, make_target
+from test_engine import make_engine
+from tokenizers.processors import TemplateProcessing
+
+from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.errors import InvalidRequestError
+
+BOS = 16
+TEMPLATE = "{{ bos_token }} {% for m in messages %}{{ m['content'] }} {% endfor %}"
+HELLO = [{"role": "user", "content": "w3 w4"}]
+
+
+@pytest.fixture
+def engine():
+    engine = make_engine(chat_template=TEMPLATE, special_tokens={"bos_token": "w16"})
+    engine.tokenizer.post_processor = TemplateProcessing(single="w16 $A", special_tokens=[("w16", BOS)])
+    return engine
+
+
+def test_the_beginning_of_sequence_is_there_once(engine):
+    assert engine.encode("w3 w4") == [BOS, 3, 4]
+    assert engine.encode(engine.format_chat(HELLO)) == [BOS, BOS, 3, 4]  # why there is encode_chat
+    assert engine.encode_chat(HELLO) == [BOS, 3, 4]
+
+
+def test_a_template_that_writes_none_gets_none(engine):
+    engine._chat_template = "{{ messages[0].content }}"
+    assert engine.encode_chat(HELLO) == [3, 4]
+
+
+def test_generate_chat_feeds_those_tokens(engine, monkeypatch, tmp_path):
+    from specexport_runtime.cli import runtime_cli
+
+    monkeypatch.setattr(SpecEngine, "load", lambda *_, **__: engine)
+    wanted = greedy_reference(make_target(), [BOS, 3, 4], 6)
+    arguments = ["generate", str(tmp_path), "w3 w4", "--chat", "--max-tokens", "6"]
+    as_json = CliRunner().invoke(runtime_cli, [*arguments, "--json"], catch_exceptions=False)
+    record = json.loads(as_json.stdout)
+    assert record["token_ids"] == wanted
+    assert record["stats"]["num_prompt_tokens"] == 3
+    assert record["prompt"].split() == ["w16", "w3", "w4"]
+    text = CliRunner().invoke(runtime_cli, [*arguments, "--no-show-prompt"], catch_exceptions=False)
+    assert text.stdout.split() == [f"w{token}" for token in wanted]
+
+
+def test_long_or_empty_conversations_are_refused(engine):
+    engine.encode_chat([{"role": "user", "content": "w1 " * (MAX_MODEL_LEN - 2)}])
+    with pytest.raises(InvalidRequestError, match=f"has {MAX_MODEL_LEN} tokens"):
+        engine.encode_chat([{"role": "user", "content": "w1 " * (MAX_MODEL_LEN - 1)}])
+    engine._chat_template = ""
+    with pytest.raises(InvalidRequestError, match="empty"):
+        engine.encode_chat(HELLO)
+    engine._chat_template = None
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        engine.encode_chat(HELLO)
+    assert engine.generate([1], SamplingParams(max_tokens=2))
