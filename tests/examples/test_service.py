@@ -109,9 +109,7 @@ def test_the_service_streams_cancels_refuses_and_drains(service: Service, demo_b
 
     # A crowd: eight rows, 32 wait, and the next one is refused. All of them leave, and nothing is left.
     body = json.dumps(LONG).encode()
-    head = (
-        f"POST /continue HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    )
+    headers = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     crowd = [socket.create_connection(("127.0.0.1", service.port)) for _ in range(48)]
     for member in crowd:
         member.sendall(f"POST /continue HTTP/1.1\r\n{headers}\r\n\r\n".encode() + body)

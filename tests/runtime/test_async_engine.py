@@ -330,7 +330,7 @@ def test_leaving_an_iteration_cancels_the_request(engine, how):
         elif how == "dropped":
             await anext(aiter(request))
         elif how == "not begun":  # a response that is never sent
-            (chunk.text async for chunk in request)  # noqa: B018
+            (chunk.text async for chunk in request)
         else:
             async for _ in request:
                 gate.shut()
