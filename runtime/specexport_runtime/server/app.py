@@ -34,7 +34,6 @@ def create_app(engine: AsyncSpecEngine | None, config: ServerConfig | None = Non
     app.include_router(status.router)
     app.include_router(completions.router)
     app.include_router(chat.router)
-    app.include_router(chat.router)
     if settings.playground:
         app.include_router(playground.router)
     app.add_exception_handler(ApiError, _answer)

@@ -101,7 +101,7 @@ def is_loopback_name(host: str) -> bool:
     if host == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+        return ipaddress.ip_address(host[1:-1] if host[:1] + host[-1:] == "[]" else host).is_loopback
     except ValueError:
         return False
 
