@@ -1,0 +1,40 @@
+# Serves a bundle on the CPU: the runtime and the server, no torch, no compiler. See docker/README.md.
+# The base has the Python version that the tests run with; another one is given with --build-arg BASE_IMAGE=…
+ARG BASE_IMAGE=python:3.11.13-slim-bookworm
+
+FROM ${BASE_IMAGE} AS build
+ARG EXTRAS=cpu,serve
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY specexport specexport
+COPY runtime runtime
+# pip stays in this stage. Wheels only: a package that would have to be compiled fails here.
+RUN python -m venv --without-pip /opt/specexport \
+    && python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
+    && python -m pip --python /opt/specexport/bin/python install --no-cache-dir --only-binary :all: \
+        "$(find /wheels -name '*.whl')[${EXTRAS}]"
+
+FROM ${BASE_IMAGE}
+LABEL org.opencontainers.image.title="specexport" \
+      org.opencontainers.image.description="Serves a specexport bundle over HTTP, on the CPU" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# A number, so that Kubernetes can tell that it is not root. No home folder, no shell.
+RUN groupadd --gid 10001 specexport \
+    && useradd --uid 10001 --gid 10001 --no-log-init --no-create-home --home-dir /nonexistent \
+        --shell /usr/sbin/nologin specexport \
+    && install --directory --owner 10001 --group 10001 --mode 0700 /cache
+COPY --from=build /opt/specexport /opt/specexport
+ENV PATH=/opt/specexport/bin:$PATH \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    SPECEXPORT_CACHE_DIR=/cache
+USER 10001:10001
+WORKDIR /cache
+VOLUME ["/cache"]
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+# http.client and not urllib: a proxy named in the environment must not be asked. /health needs no key.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 CMD ["python", "-c", \
+    "import http.client, sys; c = http.client.HTTPConnection('127.0.0.1', 8000, timeout=4); c.request('GET', '/health'); sys.exit(c.getresponse().status != 200)"]
+# All other addresses than loopback need a key: SPECEXPORT_API_KEY. More options go after the image's name.
+ENTRYPOINT ["specexport", "serve", "/bundle", "--host", "0.0.0.0", "--port", "8000"]

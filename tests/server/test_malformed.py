@@ -1,0 +1,97 @@
+"""Malformed requests over a real socket: no 500, no crash, no stuck row, and errors in OpenAI's shape."""
+
+import itertools
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from fuzzing import fuzz
+from malformed import frame, malformed
+from raw_http import Answer, RawRequest, problem_of, read_answers, send
+from schema_requests import schema_requests
+from serving import Served, fake_engine
+
+from specexport_runtime.server.config import ServerConfig
+
+CONFIG = ServerConfig(
+    model_name="demo", max_body_bytes=2**17, body_timeout_s=1.0, request_timeout_s=30.0, max_tokens=200
+)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served(fake_engine, CONFIG) as served:
+        yield served
+
+
+def test_malformed_requests_are_refused_and_hurt_nobody(served: Served) -> None:
+    report = fuzz(served, list(itertools.islice(malformed(seed=1), 420)))
+    assert not report.problems, "\n".join(report.problems[:5])
+    statuses = report.by_status()
+    assert {"200", "400", "404", "405", "408", "413", "415", "none"} <= set(statuses), statuses
+    assert len({kind for kind, _ in report.counts}) >= 19
+
+
+def test_what_the_schema_allows_and_forbids(served: Served) -> None:
+    openapi = httpx.get(f"{served.url}/openapi.json").json()
+    requests = schema_requests(openapi, 200, seed=1)
+    assert {request.kind for request in requests} == {"schema positive", "schema negative"}
+    report = fuzz(served, requests)
+    assert not report.problems, "\n".join(report.problems[:5])
+    assert report.counts["schema positive", "200"] > 20, report.counts
+    assert report.counts["schema negative", "400"] > 50, report.counts
+    assert not report.counts["schema negative", "200"] > report.counts["schema negative", "400"], report.counts
+
+
+def test_the_same_seed_sends_the_same_bytes() -> None:
+    first, again, other = (list(itertools.islice(malformed(seed), 60)) for seed in (5, 5, 6))
+    assert first == again
+    assert first != other
+
+
+GOOD = {"error": {"message": "m", "type": "invalid_request_error", "param": None, "code": "unknown_parameter"}}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "body", "right"),
+    [
+        pytest.param(400, "application/json", json.dumps(GOOD), True, id="shape"),
+        pytest.param(503, "application/json", json.dumps(GOOD), True, id="by-design"),
+        pytest.param(500, "application/json", json.dumps(GOOD), False, id="defect"),
+        pytest.param(400, "text/plain", "Invalid HTTP request received.", True, id="no-http"),
+        pytest.param(404, "application/json", '{"detail":"Not Found"}', False, id="fastapi"),
+        pytest.param(400, "application/json", json.dumps({"error": GOOD["error"] | {"message": 1}}), False, id="types"),
+        pytest.param(200, "application/json", '{"a":NaN}', False, id="nan"),
+        pytest.param(200, "text/event-stream", 'data: {"a":1}\n\ndata: [DONE]\n\n', True, id="stream"),
+        pytest.param(
+            200, "text/event-stream", f"data: {json.dumps({'error': GOOD['error'] | {'type': 'server_error'}})}\n\n",
+            False, id="defect-in-stream",
+        ),
+        pytest.param(200, "text/event-stream", "data: {\n\n", False, id="broken-stream"),
+    ],
+)  # fmt: skip
+def test_the_judge_can_say_no(status: int, kind: str, body: str, right: bool) -> None:
+    assert (problem_of(Answer(status, {"content-type": kind}, body.encode())) is None) == right
+
+
+def test_a_server_that_fails_is_reported(served: Served) -> None:
+    @served.app.get("/defect")
+    def defect() -> None:
+        raise RuntimeError("broken on purpose")
+
+    report = fuzz(served, [RawRequest("defect", frame("/defect", method="GET"))])
+    assert report.counts["defect", "500"] == 1
+    assert len(report.problems) == 1
+    assert "status 500" in report.problems[0]
+
+
+def test_answers_are_read_as_they_are_framed() -> None:
+    data = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+    data += b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nxy"
+    assert [(answer.status, answer.body) for answer in read_answers(data)] == [(200, b"abcde"), (404, b"xy")]
+
+
+def test_a_body_that_never_ends_is_given_up(served: Served) -> None:
+    (answer,) = send(served.port, RawRequest("unfinished", frame("/v1/completions", b"{", length=b"20")))
+    assert answer.status == 408
