@@ -45,6 +45,7 @@ def ray_cluster(folder: Path) -> Iterator[None]:
         logging_level="error",
         _node_ip_address="127.0.0.1",
         _temp_dir=str(folder),
+        _system_config={"metrics_report_interval_ms": 500},
     )
     try:
         yield

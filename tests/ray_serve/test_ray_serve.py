@@ -161,3 +161,18 @@ def test_a_replica_that_cannot_start_says_why(deployed, demo_bundle):
     from ray import serve
 
     serve.delete("bad")
+
+
+def test_ray_exports_the_metrics_of_every_replica(deployed):
+    import ray
+
+    names = set(deployed.describe(2))
+    url = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+    end = time.monotonic() + WAIT_S
+    while True:
+        lines = [line for line in httpx.get(url).text.splitlines() if line.startswith("ray_vllm_generation_tokens")]
+        counted = {name: float(line.split()[-1]) for name in names for line in lines if f'replica="{name}"' in line}
+        if set(counted) == names and sum(counted.values()) > 0:
+            return
+        assert time.monotonic() < end, lines
+        time.sleep(0.2)
