@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 
 from specexport_runtime.async_engine import AsyncSpecEngine
@@ -17,6 +18,11 @@ from specexport_runtime.server.guard import add_guards, refused
 from specexport_runtime.server.logs import add_logging
 from specexport_runtime.server.state import ServerState, state_of
 
+_NO_TELEMETRY_OF_ITS_OWN: TelemetryConfig = {
+    "tracing": False, "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False
+}  # fmt: skip
+"""FastAPI's would log the texts of exceptions and repeat the spans of ``tracing``."""
+
 
 def create_app(engine: AsyncSpecEngine | None, config: ServerConfig | None = None) -> FastAPI:
     """The application.
@@ -26,7 +32,9 @@ def create_app(engine: AsyncSpecEngine | None, config: ServerConfig | None = Non
         config: settings; None for the defaults.
     """
     settings = config or ServerConfig()
-    app = FastAPI(title="specexport", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="specexport", docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY_OF_ITS_OWN
+    )
     state = ServerState(settings, metrics=EngineMetrics(settings.model_name), started=int(time.time()))
     app.state.server = state
     if engine is not None:

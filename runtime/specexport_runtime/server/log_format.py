@@ -4,12 +4,18 @@ import json
 import logging
 import re
 import traceback
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
 from specexport_runtime.errors import SpecexportError
 
+current_state: ContextVar[Mapping[str, Any]] = ContextVar("current_state", default={})  # noqa: B039 never written to
+"""``scope["state"]`` of the request that the running task serves: what is logged meanwhile gets its id."""
+
 _MAX_CHARS = 256
+_MAX_CAUSES = 5
 _FIELDS = "fields"
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:;/@+-]+")
 # Control characters, the separators that some viewers break lines at, and marks that turn the reading direction.
@@ -31,6 +37,7 @@ class _LineFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **fields(request_id=current_state.get().get("request_id"))[_FIELDS],
             **getattr(record, _FIELDS, {}),
         }
         if record.exc_info and record.exc_info[1] is not None:
@@ -91,10 +98,27 @@ def log_config(log_format: str = "text", level: str = "INFO") -> dict[str, Any]:
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
-    """Class and stack of an exception. Its text only if it is one of ours: another's may hold a piece of a prompt."""
-    stack = traceback.format_list(traceback.extract_tb(error.__traceback__))
-    described = {"error": type(error).__name__, "stack": "".join(stack)}
+    """Class and stack of an exception and of its causes, the first cause first.
+
+    Its text only if it is one of ours: another's may hold a piece of a prompt.
+    """
+    chain = list(_with_causes(error))[::-1]
+    stack = "".join("".join(traceback.format_list(traceback.extract_tb(e.__traceback__))) + _name(e) for e in chain)
+    described = {"error": type(error).__name__, "stack": stack}
     return described | ({"error_message": str(error)} if isinstance(error, SpecexportError) else {})
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    for _ in range(_MAX_CAUSES):
+        if cause is None:
+            return
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+def _name(error: BaseException) -> str:
+    return f"{type(error).__module__}.{type(error).__qualname__}\n"
 
 
 def _clip(value: Any) -> Any:

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.log_format import fields, log_config
+from specexport_runtime.server.log_format import current_state, fields, log_config
 from specexport_runtime.server.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ class AccessLog:
             return
         log = RequestLog()
         scope.setdefault("state", {})["log"] = log
+        current_state.set(scope["state"])  # of this request's task alone
         exchange = _Exchange(log, receive, send)
         try:
             await self.app(scope, exchange.receive, exchange.send)

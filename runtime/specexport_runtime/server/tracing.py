@@ -1,14 +1,11 @@
-"""OpenTelemetry spans of requests, where the library is installed and set up.
+"""OpenTelemetry spans of requests, where a tracer provider is set up.
 
-Only its API is used: who runs the server chooses the SDK and the exporter. Nothing of it is imported unless somebody
-else has done so, or its environment variables ask for it.
+Only the library's API is used: who runs the server chooses the SDK and the exporter. FastAPI has spans of its own, and
+logs with the texts of exceptions; they are off (see ``app``): a request is to have one span, with no text in it.
 """
 
-import importlib
-import os
 import sys
 import time
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -21,7 +18,6 @@ NOT_TRACED = frozenset({"/health", "/ready", "/metrics"})
 MAX_TRACED_SEQUENCES = 16
 """Choices of one request that get spans of their own; the numbers of all are on the request's span."""
 
-_API = "opentelemetry.trace"
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 _PARAMS = {
     "temperature": "gen_ai.request.temperature",
@@ -45,21 +41,19 @@ class Tracing:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        if os.environ.get("OTEL_PYTHON_TRACER_PROVIDER") and find_spec("opentelemetry") is not None:
-            importlib.import_module(_API)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, inside its span."""
         log: RequestLog | None = scope.get("state", {}).get("log")
-        if scope["type"] != "http" or log is None or _API not in sys.modules or scope["path"] in NOT_TRACED:
-            await self.app(scope, receive, send)
-            return
-        span = _start(scope)
-        if not span.is_recording():
+        if log is None or scope["path"] in NOT_TRACED or not is_set_up():
             await self.app(scope, receive, send)
             return
         from opentelemetry import trace
 
+        span = _start(scope)
+        if not span.is_recording():  # the sampler left it out
+            await self.app(scope, receive, send)
+            return
         log.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
         try:
             with trace.use_span(span, record_exception=False, set_status_on_exception=False):
@@ -73,10 +67,16 @@ class Tracing:
             span.end()
 
 
+def is_set_up() -> bool:
+    """Whether anybody has chosen where spans go. Imports nothing: who has, has imported the library."""
+    api = sys.modules.get("opentelemetry.trace")
+    return api is not None and not isinstance(api.get_tracer_provider(), api.ProxyTracerProvider)
+
+
 def _tracer() -> Any:
     from opentelemetry import trace
 
-    return trace.get_tracer("specexport_runtime.server")
+    return trace.get_tracer_provider().get_tracer("specexport_runtime.server")
 
 
 def _start(scope: Scope) -> Any:

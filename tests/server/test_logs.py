@@ -1,0 +1,329 @@
+"""The line of each request: what is in it, what never is, and that nobody can forge one."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import logging.config
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import Any
+
+import httpx
+import pytest
+from serving import Served, fake_engine
+
+from specexport_runtime.errors import InvalidRequestError, RequestFailedError
+from specexport_runtime.server.config import ServerConfig
+from specexport_runtime.server.log_format import JsonFormatter, TextFormatter, current_state, fields, log_config
+from specexport_runtime.server.logs import AccessLog, RequestLog
+
+KEY = "a-key-that-nobody-may-read-in-a-log"
+SECRET = "w11"
+Lines = Callable[[], list[dict[str, Any]]]
+
+
+class Collect(logging.Handler):
+    """Keeps the lines of a formatter."""
+
+    def __init__(self, formatter: logging.Formatter) -> None:
+        super().__init__(logging.DEBUG)
+        self.setFormatter(formatter)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+
+@contextlib.contextmanager
+def collecting(formatter: logging.Formatter, level: int = logging.INFO) -> Iterator[list[str]]:
+    logger, handler = logging.getLogger("specexport"), Collect(formatter)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield handler.lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    with collecting(JsonFormatter()) as lines:
+        yield lines
+
+
+@pytest.fixture(scope="module")
+def slow_served() -> Iterator[Served]:
+    with Served(lambda: fake_engine(1, step_seconds=0.01), ServerConfig(model_name="slow")) as served:
+        yield served
+
+
+def line_of(lines: list[str], request_id: str) -> dict[str, Any]:
+    """The one line of a request; it is written when the answer has been sent, so it may come a little later."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        found = [line for line in map(json.loads, list(lines)) if line.get("request_id") == request_id]
+        if found:
+            assert len(found) == 1, found
+            return found[0]
+        time.sleep(0.005)
+    raise AssertionError(f"no line of {request_id}: {lines}")
+
+
+def complete(served: Served, request_id: str, **body: Any) -> httpx.Response:
+    body = {"prompt": f"w1 {SECRET}", "max_tokens": 6} | body
+    return httpx.post(f"{served.url}/v1/completions", json=body, headers={"X-Request-Id": request_id})
+
+
+def test_the_line_of_a_completion(fake_served, logged):
+    answer = complete(fake_served, "req-1", n=2, user="someone", temperature=1.0, seed=5)
+    line = line_of(logged, "req-1")
+    usage = answer.json()["usage"]
+    expected = {
+        "level": "info",
+        "logger": "specexport.access",
+        "message": "request",
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+        "client": "127.0.0.1",
+        "model": "fake",
+        "user": "someone",
+        "streamed": False,
+        "choices": 2,
+        "generated_tokens": usage["completion_tokens"],
+        "finish_reasons": list({choice["finish_reason"] for choice in answer.json()["choices"]}),
+        **{name: usage["speculative"][name] for name in ("rounds", "drafted", "accepted")},
+    }
+    assert {name: line[name] for name in expected} == expected
+    assert line["prompt_tokens"] == 4
+    assert 0 <= line["queued_ms"] <= line["ttft_ms"] <= line["duration_ms"]
+    assert abs(datetime.fromisoformat(line["time"]).timestamp() - time.time()) < 60
+    assert "error_code" not in line
+
+
+def test_the_line_of_a_stream_comes_at_its_end(fake_served, logged):
+    with httpx.stream(
+        "POST",
+        f"{fake_served.url}/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 9, "stream": True, "model": "fake"},
+        headers={"X-Request-Id": "stream-1"},
+    ) as answer:
+        assert not any("stream-1" in line for line in logged)
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+    line = line_of(logged, "stream-1")
+    assert (line["status"], line["streamed"], line["path"]) == (200, True, "/v1/chat/completions")
+    assert (line["generated_tokens"], line["finish_reasons"]) == (9, ["length"])
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [({"max_tokens": "many"}, 400, None), ({"frobnicate": 1}, 400, "unknown_parameter"), ({"model": "x"}, 404, None)],
+)
+def test_the_line_of_a_refused_request_has_its_code(fake_served, logged, body, status, code):
+    answer = complete(fake_served, "bad-1", **body)
+    line = line_of(logged, "bad-1")
+    error = answer.json()["error"]
+    assert line["status"] == answer.status_code == status
+    assert line["error_code"] == (error["code"] or error["type"])
+    assert code in (None, line["error_code"])
+    assert "prompt_tokens" not in line
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_is_499(slow_served, logged, stream):
+    body = json.dumps({"prompt": "w1", "max_tokens": 300, "stream": stream, "model": "slow"}).encode()
+    with socket.create_connection(("127.0.0.1", slow_served.port)) as client:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        head += f"X-Request-Id: gone-{stream}\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        if stream:
+            assert client.recv(100)
+        else:
+            while not slow_served.engine.num_active:
+                time.sleep(0.005)
+    line = line_of(logged, f"gone-{stream}")
+    assert line["status"] == 499
+    assert line["finish_reasons"] == ["cancelled"]
+    assert line["generated_tokens"] < 300
+    slow_served.wait_until_idle()
+
+
+def test_the_queue_is_in_the_line(slow_served, logged):
+    answer = complete(slow_served, "two", n=2, max_tokens=20, temperature=1.0, speculative={"drafter": "none"})
+    line = line_of(logged, "two")
+    assert answer.status_code == 200
+    if "stop" not in line["finish_reasons"]:
+        assert line["queued_ms"] > 100  # one row: the second choice waits for the first
+
+
+def test_a_defect_is_told_without_the_texts_of_others(fake_served, logged, monkeypatch):
+    from specexport_runtime.server import completions
+
+    async def broken(*args: Any) -> None:
+        raise KeyError(f"the prompt was {SECRET}")
+
+    monkeypatch.setattr(completions, "plan_completion", broken)
+    answer = complete(fake_served, "defect")
+    assert answer.status_code == 500
+    end = time.monotonic() + 10
+    while len([line for line in logged if "defect" in line]) < 2 and time.monotonic() < end:
+        time.sleep(0.005)
+    told, access = sorted((json.loads(line) for line in logged if "defect" in line), key=lambda line: line["time"])
+    if told["logger"] == "specexport.access":
+        told, access = access, told
+    assert (access["status"], access["level"], access["error_code"]) == (500, "error", "internal_error")
+    assert told["error"] == "KeyError"
+    assert "in broken" in told["stack"]
+    assert SECRET not in json.dumps(told)
+
+
+def test_no_text_and_no_key_is_ever_logged():
+    served = Served(fake_engine, ServerConfig(model_name="fake", api_keys=(KEY,)))
+    with collecting(JsonFormatter(), logging.DEBUG) as lines, served:
+        url = f"{served.url}/v1/completions"
+        body = {"prompt": f"w1 {SECRET}", "max_tokens": 30, "stop": [SECRET + "x"]}
+        given = {"Authorization": f"Bearer {KEY}"}
+        text = httpx.post(url, json=body, headers=given | {"X-Request-Id": "last"}).json()["choices"][0]["text"]
+        assert len(text.split()) > 10
+        httpx.post(url, json=body | {"stop": 7}, headers=given)
+        httpx.post(url, json=body | {SECRET: 7}, headers=given)
+        httpx.post(url, content=f'{{"prompt": "{SECRET}', headers=given | {"Content-Type": "application/json"})
+        httpx.post(url, json=body, headers={"Authorization": f"Bearer {KEY}x"})
+        httpx.get(f"{served.url}/health?key={KEY}", headers={"X-Request-Id": "probe"})
+        line_of(lines, "probe")
+    page = "\n".join(lines)
+    assert len(lines) >= 6
+    assert KEY not in page
+    assert SECRET not in page
+    assert not any(word in page.replace("=", " ").replace('"', " ").split() for word in set(text.split()))
+
+
+def test_probes_are_lines_only_when_asked_for(fake_served):
+    for level, expected in ((logging.INFO, 0), (logging.DEBUG, 3)):
+        with collecting(JsonFormatter(), level) as lines:
+            for path in ("health", "ready", "metrics"):
+                httpx.get(f"{fake_served.url}/{path}")
+            complete(fake_served, f"after-{level}")
+            line_of(lines, f"after-{level}")
+            assert len(lines) == 1 + expected
+
+
+FORGED = 'w\n2026-01-01T00:00:00.000Z INFO    request status=200\r\x1b[31m\u2028{"level": "info"}\u202e\x00\ud800'
+
+
+@pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()])
+def test_a_line_stays_one_line(formatter):
+    record = logging.LogRecord("specexport.access", logging.INFO, "", 0, "said %s", (FORGED,), None)
+    record.fields = {"user": FORGED, "path": FORGED, "many": [FORGED]}
+    line = formatter.format(record)
+    assert len(line.splitlines()) == 1
+    assert not any(ord(char) < 32 or char in "\x7f\u2028\u202e\ud800" for char in line)
+    line.encode()
+    if isinstance(formatter, JsonFormatter):
+        assert json.loads(line)["user"] == FORGED
+
+
+def test_a_long_value_is_cut():
+    record = logging.LogRecord("specexport.access", logging.INFO, "", 0, "m", (), None)
+    record.fields = {"user": "x" * 10_000}
+    assert len(JsonFormatter().format(record)) < 500
+
+
+def test_the_text_format():
+    record = logging.LogRecord("specexport.access", logging.WARNING, "", 0, "request", (), None)
+    record.created = 1_700_000_000.5
+    record.fields = {"status": 200, "user": 'a "b" c', "finish_reasons": ["stop", "length"], "streamed": True}
+    assert TextFormatter().format(record) == (
+        '2023-11-14T22:13:20.500Z WARNING request status=200 user="a \\"b\\" c" '
+        "finish_reasons=stop,length streamed=true"
+    )
+    record.name, record.fields = "uvicorn.error", {}
+    assert TextFormatter().format(record).endswith("request logger=uvicorn.error")
+
+
+def test_fields_that_are_none_are_left_out():
+    assert fields(a=None, b=0, c="") == {"fields": {"b": 0, "c": ""}}
+
+
+def test_exceptions_of_ours_keep_their_text_and_all_keep_their_causes():
+    def raised(error: Exception, cause: Exception | None) -> dict[str, Any]:
+        try:
+            try:
+                if cause is not None:
+                    raise cause
+            except Exception as first:
+                raise error from first
+            raise error
+        except Exception as caught:
+            info = (type(caught), caught, caught.__traceback__)
+        record = logging.LogRecord("x", logging.ERROR, "", 0, "m", (), info)
+        return json.loads(JsonFormatter().format(record))
+
+    line = raised(RequestFailedError("it was the engine"), MemoryError("private"))
+    assert (line["error"], line["error_message"]) == ("RequestFailedError", "it was the engine")
+    assert line["stack"].index("MemoryError") < line["stack"].index("RequestFailedError")
+    assert "private" not in json.dumps(line)
+    assert "error_message" not in raised(ValueError("private"), None)
+    assert raised(InvalidRequestError("a", "b"), None)["error_message"] == "a Fix: b"
+
+
+def test_every_line_of_a_request_has_its_id():
+    record = logging.LogRecord("x", logging.INFO, "", 0, "m", (), None)
+    token = current_state.set({"request_id": "abc"})
+    try:
+        assert json.loads(JsonFormatter().format(record))["request_id"] == "abc"
+        record.fields = {"request_id": "its own"}
+        assert json.loads(JsonFormatter().format(record))["request_id"] == "its own"
+    finally:
+        current_state.reset(token)
+    del record.fields
+    assert "request_id" not in json.loads(JsonFormatter().format(record))
+
+
+def test_an_application_that_answers_nothing_is_logged(logged):
+    async def raises(*args: Any) -> None:
+        raise RuntimeError
+
+    async def silent(*args: Any) -> None:
+        return
+
+    async def run(app: Any) -> None:
+        scope = {"type": "http", "method": "GET", "path": "/x", "headers": [], "client": None}
+        with contextlib.suppress(RuntimeError):
+            await AccessLog(app)(scope, None, None)
+
+    asyncio.run(run(raises))
+    asyncio.run(run(silent))
+    lines = [json.loads(line) for line in logged]
+    assert [(line["status"], line["level"]) for line in lines] == [(500, "error"), (499, "info")]
+    assert "client" not in lines[0]
+
+
+def test_a_log_of_nothing_has_no_numbers():
+    log = RequestLog()
+    assert log.generation() == {}
+    assert (log.queued_s, log.first_token_s) == (None, None)
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_the_configuration_writes_lines_of_uvicorn_too(log_format):
+    code = (
+        "import logging, logging.config\nfrom specexport_runtime.server.log_format import log_config\n"
+        f"logging.config.dictConfig(log_config({log_format!r}))\n"
+        "for name in ('specexport.access', 'specexport_runtime.cost_curves', 'uvicorn.error', 'uvicorn.access'):\n"
+        "    logging.getLogger(name).info('a line of %s', name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    lines = done.stderr.splitlines()
+    assert done.stdout == ""
+    assert len(lines) == 3  # the line of a request is ours, not uvicorn's
+    assert all("a line of" in line for line in lines)
+    assert all(line.startswith("{") == (log_format == "json") for line in lines)
+    assert log_config("json")["disable_existing_loggers"] is False
