@@ -1,0 +1,240 @@
+import json
+import socket
+import time
+
+import httpx
+import pytest
+from serving import Served, fake_engine
+from wire import Wire, request
+
+from specexport_runtime.server import connection
+from specexport_runtime.server.config import ServerConfig
+
+ASK = {"prompt": "w1 w2", "max_tokens": 3}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def wait_for(condition, seconds: float = 15.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def connections(served: Served) -> int:
+    return len(served._server.server_state.connections)
+
+
+@pytest.fixture(scope="module")
+def tight():
+    """Limits that a test can reach."""
+    config = ServerConfig(model_name="fake", max_body_bytes=500, body_timeout_s=0.3, max_waiting=2)
+    with Served(lambda: fake_engine(rows=1, step_seconds=0.02), config) as served:
+        yield served
+
+
+def padded(size: int) -> bytes:
+    return json.dumps(ASK).encode().ljust(size)
+
+
+def test_a_body_of_the_largest_size_is_taken_and_one_byte_more_is_not(tight):
+    url, headers = f"{tight.url}/v1/completions", {"Content-Type": "application/json"}
+    assert httpx.post(url, content=padded(500), headers=headers).status_code == 200
+    answer = httpx.post(url, content=padded(501), headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+
+def test_a_body_that_says_that_it_is_too_large_is_not_read(tight):
+    with Wire(tight.port) as wire:
+        wire.send(HEAD + b"Content-Length: 999999999\r\n\r\n")
+        assert wire.reply().code == "body_too_large"
+
+
+def test_a_body_of_unknown_length_is_counted(tight):
+    with Wire(tight.port) as wire:
+        wire.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"64\r\n" + b" " * 100 + b"\r\n")
+        for _ in range(5):
+            wire.send(b"64\r\n" + b" " * 100 + b"\r\n")
+        assert wire.reply().code == "body_too_large"
+
+
+def test_what_follows_a_refused_body_is_cut_off(tight, monkeypatch):
+    monkeypatch.setattr(connection, "LINGER_S", 0.2)
+    with Wire(tight.port) as wire:
+        wire.send(HEAD + b"Content-Length: 999999999\r\n\r\n")
+        assert wire.reply().status == 413
+
+        def cut_off() -> bool:
+            try:
+                wire.send(b"x" * 1000)
+            except OSError:
+                return True
+            return False
+
+        wait_for(cut_off)
+
+
+def test_a_connection_goes_on_after_a_refused_body(tight):
+    with Wire(tight.port) as wire:
+        wire.post(padded(600))
+        assert wire.reply().status == 413
+        wire.post(ASK)
+        assert wire.reply().status == 200
+
+
+def test_a_slow_body_is_not_waited_for(tight):
+    with Wire(tight.port) as wire:
+        wire.send(HEAD + b"Content-Length: 100\r\n\r\n{")
+        reply = wire.reply()
+        assert (reply.status, reply.code, reply.headers["connection"]) == (408, "request_too_slow", "close")
+        assert wire.rest() == b""
+    assert tight.engine.num_active == 0
+
+
+def test_a_client_that_goes_away_in_its_body_leaves_nothing(tight):
+    with Wire(tight.port) as wire:
+        wire.send(HEAD + b"Content-Length: 100\r\n\r\n{")
+        wait_for(lambda: connections(tight) == 1)
+        wire.reset()
+    wait_for(lambda: connections(tight) == 0 and not tight._server.server_state.tasks)
+
+
+def test_a_slow_body_holds_no_row(tight):
+    with Wire(tight.port) as slow:
+        slow.send(HEAD + b"Content-Length: 100\r\n\r\n{")
+        assert httpx.post(f"{tight.url}/v1/completions", json=ASK).status_code == 200
+        assert slow.reply().status == 408
+
+
+def test_more_than_may_wait_are_refused_and_the_others_are_not_touched(tight):
+    ask = {"prompt": "w3 w4", "max_tokens": 8, "temperature": 0}
+    alone = httpx.post(f"{tight.url}/v1/completions", json=ask).json()["choices"][0]["text"]
+    wires = [Wire(tight.port) for _ in range(6)]
+    for number, wire in enumerate(wires):
+        wire.post(ask | {"max_tokens": 40} if number == 0 else ask)
+        wait_for(lambda number=number: tight.engine.num_active == min(number + 1, 3))
+    replies = [wire.reply() for wire in wires]
+    assert [reply.status for reply in replies] == [200, 200, 200, 429, 429, 429]
+    assert {reply.code for reply in replies[3:]} == {"queue_full"}
+    assert all(int(reply.headers["retry-after"]) >= 1 for reply in replies[3:])
+    texts = [json.loads(reply.body)["choices"][0]["text"] for reply in replies[:3]]
+    assert texts[0].startswith(alone)
+    assert texts[1:] == [alone, alone]
+    assert httpx.post(f"{tight.url}/v1/completions", json=ask).status_code == 200
+    for wire in wires:
+        wire.socket.close()
+    tight.wait_until_idle()
+
+
+def test_a_request_that_takes_too_long_ends(monkeypatch):
+    config = ServerConfig(request_timeout_s=0.4)
+    long = {"prompt": "w1 w2", "max_tokens": 300, "ignore_eos": True}
+    with Served(lambda: fake_engine(rows=1, step_seconds=0.05), config) as served, Wire(served.port) as stream:
+        stream.post(long | {"stream": True})
+        assert stream.head()[0] == 200
+        waiting = httpx.post(f"{served.url}/v1/completions", json=long)
+        assert (waiting.status_code, waiting.json()["error"]["code"]) == (504, "request_timeout")
+        events = stream.until(b"\r\n0\r\n\r\n")
+        assert b'"request_timeout"' in events
+        assert b"[DONE]" not in events
+        served.wait_until_idle()
+
+
+def test_a_client_that_does_not_read_holds_neither_row_nor_memory():
+    with_small_buffers = Served(lambda: fake_engine(rows=4), ServerConfig(request_timeout_s=1.5))
+    with_small_buffers._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with with_small_buffers as served, Wire(served.port, receive_buffer=4096) as wire:
+        wire.post(ASK | {"max_tokens": 390, "ignore_eos": True, "n": 4, "stream": True, "logprobs": 5})
+        wait_for(lambda: connections(served) == 1)
+        (protocol,) = served._server.server_state.connections
+        wait_for(lambda: protocol.flow is not None and protocol.flow.write_paused)
+        served.wait_until_idle(30)  # the rows are free while the client is still there
+        assert connections(served) == 1
+        assert protocol.transport.get_write_buffer_size() < 256 * 1024
+        wait_for(lambda: connections(served) == 0)  # and its connection is, after the time of a request
+        wait_for(lambda: not served._server.server_state.tasks)
+
+
+def test_a_slow_head_is_not_waited_for(fake_served, monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
+    with Wire(fake_served.port) as wire:
+        wire.send(HEAD)
+        reply = wire.reply()
+        assert (reply.status, reply.code) == (408, "request_too_slow")
+        assert wire.rest() == b""
+
+
+@pytest.mark.parametrize("dripping", [False, True])
+def test_a_connection_without_a_request_is_closed(fake_served, monkeypatch, dripping):
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
+    began = time.monotonic()
+    with Wire(fake_served.port) as wire:
+        try:
+            while dripping and time.monotonic() < began + 10:
+                wire.send(b"\r\n")
+                time.sleep(0.02)
+        except OSError:
+            pass
+        assert wire.rest() == b""
+    assert time.monotonic() < began + 9
+
+
+def test_a_large_head_is_refused(fake_served):
+    with Wire(fake_served.port) as wire:
+        wire.send(HEAD + b"X-Long: ")
+        for _ in range(100):
+            try:
+                wire.send(b"x" * 1000)
+            except OSError:
+                break
+            time.sleep(0.001)
+        assert b"431 Request Header Fields Too Large" in wire.rest()
+
+
+def test_what_is_no_http_gets_an_answer_in_our_shape(fake_served):
+    with Wire(fake_served.port) as wire:
+        wire.send(b"\x16\x03\x01 hello\r\n\r\n")
+        reply = wire.reply()
+        assert (reply.status, reply.code) == (400, "bad_http")
+        assert wire.rest() == b""
+
+
+@pytest.mark.parametrize(
+    "more", [request(ASK), b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\x00garbage\r\n\r\n"]
+)
+def test_what_comes_before_the_answer_never_gets_into_it(fake_served, more):
+    ask = ASK | {"temperature": 0}
+    text = httpx.post(f"{fake_served.url}/v1/completions", json=ask).json()["choices"][0]["text"]
+    with Wire(fake_served.port) as wire:
+        wire.send(request(ask) + more)
+        answers = wire.rest()
+    assert answers.count(b"HTTP/1.1") <= 1
+    if b"garbage" not in more:
+        head, _, body = answers.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        assert json.loads(body)["choices"][0]["text"] == text
+    fake_served.wait_until_idle()
+
+
+def test_connections_above_the_limit_are_told(monkeypatch):
+    monkeypatch.setattr(connection, "SPARE_CONNECTIONS", 1)
+    with Served(fake_engine, ServerConfig(max_connections=2)) as served:
+        inside = [Wire(served.port) for _ in range(2)]
+        for wire in inside:
+            wire.post(ASK)
+            assert wire.reply().status == 200
+        with Wire(served.port) as told:
+            wait_for(lambda: connections(served) == 3)
+            with Wire(served.port) as cut:
+                assert cut.rest() == b""
+            told.post(ASK)
+            reply = told.reply()
+            assert (reply.status, reply.code) == (503, "too_many_connections")
+            assert (reply.headers["connection"], "retry-after" in reply.headers) == ("close", True)
+            assert told.rest() == b""
+        inside[0].post(ASK)
+        assert inside[0].reply().status == 200  # those inside go on
+        inside[1].socket.close()
+        wait_for(lambda: connections(served) == 1)
+        assert httpx.post(f"{served.url}/v1/completions", json=ASK).status_code == 200
+        inside[0].socket.close()
