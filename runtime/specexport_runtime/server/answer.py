@@ -78,7 +78,7 @@ class Answer(Response):
         try:
             return await self._engine.submit_all(self._plan.specs)
         except InvalidRequestError as error:  # the rest was checked before
-            raise ApiError(400, str(error), param="speculative", code="invalid_value") from None
+            raise ApiError(400, f"speculative: {error}", param="speculative", code="invalid_value") from None
 
     async def _send_whole(self, requests: list[AsyncRequest], scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(merge(requests)) as batches:

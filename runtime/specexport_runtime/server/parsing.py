@@ -104,8 +104,9 @@ def _explain(error: ValidationError, body: dict[str, Any], model: type[BaseModel
     """One error in OpenAI's words: of an unknown parameter if there is one, else the first."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     first = next((item for item in errors if item["type"] == "extra_forbidden" and len(item["loc"]) == 1), errors[0])
-    path = _real_path(first["loc"], body)
-    param, kind = _path(path), first["type"]
+    kind = first["type"]
+    path = _real_path(first["loc"], body, missing=kind == "missing")
+    param = _path(path)
     refused = OFF in getattr(model.model_fields.get(str(path[0])), "metadata", ())
     if kind == "extra_forbidden" and not refused:
         return ApiError(400, f"There is no parameter {param}.", param=param, code="unknown_parameter")
@@ -123,12 +124,12 @@ def _explain(error: ValidationError, body: dict[str, Any], model: type[BaseModel
     return ApiError(400, f"{param} is {given}: {first['msg']}.", param=param, code=code)
 
 
-def _real_path(loc: Sequence[str | int], body: Any) -> tuple[str | int, ...]:
+def _real_path(loc: Sequence[str | int], body: Any, *, missing: bool) -> tuple[str | int, ...]:
     """The part of a location that is in the body; pydantic also names the variants of a union, and marks keys."""
     path: list[str | int] = []
     value = body
     for i, key in enumerate(loc):
-        if isinstance(value, Mapping) and (key in value or (i == len(loc) - 1 and key != "[key]")):
+        if isinstance(value, Mapping) and (key in value or (missing and i == len(loc) - 1)):
             path.append(key)
             value = value.get(key)
         elif isinstance(value, list) and isinstance(key, int) and key < len(value):

@@ -91,11 +91,11 @@ async def plan_chat(body: ChatRequest, engine: SpecEngine, config: ServerConfig)
     ]
     try:
         if sum(len(item["content"]) for item in messages) > _LONG_TEXT:
-            ids = await asyncio.to_thread(engine.encode_chat, messages)
+            ids = await asyncio.to_thread(_encode_chat, engine, messages)
         else:
-            ids = engine.encode_chat(messages)
+            ids = _encode_chat(engine, messages)
     except InvalidRequestError as error:
-        raise _invalid("messages", str(error)) from None
+        raise _invalid("messages", f"messages: {error}") from None
     limit = given[0] if given else ("max_tokens", None)
     return _plan(body, engine, config, "messages", [ids], [""], limit, engine.max_model_len)
 
@@ -188,6 +188,12 @@ def _encode(engine: SpecEngine, prompt: Any) -> list[int]:
     return engine.tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt)
 
 
+def _encode_chat(engine: SpecEngine, messages: list[dict[str, str]]) -> list[int]:
+    """As ``engine.encode_chat``, but of any length: what is too long has an error of its own here."""
+    ids: list[int] = engine.tokenizer.encode(engine.format_chat(messages), add_special_tokens=False).ids
+    return ids
+
+
 def _decode(engine: SpecEngine, prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
@@ -203,7 +209,7 @@ def _check_prompt(engine: SpecEngine, config: ServerConfig, source: str, ids: li
     try:
         engine.encode(ids)
     except InvalidRequestError as error:
-        raise _invalid(source, str(error)) from None
+        raise _invalid(source, f"{source}: {error}") from None
 
 
 def _max_tokens(
@@ -217,7 +223,7 @@ def _max_tokens(
     if most is not None and asked > most:
         raise _over(name, f"{name} = {_count(asked)}", most)
     if asked > room:
-        what = f"{length} of prompt and {_count(asked)} to generate"
+        what = f"{length} of prompt and {name} = {_count(asked)}"
         raise _too_long(name, what, engine.max_model_len)
     return asked
 

@@ -1,0 +1,294 @@
+"""What is refused, with which status, code and parameter; and that the official client raises its typed errors."""
+
+import json
+
+import httpx
+import openai
+import pytest
+from openai_help import client_of
+from serving import Served, fake_engine
+
+from specexport_runtime.server.config import ServerConfig
+
+MESSAGES = [{"role": "user", "content": "w1"}]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+IN_BOTH = [
+    ({"foo": 1}, "foo", "unknown_parameter"),
+    ({"max_token": 1}, "max_token", "unknown_parameter"),
+    ({"": 1}, "", "unknown_parameter"),
+    ({"speculative": {"k": 1}}, "speculative.k", "unknown_parameter"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter"),
+    ({"min_tokens": 3}, "min_tokens", "unsupported_parameter"),
+    ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs", "unsupported_parameter"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"max_tokens": -1}, "max_tokens", "invalid_value"),
+    ({"max_tokens": True}, "max_tokens", "invalid_type"),
+    ({"max_tokens": 1.5}, "max_tokens", "invalid_type"),
+    ({"max_tokens": "5"}, "max_tokens", "invalid_type"),
+    ({"max_tokens": 400}, "max_tokens", "context_length_exceeded"),
+    ({"max_tokens": 10**40}, "max_tokens", "context_length_exceeded"),
+    ({"temperature": -0.1}, "temperature", "invalid_value"),
+    ({"temperature": 2.1}, "temperature", "invalid_value"),
+    ({"temperature": True}, "temperature", "invalid_type"),
+    ({"temperature": "1"}, "temperature", "invalid_type"),
+    ({"temperature": 10**400}, "temperature", "invalid_type"),
+    ({"top_p": 0}, "top_p", "invalid_value"),
+    ({"top_p": 1.1}, "top_p", "invalid_value"),
+    ({"top_k": -2}, "top_k", "invalid_value"),
+    ({"min_p": 1.1}, "min_p", "invalid_value"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+    ({"presence_penalty": 2.1}, "presence_penalty", "invalid_value"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty", "invalid_value"),
+    ({"n": 0}, "n", "invalid_value"),
+    ({"n": 17}, "n", "limit_exceeded"),
+    ({"n": 10**40}, "n", "limit_exceeded"),
+    ({"stream": 1}, "stream", "invalid_type"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", None),
+    ({"stop": ""}, "stop", "invalid_value"),
+    ({"stop": ["a", ""]}, "stop", "invalid_value"),
+    ({"stop": ["a"] * 17}, "stop", "invalid_value"),
+    ({"stop": 5}, "stop", "invalid_value"),
+    ({"stop_token_ids": [17]}, "stop_token_ids", "invalid_value"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "invalid_value"),
+    ({"seed": 2**63}, "seed", "invalid_value"),
+    ({"seed": 1.0}, "seed", "invalid_type"),
+    ({"logit_bias": {"x": 1}}, "logit_bias.x", "invalid_value"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias.-1", "invalid_value"),
+    ({"logit_bias": {"17": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1", "invalid_value"),
+    ({"logit_bias": [1]}, "logit_bias", "invalid_type"),
+    ({"user": 5}, "user", "invalid_type"),
+    ({"speculative": 5}, "speculative", "invalid_type"),
+    ({"speculative": {"num_speculative_tokens": 0}}, "speculative.num_speculative_tokens", "invalid_value"),
+    ({"speculative": {"num_speculative_tokens": 9}}, "speculative", "invalid_value"),
+    ({"speculative": {"num_speculative_tokens": "auto"}}, "speculative", "invalid_value"),
+    ({"speculative": {"num_speculative_tokens": True}}, "speculative.num_speculative_tokens", "invalid_value"),
+    ({"speculative": {"drafter": "oracle"}}, "speculative.drafter", "invalid_value"),
+    ({"speculative": {"drafter": "self"}}, "speculative", "invalid_value"),
+    ({"speculative": {"drafter": "none", "num_speculative_tokens": 2}}, "speculative", "invalid_value"),
+    ({"speculative": {"drafter": "draft-model", "reference": "w1"}}, "speculative", "invalid_value"),
+    ({"speculative": {"token_origins": "yes"}}, "speculative.token_origins", "invalid_type"),
+]
+IN_COMPLETIONS = [
+    ({"prompt": ""}, "prompt", "invalid_value"),
+    ({"prompt": " "}, "prompt", "invalid_value"),
+    ({"prompt": []}, "prompt", "invalid_value"),
+    ({"prompt": [[]]}, "prompt", "invalid_value"),
+    ({"prompt": ["w1", 1]}, "prompt", "invalid_value"),
+    ({"prompt": [1, True]}, "prompt", "invalid_value"),
+    ({"prompt": [1.0]}, "prompt", "invalid_value"),
+    ({"prompt": [-1]}, "prompt", "invalid_value"),
+    ({"prompt": [17]}, "prompt", "invalid_value"),
+    ({"prompt": [17], "echo": True}, "prompt", "invalid_value"),
+    ({"prompt": None}, "prompt", "invalid_value"),
+    ({"prompt": {"text": "w1"}}, "prompt", "invalid_value"),
+    ({"prompt": [[[1]]]}, "prompt", "invalid_value"),
+    ({"prompt": ["w1"] * 33}, "prompt", "limit_exceeded"),
+    ({"prompt": ["w1"] * 32, "n": 16}, "n", "limit_exceeded"),
+    ({"prompt": [1] * 400}, "prompt", "context_length_exceeded"),
+    ({"prompt": "w1 " * 400}, "prompt", "context_length_exceeded"),
+    ({"prompt": [1] * 399, "max_tokens": 2}, "max_tokens", "context_length_exceeded"),
+    ({"suffix": "w1"}, "suffix", "unsupported_parameter"),
+    ({"best_of": 2}, "best_of", "unsupported_parameter"),
+    ({"best_of": 1, "n": 2}, "best_of", "unsupported_parameter"),
+    ({"echo": True, "logprobs": 0}, "echo", "unsupported_parameter"),
+    ({"logprobs": 21}, "logprobs", "invalid_value"),
+    ({"logprobs": True}, "logprobs", "invalid_type"),
+    ({"messages": MESSAGES}, "messages", "unknown_parameter"),
+]
+IN_CHAT = [
+    ({"messages": []}, "messages", "invalid_value"),
+    ({"messages": "w1"}, "messages", "invalid_type"),
+    ({"messages": [{"role": "tool", "content": "w1"}]}, "messages[0].role", "invalid_value"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "invalid_value"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "invalid_value"),
+    ({"messages": [*MESSAGES, {"role": "user", "content": [{"type": "image_url"}]}]}, "messages[1].content", None),
+    ({"messages": [{"role": "user", "content": "w1", "x": 1}]}, "messages[0].x", "unknown_parameter"),
+    ({"messages": [{"role": "user", "content": "w1 " * 400}]}, "messages", "context_length_exceeded"),
+    ({"messages": [{"role": "user", "content": ""}]}, "messages", "invalid_value"),
+    ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+    ({"tool_choice": "auto"}, "tool_choice", "unsupported_parameter"),
+    ({"functions": [{}]}, "functions", "unsupported_parameter"),
+    ({"audio": {"voice": "x"}}, "audio", "unsupported_parameter"),
+    ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
+    ({"store": True}, "store", "unsupported_parameter"),
+    ({"metadata": {"a": "b"}}, "metadata", "unsupported_parameter"),
+    ({"service_tier": "flex"}, "service_tier", "unsupported_parameter"),
+    ({"response_format": {"type": "json_object"}}, "response_format.type", "unsupported_parameter"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
+    ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
+    ({"add_generation_prompt": False}, "add_generation_prompt", "unsupported_parameter"),
+    ({"continue_final_message": True}, "continue_final_message", "unsupported_parameter"),
+    ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+    ({"logprobs": 2}, "logprobs", "invalid_type"),
+    ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "invalid_value"),
+    ({"max_completion_tokens": 400}, "max_completion_tokens", "context_length_exceeded"),
+    ({"prediction": "w1"}, "prediction", "invalid_type"),
+    ({"prediction": {"type": "content"}}, "prediction.content", "missing_required_parameter"),
+    (
+        {"prediction": {"type": "content", "content": "w1"}, "speculative": {"reference": "w1"}},
+        "prediction",
+        "invalid_value",
+    ),
+    (
+        {"prediction": {"type": "content", "content": "w1"}, "speculative": {"drafter": "none"}},
+        "speculative",
+        "invalid_value",
+    ),
+    ({"prompt": "w1"}, "prompt", "unknown_parameter"),
+]
+CASES = [
+    (path, *case)
+    for path, cases in ((COMPLETIONS, IN_BOTH + IN_COMPLETIONS), (CHAT, IN_BOTH + IN_CHAT))
+    for case in cases
+]
+BODIES = {
+    "empty": (b"", "invalid_json"),
+    "no object": (b"[]", "invalid_json"),
+    "half": (b'{"prompt": "w1"', "invalid_json"),
+    "single quotes": (b"{'prompt': 'w1'}", "invalid_json"),
+    "not UTF-8": (b'{"prompt": "\xff"}', "invalid_json"),
+    "UTF-16": ('{"prompt": "w1"}'.encode("utf-16"), "invalid_json"),
+    "surrogate in UTF-8": (b'{"prompt": "\xed\xa0\x80"}', "invalid_json"),
+    "byte order mark": (b'\xef\xbb\xbf{"prompt": "w1"}', "invalid_json"),
+    "NaN": (b'{"prompt": "w1", "temperature": NaN}', "invalid_json"),
+    "-Infinity": (b'{"prompt": "w1", "logit_bias": {"1": -Infinity}}', "invalid_json"),
+    "overflow": (b'{"prompt": "w1", "temperature": 1e999}', "invalid_value"),
+    "digits": (b'{"prompt": "w1", "seed": ' + b"1" * 5000 + b"}", "invalid_json"),
+    "deep lists": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "invalid_json"),
+    "deep objects": (b'{"a":' * 100_000, "invalid_json"),
+    "not quite as deep": (b'{"prompt": ' + b"[" * 500 + b'"\\ud800"' + b"]" * 500 + b"}", "invalid_unicode"),
+    "twice": (b'{"prompt": "w1", "prompt": "w2"}', "duplicate_key"),
+    "twice within": (b'{"prompt": "w1", "speculative": {"drafter": "none", "drafter": "self"}}', "duplicate_key"),
+    "twice, and no text": (b'{"\\ud800": 1, "\\ud800": 2}', "duplicate_key"),
+    "surrogate": (b'{"prompt": "w1 \\ud800"}', "invalid_unicode"),
+    "surrogate in a key": (b'{"prompt": "w1", "\\udfff": 1}', "invalid_unicode"),
+    "surrogate in a key within": (b'{"prompt": "w1", "logit_bias": {"\\udfff": 1}}', "invalid_unicode"),
+    "surrogate in a list": (b'{"prompt": "w1", "stop": ["w2", "\\udc00"]}', "invalid_unicode"),
+}
+
+
+def refusal(answer, status=400):
+    """The error of an answer; its form is OpenAI's."""
+    assert answer.status_code == status, answer.text
+    (error,) = answer.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert 0 < len(error["message"]) < 400
+    return error
+
+
+@pytest.fixture(scope="module")
+def http(fake_served):
+    with httpx.Client(base_url=fake_served.url) as http:
+        yield http
+    fake_served.wait_until_idle()
+
+
+@pytest.mark.parametrize(("path", "body", "param", "code"), CASES, ids=lambda v: str(v)[:60])
+def test_a_parameter_is_refused(http, path, body, param, code):
+    whole = ({"prompt": "w1"} if path == COMPLETIONS else {"messages": MESSAGES}) | body
+    error = refusal(http.post(path, content=json.dumps(whole), headers={"content-type": "application/json"}))
+    assert error["param"] == param
+    assert error["code"] == (code or error["code"])
+    assert str(param).split(".")[0].split("[")[0] in error["message"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_is_refused(http, path, name):
+    body, code = BODIES[name]
+    if path == CHAT:
+        body = body.replace(b'"prompt": "w1"', b'"messages": [{"role": "user", "content": "w1"}]')
+    error = refusal(http.post(path, content=body, headers={"content-type": "application/json"}))
+    assert path == CHAT or error["code"] == code
+    assert error["code"] in {code, "unknown_parameter"}
+
+
+@pytest.mark.parametrize(("path", "name"), [(COMPLETIONS, "prompt"), (CHAT, "messages")])
+def test_what_is_missing_is_named(http, path, name):
+    assert refusal(http.post(path, json={}))["param"] == name
+
+
+def test_the_official_client_raises_its_own_errors(fake_served):
+    with client_of(fake_served) as client:
+        with pytest.raises(openai.BadRequestError) as bad:
+            client.completions.create(model="fake", prompt="w1", extra_body={"foo": 1})
+        assert (bad.value.code, bad.value.param, bad.value.type) == (
+            "unknown_parameter",
+            "foo",
+            "invalid_request_error",
+        )
+        with pytest.raises(openai.NotFoundError) as missing:
+            client.chat.completions.create(model="gpt", messages=MESSAGES)
+        assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="fake", prompt="w1 " * 400, stream=True)
+
+
+def test_the_model_may_be_left_out(http):
+    assert http.post(COMPLETIONS, json={"prompt": "w1"}).json()["model"] == "fake"
+    assert http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 1}).json()["model"] == "fake"
+
+
+def test_limits_of_the_server():
+    config = ServerConfig(model_name="small", max_prompts=2, max_n=2, max_prompt_tokens=5, max_tokens=7, max_waiting=0)
+    with Served(lambda: fake_engine(3), config) as served, httpx.Client(base_url=served.url) as http:
+        for body, param, limit in [
+            ({"prompt": ["w1"] * 3}, "prompt", "2"),
+            ({"prompt": "w1", "n": 3}, "n", "2"),
+            ({"prompt": "w1 " * 6}, "prompt", "5"),
+            ({"prompt": "w1", "max_tokens": 8}, "max_tokens", "7"),
+            ({"prompt": ["w1"] * 2, "n": 2}, "n", "4"),  # four rows are never free
+        ]:
+            error = refusal(http.post(COMPLETIONS, json=body))
+            assert (error["param"], error["code"]) == (param, "limit_exceeded")
+            assert limit in error["message"]
+        assert (
+            refusal(http.post(CHAT, json={"messages": [{"role": "user", "content": "w1 " * 6}]}))["param"] == "messages"
+        )
+        assert http.post(COMPLETIONS, json={"prompt": "w1"}).json()["usage"]["completion_tokens"] == 7
+        assert http.post(CHAT, json={"messages": MESSAGES}).json()["usage"]["completion_tokens"] == 7
+        served.wait_until_idle()
+
+
+def test_a_full_queue_takes_all_choices_or_none():
+    config = ServerConfig(model_name="small", max_waiting=1)
+    with Served(lambda: fake_engine(1, step_seconds=0.01), config) as served, client_of(served) as client:
+        running = client.completions.create(model="small", prompt="w1", max_tokens=390, stream=True)
+        next(iter(running))
+        with pytest.raises(openai.RateLimitError) as full:
+            client.completions.create(model="small", prompt="w1", n=2)
+        assert full.value.code == "queue_full"
+        assert int(full.value.response.headers["retry-after"]) >= 1
+        assert served.engine.num_active == 1  # the one of the two that there was room for was not taken either
+        running.close()
+        served.wait_until_idle()
+
+
+def test_a_server_that_loads_or_drains_says_so(fake_served):
+    state = fake_served.app.state.server
+    engine, state.engine = state.engine, None
+    try:
+        with client_of(fake_served) as client, pytest.raises(openai.InternalServerError) as loading:
+            client.completions.create(model="fake", prompt="w1")
+    finally:
+        state.engine = engine
+    assert loading.value.status_code == 503
+    assert loading.value.code == "loading"
+    assert "retry-after" in loading.value.response.headers
+
+
+def test_what_is_taken_and_refused_is_in_openapi(http):
+    paths = http.get("/openapi.json").json()["paths"]
+    for path, needed in ((COMPLETIONS, "prompt"), (CHAT, "messages")):
+        schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert schema["required"] == [needed]
+        assert schema["additionalProperties"] is False
+        assert "$ref" not in json.dumps(schema)
+        assert {"400", "404", "429", "500", "503", "504"} <= set(paths[path]["post"]["responses"])
