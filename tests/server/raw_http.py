@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 ANSWER_SECONDS = 30.0
 SETTLE_SECONDS = 0.5
-NOT_HTTP = b"Invalid HTTP request received."
-"""What uvicorn says, in plain text, to what its parser cannot read: no application ever sees that."""
 
 
 class RawRequest(NamedTuple):
@@ -128,8 +126,6 @@ def problem_of(answer: Answer, *, head: bool = False) -> str | None:
         return None
     kind = answer.headers.get("content-type", "")
     if answer.status >= 400:
-        if answer.status == 400 and answer.body == NOT_HTTP:
-            return None
         return problem_of_error(answer.body)
     if kind.startswith("text/event-stream"):
         return problem_of_stream(answer.body)

@@ -59,7 +59,7 @@ GOOD = {"error": {"message": "m", "type": "invalid_request_error", "param": None
         pytest.param(400, "application/json", json.dumps(GOOD), True, id="shape"),
         pytest.param(503, "application/json", json.dumps(GOOD), True, id="by-design"),
         pytest.param(500, "application/json", json.dumps(GOOD), False, id="defect"),
-        pytest.param(400, "text/plain", "Invalid HTTP request received.", True, id="no-http"),
+        pytest.param(400, "text/plain", "Invalid HTTP request received.", False, id="plain"),
         pytest.param(404, "application/json", '{"detail":"Not Found"}', False, id="fastapi"),
         pytest.param(400, "application/json", json.dumps({"error": GOOD["error"] | {"message": 1}}), False, id="types"),
         pytest.param(200, "application/json", '{"a":NaN}', False, id="nan"),
@@ -95,3 +95,16 @@ def test_answers_are_read_as_they_are_framed() -> None:
 def test_a_body_that_never_ends_is_given_up(served: Served) -> None:
     (answer,) = send(served.port, RawRequest("unfinished", frame("/v1/completions", b"{", length=b"20")))
     assert answer.status == 408
+
+
+@pytest.mark.parametrize("name", ["prompt", "stop", "speculative.num_speculative_tokens", "logit_bias", "messages"])
+def test_an_object_in_place_of_a_value_is_named(served: Served, name: str) -> None:
+    path = "/v1/chat/completions" if name == "messages" else "/v1/completions"
+    body = {"prompt": "w1", "max_tokens": 1} if name != "messages" else {"max_tokens": 1}
+    *parents, last = name.split(".")
+    value: dict[str, object] = {last: {"a": {"b": 1}}}
+    for parent in parents:
+        value = {parent: value}
+    answer = httpx.post(f"{served.url}{path}", json=body | value)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"].startswith(name)
