@@ -133,7 +133,7 @@ def request_id_of(scope: Scope) -> str:
 
 def refused(state: ServerState, error: ApiError) -> None:
     """Count a request that never reached the engine."""
-    if state.metrics is not None and (error.status < 500 or error.status == 503):
+    if state.metrics is not None and (error.status < 499 or error.status == 503):
         state.metrics.count_refused(error.code or f"http_{error.status}")
 
 
