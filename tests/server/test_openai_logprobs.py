@@ -1,0 +1,125 @@
+"""Log-probabilities in both shapes, and the text and bytes of single tokens."""
+
+import json
+
+import pytest
+from openai_help import alone, client_of
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from specexport_runtime.server.token_text import TokenText, TokenTexts
+
+MESSAGES = [{"role": "user", "content": "w1 w2"}]
+TEXT = "# 日本語 é\nname = '🙂"
+
+
+@pytest.fixture(scope="module")
+def client(fake_served):
+    with client_of(fake_served) as client:
+        yield client
+
+
+@pytest.mark.parametrize("count", [0, 3])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_of_completions(client, fake_served, count, streamed):
+    params = {"model": "fake", "prompt": "w1 w2", "n": 2, "seed": 3, "max_tokens": 12, "logprobs": count}
+    got = [{"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []} for _ in range(2)]
+    answers = client.completions.create(**params, stream=True) if streamed else [client.completions.create(**params)]
+    for choice in (choice for answer in answers for choice in answer.choices):
+        for name, values in got[choice.index].items():
+            values.extend(getattr(choice.logprobs, name))
+    for i, logprobs in enumerate(got):
+        result = alone(fake_served, "w1 w2", seed=3 + i, max_tokens=12, logprobs=count)
+        assert [int(token.removeprefix(" w")) for token in logprobs["tokens"]] == result.token_ids
+        assert logprobs["token_logprobs"] == [item.logprob for item in result.logprobs]
+        for at, token, top, item in zip(
+            logprobs["text_offset"], logprobs["tokens"], logprobs["top_logprobs"], result.logprobs, strict=True
+        ):
+            assert result.text[at:].startswith(token if at else token.removeprefix(" "))
+            assert top == {f" w{j}": value for j, value in (*item.top, (item.token_id, item.logprob))}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_of_chats(client, fake_served, streamed):
+    params = {"model": "fake", "messages": MESSAGES, "seed": 3, "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
+    if streamed:
+        chunks = list(client.chat.completions.create(**params, stream=True))
+        content = [item for chunk in chunks for c in chunk.choices if c.logprobs for item in c.logprobs.content]
+    else:
+        content = client.chat.completions.create(**params).choices[0].logprobs.content
+    result = alone(fake_served, "w1 w2", seed=3, max_tokens=12, logprobs=2)
+    assert len(content) == 12
+    for item, token, expected in zip(content, result.token_ids, result.logprobs, strict=True):
+        assert (item.token, item.logprob) == (f" w{token}", expected.logprob)
+        assert bytes(item.bytes) == item.token.encode()
+        assert [(top.token, top.logprob) for top in item.top_logprobs] == [(f" w{j}", v) for j, v in expected.top]
+
+
+def test_chats_without_alternatives(client):
+    answer = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=3, logprobs=True)
+    assert [item.top_logprobs for item in answer.choices[0].logprobs.content] == [[], [], []]
+    plain = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=3, logprobs=False)
+    assert plain.choices[0].logprobs is None
+
+
+def test_bytes_of_a_real_answer_are_its_text(demo_served):
+    params = {"seed": 2, "max_tokens": 40, "temperature": 1.3}
+    with client_of(demo_served) as client:
+        answer = client.completions.create(model="demo", prompt=TEXT, logprobs=2, **params)
+    result = alone(demo_served, TEXT, **params)
+    texts = TokenTexts(demo_served.engine.engine.tokenizer)
+    assert answer.choices[0].logprobs.tokens == [texts[token].text for token in result.token_ids]
+    whole = b"".join(texts[token].data for token in result.token_ids)
+    assert whole.decode("utf-8", "replace") == result.text
+    assert answer.choices[0].logprobs.text_offset[0] == 0
+
+
+def test_every_token_of_a_byte_level_vocabulary(demo_served):
+    tokenizer = demo_served.engine.engine.tokenizer
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer.encode(TEXT).ids
+    assert b"".join(texts[token].data for token in ids) == TEXT.encode()
+    parts = [texts[token] for token in ids if texts[token].text.startswith("bytes:")]
+    assert parts  # characters of several tokens
+    assert all(part.text == "bytes:" + "".join(f"\\x{byte:02x}" for byte in part.data) for part in parts)
+    for token in range(tokenizer.get_vocab_size()):
+        data = texts[token].data
+        assert data.decode("utf-8", "replace") == tokenizer.decode([token], skip_special_tokens=False)
+    assert texts[0] == TokenText("<|endoftext|>", b"<|endoftext|>")
+    assert texts[10**6] == TokenText("", b"")  # a row of the LM head without a token
+
+
+def sentencepiece_like():
+    vocab = {"<unk>": 0, "▁Hi": 1, "there": 2, "▁there": 3, "<0xE2>": 4, "<0x82>": 5, "<0xAC>": 6, "<0x41>": 7}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer, {1: b" Hi", 2: b"there", 3: b" there", 4: b"\xe2", 5: b"\x82", 6: b"\xac", 7: b"A"}
+
+
+def metaspace_like():
+    tokenizer = Tokenizer(models.BPE(vocab={"<unk>": 0, "▁a": 1, "b": 2, "▁": 3}, merges=[]))
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer, {1: b" a", 2: b"b", 3: b" "}
+
+
+def wordpiece_like():
+    tokenizer = Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer, {1: b" play", 2: b"ing"}
+
+
+def words():
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer, {0: b" a", 1: b" b"}
+
+
+@pytest.mark.parametrize("make", [sentencepiece_like, metaspace_like, wordpiece_like, words])
+def test_tokens_of_other_vocabularies(make):
+    tokenizer, expected = make()
+    tokenizer.add_special_tokens(["<|end|>"])
+    texts = TokenTexts(tokenizer)
+    assert {token: texts[token].data for token in expected} == expected
+    end = tokenizer.token_to_id("<|end|>")
+    assert texts[end].text == "<|end|>"
+    assert json.dumps([texts[token].text for token in expected]).isascii()
