@@ -1,0 +1,231 @@
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from serving import Served, fake_engine
+from wire import Wire
+
+from specexport_runtime import SpecEngine
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.server.config import ServerConfig
+
+LONG = {"prompt": "w1 w2", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+SHORT = {"prompt": "w5 w6 w7", "max_tokens": 6, "ignore_eos": True, "temperature": 0}
+ENDPOINTS = {
+    "/v1/completions": LONG,
+    "/v1/chat/completions": {key: value for key, value in LONG.items() if key != "prompt"}
+    | {"messages": [{"role": "user", "content": "w1 w2"}]},
+}
+
+
+class Stepper:
+    """A server of one row whose target makes a step only when a test lets it."""
+
+    def __init__(self) -> None:
+        self._permits = threading.Semaphore(0)
+        self.inside = False
+        self.served = Served(self._engine, ServerConfig(model_name="fake"))
+        self.url = self.served.url
+
+    def _engine(self) -> SpecEngine:
+        engine = fake_engine(rows=1)
+        execute = engine.target.execute
+
+        def step(*args: Any) -> Any:
+            self.inside = True
+            assert self._permits.acquire(timeout=30)
+            self.inside = False
+            return execute(*args)
+
+        engine.target.execute = step
+        return engine
+
+    @property
+    def steps(self) -> int:
+        """Steps that were made."""
+        target = self.served.engine.engine.target
+        assert isinstance(target, FakeExecutor)
+        return len(target.calls)
+
+    def let(self, count: int) -> None:
+        """Let so many steps be made, and wait until the next one has begun."""
+        until = self.steps + count
+        if count:
+            self._permits.release(count)
+        wait_for(lambda: self.steps == until and self.inside)
+
+    def wait_until_cancelled(self, count: int = 1) -> None:
+        """Wait until the server has seen that a client is gone; nothing moves meanwhile."""
+        wait_for(lambda: len(self.served.engine.engine._loop._cancelled) >= count)
+
+    def finish(self) -> None:
+        """Let everything run to its end."""
+        self._permits.release(10_000)
+        self.served.wait_until_idle()
+        while self._permits.acquire(blocking=False):
+            pass
+
+
+@pytest.fixture(scope="module")
+def stepper():
+    made = Stepper()
+    with made.served:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def slow():
+    """One row, and steps that take a while."""
+    with Served(lambda: fake_engine(rows=1, step_seconds=0.02), ServerConfig(model_name="fake")) as served:
+        yield served
+
+
+def wait_for(condition, seconds: float = 15.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def running(served: Served) -> int:
+    return len(served.engine.engine._loop.decoder.running)
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize("after", [0, 1, 3], ids=["before the first token", "after it", "in the middle"])
+def test_a_client_that_goes_away_frees_its_row_within_a_round(stepper, path, stream, after):
+    with Wire(stepper.served.port) as wire:
+        wire.post(ENDPOINTS[path] | {"stream": stream}, path)
+        stepper.let(after)
+        wire.reset()
+        stepper.wait_until_cancelled()
+    gone = stepper.steps
+    stepper.finish()
+    assert stepper.steps == gone + 1  # the round that was going on; none began after it
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+def test_a_client_that_goes_away_while_it_waits_leaves_the_queue(stepper, stream):
+    with ThreadPoolExecutor(1) as pool, Wire(stepper.served.port) as waiting:
+        first = pool.submit(httpx.post, f"{stepper.url}/v1/completions", json=SHORT, timeout=30)
+        stepper.let(0)
+        waiting.post(LONG | {"stream": stream})
+        wait_for(lambda: stepper.served.engine.num_active == 2)
+        waiting.reset()
+        stepper.wait_until_cancelled()
+        stepper.let(1)
+        wait_for(lambda: stepper.served.engine.num_active == 1)
+        stepper.finish()
+        text = text_of(first.result())
+        alone = pool.submit(httpx.post, f"{stepper.url}/v1/completions", json=SHORT, timeout=30)
+        stepper.let(0)
+        stepper.finish()
+        assert text_of(alone.result()) == text
+
+
+def test_a_client_that_closes_only_its_side_is_gone_too(stepper):
+    with Wire(stepper.served.port) as wire:
+        wire.post(LONG | {"stream": True})
+        stepper.let(2)
+        wire.socket.shutdown(1)
+        stepper.wait_until_cancelled()
+    gone = stepper.steps
+    stepper.finish()
+    assert stepper.steps == gone + 1
+
+
+def test_all_choices_of_a_client_end_with_it(stepper):
+    with Wire(stepper.served.port) as wire:
+        wire.post(LONG | {"n": 3, "stream": True, "temperature": 1})
+        stepper.let(2)
+        assert stepper.served.engine.num_active == 3
+        wire.reset()
+        stepper.wait_until_cancelled(3)
+    gone = stepper.steps
+    stepper.finish()
+    assert stepper.steps == gone + 1
+
+
+class FailsOnce:
+    """Lets one step of a target raise, when it is told to."""
+
+    def __init__(self) -> None:
+        self.armed = threading.Event()
+
+    def engine(self) -> SpecEngine:
+        engine = fake_engine(rows=2, step_seconds=0.03)
+        execute = engine.target.execute
+
+        def fail_once(*args: Any) -> Any:
+            if self.armed.is_set():
+                self.armed.clear()
+                raise RuntimeError("secret of the engine")
+            return execute(*args)
+
+        engine.target.execute = fail_once
+        return engine
+
+
+def test_a_failing_step_ends_what_it_ran_and_nothing_else(caplog):
+    fault = FailsOnce()
+    with Served(fault.engine) as served, ThreadPoolExecutor(4) as pool:
+        url = f"{served.url}/v1/completions"
+        alone = text_of(httpx.post(url, json=SHORT))
+        with Wire(served.port) as stream:
+            stream.post(LONG | {"stream": True})
+            whole = pool.submit(httpx.post, url, json=LONG, timeout=30)
+            stream.until(b"data: ")
+            wait_for(lambda: running(served) == 2)
+            waiting = [pool.submit(httpx.post, url, json=SHORT, timeout=30) for _ in range(3)]
+            wait_for(lambda: served.engine.num_active == 5)
+            fault.armed.set()
+            events = stream.until(b"\r\n0\r\n\r\n")
+        assert b'"server_error"' in events
+        assert b"[DONE]" not in events
+        failed = whole.result()
+        assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")
+        assert b"secret" not in events + failed.content
+        assert [text_of(answer.result()) for answer in waiting] == [alone] * 3
+        assert text_of(httpx.post(url, json=SHORT)) == alone
+        served.wait_until_idle()
+    assert any(record.exc_info for record in caplog.records)  # the log has the reason
+
+
+def test_clients_that_come_and_go_change_nobodys_text():
+    with Served(lambda: fake_engine(rows=4)) as served, ThreadPoolExecutor(4) as pool:
+        url = f"{served.url}/v1/completions"
+        asks = [{"prompt": f"w{i} w{i + 1}", "max_tokens": 60, "seed": i, "temperature": 0.8} for i in range(8)]
+        alone = [text_of(httpx.post(url, json=ask)) for ask in asks]
+        answers = [pool.submit(httpx.post, url, json=ask, timeout=30) for ask in asks * 3]
+        for number in range(40):
+            with Wire(served.port) as wire:
+                wire.post(LONG | {"stream": number % 2 == 0, "n": 1 + number % 3, "temperature": 1})
+                if number % 4 == 0:
+                    wire.until(b"HTTP/1.1")
+                wire.reset()
+        assert [text_of(answer.result()) for answer in answers] == alone * 3
+        served.wait_until_idle()
+
+
+def test_a_request_that_cannot_be_served_changes_nobodys_text(slow):
+    alone = text_of(httpx.post(f"{slow.url}/v1/completions", json=SHORT))
+    bad = [b"{", b"[]", b"null", json.dumps(SHORT | {"temperature": -1}).encode(), json.dumps(SHORT | {"n": 10**9})]
+    with ThreadPoolExecutor(1) as pool:
+        good = pool.submit(httpx.post, f"{slow.url}/v1/completions", json=SHORT, timeout=30)
+        wait_for(lambda: running(slow) == 1)
+        for body in bad:
+            headers = {"Content-Type": "application/json"}
+            answer = httpx.post(f"{slow.url}/v1/completions", content=body, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert text_of(good.result()) == alone
+    slow.wait_until_idle()
