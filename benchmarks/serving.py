@@ -1,0 +1,226 @@
+"""The server against the engine in the same process, and a crowd of requests whose every text is compared.
+
+    python benchmarks/serving.py engines/demo [--json FILE]
+
+``specexport serve`` runs on a port of this machine; its clients run in a process of their own (``lean_clients.py``).
+Throughput: in turns, 8 threads of this process that stream from the engine, and 8 clients that stream from the server;
+figures are medians. Crowd: many more clients than rows, requests of mixed size, greedy and sampled, streamed and not,
+some with two choices, while the queue is so short that some are refused (429) and come again; every text must be that
+of the request alone in the engine. Exits with 1 if one is not, or if there was any other error.
+"""
+
+import argparse
+import contextlib
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common import DEMO_PROMPTS, median, read_prompts, report
+from lean_clients import send_all
+
+from specexport_runtime import SamplingParams, SpecEngine
+
+Body = dict[str, Any]
+Runs = dict[str, list[float]]
+
+
+@contextlib.contextmanager
+def server(bundle: Path, *options: str) -> Iterator[int]:
+    """``specexport serve`` as a process of its own; its port. It must end with 0 when it is told to."""
+    command = [Path(sys.executable).with_name("specexport"), "serve", bundle, "--port", "0", *options]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            assert process.stdout is not None  # noqa: S101  # it is a pipe
+            line = process.stdout.readline()
+            if "http://" not in line:
+                log.seek(0)
+                raise SystemExit(f"the server did not start: {line}{log.read()}")
+            yield int(line.rsplit(":", 1)[1])
+            process.send_signal(signal.SIGTERM)
+            if (code := process.wait(60)) != 0:
+                raise SystemExit(f"the server ended with {code}")
+        finally:
+            process.kill()
+            process.wait()
+
+
+def in_threads(engine: SpecEngine, requests: list[Body], count: int) -> dict[str, Any]:
+    """The same requests from ``count`` threads of this process, each streaming one after the other."""
+    jobs, answers = iter(enumerate(requests)), {}
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                index, body = next(jobs, (-1, {}))
+            if index < 0:
+                return
+            start, first, text = time.perf_counter(), 0.0, ""
+            for chunk in engine.submit(body["prompt"], params_of(body, 0), **drafting_of(body)):
+                first = first or time.perf_counter()
+                text += chunk.text
+            tokens = chunk.stats.num_generated_tokens
+            answers[index] = {"texts": [text], "tokens": tokens, "first_s": first - start}
+
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {"seconds": time.perf_counter() - start, "answers": [answers[i] for i in range(len(requests))]}
+
+
+def params_of(body: Body, choice: int) -> SamplingParams:
+    """What one choice of a request is generated with."""
+    seed = body["seed"] + choice if "seed" in body else None
+    return SamplingParams(
+        max_tokens=body["max_tokens"],
+        temperature=body["temperature"],
+        top_p=body.get("top_p", 1.0),
+        ignore_eos=body.get("ignore_eos", False),
+        seed=seed,
+    )
+
+
+def drafting_of(body: Body) -> dict[str, Any]:
+    """How a request asks to be drafted for."""
+    return dict(body.get("speculative", {}))
+
+
+def throughput(engine: SpecEngine, port: int, prompts: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens a second and times to the first token, in this process and over a socket, in turns."""
+    common = {"max_tokens": args.max_tokens, "temperature": 0.0, "ignore_eos": True, "stream": True}
+    common["stream_options"] = {"include_usage": True}
+    requests = [{"prompt": prompts[i % len(prompts)], **common} for i in range(args.streams * args.rounds)]
+    speeds: Runs = {"engine": [], "server": []}
+    firsts: Runs = {"engine": [], "server": []}
+    same = True
+    for repeat in range(args.repeats + 1):
+        texts = {}
+        for where in ("engine", "server") if repeat % 2 else ("server", "engine"):
+            found = in_threads(engine, requests, args.streams) if where == "engine" else None
+            found = found or send_all(port, requests, args.streams)
+            texts[where] = [answer.get("texts") for answer in found["answers"]]
+            if repeat:  # the first is the warm-up
+                speeds[where].append(sum(answer.get("tokens", 0) for answer in found["answers"]) / found["seconds"])
+                firsts[where] += [1e3 * answer["first_s"] for answer in found["answers"] if "first_s" in answer]
+        same &= texts["engine"] == texts["server"]
+    ratio = median(over / own for over, own in zip(speeds["server"], speeds["engine"], strict=True))
+    return {"tokens_per_s": speeds, "first_token_ms": firsts, "ratio": ratio, "same_text": same}
+
+
+def draw_crowd(prompts: list[str], args: argparse.Namespace) -> list[Body]:
+    """Requests of mixed size and kind."""
+    chosen = random.Random(args.seed)
+    text = "\n\n".join(prompts)
+    bodies = []
+    for i in range(args.requests):
+        start, length = chosen.randrange(len(text) - 8), round(8 * 200 ** chosen.random())
+        body: Body = {"prompt": text[start : start + length], "max_tokens": round(96 ** chosen.random())}
+        if chosen.random() < 0.5:
+            body |= {"temperature": 0.8, "top_p": 0.95, "seed": i}
+        else:
+            body["temperature"] = 0.0
+        if chosen.random() < 0.5:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if chosen.random() < 0.1:
+            body["n"] = 2
+        if chosen.random() < 0.4:
+            body["speculative"] = {"drafter": chosen.choice(["lookup", "chained", "none", "self"])}
+        bodies.append(body)
+    return bodies
+
+
+def alone(engine: SpecEngine, body: Body) -> list[str]:
+    """The texts of a request when there is no other."""
+    choices = range(body.get("n", 1))
+    made = [engine.generate(body["prompt"], params_of(body, i), **drafting_of(body))[0] for i in choices]
+    return [result.text for result in made]
+
+
+def crowd(engine: SpecEngine, port: int, prompts: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Many clients at a time: errors, refusals that were tried again, and texts that are not as when alone."""
+    bodies = draw_crowd(prompts, args)
+    found = send_all(port, bodies, args.clients)
+    errors, different = [], []
+    for body, answer in zip(bodies, found["answers"], strict=True):
+        if answer["status"] != 200 or "message" in answer:
+            errors.append({"request": body, "answer": answer})
+        elif answer["texts"] != (expected := alone(engine, body)):
+            different.append({"request": body, "got": answer["texts"], "expected": expected})
+    tokens = sum(answer.get("tokens", 0) for answer in found["answers"])
+    return {
+        "requests": len(bodies),
+        "seconds": found["seconds"],
+        "tokens": tokens,
+        "retries_on_429": sum(answer["retries"] for answer in found["answers"]),
+        "errors": errors,
+        "different": different,
+    }
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value that so many are below."""
+    return statistics.quantiles(values, n=100, method="inclusive")[round(100 * share) - 1]
+
+
+def rows_of(speed: dict[str, Any], mixed: dict[str, Any], args: argparse.Namespace) -> list[tuple[str, str]]:
+    """The table."""
+    rows = []
+    for where, name in (("engine", "in-process, threads"), ("server", "server, clients over a socket")):
+        rates, firsts = speed["tokens_per_s"][where], speed["first_token_ms"][where]
+        p50, p99 = percentile(firsts, 0.5), percentile(firsts, 0.99)
+        rows += [
+            (f"{args.streams} streams, {name}", f"{median(rates):.0f} tokens/s"),
+            (f"time to first token, {name}", f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, {p99 / p50:.1f}×; n={len(firsts)}"),
+        ]
+    rows.append(("server over in-process, tokens/s", f"{speed['ratio']:.3f}×"))
+    rows.append(("texts of the two", "the same" if speed["same_text"] else "DIFFERENT"))
+    name = f"{mixed['requests']} requests, {args.clients} clients, {args.max_waiting} may wait"
+    rows.append((name, f"{mixed['seconds']:.1f} s, {mixed['tokens'] / mixed['seconds']:.0f} tokens/s"))
+    rows.append(("  refused with 429 and tried again", str(mixed["retries_on_429"])))
+    rows.append(("  other errors", str(len(mixed["errors"]))))
+    rows.append(("  texts that differ from the request alone", str(len(mixed["different"]))))
+    return rows
+
+
+def main() -> None:
+    """Run both and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--prompts", type=Path, default=DEMO_PROMPTS)
+    parser.add_argument("--streams", type=int, default=8, help="threads and clients of the throughput part")
+    parser.add_argument("--rounds", type=int, default=4, help="requests of each, one after the other")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--clients", type=int, default=64, help="clients of the crowd")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--max-waiting", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    prompts = read_prompts(args.prompts, 64)
+    engine = SpecEngine.load(args.bundle, adaptive=True)  # as the server loads it
+    with server(args.bundle, "--max-waiting", str(args.max_waiting)) as port:
+        speed = throughput(engine, port, prompts, args)
+        mixed = crowd(engine, port, prompts, args)
+    engine.close()
+    report("Serving", rows_of(speed, mixed, args), {"throughput": speed, "crowd": mixed}, args.json)
+    for wrong in [*mixed["errors"], *mixed["different"]][:5]:
+        print(wrong)
+    if mixed["errors"] or mixed["different"] or not speed["same_text"]:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
