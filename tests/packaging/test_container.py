@@ -1,0 +1,169 @@
+"""The Dockerfiles: linted, in step with the package, and safe by default. Nothing is built here."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from specexport_runtime.server.command import KEY_VARIABLE, serve
+from specexport_runtime.server.config import ServerConfig
+from specexport_runtime.user_cache import ROOT_VARIABLE
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "docker"
+DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+each = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+
+
+def instructions(path: Path) -> Iterator[tuple[str, str]]:
+    """Instructions of a Dockerfile with their arguments, continued lines joined."""
+    text = re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.MULTILINE)
+    for line in re.sub(r"\\\n\s*", "", text).splitlines():
+        if line.strip():
+            word, _, rest = line.partition(" ")
+            yield word, rest.strip()
+
+
+def last_stage(path: Path) -> dict[str, str]:
+    """What the image is made of in the end: the last value of each instruction."""
+    stage: dict[str, str] = {}
+    for word, rest in instructions(path):
+        stage = {} if word == "FROM" else stage
+        stage[word] = f"{stage[word]} {rest}" if word in ("RUN", "ENV", "COPY") and word in stage else rest
+    return stage
+
+
+def test_there_is_one_for_the_cpu_and_one_for_gpus() -> None:
+    assert [path.name for path in DOCKERFILES] == ["cpu.Dockerfile", "gpu.Dockerfile"]
+
+
+@each
+def test_hadolint_has_nothing_to_say(path: Path, tmp_path: Path) -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, "--no-color", path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    bad = tmp_path / "Dockerfile"
+    bad.write_text("FROM python:latest\nRUN cd /x && pip install torch\n")
+    assert subprocess.run([hadolint, bad], capture_output=True, check=False).returncode == 1
+
+
+@each
+def test_the_last_stage_runs_as_a_numbered_user_and_stops_by_a_signal(path: Path) -> None:
+    stage = last_stage(path)
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", stage["USER"])
+    assert stage["STOPSIGNAL"] == "SIGTERM"
+    assert stage["ENTRYPOINT"].startswith("["), "a shell in between would swallow the signal"
+    assert json.loads(stage["VOLUME"]) == ["/cache"]
+    assert f"{ROOT_VARIABLE}=/cache" in stage["ENV"]
+    assert "pip" not in stage["RUN"]
+    assert "apt" not in stage["RUN"]
+
+
+@each
+def test_the_entry_point_is_a_command_that_exists(path: Path) -> None:
+    program, command, *arguments = json.loads(last_stage(path)["ENTRYPOINT"])
+    assert program in PROJECT["scripts"]
+    assert command == "serve"
+    with click.Context(serve) as context:
+        serve.parse_args(context, [*arguments, "--model-name", "demo", "--max-num-seqs", "8"])
+    assert context.params["bundle"] == Path("/bundle")
+    assert context.params["host"] == "0.0.0.0"
+    assert str(context.params["port"]) == last_stage(path)["EXPOSE"]
+
+
+@each
+def test_without_a_key_it_does_not_start(path: Path) -> None:
+    _, *command = json.loads(last_stage(path)["ENTRYPOINT"])
+    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+    command = [sys.executable, "-m", "specexport_runtime", *command]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert "no API key" in done.stderr
+
+
+@each
+def test_the_health_check_is_the_routes_own(path: Path) -> None:
+    health = last_stage(path)["HEALTHCHECK"]
+    command = json.loads(health[health.index("CMD ") + 4 :])
+    assert command[:2] == ["python", "-c"]
+    compile(command[2], "HEALTHCHECK", "exec")
+    assert "'/health'" in command[2]
+    assert last_stage(path)["EXPOSE"] in command[2]
+
+
+@each
+def test_it_installs_extras_that_exist_and_nothing_of_the_compiler(path: Path) -> None:
+    arguments = dict(rest.split("=", 1) for word, rest in instructions(path) if word == "ARG")
+    extras = arguments["EXTRAS"].split(",")
+    assert "serve" in extras
+    assert set(extras) <= set(PROJECT["optional-dependencies"])
+    assert not set(extras) & {"export", "dev", "bench", "tensorrt"}
+    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", arguments["BASE_IMAGE"]), "a tag that stays what it is"
+    assert all(rest.startswith("${BASE_IMAGE}") for word, rest in instructions(path) if word == "FROM")
+
+
+@each
+def test_nothing_secret_and_nothing_from_outside(path: Path) -> None:
+    text = path.read_text()
+    assert not re.search(r"https?://|ADD |--index-url|curl|wget|git ", text)
+    assert not re.search(r"(ARG|ENV)[^\n]*(KEY|TOKEN|PASSWORD|SECRET)", text)
+
+
+def test_only_what_the_wheel_needs_reaches_the_build() -> None:
+    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    assert lines[0] == "*"
+    allowed = {line[1:] for line in lines if line.startswith("!")}
+    for path in DOCKERFILES:
+        sources = [rest.split() for word, rest in instructions(path) if word == "COPY" and "--from" not in rest]
+        copied = {name for parts in sources for name in parts[:-1]}
+        assert copied == allowed
+    assert all((ROOT / name).exists() for name in allowed)
+
+
+def test_both_differ_in_little() -> None:
+    cpu, gpu = (set(instructions(path)) for path in DOCKERFILES)
+    assert {word for word, _ in cpu ^ gpu} == {"ARG", "LABEL", "ENV"}
+
+
+def seconds(text: str) -> float:
+    return float(text.removesuffix("s"))
+
+
+def test_compose_gives_the_drain_its_time() -> None:
+    service: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["specexport"]
+    assert seconds(service["stop_grace_period"]) > ServerConfig().drain_timeout_s
+    assert service["read_only"]
+    assert service["cap_drop"] == ["ALL"]
+    assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    assert "?" in service["environment"][KEY_VARIABLE], "no key, no start"
+    assert any(volume.endswith(":/bundle:ro") for volume in service["volumes"])
+    with click.Context(serve) as context:
+        serve.parse_args(context, ["/bundle", *service["command"]])
+
+
+def test_kubernetes_gives_the_drain_its_time() -> None:
+    deployment, _ = yaml.safe_load_all((DOCKER / "kubernetes.yaml").read_text())
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    with click.Context(serve) as context:
+        serve.parse_args(context, ["/bundle", *container["args"]])
+    (pause,) = re.findall(r"sleep\((\d+)\)", str(container["lifecycle"]["preStop"]))
+    assert pod["terminationGracePeriodSeconds"] > context.params["drain_timeout_s"] + float(pause)
+    paths = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")}
+    assert paths == {"startup": "/health", "liveness": "/health", "readiness": "/ready"}
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert f"{pod['securityContext']['runAsUser']}:" in last_stage(DOCKERFILES[0])["USER"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert not container["securityContext"]["allowPrivilegeEscalation"]
+    assert not pod["automountServiceAccountToken"]
+    assert "valueFrom" in next(item for item in container["env"] if item["name"] == KEY_VARIABLE)
