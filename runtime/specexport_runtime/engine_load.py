@@ -105,7 +105,8 @@ def _with_costs(
 
     target, draft = executors["target"], executors.get("draft")
     obstacle = self_draft_obstacle(runner(target), bundle.manifest.models["target"])
-    if defaults.drafter == "self" and obstacle is not None:
+    needs_layers = defaults.drafter == "self" or (defaults.drafter == "chained" and draft is None)
+    if needs_layers and obstacle is not None:
         raise InvalidRequestError(*obstacle)
     parts = EngineParts(bundle, target, draft, defaults, obstacle)
     if not options.adaptive and defaults.lookahead != "auto":

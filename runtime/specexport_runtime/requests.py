@@ -115,7 +115,7 @@ class DraftDefaults(NamedTuple):
     """How an engine drafts for requests that do not say.
 
     Attributes:
-        drafter: one of ``DRAFTERS``; None: the draft model if there is one, else none.
+        drafter: one of ``DRAFTERS``; None: the draft model if there is one, else ``"none"``.
         lookahead: K of a model, or tokens copied by lookup, or ``"auto"``; None takes the default of each.
         match_length: fewest tokens that lookup must match.
         layer_rules: which layers ``"self"`` leaves out.
@@ -225,7 +225,12 @@ def resolve_draft_plan(options: RequestOptions, abilities: Abilities, defaults: 
     if drafter is None:
         drafter = defaults.drafter or ("draft-model" if abilities.has_draft or requested is not None else None)
         requested = defaults.lookahead if requested is None else requested
-    if drafter is None:
+    if drafter == "none" and options.num_speculative_tokens is not None:
+        raise InvalidRequestError(
+            "a number of draft tokens was given, and this engine does not draft unless it is told how.",
+            "name a drafter too, or drop the number.",
+        )
+    if drafter in (None, "none"):
         return DraftPlan()
     names = _stage_names(drafter, abilities)
     if requested == "auto":

@@ -16,16 +16,18 @@ from specexport_runtime.requests import (
 )
 
 _KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min")
-_METHODS = ("draft_model", "ngram", "self")
+_METHODS = ("draft_model", "ngram", "self", "chained", "none")
+_WITHOUT_MODEL = ("self", "chained", "none")
 
 
 def parse_speculative_config(config: Mapping[str, Any], *, draft_source: str | None, built: int) -> DraftDefaults:
     """How an engine drafts, from vLLM's speculative-config keys.
 
     Args:
-        config: ``method`` (``"draft_model"``, ``"ngram"``, or ``"self"``: some of the target's own layers), ``model``
-            (if given, it must be the bundle's own draft), ``num_speculative_tokens`` (a number, or ``"auto"``), and for
-            ``"ngram"`` ``prompt_lookup_min`` (fewest tokens to match); all optional.
+        config: ``method`` (``"draft_model"``, ``"ngram"``, and of our own ``"self"``, ``"chained"`` and ``"none"``, the
+            drafters of ``requests.DRAFTERS``), ``model`` (if given, it must be the bundle's own draft),
+            ``num_speculative_tokens`` (a number, or ``"auto"``), and for ``"ngram"`` ``prompt_lookup_min`` (fewest
+            tokens to match); all optional.
         draft_source: name of the bundle's draft checkpoint; None if it has no draft.
         built: largest K of the bundle.
 
@@ -37,15 +39,15 @@ def parse_speculative_config(config: Mapping[str, Any], *, draft_source: str | N
     method = config.get("method", "draft_model")
     if method not in _METHODS:
         raise InvalidRequestError(
-            f"speculative_config method {method!r} is not available.", "use 'draft_model', 'ngram' or 'self'."
+            f"speculative_config method {method!r} is not available.", f"use one of {', '.join(_METHODS)}."
         )
     if method == "ngram":
         return _parse_ngram(config, built)
     if "prompt_lookup_min" in config:
         raise InvalidRequestError("prompt_lookup_min needs method 'ngram'.", "add the method, or drop the key.")
-    if method == "self":
+    if method in _WITHOUT_MODEL:
         _refuse_model(config, method)
-        return DraftDefaults("self", _lookahead(config, built, DEFAULT_SELF_LOOKAHEAD))
+        return _parse_own(config, method, built)
     if draft_source is None:
         raise InvalidRequestError(
             "speculative_config was given, but this bundle has no draft.", "build it with --draft, or use 'ngram'."
@@ -56,6 +58,15 @@ def parse_speculative_config(config: Mapping[str, Any], *, draft_source: str | N
             "build a bundle with that draft, or drop the key.",
         )
     return DraftDefaults("draft-model", _lookahead(config, built, DEFAULT_LOOKAHEAD))
+
+
+def _parse_own(config: Mapping[str, Any], method: str, built: int) -> DraftDefaults:
+    given = config.get("num_speculative_tokens")
+    if method == "self":
+        return DraftDefaults("self", _lookahead(config, built, DEFAULT_SELF_LOOKAHEAD))
+    if method == "none" and given is not None:
+        raise InvalidRequestError("method 'none' drafts no tokens, but num_speculative_tokens was given.", "drop one.")
+    return DraftDefaults(method, None if given is None else _lookahead(config, built, DEFAULT_LOOKAHEAD))
 
 
 def _check_keys(config: Mapping[str, Any]) -> None:

@@ -198,6 +198,9 @@ def test_stats_have_the_documented_fields(engine):
         ({"method": "ngram", "prompt_lookup_min": 0}, "match length"),
         ({"method": "ngram", "model": "draft-name"}, "takes no model"),
         ({"prompt_lookup_min": 2}, "needs method 'ngram'"),
+        ({"method": "none", "num_speculative_tokens": 2}, "drafts no tokens"),
+        ({"method": "chained", "model": "draft-name"}, "takes no model"),
+        ({"method": "chained", "num_speculative_tokens": 9}, "1 to 8"),
     ],
 )
 def test_speculative_config_is_honoured_or_refused(config, words):
@@ -214,6 +217,25 @@ def test_ngram_speculative_config_is_lookup():
     config = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 3}
     assert parse_speculative_config(config, draft_source=None, built=8)[:3] == ("lookup", 5, 3)
     assert parse_speculative_config({"method": "ngram"}, draft_source=None, built=8)[:3] == ("lookup", 7, 2)
+
+
+def test_our_own_methods_as_the_default_of_an_engine():
+    def engine_of(config):
+        return make_engine(draft_defaults=parse_speculative_config(config, draft_source="draft-name", built=8))
+
+    plain = engine_of({"method": "none"})
+    assert plain.generate("w1 w2")[0].stats.drafted == 0
+    assert plain.generate("w1 w2", drafter="draft-model")[0].stats.drafted > 0
+    with pytest.raises(InvalidRequestError, match="name a drafter"):
+        plain.generate("w1 w2", num_speculative_tokens=2)
+    for config, lookahead in (({"method": "chained"}, 4), ({"method": "chained", "num_speculative_tokens": 2}, 2)):
+        chained = engine_of(config)
+        trace = chained.generate("w1 w2 w3 w1 w2", SamplingParams(max_tokens=40), trace=True)[0].trace
+        drafted = {
+            name: [len(each.drafted) for each in trace if each.drafter == name] for name in ("lookup", "draft-model")
+        }
+        assert drafted["lookup"]
+        assert max(drafted["draft-model"]) == lookahead
 
 
 def test_speculative_config_sets_the_default(demo_bundle):
