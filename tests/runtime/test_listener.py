@@ -1,7 +1,9 @@
 """Several requests at once, all or none, and those who listen to them."""
 
 import logging
+import queue
 import threading
+import time
 
 import pytest
 from test_engine import make_engine
@@ -240,8 +242,14 @@ def test_closing_from_within_frees_the_engines_after_the_last_step(engine):
     assert [name for name, _ in order].count("close") == 1
 
 
-def test_who_has_read_a_stream_to_its_end_finds_the_result(engine):
-    for i in range(200):
+def test_who_has_read_a_stream_to_its_end_finds_the_result(engine, monkeypatch):
+    class Dawdling(queue.Queue):
+        def put(self, item):
+            super().put(item)
+            time.sleep(0.002 if item is None else 0)
+
+    monkeypatch.setattr("specexport_runtime.handle.SimpleQueue", Dawdling)
+    for i in range(5):
         handle = engine.submit([i % 17], SamplingParams(max_tokens=2))
         list(handle)
         assert handle.result(0).finish_reason == "length"
