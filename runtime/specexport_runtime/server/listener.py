@@ -1,4 +1,4 @@
-"""The socket that a server listens on, and the HTTP server on it. Imports nothing of the extra when imported."""
+"""The socket that a server listens on, and the HTTP server on it."""
 
 import asyncio
 import contextlib
@@ -6,13 +6,14 @@ import errno
 import functools
 import socket
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import uvicorn
 
 from specexport_runtime.errors import UserInputError
 from specexport_runtime.server.config import ServerConfig
-
-if TYPE_CHECKING:
-    import uvicorn
+from specexport_runtime.server.connection import BoundedProtocol
+from specexport_runtime.server.guard import overloaded
 
 LAST_WORDS_S = 5.0
 """How long clients may take to read the end of their answers when the server ends."""
@@ -73,7 +74,16 @@ def url_of(listener: socket.socket, config: ServerConfig) -> str:
     return f"http://{host}:{listener.getsockname()[1]}"
 
 
-def http_server(app: Any, config: ServerConfig, log_config: dict[str, Any] | None = None) -> "uvicorn.Server":
+class _Server(uvicorn.Server):
+    """uvicorn would end by the signal that it got; ours ends with 0 after a drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave signals alone."""
+        yield
+
+
+def http_server(app: Any, config: ServerConfig, log_config: dict[str, Any] | None = None) -> uvicorn.Server:
     """The HTTP server of an application; it leaves signals to its caller.
 
     Args:
@@ -81,19 +91,6 @@ def http_server(app: Any, config: ServerConfig, log_config: dict[str, Any] | Non
         config: the server's settings.
         log_config: settings for ``logging.config.dictConfig``; None leaves logging as it is.
     """
-    import uvicorn
-
-    from specexport_runtime.server.connection import BoundedProtocol
-    from specexport_runtime.server.guard import overloaded
-
-    class Server(uvicorn.Server):
-        """uvicorn would end by the signal that it got; ours ends with 0 after a drain."""
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Generator[None, None, None]:
-            """Leave signals alone."""
-            yield
-
     allow_open_files(config.max_connections + _FILES_BESIDES_CONNECTIONS)
     protocol: Any = functools.partial(BoundedProtocol, settings=config, overloaded=overloaded)
     options = uvicorn.Config(
@@ -110,7 +107,7 @@ def http_server(app: Any, config: ServerConfig, log_config: dict[str, Any] | Non
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(LAST_WORDS_S),
     )
-    return Server(options)
+    return _Server(options)
 
 
 def allow_open_files(count: int) -> None:

@@ -64,6 +64,7 @@ class _Life:
         self._watch_signals()
         server = http_server(self._app, self._config, log_config(self._config.log_format))
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        _log.info("listening at %s; the model is being loaded", url_of(self._listener, self._config))
         try:
             engine = await self._load_engine()
             if engine is not None:

@@ -1,0 +1,149 @@
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import httpx
+import pytest
+from server_process import SLOW_LOAD, ServerProcess
+from wire import Wire
+
+ASK = {"prompt": "def f(", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+LONG = ASK | {"max_tokens": 230}
+
+
+@pytest.fixture
+def running(demo_bundle) -> Iterator[ServerProcess]:
+    with ServerProcess(demo_bundle, "--drain-timeout", "20") as server:
+        yield server.wait_until_ready()
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def status(url: str) -> int | None:
+    try:
+        return httpx.get(url).status_code
+    except httpx.TransportError:
+        return None
+
+
+def streamed_text(events: bytes) -> str:
+    data = [line[6:] for line in events.split(b"\n") if line.startswith(b"data: {")]
+    return "".join(choice["text"] for item in data for choice in json.loads(item)["choices"])
+
+
+def test_what_was_taken_is_finished_and_nothing_more_is_taken(running):
+    alone = httpx.post(f"{running.url}/v1/completions", json=LONG).json()["choices"][0]["text"]
+    with (
+        Wire(running.port) as stream,
+        Wire(running.port) as whole,
+        Wire(running.port) as late,
+        Wire(running.port) as probe,
+    ):
+        whole.post(LONG)
+        stream.post(LONG | {"stream": True})
+        begun = stream.until(b"data: ")
+        running.tell()
+        while True:
+            probe.send(b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            ready = probe.reply()
+            if ready.status == 503:
+                break
+        assert json.loads(ready.body)["status"] == "draining"
+        late.post(ASK)
+        refused = late.reply()
+        assert (refused.status, refused.code, refused.headers["connection"]) == (503, "draining", "close")
+        assert int(refused.headers["retry-after"]) >= 1
+        events = b"data: " + stream.until(b"[DONE]")
+        assert begun.startswith(b"HTTP/1.1 200")
+        assert streamed_text(events) == alone
+        assert json.loads(whole.reply().body)["choices"][0]["text"] == alone
+    code, errors = running.end()
+    assert code == 0
+    assert "Traceback" not in errors
+
+
+def test_what_does_not_end_in_time_is_cancelled(demo_bundle):
+    with ServerProcess(demo_bundle, "--drain-timeout", "0.01") as server:
+        server.wait_until_ready()
+        # n keeps the requests going for longer than the drain: each has many choices, one after another
+        with Wire(server.port) as stream, Wire(server.port) as whole:
+            whole.post(LONG | {"n": 16, "temperature": 1})
+            stream.post(LONG | {"n": 16, "temperature": 1, "stream": True})
+            stream.until(b"data: ")
+            server.tell()
+            events = stream.until(b"\r\n0\r\n\r\n")
+            assert b'"draining"' in events
+            assert b"[DONE]" not in events
+            reply = whole.reply()
+            assert (reply.status, reply.code) == (503, "draining")
+        code, errors = server.end()
+    assert code == 0
+    assert "Traceback" not in errors
+
+
+def test_a_client_that_does_not_read_does_not_hold_up_the_end(demo_bundle):
+    with ServerProcess(demo_bundle, "--drain-timeout", "0.1") as server:
+        server.wait_until_ready()
+        with Wire(server.port, receive_buffer=4096) as wire:
+            wire.post(LONG | {"n": 16, "temperature": 1, "stream": True, "logprobs": 5})
+            wire.until(b"HTTP/1.1 200")
+            server.tell()
+            code, _ = server.end()
+    assert code == 0
+
+
+def test_it_answers_while_it_loads_and_ends_when_it_is_told(demo_bundle):
+    port = free_port()
+    start = ("-c", SLOW_LOAD.format(seconds=60))
+    with ServerProcess(demo_bundle, port=port, start=start) as server:
+        url = f"http://127.0.0.1:{port}"
+        wait_for(lambda: status(f"{url}/health") == 200)
+        ready = httpx.get(f"{url}/ready")
+        assert (ready.status_code, ready.json()["status"]) == (503, "loading")
+        refused = httpx.post(f"{url}/v1/completions", json=ASK)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
+        assert int(refused.headers["retry-after"]) >= 1
+        server.tell()
+        code, errors = server.end()
+    assert code == 0
+    assert "Traceback" not in errors
+
+
+def test_a_second_signal_ends_it_at_once(demo_bundle):
+    with ServerProcess(demo_bundle, "--drain-timeout", "60") as server:
+        server.wait_until_ready()
+        with Wire(server.port) as wire:
+            wire.post(LONG | {"n": 16, "temperature": 1, "stream": True})
+            wire.until(b"data: ")
+            server.tell(signal.SIGINT)
+            wait_for(lambda: status(f"{server.url}/ready") in (503, None))
+            server.tell(signal.SIGINT)
+            code, _ = server.end()
+    assert code == 130
+
+
+def test_a_killed_server_can_be_started_again_at_once(running, demo_bundle):
+    with Wire(running.port) as wire:
+        wire.post(LONG | {"stream": True})
+        wire.until(b"data: ")
+        running.tell(signal.SIGKILL)
+        assert running.end()[0] == -signal.SIGKILL
+        with ServerProcess(demo_bundle, port=running.port) as again:
+            again.wait_until_ready()
+            assert httpx.post(f"{again.url}/v1/completions", json=ASK).status_code == 200
+            again.tell(signal.SIGINT)  # Ctrl-C drains as well
+            assert again.end()[0] == 0

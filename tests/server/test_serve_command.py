@@ -1,0 +1,201 @@
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from contextlib import closing
+
+import httpx
+import pytest
+from server_process import ServerProcess
+
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.server import command
+from specexport_runtime.server.config import ServerConfig
+
+KEY = "a-key-that-nobody-guesses"
+
+
+def fails(capsys, *arguments: str) -> tuple[int, str]:
+    """Exit code and the one line of a command that fails."""
+    from specexport_runtime.cli import runtime_cli
+
+    with pytest.raises(SystemExit) as end:
+        runtime_cli(["serve", *arguments])
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert " Fix: " in err
+    assert err.count("\n") == 1
+    return end.value.code, err
+
+
+BAD_OPTIONS = {
+    ("--port", "65536"): "--port is 65536",
+    ("--port", "-1"): "--port is -1",
+    ("--max-body-bytes", "0"): "--max-body-bytes is 0",
+    ("--max-prompts", "0"): "--max-prompts is 0",
+    ("--max-n", "0"): "--max-n is 0",
+    ("--max-prompt-tokens", "0"): "--max-prompt-tokens is 0",
+    ("--max-tokens", "0"): "--max-tokens is 0",
+    ("--max-waiting", "-1"): "--max-waiting is -1",
+    ("--max-connections", "0"): "--max-connections is 0",
+    ("--request-timeout", "0"): "--request-timeout is 0",
+    ("--body-timeout", "-1"): "--body-timeout is -1",
+    ("--drain-timeout", "nan"): "--drain-timeout is nan",
+    ("--drain-timeout", "inf"): "--drain-timeout is inf",
+    ("--log-format", "xml"): "--log-format",
+    ("--model-name", ""): "--model-name is ''",
+    ("--model-name", "a b"): "--model-name is 'a b'",
+    ("--host", ""): "--host is ''",
+    ("--allowed-host", "https://a"): "--allowed-host is 'https://a'",
+    ("--allowed-host", "a:80"): "--allowed-host is 'a:80'",
+    ("--allowed-host", "*"): "--allowed-host is '*'",
+    ("--api-key", ""): "--api-key is empty",
+    ("--threads", "0"): "--threads is 0",
+    ("--host", "0.0.0.0"): "no API key was given",
+    ("--host", "::"): "no API key was given",
+    ("--host", "some-name"): "no API key was given",
+    ("--drafter", "wish"): "--drafter",
+    ("--num-speculative-tokens", "some"): "'some' is neither an integer nor 'auto'",
+    ("--api-key-file", "/nonexistent"): "--api-key-file /nonexistent cannot be read: No such file",
+}
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS, ids=" ".join)
+def test_a_bad_value_is_named(capsys, demo_bundle, options):
+    code, line = fails(capsys, str(demo_bundle), *options)
+    assert code == 2
+    assert BAD_OPTIONS[options] in line
+
+
+@pytest.mark.parametrize("key", ["with space", "tab\t", "é", "line\n"])
+def test_a_key_that_cannot_be_sent_is_refused_without_being_shown(capsys, demo_bundle, monkeypatch, key):
+    _, line = fails(capsys, str(demo_bundle), "--api-key", key)
+    assert "--api-key has a space or a character that is not ASCII" in line
+    assert key not in line
+    monkeypatch.setenv("SPECEXPORT_API_KEY", key)
+    _, line = fails(capsys, str(demo_bundle))
+    assert line.startswith("error: SPECEXPORT_API_KEY has a space")
+
+
+def test_keys_come_from_the_flag_and_the_file_or_else_the_environment(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_text("# ours\none\n\n  two  \none\n")
+    monkeypatch.setenv("SPECEXPORT_API_KEY", "three")
+    assert command.collect_keys((), None) == ("three",)
+    assert command.collect_keys((), file) == ("one", "two")
+    assert command.collect_keys(("zero", "one"), file) == ("zero", "one", "two")
+    monkeypatch.delenv("SPECEXPORT_API_KEY")
+    assert command.collect_keys((), None) == ()
+    monkeypatch.setenv("SPECEXPORT_API_KEY", "")
+    with pytest.raises(InvalidRequestError, match="SPECEXPORT_API_KEY is empty"):
+        command.collect_keys((), None)
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"", "has no key"), (b"# x\n", "has no key"), (b"\xff", "not UTF-8"),
+                                                  (b"good\nnot good\n", "line 2")])  # fmt: skip
+def test_a_file_of_keys_is_checked(tmp_path, content, message):
+    file = tmp_path / "keys"
+    file.write_bytes(content)
+    with pytest.raises(InvalidRequestError, match=message) as error:
+        command.collect_keys((), file)
+    assert "not good" not in str(error.value)
+
+
+def test_with_a_key_or_insecure_it_may_be_reached():
+    assert not ServerConfig(host="0.0.0.0", api_keys=("k",)).is_loopback
+    assert not ServerConfig(host="0.0.0.0", insecure=True).is_loopback
+    assert all(ServerConfig(host=host).is_loopback for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"))
+
+
+def test_the_default_drafting_is_vllms_speculative_config():
+    assert command.speculative_config(None, None) is None
+    assert command.speculative_config("lookup", 5) == {"method": "ngram", "num_speculative_tokens": 5}
+    assert command.speculative_config(None, "auto") == {"num_speculative_tokens": "auto"}
+
+
+def test_a_port_in_use(capsys, demo_bundle):
+    with closing(socket.socket()) as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        code, line = fails(capsys, str(demo_bundle), "--port", str(port))
+    assert code == 2
+    assert f"port {port} of 127.0.0.1 is in use" in line
+
+
+@pytest.mark.parametrize(("host", "message"), [
+    ("192.0.2.1", "--host 192.0.2.1 is no address of this machine"), ("no..name", "cannot be resolved"),
+])  # fmt: skip
+def test_a_host_that_is_not_this_machine(capsys, demo_bundle, host, message):
+    code, line = fails(capsys, str(demo_bundle), "--host", host, "--api-key", KEY, "--port", "0")
+    assert code == 2
+    assert message in line
+    assert KEY not in line
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command_line = [sys.executable, "-m", "specexport_runtime", "serve", *arguments, "--port", "0", "--no-adaptive"]
+    return subprocess.run(command_line, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_bundle_that_is_missing_or_does_not_fit(tmp_path, demo_bundle):
+    missing = run(str(tmp_path / "none"))
+    newer = tmp_path / "newer"
+    shutil.copytree(demo_bundle, newer)
+    manifest = json.loads((newer / "manifest.json").read_text())
+    manifest["schema_version"] = 999
+    (newer / "manifest.json").write_text(json.dumps(manifest))
+    unfit = run(str(newer))
+    for result, code in ((missing, 2), (unfit, 3)):
+        assert result.returncode == code, result
+        assert result.stdout == ""
+        assert result.stderr.splitlines()[-1].startswith("error: ")
+        assert "Traceback" not in result.stderr
+
+
+def test_without_the_extra_the_package_is_named(demo_bundle):
+    script = (
+        "import sys; sys.modules['uvicorn'] = None\n"
+        "from specexport_runtime.cli import runtime_cli\nruntime_cli(['serve', sys.argv[1]])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(demo_bundle)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 2
+    assert result.stderr == "error: uvicorn is not installed. Fix: pip install 'specexport[serve]'.\n"
+
+
+def test_what_the_command_says_is_what_the_server_does(demo_bundle):
+    options = ("--drafter", "lookup", "--num-speculative-tokens", "3", "--max-tokens", "7", "--log-format", "json",
+               "--max-num-seqs", "2")  # fmt: skip
+    environment = {"SPECEXPORT_API_KEY": KEY}
+    with ServerProcess(demo_bundle, "--model-name", "our-model", *options, environment=environment) as server:
+        server.wait_until_ready()
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+        headers = {"Authorization": f"Bearer {KEY}"}
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        models = httpx.get(f"{server.url}/v1/models", headers=headers).json()["data"]
+        assert [model["id"] for model in models] == ["our-model"]
+        ask = {"prompt": "x = 1\nx = 1\nx = 1\nx =", "max_tokens": 7, "temperature": 0}
+        answer = httpx.post(f"{server.url}/v1/completions", json=ask, headers=headers).json()
+        assert answer["usage"]["speculative"]["drafted"] > 0
+        too_many = httpx.post(f"{server.url}/v1/completions", json=ask | {"max_tokens": 8}, headers=headers)
+        assert too_many.status_code == 400
+        server.tell()
+        code, errors = server.end()
+    assert code == 0
+    lines = [json.loads(line) for line in errors.splitlines()]
+    assert {"/v1/completions", "/v1/models"} <= {line.get("path") for line in lines}
+    assert KEY not in errors
+
+
+def test_the_compilers_command_has_it_too():
+    from specexport.cli import main
+
+    served = main.get_command(None, "serve")
+    assert served is command.serve
+    assert {"--api-key", "--max-num-seqs", "--drain-timeout"} <= {
+        flag for option in served.params for flag in option.opts
+    }
