@@ -3,13 +3,14 @@
     python benchmarks/serving.py engines/demo [--json FILE]
 
 ``specexport serve`` runs on a port of this machine; its clients run in a process of their own (``lean_clients.py``).
-Throughput: in turns, 8 threads of this process that stream from the engine, and 8 clients that stream from the server;
-figures are medians. Crowd: many more clients than rows, requests of mixed size, greedy and sampled, streamed and not,
+Throughput: in turns, 8 threads of this process that stream from the engine, 8 tasks of an event loop that do, and 8
+clients that stream from the server; figures are medians. Crowd: many more clients than rows, requests of mixed size, greedy and sampled, streamed and not,
 some with two choices, while the queue is so short that some are refused (429) and come again; every text must be that
 of the request alone in the engine. Exits with 1 if one is not, or if there was any other error.
 """
 
 import argparse
+import asyncio
 import contextlib
 import random
 import signal
@@ -26,7 +27,7 @@ from typing import Any
 from common import DEMO_PROMPTS, median, read_prompts, report
 from lean_clients import send_all
 
-from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime import AsyncSpecEngine, SamplingParams, SpecEngine
 
 Body = dict[str, Any]
 Runs = dict[str, list[float]]
@@ -80,6 +81,30 @@ def in_threads(engine: SpecEngine, requests: list[Body], count: int) -> dict[str
     return {"seconds": time.perf_counter() - start, "answers": [answers[i] for i in range(len(requests))]}
 
 
+def in_event_loop(engine: SpecEngine, requests: list[Body], count: int) -> dict[str, Any]:
+    """The same from ``count`` tasks of an event loop in this process."""
+    jobs = iter(enumerate(requests))
+    answers = {}
+
+    async def work(service: AsyncSpecEngine) -> None:
+        for index, body in jobs:
+            start, first, text = time.perf_counter(), 0.0, ""
+            async for chunk in await service.submit(body["prompt"], params_of(body, 0), **drafting_of(body)):
+                first = first or time.perf_counter()
+                text += chunk.text
+            tokens = chunk.stats.num_generated_tokens
+            answers[index] = {"texts": [text], "tokens": tokens, "first_s": first - start}
+
+    async def run() -> float:
+        service = AsyncSpecEngine(engine)
+        start = time.perf_counter()
+        await asyncio.gather(*(work(service) for _ in range(count)))
+        return time.perf_counter() - start
+
+    seconds = asyncio.run(run())
+    return {"seconds": seconds, "answers": [answers[i] for i in range(len(requests))]}
+
+
 def params_of(body: Body, choice: int) -> SamplingParams:
     """What one choice of a request is generated with."""
     seed = body["seed"] + choice if "seed" in body else None
@@ -102,21 +127,28 @@ def throughput(engine: SpecEngine, port: int, prompts: list[str], args: argparse
     common = {"max_tokens": args.max_tokens, "temperature": 0.0, "ignore_eos": True, "stream": True}
     common["stream_options"] = {"include_usage": True}
     requests = [{"prompt": prompts[i % len(prompts)], **common} for i in range(args.streams * args.rounds)]
-    speeds: Runs = {"engine": [], "server": []}
-    firsts: Runs = {"engine": [], "server": []}
+    ways = {
+        "threads": lambda: in_threads(engine, requests, args.streams),
+        "asyncio": lambda: in_event_loop(engine, requests, args.streams),
+        "server": lambda: send_all(port, requests, args.streams),
+    }
+    speeds: Runs = {where: [] for where in ways}
+    firsts: Runs = {where: [] for where in ways}
     same = True
     for repeat in range(args.repeats + 1):
         texts = {}
-        for where in ("engine", "server") if repeat % 2 else ("server", "engine"):
-            found = in_threads(engine, requests, args.streams) if where == "engine" else None
-            found = found or send_all(port, requests, args.streams)
+        for where in ways if repeat % 2 else reversed(ways):
+            found = ways[where]()
             texts[where] = [answer.get("texts") for answer in found["answers"]]
             if repeat:  # the first is the warm-up
                 speeds[where].append(sum(answer.get("tokens", 0) for answer in found["answers"]) / found["seconds"])
                 firsts[where] += [1e3 * answer["first_s"] for answer in found["answers"] if "first_s" in answer]
-        same &= texts["engine"] == texts["server"]
-    ratio = median(over / own for over, own in zip(speeds["server"], speeds["engine"], strict=True))
-    return {"tokens_per_s": speeds, "first_token_ms": firsts, "ratio": ratio, "same_text": same}
+        same &= texts["threads"] == texts["asyncio"] == texts["server"]
+    ratios = {
+        where: median(other / own for other, own in zip(speeds[where], speeds["threads"], strict=True))
+        for where in ways
+    }
+    return {"tokens_per_s": speeds, "first_token_ms": firsts, "ratios": ratios, "same_text": same}
 
 
 def draw_crowd(prompts: list[str], args: argparse.Namespace) -> list[Body]:
@@ -177,15 +209,15 @@ def percentile(values: list[float], share: float) -> float:
 def rows_of(speed: dict[str, Any], mixed: dict[str, Any], args: argparse.Namespace) -> list[tuple[str, str]]:
     """The table."""
     rows = []
-    for where, name in (("engine", "in-process, threads"), ("server", "server, clients over a socket")):
+    names = {"threads": "threads", "asyncio": "asyncio, the same process", "server": "server, clients over a socket"}
+    for where, name in names.items():
         rates, firsts = speed["tokens_per_s"][where], speed["first_token_ms"][where]
         p50, p99 = percentile(firsts, 0.5), percentile(firsts, 0.99)
         rows += [
-            (f"{args.streams} streams, {name}", f"{median(rates):.0f} tokens/s"),
+            (f"{args.streams} streams, {name}", f"{median(rates):.0f} tokens/s, {speed['ratios'][where]:.3f}×"),
             (f"time to first token, {name}", f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, {p99 / p50:.1f}×; n={len(firsts)}"),
         ]
-    rows.append(("server over in-process, tokens/s", f"{speed['ratio']:.3f}×"))
-    rows.append(("texts of the two", "the same" if speed["same_text"] else "DIFFERENT"))
+    rows.append(("texts of the three", "the same" if speed["same_text"] else "DIFFERENT"))
     name = f"{mixed['requests']} requests, {args.clients} clients, {args.max_waiting} may wait"
     rows.append((name, f"{mixed['seconds']:.1f} s, {mixed['tokens'] / mixed['seconds']:.0f} tokens/s"))
     rows.append(("  refused with 429 and tried again", str(mixed["retries_on_429"])))
