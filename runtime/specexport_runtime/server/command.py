@@ -12,8 +12,8 @@ from specexport_runtime.errors import InvalidRequestError, MissingDependencyErro
 from specexport_runtime.server.config import LOG_FORMATS, ServerConfig, check_key, read_keys
 
 KEY_VARIABLE = "SPECEXPORT_API_KEY"
-_METHODS = {"draft-model": "draft_model", "lookup": "ngram", "self": "self"}
-"""Drafters that can be a server's default, by the names that ``generate`` has and those of ``speculative_config``."""
+_METHODS = {"draft-model": "draft_model", "lookup": "ngram", "self": "self", "chained": "chained", "none": "none"}
+"""The names of drafters that ``generate`` has, and those of ``speculative_config``."""
 _EXTRA = {"fastapi", "starlette", "pydantic", "uvicorn", "httptools", "prometheus_client"}
 
 
