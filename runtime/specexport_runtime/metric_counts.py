@@ -94,7 +94,7 @@ class EngineCounts:
         step_seconds: they took, drafting included.
         prompt_tokens: tokens of prompts that were fed.
         generation_tokens: tokens that were generated.
-        saved_seconds: of rounds that were faster than plain decoding, how much.
+        saved_seconds: of rounds with drafts that were faster than plain decoding, how much.
         lost_seconds: of those that were slower.
         accepted: drafts by number of accepted tokens.
         drafters: what each drafter did.
@@ -149,13 +149,14 @@ class EngineCounts:
 
     def add_round(self, record: "RoundRecord", now: float) -> None:
         """Count a step that ended at ``now``."""
-        generated = 0
+        generated = drafted = 0
         waits: dict[float, int] = {}  # sequences by when they last got tokens: most rounds, all at the same time
         for event in record.events:
             if not event.tokens:
                 continue
             sequence, key = event.sequence, id(event.sequence)
             generated += len(event.tokens)
+            drafted += event.drafted
             if event.drafted:
                 self._add_draft(event.proposal.drafter or "other", event.drafted, event.accepted)
             stats = sequence.stats
@@ -163,8 +164,7 @@ class EngineCounts:
                 self.histograms["first_token"].observe((stats.first_token_time or now) - stats.submit_time)
             elif (last := self.last_token.get(key)) is not None:
                 waits[last] = waits.get(last, 0) + 1
-            if sequence.finish_reason is None:
-                self.last_token[key] = now
+            self.last_token[key] = now
         for last, times in waits.items():
             self.histograms["between_tokens"].observe(now - last, times)
         self.steps += 1
@@ -172,7 +172,8 @@ class EngineCounts:
         self.prompt_tokens += record.prompt_tokens
         self.generation_tokens += generated
         self.histograms["step_tokens"].observe(record.prompt_tokens + generated)
-        saved = record.saved_seconds or 0.0
+        # A round without drafts saves nothing; what it differs by from the mean of its like is chance.
+        saved = (record.saved_seconds or 0.0) if drafted else 0.0
         self.saved_seconds += max(saved, 0.0)
         self.lost_seconds += max(-saved, 0.0)
 

@@ -46,9 +46,7 @@ _NUMBERS = (
     _Number("vllm:generation_tokens", "Tokens that were generated.", lambda c: c.generation_tokens),
     _Number("vllm:spec_decode_num_drafts", "Rounds of a sequence that had a draft.", lambda c: c.all_drafts().drafts),
     _Number(
-        "vllm:spec_decode_num_draft_tokens",
-        "Draft tokens that the target tested.",
-        lambda c: c.all_drafts().drafted,
+        "vllm:spec_decode_num_draft_tokens", "Draft tokens that the target tested.", lambda c: c.all_drafts().drafted
     ),
     _Number(
         "vllm:spec_decode_num_accepted_tokens",
@@ -59,12 +57,12 @@ _NUMBERS = (
     _Number("specexport:step_seconds", "Seconds that the steps took, drafting included.", lambda c: c.step_seconds),
     _Number(
         "specexport:saved_seconds",
-        "Seconds saved against plain decoding, in the rounds that were faster.",
+        "Seconds saved against plain decoding, in the rounds with drafts that were faster.",
         lambda c: c.saved_seconds,
     ),
     _Number(
         "specexport:lost_seconds",
-        "Seconds lost against plain decoding, in the rounds that were slower.",
+        "Seconds lost against plain decoding, in the rounds with drafts that were slower.",
         lambda c: c.lost_seconds,
     ),
 )
@@ -188,7 +186,9 @@ class EngineMetrics:
             its body and its content type.
         """
         if openmetrics_format:
-            body = openmetrics.generate_latest(self.registry)  # type: ignore[no-untyped-call]
+            # Otherwise it writes `vllm_…` for `vllm:…`, though a colon is as legal there as here.
+            names_as_they_are = openmetrics.ALLOWUTF8
+            body = openmetrics.generate_latest(self.registry, names_as_they_are)  # type: ignore[no-untyped-call]
             return bytes(body), openmetrics.CONTENT_TYPE_LATEST
         return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
 

@@ -1,6 +1,7 @@
 """Every metric by name, type and label; numbers equal to what the requests' own statistics say."""
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
@@ -11,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from serving import fake_engine
 
 from specexport_runtime import SpecEngine
+from specexport_runtime.drafters.base import Proposal
 from specexport_runtime.metric_counts import EngineCounts, Histogram, length_bounds
 from specexport_runtime.metrics import EngineMetrics
 from specexport_runtime.observe import RoundRecord
@@ -289,8 +291,8 @@ def test_gauges_say_how_busy_the_engine_is(make_engine):
 
 def test_saved_and_lost_seconds_are_two_counters():
     class Event:
-        def __init__(self, tokens: int) -> None:
-            self.tokens, self.drafted = [0] * tokens, 0
+        def __init__(self, tokens: int, drafted: int = 2) -> None:
+            self.tokens, self.drafted, self.accepted, self.proposal = [0] * tokens, drafted, 0, Proposal([])
             self.sequence = type("S", (), {"stats": type("T", (), {"rounds": 2})(), "finish_reason": None})()
 
     counts = EngineCounts()
@@ -301,6 +303,7 @@ def test_saved_and_lost_seconds_are_two_counters():
     assert (counts.saved_seconds, counts.lost_seconds) == (pytest.approx(0.005), pytest.approx(0.020))
     counts.add_round(RoundRecord([Event(5)], 7, 0.010, 0.010), 3.0)  # with a prompt: nobody knows
     counts.add_round(RoundRecord([Event(5)], 0, 0.010, None), 4.0)
+    counts.add_round(RoundRecord([Event(1, 0)], 0, 0.030, 0.010), 5.0)  # nobody drafted: chance
     assert (counts.saved_seconds, counts.lost_seconds) == (pytest.approx(0.005), pytest.approx(0.020))
 
 
@@ -344,6 +347,8 @@ def test_both_formats_parse(make_engine, openmetrics, parse):
     # The parser of the text format drops the suffix of counters, and cannot know that of a histogram is not one.
     found = {family.name.removesuffix("_total") for family in parse(page.decode())}
     assert found >= set(COUNTERS) | GAUGES | {name.removesuffix("_total") for name in HISTOGRAMS}
+    told = {(s.name, frozenset(s.labels)) for family in parse(page.decode()) for s in family.samples}
+    assert told == {(s.name, frozenset(s.labels)) for family in metrics.registry.collect() for s in family.samples}
 
 
 def test_scrapes_while_busy_see_one_moment(make_engine):
@@ -369,12 +374,15 @@ def test_scrapes_while_busy_see_one_moment(make_engine):
             errors.append(error)
 
     thread = threading.Thread(target=scrape)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # so that a scrape is interrupted often
     thread.start()
     try:
         results = [result for _ in range(5) for result in run_all(engine)]
     finally:
         done.set()
         thread.join(30)
+        sys.setswitchinterval(interval)
     assert not errors
     assert len(set(scrapes)) > 1  # it did look in between
     assert scrapes == sorted(scrapes)
