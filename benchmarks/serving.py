@@ -4,9 +4,10 @@
 
 ``specexport serve`` runs on a port of this machine; its clients run in a process of their own (``lean_clients.py``).
 Throughput: in turns, 8 threads of this process that stream from the engine, 8 tasks of an event loop that do, and 8
-clients that stream from the server; figures are medians. Crowd: many more clients than rows, requests of mixed size, greedy and sampled, streamed and not,
-some with two choices, while the queue is so short that some are refused (429) and come again; every text must be that
-of the request alone in the engine. Exits with 1 if one is not, or if there was any other error.
+clients that stream from the server; figures are medians. Crowd: many more clients than rows, requests of mixed size,
+greedy and sampled, streamed and not, some with two choices, while the queue is so short that some are refused (429) and
+come again; every text must be that of the request alone in the engine. Exits with 1 if one is not, or if there was any
+other error.
 """
 
 import argparse
