@@ -6,6 +6,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 from packaging.requirements import Requirement
 
@@ -119,3 +120,29 @@ def test_production_environment_names_the_missing_extra(production: Path, demo_p
     assert "specexport[export" in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("production")  # one worker, one environment
+def test_production_environment_serves_with_the_extra_and_asks_for_it_without(
+    production: Path, wheel: Path, demo_bundle: Path, tmp_path: Path
+) -> None:
+    command: list[str | Path] = [production / "specexport", "serve", demo_bundle, "--port", "0", "--no-adaptive"]
+    without = run(command, cwd=tmp_path)
+    assert without.returncode == 2
+    assert "specexport[serve]" in without.stderr
+    added = run([production / "python", "-m", "pip", "install", "--quiet", f"{wheel}[cpu,serve]"], cwd=tmp_path)
+    assert added.returncode == 0, added.stderr
+    for package in NOT_IN_PRODUCTION:
+        assert run([production / "python", "-c", f"import {package}"], cwd=tmp_path).returncode != 0, package
+    with subprocess.Popen([str(part) for part in command], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            url = line.split()[-1]
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "def f(", "max_tokens": 4}, timeout=60)
+            assert answer.status_code == 200, answer.text
+            server.terminate()
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
