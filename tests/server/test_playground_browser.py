@@ -127,8 +127,8 @@ def reported(
 
 @pytest.fixture(scope="module")
 def slow_served() -> Iterator[Served]:
-    """Two rows, and a step of the target takes 20 ms."""
-    with Served(lambda: fake_engine(2, step_seconds=0.02), ServerConfig(model_name="slow")) as served:
+    """Two rows, and a step of the target takes 50 ms: 300 tokens take seconds, whatever else the machine does."""
+    with Served(lambda: fake_engine(2, step_seconds=0.05), ServerConfig(model_name="slow")) as served:
         yield served
 
 
@@ -195,6 +195,18 @@ def test_a_token_tells_where_it_came_from_by_mouse_and_keyboard(fake_served, ope
     assert page.locator("#speculative .t.hot").count() > 1
 
 
+def test_a_click_on_a_round_shows_its_tokens(fake_served, open_page):
+    page = open_page(fake_served, viewport={"width": 700, "height": 700})
+    run(page, prompt="w1 w2", tokens=300)
+    top = "document.querySelector('#speculative [data-output]').scrollTop"
+    assert page.evaluate(top) > 100  # it followed the end
+    page.locator("#chart g").first.scroll_into_view_if_needed()
+    page.locator("#chart g").first.click()
+    assert page.evaluate(top) == 0
+    page.locator("#chart g").last.click()
+    assert page.evaluate(top) > 100
+
+
 def test_numbers_are_live_and_stop_frees_the_row(slow_served, open_page):
     page = open_page(slow_served)
     run(page, prompt="w1", tokens=300, wait=False)
@@ -231,18 +243,24 @@ def test_closing_the_page_frees_the_row(slow_served, open_page):
 
 def test_both_at_the_same_time_only_if_asked(slow_served, open_page):
     page = open_page(slow_served)
+    order: list[str] = []
+    page.on("request", lambda request: order.append("begin"))
+    page.on("requestfinished", lambda request: order.append("end"))
     assert "plain run comes second" in page.text_content("#order-note")
+    run(page, prompt="w1", tokens=20)
+    assert order == ["begin", "end", "begin", "end"]
+    assert "while both ran" not in page.text_content("#speedup-note")
+    order.clear()
     page.check("#together")
     assert "neither speed is its own" in page.text_content("#order-note")
-    run(page, prompt="w1", tokens=30, wait=False)
-    page.wait_for_selector("#speculative[data-phase=running] [data-index='2']")
-    page.wait_for_selector("#plain[data-phase=running] [data-index='2']")
-    assert page.locator("[data-phase=running]").count() == 2
-    page.wait_for_selector("#run:enabled")
+    run(page, prompt="w1", tokens=20)
+    assert order == ["begin", "begin", "end", "end"]
     assert "measured while both ran" in page.text_content("#speedup-note")
+    order.clear()
     page.uncheck("#compare")
     assert page.is_disabled("#together")
     run(page, tokens=10)
+    assert order == ["begin", "end"]
     assert page.is_hidden("#plain")
     assert page.text_content("#speedup").endswith("tokens/s")
 

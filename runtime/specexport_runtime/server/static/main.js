@@ -12,7 +12,10 @@ const DEFAULT_ROWS = 4; // of the chart, where K is "auto"
 const controls = new Controls();
 const columns = [makeColumn("speculative"), makeColumn("plain")];
 const [speculative, plain] = columns;
-const chart = new RoundChart(byId("chart"), { onRound: (round) => speculative.view.mark(round) });
+const chart = new RoundChart(byId("chart"), {
+  onRound: (round) => speculative.view.mark(round),
+  onPick: (round) => speculative.view.reveal(round),
+});
 
 let abort = null; // ends what is running; null while nothing is
 let failure = null; // what ended it, if that was not Stop

@@ -8,7 +8,7 @@ const CELL = 9;
 
 /** The chart in its scrolling container. */
 export class RoundChart {
-  constructor(container, { onRound = () => {} } = {}) {
+  constructor(container, { onRound = () => {}, onPick = () => {} } = {}) {
     this.container = container;
     this.onRound = onRound;
     this.svg = element("svg", { class: "cells" });
@@ -16,6 +16,10 @@ export class RoundChart {
     this.clear(null, 4);
     this.svg.addEventListener("pointerover", (event) => this._enter(event.target.closest("g")));
     this.svg.addEventListener("pointerleave", () => this._leave());
+    this.svg.addEventListener("click", (event) => {
+      const group = event.target.closest("g");
+      if (group) onPick(Number(group.dataset.round));
+    });
     container.addEventListener("scroll", hideTip, { passive: true });
   }
 

@@ -92,6 +92,12 @@ export class TokenView {
     this._hot = round;
   }
 
+  /** Scroll to the tokens of a round. */
+  reveal(round) {
+    const top = this.byRound[round][0].offsetTop - this.container.offsetTop;
+    this.container.scrollTop = top - this.container.clientHeight / 2;
+  }
+
   leave() {
     hideTip();
     this.mark(-1);
