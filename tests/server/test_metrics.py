@@ -248,7 +248,8 @@ def test_cancelled_and_failed_requests_are_counted_apart(make_engine):
     engine = make_engine(2, step_seconds=0.005)
     metrics = watched(engine)
     first = engine.submit("w1", SamplingParams(max_tokens=300), speculation=False)
-    next(iter(first))
+    chunks = iter(first)  # kept: letting go of it would cancel the request
+    next(chunks)
     waiting = [engine.submit("w2", SamplingParams(max_tokens=300)) for _ in range(3)]
     for handle in (first, *waiting):
         handle.cancel()
@@ -276,7 +277,8 @@ def test_gauges_say_how_busy_the_engine_is(make_engine):
     metrics = watched(engine)
     assert math.isnan(value(metrics, "specexport:acceptance_rate"))
     handles = [engine.submit("w1 w2", SamplingParams(max_tokens=300), speculation=False) for _ in range(5)]
-    next(iter(handles[0]))
+    chunks = iter(handles[0])  # kept: letting go of it would cancel the request
+    next(chunks)
     assert value(metrics, "vllm:num_requests_running") == 2
     assert value(metrics, "vllm:num_requests_waiting") == 3
     assert 0 < value(metrics, "vllm:kv_cache_usage_perc") < 1
