@@ -1,13 +1,25 @@
 """What an engine is put together from: its drafters, and what they can do."""
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 from specexport_runtime.batch import ModelRunner
+from specexport_runtime.decoder import Decoder
+from specexport_runtime.draft_length import DraftLength
 from specexport_runtime.drafters.base import Drafter
+from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.drafters.self_draft import SelfDrafter
+from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import as_gated
 from specexport_runtime.manifest import ModelEntry
 from specexport_runtime.requests import Obstacle
+from specexport_runtime.trace import RoundTracer
+
+if TYPE_CHECKING:
+    from specexport_runtime.cost_curves import CostCurves
+    from specexport_runtime.tune_profile import TuneProfile
 
 MAX_BACKLOG = 32  # tokens that a draft model catches up on within a drafting step: several copied drafts in a row
 
@@ -29,6 +41,57 @@ def make_drafters(
     if as_gated(target.executor) is not None and target.unpad_kv and target.unpad_input:
         drafters["self"] = SelfDrafter(target, vocab_size=vocab_size)
     return drafters
+
+
+def make_decoder(
+    target: ModelRunner,
+    drafters: Mapping[str, Drafter],
+    curves: "CostCurves | None",
+    profile: "TuneProfile | None",
+    lookahead: int,
+    max_num_batched_tokens: int,
+) -> Decoder:
+    """The decoder of an engine.
+
+    Args:
+        target: the target.
+        drafters: see :func:`make_drafters`.
+        curves: what steps cost, to choose K by; None for no choice.
+        profile: bounds the K that is chosen.
+        lookahead: largest K.
+        max_num_batched_tokens: most tokens of one step.
+    """
+    lengths: DraftLength | None = None
+    if curves is not None:
+        from specexport_runtime.goodput import GoodputLength
+
+        lengths = GoodputLength(curves, lookahead, profile)
+    return Decoder(
+        target,
+        ChainDrafter(drafters, lengths),
+        max_num_batched_tokens=max_num_batched_tokens,
+        lengths=lengths,
+        tracer=RoundTracer(curves),
+    )
+
+
+def check_empty(decoder: Decoder, draft: ModelRunner | None) -> None:
+    """Assert that nothing of any request is left in an engine.
+
+    Args:
+        decoder: its decoder.
+        draft: its draft model, if there is one.
+
+    Raises:
+        SpecexportError: something is.
+    """
+    decoder.check()
+    if decoder.has_work:
+        raise SpecexportError(f"nothing was asked for, and there is {decoder.load}.")
+    if draft is not None:
+        draft.kv.check()
+        if draft.kv.num_committed:
+            raise SpecexportError(f"{draft.kv.num_committed} cache entries of the draft model were left behind.")
 
 
 def self_draft_obstacle(target: ModelRunner, entry: ModelEntry | None = None) -> Obstacle | None:
