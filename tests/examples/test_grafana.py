@@ -1,0 +1,130 @@
+"""The dashboard and the alerts ask for metrics that a server has, with labels that these have."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "examples" / "grafana"
+NAME = re.compile(r"\b(?:(?:vllm|specexport):|process_)\w+")
+SELECTOR = re.compile(r"(\S*?)\{([^}]*)\}")
+LABEL = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"')
+GIVEN_BY_PROMETHEUS = {"instance", "job"}
+
+
+@pytest.fixture(scope="module")
+def samples() -> dict[str, set[str]]:
+    """Names of a busy server's samples, and their labels."""
+    sys.path.append(str(Path(__file__).parents[1] / "server"))
+    try:
+        from serving import fake_engine
+    finally:
+        sys.path.pop()
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from specexport_runtime import SamplingParams
+    from specexport_runtime.metrics import EngineMetrics
+
+    engine, metrics = fake_engine(), EngineMetrics("fake")
+    metrics.attach(engine)
+    engine.submit("w1 w2 w1 w2", SamplingParams(max_tokens=20)).result(30)
+    execute, engine.target.execute = engine.target.execute, None
+    with pytest.raises(Exception, match="TypeError"):
+        engine.submit("w1").result(30)
+    engine.target.execute = execute
+    engine.close()
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(metrics.render()[0].decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def dashboard() -> dict[str, Any]:
+    return json.loads((FOLDER / "dashboard.json").read_text())
+
+
+def expressions() -> list[str]:
+    return [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
+
+
+def test_every_metric_of_the_dashboard_is_served(samples):
+    asked = {name for expression in expressions() for name in NAME.findall(expression)}
+    assert len(asked) > 20
+    assert asked <= set(samples)
+
+
+def test_every_label_of_the_dashboard_exists(samples):
+    for expression in expressions():
+        for name, inside in SELECTOR.findall(expression):
+            metric = NAME.search(name)
+            assert metric, expression
+            assert set(LABEL.findall(inside)) <= samples[metric[0]] | GIVEN_BY_PROMETHEUS, expression
+        for labels in re.findall(r"\bby \(([^)]*)\)", expression):
+            names = {label.strip() for label in labels.split(",")}
+            known = set().union(*(samples[name] for name in NAME.findall(expression))) | GIVEN_BY_PROMETHEUS
+            assert names <= known, expression
+
+
+def test_what_must_be_seen_is_seen():
+    page = " ".join(expressions())
+    for name in (
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:generation_tokens_total",
+        "vllm:time_to_first_token_seconds_bucket",
+        "vllm:request_time_per_output_token_seconds_bucket",
+        "vllm:spec_decode_num_accepted_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "vllm:kv_cache_usage_perc",
+        "specexport:saved_seconds_total",
+        "specexport:lost_seconds_total",
+        "specexport:requests_refused_total",
+        "specexport:request_failures_total",
+    ):
+        assert name in page
+
+
+def test_rates_are_of_counters_and_quantiles_of_buckets(samples):
+    for expression in expressions():
+        for name in re.findall(r"rate\(([\w:]+)", expression):
+            assert name.endswith(("_total", "_bucket", "_sum", "_count")), expression
+        for name in re.findall(r"histogram_quantile\([\d.]+, sum by \(le\) \(rate\(([\w:]+)", expression):
+            assert name.endswith("_bucket")
+        assert expression.count("(") == expression.count(")")
+
+
+def test_the_dashboard_can_be_imported_anywhere():
+    board = dashboard()
+    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    assert "__inputs" not in board
+    assert "id" not in board
+    panels = board["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = set()
+    for panel in panels:
+        assert panel["title"]
+        assert panel["description"]
+        assert {panel["datasource"]["uid"], *(t["datasource"]["uid"] for t in panel["targets"])} == {"${datasource}"}
+        place = panel["gridPos"]
+        area = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert place["x"] + place["w"] <= 24
+        assert not area & cells, panel["title"]
+        cells |= area
+    used = set(re.findall(r"\$(\w+)", " ".join(expressions()))) - {"__rate_interval"}
+    assert used <= set(variables)
+
+
+def test_every_metric_of_the_alerts_is_served(samples):
+    text = (FOLDER / "alerts.yaml").read_text()
+    asked = {name for name in NAME.findall(text) if not name.startswith("specexport: ")}
+    assert len(asked) >= 8
+    assert asked <= set(samples)
