@@ -108,6 +108,15 @@ def test_echo_puts_the_prompt_first(client, fake_served, prompt):
     assert answer.choices[0].text == "w1 w2" + alone(fake_served, prompt, temperature=0).text
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_special_tokens_of_an_echo(demo_served, skip):
+    with client_of(demo_served) as client:
+        extra = {"skip_special_tokens": skip}
+        ids = [0, *demo_served.engine.engine.encode("def f(")]
+        answer = client.completions.create(model="demo", prompt=ids, echo=True, max_tokens=1, extra_body=extra)
+    assert answer.choices[0].text.startswith("def f(" if skip else "<|endoftext|>def f(")
+
+
 def test_defaults_are_openais(client, fake_served):
     answer = client.completions.create(model="fake", prompt=PROMPT, seed=5)
     assert answer.choices[0].text == alone(fake_served, PROMPT, seed=5, temperature=1.0, max_tokens=16).text

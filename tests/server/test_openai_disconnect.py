@@ -135,7 +135,7 @@ def test_a_request_that_takes_too_long(hasty):
 def test_a_stream_that_takes_too_long_ends_with_an_error(hasty):
     body = LONG | {"stream": True, "speculative": {"drafter": "none"}}
     events = httpx.post(f"{hasty.url}/v1/completions", json=body).text.strip().split("\n\n")
-    assert len(events) > 3
+    assert len(events) > 1
     assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "request_timeout"
     assert all("error" not in event for event in events[:-1])
     hasty.wait_until_idle()

@@ -1,11 +1,15 @@
 """Log-probabilities in both shapes, and the text and bytes of single tokens."""
 
 import json
+import math
 
 import pytest
 from openai_help import alone, client_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from specexport_runtime.logprobs import TokenLogprobs
+from specexport_runtime.results import StreamPiece
+from specexport_runtime.server.responses import ChatFormat, CompletionFormat, Header
 from specexport_runtime.server.token_text import TokenText, TokenTexts
 
 MESSAGES = [{"role": "user", "content": "w1 w2"}]
@@ -59,6 +63,15 @@ def test_chats_without_alternatives(client):
     assert [item.top_logprobs for item in answer.choices[0].logprobs.content] == [[], [], []]
     plain = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=3, logprobs=False)
     assert plain.choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("form", [CompletionFormat, ChatFormat])
+def test_what_cannot_be_is_json(fake_served, form):
+    logprobs = TokenLogprobs(1, -math.inf, ((1, -math.inf), (2, -0.5)))
+    texts = TokenTexts(fake_served.engine.engine.tokenizer)
+    answer = form(Header("x", 0, "fake"), texts=texts, origins=False, include_usage=False)
+    choice = answer.choice(0, "w1", [StreamPiece("w1", 1, "target", logprobs)], "length")
+    assert "-9999.0" in json.dumps(choice, allow_nan=False)
 
 
 def test_bytes_of_a_real_answer_are_its_text(demo_served):

@@ -6,9 +6,11 @@ import httpx
 import openai
 import pytest
 from openai_help import client_of
+from pydantic import ValidationError
 from serving import Served, fake_engine
 
 from specexport_runtime.server.config import ServerConfig
+from specexport_runtime.server.protocol import ChatRequest, CompletionRequest
 
 MESSAGES = [{"role": "user", "content": "w1"}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -51,6 +53,7 @@ IN_BOTH = [
     ({"stop": ["a", ""]}, "stop", "invalid_value"),
     ({"stop": ["a"] * 17}, "stop", "invalid_value"),
     ({"stop": 5}, "stop", "invalid_value"),
+    ({"stop": "a" * 257}, "stop", "invalid_value"),
     ({"stop_token_ids": [17]}, "stop_token_ids", "invalid_value"),
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "invalid_value"),
     ({"seed": 2**63}, "seed", "invalid_value"),
@@ -169,6 +172,7 @@ BODIES = {
     "surrogate": (b'{"prompt": "w1 \\ud800"}', "invalid_unicode"),
     "surrogate in a key": (b'{"prompt": "w1", "\\udfff": 1}', "invalid_unicode"),
     "surrogate in a key within": (b'{"prompt": "w1", "logit_bias": {"\\udfff": 1}}', "invalid_unicode"),
+    "thousands of keys": (b"{" + b",".join(b'"k%d": 1' % i for i in range(5000)) + b"}", "invalid_json"),
     "surrogate in a list": (b'{"prompt": "w1", "stop": ["w2", "\\udc00"]}', "invalid_unicode"),
 }
 
@@ -185,7 +189,7 @@ def refusal(answer, status=400):
 
 @pytest.fixture(scope="module")
 def http(fake_served):
-    with httpx.Client(base_url=fake_served.url) as http:
+    with httpx.Client(base_url=fake_served.url, timeout=30) as http:
         yield http
     fake_served.wait_until_idle()
 
@@ -208,6 +212,25 @@ def test_a_body_is_refused(http, path, name):
     error = refusal(http.post(path, content=body, headers={"content-type": "application/json"}))
     assert path == CHAT or error["code"] == code
     assert error["code"] in {code, "unknown_parameter"}
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (CompletionRequest, {"prompt": [[]] * 1000}),
+        (CompletionRequest, {"prompt": [1] * 1000 + [True] * 1000}),
+        (CompletionRequest, {"prompt": "w1", "stop": [1] * 1000}),
+        (CompletionRequest, {"prompt": "w1", "stop_token_ids": ["1"] * 1000}),
+        (ChatRequest, {"messages": [{}] * 1000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 1000}]}),
+        (ChatRequest, {"messages": MESSAGES, "tools": [{}] * 1000}),
+    ],
+    ids=lambda v: str(v)[:40],
+)
+def test_what_is_wrong_is_not_looked_for_to_the_end(model, body):
+    with pytest.raises(ValidationError) as error:  # a megabyte of it would keep everybody waiting for seconds
+        model.model_validate(body)
+    assert error.value.error_count() < 10
 
 
 @pytest.mark.parametrize(("path", "name"), [(COMPLETIONS, "prompt"), (CHAT, "messages")])
@@ -238,7 +261,7 @@ def test_the_model_may_be_left_out(http):
 
 def test_limits_of_the_server():
     config = ServerConfig(model_name="small", max_prompts=2, max_n=2, max_prompt_tokens=5, max_tokens=7, max_waiting=0)
-    with Served(lambda: fake_engine(3), config) as served, httpx.Client(base_url=served.url) as http:
+    with Served(lambda: fake_engine(3), config) as served, httpx.Client(base_url=served.url, timeout=30) as http:
         for body, param, limit in [
             ({"prompt": ["w1"] * 3}, "prompt", "2"),
             ({"prompt": "w1", "n": 3}, "n", "2"),

@@ -20,6 +20,12 @@ def client(fake_served):
         yield client
 
 
+@pytest.fixture(scope="module")
+def slow():
+    with Served(lambda: fake_engine(4, step_seconds=0.005), ServerConfig(model_name="slow")) as served:
+        yield served
+
+
 def texts_of(chunks, count):
     """The text of each choice, and that each ends once, with its last chunk."""
     texts, ended = [""] * count, [False] * count
@@ -59,10 +65,13 @@ def test_a_chat_joined_is_the_whole(client):
     assert chunks[-1].usage == whole.usage
 
 
-def test_text_comes_while_it_is_made(client):
-    chunks = list(client.completions.create(model="fake", prompt="w1", max_tokens=40, temperature=0, stream=True))
-    assert len(chunks) > 5
-    assert chunks[-1].usage is None  # nobody asked
+def test_text_comes_while_it_is_made(slow):
+    with client_of(slow) as client:
+        chunks = iter(client.completions.create(model="slow", prompt="w1", max_tokens=300, stream=True))
+        assert next(chunks).choices[0].text
+        assert slow.engine.num_active == 1
+        assert list(chunks)[-1].usage is None  # nobody asked
+    slow.wait_until_idle()
 
 
 def test_an_echo_comes_first(client):
@@ -123,11 +132,10 @@ def test_eight_streams_at_a_time_are_each_as_alone(demo_served):
     assert texts == [alone(demo_served, f"def f{i}(", max_tokens=24 + i, seed=i).text for i in range(8)]
 
 
-def test_choices_interleave(fake_served):
-    with Served(lambda: fake_engine(4, step_seconds=0.005), ServerConfig(model_name="slow")) as served:
-        with client_of(served) as client:
-            chunks = list(client.completions.create(model="slow", prompt="w1", n=3, max_tokens=30, stream=True))
-        served.wait_until_idle()
+def test_choices_interleave(slow):
+    with client_of(slow) as client:
+        chunks = list(client.completions.create(model="slow", prompt="w1", n=3, max_tokens=200, stream=True))
+    slow.wait_until_idle()
     order = [choice.index for chunk in chunks for choice in chunk.choices]
     assert order != sorted(order)
     assert set(order) == {0, 1, 2}

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from starlette.types import Receive
 
@@ -27,7 +27,8 @@ async def request_life(receive: Receive, timeout_s: float) -> AsyncIterator[None
         while (await receive())["type"] != "http.disconnect":
             pass
         gone = True
-        limit.reschedule(0)  # the time is up now
+        with suppress(RuntimeError):  # it was up already, in this very turn of the loop
+            limit.reschedule(0)  # now
 
     try:
         async with asyncio.timeout(timeout_s) as limit:

@@ -1,6 +1,7 @@
 """From bytes to a checked body: JSON without its loopholes, and one short message for what is wrong."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -9,16 +10,17 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
 from specexport_runtime.server.errors import ApiError, client_gone
-from specexport_runtime.server.protocol import OFF
+from specexport_runtime.server.protocol import MAX_STOP_CHARS, OFF
 
 Body = TypeVar("Body", bound=BaseModel)
 
 _WANTED = {
     "prompt": "must be a text, a list of texts, a list of token ids or a list of lists of token ids, none empty",
-    "stop": "must be a text or a list of up to 16 texts, none empty",
+    "stop": f"must be a text or a list of up to 16 texts, none empty or longer than {MAX_STOP_CHARS} characters",
     "content": "must be a text or a list of parts of type text",
     "num_speculative_tokens": 'must be an integer of at least 1, or "auto"',
 }
+_MAX_KEYS = 4096  # of one object; a logit_bias may have many
 _SHOWN = 100  # characters of a name or a value that a message repeats
 
 
@@ -68,10 +70,11 @@ def _not_json(message: str) -> ApiError:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > _MAX_KEYS:
+        raise _not_json(f"The body has an object of {len(pairs)} keys; {_MAX_KEYS} are taken.")
     value = dict(pairs)
     if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        name = _short(next(key for i, key in enumerate(keys) if key in keys[:i]))
+        name = _short(Counter(key for key, _ in pairs).most_common(1)[0][0])
         raise ApiError(400, f"The key {json.dumps(name)} is there twice.", param=_clean(name), code="duplicate_key")
     return value
 

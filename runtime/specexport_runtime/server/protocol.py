@@ -9,14 +9,20 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_LOGPROBS = 20
+MAX_ITEMS = 4096
+"""Longest list of texts, messages or parts: what a body may hold of each is looked at before anything else runs."""
+MAX_STOP_CHARS = 256
 
 Text = Annotated[str, Field(min_length=1)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
+ManyTokenIds = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 IdKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Empty = Annotated[list[Any], Field(max_length=0)]
+Empty = Annotated[list[Any], Field(fail_fast=True, max_length=0)]
 EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
 
 OFF = "refused unless it is off"
@@ -57,7 +63,7 @@ class Sampling(Strict):
     n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(fail_fast=True, max_length=16)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -66,7 +72,7 @@ class Sampling(Strict):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -80,7 +86,7 @@ class Sampling(Strict):
 class CompletionRequest(Sampling):
     """Body of ``/v1/completions``."""
 
-    prompt: Text | TokenIds | Annotated[list[Text] | list[TokenIds], Field(min_length=1)]
+    prompt: Text | Texts | TokenIds | ManyTokenIds
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -96,7 +102,7 @@ class TextPart(Strict):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(min_length=1)]
+Content = str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
 
 
 class Message(Strict):
@@ -128,7 +134,7 @@ class TextFormat(Strict):
 class ChatRequest(Sampling):
     """Body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -143,7 +149,7 @@ class ChatRequest(Sampling):
     functions: Refused[Empty] = None
     function_call: Refused[Literal["none"]] = None
     audio: Refused[None] = None
-    modalities: Refused[Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)]] = None
+    modalities: Refused[Annotated[list[Literal["text"]], Field(fail_fast=True, min_length=1, max_length=1)]] = None
     store: Refused[Literal[False]] = None
     metadata: Refused[EmptyObject] = None
     service_tier: Refused[Literal["auto", "default"]] = None

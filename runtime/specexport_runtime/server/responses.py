@@ -121,9 +121,9 @@ class CompletionFormat(AnswerFormat):
             own = texts[piece.token_id].text
             top: dict[str, float] = {}
             for token, value in (*piece.logprobs.top, (piece.token_id, piece.logprobs.logprob)):
-                top.setdefault(texts[token].text, value)  # the likelier one of two that read the same
+                top.setdefault(texts[token].text, _finite(value))  # the likelier one of two that read the same
             tokens.append(own)
-            values.append(piece.logprobs.logprob)
+            values.append(_finite(piece.logprobs.logprob))
             tops.append(top)
             offsets.append(offset)
             offset += len(piece.text)
@@ -179,4 +179,9 @@ def _origins(pieces: Seq[StreamPiece]) -> list[dict[str, str]]:
 
 def _chat_token(texts: TokenTexts, token: int, value: float) -> dict[str, Any]:
     text = texts[token]
-    return {"token": text.text, "logprob": value, "bytes": list(text.data)}
+    return {"token": text.text, "logprob": _finite(value), "bytes": list(text.data)}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI writes -9999 for a token that cannot be."""
+    return max(logprob, -9999.0)

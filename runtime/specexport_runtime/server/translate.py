@@ -14,6 +14,7 @@ from specexport_runtime.server.protocol import ChatRequest, CompletionRequest, S
 
 DEFAULT_MAX_TOKENS = 16  # of OpenAI's completions
 _LONG_TEXT = 2000  # characters; longer texts are tokenized on another thread
+_MESSAGE = 50  # characters that a message costs besides its content
 _SAME_NAMES = (
     "top_p",
     "min_p",
@@ -68,7 +69,7 @@ async def plan_completion(body: CompletionRequest, engine: SpecEngine, config: S
         ids = await asyncio.to_thread(lambda: [_encode(engine, prompt) for prompt in prompts])
     else:
         ids = [_encode(engine, prompt) for prompt in prompts]
-    echoes = [_decode(engine, prompt) if body.echo else "" for prompt in prompts]
+    echoes = [_decode(engine, prompt, body.skip_special_tokens is not False) if body.echo else "" for prompt in prompts]
     return _plan(body, engine, config, "prompt", ids, echoes, ("max_tokens", body.max_tokens), DEFAULT_MAX_TOKENS)
 
 
@@ -90,7 +91,7 @@ async def plan_chat(body: ChatRequest, engine: SpecEngine, config: ServerConfig)
         for item in body.messages
     ]
     try:
-        if sum(len(item["content"]) for item in messages) > _LONG_TEXT:
+        if sum(len(item["content"]) + _MESSAGE for item in messages) > _LONG_TEXT:
             ids = await asyncio.to_thread(_encode_chat, engine, messages)
         else:
             ids = _encode_chat(engine, messages)
@@ -194,11 +195,11 @@ def _encode_chat(engine: SpecEngine, messages: list[dict[str, str]]) -> list[int
     return ids
 
 
-def _decode(engine: SpecEngine, prompt: Any) -> str:
+def _decode(engine: SpecEngine, prompt: Any, skip_special_tokens: bool) -> str:
     if isinstance(prompt, str):
         return prompt
     known = [token for token in prompt if token < engine.target.vocab_size]  # others are refused later
-    return str(engine.tokenizer.decode(known))
+    return str(engine.tokenizer.decode(known, skip_special_tokens=skip_special_tokens))
 
 
 def _check_prompt(engine: SpecEngine, config: ServerConfig, source: str, ids: list[int]) -> None:
