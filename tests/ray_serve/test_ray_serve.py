@@ -152,6 +152,33 @@ def test_prompts_that_begin_alike_go_to_one_replica(deployed, demo_bundle, alone
         serve.delete("by_prefix")
 
 
+def test_a_session_stays_with_one_replica_and_ends_before_it_does(deployed, demo_bundle, alone):
+    from ray import serve
+
+    from specexport_runtime.ray_serve import deploy
+
+    settings = {**SETTINGS, "routing": "session", "routing_margin": 100, "app_name": "by_session"}
+    port = int(deployed.url.rpartition(":")[2])
+    handle = deploy({"bundle": str(demo_bundle), "num_replicas": 2, "port": port, **settings}, route_prefix="/session")
+    app = Deployed(handle, f"{deployed.url}/session")
+    try:
+        names = []
+        for session in map(str, range(8)):
+            headers = {**HEADERS, "X-Session-Id": session}
+            body = {"prompt": PROMPT, "max_tokens": 2}
+            answers = [httpx.post(f"{app.url}/v1/completions", json=body, headers=headers) for _ in range(3)]
+            assert len({answer.headers[REPLICA] for answer in answers}) == 1
+            names.append(answers[0].headers[REPLICA])
+        assert len(set(names)) == 2
+        with app.stream(PROMPT, 300, **PLAIN) as answer:
+            lines = answer.iter_lines()
+            first = [next(lines), next(lines)]
+            serve.delete("by_session", _blocking=False)
+            assert stream_text([*first, *lines]) == alone.text(PROMPT, 300)
+    finally:
+        serve.delete("by_session")
+
+
 def test_a_replica_that_cannot_start_says_why(deployed, demo_bundle):
     from specexport_runtime.ray_serve import deploy
 

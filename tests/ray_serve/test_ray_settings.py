@@ -1,13 +1,18 @@
 """Settings of a deployment: typed, checked, and refused before anything starts."""
 
+import asyncio
+import json
 from collections import Counter
 
 import pytest
+from cluster import import_ray
 
-from specexport_runtime.errors import BundleError, InvalidRequestError
+from specexport_runtime.async_engine import AsyncSpecEngine
+from specexport_runtime.errors import BundleError, EngineClosedError, InvalidRequestError
 from specexport_runtime.ray_serve import parse_settings
 from specexport_runtime.ray_serve.affinity import by_preference, is_overloaded, prompt_key
-from specexport_runtime.ray_serve.replica import Progress, StuckError, config_here, run_asgi
+from specexport_runtime.ray_serve.deployments import _without_keys, make_application
+from specexport_runtime.ray_serve.replica import Progress, Replica, StuckError, config_here, run_asgi
 
 
 def parse(bundle, environ=None, **more):
@@ -84,8 +89,6 @@ def test_another_address_needs_a_key_of_the_environment(demo_bundle):
 
 
 def test_keys_are_not_part_of_what_ray_keeps(demo_bundle, monkeypatch):
-    from specexport_runtime.ray_serve.deployments import _without_keys
-
     bare = _without_keys(parse(demo_bundle, {"SPECEXPORT_API_KEYS": "secret"}, host="0.0.0.0"))
     assert "secret" not in repr(bare.server.api_keys)
     monkeypatch.delenv("SPECEXPORT_API_KEYS", raising=False)
@@ -109,8 +112,38 @@ def test_a_replica_without_rounds_is_stuck_only_while_requests_are_active():
     progress.check(num_active=2)
 
 
+def test_a_replica_whose_engine_was_closed_is_not_healthy(demo_bundle):
+    settings = parse(demo_bundle, prepacked=False, max_num_seqs=1)
+    replica = Replica(settings, needs_key=False)
+
+    async def check():
+        await replica.check_health()  # it is being loaded
+        replica._engine = await AsyncSpecEngine.load(settings.bundle, **settings.engine)
+        await replica.check_health()
+        replica._engine.engine.close()
+        with pytest.raises(EngineClosedError):
+            await replica.check_health()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("more", "deployments"),
+    [({"num_replicas": 2}, 1), ({"min_replicas": 1, "max_replicas": 3}, 1), ({"routing": "prefix"}, 2)],
+)
+def test_ray_takes_the_options(demo_bundle, more, deployments):
+    import_ray()
+    from ray.serve._private.build_app import build_app as build
+
+    built = build(make_application(parse(demo_bundle, max_num_seqs=4, max_waiting=9, **more)), name="app")
+    assert len(built.deployments) == deployments
+    (engine,) = [item for item in built.deployments if item.name == "engine"]
+    assert engine.max_ongoing_requests > 4 + 9
+    scaling = engine._deployment_config.autoscaling_config
+    assert (scaling.max_replicas, scaling.target_ongoing_requests) == (3, 4) if "max_replicas" in more else not scaling
+
+
 def body(**fields):
-    import json
 
     return json.dumps(fields).encode()
 
@@ -161,8 +194,6 @@ async def _collect(app, *, stop_after=None):
 
 
 def test_an_application_runs_on_a_body_that_was_read_elsewhere():
-    import asyncio
-
     async def app(scope, receive, send):
         request = await receive()
         await send({"type": "http.response.start", "status": 200})
@@ -175,8 +206,6 @@ def test_an_application_runs_on_a_body_that_was_read_elsewhere():
 
 
 def test_closing_the_relay_ends_the_application():
-    import asyncio
-
     ended = []
 
     async def app(scope, receive, send):
@@ -195,8 +224,6 @@ def test_closing_the_relay_ends_the_application():
 
 
 def test_an_application_that_fails_fails_the_relay():
-    import asyncio
-
     async def app(scope, receive, send):
         raise ZeroDivisionError
 
