@@ -1,4 +1,5 @@
 import json
+import resource
 import socket
 import time
 
@@ -9,6 +10,7 @@ from wire import Wire, request
 
 from specexport_runtime.server import connection
 from specexport_runtime.server.config import ServerConfig
+from specexport_runtime.server.listener import allow_open_files, bind, url_of
 
 ASK = {"prompt": "w1 w2", "max_tokens": 3}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -214,6 +216,41 @@ def test_what_comes_before_the_answer_never_gets_into_it(fake_served, more):
         assert head.startswith(b"HTTP/1.1 200")
         assert json.loads(body)["choices"][0]["text"] == text
     fake_served.wait_until_idle()
+
+
+@pytest.mark.parametrize("wish", ["h2c", "websocket"])
+def test_a_wish_for_another_protocol_is_ignored(fake_served, caplog, wish):
+    with Wire(fake_served.port) as wire:
+        for _ in range(2):
+            wire.post(
+                ASK, Connection="Upgrade, HTTP2-Settings", Upgrade=wish, HTTP2_Settings="AAMAAABkAARAAAAAAAIAAAAA"
+            )
+            assert wire.reply().status == 200
+    assert not caplog.records
+
+
+def test_as_many_files_as_connections_need():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        allow_open_files(300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
+        allow_open_files(200)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(("host", "url"), [("localhost", "http://localhost:"), ("::1", "http://[::1]:")])
+def test_it_listens_where_it_says(host, url):
+    config = ServerConfig(host=host, port=0)
+    try:
+        socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no {host}: {error}")
+    with bind(config) as listener:
+        assert url_of(listener, config).startswith(url)
+        assert listener.getsockname()[0] == {"localhost": "127.0.0.1"}.get(host, host)
 
 
 def test_connections_above_the_limit_are_told(monkeypatch):

@@ -6,6 +6,7 @@ more requests in one connection than the server answers. This protocol closes su
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
@@ -20,6 +21,8 @@ LINGER_S = 5.0
 """How long what is left of a request is read and thrown away after its answer, so that the client gets to see that."""
 SPARE_CONNECTIONS = 64
 """Connections above the limit that are told so; those above these too are cut off."""
+
+_UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 
 ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -39,7 +42,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._settings, self._overloaded = settings, overloaded
         self._incoming: asyncio.TimerHandle | None = None  # what arrives must be complete by then
         self._unread: asyncio.TimerHandle | None = None  # what was sent must be read by then
-        self._in_head = False
+        self._in_head = self._in_message = False
         self._head_bytes = 0
         self._deaf = False
 
@@ -69,7 +72,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._deaf:
             return
         was_in_head = self._in_head
-        super().data_received(data)
+        super().data_received(data if self._in_message else without_upgrade(data))
         if self.transport.is_closing():
             return
         if was_in_head and self._in_head:
@@ -82,7 +85,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._in_message, self._head_bytes = True, True, 0
         if not self._answering:
             self._arm(HEAD_TIMEOUT_S, self._head_is_late)
 
@@ -108,6 +111,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is there."""
+        self._in_message = False
         if not self._deaf:
             self._disarm()
             super().on_message_complete()
@@ -170,6 +174,17 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._answering and not self.transport.is_closing():
             self.transport.write(raw_answer(status, message, code))
         self.transport.close()
+
+
+def without_upgrade(data: bytes) -> bytes:
+    """The first bytes of a request without a wish for another protocol, which a server may ignore.
+
+    The parser would take the body for that protocol's. Java's client wishes for HTTP/2 by default.
+    """
+    if b"pgrade" not in data and b"PGRADE" not in data:
+        return data
+    head, mark, rest = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"\r\nX-Upgrade:", head) + mark + rest
 
 
 def raw_answer(status: int, message: str, code: str) -> bytes:
