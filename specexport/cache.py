@@ -6,7 +6,7 @@
 
 Files are copied in and out (sharing disk blocks where the file system can), never hard-linked: a bundle altered in
 place must not change the cache. An entry is checked by hash whenever it is used; a damaged one is dropped and built
-again. The cache may be deleted at any time.
+again. The hashes lie beside it, so a folder that others may write to is not used. The cache may be deleted at any time.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from specexport.atomic import clone_file, free_space, new_folder, remove_leftove
 from specexport.built import TOKENIZER_NAME, BuiltModel
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.manifest import hash_files
-from specexport_runtime.user_cache import cache_root
+from specexport_runtime.user_cache import cache_root, is_private, warn_unwritable
 
 DEFAULT_MAX_BYTES = 20 * 10**9
 ENTRY_NAME = "entry.json"
@@ -59,6 +59,8 @@ class EngineCache:
         Raises:
             OSError: ``destination`` cannot be written.
         """
+        if not self._is_trusted():
+            return None
         source = self.folder / key
         built = _read_entry(source)
         if built is not None:
@@ -89,6 +91,9 @@ class EngineCache:
         """
         size = sum(entry.size for entry in built.files.values()) + len(built.tokenizer_json)
         try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self._is_trusted():
+                return False
             if size > self.max_bytes or size > free_space(self.folder) // 2:
                 return False
             if (self.folder / key).exists():
@@ -125,6 +130,16 @@ class EngineCache:
                 total -= size
                 removed.append(key)
         return removed
+
+    def _is_trusted(self) -> bool:
+        """Whether the folder is there and only this user can have written to it."""
+        try:
+            trusted = is_private(self.folder.stat())
+        except OSError:
+            return False
+        if not trusted:
+            warn_unwritable(PermissionError(0, f"{self.folder} belongs to somebody else, or others may write to it"))
+        return trusted
 
 
 def _write_entry(folder: Path, built: BuiltModel) -> None:

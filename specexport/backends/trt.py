@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport.backends.profiles import input_shapes
 from specexport.backends.trt_package import PACKAGES
-from specexport.cache import cache_folder
 from specexport.plugin.naming import plugin_names
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import (
@@ -25,6 +24,7 @@ from specexport_runtime.errors import (
 )
 from specexport_runtime.manifest import EngineFile
 from specexport_runtime.profiles import Profile
+from specexport_runtime.user_cache import cache_folder
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -120,7 +120,8 @@ def _note_for(note: Callable[[str], None], sm: str, text: str) -> None:
 def _timing_cache(backend: str, sm: str) -> str:
     if not PACKAGES[backend].times_kernels:
         return ""
-    return str(cache_folder() / "timing" / f"{backend}-sm{sm}.cache")
+    folder = cache_folder("timing")  # None where others may write: the builder would read what they left
+    return "" if folder is None else str(folder / f"{backend}-sm{sm}.cache")
 
 
 def _engine_file(backend: str, sm: str, report: Mapping[str, Any]) -> EngineFile:

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from specexport.backends import trt
 from specexport.built import BuiltModel
 from specexport.cache import EngineCache, cache_folder
 from specexport_runtime.abi import LayerGeometry
@@ -125,3 +126,21 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
     assert cache_folder() == tmp_path / "b" / "specexport"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == Path.home() / ".cache" / "specexport"
+
+
+def test_a_folder_that_others_may_write_to_is_not_used(cache: EngineCache, tmp_path: Path) -> None:
+    built = make_engine(tmp_path / "one")
+    assert cache.store(KEY, built, tmp_path / "one")
+    assert cache.folder.stat().st_mode & 0o777 == 0o700
+    cache.folder.chmod(0o770)
+    assert cache.restore(KEY, tmp_path / "two") is None
+    assert not cache.store("b" * 64, built, tmp_path / "one")
+    cache.folder.chmod(0o755)
+    assert cache.restore(KEY, tmp_path / "two") == built
+
+
+def test_kernel_timings_are_kept_where_nobody_else_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path))
+    assert trt._timing_cache("tensorrt", "89") == str(tmp_path / "timing" / "tensorrt-sm89.cache")
+    (tmp_path / "timing").chmod(0o777)
+    assert trt._timing_cache("tensorrt", "89") == ""

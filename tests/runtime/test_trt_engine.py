@@ -230,6 +230,23 @@ def test_a_context_of_rtx_keeps_compiled_kernels_and_records_no_graphs_itself(st
     assert len(list((tmp_path / "cache" / "rtx-kernels").iterdir())) == 2
 
 
+@pytest.mark.parametrize(("what", "mode"), [("folder", 0o770), ("file", 0o666), ("nothing", None)])
+def test_kernels_that_others_could_have_written_are_not_loaded(stand_in, tmp_path, what, mode):
+    _, load = stand_in()
+    engine = load()
+    engine.make_context(0, 4096, 77, is_fixed=True)
+    engine.close()
+    folder = tmp_path / "cache" / "rtx-kernels"
+    (kept,) = folder.iterdir()
+    assert [path.stat().st_mode & 0o777 for path in (folder, kept)] == [0o700, 0o600]
+    if mode is not None:
+        (folder if what == "folder" else kept).chmod(mode)
+    package, load = stand_in()
+    engine = load()
+    engine.make_context(0, 4096, 77, is_fixed=True)
+    assert (("kernels", b"compiled") in package.told) == (what == "nothing")
+
+
 def test_a_cache_folder_that_cannot_be_written_is_no_error(stand_in, tmp_path):
     _, load = stand_in()
     (tmp_path / "cache").write_text("a file")

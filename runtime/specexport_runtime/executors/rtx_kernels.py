@@ -1,13 +1,19 @@
-"""Kernels that TensorRT for RTX compiles when a context first meets a shape, kept in a file between runs."""
+"""Kernels that TensorRT for RTX compiles when a context first meets a shape, kept in a file between runs.
+
+The file holds code that this process runs on the GPU: it is read only where nobody else could have written it.
+"""
 
 import hashlib
 import os
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from specexport_runtime.manifest import EngineFile
-from specexport_runtime.user_cache import cache_root
+from specexport_runtime.user_cache import cache_folder, cache_root, is_private
+
+KIND = "rtx-kernels"
 
 
 class RtxKernels:
@@ -24,7 +30,7 @@ class RtxKernels:
         # Not by content: hashing gigabytes again would cost more than compiling.
         state = path.stat()
         engine = hashlib.sha256(f"{path.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:16]
-        self.path = cache_root() / "rtx-kernels" / f"{engine}-{file.builder_version}-{gpu}.bin"
+        self.path = cache_root() / KIND / f"{engine}-{file.builder_version}-{gpu}.bin"
         self._cache: Any = None
         self._loaded = 0
 
@@ -45,7 +51,7 @@ class RtxKernels:
         config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER if is_fixed else strategies.NONE
         if self._cache is None:
             self._cache = config.create_runtime_cache()
-            kernels = self.path.read_bytes() if self.path.is_file() else b""
+            kernels = self._read()
             # TensorRT refuses the cache of another driver or GPU; it is written anew then.
             self._loaded = len(kernels) if kernels and self._cache.deserialize(kernels) else 0
         config.set_runtime_cache(self._cache)
@@ -56,11 +62,23 @@ class RtxKernels:
         self._cache = None
         if len(kernels) <= self._loaded:
             return
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        if cache_folder(KIND) is None:
+            return
+        with suppress(OSError):
+            handle, name = tempfile.mkstemp(prefix=f".{self.path.name}.", suffix=".tmp", dir=self.path.parent)
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(kernels)
+                os.replace(name, self.path)
+            except OSError:
+                Path(name).unlink(missing_ok=True)
+
+    def _read(self) -> bytes:
+        """What was kept; nothing where it is missing, or open to the writing of others."""
+        if cache_folder(KIND, writable=False) is None:
+            return b""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(kernels)
-            os.replace(temporary, self.path)
+            with self.path.open("rb") as file:
+                return file.read() if is_private(os.fstat(file.fileno())) else b""
         except OSError:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+            return b""
