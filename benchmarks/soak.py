@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--max-waiting", type=int, default=16)
+    parser.add_argument("--threads", type=int, help="compute threads; all cores if not given")
     parser.add_argument("--max-growth", type=float, default=0.02)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -102,7 +103,7 @@ def main() -> None:
     from specexport_runtime.server.listener import loop_factory
 
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every request that is no HTTP
-    engine = SpecEngine.load(args.bundle, adaptive=True)
+    engine = SpecEngine.load(args.bundle, num_threads=args.threads, spin=False, adaptive=True)
     args.expected = expected_texts(engine, read_prompts(args.prompts, 64))
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         found = runner.run(serve(engine, args))

@@ -1,6 +1,7 @@
 """An engine for asyncio services: await a request, iterate over its chunks, cancel it by cancelling the task.
 
-The decoding thread hands chunks over in batches: one wake-up of the event loop a round, however many requests stream.
+The decoding thread hands chunks over in batches: the event loop is woken once for all that come until it is awake. With
+uvloop that is once a round, however many requests stream.
 """
 
 import asyncio
