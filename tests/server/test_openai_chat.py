@@ -1,7 +1,10 @@
 """``/v1/chat/completions`` with the official client."""
 
+import httpx
 import pytest
 from openai_help import alone, client_of
+
+from specexport_runtime.server.answer_schema import ChatAnswer
 
 MESSAGES = [{"role": "system", "content": "w1 w2"}, {"role": "user", "content": "w3"}]
 
@@ -71,6 +74,15 @@ def test_a_prediction_is_copied_from(client, fake_served, as_parts, drafter):
     prompt = fake_served.engine.engine.encode_chat(MESSAGES)
     expected = alone(fake_served, prompt, content, temperature=0, max_tokens=40, drafter=drafter or "chained").stats
     assert predicted.usage.speculative["accepted"] == expected.accepted
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"logprobs": True, "top_logprobs": 2, "speculative": {"token_origins": True}}], ids=str
+)
+def test_answers_are_as_openapi_says(fake_served, extra):
+    body = {"messages": MESSAGES, "max_tokens": 9, "n": 2}
+    answer = httpx.post(f"{fake_served.url}/v1/chat/completions", json=body | extra)
+    ChatAnswer.model_validate_json(answer.content)
 
 
 def test_values_that_turn_off_are_taken(client):

@@ -2,8 +2,11 @@
 
 import asyncio
 
+import httpx
 import pytest
 from openai_help import alone, async_client_of, client_of
+
+from specexport_runtime.server.answer_schema import CompletionAnswer
 
 PROMPT = "w1 w2 w3"
 
@@ -187,6 +190,12 @@ def test_origins_of_tokens(client):
     assert sum(token["kind"] == "accepted" for token in tokens) == answer.usage.speculative["accepted"]
     assert {token["kind"] for token in tokens} == {"accepted", "corrected", "bonus", "target"}
     assert all(set(token) == {"text", "kind"} for token in tokens)
+
+
+@pytest.mark.parametrize("extra", [{}, {"logprobs": 2, "speculative": {"token_origins": True}}], ids=str)
+def test_answers_are_as_openapi_says(fake_served, extra):
+    answer = httpx.post(f"{fake_served.url}/v1/completions", json={"prompt": ["w1", "w2"]} | extra)
+    CompletionAnswer.model_validate_json(answer.content)
 
 
 def test_many_at_a_time_are_each_as_alone(demo_served):

@@ -314,4 +314,5 @@ def test_what_is_taken_and_refused_is_in_openapi(http):
         assert schema["required"] == [needed]
         assert schema["additionalProperties"] is False
         assert "$ref" not in json.dumps(schema)
+        assert set(paths[path]["post"]["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
         assert {"400", "404", "429", "500", "503", "504"} <= set(paths[path]["post"]["responses"])

@@ -2,9 +2,9 @@
 
 from fastapi import APIRouter, Request, Response
 
+from specexport_runtime.server.answer_schema import ChatAnswer
 from specexport_runtime.server.completions import make_answer, note_request, ready_engine
-from specexport_runtime.server.errors import ERROR_RESPONSES
-from specexport_runtime.server.openapi import request_body
+from specexport_runtime.server.openapi import request_body, responses
 from specexport_runtime.server.parsing import parse_body
 from specexport_runtime.server.protocol import ChatRequest
 from specexport_runtime.server.responses import ChatFormat
@@ -17,7 +17,7 @@ router = APIRouter(tags=["generation"])
 @router.post(
     "/v1/chat/completions",
     response_class=Response,
-    responses=ERROR_RESPONSES,
+    responses=responses(ChatAnswer),
     openapi_extra=request_body(ChatRequest),
 )
 async def create_chat_completion(request: Request) -> Response:

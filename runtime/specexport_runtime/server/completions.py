@@ -7,9 +7,10 @@ from fastapi import APIRouter, Request, Response
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.server.answer import Answer
-from specexport_runtime.server.errors import ERROR_RESPONSES, unavailable
+from specexport_runtime.server.answer_schema import CompletionAnswer
+from specexport_runtime.server.errors import unavailable
 from specexport_runtime.server.logs import RequestLog
-from specexport_runtime.server.openapi import request_body
+from specexport_runtime.server.openapi import request_body, responses
 from specexport_runtime.server.parsing import parse_body
 from specexport_runtime.server.protocol import CompletionRequest
 from specexport_runtime.server.responses import AnswerFormat, CompletionFormat, Header
@@ -23,7 +24,7 @@ router = APIRouter(tags=["generation"])
 @router.post(
     "/v1/completions",
     response_class=Response,
-    responses=ERROR_RESPONSES,
+    responses=responses(CompletionAnswer),
     openapi_extra=request_body(CompletionRequest),
 )
 async def create_completion(request: Request) -> Response:

@@ -1,16 +1,27 @@
-"""What OpenAPI says of an endpoint that reads its body itself."""
+"""What OpenAPI says of an endpoint that reads its body, and writes its answer, itself."""
 
 from typing import Any
 
 from pydantic import BaseModel
 
+from specexport_runtime.server.errors import ERROR_RESPONSES
+
 
 def request_body(model: type[BaseModel]) -> dict[str, Any]:
     """The ``openapi_extra`` of a route whose JSON body is ``model``."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _schema(model)}}}}
+
+
+def responses(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The ``responses`` of a route that answers with ``model``, with events, or with an error."""
+    events = {"type": "string", "description": "Events of chunks, then `data: [DONE]`, if `stream` is true."}
+    content = {"application/json": {"schema": _schema(model)}, "text/event-stream": {"schema": events}}
+    return {200: {"description": "The answer.", "content": content}, **ERROR_RESPONSES}
+
+
+def _schema(model: type[BaseModel]) -> Any:
     schema = model.model_json_schema()
-    definitions = schema.pop("$defs", {})
-    content = {"application/json": {"schema": _inline(schema, definitions)}}
-    return {"requestBody": {"required": True, "content": content}}
+    return _inline(schema, schema.pop("$defs", {}))
 
 
 def _inline(schema: Any, definitions: dict[str, Any]) -> Any:

@@ -62,9 +62,11 @@ class Sampling(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions | None = Field(default=None, description="Only with stream.")
     stop: StopText | Annotated[list[StopText], Field(fail_fast=True, max_length=16)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
+        default=None, description="Choice i of a prompt uses seed + i: each can be asked for alone."
+    )
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[IdKey, Bias] | None = None

@@ -1,0 +1,117 @@
+"""What answers look like, for OpenAPI; they are written by ``responses`` without these models."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+FinishReason = Literal["stop", "length"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class SpeculativeUsage(_Part):
+    """Drafting, summed over the choices; the last two are null if nothing was drafted."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+    acceptance_rate: float | None
+    mean_accepted_length: float | None
+
+
+class Usage(_Part):
+    """Tokens; a prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    speculative: SpeculativeUsage
+
+
+class TokenOrigin(_Part):
+    """Text that one token added, and where the token came from."""
+
+    text: str
+    kind: Literal["accepted", "corrected", "bonus", "target"]
+
+
+class CompletionLogprobs(_Part):
+    """Log-probabilities as ``/v1/completions`` has them."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Part):
+    """One text; ``tokens`` only if ``speculative.token_origins`` asked for them."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    tokens: list[TokenOrigin] = []
+
+
+class CompletionAnswer(_Part):
+    """The answer of ``/v1/completions``."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatToken(_Part):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenChoice(ChatToken):
+    """A token that was chosen, and the likeliest in its place."""
+
+    top_logprobs: list[ChatToken]
+
+
+class ChatLogprobs(_Part):
+    """Log-probabilities as ``/v1/chat/completions`` has them."""
+
+    content: list[ChatTokenChoice]
+    refusal: None
+
+
+class ChatMessage(_Part):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_Part):
+    """One message; ``tokens`` as in completions."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    tokens: list[TokenOrigin] = []
+
+
+class ChatAnswer(_Part):
+    """The answer of ``/v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
