@@ -14,7 +14,7 @@ def request_body(model: type[BaseModel]) -> dict[str, Any]:
 
 def responses(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """The ``responses`` of a route that answers with ``model``, with events, or with an error."""
-    events = {"type": "string", "description": "Events of chunks, then `data: [DONE]`, if `stream` is true."}
+    events = {"description": "If `stream` is true: events of chunks as OpenAI's, then `data: [DONE]`."}
     content = {"application/json": {"schema": _schema(model)}, "text/event-stream": {"schema": events}}
     return {200: {"description": "The answer.", "content": content}, **ERROR_RESPONSES}
 
