@@ -3,13 +3,14 @@
 import asyncio
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from cluster import import_ray
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.errors import BundleError, EngineClosedError, InvalidRequestError
-from specexport_runtime.ray_serve import parse_settings
+from specexport_runtime.ray_serve import build_app, parse_settings
 from specexport_runtime.ray_serve.affinity import by_preference, is_overloaded, prompt_key
 from specexport_runtime.ray_serve.deployments import _without_keys, make_application
 from specexport_runtime.ray_serve.replica import Progress, Replica, StuckError, config_here, run_asgi
@@ -86,6 +87,17 @@ def test_a_folder_that_is_no_bundle_is_refused(tmp_path):
 def test_another_address_needs_a_key_of_the_environment(demo_bundle):
     settings = parse(demo_bundle, {"SPECEXPORT_API_KEYS": "one, two"}, host="0.0.0.0")
     assert settings.server.api_keys == ("one", "two")
+
+
+def test_the_address_of_proxies_that_run_counts(demo_bundle, monkeypatch):
+    ray = import_ray()
+    client = SimpleNamespace(http_config=SimpleNamespace(host="0.0.0.0"))
+    monkeypatch.setattr(ray.serve.context, "_get_global_client", lambda **_: client)
+    monkeypatch.delenv("SPECEXPORT_API_KEYS", raising=False)
+    with pytest.raises(InvalidRequestError, match=r"0\.0\.0\.0 can be reached"):
+        build_app({"bundle": str(demo_bundle)})
+    monkeypatch.setenv("SPECEXPORT_API_KEYS", "secret")
+    build_app({"bundle": str(demo_bundle)})
 
 
 def test_keys_are_not_part_of_what_ray_keeps(demo_bundle, monkeypatch):

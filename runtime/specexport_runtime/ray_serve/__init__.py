@@ -14,6 +14,7 @@ application is built.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, SpecexportError
@@ -38,10 +39,9 @@ def build_app(args: Mapping[str, Any]) -> Any:
     """
     settings = parse_settings(args)
     _check_ray()
-    _check_proxy(settings)
     from specexport_runtime.ray_serve.deployments import make_application
 
-    return make_application(settings)
+    return make_application(_at_proxy(settings))
 
 
 def deploy(args: Mapping[str, Any], *, route_prefix: str = "/") -> Any:
@@ -86,10 +86,8 @@ def _check_ray() -> None:
         ) from error
 
 
-def _check_proxy(settings: RaySettings) -> None:
+def _at_proxy(settings: RaySettings) -> RaySettings:
     """Where Serve runs already, its proxies' address counts, not what the settings say."""
-    from dataclasses import replace
-
     from ray.serve.context import _get_global_client
 
     try:
@@ -98,8 +96,8 @@ def _check_proxy(settings: RaySettings) -> None:
         client = None
     host = None if client is None else client.http_config.host
     if host is None or host == settings.server.host:
-        return
+        return settings
     try:
-        replace(settings.server, host=host)
+        return replace(settings, server=replace(settings.server, host=host))
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"Ray Serve's proxies listen at {host}: {error.message}", error.hint) from error
+        raise InvalidRequestError(f"Ray Serve's proxies listen there already: {error.message}", error.hint) from error
