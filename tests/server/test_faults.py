@@ -144,6 +144,18 @@ def test_a_client_that_closes_only_its_side_is_gone_too(stepper):
     assert stepper.steps == gone + 1
 
 
+def test_a_client_that_asked_for_more_before_it_went_away_is_noticed_too(stepper):
+    with Wire(stepper.served.port) as wire:
+        wire.post(LONG)
+        stepper.let(1)
+        wire.post(LONG)
+        wire.reset()
+        stepper.wait_until_cancelled()
+    gone = stepper.steps
+    stepper.finish()
+    assert stepper.steps == gone + 1
+
+
 def test_all_choices_of_a_client_end_with_it(stepper):
     with Wire(stepper.served.port) as wire:
         wire.post(LONG | {"n": 3, "stream": True, "temperature": 1})

@@ -206,6 +206,16 @@ def test_unknown_routes_and_methods_have_our_shape(fake_served):
     assert httpx.post(f"{fake_served.url}/v1/completions/", json=ASK).status_code == 404  # and no redirect
 
 
+def test_the_schema_says_how_refusals_look(fake_served):
+    schema = httpx.get(f"{fake_served.url}/openapi.json").json()
+    operations = [(path, operation) for path, methods in schema["paths"].items() for operation in methods.values()]
+    assert len(operations) >= 7
+    for path, operation in operations:
+        content = operation["responses"]["4XX"]["content"]["application/json"]
+        assert content["schema"]["$ref"].endswith("/ErrorBody"), path
+        assert "422" not in operation["responses"], path
+
+
 def test_a_defect_is_told_to_the_log_and_not_to_the_client(caplog):
     with Served(fake_engine) as served:
 

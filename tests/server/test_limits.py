@@ -60,9 +60,9 @@ def test_a_body_of_unknown_length_is_counted(tight):
         assert wire.reply().code == "body_too_large"
 
 
-def test_what_follows_a_refused_body_is_cut_off(tight, monkeypatch):
+def test_what_follows_a_refused_body_is_cut_off(fake_served, monkeypatch):
     monkeypatch.setattr(connection, "LINGER_S", 0.2)
-    with Wire(tight.port) as wire:
+    with Wire(fake_served.port) as wire:
         wire.send(HEAD + b"Content-Length: 999999999\r\n\r\n")
         assert wire.reply().status == 413
 
@@ -142,17 +142,18 @@ def test_a_request_that_takes_too_long_ends(monkeypatch):
         served.wait_until_idle()
 
 
-def test_a_client_that_does_not_read_holds_neither_row_nor_memory():
-    with_small_buffers = Served(lambda: fake_engine(rows=4), ServerConfig(request_timeout_s=1.5))
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+def test_a_client_that_does_not_read_holds_neither_row_nor_memory(stream):
+    with_small_buffers = Served(lambda: fake_engine(rows=4), ServerConfig(request_timeout_s=2.0))
     with_small_buffers._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     with with_small_buffers as served, Wire(served.port, receive_buffer=4096) as wire:
-        wire.post(ASK | {"max_tokens": 390, "ignore_eos": True, "n": 4, "stream": True, "logprobs": 5})
+        wire.post(ASK | {"max_tokens": 100, "ignore_eos": True, "n": 4, "stream": stream, "logprobs": 17})
         wait_for(lambda: connections(served) == 1)
         (protocol,) = served._server.server_state.connections
         wait_for(lambda: protocol.flow is not None and protocol.flow.write_paused)
         served.wait_until_idle(30)  # the rows are free while the client is still there
         assert connections(served) == 1
-        assert protocol.transport.get_write_buffer_size() < 256 * 1024
+        assert not stream or protocol.transport.get_write_buffer_size() < 256 * 1024
         wait_for(lambda: connections(served) == 0)  # and its connection is, after the time of a request
         wait_for(lambda: not served._server.server_state.tasks)
 
@@ -171,6 +172,9 @@ def test_a_connection_without_a_request_is_closed(fake_served, monkeypatch, drip
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
     began = time.monotonic()
     with Wire(fake_served.port) as wire:
+        if dripping:
+            wire.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert wire.reply().status == 200
         try:
             while dripping and time.monotonic() < began + 10:
                 wire.send(b"\r\n")
@@ -216,6 +220,15 @@ def test_what_comes_before_the_answer_never_gets_into_it(fake_served, more):
         assert head.startswith(b"HTTP/1.1 200")
         assert json.loads(body)["choices"][0]["text"] == text
     fake_served.wait_until_idle()
+
+
+def test_garbage_in_the_middle_of_a_stream_only_ends_it(tight):
+    with Wire(tight.port) as wire:
+        wire.post(ASK | {"max_tokens": 300, "ignore_eos": True, "stream": True})
+        wire.until(b"data: ")
+        wire.send(b"\x00garbage\r\n\r\n")
+        assert b"HTTP/1.1" not in wire.rest()
+    tight.wait_until_idle()
 
 
 @pytest.mark.parametrize("wish", ["h2c", "websocket"])

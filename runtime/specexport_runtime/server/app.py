@@ -13,7 +13,7 @@ from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.metrics import EngineMetrics
 from specexport_runtime.server import chat, completions, playground, status
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.errors import ApiError, as_api_error
+from specexport_runtime.server.errors import ApiError, ErrorBody, as_api_error
 from specexport_runtime.server.guard import add_guards, refused
 from specexport_runtime.server.logs import add_logging
 from specexport_runtime.server.state import ServerState, state_of
@@ -33,7 +33,12 @@ def create_app(engine: AsyncSpecEngine | None, config: ServerConfig | None = Non
     """
     settings = config or ServerConfig()
     app = FastAPI(
-        title="specexport", docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY_OF_ITS_OWN
+        title="specexport",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        telemetry=_NO_TELEMETRY_OF_ITS_OWN,
+        responses={"4XX": {"model": ErrorBody, "description": "The request was refused."}},
     )
     state = ServerState(settings, metrics=EngineMetrics(settings.model_name), started=int(time.time()))
     app.state.server = state
