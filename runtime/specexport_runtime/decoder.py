@@ -10,14 +10,14 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from specexport_runtime.accept import Verdict, accept_greedy, accept_sampled
+from specexport_runtime.accept import Verdict
 from specexport_runtime.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.draft_length import DraftLength, StepLoad, concerns_lengths, learn_from_tests, step_load
 from specexport_runtime.drafters.base import Drafter, Proposal
-from specexport_runtime.errors import CheckFailedError, SpecexportError
+from specexport_runtime.errors import SpecexportError
 from specexport_runtime.events import RoundEvent
 from specexport_runtime.exact_width import room_within
-from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, argmax_ids
+from specexport_runtime.executors.base import StepOutput, Want, argmax_ids
 from specexport_runtime.logprobs import logprobs_of
 from specexport_runtime.observe import EngineLoad, Observers, RoundRecord
 from specexport_runtime.prompt_similarity import measured_step
@@ -25,6 +25,7 @@ from specexport_runtime.scheduler import Scheduler
 from specexport_runtime.sequence import NO_ROW, Sequence
 from specexport_runtime.stats import PaddingStats, PhaseTimes
 from specexport_runtime.trace import RoundTracer
+from specexport_runtime.verdicts import accept_argmax, accept_processed
 
 __all__ = ["Decoder", "RoundEvent"]
 
@@ -96,11 +97,7 @@ class Decoder:
         self.times.schedule += time.perf_counter() - start
         if not ready and not chunks:
             return []
-        drafting = ready
-        if chunks:
-            # The step that ends a prompt drafts too, however the prompt was cut: that must not change a seed's draws.
-            ending = [seq for row, chunk in chunks.items() if self._pending(seq := self._in_row(row)) == chunk]
-            drafting = sorted([*ready, *ending], key=lambda seq: seq.row)
+        drafting = self._with_ending_prompts(ready, chunks) if chunks else ready
         load, prompt_tokens = None, sum(chunks.values())
         counts = concerns_lengths(drafting)
         if counts or self.observers:
@@ -117,6 +114,11 @@ class Decoder:
             self.times.engine += self.target.executor.engine_seconds + self.drafter.engine_seconds - engines_before
             self.times.rounds += 1
         return events
+
+    def _with_ending_prompts(self, ready: list[Sequence], chunks: Mapping[int, int]) -> list[Sequence]:
+        """Who drafts: the step that ends a prompt does too, however it was cut, or that would change a seed's draws."""
+        ending = [seq for row, chunk in chunks.items() if self._pending(seq := self._in_row(row)) == chunk]
+        return sorted([*ready, *ending], key=lambda seq: seq.row)
 
     def _schedule(self) -> tuple[list[Sequence], dict[int, int]]:
         """The sequences that decode in this step, and the prompt tokens of the other rows."""
@@ -272,10 +274,9 @@ class Decoder:
             end = begin + len(proposal.tokens) + 1
             try:
                 if seq.sampler.is_plain_greedy:
-                    verdict = accept_greedy(proposal.tokens, greedy[begin:end])
-                    _check_number(verdict)
+                    verdict = accept_argmax(proposal, greedy[begin:end])
                 else:
-                    verdict = _accept_processed(seq, proposal, output[begin:end])
+                    verdict = accept_processed(seq, proposal, output[begin:end])
                 event = self._commit(seq, proposal, verdict)
                 if seq.logprobs is not None:
                     seq.logprobs += logprobs_of(event.tokens, output[begin:end], seq.params.logprobs or 0)
@@ -304,22 +305,3 @@ class Decoder:
             self.target.release_row(seq.row)
             self.drafter.release_row(seq.row)
         self.scheduler.retire(seq)
-
-
-def _check_number(verdict: Verdict) -> None:
-    if verdict.next_token == NO_TOKEN:
-        raise CheckFailedError("the target's logits contain NaN.", "run `specexport verify` on this bundle.")
-
-
-def _accept_processed(seq: Sequence, proposal: Proposal, logits: Float32Array) -> Verdict:
-    """Acceptance where logits processing depends on the history: each row sees the draft tokens before it."""
-    drafted = proposal.tokens
-    if seq.sampler.is_greedy:
-        targets = [seq.sampler.greedy_token(row, drafted[:j]) for j, row in enumerate(logits)]
-        return accept_greedy(drafted, targets)
-    return accept_sampled(
-        drafted,
-        proposal.distributions,
-        lambda j: seq.sampler.distribution(logits[j], drafted[:j]),
-        lambda j: seq.random.draws(seq.num_generated + j),
-    )
