@@ -149,6 +149,8 @@ def test_a_client_that_asked_for_more_before_it_went_away_is_noticed_too(stepper
         wire.post(LONG)
         stepper.let(1)
         wire.post(LONG)
+        (protocol,) = stepper.served._server.server_state.connections
+        wait_for(lambda: protocol._deaf)
         wire.reset()
         stepper.wait_until_cancelled()
     gone = stepper.steps
