@@ -102,7 +102,8 @@ def main() -> None:
     args = parser.parse_args()
     from specexport_runtime.server.listener import loop_factory
 
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every request that is no HTTP
+    # It warns of every request that is no HTTP.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: "Invalid HTTP" not in record.msg)
     engine = SpecEngine.load(args.bundle, num_threads=args.threads, spin=False, adaptive=True)
     args.expected = expected_texts(engine, read_prompts(args.prompts, 64))
     with asyncio.Runner(loop_factory=loop_factory()) as runner:

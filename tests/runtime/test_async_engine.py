@@ -356,6 +356,22 @@ def test_leaving_an_iteration_cancels_the_request(engine, how):
     assert "cancelled" in reasons  # a fast one may have ended before
 
 
+def test_a_read_that_times_out_cancels_the_request(engine):
+    gate = Gate(engine)
+
+    async def main():
+        service = AsyncSpecEngine(engine)
+        gate.shut()
+        chunks = aiter(await service.submit([5], ENDLESS))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(chunks), 0.01)
+        gate.open()
+        assert await service.drain(20)
+        assert [chunk.finish_reason async for chunk in chunks][-1] == "cancelled"
+
+    asyncio.run(main())
+
+
 def test_a_cancelled_request_ends_its_stream_and_says_so(engine):
     gate = Gate(engine)
 
