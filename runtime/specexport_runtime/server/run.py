@@ -68,8 +68,7 @@ class _Life:
         try:
             engine = await self._load_engine()
             if engine is not None:
-                click.echo(f"serving {self._config.model_name} at {url_of(self._listener, self._config)}")
-                sys.stdout.flush()
+                self._say_where()
                 await self._until_told(serving)
                 await self._drain(engine)
         finally:
@@ -79,6 +78,11 @@ class _Life:
             _leave(0)  # the thread that loads cannot be told to stop
         await _or_leave(engine.aclose(0), _STUCK_S)
         return 0
+
+    def _say_where(self) -> None:
+        with contextlib.suppress(OSError):  # nobody may read it
+            click.echo(f"serving {self._config.model_name} at {url_of(self._listener, self._config)}")
+            sys.stdout.flush()
 
     async def _load_engine(self) -> AsyncSpecEngine | None:
         """Load in a thread; None if the server was told to stop meanwhile."""
