@@ -73,6 +73,7 @@ IN_BOTH = [
     ({"speculative": {"drafter": "self"}}, "speculative", "invalid_value"),
     ({"speculative": {"drafter": "none", "num_speculative_tokens": 2}}, "speculative", "invalid_value"),
     ({"speculative": {"drafter": "draft-model", "reference": "w1"}}, "speculative", "invalid_value"),
+    ({"speculative": {"reference": "w1 " * 401}}, "speculative.reference", "limit_exceeded"),
     ({"speculative": {"token_origins": "yes"}}, "speculative.token_origins", "invalid_type"),
 ]
 IN_COMPLETIONS = [
@@ -143,6 +144,7 @@ IN_CHAT = [
         "speculative",
         "invalid_value",
     ),
+    ({"prediction": {"type": "content", "content": "w1 " * 401}}, "prediction", "limit_exceeded"),
     ({"prompt": "w1"}, "prompt", "unknown_parameter"),
 ]
 CASES = [
@@ -172,7 +174,7 @@ BODIES = {
     "surrogate": (b'{"prompt": "w1 \\ud800"}', "invalid_unicode"),
     "surrogate in a key": (b'{"prompt": "w1", "\\udfff": 1}', "invalid_unicode"),
     "surrogate in a key within": (b'{"prompt": "w1", "logit_bias": {"\\udfff": 1}}', "invalid_unicode"),
-    "thousands of keys": (b"{" + b",".join(b'"k%d": 1' % i for i in range(5000)) + b"}", "invalid_json"),
+    "thousands of keys": (b"{" + b",".join(b'"k%d": 1' % i for i in range(1025)) + b"}", "invalid_json"),
     "surrogate in a list": (b'{"prompt": "w1", "stop": ["w2", "\\udc00"]}', "invalid_unicode"),
 }
 

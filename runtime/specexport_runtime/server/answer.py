@@ -51,12 +51,12 @@ class Answer(Response):
         Raises:
             ApiError: nothing was sent yet, and nothing will be.
         """
-        stream = EventStream(send)
+        stream, log = EventStream(send), scope.get("state", {}).get("log")
         requests: list[AsyncRequest] = []
         try:
             async with request_life(receive, self._timeout_s):
                 requests = await self._submit()
-                if log := scope.get("state", {}).get("log"):
+                if log is not None:
                     log.follow([request.handle.sequence for request in requests if request.handle is not None])
                 if self._plan.stream:
                     await self._send_events(requests, stream)
@@ -65,6 +65,8 @@ class Answer(Response):
         except Exception as error:
             if not stream.started:
                 raise
+            if log is not None:
+                log.error_code = as_api_error(error).code
             await _end_with_error(stream, error)
         finally:
             for request in requests:

@@ -110,3 +110,23 @@ def timed_out(seconds: float) -> ApiError:
 def client_gone() -> ApiError:
     """499, as nginx calls it: nobody is there to read the answer, only the log."""
     return ApiError(499, "The client closed the connection.", code="client_closed_request")
+
+
+def invalid(param: str, message: str) -> ApiError:
+    """400: a parameter has a value that it cannot have."""
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """400: a parameter that OpenAI has and this server cannot honour."""
+    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+def over_limit(param: str, what: str, most: int) -> ApiError:
+    """400: more than the server was set to take."""
+    return ApiError(400, f"{what}: this server takes up to {most} ({param}).", param=param, code="limit_exceeded")
+
+
+def shown(number: int) -> str:
+    """A number as a message repeats it: it may have thousands of digits."""
+    return str(number) if number < 2**63 else "over 2**63"

@@ -20,7 +20,7 @@ _WANTED = {
     "content": "must be a text or a list of parts of type text",
     "num_speculative_tokens": 'must be an integer of at least 1, or "auto"',
 }
-_MAX_KEYS = 4096  # of one object; a logit_bias may have many
+_MAX_KEYS = 1024  # of one object; a logit_bias may have many
 _SHOWN = 100  # characters of a name or a value that a message repeats
 
 

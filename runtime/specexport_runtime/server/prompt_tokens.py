@@ -1,0 +1,99 @@
+"""Token ids of prompts and references, and how many tokens the server and the engine take."""
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from specexport_runtime.engine import SpecEngine
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.results import Prompt
+from specexport_runtime.server.config import ServerConfig
+from specexport_runtime.server.errors import ApiError, invalid, over_limit, shown
+
+T = TypeVar("T")
+
+_LONG_TEXT = 2000  # characters; longer texts are tokenized on another thread
+
+
+async def elsewhere_if_long(length: int, work: Callable[[], T]) -> T:
+    """The result of work on a text of so many characters, which must not keep the other clients waiting."""
+    return await asyncio.to_thread(work) if length > _LONG_TEXT else work()
+
+
+def encode(engine: SpecEngine, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a prompt of any length; nothing is checked."""
+    if not isinstance(prompt, str):
+        return list(prompt)
+    ids: list[int] = engine.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
+    return ids
+
+
+def encode_chat(engine: SpecEngine, messages: list[dict[str, str]]) -> list[int]:
+    """As ``engine.encode_chat``, but of any length: what is too long has an error of its own here."""
+    return encode(engine, engine.format_chat(messages), add_special_tokens=False)
+
+
+def decode(engine: SpecEngine, prompt: Prompt, *, skip_special_tokens: bool) -> str:
+    """The text of a prompt; ids that are no tokens are left out."""
+    if isinstance(prompt, str):
+        return prompt
+    known = [token for token in prompt if token < engine.target.vocab_size]
+    return str(engine.tokenizer.decode(known, skip_special_tokens=skip_special_tokens))
+
+
+def check_prompt(engine: SpecEngine, config: ServerConfig, source: str, ids: list[int]) -> None:
+    """Refuse a prompt that the server or the engine does not take.
+
+    Raises:
+        ApiError: 400; names ``source``.
+    """
+    if config.max_prompt_tokens is not None and len(ids) > config.max_prompt_tokens:
+        raise over_limit(source, f"{source} of {len(ids)} tokens", config.max_prompt_tokens)
+    if len(ids) >= engine.max_model_len:
+        raise _too_long(engine, source, f"{source} has {len(ids)} tokens")
+    try:
+        engine.encode(ids)
+    except InvalidRequestError as error:
+        raise invalid(source, f"{source}: {error}") from None
+
+
+def check_reference(engine: SpecEngine, source: str, ids: list[int]) -> None:
+    """Refuse a reference longer than any answer could be: reading it keeps all other requests waiting.
+
+    Raises:
+        ApiError: 400; names ``source``.
+    """
+    if len(ids) > engine.max_model_len:
+        raise over_limit(source, f"{source} of {len(ids)} tokens", engine.max_model_len)
+
+
+def max_tokens_of(
+    engine: SpecEngine, config: ServerConfig, length: int, limit: tuple[str, int | None], default: int
+) -> int:
+    """Tokens to generate: what was asked for, all of it, or the default as far as there is room.
+
+    Args:
+        engine: what generates.
+        config: the server's limits.
+        length: tokens of the prompt.
+        limit: the parameter that asks, and what it asks for.
+        default: where it does not.
+
+    Raises:
+        ApiError: 400; names the parameter.
+    """
+    name, asked = limit
+    room, most = engine.max_model_len - length, config.max_tokens
+    if asked is None:
+        return min(default, room, default if most is None else most)
+    if most is not None and asked > most:
+        raise over_limit(name, f"{name} = {shown(asked)}", most)
+    if asked > room:
+        raise _too_long(engine, name, f"{length} of prompt and {name} = {shown(asked)}")
+    return asked
+
+
+def _too_long(engine: SpecEngine, param: str, what: str) -> ApiError:
+    most = engine.max_model_len
+    message = f"This model's maximum context length is {most} tokens, prompt and answer together; here: {what}."
+    return ApiError(400, message, param=param, code="context_length_exceeded")
