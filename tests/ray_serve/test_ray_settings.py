@@ -13,7 +13,9 @@ from specexport_runtime.errors import BundleError, EngineClosedError, InvalidReq
 from specexport_runtime.ray_serve import build_app, parse_settings
 from specexport_runtime.ray_serve.affinity import by_preference, is_overloaded, prompt_key
 from specexport_runtime.ray_serve.deployments import _without_keys, make_application
+from specexport_runtime.ray_serve.ingress import _relay
 from specexport_runtime.ray_serve.replica import Progress, Replica, StuckError, config_here, run_asgi
+from specexport_runtime.server.errors import as_api_error
 
 
 def parse(bundle, environ=None, **more):
@@ -203,6 +205,35 @@ async def _collect(app, *, stop_after=None):
             break
     await stream.aclose()
     return found
+
+
+@pytest.mark.parametrize(
+    ("make_error", "status", "code"),
+    [
+        (lambda ray: ray.exceptions.ActorDiedError(), 503, "replica_lost"),
+        (
+            lambda ray: ray.serve.exceptions.BackPressureError(num_queued_requests=9, max_queued_requests=9),
+            429,
+            "queue_full",
+        ),
+    ],
+)
+def test_what_ray_raises_is_told_in_openai_s_shape(make_error, status, code):
+    error = make_error(import_ray())
+
+    async def answer():
+        raise error
+        yield []
+
+    async def relay():
+        try:
+            await _relay(answer(), None)
+        except Exception as raised:
+            return as_api_error(raised)
+
+    told = asyncio.run(relay())
+    assert (told.status, told.code) == (status, code)
+    assert "Retry-After" in told.headers
 
 
 def test_an_application_runs_on_a_body_that_was_read_elsewhere():

@@ -59,14 +59,18 @@ class PrefixIngress:
 
 async def _relay(answer: Any, send: Send) -> None:
     from ray.exceptions import RayError
+    from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
+    from specexport_runtime.errors import QueueFullError
     from specexport_runtime.server.errors import ApiError
 
     try:
         async for messages in answer:
             for message in messages:
                 await send(message)
-    except RayError as error:  # before the first byte this is the answer, after it the connection is cut
+    except BackPressureError as error:
+        raise QueueFullError("every replica is busy, and as many requests wait as may.", "try again later.") from error
+    except (RayError, DeploymentUnavailableError) as error:  # before the first byte this is the answer
         raise ApiError(
             503,
             "the replica that had this request is gone; send it again.",
