@@ -17,10 +17,12 @@ import httpx
 import pytest
 from serving import Served, fake_engine
 
+from specexport_runtime import SpecEngine
 from specexport_runtime.errors import InvalidRequestError, RequestFailedError
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.log_format import JsonFormatter, TextFormatter, current_state, fields, log_config
 from specexport_runtime.server.logs import AccessLog, RequestLog
+from specexport_runtime.stats import SequenceStats
 
 KEY = "a-key-that-nobody-may-read-in-a-log"
 SECRET = "w11"
@@ -184,6 +186,37 @@ def test_a_defect_is_told_without_the_texts_of_others(fake_served, logged, monke
     assert SECRET not in json.dumps(told)
 
 
+def test_a_stream_that_fails_is_an_error_with_its_id(logged):
+    def breaks_after_a_while() -> SpecEngine:
+        engine = fake_engine()
+        execute, steps = engine.target.execute, iter(range(5))
+
+        def step(*args: Any) -> Any:
+            if next(steps, None) is None:
+                raise MemoryError(f"while it read {SECRET}")
+            return execute(*args)
+
+        engine.target.execute = step
+        return engine
+
+    own = Collect(JsonFormatter())
+    logging.getLogger("specexport_runtime").addHandler(own)
+    try:
+        with Served(breaks_after_a_while) as served:
+            answer = complete(served, "broken-stream", stream=True, max_tokens=50, speculative={"drafter": "none"})
+            line = line_of(logged, "broken-stream")
+    finally:
+        logging.getLogger("specexport_runtime").removeHandler(own)
+    assert answer.status_code == 200
+    assert '"error"' in answer.text
+    assert (line["level"], line["status"], line["error"]) == ("error", 200, "MemoryError")
+    assert line["error_code"] == json.loads(answer.text.split("data: ")[-1])["error"]["code"]
+    assert line["generated_tokens"] == 5
+    [told] = [json.loads(text) for text in own.lines]
+    assert (told["request_id"], told["error"]) == ("broken-stream", "RequestFailedError")
+    assert "builtins.MemoryError" in told["stack"]
+
+
 def test_no_text_and_no_key_is_ever_logged():
     served = Served(fake_engine, ServerConfig(model_name="fake", api_keys=(KEY,)))
     with collecting(JsonFormatter(), logging.DEBUG) as lines, served:
@@ -310,6 +343,20 @@ def test_a_log_of_nothing_has_no_numbers():
     log = RequestLog()
     assert log.generation() == {}
     assert (log.queued_s, log.first_token_s) == (None, None)
+
+
+def test_a_choice_that_never_got_a_row_has_no_time_in_the_queue():
+    def choice(queued: float | None) -> Any:
+        stats = SequenceStats(submit_time=1.0, start_time=1.0 + (queued or 0.0))
+        return type("Choice", (), {"stats": stats, "finish_reason": None, "error": None})()
+
+    log = RequestLog()
+    log.follow([choice(None)])
+    assert log.queued_s is None
+    log.follow([choice(0.25), choice(0.5)])
+    assert log.queued_s == 0.5
+    assert log.finish_reasons == ["cancelled"]
+    assert log.generation()["choices"] == 3
 
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
