@@ -1,13 +1,14 @@
 """Minutes of clients that behave badly: what is left of them in the server's memory and in its cache rows.
 
-    python benchmarks/soak.py engines/demo [--minutes 10] [--json FILE]
+    python benchmarks/soak.py engines/demo [--minutes 10] [--warm-up 2] [--json FILE]
 
 This process is the server; its clients run in another one (``bad_clients.py``). They stream, wait for whole answers,
 go away in the middle of an answer, of a body or of a head, reset the connection, read slowly, overflow the queue, and
 send requests that are wrong in many ways. Complete greedy texts are compared with those of the engine alone. Resident
 memory is read all the time. At the end every client leaves; then nothing may be active, the engine's invariants must
-hold (``SpecEngine.check``), and memory may not have grown by more than --max-growth since the second tenth of the time.
-Exits with 1 otherwise, or if a text differed, or an answer was not one of those that the request may get.
+hold (``SpecEngine.check``), and memory may not have grown by more than --max-growth since the end of the warm-up, in
+which the engine makes buffers for the step sizes that it meets (256 of each model, then old ones make room). Exits with
+1 otherwise, or if a text differed, or an answer was not one of those that the request may get.
 """
 
 import argparse
@@ -48,13 +49,13 @@ async def serve(engine: SpecEngine, args: argparse.Namespace) -> dict[str, Any]:
     listener = bind(config)
     server = http_server(create_app(service, config), config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    port, seconds = listener.getsockname()[1], 60 * args.minutes
+    port, seconds = listener.getsockname()[1], 60 * (args.warm_up + args.minutes)
     job = {"port": port, "clients": args.clients, "seconds": seconds, "seed": args.seed, "expected": args.expected}
     clients = await asyncio.create_subprocess_exec(sys.executable, CLIENTS, stdin=PIPE, stdout=PIPE)
     talking = asyncio.create_task(clients.communicate(json.dumps(job).encode()))
     start, samples = time.monotonic(), []
     while not talking.done():
-        await asyncio.wait({talking}, timeout=seconds / 100)
+        await asyncio.wait({talking}, timeout=seconds / 200)
         load = engine.current_load()
         samples.append((time.monotonic() - start, resident_mib(), load.num_running, load.num_waiting))
     found: dict[str, Any] = json.loads((await talking)[0])
@@ -63,7 +64,7 @@ async def serve(engine: SpecEngine, args: argparse.Namespace) -> dict[str, Any]:
     await serving
     engine.check()  # raises if a row or a cache entry was left
     await service.aclose(0)
-    return found | {"samples": samples, "growth": growth_of(samples, seconds)}
+    return found | {"samples": samples, "growth": growth_of(samples, 60 * args.warm_up, seconds)}
 
 
 async def settle(service: AsyncSpecEngine) -> int:
@@ -74,10 +75,11 @@ async def settle(service: AsyncSpecEngine) -> int:
     return service.num_active
 
 
-def growth_of(samples: list[tuple[float, float, int, int]], seconds: float) -> float:
-    """Growth of memory from the second tenth of the time to the last one."""
-    early = [mib for at, mib, *_ in samples if 0.1 <= at / seconds < 0.2]
-    late = [mib for at, mib, *_ in samples if 0.9 <= at / seconds <= 1.0]
+def growth_of(samples: list[tuple[float, float, int, int]], begin: float, end: float) -> float:
+    """Growth of memory from the first tenth of the time to the last one."""
+    tenth = (end - begin) / 10
+    early = [mib for at, mib, *_ in samples if begin <= at < begin + tenth]
+    late = [mib for at, mib, *_ in samples if end - tenth <= at <= end]
     return statistics.median(late) / statistics.median(early) - 1
 
 
@@ -93,6 +95,7 @@ def main() -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", type=Path, default=DEMO_PROMPTS)
     parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--warm-up", type=float, default=2, help="minutes before the clock starts")
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--max-waiting", type=int, default=16)
     parser.add_argument("--threads", type=int, help="compute threads; all cores if not given")
@@ -114,7 +117,7 @@ def main() -> None:
         ("connections", str(sum(found["counts"].values()))),
         ("most running, most waiting", f"{max(s[2] for s in found['samples'])}, {max(s[3] for s in found['samples'])}"),
         ("resident memory, first, most, last", f"{memory[0]:.1f}, {max(memory):.1f}, {memory[-1]:.1f} MiB"),
-        ("growth since the second tenth", f"{found['growth']:.2%}"),
+        ("growth since the warm-up", f"{found['growth']:.2%}"),
         ("active at the end", str(found["active_at_end"])),
         ("problems", str(len(found["problems"]))),
     ]

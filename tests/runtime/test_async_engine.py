@@ -322,10 +322,12 @@ def test_a_submit_that_the_end_of_the_program_cancels_leaves_nothing_running(eng
 @pytest.mark.parametrize("how", ["break", "raise", "dropped", "closed", "not begun"])
 def test_leaving_an_iteration_cancels_the_request(engine, how):
     gate = Gate(engine)
+    kept = []
 
     async def leave(request):
         if how == "closed":
             async with aclosing(request.batches()) as batches:
+                kept.append(batches)  # it is closed, not dropped
                 await anext(batches)
         elif how == "dropped":
             await anext(aiter(request))
