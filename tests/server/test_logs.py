@@ -345,6 +345,13 @@ def test_a_log_of_nothing_has_no_numbers():
     assert (log.queued_s, log.first_token_s) == (None, None)
 
 
+def test_the_first_token_is_the_first_of_any_choice():
+    log = RequestLog(began=10.0)
+    stats = [SequenceStats(first_token_time=at) for at in (None, 12.5, 11.0)]
+    log.follow([type("Choice", (), {"stats": each})() for each in stats])
+    assert log.first_token_s == 1.0
+
+
 def test_a_choice_that_never_got_a_row_has_no_time_in_the_queue():
     def choice(queued: float | None) -> Any:
         stats = SequenceStats(submit_time=1.0, start_time=1.0 + (queued or 0.0))
