@@ -88,7 +88,7 @@ def show_a_round(page: Any) -> None:
     """Scroll the texts to where the model begins, and point at a round as a reader would."""
     for box in ("#speculative", "#plain"):
         page.eval_on_selector(f"{box} [data-output]", "(e) => e.scrollTo({top: 138, behavior: 'instant'})")
-    page.locator("#chart circle.bonus").nth(3).hover()
+    page.locator("#chart circle.bonus").nth(2).hover()
     page.wait_for_timeout(400)  # until nothing moves
 
 

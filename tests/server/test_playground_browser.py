@@ -195,7 +195,7 @@ def test_a_token_tells_where_it_came_from_by_mouse_and_keyboard(fake_served, ope
     assert page.locator("#speculative .t.hot").count() > 1
 
 
-def test_a_click_on_a_round_shows_its_tokens(fake_served, open_page):
+def test_the_text_scrolls_to_what_is_chosen(fake_served, open_page):
     page = open_page(fake_served, viewport={"width": 700, "height": 700})
     run(page, prompt="w1 w2", tokens=300)
     top = "document.querySelector('#speculative [data-output]').scrollTop"
@@ -205,6 +205,12 @@ def test_a_click_on_a_round_shows_its_tokens(fake_served, open_page):
     assert page.evaluate(top) == 0
     page.locator("#chart g").last.click()
     assert page.evaluate(top) > 100
+    page.focus("#speculative [data-output]")
+    page.keyboard.press("ArrowRight")  # to the first token
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert page.evaluate(top) < 100
+    assert "token 1" in page.text_content("#tip")
+    assert page.is_visible("#tip")
 
 
 def test_numbers_are_live_and_stop_frees_the_row(slow_served, open_page):

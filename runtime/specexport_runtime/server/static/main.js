@@ -8,6 +8,7 @@ import { TokenView } from "./tokens.js";
 
 const LOADING_RETRIES = 120; // a second each
 const DEFAULT_ROWS = 4; // of the chart, where K is "auto"
+const FRAME_MS = 66; // the model may run on the same cores: drawing more often would slow it down
 
 const controls = new Controls();
 const columns = [makeColumn("speculative"), makeColumn("plain")];
@@ -31,7 +32,7 @@ function makeColumn(name) {
     bar: byId(`bar-${name}`),
     race: byId(`race-${name}`),
     view: new TokenView(box.querySelector("[data-output]"), { onRound }),
-    queue: [], // tokens that came since the last frame
+    queue: [], // tokens that came and were not drawn yet
     run: null,
   };
 }
@@ -64,7 +65,7 @@ async function runBoth() {
 async function runColumns(compare, together) {
   const chosen = compare ? columns : [speculative];
   begin(compare, together);
-  const frames = drawEachFrame();
+  const drawing = drawOften();
   try {
     if (together) await Promise.all(chosen.map(runOne));
     else for (const column of chosen) await runOne(column);
@@ -73,7 +74,7 @@ async function runColumns(compare, together) {
     if (failure) showError(failure);
     else announce("Stopped", "The text is not whole.");
   } finally {
-    frames.stop();
+    drawing.stop();
     columns.forEach(settle);
     failure = null;
   }
@@ -115,13 +116,18 @@ function begin(compare, together) {
   if (byId("results").getBoundingClientRect().top > innerHeight * 0.7) byId("results").scrollIntoView();
 }
 
-function drawEachFrame() {
+/** Draw what came, some times a second; not at all while the page is hidden. */
+function drawOften() {
   let frame = 0;
-  const draw = () => {
-    columns.filter(({ run }) => run && !run.done).forEach(flush);
+  let last = -FRAME_MS;
+  const draw = (now) => {
+    if (now - last >= FRAME_MS) {
+      columns.filter(({ run }) => run && !run.done).forEach(flush);
+      last = now;
+    }
     frame = requestAnimationFrame(draw);
   };
-  draw();
+  frame = requestAnimationFrame(draw);
   return { stop: () => cancelAnimationFrame(frame) };
 }
 

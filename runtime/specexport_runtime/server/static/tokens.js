@@ -43,7 +43,7 @@ export class TokenView {
     container.addEventListener("pointerleave", () => this.leave());
     container.addEventListener("focusin", (event) => this._enter(event.target, true));
     container.addEventListener("focusout", () => this.leave());
-    container.addEventListener("scroll", hideTip, { passive: true });
+    container.addEventListener("scroll", () => this._scrolled(), { passive: true });
     container.addEventListener("keydown", (event) => this._key(event));
   }
 
@@ -115,6 +115,12 @@ export class TokenView {
     this.onRound(round);
   }
 
+  _scrolled() {
+    const at = document.activeElement; // scrolled to by an arrow key
+    if (at?.parentElement === this.container) this._enter(at);
+    else hideTip();
+  }
+
   _key(event) {
     const step = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
     if (event.key === "Escape") this.leave();
@@ -127,6 +133,5 @@ export class TokenView {
     next.tabIndex = -1;
     next.focus({ preventScroll: true });
     next.scrollIntoView({ block: "nearest" });
-    this._enter(next);
   }
 }
