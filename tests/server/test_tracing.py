@@ -20,6 +20,7 @@ from serving import Served, fake_engine
 
 from specexport_runtime.server import tracing
 from specexport_runtime.server.config import ServerConfig
+from specexport_runtime.stats import SequenceStats
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -157,6 +158,23 @@ def test_a_failure_of_ours_is_an_error(exporter):
     assert [span.name for span in phases] == ["specexport.queue", "specexport.prefill"]
 
 
+def test_phases_that_a_sequence_came_to():
+    def phases(**times: float) -> list[tuple[str, float, float]]:
+        return tracing._phases(type("S", (), {"stats": SequenceStats(submit_time=1.0, **times)})(), 9.0)
+
+    assert phases(start_time=1.0, end_time=3.0) == [("queue", 1.0, 3.0)]
+    assert phases(start_time=2.0) == [("queue", 1.0, 2.0), ("prefill", 2.0, 9.0)]
+    assert phases(start_time=2.0, first_token_time=4.0)[1:] == [("prefill", 2.0, 4.0), ("decode", 4.0, 9.0)]
+
+
+def test_the_log_line_names_the_trace(fake_served, exporter, caplog):
+    with caplog.at_level("INFO", "specexport.access"):
+        complete(fake_served, parent=True)
+        complete(fake_served)  # when this is answered, the first has its line
+    [record] = [record for record in caplog.records if getattr(record, "fields", {}).get("request_id") == "traced"]
+    assert record.fields["trace_id"] == PARENT.split("-")[1]
+
+
 def test_probes_are_not_traced(fake_served, exporter):
     for path in ("health", "ready", "metrics"):
         httpx.get(f"{fake_served.url}/{path}")
@@ -185,8 +203,11 @@ def test_what_is_not_sampled_costs_nothing(fake_served, monkeypatch):
     provider = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(kept))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
-    monkeypatch.setattr(tracing, "_finish", None)  # would raise
-    assert complete(fake_served).status_code == 200
+    finished: list[object] = []
+    monkeypatch.setattr(tracing, "_finish", lambda *args: finished.append(args))
+    for _ in range(2):  # when the second is answered, the first has ended
+        assert complete(fake_served).status_code == 200
+    assert finished == []
     assert kept.get_finished_spans() == ()
 
 
