@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, SpecexportError
+from specexport_runtime.errors import MissingDependencyError, SpecexportError
+from specexport_runtime.ray_serve.replica import at_proxy
 from specexport_runtime.ray_serve.settings import RaySettings, parse_settings
 
 __all__ = ["RaySettings", "build_app", "deploy", "parse_settings"]
@@ -41,7 +42,7 @@ def build_app(args: Mapping[str, Any]) -> Any:
     _check_ray()
     from specexport_runtime.ray_serve.deployments import make_application
 
-    return make_application(_at_proxy(settings))
+    return make_application(replace(settings, server=at_proxy(settings.server)))
 
 
 def deploy(args: Mapping[str, Any], *, route_prefix: str = "/") -> Any:
@@ -84,20 +85,3 @@ def _check_ray() -> None:
         raise MissingDependencyError(
             f"Ray Serve cannot be imported ({error}).", "pip install 'specexport[ray,serve]'."
         ) from error
-
-
-def _at_proxy(settings: RaySettings) -> RaySettings:
-    """Where Serve runs already, its proxies' address counts, not what the settings say."""
-    from ray.serve.context import _get_global_client
-
-    try:
-        client = _get_global_client(raise_if_no_controller_running=False)
-    except Exception:  # no cluster yet
-        client = None
-    host = None if client is None else client.http_config.host
-    if host is None or host == settings.server.host:
-        return settings
-    try:
-        return replace(settings, server=replace(settings.server, host=host))
-    except InvalidRequestError as error:
-        raise InvalidRequestError(f"Ray Serve's proxies listen there already: {error.message}", error.hint) from error

@@ -1,5 +1,6 @@
 """Ray Serve's deployments of a bundle; imported only where Ray is."""
 
+from dataclasses import replace
 from typing import Any
 
 from specexport_runtime.ray_serve.ingress import PrefixIngress
@@ -71,11 +72,11 @@ def ingress_options(settings: RaySettings) -> dict[str, Any]:
 
 
 def _without_keys(settings: RaySettings) -> RaySettings:
-    """What Ray keeps in its state must not hold a key; replicas read theirs from the environment."""
-    from dataclasses import replace
+    """What Ray keeps in its state must not hold a key.
 
-    server = replace(settings.server, api_keys=(), insecure=True)
-    return replace(settings, server=server)
+    Replicas take keys from their environment and the address from Ray's proxies, and then check one against the other.
+    """
+    return replace(settings, server=replace(settings.server, api_keys=(), host="127.0.0.1"))
 
 
 def _handle_replica() -> type:

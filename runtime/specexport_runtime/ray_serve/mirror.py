@@ -1,9 +1,11 @@
 """An engine's Prometheus metrics as Ray metrics, which every node of a cluster exports for all its replicas."""
 
 import asyncio
+import logging
 from typing import Any
 
 PERIOD_S = 5.0
+_log = logging.getLogger(__name__)
 
 
 class MetricsMirror:
@@ -45,5 +47,8 @@ class MetricsMirror:
 
     async def _run(self) -> None:
         while True:
-            self.copy()
+            try:
+                self.copy()
+            except Exception:  # Ray's metrics come and go with its agents; answers must not depend on them
+                _log.exception("metrics could not be handed to Ray")
             await asyncio.sleep(PERIOD_S)

@@ -4,11 +4,13 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.ray_serve.settings import API_KEYS, RaySettings, api_keys
+from specexport_runtime.server.config import ServerConfig
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -170,21 +172,40 @@ def with_headers(app: AsgiApp, *more: tuple[bytes, bytes]) -> AsgiApp:
     return edited
 
 
-def config_here(settings: RaySettings, *, needs_key: bool) -> Any:
-    """The server's settings with the API keys of this process's environment.
+def config_here(settings: RaySettings, *, needs_key: bool) -> ServerConfig:
+    """The server's settings with the API keys of this process's environment and the address of Ray's proxies.
 
     Raises:
         InvalidRequestError: there must be a key and is none.
     """
-    from dataclasses import replace
-
     keys = api_keys()
     if needs_key and not keys:
         raise InvalidRequestError(
             f"{API_KEYS} was set where the application was deployed and is not set for its replicas.",
             "set it on every node before `ray start`, or in runtime_env.",
         )
-    return replace(settings.server, api_keys=keys)
+    return at_proxy(replace(settings.server, api_keys=keys))
+
+
+def at_proxy(config: ServerConfig) -> ServerConfig:
+    """Where Ray Serve runs already, its proxies' address counts, whatever the settings say.
+
+    Raises:
+        InvalidRequestError: other machines can reach that address, and there is no API key.
+    """
+    from ray.serve.context import _get_global_client
+
+    try:
+        client = _get_global_client(raise_if_no_controller_running=False)
+    except Exception:  # no cluster yet
+        client = None
+    host = None if client is None else client.http_config.host
+    if host is None or host == config.host:
+        return config
+    try:
+        return replace(config, host=host)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"Ray Serve's proxies listen there already: {error.message}", error.hint) from error
 
 
 def replica_name() -> str:
