@@ -158,6 +158,18 @@ def test_a_client_that_does_not_read_holds_neither_row_nor_memory(stream):
         wait_for(lambda: not served._server.server_state.tasks)
 
 
+def test_a_short_answer_that_is_never_read_keeps_no_connection_for_ever():
+    with_small_buffers = Served(fake_engine, ServerConfig(request_timeout_s=2.0))
+    with_small_buffers._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with with_small_buffers as served, Wire(served.port, receive_buffer=4096) as wire:
+        wire.post(ASK | {"max_tokens": 20, "n": 2, "ignore_eos": True, "logprobs": 17}, Connection="close")
+        wait_for(lambda: connections(served) == 1)
+        (protocol,) = served._server.server_state.connections
+        wait_for(lambda: protocol.transport is not None and protocol.transport.is_closing())
+        assert 0 < protocol.transport.get_write_buffer_size() < 64 * 1024  # too little for the transport to complain
+        wait_for(lambda: connections(served) == 0)
+
+
 def test_a_slow_head_is_not_waited_for(fake_served, monkeypatch):
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
     with Wire(fake_served.port) as wire:
