@@ -196,8 +196,8 @@ def test_a_failing_step_ends_what_it_ran_and_nothing_else(caplog):
         url = f"{served.url}/v1/completions"
         alone = text_of(httpx.post(url, json=SHORT))
         with Wire(served.port) as stream:
-            stream.post(LONG | {"stream": True})
-            whole = pool.submit(httpx.post, url, json=LONG, timeout=30)
+            stream.post(LONG | {"stream": True}, X_Request_Id="the-stream")
+            whole = pool.submit(httpx.post, url, json=LONG, headers={"X-Request-Id": "the-other"}, timeout=30)
             stream.until(b"data: ")
             wait_for(lambda: running(served) == 2)
             waiting = [pool.submit(httpx.post, url, json=SHORT, timeout=30) for _ in range(3)]
@@ -212,7 +212,8 @@ def test_a_failing_step_ends_what_it_ran_and_nothing_else(caplog):
         assert [text_of(answer.result()) for answer in waiting] == [alone] * 3
         assert text_of(httpx.post(url, json=SHORT)) == alone
         served.wait_until_idle()
-    assert any(record.exc_info for record in caplog.records)  # the log has the reason
+    told = {record.fields["request_id"] for record in caplog.records if record.exc_info}
+    assert told == {"the-stream", "the-other"}  # the log has the reason
 
 
 def test_clients_that_come_and_go_change_nobodys_text():

@@ -14,6 +14,7 @@ from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.results import GenerationResult, StreamChunk, StreamPiece
 from specexport_runtime.server.disconnect import request_life
 from specexport_runtime.server.errors import ApiError, as_api_error, unavailable
+from specexport_runtime.server.log_format import fields
 from specexport_runtime.server.responses import AnswerFormat, usage_of
 from specexport_runtime.server.sse import DONE, EventStream, event
 from specexport_runtime.server.translate import Plan
@@ -67,7 +68,7 @@ class Answer(Response):
                 raise
             if log is not None:
                 log.error_code = as_api_error(error).code
-            await _end_with_error(stream, error)
+            await _end_with_error(stream, error, scope)
         finally:
             for request in requests:
                 request.cancel()  # no effect on those that ended
@@ -175,11 +176,12 @@ def _result(request: AsyncRequest) -> GenerationResult:
     return result
 
 
-async def _end_with_error(stream: EventStream, error: Exception) -> None:
+async def _end_with_error(stream: EventStream, error: Exception, scope: Scope) -> None:
     """Tell of an error in a stream that has begun; the status was sent long ago."""
     told = as_api_error(error)
     if told.status == 499:
         return  # nobody listens
     if told.status == 500:
-        _log.error("a request failed while it was streamed", exc_info=error)
+        request_id = scope.get("state", {}).get("request_id")
+        _log.error("a request failed while it was streamed", exc_info=error, extra=fields(request_id=request_id))
     await stream.finish(event(told.body()))
