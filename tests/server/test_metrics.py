@@ -395,3 +395,25 @@ def test_metrics_never_change_the_text(make_engine):
     plain, seen = make_engine(), make_engine()
     watched(seen)
     assert [result.token_ids for result in run_all(plain)] == [result.token_ids for result in run_all(seen)]
+
+
+def test_a_copy_of_the_counts_stays_as_it_is(make_engine):
+    engine = make_engine()
+    metrics = watched(engine)
+    run_all(engine)
+    before = metrics.counts()
+    told = (before.generation_tokens, list(before.accepted), before.histograms["e2e"].total, dict(before.finished))
+    run_all(engine)
+    assert told == (before.generation_tokens, before.accepted, before.histograms["e2e"].total, before.finished)
+    assert metrics.counts().generation_tokens == 2 * before.generation_tokens
+
+
+def test_a_scrape_waits_for_a_round_to_be_counted():
+    metrics = EngineMetrics("m")
+    scrape = threading.Thread(target=metrics.render)
+    with metrics._lock:
+        scrape.start()
+        scrape.join(0.05)
+        assert scrape.is_alive()
+    scrape.join(30)
+    assert not scrape.is_alive()
