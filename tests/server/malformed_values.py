@@ -2,6 +2,7 @@
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROUTES = (COMPLETIONS, CHAT, "/v1/models", "/v1/models/demo", "/health", "/ready", "/metrics", "/", "/openapi.json")
+ROUTES += ("/playground.json", "/playground/main.js")
 METHODS = ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT", "PROPFIND", "BREW", "post")
 
 NUMBERS = ("n", "best_of", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
