@@ -179,7 +179,7 @@ class Attack:
         self.counts[f"finished: {status}"] += 1
         if status not in ("200", "429"):
             self.problems.append(f"{body} was answered with {answer[:1000]!r}")
-        if status == "200" and b'{"error"' in rest:
+        if status == "200" and b'data: {"error"' in rest:
             self.problems.append(f"{body} ended with {rest[-1000:]!r}")
         if status != "200" or body["temperature"] or body["stream"]:
             return

@@ -89,6 +89,14 @@ def expected_texts(engine: SpecEngine, prompts: list[str]) -> dict[str, str]:
     return {prompt: result.text for prompt, result in zip(prompts, results, strict=True)}
 
 
+def touch_all_memory(engine: SpecEngine, prompts: list[str]) -> None:
+    """Fill every cache row to its end, and run the largest steps: pages are only resident once they were written."""
+    long = [engine.encode("\n\n".join(prompts[i:] + prompts[:i]))[: engine.max_model_len - 64] for i in range(8)]
+    for drafter in ("draft-model", "chained", "self", "none"):
+        engine.generate([*long, *long], SamplingParams(max_tokens=64, ignore_eos=True), drafter=drafter)
+    engine.generate(prompts[:8], SamplingParams(max_tokens=LONGEST, temperature=0.9, logprobs=5))
+
+
 def main() -> None:
     """Run the server, let the clients loose, judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,7 +116,9 @@ def main() -> None:
     # It warns of every request that is no HTTP.
     logging.getLogger("uvicorn.error").addFilter(lambda record: "Invalid HTTP" not in record.msg)
     engine = SpecEngine.load(args.bundle, num_threads=args.threads, spin=False, adaptive=True)
-    args.expected = expected_texts(engine, read_prompts(args.prompts, 64))
+    prompts = read_prompts(args.prompts, 64)
+    touch_all_memory(engine, prompts)
+    args.expected = expected_texts(engine, prompts)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         found = runner.run(serve(engine, args))
     memory = [mib for _, mib, *_ in found["samples"]]
