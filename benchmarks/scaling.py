@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py engines/demo [--part grid|replicas|queue] [--json FILE]
 
-The model is ``scaling_model.py``. It takes the engine's cost curves (measured step by step, before any request), and
+The model is ``scaling_model.py``. It takes the bundle's cost curves (measured step by step, before any request), and
 from two calibration runs, marked ``*``, the acceptance and the host's own time of a round. All else is predicted. Takes
 about two minutes.
 """
@@ -13,6 +13,7 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from common import DEMO_PROMPTS, read_prompts, report
 from scaling_model import Queue, Throughput, row_bytes
 
 from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.batch import ModelRunner
+from specexport_runtime.cost_curves import measure_costs
 from specexport_runtime.manifest import load_manifest
 
 ROWS, KS = (1, 2, 4, 8), (0, 2, 4)
@@ -55,9 +58,8 @@ def drafting(k: int) -> dict[str, Any]:
 class Rig:
     """An engine with so many rows, and its rounds."""
 
-    def __init__(self, args: argparse.Namespace, rows: int, *, adaptive: bool = False) -> None:
-        options = {"num_threads": args.threads, "adaptive": adaptive, "spin": False}
-        self.engine = SpecEngine.load(args.bundle, max_num_seqs=rows, **options)
+    def __init__(self, args: argparse.Namespace, rows: int) -> None:
+        self.engine = SpecEngine.load(args.bundle, max_num_seqs=rows, num_threads=args.threads, spin=False)
         self.rounds = Rounds()
         self.engine.add_observer(self.rounds)
 
@@ -84,10 +86,11 @@ def saturate(rig: Rig, rows: int, k: int, prompts: list[str], args: argparse.Nam
 def calibrate(args: argparse.Namespace, prompts: list[str]) -> tuple[Throughput, dict[str, float]]:
     """The model, and the host's time and acceptance that went into it."""
     most = max(ROWS)
-    full, single = Rig(args, most, adaptive=True), Rig(args, 1)
-    curves = full.engine.cost_curves
-    if curves is None:
-        raise SystemExit("the engine has no cost curves")
+    full, single = Rig(args, most), Rig(args, 1)
+    if full.engine.draft is None:
+        raise SystemExit("the bundle has no draft model")
+    runners = ModelRunner(full.engine.target), ModelRunner(full.engine.draft)
+    curves = measure_costs(*runners, max_rows=most, lookahead=full.engine.lookahead)  # anew, not from the user's cache
     mean_prompt = sum(len(full.engine.encode(prompt)) for prompt in prompts) / len(prompts)
     loaded = saturate(full, most, max(KS), prompts, args)
     plain = saturate(single, 1, 0, prompts, args)
@@ -167,37 +170,41 @@ def _line(process: "subprocess.Popen[str]") -> str:
 
 
 def queue(args: argparse.Namespace, prompts: list[str], model: Throughput) -> list[tuple[str, str]]:
-    """Poisson arrivals of requests whose lengths vary as much as their mean."""
+    """Poisson arrivals of requests whose lengths vary as much as their mean; what all rows finish is measured first."""
     rows, k = 4, 4
-    rig = Rig(args, rows)
-    capacity = saturate(rig, rows, k, prompts, args)["tokens_per_second"] / args.max_tokens
-    rates = tuple(model.tokens_per_second(n, k) / args.max_tokens for n in range(1, rows + 1))
-    scale = capacity / rates[-1]  # the grid's error is not this part's: the queue has the capacity that was measured
-    chain = Queue(tuple(scale * rate for rate in rates))
+    engine = Rig(args, rows).engine
+    model = replace(model, max_tokens=args.queue_tokens)
+    rates = [model.tokens_per_second(n, k) / args.queue_tokens for n in range(1, rows + 1)]
     found = []
-    for load_share in (0.5, 0.7, 0.85):
-        stats = arrive(rig.engine, load_share * capacity, prompts, k, args)
+    for load in (0.5, 0.7, 0.85):
+        arrive(engine, [0.0] * 50, prompts, k, args)
+        start = time.perf_counter()
+        arrive(engine, [0.0] * args.flood, prompts, k, args)  # all at once: every row is busy until the end
+        capacity = args.flood / (time.perf_counter() - start)
+        chosen = random.Random(args.seed)
+        gaps = [chosen.expovariate(load * capacity) for _ in range(round(load * capacity * args.seconds))]
+        stats = arrive(engine, gaps, prompts, k, args)
         latency = sum(item.end_time - item.submit_time for item in stats) / len(stats)
         waited = sum(item.queued_s for item in stats) / len(stats)
-        expected = chain.seconds(load_share * capacity)
-        name = f"{rows} rows at {load_share:.0%} of capacity, {len(stats)} requests"
+        # The grid's error is not this part's: the chain has the capacity that was just measured.
+        expected = Queue(tuple(capacity / rates[-1] * rate for rate in rates)).seconds(load * capacity)
+        name = f"{rows} rows at {load:.0%} of {capacity:.0f} requests/s, {len(stats)} requests"
         found.append(compare(f"{name}: latency", 1e3 * expected[0], 1e3 * latency, "ms"))
         found.append((f"{name}: waiting", f"{1e3 * expected[1]:.0f} predicted, {1e3 * waited:.0f} measured ms"))
-    rig.engine.close()
+    engine.close()
     return found
 
 
-def arrive(engine: SpecEngine, rate: float, prompts: list[str], k: int, args: argparse.Namespace) -> list[Any]:
-    """Submit requests at random times for a while; returns their statistics."""
+def arrive(engine: SpecEngine, gaps: list[float], prompts: list[str], k: int, args: argparse.Namespace) -> list[Any]:
+    """Submit requests, so many seconds after one another; returns their statistics."""
     chosen = random.Random(args.seed)
     handles, due = [], time.perf_counter()
-    end = due + args.seconds
-    while due < end:
+    for gap in gaps:
+        due += gap
         time.sleep(max(due - time.perf_counter(), 0.0))
-        length = min(1 + round(chosen.expovariate(1 / (args.max_tokens - 1))), 8 * args.max_tokens)
+        length = 1 + min(round(chosen.expovariate(1 / (args.queue_tokens - 1))), 8 * args.queue_tokens)
         params = SamplingParams(max_tokens=length, ignore_eos=True)
         handles.append(engine.submit(chosen.choice(prompts), params, **drafting(k)))
-        due += chosen.expovariate(rate)
     return [handle.result().stats for handle in handles]
 
 
@@ -206,9 +213,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--part", choices=("all", "grid", "replicas", "queue", "worker"), default="all")
-    for name, default in (("threads", 2), ("rows", 4), ("max-tokens", 96), ("waves", 4), ("repeats", 3), ("seed", 0)):
+    for name, default in (
+        ("threads", 2),
+        ("rows", 4),
+        ("max-tokens", 96),
+        ("waves", 4),
+        ("repeats", 3),
+        ("seed", 0),
+        ("flood", 250),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--seconds", type=float, default=12.0, help="of arrivals at each load")
+    parser.add_argument("--queue-tokens", type=int, default=24, help="mean length of the requests that arrive")
+    parser.add_argument("--seconds", type=float, default=18.0, help="of arrivals at each load")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     prompts = read_prompts(DEMO_PROMPTS, 1000)
