@@ -82,6 +82,14 @@ class _Server(uvicorn.Server):
         """Leave signals alone."""
         yield
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End; clients that have not read the end of their answers by then are cut off."""
+        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        await asyncio.sleep(0)
+
 
 def http_server(app: Any, config: ServerConfig, log_config: dict[str, Any] | None = None) -> uvicorn.Server:
     """The HTTP server of an application; it leaves signals to its caller.
