@@ -64,7 +64,7 @@ async def serve(engine: SpecEngine, args: argparse.Namespace) -> dict[str, Any]:
     await serving
     engine.check()  # raises if a row or a cache entry was left
     await service.aclose(0)
-    return found | {"samples": samples, "growth": growth_of(samples, 60 * args.warm_up, seconds)}
+    return found | {"samples": samples, "growth": growth_of(samples, 60 * args.warm_up)}
 
 
 async def settle(service: AsyncSpecEngine) -> int:
@@ -75,12 +75,11 @@ async def settle(service: AsyncSpecEngine) -> int:
     return service.num_active
 
 
-def growth_of(samples: list[tuple[float, float, int, int]], begin: float, end: float) -> float:
-    """Growth of memory from the first tenth of the time to the last one."""
-    tenth = (end - begin) / 10
-    early = [mib for at, mib, *_ in samples if begin <= at < begin + tenth]
-    late = [mib for at, mib, *_ in samples if end - tenth <= at <= end]
-    return statistics.median(late) / statistics.median(early) - 1
+def growth_of(samples: list[tuple[float, float, int, int]], begin: float) -> float:
+    """Growth of memory from the first tenth of the samples after ``begin`` to the last one."""
+    measured = [mib for at, mib, *_ in samples if at >= begin] or [samples[-1][1]]
+    tenth = max(len(measured) // 10, 1)
+    return statistics.median(measured[-tenth:]) / statistics.median(measured[:tenth]) - 1
 
 
 def expected_texts(engine: SpecEngine, prompts: list[str]) -> dict[str, str]:
