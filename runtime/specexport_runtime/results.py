@@ -53,12 +53,21 @@ class StreamPiece(NamedTuple):
 
 
 class StreamChunk(NamedTuple):
-    """The pieces of one round, and its trace if that was asked for. The last chunk has a ``finish_reason``."""
+    """The pieces of one round. The last chunk has a ``finish_reason``.
+
+    Attributes:
+        pieces: one a token.
+        finish_reason: why the request ended; None while it goes on.
+        stats: counters of the request, which go on counting.
+        trace: what the round did; None unless it was asked for.
+        drafted: draft tokens that the round tested.
+    """
 
     pieces: list[StreamPiece]
     finish_reason: FinishReason | None
     stats: SequenceStats
     trace: RoundTrace | None = None
+    drafted: int = 0
 
     @property
     def text(self) -> str:
@@ -89,7 +98,7 @@ def make_chunk(event: RoundEvent) -> StreamChunk:
     texts = seq.take_pieces(count)
     logprobs: Seq[TokenLogprobs | None] = [None] * count if seq.logprobs is None else seq.logprobs[-count:]
     pieces = [StreamPiece(text, event.tokens[j], piece_kind(event, j), logprobs[j]) for j, text in enumerate(texts)]
-    return StreamChunk(pieces, seq.finish_reason, seq.stats, seq.trace[-1] if seq.trace else None)
+    return StreamChunk(pieces, seq.finish_reason, seq.stats, seq.trace[-1] if seq.trace else None, event.drafted)
 
 
 def piece_kind(event: RoundEvent, position: int) -> PieceKind:

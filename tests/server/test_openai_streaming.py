@@ -96,7 +96,11 @@ def test_origins_of_tokens(client):
     tokens = [token for chunk in chunks for choice in chunk.choices for token in getattr(choice, "tokens", [])]
     assert tokens == client.chat.completions.create(**params).choices[0].tokens
     assert "".join(token["text"] for token in tokens) == texts_of(chunks, 1)[0]
-    assert sum(token["kind"] == "accepted" for token in tokens) == chunks[-1].usage.speculative["accepted"] > 0
+    drafts = chunks[-1].usage.speculative
+    assert sum(token["kind"] == "accepted" for token in tokens) == drafts["accepted"] > 0
+    assert sum(choice.drafted for chunk in chunks for choice in chunk.choices[:1] if hasattr(choice, "drafted")) == (
+        drafts["drafted"]
+    )
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -107,7 +107,8 @@ class Answer(Response):
                 for news in batch:
                     pieces, finish = self._take(requests, news)
                     if pieces or finish:
-                        events.append(self._form.chunk(news.choice, pieces, finish, offsets[news.choice]))
+                        drafted = sum(chunk.drafted for chunk in news.chunks)
+                        events.append(self._form.chunk(news.choice, pieces, finish, offsets[news.choice], drafted))
                         if self._plan.logprobs is not None:
                             offsets[news.choice] += sum(len(piece.text) for piece in pieces)
                 if body := b"".join(events):

@@ -40,7 +40,7 @@ class AnswerFormat(ABC):
         self._before = f'data: {parts[:-1]},"choices":[{{"index":'
         self._after = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
 
-    def chunk(self, index: int, pieces: Seq[StreamPiece], finish: str | None, offset: int) -> bytes:
+    def chunk(self, index: int, pieces: Seq[StreamPiece], finish: str | None, offset: int, drafted: int) -> bytes:
         """The event of what one choice got; empty if there is nothing to tell.
 
         Args:
@@ -48,13 +48,14 @@ class AnswerFormat(ABC):
             pieces: its new tokens.
             finish: why it ended; None while it goes on.
             offset: characters of its text before these.
+            drafted: draft tokens that were tested for them.
         """
         text = pieces[0].text if len(pieces) == 1 else "".join([piece.text for piece in pieces])
         if not text and finish is None and not self._origins and self._texts is None:
             return b""
         more = "" if finish is None else f'"{finish}"'
         logprobs = "null" if self._texts is None or not pieces else json.dumps(self._logprobs(pieces, offset))
-        origins = f',"tokens":{json.dumps(_origins(pieces))}' if self._origins else ""
+        origins = f',"tokens":{json.dumps(_origins(pieces))},"drafted":{drafted}' if self._origins else ""
         body = f'{self._delta(text)},"logprobs":{logprobs},"finish_reason":{more or "null"}{origins}'
         return f"{self._before}{index},{body}{self._after}".encode()
 

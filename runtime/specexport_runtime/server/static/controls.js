@@ -91,8 +91,6 @@ export class Controls {
       seed: numberOf("seed"),
       drafter: plain ? "none" : drafter,
       lookahead: plain ? undefined : lookahead,
-      // Others draft as far as they find something to copy, or as far as it pays.
-      draftsWholeK: !plain && lookahead !== "auto" && (drafter === "draft-model" || drafter === "self"),
     };
   }
 

@@ -160,7 +160,7 @@ function showNumbers({ run, stats, race }) {
   const texts = {
     speed: number(speed, speed < 100 ? 1 : 0),
     first: first == null ? "–" : first < 1 ? `${number(first * 1000)} ms` : `${number(first, 2)} s`,
-    acceptance: acceptance?.value == null ? "–" : `${acceptance.exact ? "" : "≈ "}${number(100 * acceptance.value, 1)} %`,
+    acceptance: acceptance == null ? "–" : `${number(100 * acceptance, 1)} %`,
     length: number(run?.meanAcceptedLength, 2),
     tokens: number(run?.tokens),
     rounds: number(run?.rounds.length),

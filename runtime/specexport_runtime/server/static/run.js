@@ -31,6 +31,7 @@ export class Run {
     this.rounds = []; // {accepted, end}: accepted tokens, and the kind of the target's own token; null if it was cut off
     this.text = "";
     this.usage = null;
+    this.drafted = 0;
     this.finishReason = null;
     this.started = 0;
     this.firstToken = 0;
@@ -59,6 +60,7 @@ export class Run {
     if (!choice) return [];
     this.text += choice.text ?? choice.delta?.content ?? "";
     this.finishReason = choice.finish_reason ?? this.finishReason;
+    this.drafted += choice.drafted ?? 0;
     const tokens = (choice.tokens ?? []).map(({ text, kind }) => this._count(text, kind));
     if (tokens.length) {
       this.lastToken = performance.now();
@@ -108,12 +110,9 @@ export class Run {
     return this.rounds.length - this.counts.target;
   }
 
-  /** Accepted over drafted, and whether that is exact: the server says how many were drafted, K only about how many. */
+  /** Accepted over drafted tokens; null if nothing was drafted. */
   get acceptance() {
-    const { usage, settings } = this;
-    if (usage?.speculative) return { value: usage.speculative.acceptance_rate, exact: true };
-    const drafted = settings.draftsWholeK ? this.draftRounds * settings.lookahead : 0;
-    return { value: drafted ? Math.min(this.counts.accepted / drafted, 1) : null, exact: false };
+    return this.drafted ? this.counts.accepted / this.drafted : null;
   }
 
   /** Mean tokens of a round with a draft, the target's own included. */
