@@ -52,6 +52,7 @@ class SpecEngine(RequestFront):
             former.
         tune_profile: bounds the K that is chosen.
         self_obstacle: why the target cannot draft with its own layers, for messages; None finds out.
+        fingerprint: identifies weights, recipe and compiler; None if they are not known.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class SpecEngine(RequestFront):
         cost_curves: "CostCurves | None" = None,
         tune_profile: "TuneProfile | None" = None,
         self_obstacle: Obstacle | None = None,
+        fingerprint: str | None = None,
     ) -> None:
         if max_num_batched_tokens < 1:
             raise InvalidRequestError(f"max_num_batched_tokens is {max_num_batched_tokens}.", "give 1 or more.")
@@ -84,6 +86,7 @@ class SpecEngine(RequestFront):
         self.lookahead = lookahead
         self.cost_curves = cost_curves
         self.tune_profile = tune_profile
+        self.fingerprint = fingerprint
         runner = ModelRunner(target, unpad_kv=unpad_kv, unpad_input=unpad_input)
         self._draft_runner = None if draft is None else ModelRunner(draft, unpad_kv=unpad_kv, unpad_input=unpad_input)
         builder = RequestBuilder(
@@ -223,6 +226,7 @@ class SpecEngine(RequestFront):
             cost_curves=parts.curves,
             tune_profile=parts.profile,
             self_obstacle=parts.self_obstacle,
+            fingerprint=manifest.build_key,
         )
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from specexport_runtime.handle import Callback, RequestHandle, RequestListener
 from specexport_runtime.loop import DecodeLoop
 from specexport_runtime.request_builder import RequestBuilder
 from specexport_runtime.request_spec import RequestSpec
-from specexport_runtime.requests import Drafting, RequestOptions, one_each
+from specexport_runtime.requests import Drafting, DraftPlan, RequestOptions, one_each, resolve_draft_plan
 from specexport_runtime.results import GenerationResult, Prompt, StreamChunk, as_prompts
 from specexport_runtime.sampling import SamplingParams
 
@@ -36,6 +36,19 @@ class RequestFront:
         self._loop = loop
         self._chat_template = chat_template
         self._special_tokens = dict(special_tokens or {})
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether :meth:`format_chat` can make a prompt of a conversation."""
+        return self._chat_template is not None
+
+    def resolve_drafting(self, **drafting: Unpack[Drafting]) -> DraftPlan:
+        """How a request would be drafted for; arguments as :meth:`submit`.
+
+        Raises:
+            InvalidRequestError: the engine cannot do that.
+        """
+        return resolve_draft_plan(RequestOptions(**drafting), self._builder.abilities, self._builder.defaults)
 
     def submit(
         self,

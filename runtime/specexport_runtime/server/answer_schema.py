@@ -63,6 +63,7 @@ class CompletionAnswer(_Part):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str | None
     choices: list[CompletionChoice]
     usage: Usage
 
@@ -113,5 +114,6 @@ class ChatAnswer(_Part):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str | None
     choices: list[ChatChoice]
     usage: Usage

@@ -62,7 +62,9 @@ def make_answer(
 ) -> Answer:
     """The answer to a request, in the JSON of its endpoint."""
     name = getattr(request.state, "request_id", None) or secrets.token_hex(12)
-    header = Header(f"{prefix}-{name}", int(time.time()), state.config.model_name)
+    bundle = engine.engine.fingerprint
+    fingerprint = None if bundle is None else f"fp_{bundle[:12]}"
+    header = Header(f"{prefix}-{name}", int(time.time()), state.config.model_name, fingerprint)
     texts = None if plan.logprobs is None else _token_texts(request, engine)
     made = form(header, texts=texts, origins=plan.origins, include_usage=plan.include_usage)
     return Answer(engine, plan, made, state.config.request_timeout_s)

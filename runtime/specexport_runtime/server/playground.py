@@ -13,7 +13,7 @@ from fastapi.responses import Response
 
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests import DRAFTERS, RequestOptions, resolve_draft_plan
+from specexport_runtime.requests import DRAFTERS
 from specexport_runtime.server.errors import ApiError
 from specexport_runtime.server.state import state_of
 
@@ -93,7 +93,7 @@ async def describe(request: Request) -> dict[str, Any]:
         "model": state.config.model_name,
         "max_model_len": engine.max_model_len,
         "max_tokens": min(limit, state.config.max_tokens or limit),
-        "chat": engine._chat_template is not None,
+        "chat": engine.has_chat_template,
         "max_speculative_tokens": engine.lookahead,
         "auto": engine.cost_curves is not None,
         **_drafting(engine),
@@ -102,18 +102,17 @@ async def describe(request: Request) -> dict[str, Any]:
 
 def _drafting(engine: SpecEngine) -> dict[str, Any]:
     """Drafters with the K that they take if none is asked for, or why they are not to be had; which one is default."""
-    builder = engine._builder
     drafters: list[dict[str, Any]] = []
     for name in DRAFTERS:
         if name == "none":
             continue
         try:
-            plan = resolve_draft_plan(RequestOptions(name), builder.abilities, builder.defaults)
+            plan = engine.resolve_drafting(drafter=name)
         except InvalidRequestError as error:
             drafters.append({"name": name, "num_speculative_tokens": None, "obstacle": error.message})
         else:
             drafters.append({"name": name, "num_speculative_tokens": plan.stages[-1].lookahead, "obstacle": None})
-    default = resolve_draft_plan(RequestOptions(), builder.abilities, builder.defaults)
+    default = engine.resolve_drafting()
     names = [stage.drafter for stage in default.stages]
     return {
         "drafters": drafters,

@@ -19,6 +19,7 @@ class Header(NamedTuple):
     id: str
     created: int
     model: str
+    system_fingerprint: str | None
 
 
 class AnswerFormat(ABC):
@@ -81,8 +82,7 @@ class AnswerFormat(ABC):
         return json.dumps(self._head(self.whole_object) | {"choices": choices, "usage": usage}).encode()
 
     def _head(self, kind: str) -> dict[str, Any]:
-        header = self._header
-        return {"id": header.id, "object": kind, "created": header.created, "model": header.model}
+        return {"object": kind, **self._header._asdict()}
 
     def _logprobs(self, pieces: Seq[StreamPiece], offset: int) -> dict[str, Any]:
         assert self._texts is not None  # noqa: S101  # callers check
