@@ -1,6 +1,7 @@
 """Settings of a deployment: typed, checked, and refused before anything starts."""
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from specexport_runtime.errors import BundleError, EngineClosedError, InvalidReq
 from specexport_runtime.ray_serve import build_app, parse_settings
 from specexport_runtime.ray_serve.affinity import by_preference, is_overloaded, prompt_key
 from specexport_runtime.ray_serve.deployments import _without_keys, make_application
-from specexport_runtime.ray_serve.ingress import _relay
+from specexport_runtime.ray_serve.ingress import PrefixIngress, _relay
 from specexport_runtime.ray_serve.replica import Progress, Replica, StuckError, config_here, run_asgi
 from specexport_runtime.server.errors import as_api_error
 
@@ -237,6 +238,50 @@ def test_what_ray_raises_is_told_in_openai_s_shape(make_error, status, code):
     told = asyncio.run(relay())
     assert (told.status, told.code) == (status, code)
     assert "Retry-After" in told.headers
+
+
+class Handle:
+    """A deployment handle whose answer never comes."""
+
+    def __init__(self):
+        self.options_seen, self.cancelled = [], False
+
+    def options(self, **options):
+        self.options_seen.append(options)
+        return self
+
+    def remote(self, *_):
+        return self
+
+    def cancel(self):
+        self.cancelled = True
+
+    async def __aiter__(self):
+        await asyncio.sleep(60)
+        yield []
+
+
+@pytest.mark.parametrize("leave", ["disconnect", "deadline"])
+def test_a_client_that_leaves_cancels_what_was_passed_on(demo_bundle, leave):
+    import_ray()
+    handle = Handle()
+    ingress = PrefixIngress(parse(demo_bundle), handle, needs_key=False)
+    messages = [{"type": "http.request", "body": body(prompt="abc")}]
+    messages += [{"type": "http.disconnect"}] if leave == "disconnect" else []
+
+    async def receive():
+        if not messages:
+            await asyncio.sleep(60)
+        return messages.pop(0)
+
+    async def run():
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "extensions": object()}
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ingress._pass_on(scope, receive, None), 0.05 if leave == "deadline" else 30)
+
+    asyncio.run(run())
+    assert handle.cancelled
+    assert handle.options_seen[-1]["session_id"] == prompt_key(body(prompt="abc"), 256)
 
 
 def test_an_application_runs_on_a_body_that_was_read_elsewhere():
