@@ -3,6 +3,7 @@
 A fence that cannot be run says why in its first line: ```` ```bash no-test: the reason ````.
 """
 
+import functools
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ from specexport_runtime import abi
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "docker" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(?P<language>\w+)[ ]?(?P<note>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\((?P<target>[^)\s]+)\)")
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "dist", "build")
@@ -119,6 +120,11 @@ def test_the_contract_table_is_the_compilers_own() -> None:
     assert abi.format_table() in README.read_text(encoding="utf-8")
 
 
+@functools.cache
+def help_of(command: str) -> str:
+    return subprocess.run([COMMAND, command, "--help"], capture_output=True, text=True, check=True).stdout
+
+
 def test_documented_options_exist() -> None:
     """Every long option after a `specexport` command is one that the command's help lists."""
     for page in PAGES:
@@ -127,8 +133,5 @@ def test_documented_options_exist() -> None:
                 continue
             for line in block.body.replace("\\\n", " ").splitlines():
                 if match := re.match(r"(?:\S*/)?specexport (\w+)", line):
-                    help_text = subprocess.run(
-                        [COMMAND, match[1], "--help"], capture_output=True, text=True, check=True
-                    ).stdout
                     for option in re.findall(r"(?<=\s)--[a-z-]+", line):
-                        assert option in help_text, f"{block}: specexport {match[1]} has no {option}"
+                        assert option in help_of(match[1]), f"{block}: specexport {match[1]} has no {option}"
