@@ -43,7 +43,7 @@ def main() -> None:
 @contextmanager
 def serving(bundle: Path) -> Iterator[str]:
     """The address of a server of the bundle, which ends with the block."""
-    command = [Path(sys.executable).with_name("specexport"), "serve", bundle, "--port", "0"]
+    command = [str(Path(sys.executable).with_name("specexport")), "serve", str(bundle), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             line = next((line for line in server.stdout or () if line.startswith("serving ")), None)

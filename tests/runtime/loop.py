@@ -93,3 +93,16 @@ def greedy_reference(target: FakeExecutor, prompt: list[int], count: int) -> lis
     for _ in range(count):
         tokens.append(int(target.logits_after(tokens).argmax()))
     return tokens[len(prompt) :]
+
+
+def fail_at(executor: FakeExecutor, call: int) -> None:
+    """Let one call of an executor's ``execute``, counted from 1, raise."""
+    execute, calls = executor.execute, []
+
+    def failing(*args: object) -> object:
+        calls.append(None)
+        if len(calls) == call:
+            raise RuntimeError("the device went away")
+        return execute(*args)
+
+    executor.execute = failing

@@ -9,7 +9,7 @@ from contextlib import aclosing, suppress
 from functools import cache
 
 import pytest
-from loop import MAX_MODEL_LEN, greedy_reference, make_target
+from loop import MAX_MODEL_LEN, fail_at, greedy_reference, make_target
 from test_engine import make_engine
 
 from specexport_runtime import AsyncRequest, AsyncSpecEngine, SamplingParams, SpecEngine, SpecexportError
@@ -425,16 +425,7 @@ async def collect(chunks) -> list:
 
 
 def test_a_failing_engine_step_ends_the_requests_in_flight_and_spares_later_ones(engine):
-    execute = engine.target.execute
-    calls = []
-
-    def failing(*args):
-        calls.append(None)
-        if len(calls) == 6:
-            raise RuntimeError("the device went away")
-        return execute(*args)
-
-    engine.target.execute = failing
+    fail_at(engine.target, 6)
 
     async def main():
         service = AsyncSpecEngine(engine)

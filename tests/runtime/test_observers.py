@@ -128,16 +128,7 @@ def test_failures_of_one_request_end_once(watched):
 @pytest.mark.parametrize("where", ["target", "draft"])
 def test_a_step_that_raises_ends_those_that_ran(watched, where):
     engine, watcher = watched
-    executor = getattr(engine, where)
-    execute, calls = executor.execute, []
-
-    def failing(*args):
-        calls.append(None)
-        if len(calls) == 6:
-            raise RuntimeError("the device went away")
-        return execute(*args)
-
-    executor.execute = failing
+    fail_at(getattr(engine, where), 6)
     handles = engine.submit_all([])  # nothing, which is fine
     handles = [engine.submit([i], LONG) for i in range(6)]
     for handle in handles:

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from loop import MAX_MODEL_LEN, greedy_reference, make_target
+from loop import MAX_MODEL_LEN, fail_at, greedy_reference, make_target
 from test_engine import make_engine
 
 from specexport_runtime import SamplingParams
@@ -126,17 +126,7 @@ def test_callbacks_get_every_chunk(engine):
 
 @pytest.mark.parametrize("where", ["target", "draft"])
 def test_an_engine_failure_ends_the_requests_in_flight_and_spares_later_ones(engine, where):
-    executor = getattr(engine, where)
-    execute = executor.execute
-    calls = []
-
-    def failing(*args):
-        calls.append(None)
-        if len(calls) == 6:
-            raise RuntimeError("the device went away")
-        return execute(*args)
-
-    executor.execute = failing
+    fail_at(getattr(engine, where), 6)
     handles = [engine.submit([i], LONG) for i in range(6)]  # two of them wait
     failed = 0
     for i, handle in enumerate(handles):

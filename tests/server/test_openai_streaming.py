@@ -98,8 +98,9 @@ def test_origins_of_tokens(client):
     assert "".join(token["text"] for token in tokens) == texts_of(chunks, 1)[0]
     drafts = chunks[-1].usage.speculative
     assert sum(token["kind"] == "accepted" for token in tokens) == drafts["accepted"] > 0
-    assert sum(choice.drafted for chunk in chunks for choice in chunk.choices[:1] if hasattr(choice, "drafted")) == (
-        drafts["drafted"]
+    assert (
+        sum(choice.drafted for chunk in chunks for choice in chunk.choices[:1] if hasattr(choice, "drafted"))
+        == (drafts["drafted"])
     )
 
 
