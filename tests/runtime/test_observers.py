@@ -6,7 +6,7 @@ import time
 from collections import Counter
 
 import pytest
-from loop import make_decoder, make_sequence, make_target
+from loop import fail_at, make_decoder, make_sequence, make_target
 from test_adaptive import gated_curves
 from test_adaptive import make_decoder as make_adaptive_decoder
 from test_engine import make_engine
