@@ -69,7 +69,7 @@ def test_chats_without_alternatives(client):
 def test_what_cannot_be_is_json(fake_served, form):
     logprobs = TokenLogprobs(1, -math.inf, ((1, -math.inf), (2, -0.5)))
     texts = TokenTexts(fake_served.engine.engine.tokenizer)
-    answer = form(Header("x", 0, "fake"), texts=texts, origins=False, include_usage=False)
+    answer = form(Header("x", 0, "fake", None), texts=texts, origins=False, include_usage=False)
     choice = answer.choice(0, "w1", [StreamPiece("w1", 1, "target", logprobs)], "length")
     assert "-9999.0" in json.dumps(choice, allow_nan=False)
 
