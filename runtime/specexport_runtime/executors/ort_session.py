@@ -77,6 +77,8 @@ def _options(num_threads: int, spin: bool) -> Any:
     options.intra_op_num_threads = num_threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    # A plan of the memory of each combination of input sizes is kept for ever, and a server meets thousands of them.
+    options.enable_mem_pattern = False
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
     if not has_exact_int8_products():
         options.add_session_config_entry("session.x64quantprecision", "1")  # slower, and never saturates
