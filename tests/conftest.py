@@ -69,6 +69,11 @@ def demo_bundle(session_dir: Path, demo_pair: Path) -> Path:
     return folder
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first: at the end no worker should wait for another one's."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what tests recorded with ``record_property("measured: …", value)``: numbers that are no pass or fail."""
     lines = [
