@@ -5,11 +5,13 @@ uvloop that is once a round, however many requests stream.
 """
 
 import asyncio
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 from specexport_runtime.async_request import AsyncRequest, ChunkIterator, Courier, Mailbox
 from specexport_runtime.engine import SpecEngine
@@ -20,6 +22,8 @@ from specexport_runtime.results import GenerationResult, Prompt
 from specexport_runtime.sampling import SamplingParams
 
 __all__ = ["AsyncRequest", "AsyncSpecEngine", "ChunkIterator"]
+
+T = TypeVar("T")
 
 _LONG_PROMPT = 2000  # characters; longer texts are tokenized on another thread
 
@@ -45,6 +49,8 @@ class AsyncSpecEngine:
         self._idle.set()
         self._admits = True
         self._closing: asyncio.Future[None] | None = None
+        # One thread: each one that tokenizes a long text keeps megabytes of memory for the next.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="specexport-tokenize")
 
     @classmethod
     async def load(cls, path: str | Path, *, max_waiting: int | None = None, **options: Any) -> "AsyncSpecEngine":
@@ -114,6 +120,17 @@ class AsyncSpecEngine:
         request = await self.submit(prompt, params, **options)
         return await request.result()
 
+    async def aside(self, work: Callable[[], T]) -> T:
+        """The result of work on a long text, such as tokenizing it, which must not hold up the event loop.
+
+        Such work is done one piece after the other. It cannot be stopped: if the task is cancelled, it goes on.
+
+        Raises:
+            EngineClosedError: the engine is closing.
+        """
+        self._check_admits()
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+
     def stop_admitting(self) -> None:
         """Refuse requests from now on; those that were taken go on."""
         self._admits = False
@@ -144,6 +161,7 @@ class AsyncSpecEngine:
             await self.drain(timeout)
         finally:
             if self._closing is None:
+                self._tokenizing.shutdown(wait=False)
                 self._closing = asyncio.get_running_loop().run_in_executor(None, self.engine.close)
             await asyncio.shield(self._closing)
 
@@ -158,8 +176,7 @@ class AsyncSpecEngine:
             raise SpecexportError(
                 "this AsyncSpecEngine belongs to another event loop.", "make one in each; they may share a SpecEngine."
             )
-        if not self._admits:
-            raise EngineClosedError("the engine takes no more requests.", "send it to another one.")
+        self._check_admits()
         if self.max_waiting is None:
             return
         limit = self.engine.target.num_rows + self.max_waiting
@@ -167,6 +184,10 @@ class AsyncSpecEngine:
             raise InvalidRequestError(f"{count} requests at once; at most {limit} can ever be held.", "send fewer.")
         if count > limit - len(self._active):
             raise QueueFullError(f"{len(self._active)} requests are being served or wait.", "try again later.")
+
+    def _check_admits(self) -> None:
+        if not self._admits:
+            raise EngineClosedError("the engine takes no more requests.", "send it to another one.")
 
     def _queue(self, requests: Seq[RequestSpec], taken: Seq[AsyncRequest]) -> None:
         """Check and queue; in any thread."""
@@ -176,7 +197,7 @@ class AsyncSpecEngine:
 
     async def _queue_elsewhere(self, requests: Seq[RequestSpec], taken: Seq[AsyncRequest]) -> None:
         """As :meth:`_queue`, on another thread. That cannot be stopped: if the task is cancelled, it cancels them."""
-        queueing = asyncio.get_running_loop().run_in_executor(None, self._queue, requests, taken)
+        queueing = asyncio.get_running_loop().run_in_executor(self._tokenizing, self._queue, requests, taken)
         try:
             await asyncio.shield(queueing)
         except asyncio.CancelledError:

@@ -756,3 +756,22 @@ def test_the_demo_bundle_in_an_event_loop(demo_bundle):
 
 async def text_of(request: AsyncRequest) -> str:
     return "".join([chunk.text async for chunk in request])
+
+
+def test_long_texts_are_tokenized_one_after_the_other_beside_the_event_loop(engine):
+    async def main():
+        service, threads = AsyncSpecEngine(engine), set()
+        encode = engine.encode
+
+        def noted(prompt):
+            threads.add(threading.current_thread().name)
+            return encode(prompt)
+
+        await asyncio.gather(*[service.aside(lambda i=i: noted([1 + i])) for i in range(6)])
+        await service.aclose()
+        with pytest.raises(EngineClosedError):
+            await service.aside(lambda: noted([1]))
+        return threads
+
+    (thread,) = asyncio.run(main())
+    assert thread != threading.main_thread().name

@@ -25,6 +25,6 @@ async def create_chat_completion(request: Request) -> Response:
     state = state_of(request)
     engine = ready_engine(state)
     body = await parse_body(request, ChatRequest)
-    plan = await plan_chat(body, engine.engine, state.config)
+    plan = await plan_chat(body, engine, state.config)
     note_request(request, state, plan, body.safety_identifier or body.user)
     return make_answer(request, state, engine, plan, "chatcmpl", ChatFormat)

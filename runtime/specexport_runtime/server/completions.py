@@ -32,7 +32,7 @@ async def create_completion(request: Request) -> Response:
     state = state_of(request)
     engine = ready_engine(state)
     body = await parse_body(request, CompletionRequest)
-    plan = await plan_completion(body, engine.engine, state.config)
+    plan = await plan_completion(body, engine, state.config)
     note_request(request, state, plan, body.user)
     return make_answer(request, state, engine, plan, "cmpl", CompletionFormat)
 

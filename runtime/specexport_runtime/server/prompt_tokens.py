@@ -1,9 +1,9 @@
 """Token ids of prompts and references, and how many tokens the server and the engine take."""
 
-import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
+from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.results import Prompt
@@ -15,9 +15,9 @@ T = TypeVar("T")
 _LONG_TEXT = 2000  # characters; longer texts are tokenized on another thread
 
 
-async def elsewhere_if_long(length: int, work: Callable[[], T]) -> T:
+async def aside_if_long(service: AsyncSpecEngine, length: int, work: Callable[[], T]) -> T:
     """The result of work on a text of so many characters, which must not keep the other clients waiting."""
-    return await asyncio.to_thread(work) if length > _LONG_TEXT else work()
+    return await service.aside(work) if length > _LONG_TEXT else work()
 
 
 def encode(engine: SpecEngine, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.request_spec import RequestSpec
@@ -10,10 +11,10 @@ from specexport_runtime.sampling import SamplingParams
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, invalid, over_limit, shown, unsupported
 from specexport_runtime.server.prompt_tokens import (
+    aside_if_long,
     check_prompt,
     check_reference,
     decode,
-    elsewhere_if_long,
     encode,
     encode_chat,
     max_tokens_of,
@@ -58,12 +59,13 @@ class Plan(NamedTuple):
     logprobs: int | None
 
 
-async def plan_completion(body: CompletionRequest, engine: SpecEngine, config: ServerConfig) -> Plan:
+async def plan_completion(body: CompletionRequest, service: AsyncSpecEngine, config: ServerConfig) -> Plan:
     """The requests of a body of ``/v1/completions``.
 
     Raises:
         ApiError: 400; names the parameter.
     """
+    engine = service.engine
     _check_common(body, engine, config)
     if body.best_of not in (None, body.n or 1):
         raise unsupported("best_of", "best_of other than n is not supported: leave it out.")
@@ -72,19 +74,20 @@ async def plan_completion(body: CompletionRequest, engine: SpecEngine, config: S
     prompts = as_prompts(body.prompt)
     if len(prompts) > config.max_prompts:
         raise over_limit("prompt", f"{len(prompts)} prompts", config.max_prompts)
-    ids = await elsewhere_if_long(sum(map(len, prompts)), lambda: [encode(engine, prompt) for prompt in prompts])
+    ids = await aside_if_long(service, sum(map(len, prompts)), lambda: [encode(engine, prompt) for prompt in prompts])
     skip = body.skip_special_tokens is not False
     echoes = [decode(engine, prompt, skip_special_tokens=skip) if body.echo else "" for prompt in prompts]
     limit = ("max_tokens", body.max_tokens)
-    return await _plan(body, engine, config, "prompt", ids, echoes, limit, DEFAULT_MAX_TOKENS)
+    return await _plan(body, service, config, "prompt", ids, echoes, limit, DEFAULT_MAX_TOKENS)
 
 
-async def plan_chat(body: ChatRequest, engine: SpecEngine, config: ServerConfig) -> Plan:
+async def plan_chat(body: ChatRequest, service: AsyncSpecEngine, config: ServerConfig) -> Plan:
     """The requests of a body of ``/v1/chat/completions``.
 
     Raises:
         ApiError: 400; names the parameter.
     """
+    engine = service.engine
     _check_common(body, engine, config)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true.")
@@ -98,16 +101,16 @@ async def plan_chat(body: ChatRequest, engine: SpecEngine, config: ServerConfig)
     ]
     length = sum(len(item["content"]) + _MESSAGE for item in messages)
     try:
-        ids = await elsewhere_if_long(length, lambda: encode_chat(engine, messages))
+        ids = await aside_if_long(service, length, lambda: encode_chat(engine, messages))
     except InvalidRequestError as error:
         raise invalid("messages", f"messages: {error}") from None
     limit = given[0] if given else ("max_tokens", None)
-    return await _plan(body, engine, config, "messages", [ids], [""], limit, engine.max_model_len)
+    return await _plan(body, service, config, "messages", [ids], [""], limit, engine.max_model_len)
 
 
 async def _plan(
     body: CompletionRequest | ChatRequest,
-    engine: SpecEngine,
+    service: AsyncSpecEngine,
     config: ServerConfig,
     source: str,
     prompts: list[list[int]],
@@ -117,7 +120,8 @@ async def _plan(
 ) -> Plan:
     """``n`` requests for each prompt; choice i uses seed + i, so that each can be asked for alone."""
     n = body.n or 1
-    reference = await _reference(body, engine)
+    engine = service.engine
+    reference = await _reference(body, service)
     drafting = _drafting(body, engine, reference)
     common, alternatives = _sampling(body), _alternatives(body)
     if alternatives is not None:
@@ -172,7 +176,7 @@ def _alternatives(body: CompletionRequest | ChatRequest) -> int | None:
     return body.logprobs
 
 
-async def _reference(body: CompletionRequest | ChatRequest, engine: SpecEngine) -> list[int] | None:
+async def _reference(body: CompletionRequest | ChatRequest, service: AsyncSpecEngine) -> list[int] | None:
     """Token ids that lookup may copy from, besides the prompt; None if none were given."""
     source, text = "speculative.reference", None if body.speculative is None else body.speculative.reference
     if isinstance(body, ChatRequest) and body.prediction is not None:
@@ -182,8 +186,8 @@ async def _reference(body: CompletionRequest | ChatRequest, engine: SpecEngine) 
     if text is None:
         return None
     whole = text
-    ids = await elsewhere_if_long(len(whole), lambda: encode(engine, whole, add_special_tokens=False))
-    check_reference(engine, source, ids)
+    ids = await aside_if_long(service, len(whole), lambda: encode(service.engine, whole, add_special_tokens=False))
+    check_reference(service.engine, source, ids)
     return ids
 
 
