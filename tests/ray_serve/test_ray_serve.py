@@ -11,7 +11,7 @@ from cluster import HEADERS, KEY, SETTINGS, WAIT_S, Deployed, kill
 
 from specexport_runtime.errors import SpecexportError
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]  # one worker, one cluster
 
 PROMPT = "def read_lines(path):"
 PLAIN = {"speculative": {"drafter": "none"}}

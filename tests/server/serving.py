@@ -86,12 +86,7 @@ class Served:
         while self.engine.num_active:
             assert time.monotonic() < end, f"{self.engine.num_active} requests are still active"
             time.sleep(0.005)
-        loop = self.engine.engine._loop
-        while loop._thread is not None:
-            assert time.monotonic() < end, "the decoding thread is still running"
-            time.sleep(0.005)
-        loop.decoder.check()
-        assert not loop.decoder.running
+        self.engine.engine.check()
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:

@@ -8,6 +8,7 @@ import logging.config
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -110,14 +111,23 @@ def test_the_line_of_a_completion(fake_served, logged):
     assert "error_code" not in line
 
 
-def test_the_line_of_a_stream_comes_at_its_end(fake_served, logged):
-    with httpx.stream(
-        "POST",
-        f"{fake_served.url}/v1/chat/completions",
-        json={"messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 9, "stream": True, "model": "fake"},
-        headers={"X-Request-Id": "stream-1"},
-    ) as answer:
+def test_the_line_of_a_stream_comes_at_its_end(logged):
+    engine, go = fake_engine(), threading.Event()
+    execute = engine.target.execute
+
+    def held(*args):
+        assert go.wait(30)
+        return execute(*args)
+
+    engine.target.execute = held
+    body = {"messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 9, "stream": True}
+    headers = {"X-Request-Id": "stream-1"}
+    with (
+        Served(lambda: engine) as served,
+        httpx.stream("POST", f"{served.url}/v1/chat/completions", json=body, headers=headers) as answer,
+    ):
         assert not any("stream-1" in line for line in logged)
+        go.set()
         assert answer.read().endswith(b"data: [DONE]\n\n")
     line = line_of(logged, "stream-1")
     assert (line["status"], line["streamed"], line["path"]) == (200, True, "/v1/chat/completions")
