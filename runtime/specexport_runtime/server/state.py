@@ -1,7 +1,6 @@
 """What the routes of one server share."""
 
-import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specexport_runtime.async_engine import AsyncSpecEngine
@@ -30,7 +29,6 @@ class ServerState:
     metrics: "EngineMetrics | None" = None
     draining: bool = False
     started: int = 0
-    tasks: set["asyncio.Task[object]"] = field(default_factory=set)
 
     @property
     def ready(self) -> bool:
