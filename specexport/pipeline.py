@@ -19,7 +19,7 @@ from specexport.built import TOKENIZER_NAME, BuiltModel
 from specexport.bundle import check_output, find_up_to_date, refuse_to_replace, write_bundle
 from specexport.cache import EngineCache
 from specexport.engine_check import check_obstacle
-from specexport.fingerprint import BUNDLE_SOURCES, ENGINE_SOURCES, hash_sources, hash_values, tool_versions
+from specexport.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, hash_sources, hash_values, tool_versions
 from specexport.gpu_build import architectures_of, check_bundle_memory, is_tensorrt
 from specexport.host import peak_memory_bytes
 from specexport.model_build import STAGES, ModelSource, build_model, require_export_stack
@@ -149,7 +149,7 @@ def _make_plan(recipe: BuildRecipe) -> _Plan:
         "backend": recipe.backend,
         "dtype": recipe.dtype,
         "trust_remote_code": recipe.trust_remote_code,
-        "sources": hash_sources(ENGINE_SOURCES),
+        "sources": hash_sources(ENGINE_ROOT),
         "tools": tools,
     }
     if is_tensorrt(recipe):  # these engines are built for step sizes and architectures
@@ -171,7 +171,7 @@ def _make_plan(recipe: BuildRecipe) -> _Plan:
             "recipe": recipe.settings(),
             "engines": keys,
             "names": {model.role: model.name for model in models},
-            "sources": hash_sources(BUNDLE_SOURCES),
+            "sources": hash_sources(BUNDLE_ROOT),
         }
     )
     return _Plan(tuple(models), keys, build_key, tools)
