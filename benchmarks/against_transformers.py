@@ -12,7 +12,7 @@ import numpy as np
 from common import DEMO_PROMPTS, median, read_prompts, report, timed
 
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.bundle import load_bundle
+from specexport_runtime.bundle.opened import load_bundle
 
 
 def logit_gap(model: Any, tokens: list[int], ours: int, theirs: int) -> float:

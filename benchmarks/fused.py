@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from common import median, report, timed
 
-from specexport_runtime.batch import ModelRunner, RowWork
-from specexport_runtime.bundle import load_bundle
+from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.executors.ort import OrtExecutor
+from specexport_runtime.packing.batch import ModelRunner, RowWork
 
 
 def time_steps(folder: Path, role: str, tokens: list[int], width: int, args: argparse.Namespace) -> dict[int, float]:

@@ -11,9 +11,9 @@ import numpy as np
 from common import report
 
 from specexport_runtime.abi import kv_slack
-from specexport_runtime.batch import ModelRunner, RowWork
-from specexport_runtime.bundle import load_bundle
+from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.executors.ort import OrtExecutor
+from specexport_runtime.packing.batch import ModelRunner, RowWork
 
 
 def resident_bytes() -> int:

@@ -18,9 +18,9 @@ import numpy as np
 from common import DEMO_PROMPTS, median, read_prompts, report, timed
 
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.batch import ModelRunner, RowWork
-from specexport_runtime.bundle import load_bundle
+from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.executors.ort import OrtExecutor
+from specexport_runtime.packing.batch import ModelRunner, RowWork
 
 WIDTHS = (1, 2, 3, 5, 8, 16)
 BATCH = 8

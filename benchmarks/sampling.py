@@ -17,10 +17,13 @@ import numpy as np
 import numpy.typing as npt
 from common import median, report, timed
 
-from specexport_runtime.accept import accept_sampled
-from specexport_runtime.batch import ModelRunner, RowWork
-from specexport_runtime.bundle import load_bundle
-from specexport_runtime.sampling import RandomStream, Sampler, SamplingParams, sample_token
+from specexport_runtime.bundle.opened import load_bundle
+from specexport_runtime.packing.batch import ModelRunner, RowWork
+from specexport_runtime.sampling.accept import accept_sampled
+from specexport_runtime.sampling.distribution import sample_token
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.rng import RandomStream
+from specexport_runtime.sampling.sampler import Sampler
 
 ROWS = 5
 VOCAB_SIZES = (4096, 32_000, 262_144)

@@ -21,9 +21,9 @@ from common import DEMO_PROMPTS, read_prompts, report
 from scaling_model import Queue, Throughput, row_bytes
 
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.batch import ModelRunner
-from specexport_runtime.cost_curves import measure_costs
-from specexport_runtime.manifest import load_manifest
+from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.costs.curves import measure_costs
+from specexport_runtime.packing.batch import ModelRunner
 
 ROWS, KS = (1, 2, 4, 8), (0, 2, 4)
 

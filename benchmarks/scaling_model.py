@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from specexport_runtime.abi import kv_slack
-from specexport_runtime.cost_curves import CostCurves
-from specexport_runtime.manifest import Manifest
+from specexport_runtime.bundle.manifest import Manifest
+from specexport_runtime.costs.curves import CostCurves
 
 
 def tokens_a_round(acceptance: float, k: int) -> float:

@@ -31,7 +31,7 @@ def memory(field: str) -> int:
 def run_child(bundle: str, threads: int, spin: bool) -> None:
     """Load, weigh, generate two tokens, wait for a line, weigh again; one line of JSON each time."""
     from specexport_runtime.engine import SpecEngine
-    from specexport_runtime.sampling import SamplingParams
+    from specexport_runtime.sampling.params import SamplingParams
 
     before = memory("Anonymous")
     start = time.perf_counter()

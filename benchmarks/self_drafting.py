@@ -21,8 +21,8 @@ from common import DEMO_PROMPTS, describe_machine, median, read_prompts
 
 from specexport.verify.differences import compare_outputs
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.draft_exit import DraftExitParams
-from specexport_runtime.layer_choice import LayerRules
+from specexport_runtime.sequences.draft_exit import DraftExitParams
+from specexport_runtime.sequences.layer_choice import LayerRules
 
 MEMORY_FIELDS = {"resident": "VmRSS", "anonymous": "RssAnon", "peak": "VmHWM"}
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import click
 
-from specexport_runtime.cli_errors import SuggestingGroup
+from specexport_runtime.cli.errors import SuggestingGroup
 
 
 class _Mount(NamedTuple):
@@ -24,11 +24,11 @@ class _Mount(NamedTuple):
 
 
 COMMANDS = {
-    "build": _Mount("specexport.build_command", "build", "Build a bundle from a target and a draft checkpoint."),
-    "verify": _Mount("specexport.verify.cli", "verify", "Prove that a bundle decodes losslessly."),
+    "build": _Mount("specexport.build.command", "build", "Build a bundle from a target and a draft checkpoint."),
+    "verify": _Mount("specexport.verify.command", "verify", "Prove that a bundle decodes losslessly."),
     "inspect": _Mount("specexport.inspect", "inspect", "Show what is in a bundle."),
-    "generate": _Mount("specexport_runtime.cli", "runtime_cli", "Generate text from a bundle."),
-    "serve": _Mount("specexport_runtime.server.command", "serve", "Serve a bundle over HTTP, as OpenAI's API does."),
+    "generate": _Mount("specexport_runtime.cli.command", "runtime_cli", "Generate text from a bundle."),
+    "serve": _Mount("specexport_runtime.cli.serve", "serve", "Serve a bundle over HTTP, as OpenAI's API does."),
     "demo": _Mount(
         "specexport.demo", "demo", "Build the demo pair, stream from it, measure it against plain decoding."
     ),

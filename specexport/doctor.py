@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 
 import click
 
-from specexport.cache import cache_folder
+from specexport.build.cache import cache_folder
 from specexport.host import memory_bytes, query_gpus
-from specexport_runtime.executors.ort import available_cores
+from specexport_runtime.machine import available_cores
 
 State = Literal["ok", "missing", "note"]
 

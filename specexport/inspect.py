@@ -20,7 +20,8 @@ from specexport_runtime.abi import (
     TensorSpec,
     kv_slack,
 )
-from specexport_runtime.manifest import EngineFile, Manifest, ModelEntry, check_files, load_manifest
+from specexport_runtime.bundle.files import check_files
+from specexport_runtime.bundle.manifest import EngineFile, Manifest, ModelEntry, load_manifest
 
 _GPU_OUTPUTS = (TOKEN_IDS,)
 
@@ -33,7 +34,7 @@ def inspect(bundle: Path, *, as_json: bool, whole: bool) -> None:
     """Show what is in BUNDLE: models, shapes, sizes, what the passes did, tool versions, the last verification."""
     manifest = load_manifest(bundle)
     if whole:
-        check_files(bundle, manifest)
+        check_files(bundle, manifest.files)
     if as_json:
         click.echo(json.dumps(describe_json(manifest)))
     else:

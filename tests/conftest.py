@@ -58,7 +58,7 @@ def demo_pair() -> Path:
 @pytest.fixture(scope="session")
 def demo_bundle(session_dir: Path, demo_pair: Path) -> Path:
     """The demo pair's bundle for ``ort-cpu``, built once a session. Read only: copy it to change it."""
-    from specexport.pipeline import build_bundle
+    from specexport.build.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
     folder = session_dir / "demo-bundle"

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.results import GenerationResult, StreamChunk, StreamPiece
-from specexport_runtime.sampling import SamplingParams
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.results import GenerationResult, StreamChunk, StreamPiece
 
 if TYPE_CHECKING:
     from specexport_runtime.async_engine import AsyncRequest, AsyncSpecEngine

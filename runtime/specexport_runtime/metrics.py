@@ -12,12 +12,12 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.utils import floatToGoString
 
-from specexport_runtime.metric_counts import DraftCounts, EngineCounts, Histogram
+from specexport_runtime.watch.counts import DraftCounts, EngineCounts, Histogram
 
 if TYPE_CHECKING:
     from specexport_runtime.engine import SpecEngine
-    from specexport_runtime.observe import EngineLoad, RoundRecord
-    from specexport_runtime.sequence import Sequence
+    from specexport_runtime.sequences.sequence import Sequence
+    from specexport_runtime.watch.observe import EngineLoad, RoundRecord
 
 LABELS = ("model_name", "engine")
 """Labels of every metric, as in vLLM."""

@@ -10,7 +10,7 @@ from specexport_runtime.abi import (
     StepShape,
     kv_slack,
 )
-from specexport_runtime.profiles import Profile, ProfileKind
+from specexport_runtime.bundle.profiles import Profile, ProfileKind
 
 SMALLEST_PREFILL = 64
 """Tokens of the smallest prefill bucket. Up to about this many tokens a step costs what reading the weights costs."""

@@ -14,6 +14,8 @@ from specexport.backends.profiles import input_shapes
 from specexport.backends.trt_package import PACKAGES
 from specexport.plugin.naming import plugin_names
 from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.bundle.manifest import EngineFile
+from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import (
     CheckFailedError,
     IncompatibleError,
@@ -22,8 +24,6 @@ from specexport_runtime.errors import (
     SpecexportError,
     UnsupportedModelError,
 )
-from specexport_runtime.manifest import EngineFile
-from specexport_runtime.profiles import Profile
 from specexport_runtime.user_cache import cache_folder
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from specexport.atomic import temporary_name
-from specexport.atomic_file import write_file
+from specexport.atomic import temporary_name, write_file
 from specexport.backends.profiles import describe_shapes
 from specexport.backends.trt_package import PACKAGES, configure, import_package, timing_cache_bytes
 from specexport.backends.trt_report import describe_layers, make_report, network_problems, parse_layers

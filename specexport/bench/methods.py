@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from specexport_runtime.cli_errors import suggest
+from specexport_runtime.cli.errors import suggest
 from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests import DEFAULT_LOOKAHEAD, DEFAULT_SELF_LOOKAHEAD, resolve_lookahead
+from specexport_runtime.requests.drafting import DEFAULT_LOOKAHEAD, DEFAULT_SELF_LOOKAHEAD, resolve_lookahead
 
 DRAFTERS = ("draft-model", "lookup", "self", "chained")
 AUTO = -1

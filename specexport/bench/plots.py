@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from specexport.atomic_file import write_file
+from specexport.atomic import write_file
 from specexport.bench.methods import AUTO
 from specexport.bench.records import BenchResult
 from specexport.bench.summary import Summary, summarize

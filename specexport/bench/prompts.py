@@ -6,7 +6,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specexport_runtime.cli_errors import suggest
+from specexport_runtime.cli.errors import suggest
 from specexport_runtime.errors import InvalidRequestError
 
 BUILTIN = Path(__file__).with_name("builtin_prompts.jsonl")

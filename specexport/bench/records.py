@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specexport.atomic_file import write_file
+from specexport.atomic import write_file
 from specexport.bench.methods import Cell
 from specexport_runtime.errors import InvalidRequestError
 

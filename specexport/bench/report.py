@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from specexport.atomic_file import write_file
+from specexport.atomic import write_file
 from specexport.bench.methods import Cell
 from specexport.bench.records import BenchResult, PromptRecord
 from specexport.bench.runner import describe_cell

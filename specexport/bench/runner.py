@@ -19,7 +19,7 @@ from specexport.bench.options import BenchOptions
 from specexport.bench.prompts import BenchPrompt, by_domain, mix_domains
 from specexport.bench.records import BenchResult, PromptRecord, RunRecord
 from specexport.bench.subject import Subject, describe_machine
-from specexport.progress import Progress, ProgressEvent
+from specexport.build.progress import Progress, ProgressEvent
 from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class BenchRunner:
         }
 
     def _params(self, prompt: BenchPrompt, temperature: float, most: int | None) -> "SamplingParams":
-        from specexport_runtime.sampling import SamplingParams
+        from specexport_runtime.sampling.params import SamplingParams
 
         length = self._lengths[prompt.id]
         return SamplingParams(

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specexport.bench.methods import EngineKey
+from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.manifest import Manifest, load_manifest
 
 if TYPE_CHECKING:
     from specexport_runtime.engine import SpecEngine
@@ -94,7 +94,7 @@ def open_subject(
 
 def _can_draft_itself(manifest: Manifest) -> bool:
     """Whether the default rules of self-drafting can leave out layers of the target."""
-    from specexport_runtime.layer_choice import LayerRules
+    from specexport_runtime.sequences.layer_choice import LayerRules
 
     target = manifest.models.get("target")
     try:
@@ -129,7 +129,7 @@ def _describe(manifest: Manifest) -> dict[str, Any]:
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, load, memory (bytes) and versions: what a figure depends on."""
     from specexport.host import memory_bytes
-    from specexport_runtime.executors.ort import available_cores
+    from specexport_runtime.machine import available_cores
 
     total, free, limit = memory_bytes()
     versions = {}

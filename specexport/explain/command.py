@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specexport_runtime.cli_options import drafting_options, sampling_options, sampling_params, take_drafting
+from specexport_runtime.cli.options import drafting_options, sampling_options, sampling_params, take_drafting
 from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from specexport_runtime import GenerationResult, SamplingParams, SpecEngine
-    from specexport_runtime.trace import RoundTrace
+    from specexport_runtime.sequences.records import RoundTrace
 
 WARMUP_TOKENS = 8
 _LIMITS = ("match_length", "max_model_len", "num_threads", "spin", "tune_profile")
@@ -47,8 +47,8 @@ def explain(
 
     The prompt (or --prompt-file, or standard input) is decoded plainly first, to compare with.
     """
+    from specexport_runtime.cli.prompts import read_prompts, read_text
     from specexport_runtime.engine import SpecEngine
-    from specexport_runtime.prompts import read_prompts, read_text
 
     threads = options["num_threads"]
     if threads is not None and threads < 1:

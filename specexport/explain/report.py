@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from specexport.explain.summary import Summary
-from specexport_runtime.trace import RoundTrace
+from specexport_runtime.sequences.records import RoundTrace
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from specexport_runtime.layer_choice import LayerChoice
+    from specexport_runtime.sequences.layer_choice import LayerChoice
 
 WIDTH = 160  # where the output is no terminal
 FEW_TESTS = 10

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specexport_runtime.trace import RoundTrace
+from specexport_runtime.sequences.records import RoundTrace
 
 if TYPE_CHECKING:
-    from specexport_runtime.cost_curves import CostCurves
-    from specexport_runtime.layer_choice import LayerChoice
+    from specexport_runtime.costs.curves import CostCurves
+    from specexport_runtime.sequences.layer_choice import LayerChoice
 
 LOOKUP = "lookup"
 Seconds = Callable[[int], float]

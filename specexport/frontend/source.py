@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from specexport_runtime.bundle.files import sha256_file
 from specexport_runtime.errors import CheckpointError
-from specexport_runtime.manifest import sha256_file
 
 _CONFIG = "config.json"
 _WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")

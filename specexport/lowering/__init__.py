@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from specexport.recipe_gpu import LOWERINGS, TENSORRT_BACKENDS
+from specexport.recipe import LOWERINGS, TENSORRT_BACKENDS
 from specexport_runtime.errors import RecipeError
 
 if TYPE_CHECKING:

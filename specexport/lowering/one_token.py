@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from specexport.lowering.emit import Emitter
 from specexport.lowering.fuse import packed_qkv, remove_dead_nodes, rotary_kind
-from specexport.lowering.ort_cpu import choose_body, drop_unused_step_inputs, head_dim, named_inputs
+from specexport.lowering.ort_cpu import choose_body, head_dim, named_inputs
+from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport_runtime.abi import KV_LENS, LOGIT_ROWS, OP_DOMAIN, OP_NAME, ROW_TOTALS
 
 if TYPE_CHECKING:

@@ -24,13 +24,12 @@ from specexport.lowering.functions import (
 )
 from specexport.lowering.fuse import ROTARY_ATTRIBUTE, packed_qkv, remove_dead_nodes, rotary_kind
 from specexport.lowering.portable import portable_row
+from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
 from specexport_runtime.abi import (
-    ALIGNED_STEP_INPUTS,
     KV_POSITIONS,
     OP_DOMAIN,
     OP_NAME,
-    PADDED_STEP_INPUTS,
     LayerGeometry,
 )
 from specexport_runtime.errors import CheckFailedError
@@ -244,13 +243,3 @@ def _replace_node(ir_model: "ir.Model", node: "ir.Node", op_type: str, inputs: l
     attributes = [*kept, ir.AttrInt64s("out_shape", [-1, width])]
     new = ir.Node(OP_DOMAIN, op_type, inputs, attributes, outputs=None, num_outputs=3, name=node.name)
     ir.convenience.replace_nodes_and_values(ir_model.graph, node, [node], [new], node.outputs, new.outputs)
-
-
-def drop_unused_step_inputs(ir_model: "ir.Model") -> tuple[str, ...]:
-    """Remove step inputs without readers from the graph's inputs; returns their names."""
-    step_names = {spec.name for spec in (*PADDED_STEP_INPUTS, *ALIGNED_STEP_INPUTS)}
-    graph = ir_model.graph
-    unused = [x for x in graph.inputs if x.name in step_names and not x.uses()]
-    for value in unused:
-        graph.inputs.remove(value)
-    return tuple(str(value.name) for value in unused)

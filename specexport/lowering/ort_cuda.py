@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specexport.lowering.norms import unify_norm_types
-from specexport.lowering.ort_cpu import drop_unused_step_inputs
+from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport_runtime.abi import CU_NEW_TOKENS, KV_LENS, LOGITS, OP_DOMAIN, OP_NAME, TOKEN_IDS, LayerGeometry
 from specexport_runtime.errors import CheckFailedError, UnsupportedModelError

@@ -26,12 +26,13 @@ cleared before it is used again. TensorRT adds a mask to all scores of the row a
 kernels' inputs in a finished engine show), and a weight of zero does not hide a NaN value.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from specexport.lowering.emit import Emitter
-from specexport.lowering.ort_cpu import drop_unused_step_inputs
+from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.lowering.token_ids import add_token_ids
 from specexport.lowering.trt_explicit import emit_explicit
+from specexport.lowering.trt_layer import Attention
 from specexport.lowering.trt_step import AlignedStep, MaskKind, emit_step
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME
@@ -51,34 +52,6 @@ _FUSED_DTYPES = ("FLOAT16", "BFLOAT16")
 # has none at all; stacked heads (more than one query a head) need two key/value heads.
 _FUSED_HEADS, _GROUPED_KV_HEADS = 4, 2
 _DTYPES = ("FLOAT16", "BFLOAT16", "FLOAT")
-
-
-class Attention(NamedTuple):
-    """One ``UnpaddedAttention`` node, read.
-
-    Attributes:
-        node: the node.
-        tensors: its inputs by name.
-        num_heads: query heads.
-        kv_heads: key/value heads.
-        k_dim: size of a key head.
-        v_dim: size of a value head.
-        scale: factor on the scores.
-        window: entries a token sees, its own included; -1 for all.
-        softcap: 0 for off.
-        dtype: dtype of caches and activations.
-    """
-
-    node: "ir.Node"
-    tensors: "dict[str, ir.Value]"
-    num_heads: int
-    kv_heads: int
-    k_dim: int
-    v_dim: int
-    scale: float
-    window: int
-    softcap: float
-    dtype: "ir.DataType"
 
 
 def choose_form(attention: Attention, *, grouped: bool = False) -> str:

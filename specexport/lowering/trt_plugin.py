@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from specexport.kernels.signatures import MODEL_DTYPES
 from specexport.kernels.spec import KernelSpec
-from specexport.lowering.ort_cpu import drop_unused_step_inputs
+from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.lowering.token_ids import add_token_ids
-from specexport.lowering.trt_native import Attention, read_attention
+from specexport.lowering.trt_layer import Attention
+from specexport.lowering.trt_native import read_attention
 from specexport.ops.spec import DIM_NAMES
 from specexport.plugin.naming import NAMESPACE, graph_shape, plugin_name
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME

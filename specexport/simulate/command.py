@@ -54,7 +54,7 @@ def simulate(
 
     Every draft token is right with probability A, independently. Each row is one accuracy at one batch size.
     """
-    from specexport.atomic_file import check_writable
+    from specexport.atomic import check_writable
     from specexport.simulate.closed_form import StepCost
     from specexport.simulate.plot import check_plot, write_plot
     from specexport.simulate.report import (

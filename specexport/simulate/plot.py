@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specexport.atomic_file import write_file
+from specexport.atomic import write_file
 from specexport.simulate.report import Row
 from specexport_runtime.errors import MissingDependencyError, UserInputError
 

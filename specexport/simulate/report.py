@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specexport.atomic_file import write_file
+from specexport.atomic import write_file
 from specexport.simulate.checks import check_count
 from specexport.simulate.closed_form import (
     Padding,

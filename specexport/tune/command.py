@@ -11,7 +11,7 @@ from specexport.bench.command import list_of
 from specexport_runtime.errors import InvalidRequestError, UserInputError
 
 if TYPE_CHECKING:
-    from specexport_runtime.tune_profile import TuneProfile
+    from specexport_runtime.costs.tune_profile import TuneProfile
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _WHOLE = list_of(int, "whole numbers")
@@ -57,7 +57,7 @@ def tune(bundle: Path, *, output: Path | None, plot: Path | None, as_json: bool,
     """
     import json
 
-    from specexport.atomic_file import check_writable
+    from specexport.atomic import check_writable
     from specexport.simulate.plot import check_plot
     from specexport.tune.plot import write_plot
     from specexport.tune.report import print_profile
@@ -80,8 +80,8 @@ def tune(bundle: Path, *, output: Path | None, plot: Path | None, as_json: bool,
 
 
 def _default_place(bundle: Path) -> Path:
-    from specexport_runtime.manifest import load_manifest
-    from specexport_runtime.tune_profile import default_path
+    from specexport_runtime.bundle.manifest import load_manifest
+    from specexport_runtime.costs.tune_profile import default_path
 
     load_manifest(bundle)  # no folder is made for what is no bundle
     place = default_path(bundle, writable=True)
@@ -104,11 +104,11 @@ def _measure(
 
     from specexport.bench.prompts import read_prompts
     from specexport.bench.subject import open_subject
-    from specexport.progress import show_progress
+    from specexport.build.progress import show_progress
     from specexport.tune.measure import Tuner
     from specexport.tune.options import resolve_options
-    from specexport_runtime.tune_profile import TuneProfile
-    from specexport_runtime.user_cache import machine_key
+    from specexport_runtime.costs.tune_profile import TuneProfile
+    from specexport_runtime.machine import machine_key
 
     if threads is not None and threads < 1:
         raise InvalidRequestError(f"--threads is {threads}.", "give 1 or more.")
@@ -138,7 +138,7 @@ def _measure(
 def _write(path: Path, profile: "TuneProfile", *, private: bool) -> None:
     import json
 
-    from specexport.atomic_file import write_file
+    from specexport.atomic import write_file
 
     def write(temporary: Path) -> None:
         temporary.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from specexport.bench.meter import Meter
 from specexport.bench.methods import Cell, EngineKey
 from specexport.bench.subject import Subject
-from specexport.progress import Progress, ProgressEvent
+from specexport.build.progress import Progress, ProgressEvent
 from specexport.tune.options import TuneOptions
-from specexport_runtime.tune_profile import TuneCell
+from specexport_runtime.costs.tune_profile import TuneCell
 
 if TYPE_CHECKING:
     from specexport_runtime import SpecEngine
@@ -111,7 +111,7 @@ class Tuner:
 
     @staticmethod
     def _request(way: _Way, prompts: Sequence[list[int]], tokens: int) -> dict[str, Any]:
-        from specexport_runtime.sampling import SamplingParams
+        from specexport_runtime.sampling.params import SamplingParams
 
         return {
             "prompts": list(prompts),

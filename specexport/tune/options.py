@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specexport.bench.subject import Subject
-from specexport_runtime.cli_errors import suggest
+from specexport_runtime.cli.errors import suggest
+from specexport_runtime.costs.tune_profile import STAGES
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.tune_profile import STAGES
 
 _OBSTACLES = {
     "draft-model": ("no draft model", "build it with --draft"),

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specexport.atomic_file import write_file
-from specexport_runtime.tune_profile import TuneProfile
+from specexport.atomic import write_file
+from specexport_runtime.costs.tune_profile import TuneProfile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

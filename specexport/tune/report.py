@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING
 
-from specexport_runtime.tune_profile import TuneCell, TuneProfile
+from specexport_runtime.costs.tune_profile import TuneCell, TuneProfile
 
 if TYPE_CHECKING:
     from rich.table import Table

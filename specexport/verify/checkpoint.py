@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from specexport.verify.perplexity import reference_loss
+from specexport_runtime.bundle.manifest import Manifest
 from specexport_runtime.errors import CheckpointError
 from specexport_runtime.executors.base import Float32Array
-from specexport_runtime.manifest import Manifest
 
 _REVISION_KEYS = {"target": "revision", "draft": "draft_revision"}
 _OPTIONS = {"target": "--checkpoint", "draft": "--draft-checkpoint"}

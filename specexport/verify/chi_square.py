@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specexport_runtime.distribution import Float64Array, Int64Array
+from specexport_runtime.sampling.distribution import Float64Array, Int64Array
 
 _EPSILON = 1e-15
 _MAX_TERMS = 100_000

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specexport.verify.tolerance import NEAR_TIE_TOLERANCE, logit_scale
-from specexport_runtime.batch import ModelRunner, RowWork
 from specexport_runtime.executors.base import Executor, Float32Array
+from specexport_runtime.packing.batch import ModelRunner, RowWork
 
 DrafterKind = Literal["draft model", "lookup", "chained", "self", "scripted"]
 

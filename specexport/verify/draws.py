@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 
 from specexport.verify.logit_tree import Conditional, Path
-from specexport_runtime.accept import Verdict
-from specexport_runtime.distribution import Distribution, one_hot
-from specexport_runtime.sampling import Draws, RandomStream, sample_token
+from specexport_runtime.sampling.accept import Verdict
+from specexport_runtime.sampling.distribution import Distribution, one_hot, sample_token
+from specexport_runtime.sampling.rng import Draws, RandomStream
 
 AcceptFunction = Callable[
     [Sequence[int], Sequence[Distribution] | None, Callable[[int], Distribution], Callable[[int], Draws]], Verdict
 ]
-"""The form of :func:`specexport_runtime.accept.accept_sampled`, the rule that is tested."""
+"""The form of :func:`specexport_runtime.sampling.accept.accept_sampled`, the rule that is tested."""
 
 _UNSEEN = one_hot(0)
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from specexport.verify.differences import DrafterKind, GreedyDifference, compare_outputs
 from specexport.verify.scripted import ScriptedDrafter
 from specexport.verify.tolerance import NEAR_TIE_TOLERANCE
-from specexport_runtime.batch import ModelRunner
-from specexport_runtime.decoder import Decoder
+from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.executors.base import as_gated
-from specexport_runtime.layer_choice import LayerRules
-from specexport_runtime.sampling import SamplingParams
-from specexport_runtime.sequence import Sequence
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.layer_choice import LayerRules
+from specexport_runtime.sequences.sequence import Sequence
 
 _RULES = LayerRules(period=2, keep_last=None)
 """Rules that leave something out of any model of two layers or more, so that drafts do differ from their target."""

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specexport_runtime.batch import ModelRunner, RowWork
-from specexport_runtime.distribution import Distribution, Float32Array, Float64Array
 from specexport_runtime.executors.base import Executor
-from specexport_runtime.sampling import Sampler
+from specexport_runtime.packing.batch import ModelRunner, RowWork
+from specexport_runtime.sampling.distribution import Distribution, Float32Array, Float64Array
+from specexport_runtime.sampling.sampler import Sampler
 
 Path = tuple[int, ...]
 """Tokens after the context."""

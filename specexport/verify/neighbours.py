@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from specexport.verify.tolerance import logit_scale, neighbour_tolerance
-from specexport_runtime.batch import ModelRunner, RowWork
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import Executor, Float32Array
+from specexport_runtime.packing.batch import ModelRunner, RowWork
 
 _MAX_PAST = 16
 _MAX_TOKENS = 12

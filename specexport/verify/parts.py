@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from specexport.progress import StageClock
+from specexport.build.progress import StageClock
 from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult, check_greedy
 from specexport.verify.neighbours import check_neighbours
@@ -12,10 +12,10 @@ from specexport.verify.references import References, roles_of
 from specexport.verify.report import Part, PartStatus
 from specexport.verify.sampling import check_sampling
 from specexport.verify.tensors import TensorResult, check_tensors, make_sequences
+from specexport_runtime.bundle.manifest import Manifest
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import CheckFailedError, UserInputError
 from specexport_runtime.executors.base import Executor
-from specexport_runtime.manifest import Manifest
 
 _Result = TypeVar("_Result", GreedyResult, SamplingResult)
 

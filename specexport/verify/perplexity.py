@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specexport.verify.tolerance import perplexity_limit
-from specexport_runtime.batch import ModelRunner, RowWork
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import Executor, Float32Array
+from specexport_runtime.packing.batch import ModelRunner, RowWork
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

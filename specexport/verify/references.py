@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specexport.progress import StageClock
+from specexport.build.progress import StageClock
 from specexport.verify.checkpoint import (
     CheckpointNotFoundError,
     eager_loss,
@@ -19,13 +19,13 @@ from specexport.verify.checkpoint import (
 )
 from specexport.verify.perplexity import engine_loss
 from specexport.verify.tensors import make_sequences
-from specexport_runtime.bundle import load_bundle
+from specexport_runtime.bundle.manifest import Manifest, load_manifest
+from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
 from specexport_runtime.executors.base import Float32Array
-from specexport_runtime.manifest import Manifest, load_manifest
 
 if TYPE_CHECKING:
-    from specexport.verify.run import VerifyOptions
+    from specexport.verify.options import VerifyOptions
 
 EAGER = "eager transformers"
 """Name of the float model where it is the checkpoint."""
@@ -152,7 +152,7 @@ def _find_checkpoints(
 
 
 def _require_torch() -> None:
-    from specexport.model_build import require_export_stack
+    from specexport.build.model import require_export_stack
 
     require_export_stack()
 

@@ -13,8 +13,9 @@ from specexport.verify.greedy import GreedyResult
 from specexport.verify.neighbours import NeighbourResult
 from specexport.verify.perplexity import PerplexityResult
 from specexport.verify.tensors import TensorResult
+from specexport_runtime.bundle.files import hash_files
+from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.errors import BundleError, UserInputError
-from specexport_runtime.manifest import Manifest, hash_files, load_manifest
 
 REPORT_NAME = "verify_report.json"
 REPORT_VERSION = 1

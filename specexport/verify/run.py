@@ -3,66 +3,26 @@
 The eager references are computed before the engines are loaded, and each model is freed before the next needs memory.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from specexport.bench.prompts import read_prompts as read_builtin
-from specexport.fingerprint import tool_versions
-from specexport.progress import Progress, StageClock
+from specexport.build.fingerprint import tool_versions
+from specexport.build.progress import Progress, StageClock
+from specexport.verify.options import VerifyOptions
 from specexport.verify.parts import run_greedy, run_neighbours, run_perplexity, run_sampling, run_tensors
 from specexport.verify.perplexity import make_windows
 from specexport.verify.prompts import DEFAULT_PROMPTS, encode_prompts
 from specexport.verify.references import EAGER, References, collect_references, roles_of, wants_loss
 from specexport.verify.report import VerifyReport
 from specexport.verify.tensors import LONGEST_SEQUENCE
-from specexport_runtime.bundle import load_bundle
+from specexport_runtime.bundle.manifest import Manifest, load_manifest
+from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.engine import SpecEngine
-from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.manifest import Manifest, load_manifest
 
 _MAX_NUM_SEQS = 8
 _LENGTH_STEP = 64
-
-
-@dataclass(frozen=True)
-class VerifyOptions:
-    """What to verify with.
-
-    Attributes:
-        checkpoints: checkpoint by role (``"target"``, ``"draft"``); a missing role is looked for.
-        require_checkpoint: a checkpoint that is not found is an error instead of a skipped part.
-        trust_remote_code: let Python code from the checkpoint run.
-        prompts: prompt texts; None takes the built-in ones.
-        texts: texts to measure perplexity on; None takes built-in ones, and reads them for quantized models only.
-        reference: a bundle of the same checkpoints that is not quantized, to compare perplexity with; None takes the
-            checkpoints themselves.
-        max_prompts: most prompts used.
-        max_tokens: tokens generated for each prompt in the greedy part.
-        num_samples: draws of each sampling test on recorded logits; a tenth as many generations.
-        seed: of the sampled draws.
-        num_threads: compute threads; None takes the cores available.
-        spin: let idle threads spin; off, because torch and the engines share the cores here.
-    """
-
-    checkpoints: Mapping[str, str] = field(default_factory=dict)
-    require_checkpoint: bool = False
-    trust_remote_code: bool = False
-    prompts: Sequence[str] | None = None
-    texts: Sequence[str] | None = None
-    reference: Path | None = None
-    max_prompts: int = 8
-    max_tokens: int = 64
-    num_samples: int = 4000
-    seed: int = 0
-    num_threads: int | None = None
-    spin: bool = False
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_prompts", 1), ("max_tokens", 2), ("num_samples", 1000)):
-            if getattr(self, name) < least:
-                raise InvalidRequestError(f"{name} is {getattr(self, name)}.", f"give a number of at least {least}.")
 
 
 def verify_bundle(bundle: Path, options: VerifyOptions, *, progress: Progress | None = None) -> VerifyReport:

@@ -19,10 +19,12 @@ import numpy as np
 from specexport.verify.draws import AcceptFunction, accept_everything, draw_outcome
 from specexport.verify.goodness_of_fit import SamplingResult, SamplingTest, judge
 from specexport.verify.logit_tree import LogitTree, Partition, Path, conditional
-from specexport_runtime.accept import accept_sampled
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.sampling import RandomStream, Sampler, SamplingParams
+from specexport_runtime.sampling.accept import accept_sampled
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.rng import RandomStream
+from specexport_runtime.sampling.sampler import Sampler
 
 FAMILY_ALPHA = 1e-6
 """Probability that a correct bundle fails any of the tests; each of n tests gets 1/n of it for either statistic."""

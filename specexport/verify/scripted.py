@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence as Seq
 
-from specexport_runtime.drafters.base import Proposal
 from specexport_runtime.executors.base import Float32Array
-from specexport_runtime.sequence import Sequence
+from specexport_runtime.sequences.records import Proposal
+from specexport_runtime.sequences.sequence import Sequence
 
 
 class ScriptedDrafter:

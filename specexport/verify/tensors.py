@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from specexport.verify.tolerance import engine_tolerance, logit_scale
-from specexport_runtime.batch import ModelRunner, RowWork
 from specexport_runtime.executors.base import Executor, Float32Array
+from specexport_runtime.packing.batch import ModelRunner, RowWork
 
 LONGEST_SEQUENCE = 600
 """Most tokens of a sequence of :func:`make_sequences`."""

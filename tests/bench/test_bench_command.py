@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from specexport.bench.records import read_json
 from specexport.cli import main
 from specexport_runtime import SpecEngine
-from specexport_runtime.cost_curves import CostCurves
-from specexport_runtime.step_cost import RowCurve, StepCost
+from specexport_runtime.costs.curves import CostCurves
+from specexport_runtime.costs.step_cost import RowCurve, StepCost
 
 CURVES = CostCurves(
     StepCost((RowCurve(1, (1, 9), (1e-2, 2e-2)),)), {"draft-model": StepCost((RowCurve(1, (1, 2), (1e-3, 1e-3)),))}

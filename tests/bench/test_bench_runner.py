@@ -9,7 +9,7 @@ from specexport.bench.options import BenchOptions, parse_lengths
 from specexport.bench.prompts import BenchPrompt
 from specexport.bench.runner import WARMUP_TOKENS, draw_lengths, run_bench
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.stats import PaddingStats, PhaseTimes
+from specexport_runtime.sequences.stats import PaddingStats, PhaseTimes
 
 ALL = ["draft-model", "lookup", "chained", "vanilla", "unpad-kv", "unpad-input"]
 

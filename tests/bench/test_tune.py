@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from specexport.bench import subject as bench_subject
 from specexport.cli import main
 from specexport.tune.measure import choose_lookahead, fit_prompt
-from specexport_runtime.tune_profile import load_profile
+from specexport_runtime.costs.tune_profile import load_profile
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def log(monkeypatch, tmp_path):
         return bench_subject.Subject(made.name, made.has_draft, made.lookahead, details, made.load)
 
     monkeypatch.setattr("specexport.bench.subject.open_subject", open_subject)
-    monkeypatch.setattr("specexport_runtime.manifest.load_manifest", lambda folder: None)
+    monkeypatch.setattr("specexport_runtime.bundle.manifest.load_manifest", lambda folder: None)
     monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
     return asked
 

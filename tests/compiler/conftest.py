@@ -8,8 +8,8 @@ from click.testing import CliRunner, Result
 from pairs import TinyPair, locked
 from tiny_models import make_llama, save_checkpoint
 
+from specexport.build.pipeline import build_bundle
 from specexport.cli import main
-from specexport.pipeline import build_bundle
 
 
 @pytest.fixture(scope="session")

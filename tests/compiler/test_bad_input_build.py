@@ -72,7 +72,7 @@ def test_mismatched_vocabularies_that_only_the_built_models_show(
     refuse_cli: Refuse, tiny_pair: TinyPair, tiny_bundle: Path, copied: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     # A hub id or a GGUF file has no tokenizer.json to look into beforehand.
-    monkeypatch.setattr("specexport.pipeline._check_tokenizer_files", lambda _plan: None)
+    monkeypatch.setattr("specexport.build.pipeline._check_tokenizer_files", lambda _plan: None)
     change_token(copied, "A", "unheard")
     line = refuse_cli(*build_args(tiny_pair.target, "--draft", copied, "--no-check", out=tmp_path / "out"))
     assert "'A' in the target and 'unheard' in the draft" in line
@@ -179,7 +179,7 @@ def test_a_defect_of_ours_keeps_its_traceback(
     def fail(*_args: object) -> str:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("specexport.pipeline.hash_sources", fail)
+    monkeypatch.setattr("specexport.build.pipeline.hash_sources", fail)
     result = run_cli(*build_args(tiny_pair.target, out=tmp_path / "out"))
     assert isinstance(result.exception, ZeroDivisionError)
     assert any("Please report it" in note for note in result.exception.__notes__)
@@ -189,7 +189,7 @@ def test_a_defect_of_ours_keeps_its_traceback(
 def test_a_missing_export_stack(
     refuse_cli: Refuse, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specexport.model_build._NEEDED", ("torch", "nosuchmodule"))
+    monkeypatch.setattr("specexport.build.model._NEEDED", ("torch", "nosuchmodule"))
     line = refuse_cli(*build_args(tiny_pair.target, "--no-cache", out=tmp_path / "out"))
     assert "building needs nosuchmodule, which is not installed" in line
     assert "pip install 'specexport[export,cpu]'" in line

@@ -11,13 +11,14 @@ import pytest
 from pairs import TinyPair
 from tiny_models import VOCAB, make_llama, save_checkpoint
 
-from specexport.cache import EngineCache
-from specexport.engine_check import TOLERANCES, check_engine, check_sequences
-from specexport.model_build import STAGES
-from specexport.pipeline import build_bundle
-from specexport.progress import ProgressEvent
+from specexport.build.cache import EngineCache
+from specexport.build.check import TOLERANCES, check_engine, check_sequences
+from specexport.build.model import STAGES
+from specexport.build.pipeline import build_bundle
+from specexport.build.progress import ProgressEvent
+from specexport_runtime.bundle.files import check_files
+from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import BundleError, CheckFailedError, OutputExistsError
-from specexport_runtime.manifest import check_files, load_manifest
 
 NUM_TOKENS = 3 + 256  # of the tiny tokenizer: special tokens and bytes
 
@@ -38,7 +39,7 @@ def entries(cache: EngineCache) -> set[str]:
 
 def test_a_bundle_says_what_it_is(tiny_pair: TinyPair, tiny_bundle: Path) -> None:
     manifest = load_manifest(tiny_bundle)
-    check_files(tiny_bundle, manifest)
+    check_files(tiny_bundle, manifest.files)
     assert list(manifest.models) == ["draft", "target"]
     target, draft = manifest.models["target"], manifest.models["draft"]
     assert (target.vocab_size, draft.vocab_size) == (VOCAB, 300)
@@ -97,7 +98,7 @@ def test_another_recipe_takes_engines_from_the_cache(tiny_pair: TinyPair, tiny_b
     assert result.manifest.lookahead == 3
     assert not any(event.stage in STAGES for event in events)
     assert events[-1].step == events[-1].num_steps
-    check_files(tmp_path / "out", load_manifest(tmp_path / "out"))
+    check_files(tmp_path / "out", load_manifest(tmp_path / "out").files)
     first = load_manifest(tiny_bundle)
     assert result.manifest.files["target/model.onnx.data"] == first.files["target/model.onnx.data"]
     assert result.manifest.build_key != first.build_key
@@ -129,7 +130,7 @@ def test_a_damaged_bundle_is_not_up_to_date(tiny_pair: TinyPair, tiny_bundle: Pa
         build_bundle(recipe)
     result = build_bundle(recipe, force=True)
     assert result.reused == ("target", "draft"), "an altered bundle must not damage the cache"
-    check_files(out, load_manifest(out))
+    check_files(out, load_manifest(out).files)
 
 
 def test_a_damaged_cache_entry_is_built_again(
@@ -146,7 +147,7 @@ def test_a_damaged_cache_entry_is_built_again(
             flip_byte(path)
     result = build_bundle(tiny_pair.recipe(tmp_path / "out"))
     assert result.reused == ("target",)
-    check_files(tmp_path / "out", load_manifest(tmp_path / "out"))
+    check_files(tmp_path / "out", load_manifest(tmp_path / "out").files)
     assert result.manifest.files["draft/model.onnx.data"] == load_manifest(tiny_bundle).files["draft/model.onnx.data"]
     shutil.rmtree(tmp_path / "out")
     assert build_bundle(tiny_pair.recipe(tmp_path / "out")).reused == ("target", "draft")
@@ -225,7 +226,7 @@ def test_the_check_sees_every_position(tiny_bundle: Path, sequence: int, positio
     entry = load_manifest(tiny_bundle).models["draft"]
     sequences = check_sequences(entry.vocab_size)
     # the engine's own logits stand in for the reference, then one value is made wrong
-    from specexport.engine_check import _run
+    from specexport.build.check import _run
 
     truth = _run(tiny_bundle, entry, sequences, unpad_kv=True)
     assert check_engine(tiny_bundle, entry, sequences, truth) < 1e-5
@@ -287,7 +288,7 @@ def test_the_torch_weights_are_gone_before_the_check(
         return 0.25
 
     monkeypatch.setattr(frontend, "load_checkpoint", load_and_note)
-    monkeypatch.setattr("specexport.model_build.check_engine", no_weight_lives)
+    monkeypatch.setattr("specexport.build.model.check_engine", no_weight_lives)
     save_checkpoint(make_llama(2, num_hidden_layers=1, tie_word_embeddings=tied), tmp_path / "model")
     recipe = tiny_pair.recipe(tmp_path / "out", target=str(tmp_path / "model"), draft=None)
     assert build_bundle(recipe, use_cache=False).max_abs_errors == {"target": 0.25}

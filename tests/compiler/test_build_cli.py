@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specexport import cli
-from specexport.progress import ProgressEvent, StageClock, show_progress
-from specexport_runtime.cli_errors import SuggestingGroup, format_error
+from specexport.build.progress import ProgressEvent, StageClock, show_progress
+from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.cli.errors import SuggestingGroup, format_error
 from specexport_runtime.errors import CheckFailedError, IncompatibleError, RecipeError
-from specexport_runtime.manifest import load_manifest
 
 RunCli = Callable[..., Result]
 

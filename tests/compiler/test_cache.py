@@ -4,10 +4,11 @@ from pathlib import Path
 import pytest
 
 from specexport.backends import trt
-from specexport.built import BuiltModel
-from specexport.cache import EngineCache, cache_folder
+from specexport.build.built import BuiltModel
+from specexport.build.cache import EngineCache, cache_folder
 from specexport_runtime.abi import LayerGeometry
-from specexport_runtime.manifest import ModelEntry, hash_files
+from specexport_runtime.bundle.files import hash_files
+from specexport_runtime.bundle.manifest import ModelEntry
 
 KEY = "a" * 64
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from specexport import fingerprint
-from specexport.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, hash_sources, needed_sources
+from specexport.build import fingerprint
+from specexport.build.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, hash_sources, needed_sources
 from specexport_runtime.errors import SpecexportError
 
 ROOT = Path(__file__).parents[2]
@@ -85,9 +85,9 @@ def test_imports_in_functions_count_and_those_for_type_checkers_do_not(package: 
     root.write_text(
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    from specexport.bench import runner\n"
-        "def build():\n    from specexport import host\n    import specexport.progress\n"
+        "def build():\n    from specexport import host\n    import specexport.build.progress\n"
         "WORKER = 'specexport.backends.trt_worker'\nNOTE = 'specexport.gone'\n"
     )
     names = set(needed_sources(ENGINE_ROOT))
-    assert {"specexport.host", "specexport.progress", "specexport.backends.trt_worker"} <= names
+    assert {"specexport.host", "specexport.build.progress", "specexport.backends.trt_worker"} <= names
     assert "specexport.bench.runner" not in names

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from specexport.backends.profiles import buckets, engine_kv_capacity, input_shapes, kv_bytes, plan_profiles
 from specexport_runtime.abi import ALIGNED_STEP_INPUTS, LayerGeometry, StepShape
+from specexport_runtime.bundle.profiles import Profile, choose_profile
 from specexport_runtime.errors import IncompatibleError
-from specexport_runtime.profiles import Profile, choose_profile
 
 LAYERS = (LayerGeometry(2, 64, 64), LayerGeometry(2, 64, 32))
 NAMES = [spec.name for spec in ALIGNED_STEP_INPUTS]
@@ -92,7 +92,7 @@ def test_a_step_beyond_every_profile_says_which_limit(shape: StepShape, words: s
 def test_profiles_survive_the_manifest(tmp_path: Path) -> None:
     import json
 
-    from specexport_runtime.manifest import EngineFile, ModelEntry
+    from specexport_runtime.bundle.manifest import EngineFile, ModelEntry
 
     engine = EngineFile("model.sm89.engine", "sm89", "tensorrt-rtx", "1.7.1", 10, {"aliased": [["a", "b"]]})
     entry = ModelEntry(

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from pairs import TinyPair
 
-from specexport.pipeline import build_bundle
+from specexport.build.pipeline import build_bundle
+from specexport_runtime.bundle.files import check_files
+from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import BundleError
-from specexport_runtime.manifest import check_files, load_manifest
 
 WAIT_S = 240
 
@@ -57,7 +58,7 @@ def test_a_killed_build_is_cleared_away_by_the_next(leftover: Path, tiny_pair: T
     with pytest.raises(BundleError):
         load_manifest(leftover)
     build_bundle(tiny_pair.recipe(out, draft=None))
-    check_files(out, load_manifest(out))
+    check_files(out, load_manifest(out).files)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

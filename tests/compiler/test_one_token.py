@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from pairs import TinyPair
 
-from specexport import cpu_build
-from specexport.engine_check import _run, check_engine, check_sequences
-from specexport.pipeline import build_bundle
-from specexport_runtime.bundle import load_bundle
+from specexport.backends import ort_cpu as cpu_build
+from specexport.build.check import _run, check_engine, check_sequences
+from specexport.build.pipeline import build_bundle
+from specexport_runtime.bundle.manifest import ModelEntry, load_manifest
+from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckFailedError
 from specexport_runtime.executors import ort_session
-from specexport_runtime.manifest import ModelEntry, load_manifest
 
 
 def test_only_the_draft_has_it_over_its_own_weights(tiny_bundle: Path) -> None:

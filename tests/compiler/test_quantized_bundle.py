@@ -9,11 +9,11 @@ from click.testing import Result
 from pairs import TinyPair
 from tiny_models import ARCHITECTURES, make_model, save_checkpoint
 
-from specexport.engine_check import QUANTIZED_LIMITS, check_engine, check_sequences, unexplained_shares
-from specexport.pipeline import build_bundle
+from specexport.build.check import QUANTIZED_LIMITS, check_engine, check_sequences, unexplained_shares
+from specexport.build.pipeline import build_bundle
 from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckFailedError
-from specexport_runtime.manifest import load_manifest
 
 PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on"]
 
@@ -55,7 +55,7 @@ def test_the_check_refuses_logits_of_other_positions_and_wrong_scales(
     folder = tmp_path / "bundle"
     build_bundle(tiny_pair.recipe(folder, quantize=kind, draft=None))
     entry = load_manifest(folder).models["target"]
-    from specexport import engine_check
+    from specexport.build import check as engine_check
 
     sequences = check_sequences(entry.vocab_size)
     # What the engine gives stands for the eager logits: the distance between the two is then what a test adds.

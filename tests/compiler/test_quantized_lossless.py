@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from pairs import TinyPair
 
-from specexport.pipeline import build_bundle
-from specexport.verify.goodness_of_fit import Partition, judge
-from specexport.verify.logit_tree import LogitTree, conditional
+from specexport.build.pipeline import build_bundle
+from specexport.verify.goodness_of_fit import judge
+from specexport.verify.logit_tree import LogitTree, Partition, conditional
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.layer_choice import LayerRules
-from specexport_runtime.sampling import Sampler
+from specexport_runtime.sampling.sampler import Sampler
+from specexport_runtime.sequences.layer_choice import LayerRules
 
 PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on", "to be or not to be"]
 RULES = LayerRules(threshold=None, period=2, keep_last=None)  # tiny models have two layers

@@ -14,11 +14,12 @@ from tiny_models import GROUPED, make_llama, make_model, save_checkpoint
 
 from specexport.backends import trt as trt_backend
 from specexport.backends import trt_package
-from specexport.pipeline import build_bundle
-from specexport.progress import ProgressEvent
+from specexport.build.pipeline import build_bundle
+from specexport.build.progress import ProgressEvent
 from specexport.recipe import BuildRecipe, make_recipe
+from specexport_runtime.bundle.files import check_files
+from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.errors import CheckFailedError, IncompatibleError
-from specexport_runtime.manifest import Manifest, check_files, load_manifest
 
 RunCli = Callable[..., Result]
 Refuse = Callable[..., str]
@@ -49,7 +50,7 @@ def manifest(rtx_bundle: Path) -> Manifest:
 
 
 def test_an_engine_for_each_architecture_in_the_manifest(rtx_bundle: Path, manifest: Manifest) -> None:
-    check_files(rtx_bundle, manifest)
+    check_files(rtx_bundle, manifest.files)
     for role in ("target", "draft"):
         entry = manifest.models[role]
         assert (entry.backend, entry.dtype, entry.lowering) == ("tensorrt-rtx", "float16", "native")
@@ -202,10 +203,10 @@ def test_too_little_memory_is_refused_before_tensorrt_starts(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trt_backend, "_run_worker", lambda *_: pytest.fail("it started"))
-    monkeypatch.setattr("specexport.gpu_build.memory_bytes", lambda: (10**9, 10**8, None))
+    monkeypatch.setattr("specexport.backends.tensorrt.memory_bytes", lambda: (10**9, 10**8, None))
     with pytest.raises(IncompatibleError, match=r"needs about 0\.7 GB of memory, 0\.1 GB are free"):
         build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out"), use_cache=False)
-    monkeypatch.setattr("specexport.gpu_build.memory_bytes", lambda: (10**11, 10**11, None))
+    monkeypatch.setattr("specexport.backends.tensorrt.memory_bytes", lambda: (10**11, 10**11, None))
     with pytest.raises(IncompatibleError, match=r"of GPU memory .* and --gpu-memory-gb is 0\.0001"):
         build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", gpu_memory_gb=0.0001), use_cache=False)
     assert not list(tmp_path.iterdir())

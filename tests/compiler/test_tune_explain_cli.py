@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.tune_profile import load_profile
+from specexport_runtime.costs.tune_profile import load_profile
 from specexport_runtime.user_cache import ROOT_VARIABLE
 
 FAST = ["--threads", "1", "--no-spin"]

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from specexport.vocabulary import check_vocabularies, draftable_size, read_vocabulary
+from specexport.build.vocabulary import check_vocabularies, draftable_size, read_vocabulary
 from specexport_runtime.errors import CheckpointError, VocabularyMismatchError
 
 WORDS = {0: "a", 1: "b", 2: "c", 3: "<eos>"}

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from specexport.explain.report import Pieces, make_table, show_draft, summary_lines
 from specexport.explain.summary import Position, count_positions, expected_tokens, judge, summarize
-from specexport_runtime.cost_curves import CostCurves, GateCost
-from specexport_runtime.layer_choice import LayerChoice
-from specexport_runtime.step_cost import RowCurve, StepCost
-from specexport_runtime.trace import Asked, RoundTrace
+from specexport_runtime.costs.curves import CostCurves, GateCost
+from specexport_runtime.costs.step_cost import RowCurve, StepCost
+from specexport_runtime.sequences.layer_choice import LayerChoice
+from specexport_runtime.sequences.records import Asked, RoundTrace
 
 
 def make_round(drafted=(), accepted=0, *, drafter="self", emitted=None, reason="goodput", end="lookahead", **values):

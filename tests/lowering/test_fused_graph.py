@@ -10,7 +10,8 @@ import pytest
 from specexport.backends import build_engine, build_full_engine, build_padded_engine
 from specexport.frontend import reference_logits, trace_checkpoint
 from specexport.lowering import lower_model
-from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
+from specexport.lowering.fuse import fuse_rotary, rotary_rows
+from specexport.lowering.fuse_norm import fuse_norms
 from specexport.lowering.one_token import lower_one_token
 from specexport.passes import default_passes, run_passes
 from tests.engine_harness import Engine, Recipe, make_checkpoint

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specexport.gpu_build import step_inputs
 from specexport.lowering import lower_model
 from specexport.lowering.layer_gate import gate_layers
+from specexport.lowering.step_inputs import step_inputs
 from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime.abi import GATE_INPUTS, SIMILARITY
 from specexport_runtime.errors import CheckFailedError

@@ -23,11 +23,11 @@ from specexport.ops.reference import unpadded_attention
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport.passes import default_passes, run_passes
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
-from specexport_runtime.batch import ModelRunner, RowWork
+from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import UnsupportedModelError
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size
-from specexport_runtime.manifest import ModelEntry
+from specexport_runtime.packing.batch import ModelRunner, RowWork
 from tests.engine_harness import make_checkpoint, pack
 from tests.fake_onnxruntime import FakeBinding, FakeOrt, view
 from tests.tiny_models import ARCHITECTURES, VOCAB, make_model

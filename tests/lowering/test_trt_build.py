@@ -8,7 +8,7 @@ import pytest
 
 from specexport.lowering import lower_model, trt_native
 from specexport_runtime.abi import ALIGNED_STEP_INPUTS, LayerGeometry
-from specexport_runtime.profiles import Profile
+from specexport_runtime.bundle.profiles import Profile
 from tests.lowering.half_models import trace
 from tests.ops.test_unpadded_attention import Case, one_node_model
 
@@ -84,7 +84,7 @@ def build(model: ir.Model, case: Case, sm: str) -> tuple[bool, str]:
 
 
 def lower_one(case: Case, dtype: ir.DataType) -> tuple[ir.Model, str]:
-    from specexport.lowering.ort_cpu import drop_unused_step_inputs
+    from specexport.lowering.step_inputs import drop_unused_step_inputs
 
     model = one_node_model(case)
     model.graph.inputs.pop()  # positions, which a lone layer does not read

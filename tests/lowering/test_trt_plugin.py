@@ -10,8 +10,8 @@ import pytest
 
 from specexport.backends.profiles import input_shapes, plan_profiles
 from specexport.frontend import reference_logits
-from specexport.gpu_build import step_inputs
 from specexport.lowering import lower_model, trt_plugin
+from specexport.lowering.step_inputs import step_inputs
 from specexport.plugin.naming import plugin_names, plugin_spec
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import UnsupportedModelError

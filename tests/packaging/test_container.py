@@ -14,7 +14,7 @@ import click
 import pytest
 import yaml
 
-from specexport_runtime.server.command import KEY_VARIABLE, serve
+from specexport_runtime.cli.serve import KEY_VARIABLE, serve
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.user_cache import ROOT_VARIABLE
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from specexport_runtime.cost_curves import CostCurves
-from specexport_runtime.manifest import load_manifest
-from specexport_runtime.step_cost import RowCurve, StepCost
+from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.costs.curves import CostCurves
+from specexport_runtime.costs.step_cost import RowCurve, StepCost
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from scaling_model import Queue, Throughput, row_bytes, tokens_a_round

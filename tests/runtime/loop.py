@@ -1,14 +1,15 @@
 """Helpers for tests of the decoding loop on fake executors."""
 
-from specexport_runtime.batch import ModelRunner
-from specexport_runtime.decoder import Decoder, RoundEvent
+from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.sampling import SamplingParams
-from specexport_runtime.sequence import DraftStage, Sequence
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.records import DraftStage
+from specexport_runtime.sequences.sequence import RoundEvent, Sequence
 
 VOCAB = 17
 CAPACITY = 80

@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specexport_runtime import accept
-from specexport_runtime.accept import Verdict, accept_greedy, accept_sampled, residual, residual_one_hot
 from specexport_runtime.errors import CheckFailedError
-from specexport_runtime.sampling import Distribution, Draws, sample_token
+from specexport_runtime.sampling import accept
+from specexport_runtime.sampling.accept import Verdict, accept_greedy, accept_sampled, residual, residual_one_hot
+from specexport_runtime.sampling.distribution import Distribution, sample_token
+from specexport_runtime.sampling.rng import Draws
 
 
 def dense(*probs):

@@ -15,22 +15,23 @@ from test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.batch import ModelRunner
-from specexport_runtime.cost_curves import CostCurves, GateCost
-from specexport_runtime.decoder import Decoder
-from specexport_runtime.draft_exit import DraftExitParams
+from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.costs.curves import CostCurves, GateCost
+from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.drafters.self_draft import SelfDrafter
-from specexport_runtime.engine_parts import self_draft_obstacle
+from specexport_runtime.engine_load import self_draft_obstacle
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.goodput import GoodputLength
-from specexport_runtime.layer_choice import LayerRules
-from specexport_runtime.manifest import ModelEntry
-from specexport_runtime.sequence import DraftStage, Sequence
-from specexport_runtime.speculative_config import parse_speculative_config
+from specexport_runtime.lookahead.goodput import GoodputLength
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.speculative_config import parse_speculative_config
+from specexport_runtime.sequences.draft_exit import DraftExitParams
+from specexport_runtime.sequences.layer_choice import LayerRules
+from specexport_runtime.sequences.records import DraftStage
+from specexport_runtime.sequences.sequence import Sequence
 
 GATES = 12
 RULES = LayerRules(threshold=0.97)

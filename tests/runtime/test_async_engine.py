@@ -13,9 +13,9 @@ from loop import MAX_MODEL_LEN, fail_at, greedy_reference, make_target
 from test_engine import make_engine
 
 from specexport_runtime import AsyncRequest, AsyncSpecEngine, SamplingParams, SpecEngine, SpecexportError
-from specexport_runtime.async_request import Mailbox
+from specexport_runtime.async_engine import Mailbox
 from specexport_runtime.errors import EngineClosedError, InvalidRequestError, QueueFullError, RequestFailedError
-from specexport_runtime.request_spec import RequestSpec
+from specexport_runtime.requests.drafting import RequestSpec
 
 LONG = SamplingParams(max_tokens=40)
 ENDLESS = SamplingParams(max_tokens=60)

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specexport_runtime.abi import STEP_INPUTS
-from specexport_runtime.batch import IDLE, ModelRunner, RowWork, fill_index_inputs, step_shape
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import NO_TOKEN, StepBuffers
 from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork, fill_index_inputs, step_shape
 
 
 @st.composite

@@ -7,9 +7,10 @@ import pytest
 from click.testing import CliRunner
 
 from specexport_runtime import SpecEngine
-from specexport_runtime.cli import runtime_cli
+from specexport_runtime.bundle.files import hash_files
+from specexport_runtime.bundle.manifest import Manifest, load_manifest
+from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError
-from specexport_runtime.manifest import Manifest, hash_files, load_manifest
 
 
 @pytest.fixture
@@ -137,7 +138,7 @@ def test_a_manifest_survives_writing_and_reading(bundle):
 
 
 def test_a_bundle_of_the_schema_before_gpu_engines_still_loads(bundle):
-    from specexport_runtime import manifest as module
+    from specexport_runtime.bundle import manifest as module
 
     path = bundle / "manifest.json"
     data = json.loads(path.read_text())

@@ -5,15 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop import VOCAB, greedy_reference, make_draft, make_sequence, make_target
 
-from specexport_runtime.batch import ModelRunner
-from specexport_runtime.decoder import Decoder
-from specexport_runtime.drafters.base import Proposal
+from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.sampling import SamplingParams
-from specexport_runtime.sequence import DraftStage
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.records import DraftStage, Proposal
 
 LOOKUP, MODEL = DraftStage("lookup", 7), DraftStage("draft-model", 4)
 PLANS = [(), (LOOKUP,), (MODEL,), (LOOKUP, MODEL), (MODEL, LOOKUP)]

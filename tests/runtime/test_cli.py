@@ -7,7 +7,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from specexport_runtime.cli import runtime_cli
+from specexport_runtime.cli.command import runtime_cli
 
 PROMPT = "def read_lines(path):\n"
 

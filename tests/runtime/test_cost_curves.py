@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specexport_runtime import cost_curves, user_cache
-from specexport_runtime.batch import ModelRunner
-from specexport_runtime.cost_curves import CostCurves, GateCost, load_or_measure, measure_costs
-from specexport_runtime.cost_measure import MAX_NOISE, measure_step_cost, row_counts_up_to, widths_up_to
+from specexport_runtime import user_cache
+from specexport_runtime.costs import curves as cost_curves
+from specexport_runtime.costs.curves import CostCurves, GateCost, load_or_measure, measure_costs
+from specexport_runtime.costs.measure import MAX_NOISE, measure_step_cost, row_counts_up_to, widths_up_to
+from specexport_runtime.costs.step_cost import KvPair, RowCurve, StepCost, StepSize, clean_times, fit_kv_seconds
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.step_cost import KvPair, RowCurve, StepCost, StepSize, clean_times, fit_kv_seconds
+from specexport_runtime.packing.batch import ModelRunner
 
 COST = StepCost((RowCurve(1, (1, 2, 5), (1.0, 1.5, 3.0)), RowCurve(5, (1, 5), (2.0, 10.0))), 0.01, 0.001)
 SECONDS = st.floats(0, 1e3, allow_subnormal=False)

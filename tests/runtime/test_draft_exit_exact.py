@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from test_sampling_exact import DRAFTS, P_VALUE, PROMPT, TARGET, VOCAB, p_value
 
-from specexport_runtime.accept import accept_sampled
-from specexport_runtime.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.drafters.draft_loop import Draft
-from specexport_runtime.sampling import Sampler, SamplingParams
-from specexport_runtime.sequence import Sequence
+from specexport_runtime.sampling.accept import accept_sampled
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.sampler import Sampler
+from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.sequences.sequence import Sequence
 
 
 class Rules:

@@ -35,7 +35,7 @@ def test_a_template_that_writes_none_gets_none(engine):
 
 
 def test_generate_chat_feeds_those_tokens(engine, monkeypatch, tmp_path):
-    from specexport_runtime.cli import runtime_cli
+    from specexport_runtime.cli.command import runtime_cli
 
     monkeypatch.setattr(SpecEngine, "load", lambda *_, **__: engine)
     wanted = greedy_reference(make_target(), [BOS, 3, 4], 6)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.speculative_config import parse_speculative_config
+from specexport_runtime.requests.speculative_config import parse_speculative_config
 
 WORDS = [f"w{i}" for i in range(VOCAB)]
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from specexport_runtime.abi import LayerGeometry
-from specexport_runtime.batch import ModelRunner
-from specexport_runtime.decoder import Decoder
+from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
-from specexport_runtime.exact_width import room_within, sum_border
+from specexport_runtime.executors.exact_width import room_within, sum_border
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.manifest import load_manifest
-from specexport_runtime.sampling import SamplingParams
-from specexport_runtime.sequence import Sequence
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.sequence import Sequence
 
 BORDER = 64
 

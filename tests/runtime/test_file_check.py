@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from specexport_runtime import file_check
+from specexport_runtime.bundle import files as file_check
+from specexport_runtime.bundle.files import FileEntry, check_files, hash_files, sha256_file
 from specexport_runtime.errors import BundleError
-from specexport_runtime.file_check import check_files, sha256_file
-from specexport_runtime.manifest import FileEntry, hash_files
 
 
 @pytest.fixture(autouse=True)

@@ -9,24 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop import VOCAB
 
-from specexport_runtime.batch import ModelRunner
-from specexport_runtime.cost_curves import CostCurves
-from specexport_runtime.decoder import Decoder
-from specexport_runtime.draft_acceptance import MAX_MATCH, SequenceAcceptance, SharedAcceptance, match_slots
-from specexport_runtime.draft_length import StepLoad
-from specexport_runtime.draft_probing import ProbeBudget, ProbeTimer
-from specexport_runtime.drafters.base import Proposal
+from specexport_runtime.costs.curves import CostCurves
+from specexport_runtime.costs.step_cost import RowCurve, StepCost
+from specexport_runtime.costs.tune_profile import TuneCell, TuneProfile
+from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.goodput import GoodputLength
-from specexport_runtime.lookahead_allocation import StepTimes, allocate
-from specexport_runtime.plain_spell import PlainSpell
-from specexport_runtime.sampling import SamplingParams
-from specexport_runtime.sequence import DraftStage, Sequence
-from specexport_runtime.step_cost import RowCurve, StepCost
-from specexport_runtime.tune_profile import TuneCell, TuneProfile
+from specexport_runtime.lookahead.acceptance import MAX_MATCH, SequenceAcceptance, SharedAcceptance, match_slots
+from specexport_runtime.lookahead.allocation import StepTimes, allocate
+from specexport_runtime.lookahead.goodput import GoodputLength
+from specexport_runtime.lookahead.plain_spell import PlainSpell
+from specexport_runtime.lookahead.probing import ProbeBudget, ProbeTimer
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.records import DraftStage, Proposal, StepLoad
+from specexport_runtime.sequences.sequence import Sequence
 
 LOOKAHEAD = 8
 CAPACITY = 600

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.kv import KvArena
-from specexport_runtime.padded_kv import PaddedKvArena
+from specexport_runtime.packing.kv import KvArena
+from specexport_runtime.packing.padded_kv import PaddedKvArena
 
 
 def test_rejected_entries_are_not_counted():

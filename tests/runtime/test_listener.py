@@ -11,7 +11,7 @@ from test_submit import LONG, expected, slow_down
 
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import EngineClosedError, InvalidRequestError, RequestFailedError, SpecexportError
-from specexport_runtime.request_spec import RequestSpec
+from specexport_runtime.requests.drafting import RequestSpec
 
 
 class Listener:
@@ -248,7 +248,7 @@ def test_who_has_read_a_stream_to_its_end_finds_the_result(engine, monkeypatch):
             super().put(item)
             time.sleep(0.002 if item is None else 0)
 
-    monkeypatch.setattr("specexport_runtime.handle.SimpleQueue", Dawdling)
+    monkeypatch.setattr("specexport_runtime.decoding.handle.SimpleQueue", Dawdling)
     for i in range(5):
         handle = engine.submit([i % 17], SamplingParams(max_tokens=2))
         list(handle)

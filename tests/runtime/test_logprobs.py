@@ -13,7 +13,7 @@ from test_modes import PLANS
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.logprobs import logprobs_of
+from specexport_runtime.sampling.logprobs import logprobs_of
 
 WAYS = {
     "greedy": {},
@@ -204,7 +204,7 @@ def test_on_a_real_bundle_speculative_and_plain_agree(demo_bundle):
 
 
 def test_generate_prints_them_in_json_and_refuses_them_in_text(demo_bundle, capsys):
-    from specexport_runtime.cli import runtime_cli
+    from specexport_runtime.cli.command import runtime_cli
 
     arguments = ["generate", str(demo_bundle), "def f", "--max-tokens", "4", "--threads", "1", "--no-spin"]
     with pytest.raises(InvalidRequestError, match="add --json"):

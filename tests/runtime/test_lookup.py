@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from loop import greedy_reference, make_sequence, make_target
 from test_sampling_exact import P_VALUE, PROMPT, Toy, emit, p_value
 
-from specexport_runtime.batch import ModelRunner
-from specexport_runtime.decoder import Decoder
+from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.sampling import RandomStream, SamplingParams
-from specexport_runtime.sequence import DraftStage
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.rng import RandomStream
+from specexport_runtime.sequences.records import DraftStage
 
 LOOKUP = (DraftStage("lookup", 7),)
 REFERENCE = [11, 12, 13, 14, 15]
@@ -233,7 +234,7 @@ class LookupToy(Toy):
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("params", [{"temperature": 0.9}, {"temperature": 1.3, "top_k": 4, "frequency_penalty": 0.5}])
 def test_sampled_output_follows_the_targets_distribution(params, gate):
-    from specexport_runtime.accept import accept_sampled
+    from specexport_runtime.sampling.accept import accept_sampled
 
     toy = LookupToy(SamplingParams(**params), gate=gate)
     counts = Counter(emit(toy, 2, 3, RandomStream(seed).draws, accept_sampled) for seed in range(2500))

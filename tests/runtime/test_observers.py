@@ -15,8 +15,8 @@ from test_submit import LONG, expected, slow_down
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import RequestFailedError, SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.observe import RoundRecord
-from specexport_runtime.sequence import DraftStage
+from specexport_runtime.sequences.records import DraftStage
+from specexport_runtime.watch.observe import RoundRecord
 
 
 class Watcher:
@@ -165,7 +165,7 @@ def test_a_defect_of_the_loop_ends_all_of_them_once(watched, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     monkeypatch.setattr(engine._loop.decoder, "fail", broken)
     monkeypatch.setattr(engine._loop.decoder, "step", broken)
-    from specexport_runtime.request_spec import RequestSpec
+    from specexport_runtime.requests.drafting import RequestSpec
 
     for handle in engine.submit_all([RequestSpec([i], LONG) for i in range(6)]):
         with pytest.raises(RequestFailedError, match="defect"):
@@ -185,7 +185,7 @@ def test_a_step_that_fails_after_some_have_ended_leaves_nobody_waiting(watched, 
         release(row)
 
     monkeypatch.setattr(engine._loop.decoder.target, "release_row", failing)
-    from specexport_runtime.request_spec import RequestSpec
+    from specexport_runtime.requests.drafting import RequestSpec
 
     handles = engine.submit_all([RequestSpec([i], SamplingParams(max_tokens=1)) for i in range(4)])
     for handle in handles:
@@ -226,7 +226,7 @@ def test_one_that_raises_is_dropped_and_logged_once(watched, caplog, method):
 
 
 def test_nothing_is_computed_for_nobody(monkeypatch):
-    import specexport_runtime.decoder as module
+    import specexport_runtime.decoding.decoder as module
 
     monkeypatch.setattr(module, "step_load", lambda *_: pytest.fail("computed"))
     monkeypatch.setattr(module, "RoundRecord", lambda *_: pytest.fail("made"))

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
-from specexport_runtime.batch import IDLE, ModelRunner, RowWork
+from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.executors.ort_cuda_session import reason_of
 from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size
-from specexport_runtime.manifest import ModelEntry
+from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from tests.fake_onnxruntime import FakeBinding, FakeOrt, view
 
 VOCAB, CAPACITY, ROWS = 32, BLOCK_ENTRIES + 40, 4

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from specexport_runtime.abi import StepShape, kv_slack
-from specexport_runtime.batch import IDLE, ModelRunner, RowWork
-from specexport_runtime.bundle import load_bundle
+from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import IncompatibleError, SpecexportError
-from specexport_runtime.executors.ort import OrtExecutor, available_cores
-from specexport_runtime.manifest import ModelEntry
+from specexport_runtime.executors.ort import OrtExecutor
+from specexport_runtime.machine import available_cores
+from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 
 CAPACITY = 96
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specexport_runtime import prepacked
-from specexport_runtime.batch import ModelRunner, RowWork
-from specexport_runtime.bundle import Bundle, load_bundle
+from specexport_runtime.bundle.opened import Bundle, load_bundle
+from specexport_runtime.executors import prepacked
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.executors.ort import OrtExecutor
-from specexport_runtime.prepacked import DATA_NAME, GRAPH_NAME, PrepackedEngine, prune
+from specexport_runtime.executors.prepacked import DATA_NAME, GRAPH_NAME, PrepackedEngine, prune
+from specexport_runtime.packing.batch import ModelRunner, RowWork
 
 ENGINE = PrepackedEngine("a" * 64, 20_000_000)
 DiskUsage = namedtuple("DiskUsage", "total used free")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.rng import Draws, RandomStream
+from specexport_runtime.sampling.rng import Draws, RandomStream
 
 PINNED = {
     (0, 0): Draws(draft=0.011546754286331562, accept=0.24154919656271812, resample=0.11142585551493822),

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specexport_runtime import distribution, truncation
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
-from specexport_runtime.sampling import Distribution, Sampler, SamplingParams, sample_token
+from specexport_runtime.sampling import distribution, truncation
+from specexport_runtime.sampling.distribution import Distribution, sample_token
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.sampler import Sampler
 
 
 def reference(logits, params, prompt=(), output=()):

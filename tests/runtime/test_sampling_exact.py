@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
-from specexport_runtime import accept
-from specexport_runtime.accept import Verdict, accept_sampled
-from specexport_runtime.sampling import Draws, RandomStream, Sampler, SamplingParams, sample_token
+from specexport_runtime.sampling import accept
+from specexport_runtime.sampling.accept import Verdict, accept_sampled
+from specexport_runtime.sampling.distribution import sample_token
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.rng import Draws, RandomStream
+from specexport_runtime.sampling.sampler import Sampler
 
 VOCAB = 6
 PROMPT = (2, 4)

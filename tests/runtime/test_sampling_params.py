@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.sampling import Sampler, SamplingParams
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.sampler import Sampler
 
 
 @pytest.mark.parametrize(

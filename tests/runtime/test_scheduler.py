@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop import make_decoder, make_sequence, make_target
 
+from specexport_runtime.decoding.scheduler import Scheduler
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.sampling import SamplingParams
-from specexport_runtime.scheduler import Scheduler
-from specexport_runtime.sequence import NO_ROW
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.sequence import NO_ROW
 
 SHORT = SamplingParams(max_tokens=3)
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_decoder, make_sequence, make_target, run
 
 from specexport_runtime.abi import kv_slack
-from specexport_runtime.batch import ModelRunner
-from specexport_runtime.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.drafters.self_draft import SelfDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.layer_choice import LayerChoice, LayerRules
-from specexport_runtime.sampling import SamplingParams
-from specexport_runtime.sequence import DraftStage
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.sequences.layer_choice import LayerChoice, LayerRules
+from specexport_runtime.sequences.records import DraftStage
 
 LAYERS = 6
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]

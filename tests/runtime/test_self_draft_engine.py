@@ -5,18 +5,19 @@ import dataclasses
 import numpy as np
 import pytest
 
-from specexport_runtime.batch import ModelRunner, RowWork
-from specexport_runtime.bundle import load_bundle
-from specexport_runtime.decoder import Decoder
-from specexport_runtime.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.bundle.opened import load_bundle
+from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.self_draft import SelfDrafter
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.base import as_gated
 from specexport_runtime.executors.ort import OrtExecutor
-from specexport_runtime.layer_choice import LayerChoice, LayerRules
-from specexport_runtime.sampling import SamplingParams
-from specexport_runtime.sequence import DraftStage, Sequence
+from specexport_runtime.packing.batch import ModelRunner, RowWork
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.sequences.layer_choice import LayerChoice, LayerRules
+from specexport_runtime.sequences.records import DraftStage
+from specexport_runtime.sequences.sequence import Sequence
 
 TEXTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n",

@@ -6,15 +6,17 @@ import numpy as np
 from loop import MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_sequence, run
 from test_sampling_exact import P_VALUE, p_value
 
-from specexport_runtime.batch import ModelRunner
-from specexport_runtime.decoder import Decoder
-from specexport_runtime.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.self_draft import SelfDrafter
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.layer_choice import LayerRules
-from specexport_runtime.sampling import Sampler, SamplingParams
-from specexport_runtime.sequence import DraftStage, Sequence
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.sampler import Sampler
+from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.sequences.layer_choice import LayerRules
+from specexport_runtime.sequences.records import DraftStage
+from specexport_runtime.sequences.sequence import Sequence
 
 SMALL, PROMPTS, LENGTH = 5, [[1], [4, 2, 4]], 3
 

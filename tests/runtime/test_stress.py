@@ -5,7 +5,7 @@ import pytest
 from loop import MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_sequence, make_target, run
 from test_modes import PLANS
 
-from specexport_runtime.sampling import SamplingParams
+from specexport_runtime.sampling.params import SamplingParams
 
 EVENTS = 2000
 ROWS = 5

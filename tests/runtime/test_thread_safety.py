@@ -13,7 +13,7 @@ from test_observers import Watcher, wait_for_thread
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import EngineClosedError, SpecexportError
-from specexport_runtime.request_spec import RequestSpec
+from specexport_runtime.requests.drafting import RequestSpec
 
 THREADS = 12
 EACH = 12

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from specexport_runtime import tokenizer_load
+from specexport_runtime.bundle import tokenizer_load
+from specexport_runtime.bundle.tokenizer_load import load_tokenizer, start_loading
 from specexport_runtime.errors import BundleError
-from specexport_runtime.tokenizer_load import load_tokenizer, start_loading
 
 
 def test_it_loads_once_when_it_is_started_or_used(demo_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:

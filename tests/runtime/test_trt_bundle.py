@@ -8,11 +8,12 @@ from trt_fakes import FakeEngine, FakeGpu, make_entry
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import StepShape
-from specexport_runtime.bundle import load_bundle
-from specexport_runtime.cli import runtime_cli
+from specexport_runtime.bundle.files import hash_files
+from specexport_runtime.bundle.manifest import EngineFile, Manifest, VocabularyInfo
+from specexport_runtime.bundle.opened import load_bundle
+from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError, SpecexportError
 from specexport_runtime.executors import cuda_driver, trt_engine
-from specexport_runtime.manifest import EngineFile, Manifest, VocabularyInfo, hash_files
 
 LOOKAHEAD, ROWS = 4, 4
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1], [4] * 50]

@@ -7,10 +7,10 @@ from trt_fakes import NATIVE, PLUGIN, make_entry
 
 from specexport.backends.profiles import engine_kv_capacity, input_shapes, plan_profiles
 from specexport_runtime.abi import StepShape, kv_slack
+from specexport_runtime.bundle.profiles import choose_profile
 from specexport_runtime.executors.trt_load import size_engine
 from specexport_runtime.executors.trt_memory import largest_shape, lay_out_inputs
 from specexport_runtime.executors.trt_pack import place_step, plan_step
-from specexport_runtime.profiles import choose_profile
 
 
 @st.composite

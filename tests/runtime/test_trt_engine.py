@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from specexport_runtime.bundle.manifest import EngineFile
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
 from specexport_runtime.executors.cuda_driver import CudaDriver
 from specexport_runtime.executors.trt_engine import load_engine
-from specexport_runtime.manifest import EngineFile
 
 
 def has_gpu() -> bool:

@@ -9,12 +9,12 @@ import pytest
 from trt_fakes import LAYERS, NATIVE, PLUGIN, FakeGpu, make_entry, open_fake
 
 from specexport_runtime.abi import LayerGeometry, StepShape
-from specexport_runtime.batch import IDLE, ModelRunner, RowWork
+from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import IncompatibleError, SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.trt import TrtExecutor
 from specexport_runtime.executors.trt_graphs import GraphKey
-from specexport_runtime.profiles import Profile
+from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 
 VOCAB, ROWS, LOOKAHEAD, MAX_LEN = 17, 4, 4, 64
 CAPACITY = MAX_LEN + LOOKAHEAD + 1

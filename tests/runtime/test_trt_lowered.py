@@ -7,10 +7,10 @@ from trt_fakes import FakeContext, FakeEngine, FakeGpu, make_entry, make_profile
 from specexport.frontend import reference_logits
 from specexport.lowering import lower_model, trt_native
 from specexport_runtime.abi import LayerGeometry
-from specexport_runtime.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.executors.trt import TrtExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor
 from specexport_runtime.executors.trt_pack import SPECS
+from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from tests.engine_harness import make_checkpoint
 from tests.lowering.half_models import trace
 from tests.lowering.trt_evaluator import make_evaluator

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specexport_runtime.abi import STEP_INPUTS, StepShape
-from specexport_runtime.batch import fill_index_inputs
+from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.executors.base import StepBuffers
 from specexport_runtime.executors.trt_memory import lay_out_inputs
 from specexport_runtime.executors.trt_pack import (
@@ -18,7 +18,7 @@ from specexport_runtime.executors.trt_pack import (
     plan_step,
     start_plan,
 )
-from specexport_runtime.profiles import Profile
+from specexport_runtime.packing.batch import fill_index_inputs
 
 NAMES = tuple(SPECS)
 

@@ -13,13 +13,13 @@ import pytest
 
 from specexport.backends.profiles import engine_kv_capacity, plan_profiles
 from specexport.frontend import reference_logits
-from specexport.gpu_build import step_inputs
 from specexport.lowering import lower_model, trt_native
+from specexport.lowering.step_inputs import step_inputs
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor
-from specexport_runtime.params import SamplingParams
-from specexport_runtime.sequence import Sequence
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.sequence import Sequence
 from tests.engine_harness import make_checkpoint
 from tests.lowering.half_models import trace
 from tests.lowering.trt_evaluator import make_evaluator

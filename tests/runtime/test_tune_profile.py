@@ -7,8 +7,8 @@ import os
 import pytest
 
 from specexport_runtime import user_cache
+from specexport_runtime.costs.tune_profile import TuneCell, TuneProfile, default_path, load_profile
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.tune_profile import TuneCell, TuneProfile, default_path, load_profile
 
 
 def make_profile(**values):

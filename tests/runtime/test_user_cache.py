@@ -9,17 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from specexport.cache import cache_folder as compiler_cache_folder
+from specexport.build.cache import cache_folder as compiler_cache_folder
 from specexport_runtime import user_cache
-from specexport_runtime.user_cache import (
-    cache_folder,
-    cache_root,
-    machine_key,
-    packing_key,
-    read_json,
-    warn_once,
-    write_json,
-)
+from specexport_runtime.machine import machine_key, packing_key
+from specexport_runtime.user_cache import cache_folder, cache_root, read_json, warn_once, write_json
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.bundle.manifest import EngineFile, ModelEntry
+from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import argmax_ids
 from specexport_runtime.executors.fake import FakeExecutor
@@ -24,8 +26,6 @@ from specexport_runtime.executors.trt import TrtExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor
 from specexport_runtime.executors.trt_memory import largest_shape
 from specexport_runtime.executors.trt_pack import SPECS
-from specexport_runtime.manifest import EngineFile, ModelEntry
-from specexport_runtime.profiles import Profile
 
 BASE = 0x7F0000000000
 POISON = 0xFF  # NaN in every float type, -1 in every integer

@@ -5,8 +5,8 @@ from typing import Any
 import openai
 from serving import Served
 
-from specexport_runtime.results import GenerationResult
-from specexport_runtime.sampling import SamplingParams
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.results import GenerationResult
 
 
 def client_of(served: Served) -> openai.OpenAI:

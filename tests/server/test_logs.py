@@ -20,10 +20,10 @@ from serving import Served, fake_engine
 
 from specexport_runtime import SpecEngine
 from specexport_runtime.errors import InvalidRequestError, RequestFailedError
+from specexport_runtime.sequences.stats import SequenceStats
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.log_format import JsonFormatter, TextFormatter, current_state, fields, log_config
 from specexport_runtime.server.logs import AccessLog, RequestLog
-from specexport_runtime.stats import SequenceStats
 
 KEY = "a-key-that-nobody-may-read-in-a-log"
 SECRET = "w11"
@@ -381,7 +381,7 @@ def test_the_configuration_writes_lines_of_uvicorn_too(log_format):
     code = (
         "import logging, logging.config\nfrom specexport_runtime.server.log_format import log_config\n"
         f"logging.config.dictConfig(log_config({log_format!r}))\n"
-        "for name in ('specexport.access', 'specexport_runtime.cost_curves', 'uvicorn.error', 'uvicorn.access'):\n"
+        "for name in ('specexport.access', 'specexport_runtime.costs.curves', 'uvicorn.error', 'uvicorn.access'):\n"
         "    logging.getLogger(name).info('a line of %s', name)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

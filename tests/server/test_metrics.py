@@ -12,12 +12,12 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from serving import fake_engine
 
 from specexport_runtime import SpecEngine
-from specexport_runtime.drafters.base import Proposal
-from specexport_runtime.metric_counts import EngineCounts, Histogram, length_bounds
 from specexport_runtime.metrics import EngineMetrics
-from specexport_runtime.observe import RoundRecord
-from specexport_runtime.results import GenerationResult
-from specexport_runtime.sampling import SamplingParams
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.records import Proposal
+from specexport_runtime.sequences.results import GenerationResult
+from specexport_runtime.watch.counts import EngineCounts, Histogram, length_bounds
+from specexport_runtime.watch.observe import RoundRecord
 
 LABELS = {"model_name", "engine"}
 COUNTERS = {

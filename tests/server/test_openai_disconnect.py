@@ -12,7 +12,7 @@ import pytest
 from openai_help import alone, client_of
 from serving import Served, fake_engine
 
-from specexport_runtime import handle
+from specexport_runtime.decoding import handle
 from specexport_runtime.server.config import ServerConfig
 
 MESSAGES = [{"role": "user", "content": "w1"}]

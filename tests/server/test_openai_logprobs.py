@@ -7,8 +7,8 @@ import pytest
 from openai_help import alone, client_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from specexport_runtime.logprobs import TokenLogprobs
-from specexport_runtime.results import StreamPiece
+from specexport_runtime.sampling.logprobs import TokenLogprobs
+from specexport_runtime.sequences.results import StreamPiece
 from specexport_runtime.server.responses import ChatFormat, CompletionFormat, Header
 from specexport_runtime.server.token_text import TokenText, TokenTexts
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from server_process import ServerProcess
 
+from specexport_runtime.cli import serve as command
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.server import command
 from specexport_runtime.server.config import ServerConfig
 
 KEY = "a-key-that-nobody-guesses"
@@ -18,7 +18,7 @@ KEY = "a-key-that-nobody-guesses"
 
 def fails(capsys, *arguments: str) -> tuple[int, str]:
     """Exit code and the one line of a command that fails."""
-    from specexport_runtime.cli import runtime_cli
+    from specexport_runtime.cli.command import runtime_cli
 
     with pytest.raises(SystemExit) as end:
         runtime_cli(["serve", *arguments])
@@ -158,7 +158,7 @@ def test_a_bundle_that_is_missing_or_does_not_fit(tmp_path, demo_bundle):
 def test_without_the_extra_the_package_is_named(demo_bundle):
     script = (
         "import sys; sys.modules['uvicorn'] = None\n"
-        "from specexport_runtime.cli import runtime_cli\nruntime_cli(['serve', sys.argv[1]])"
+        "from specexport_runtime.cli.command import runtime_cli\nruntime_cli(['serve', sys.argv[1]])"
     )
     result = subprocess.run(
         [sys.executable, "-c", script, str(demo_bundle)], capture_output=True, text=True, timeout=60, check=False

@@ -18,9 +18,9 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import SpanKind, StatusCode
 from serving import Served, fake_engine
 
+from specexport_runtime.sequences.stats import SequenceStats
 from specexport_runtime.server import tracing
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.stats import SequenceStats
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

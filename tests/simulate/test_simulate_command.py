@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from specexport.atomic_file import write_file
+from specexport.atomic import write_file
 from specexport.cli import main
 from specexport.simulate.closed_form import StepCost, batch_padding, best_draft_length, expected_speedup
 from specexport.simulate.report import Study, compute_rows, format_table

@@ -83,7 +83,7 @@ def test_gap_where_texts_part_is_the_references_own() -> None:
 
 
 def test_a_timed_step_is_the_same_step_each_time() -> None:
-    from specexport_runtime.batch import ModelRunner
+    from specexport_runtime.packing.batch import ModelRunner
 
     executor = FakeExecutor(VOCAB, 2, 100)
     found = time_step(ModelRunner(executor), 2, 5, repeats=4, seconds=10)
@@ -219,7 +219,7 @@ def test_the_large_model_has_a_billion_parameters() -> None:
 
 def test_the_large_models_profiles_take_every_step() -> None:
     from specexport_runtime.abi import StepShape
-    from specexport_runtime.profiles import choose_profile
+    from specexport_runtime.bundle.profiles import choose_profile
     from tools.gpu_check_lib.bundles import large_profiles
 
     profiles = large_profiles("target")
@@ -235,7 +235,7 @@ def test_the_large_models_profiles_take_every_step() -> None:
 
 
 def test_what_builds_are_patched_with_is_there() -> None:
-    from specexport import gpu_build
+    from specexport.backends import tensorrt as gpu_build
 
     assert callable(gpu_build.plan_profiles)
 

@@ -199,7 +199,7 @@ class FakeMachine:
         monkeypatch.syspath_prepend(str(ROOT / "tests" / "runtime"))
         import test_trt_bundle as made
 
-        from specexport_runtime.bundle import load_bundle
+        from specexport_runtime.bundle.opened import load_bundle
         from specexport_runtime.executors import cuda_driver, trt_engine
         from tools.gpu_check_lib import bundles
 

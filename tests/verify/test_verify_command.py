@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from specexport.bundle import find_up_to_date
+from specexport.build.bundle import find_up_to_date
 from specexport.cli import main
 from specexport.verify.report import REPORT_NAME
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.manifest import check_files, load_manifest
+from specexport_runtime.bundle.files import check_files
+from specexport_runtime.bundle.manifest import load_manifest
 
 FAST = ["--max-prompts", "3", "--max-tokens", "12", "--num-samples", "1000", "--quiet"]
 
@@ -54,7 +55,7 @@ def test_the_demo_bundle_is_verified(bundle, demo_pair, tmp_path):
         report == json.loads((bundle / REPORT_NAME).read_text()) == json.loads((tmp_path / "report.json").read_text())
     )
     manifest = load_manifest(bundle)
-    check_files(bundle, manifest)
+    check_files(bundle, manifest.files)
     assert manifest.verify == report["summary"]
     assert manifest.build_key == before.build_key
     assert find_up_to_date(bundle, before.build_key) == manifest
@@ -88,7 +89,7 @@ def test_a_failed_part_exits_with_1_after_the_report(bundle, demo_pair, monkeypa
     assert "FAILED target, width 1" in result.stdout
     assert load_manifest(bundle).verify["status"] == "failed"
     assert load_manifest(bundle).verify["greedy"] == "passed"
-    check_files(bundle, load_manifest(bundle))
+    check_files(bundle, load_manifest(bundle).files)
 
 
 @pytest.mark.parametrize(

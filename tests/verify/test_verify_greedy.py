@@ -43,8 +43,8 @@ def test_scripted_drafts_are_accepted_at_every_length():
 
 
 def make_sequence():
-    from specexport_runtime.sampling import SamplingParams
-    from specexport_runtime.sequence import Sequence
+    from specexport_runtime.sampling.params import SamplingParams
+    from specexport_runtime.sequences.sequence import Sequence
 
     return Sequence(0, [7], SamplingParams(max_tokens=9), vocab_size=VOCAB, max_model_len=40)
 

@@ -9,10 +9,10 @@ from verify_fakes import LOOKAHEAD, MAX_MODEL_LEN, PROMPTS, VOCAB, make_executor
 
 from specexport.verify.neighbours import check_neighbours
 from specexport.verify.tensors import make_sequences
+from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort import OrtExecutor
-from specexport_runtime.manifest import load_manifest
 
 
 def check(executor, lookahead=LOOKAHEAD, **options):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from verify_fakes import PROMPTS, WidthDependent, make_engine, make_executor
 
-from specexport.bundle import find_up_to_date
+from specexport.build.bundle import find_up_to_date
 from specexport.inspect import describe as inspect_lines
 from specexport.verify.describe import describe
 from specexport.verify.greedy import check_greedy
@@ -15,8 +15,9 @@ from specexport.verify.parts import run_greedy, run_sampling
 from specexport.verify.report import REPORT_NAME, Part, VerifyReport, record_report, write_json
 from specexport.verify.sampling import check_sampling
 from specexport.verify.tensors import TensorCase, TensorResult
+from specexport_runtime.bundle.files import check_files, hash_files
+from specexport_runtime.bundle.manifest import Manifest, VocabularyInfo, load_manifest
 from specexport_runtime.errors import BundleError, UserInputError
-from specexport_runtime.manifest import Manifest, VocabularyInfo, check_files, hash_files, load_manifest
 
 GOOD = TensorResult("target", True, (TensorCase("prefill", 9, 1e-6, 1e-7, 1.0, True),), 1e-4, "all of it")
 BAD = TensorResult("draft", False, (TensorCase("ragged", 9, math.nan, math.nan, 0.5, False),), 1e-4, "all of it")
@@ -95,7 +96,7 @@ def test_the_bundle_keeps_the_report_and_stays_up_to_date(bundle):
         done = record_report(bundle, report)
         manifest = load_manifest(bundle)
         assert manifest == done
-        check_files(bundle, manifest)
+        check_files(bundle, manifest.files)
         assert set(manifest.files) == {"weights", REPORT_NAME}
         assert manifest.verify["date"] == report.date
         assert manifest.verify["status"] == "passed"
@@ -115,7 +116,7 @@ def test_an_interrupted_record_leaves_a_valid_bundle(bundle, monkeypatch, after)
     with pytest.raises(KeyboardInterrupt):
         record_report(bundle, make_report(date="2027-01-01T00:00:00+00:00"))
     manifest = load_manifest(bundle)
-    check_files(bundle, manifest)
+    check_files(bundle, manifest.files)
     assert manifest.verify is None
 
 
@@ -145,7 +146,7 @@ def test_a_bundle_that_cannot_be_written_says_how_to_go_on(bundle, monkeypatch):
 
 
 def make_clock():
-    from specexport.progress import StageClock
+    from specexport.build.progress import StageClock
 
     return StageClock(None, 1)
 

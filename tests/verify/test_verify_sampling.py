@@ -7,10 +7,12 @@ from verify_fakes import PROMPTS, VOCAB, make_engine, make_executor
 from specexport.verify.draws import accept_everything, draw_outcome
 from specexport.verify.logit_tree import IMPOSSIBLE, LogitTree, Partition, conditional
 from specexport.verify.sampling import SETTINGS, check_sampling
-from specexport_runtime.accept import Verdict, accept_sampled
-from specexport_runtime.distribution import Distribution
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.sampling import RandomStream, Sampler, SamplingParams, sample_token
+from specexport_runtime.sampling.accept import Verdict, accept_sampled
+from specexport_runtime.sampling.distribution import Distribution, sample_token
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.rng import RandomStream
+from specexport_runtime.sampling.sampler import Sampler
 
 SIZES = {"num_samples": 1500, "num_runs": 200, "num_contexts": 2}
 RECORDED = {"num_samples": 1500, "num_runs": 100, "num_contexts": 1}

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from specexport_runtime.bundle import Bundle, load_bundle
+from specexport_runtime.bundle.opened import Bundle, load_bundle
+from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.executors.base import Executor
-from specexport_runtime.profiles import Profile
 from tools.gpu_check_lib.context import Context
 from tools.gpu_check_lib.models import ensure_pair
 
@@ -104,7 +104,7 @@ def build(
     Returns:
         its folder.
     """
-    from specexport.pipeline import build_bundle
+    from specexport.build.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
     plan = PLANS[name]
@@ -118,7 +118,7 @@ def build(
     )  # fmt: skip
     with ExitStack() as stack:
         if name == "large-speed":
-            stack.enter_context(mock.patch("specexport.gpu_build.plan_profiles", large_profiles))
+            stack.enter_context(mock.patch("specexport.backends.tensorrt.plan_profiles", large_profiles))
         build_bundle(recipe, use_cache=False, force=True)
     return folder
 

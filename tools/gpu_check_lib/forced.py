@@ -7,14 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specexport_runtime.batch import ModelRunner
-from specexport_runtime.decoder import Decoder
-from specexport_runtime.drafters.base import Drafter, Proposal
+from specexport_runtime.decoding.decoder import Decoder
+from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.base import Executor, Float32Array
-from specexport_runtime.sampling import SamplingParams
-from specexport_runtime.sequence import DraftStage, Sequence
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.records import DraftStage, Proposal
+from specexport_runtime.sequences.sequence import Sequence
 
 
 class ForcedDrafter:

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specexport_runtime.batch import ModelRunner, RowWork
 from specexport_runtime.executors.base import Executor
+from specexport_runtime.packing.batch import ModelRunner, RowWork
 from tools.gpu_check_lib.context import Context
 
 HOST_US_TARGET = 100.0

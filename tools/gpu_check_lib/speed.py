@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from specexport_runtime.batch import ModelRunner, RowWork, step_shape
 from specexport_runtime.executors.base import Executor
+from specexport_runtime.packing.batch import ModelRunner, RowWork, step_shape
 from tools.gpu_check_lib.context import Context
 from tools.gpu_check_lib.forced import Decoded, decode
 from tools.gpu_check_lib.steps import fill, random_tokens, time_step

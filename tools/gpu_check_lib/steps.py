@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specexport_runtime.batch import IDLE, ModelRunner, RowWork, step_shape
 from specexport_runtime.executors.base import Executor, Float32Array, Want
+from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork, step_shape
 
 Texts = Sequence[Sequence[int]]
 

@@ -1,33 +1,13 @@
 """What the decoding loop needs from a drafter: proposals, and news of what became of them."""
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from specexport_runtime.sequences.records import Proposal
 
 if TYPE_CHECKING:
     from specexport_runtime.executors.base import Float32Array
-    from specexport_runtime.sampling import Distribution
-    from specexport_runtime.sequence import Sequence
-
-DraftEnd = Literal["lookahead", "exit", "text", "none"]
-"""Why a draft ended: K was reached, the drafter was not sure any more, nothing more to copy, or no draft at all."""
-
-
-class Proposal(NamedTuple):
-    """Draft tokens for one sequence.
-
-    Attributes:
-        tokens: the draft tokens, in order; empty for plain decoding.
-        distributions: the distribution each token was drawn from; None says one-hot (greedy, or copied text).
-        end: why the draft has no more tokens.
-        drafter: name of the drafter in the draft plan; empty if none was asked or none found anything.
-        match_length: of a copied draft, how many tokens before it matched; 0 for drafts of models.
-    """
-
-    tokens: list[int]
-    distributions: "list[Distribution] | None" = None
-    end: DraftEnd = "lookahead"
-    drafter: str = ""
-    match_length: int = 0
+    from specexport_runtime.sequences.sequence import Sequence
 
 
 class Drafter(Protocol):

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from specexport_runtime.draft_length import Allowed, DraftLength
-from specexport_runtime.drafters.base import Drafter, Proposal
+from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array
-from specexport_runtime.sequence import Sequence
-from specexport_runtime.trace import Asked
+from specexport_runtime.lookahead.base import DraftLength
+from specexport_runtime.sequences.records import Allowed, Asked, Proposal
+from specexport_runtime.sequences.sequence import Sequence
 
 FREE = frozenset(["lookup"])
 """Drafters whose drafts cost next to nothing: how much of one is worth testing is decided when it is there."""

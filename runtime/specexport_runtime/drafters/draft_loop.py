@@ -6,11 +6,11 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from specexport_runtime.batch import IDLE, ModelRunner, RowWork
-from specexport_runtime.drafters.base import DraftEnd, Proposal
 from specexport_runtime.executors.base import Float32Array, StepOutput, Want
-from specexport_runtime.sampling import Distribution, sample_token
-from specexport_runtime.sequence import Sequence
+from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
+from specexport_runtime.sampling.distribution import Distribution, sample_token
+from specexport_runtime.sequences.records import DraftEnd, Proposal
+from specexport_runtime.sequences.sequence import Sequence
 
 
 class Draft:

@@ -7,11 +7,11 @@ from a reference text; prompt lookup copies from the prompt and the output. This
 from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
-from specexport_runtime.drafters.base import DraftEnd, Proposal
 from specexport_runtime.drafters.suffix_index import SuffixIndex
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import Float32Array
-from specexport_runtime.sequence import Sequence
+from specexport_runtime.sequences.records import DraftEnd, Proposal
+from specexport_runtime.sequences.sequence import Sequence
 
 DEFAULT_MATCH_LENGTH = 2
 DEFAULT_COPY_LENGTH = 7

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence as Seq
 
-from specexport_runtime.batch import ModelRunner
-from specexport_runtime.drafters.base import Proposal
 from specexport_runtime.drafters.draft_loop import Draft, run_drafts
 from specexport_runtime.executors.base import Float32Array
-from specexport_runtime.sequence import Sequence
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sequences.records import Proposal
+from specexport_runtime.sequences.sequence import Sequence
 
 DRAFT_MODEL = "draft-model"
 """Name of this drafter in draft plans."""

@@ -18,13 +18,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from specexport_runtime.batch import ModelRunner
-from specexport_runtime.drafters.base import Proposal
 from specexport_runtime.drafters.draft_loop import Draft, run_drafts
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import BoolArray, Float32Array, as_gated
-from specexport_runtime.layer_choice import LayerChoice, choose_layers
-from specexport_runtime.sequence import Sequence
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sequences.layer_choice import LayerChoice, choose_layers
+from specexport_runtime.sequences.records import Proposal
+from specexport_runtime.sequences.sequence import Sequence
 
 SELF = "self"
 """Name of this drafter in draft plans."""

@@ -21,8 +21,8 @@ from specexport_runtime.abi import (
     V_CACHE_OUT,
     StepShape,
 )
+from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import IncompatibleError, SpecexportError
-from specexport_runtime.exact_width import sum_border
 from specexport_runtime.executors.base import (
     BoolArray,
     Float32Array,
@@ -32,11 +32,11 @@ from specexport_runtime.executors.base import (
     Want,
     argmax_ids,
 )
+from specexport_runtime.executors.exact_width import sum_border
 from specexport_runtime.executors.ort_gates import OrtGates
 from specexport_runtime.executors.ort_graph import OrtGraph, open_full_graph, open_graph
 from specexport_runtime.executors.ort_session import untouched_zeros
-from specexport_runtime.manifest import ModelEntry
-from specexport_runtime.user_cache import available_cores
+from specexport_runtime.machine import available_cores
 
 __all__ = ["MAX_BINDINGS", "OrtExecutor", "available_cores"]
 

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.abi import CACHE_INPUTS, LOGITS, STEP_INPUTS, TOKEN_IDS, StepShape
+from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import IncompatibleError, SpecexportError
 from specexport_runtime.executors.base import Int64Array, StepBuffers, StepOutput, Want
 from specexport_runtime.executors.ort_cuda_session import import_onnxruntime, open_session, reason_of
 from specexport_runtime.executors.paged import ATTENTION_METADATA, BLOCK_ENTRIES, BLOCK_TABLE, paged_head_size
-from specexport_runtime.manifest import ModelEntry
 
 _ELEMENT_TYPES = {"float16": 10, "bfloat16": 16}  # ONNX TensorProto.DataType; numpy has no bfloat16
 _MEMORY_HINT = "if its memory is full, lower `max_num_seqs` or `max_model_len`."

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specexport_runtime.abi import CACHE_INPUTS, StepShape
+from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.ort_session import open_session
-from specexport_runtime.manifest import ModelEntry
 
 
 class OrtGraph(NamedTuple):

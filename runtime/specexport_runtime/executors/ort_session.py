@@ -3,12 +3,8 @@
 Imports onnxruntime when a session is opened, not before.
 """
 
-import ctypes
-import functools
 import math
 import mmap
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.errors import BundleError, MissingDependencyError
-from specexport_runtime.prepacked import DATA_NAME, GRAPH_NAME, PrepackedEngine
-from specexport_runtime.user_cache import has_exact_int8_products
+from specexport_runtime.executors.prepacked import DATA_NAME, GRAPH_NAME, PrepackedEngine
+from specexport_runtime.machine import has_exact_int8_products, return_freed_memory
 
 MIN_EXTERNAL_BYTES = 1024
 """Weights below it stay inside the graph file."""
@@ -109,21 +105,3 @@ def _open_prepacked(folder: Path, num_threads: int, spin: bool) -> Any:
     session = onnxruntime.InferenceSession(str(folder / GRAPH_NAME), options, providers=["CPUExecutionProvider"])
     return_freed_memory()
     return session
-
-
-def return_freed_memory() -> None:
-    """Give freed heap memory back to the system.
-
-    ONNX Runtime packs every weight to compare it with the file and frees the result. Of a gated graph of 1 GB up to
-    260 MB of that stayed with the process.
-    """
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not

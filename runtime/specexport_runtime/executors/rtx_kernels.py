@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from specexport_runtime.manifest import EngineFile
+from specexport_runtime.bundle.manifest import EngineFile
 from specexport_runtime.user_cache import cache_folder, cache_root, is_private
 
 KIND = "rtx-kernels"

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from specexport_runtime.abi import StepShape
+from specexport_runtime.bundle.manifest import EngineFile, ModelEntry
+from specexport_runtime.bundle.profiles import choose_profile
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Int32Array, Int64Array, StepBuffers, StepOutput, Want
 from specexport_runtime.executors.gpu import GpuDriver
@@ -22,8 +24,6 @@ from specexport_runtime.executors.trt_load import EngineLoader, TrtParts, load_p
 from specexport_runtime.executors.trt_memory import largest_shape
 from specexport_runtime.executors.trt_pack import Plan, fill_step, place_step, plan_step, start_plan
 from specexport_runtime.executors.trt_step import PlacedStep, make_buffers
-from specexport_runtime.manifest import EngineFile, ModelEntry
-from specexport_runtime.profiles import choose_profile
 
 MAX_SHAPES = 256
 MAX_PLANS = 64

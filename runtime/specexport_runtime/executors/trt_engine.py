@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from specexport_runtime.bundle.manifest import EngineFile
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
 from specexport_runtime.executors.gpu import MEMORY_HINT
 from specexport_runtime.executors.rtx_kernels import RtxKernels
-from specexport_runtime.manifest import EngineFile
 
 RTX = "tensorrt-rtx"
 _MODULES = {"tensorrt": "tensorrt", RTX: "tensorrt_rtx"}

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specexport_runtime.abi import ITEM_BYTES
+from specexport_runtime.bundle.manifest import EngineFile, ModelEntry
+from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.trt_contexts import ContextPool, DeviceAddresses, check_tensors
@@ -24,8 +26,6 @@ from specexport_runtime.executors.trt_memory import (
     lay_out_inputs,
 )
 from specexport_runtime.executors.trt_pack import SPECS
-from specexport_runtime.manifest import EngineFile, ModelEntry
-from specexport_runtime.profiles import Profile
 
 EngineLoader = Callable[[Path, EngineFile, str], Engine]
 

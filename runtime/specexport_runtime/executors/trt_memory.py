@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.abi import K_CACHE, K_CACHE_OUT, V_CACHE, V_CACHE_OUT, LayerGeometry, StepShape
+from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.gpu import ALIGNMENT, MEMORY_HINT, ByteArray, GpuDriver, GpuInfo, gib
 from specexport_runtime.executors.trt_pack import SPECS
-from specexport_runtime.profiles import Profile
 
 
 def aligned(num_bytes: int) -> int:

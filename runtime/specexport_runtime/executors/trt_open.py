@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+from specexport_runtime.bundle.manifest import EngineFile, ModelEntry
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors import cuda_driver, trt_engine
 from specexport_runtime.executors.gpu import GpuInfo
 from specexport_runtime.executors.trt import TrtExecutor
-from specexport_runtime.manifest import EngineFile, ModelEntry
 
 
 def open_executor(entry: ModelEntry, folder: Path, role: str, *, num_rows: int, use_graphs: bool) -> TrtExecutor:

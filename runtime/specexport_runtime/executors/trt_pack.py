@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.abi import ALIGNED_STEP_INPUTS, STEP_INPUTS, StepShape, TensorSpec
+from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.executors.base import Int64Array, StepBuffers
-from specexport_runtime.profiles import Profile
 
 Fill = Literal["ranged", "dense", "packed"]
 SPECS: Mapping[str, TensorSpec] = {spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS)}

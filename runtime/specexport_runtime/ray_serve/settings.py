@@ -9,9 +9,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from specexport_runtime.bundle.manifest import MANIFEST_NAME
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import BundleError, InvalidRequestError
-from specexport_runtime.manifest import MANIFEST_NAME
 from specexport_runtime.server.config import ServerConfig
 
 Routing = Literal["balanced", "session", "prefix"]

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from specexport_runtime.async_engine import AsyncRequest, AsyncSpecEngine
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
-from specexport_runtime.results import GenerationResult, StreamChunk, StreamPiece
+from specexport_runtime.sequences.results import GenerationResult, StreamChunk, StreamPiece
 from specexport_runtime.server.disconnect import request_life
 from specexport_runtime.server.errors import ApiError, as_api_error, unavailable
 from specexport_runtime.server.log_format import fields

@@ -16,7 +16,7 @@ from specexport_runtime.server.log_format import current_state, fields, log_conf
 from specexport_runtime.server.tracing import Tracing
 
 if TYPE_CHECKING:
-    from specexport_runtime.sequence import Sequence
+    from specexport_runtime.sequences.sequence import Sequence
 
 __all__ = ["AccessLog", "RequestLog", "add_logging", "log_config"]
 

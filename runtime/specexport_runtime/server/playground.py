@@ -13,7 +13,7 @@ from fastapi.responses import Response
 
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests import DRAFTERS
+from specexport_runtime.requests.drafting import DRAFTERS
 from specexport_runtime.server.errors import ApiError
 from specexport_runtime.server.state import state_of
 

@@ -5,10 +5,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
-from specexport_runtime.results import StreamPiece
+from specexport_runtime.sequences.results import StreamPiece
+from specexport_runtime.sequences.stats import SequenceStats
 from specexport_runtime.server.sse import event
 from specexport_runtime.server.token_text import TokenTexts
-from specexport_runtime.stats import SequenceStats
 
 _text = json.encoder.encode_basestring_ascii
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 if TYPE_CHECKING:
-    from specexport_runtime.sequence import Sequence
+    from specexport_runtime.sequences.sequence import Sequence
     from specexport_runtime.server.logs import RequestLog
 
 NOT_TRACED = frozenset({"/health", "/ready", "/metrics"})

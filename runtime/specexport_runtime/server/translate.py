@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.request_spec import RequestSpec
-from specexport_runtime.results import as_prompts
-from specexport_runtime.sampling import SamplingParams
+from specexport_runtime.requests.drafting import RequestSpec
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.results import as_prompts
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, invalid, over_limit, shown, unsupported
 from specexport_runtime.server.prompt_tokens import (

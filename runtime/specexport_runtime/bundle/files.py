@@ -1,0 +1,139 @@
+"""Hashes of files, and a record of those that were already checked here, so that a large file is hashed once.
+
+The record lies in the user's cache, one JSON file for each folder. For every file that had the wanted hash it keeps
+device, inode, size, modification time and change time. A later check of a file with the same five values and the same
+wanted hash skips the hashing: the kernel sets the change time at every write and every change of the other values,
+and no user can set it.
+
+Limits: what does not pass through the file system is not seen (raw writes to the disk, a decaying disk, an
+administrator who sets the clock back), nor is a write through a shared memory map that was open before the check until
+the kernel writes it back. ``SPECEXPORT_VERIFY_HASHES=1`` hashes always. A file that changed less than two seconds
+before it was hashed is not recorded: clocks of file systems tick coarsely. Windows has no change time, so nothing is
+recorded there. Imports the standard library only.
+"""
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from specexport_runtime.errors import BundleError
+from specexport_runtime.user_cache import cache_folder, read_json, write_json
+
+VERIFY_VARIABLE = "SPECEXPORT_VERIFY_HASHES"
+RECORD_KIND = "checked"
+MAX_RECORDS = 1000
+SETTLE_NS = 2 * 10**9
+_REBUILD = "build it again with `specexport build`."
+
+Record = dict[str, list[int | str]]
+"""File name → what identified it when its hash was right: see :func:`_identity`."""
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hashes_forced() -> bool:
+    """Whether ``SPECEXPORT_VERIFY_HASHES`` asks that every file be hashed at every load."""
+    return os.environ.get(VERIFY_VARIABLE, "") not in ("", "0")
+
+
+def check_files(
+    folder: Path, files: "Mapping[str, FileEntry]", *, remember: bool = False, what: str | None = None
+) -> bool:
+    """Check that every file exists and has its recorded size and hash.
+
+    Args:
+        folder: where the files are.
+        files: hash and size by relative path.
+        remember: take the word of the record for files that were checked before, and extend it.
+        what: how messages name the folder; None takes its path.
+
+    Returns:
+        whether all of them were known, so that nothing was hashed.
+
+    Raises:
+        BundleError: a file is missing, escapes the folder, or was altered; the message names it.
+    """
+    title = what or str(folder)
+    root = folder.resolve()
+    for name, entry in files.items():
+        path = folder / name
+        if not path.resolve().is_relative_to(root):
+            raise BundleError(f"{title}: the manifest names {name}, which lies outside the bundle.", _REBUILD)
+        if not path.is_file():
+            raise BundleError(f"{title}: {name} is missing.", _REBUILD)
+        if path.stat().st_size != entry.size:
+            raise BundleError(f"{title}: {name} has {path.stat().st_size} bytes, not {entry.size}.", _REBUILD)
+    remember = remember and os.name != "nt"
+    known = _read_record(root) if remember and not hashes_forced() else {}
+    stale = [name for name, entry in files.items() if known.get(name) != _identity(folder / name, entry.sha256)]
+    # hashlib releases the interpreter lock, so large files are hashed side by side.
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        checked = pool.map(lambda name: _check(folder / name, files[name].sha256), stale)
+        for name, identity in zip(stale, checked, strict=True):
+            if identity is None:
+                raise BundleError(f"{title}: {name} was altered (its sha256 does not match the manifest).", _REBUILD)
+            known[name] = identity
+    if remember and stale:
+        _write_record(root, {name: known[name] for name in files if known[name]})
+    return not stale
+
+
+def _check(path: Path, sha256: str) -> list[int | str] | None:
+    """The file's identity if its hash is right, empty if it may still be changing; None for a wrong hash."""
+    before = _identity(path, sha256)
+    if sha256_file(path) != sha256:
+        return None
+    # What changes during the hashing differs from ``before`` at the next check.
+    return before if int(before[4]) + SETTLE_NS < time.time_ns() else []
+
+
+def _identity(path: Path, sha256: str) -> list[int | str]:
+    status = path.stat()
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, sha256]
+
+
+def _record_path(root: Path, records: Path) -> Path:
+    return records / f"{hashlib.sha256(str(root).encode()).hexdigest()[:32]}.json"
+
+
+def _read_record(root: Path) -> Record:
+    records = cache_folder(RECORD_KIND, writable=False)
+    data = read_json(_record_path(root, records)) if records is not None else None
+    if not isinstance(data, dict) or data.get("folder") != str(root) or not isinstance(data.get("files"), dict):
+        return {}
+    return {str(name): list(identity) for name, identity in data["files"].items() if isinstance(identity, list)}
+
+
+def _write_record(root: Path, files: Record) -> None:
+    records = cache_folder(RECORD_KIND)
+    if records is not None and files and write_json(_record_path(root, records), {"folder": str(root), "files": files}):
+        _forget_oldest(records)
+
+
+def _forget_oldest(records: Path) -> None:
+    with contextlib.suppress(OSError):  # another process may remove the same ones
+        paths = list(records.iterdir())
+        for path in sorted(paths, key=lambda path: path.stat().st_mtime)[: len(paths) - MAX_RECORDS]:
+            path.unlink()
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Hash and size (bytes) of one file of a bundle."""
+
+    sha256: str
+    size: int
+
+
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    """Hash and size of each named file of ``folder``."""
+    return {name: FileEntry(sha256_file(folder / name), (folder / name).stat().st_size) for name in sorted(names)}

@@ -1,0 +1,239 @@
+"""Bundle metadata: the schema of ``manifest.json``, reading it, and refusing what does not fit.
+
+The compiler writes manifests and the runtime reads them; both use these classes, so the schema exists once. Imports
+the standard library only.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specexport_runtime.abi import ABI_VERSION, READABLE_ABIS, LayerGeometry
+from specexport_runtime.bundle.files import FileEntry
+from specexport_runtime.bundle.profiles import Profile
+from specexport_runtime.errors import BundleError, IncompatibleError
+
+SCHEMA_VERSION = 4
+READABLE_SCHEMAS = (2, 3, 4)
+"""Version 3 added the fields of engines that are built for a GPU, version 4 those of self-drafting and quantization; an
+older manifest is one without them."""
+MANIFEST_NAME = "manifest.json"
+SMALL_DRAFT_PARAMETERS = 20_000_000
+"""Below this a draft's step is mostly fixed cost per operator: threads do not share it, fewer operators help."""
+_REBUILD = "build it again with `specexport build`."
+
+
+@dataclass(frozen=True)
+class EngineFile:
+    """A model's engine for one GPU architecture.
+
+    Attributes:
+        path: engine file, relative to the bundle folder.
+        sm: architecture, for example ``"sm89"``.
+        builder: package that built it and can load it: ``"tensorrt"`` or ``"tensorrt-rtx"``.
+        builder_version: its version; an engine loads only under the version that built it.
+        memory_bytes: device memory that the largest profile needs for activations; None where the builder did not say.
+        report: what the builder told of the finished engine, see ``specexport.backends.trt_report``.
+    """
+
+    path: str
+    sm: str
+    builder: str
+    builder_version: str
+    memory_bytes: int | None = None
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One model of a bundle (the target or the draft) and its engine, or its engines by GPU architecture.
+
+    Attributes:
+        path: engine file, relative to the bundle folder.
+        backend: backend that built it, for example ``"ort-cpu"``.
+        architecture: model class name of the checkpoint.
+        dtype: dtype of weights, activations and caches, a numpy name.
+        vocab_size: rows of the LM head (V).
+        layers: cache sizes of each attention layer, in order.
+        inputs: step inputs the lowered graph takes (names of the contract).
+        num_parameters: parameters of the model, tied ones counted once.
+        max_positions: positions the model supports; None if it has no limit.
+        source: where the checkpoint came from: a hub id, or the name of a local folder or file.
+        source_sha256: hash over the checkpoint's files.
+        passes: what each compiler pass changed, in order: ``[name, changes]``.
+        padded_path: graph for caches that hold padding entries, over the same weights; None if there is none.
+        padded_inputs: step inputs that graph takes.
+        lowering: what stands behind attention: ``"function"`` (ort-cpu), ``"paged"`` (ort-cuda), or for TensorRT
+            ``"native"``, ``"native-grouped"`` or ``"plugin"``.
+        engines: engine files by GPU architecture; empty where ``path`` is the one engine. ``path`` is the first then.
+        profiles: step sizes the engines were built for, in their order; empty where any size runs.
+        kv_capacity: L, entries of a cache row, where the engine fixes it; None where the arena decides.
+        max_num_seqs: cache rows the engine was built for; None for any number.
+        num_gates: G, parts that can be switched off for drafting with the target itself; 0 where none can.
+        gate_obstacle: why no layer of a target can be skipped exactly; None where that was not asked, or can be done.
+        quantize: ``"int8"`` or ``"int4"`` where the linear layers' weights are quantized.
+        fused: what the lowering fused: ``[name, count]``.
+        full_path: graph of a small draft for steps of exactly one new token a row, all with logits, over the same
+            weights file; its caches have no second dimension. None if there is none.
+        full_inputs: step inputs that graph takes.
+    """
+
+    path: str
+    backend: str
+    architecture: str
+    dtype: str
+    vocab_size: int
+    layers: tuple[LayerGeometry, ...]
+    inputs: tuple[str, ...]
+    num_parameters: int
+    max_positions: int | None
+    source: str
+    source_sha256: str
+    passes: tuple[tuple[str, int], ...] = ()
+    padded_path: str | None = None
+    padded_inputs: tuple[str, ...] = ()
+    lowering: str = "function"
+    engines: tuple[EngineFile, ...] = ()
+    profiles: tuple[Profile, ...] = ()
+    kv_capacity: int | None = None
+    max_num_seqs: int | None = None
+    num_gates: int = 0
+    gate_obstacle: str | None = None
+    quantize: str | None = None
+    fused: tuple[tuple[str, int], ...] = ()
+    full_path: str | None = None
+    full_inputs: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "ModelEntry":
+        """Rebuild an entry from its JSON form."""
+        fields = dict(data)
+        fields["layers"] = tuple(LayerGeometry(*layer) for layer in data["layers"])
+        fields["inputs"] = tuple(data["inputs"])
+        fields["padded_inputs"] = tuple(data.get("padded_inputs", ()))
+        fields["full_inputs"] = tuple(data.get("full_inputs", ()))
+        fields["engines"] = tuple(EngineFile(**engine) for engine in data.get("engines", ()))
+        fields["profiles"] = tuple(Profile(*profile) for profile in data.get("profiles", ()))
+        fields["fused"] = tuple((str(name), int(count)) for name, count in data.get("fused", ()))
+        fields["passes"] = tuple((str(name), int(count)) for name, count in data.get("passes", ()))
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class VocabularyInfo:
+    """Vocabulary and tokenizer identity.
+
+    Attributes:
+        size: token ids that both models know and that the tokenizer can produce: only ids below it are drafted.
+        tokenizer_sha256: hash of ``tokenizer.json``.
+        bos_token_id: id of the beginning-of-sequence token, if the checkpoint names one.
+        eos_token_ids: ids that end a generation.
+        special_tokens: text of named special tokens (``bos_token``, ``eos_token``, …), for chat templates.
+    """
+
+    size: int
+    tokenizer_sha256: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a bundle says about itself (``manifest.json``).
+
+    Attributes:
+        name: bundle name.
+        build_key: hash of all that decides the result: recipe, weights, compiler sources, tool versions.
+        recipe: the resolved build recipe.
+        tools: versions of the tools that built it.
+        vocabulary: vocabulary and tokenizer identity.
+        max_model_len: most tokens (prompt and generated) of one sequence.
+        lookahead: largest K the bundle was built and verified for.
+        models: ``"target"`` and, if the bundle has a draft model, ``"draft"``.
+        files: every other file of the bundle by relative path.
+        verify: summary of the last ``specexport verify``; None before the first.
+    """
+
+    name: str
+    build_key: str
+    recipe: Mapping[str, Any]
+    tools: Mapping[str, str]
+    vocabulary: VocabularyInfo
+    max_model_len: int
+    lookahead: int
+    models: Mapping[str, ModelEntry]
+    files: Mapping[str, FileEntry]
+    verify: Mapping[str, Any] | None = None
+    schema_version: int = SCHEMA_VERSION
+    abi_version: int = ABI_VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form, with ``manifest_sha256`` over everything else."""
+        data: dict[str, Any] = asdict(self)
+        data["models"] = {
+            role: {**asdict(entry), "layers": [list(layer) for layer in entry.layers]}
+            for role, entry in self.models.items()
+        }
+        plain: dict[str, Any] = json.loads(json.dumps(data))
+        plain["manifest_sha256"] = _digest(plain)
+        return plain
+
+    def write(self, folder: Path) -> None:
+        """Write ``manifest.json`` into ``folder`` in one step (temporary file, then rename)."""
+        path = folder / MANIFEST_NAME
+        temporary = path.with_name(f".{MANIFEST_NAME}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(self.to_json(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in data.items() if key != "manifest_sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Read and check ``folder/manifest.json``; the other files are checked by :func:`check_files`.
+
+    Raises:
+        BundleError: the folder is no bundle, or its manifest was altered.
+        IncompatibleError: the manifest has a newer schema or another ABI.
+    """
+    path = folder / MANIFEST_NAME
+    if not folder.is_dir():
+        raise BundleError(f"there is no folder {folder}.", "give the bundle folder that `specexport build -o` wrote.")
+    if not path.is_file():
+        raise BundleError(f"{folder} has no {MANIFEST_NAME}, so it is not a bundle.", _REBUILD)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        schema, abi = int(data["schema_version"]), int(data["abi_version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise BundleError(f"{path} cannot be read ({error}).", _REBUILD) from error
+    if schema not in READABLE_SCHEMAS:
+        newer = schema > SCHEMA_VERSION
+        fix = "upgrade specexport (`pip install -U specexport`)." if newer else _REBUILD
+        readable = " and ".join(map(str, READABLE_SCHEMAS))
+        raise IncompatibleError(f"{path}: schema_version is {schema}, this runtime reads {readable}.", fix)
+    if abi not in READABLE_ABIS:
+        readable = " and ".join(map(str, READABLE_ABIS))
+        raise IncompatibleError(f"{path}: abi_version is {abi}, this runtime speaks {readable}.", _REBUILD)
+    if data.get("manifest_sha256") != _digest(data):
+        raise BundleError(f"{path} was altered: manifest_sha256 does not match its content.", _REBUILD)
+    return _from_json(data, path)
+
+
+def _from_json(data: dict[str, Any], path: Path) -> Manifest:
+    fields = {key: value for key, value in data.items() if key != "manifest_sha256"}
+    try:
+        vocabulary = dict(fields["vocabulary"])
+        vocabulary["eos_token_ids"] = tuple(vocabulary["eos_token_ids"])
+        fields["vocabulary"] = VocabularyInfo(**vocabulary)
+        fields["models"] = {role: ModelEntry.from_json(entry) for role, entry in fields["models"].items()}
+        fields["files"] = {name: FileEntry(**entry) for name, entry in fields["files"].items()}
+        return Manifest(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BundleError(f"{path} does not follow schema {SCHEMA_VERSION} ({error!r}).", _REBUILD) from error

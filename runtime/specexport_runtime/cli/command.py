@@ -1,0 +1,110 @@
+"""Command line of the runtime: ``generate`` and ``serve``. Also mounted by the ``specexport`` command.
+
+Engines are imported when a command runs, so that ``--help`` is fast.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specexport_runtime.cli.errors import SuggestingGroup
+from specexport_runtime.cli.options import (
+    LIMITS,
+    batch_options,
+    drafting_options,
+    sampling_options,
+    sampling_params,
+    take_drafting,
+)
+from specexport_runtime.cli.output import OutputOptions, print_padding, print_result, print_stream
+from specexport_runtime.cli.prompts import read_prompts, read_text
+from specexport_runtime.cli.serve import serve
+from specexport_runtime.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from specexport_runtime.sequences.results import Prompt
+
+
+@click.group(cls=SuggestingGroup, context_settings={"help_option_names": ["-h", "--help"]})
+def runtime_cli() -> None:
+    """Run specexport bundles."""
+
+
+runtime_cli.add_command(serve)
+
+
+@runtime_cli.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("prompt", required=False)
+@click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a UTF-8 text file.")
+@click.option("--prompts", type=click.Path(path_type=Path), help="Many prompts: JSONL with a field `prompt`.")
+@click.option("--chat", is_flag=True, help="Put each prompt into the bundle's chat template as a user message.")
+@drafting_options
+@click.option("--reference", type=click.Path(path_type=Path), help="UTF-8 text file that lookup may copy from.")
+@batch_options
+@sampling_options
+@click.option("--logprobs", type=int, metavar="N", help="With --json: log-probability of each token, and the top N.")
+@click.option("--stats", is_flag=True, help="Print counters and speed to standard error.")
+@click.option("--trace", is_flag=True, help="Print what each round did, and what it saved, to standard error.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line instead of text.")
+@click.option(
+    "--show-prompt/--no-show-prompt", default=None, help="Print the prompt before the text.  [default: on a terminal]"
+)
+@click.option("--color/--no-color", "colour", default=None, help="Colour tokens by origin.  [default: on a terminal]")
+def generate(
+    bundle: Path,
+    prompt: str | None,
+    prompt_file: Path | None,
+    prompts: Path | None,
+    chat: bool,
+    reference: Path | None,
+    stats: bool,
+    trace: bool,
+    as_json: bool,
+    show_prompt: bool | None,
+    colour: bool | None,
+    **options: Any,
+) -> None:
+    """Generate text from BUNDLE for PROMPT (or --prompt-file, --prompts, or standard input)."""
+    limits = {name: options.pop(name) for name in LIMITS}
+    drafting = take_drafting(options)
+    params = sampling_params(options)
+    if params.logprobs is not None and not as_json:
+        raise InvalidRequestError("--logprobs was given, and text has no place for them.", "add --json.")
+    if limits["num_threads"] is not None and limits["num_threads"] < 1:
+        raise InvalidRequestError(f"--threads is {limits['num_threads']}.", "give 1 or more.")
+    items = list(read_prompts(prompt, prompt_file, prompts))
+    shared = None if reference is None else read_text(reference)
+    references = [shared if item.reference is None else item.reference for item in items]
+    from specexport_runtime.engine import SpecEngine
+
+    terminal = sys.stdout.isatty()
+    output = OutputOptions(
+        as_json,
+        stats,
+        terminal if colour is None else colour,
+        terminal if show_prompt is None else show_prompt,
+        trace,
+    )
+    adaptive = drafting["num_speculative_tokens"] == "auto"
+    if limits["tune_profile"] is not None and not adaptive:
+        raise InvalidRequestError("--tune-profile was given, and K is not chosen.", "add --lookahead auto.")
+    drafting["trace"] = trace
+    limits["max_num_seqs"] = min(limits["max_num_seqs"], max(len(items), 1))
+    engine = SpecEngine.load(bundle, adaptive=adaptive or trace, **limits)
+    texts = [item.text for item in items]
+    inputs: list[Prompt] = list(texts)
+    if chat:
+        conversations = [[{"role": "user", "content": text}] for text in texts]
+        texts = [engine.format_chat(each) for each in conversations]
+        inputs = [engine.encode_chat(each) for each in conversations]
+    if prompts is None and not as_json:
+        print_stream(texts[0], engine.stream(inputs[0], params, reference=references[0], **drafting), output)
+        return
+    results = engine.iter_results(inputs, params, references=references, **drafting)
+    for text, result in zip(texts, results, strict=True):
+        print_result(text, result, output)
+    if stats and len(texts) > 1:
+        print_padding(engine.padding)

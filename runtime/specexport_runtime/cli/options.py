@@ -1,0 +1,224 @@
+"""Options of ``generate``, and what they make: sampling parameters, engine limits, how to draft."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specexport_runtime.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from specexport_runtime.requests.drafting import Drafting
+    from specexport_runtime.sampling.params import SamplingParams
+
+LIMITS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "unpad_kv",
+    "unpad_input",
+    "num_threads",
+    "spin",
+    "match_length",
+    "cuda_graphs",
+    "tune_profile",
+    "prepacked",
+)
+"""Options that ``SpecEngine.load`` takes."""
+
+
+class NumberOr(click.ParamType):  # type: ignore[type-arg]  # older releases of click have no arguments
+    """A number, or a word that stands for something else.
+
+    Args:
+        word: the word.
+        value: what it stands for.
+        integer: whether the number has to be one.
+    """
+
+    def __init__(self, word: str, value: Any, *, integer: bool = True) -> None:
+        self.word, self.value, self.integer = word, value, integer
+        self.name = f"{'integer' if integer else 'number'}|{word}"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number, or what the word stands for."""
+        if value == self.word or not isinstance(value, str):
+            return self.value if value == self.word else value
+        try:
+            return int(value) if self.integer else float(value)
+        except ValueError:
+            kind = "an integer" if self.integer else "a number"
+            self.fail(f"{value!r} is neither {kind} nor {self.word!r}.", param, ctx)
+
+
+OFF = "off"
+"""Switches a rule off on the command line; the rule is None then."""
+
+
+def _add(command: Any, options: list[Any]) -> Any:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def sampling_options(command: Any) -> Any:
+    """Add the options that make a ``SamplingParams``; ranges are checked there, in one place."""
+    options = [
+        click.option("--max-tokens", type=int, default=128, show_default=True, help="Most tokens to generate."),
+        click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
+        click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k likeliest tokens; 0 is off."),
+        click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus probability; 1 is off."),
+        click.option("--min-p", type=float, default=0.0, show_default=True, help="Least share of the top; 0 is off."),
+        click.option("--repetition-penalty", type=float, default=1.0, show_default=True),
+        click.option("--presence-penalty", type=float, default=0.0, show_default=True),
+        click.option("--frequency-penalty", type=float, default=0.0, show_default=True),
+        click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Add BIAS to a token's logit. Repeatable."),
+        click.option("--seed", type=int, help="Seed of the random stream; none draws a fresh one."),
+        click.option("--stop", multiple=True, metavar="TEXT", help="End the text at TEXT. Repeatable."),
+        click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="End at this id. Repeatable."),
+        click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
+    ]
+    return _add(command, options)
+
+
+def batch_options(command: Any) -> Any:
+    """Add the options that make engine limits and the way of batching."""
+    options = [
+        click.option("--max-num-seqs", type=int, default=8, show_default=True, help="Sequences decoded at a time."),
+        click.option("--max-num-batched-tokens", type=int, default=512, show_default=True, help="Tokens of one step."),
+        click.option("--max-model-len", type=int, help="Most tokens of a sequence.  [default: the bundle's limit]"),
+        click.option(
+            "--unpad-kv/--no-unpad-kv",
+            default=True,
+            show_default=True,
+            help="Off: all sequences advance by the batch's maximum, with padding in the KV cache.",
+        ),
+        click.option(
+            "--unpad-input/--no-unpad-input",
+            default=True,
+            show_default=True,
+            help="Off: all sequences of a step are padded to the longest draft.",
+        ),
+        click.option("--threads", "num_threads", type=int, help="Compute threads.  [default: the cores available]"),
+        click.option(
+            "--spin/--no-spin",
+            default=True,
+            show_default=True,
+            help="Let idle threads spin; turn off on busy machines.",
+        ),
+        click.option(
+            "--cuda-graphs/--no-cuda-graphs",
+            default=None,
+            help="GPU engines: replay recorded steps.  [default: on for TensorRT]",
+        ),
+        click.option(
+            "--prepacked/--no-prepacked",
+            default=True,
+            show_default=True,
+            help="Keep packed weights in the user's cache, for later loads and other processes (CPU).",
+        ),
+        click.option("--match-length", type=int, help="Fewest tokens that lookup must match.  [default: 2]"),
+    ]
+    return _add(command, options)
+
+
+def drafting_options(command: Any) -> Any:
+    """Add the options that say how to draft."""
+    options = [
+        click.option(
+            "--drafter",
+            metavar="NAME",
+            help="draft-model, lookup (copy from the text so far), self (some of the target's own layers), chained "
+            "(lookup, then the draft model or the own layers) or none.  [default: the bundle's draft model, if any]",
+        ),
+        click.option(
+            "--num-speculative-tokens",
+            "--lookahead",
+            type=NumberOr("auto", "auto"),
+            metavar="N|auto",
+            help="Draft tokens a round (K), or auto: chosen every round for the most expected tokens a second.  "
+            "[default: 4, for lookup 7, for self 3, or less if the bundle was built for less]",
+        ),
+        click.option("--no-speculation", is_flag=True, help="Plain decoding: one token a round."),
+        click.option(
+            "--tune-profile",
+            type=click.Path(path_type=Path),
+            help="With --lookahead auto: what `specexport tune` wrote.  [default: where that puts it]",
+        ),
+        click.option(
+            "--layer-threshold",
+            type=NumberOr(OFF, OFF, integer=False),
+            metavar="X|off",
+            help="self: leave out attention layers of a higher cosine similarity, or off.  [default: 0.985]",
+        ),
+        click.option(
+            "--layer-period",
+            type=NumberOr(OFF, OFF),
+            metavar="N|off",
+            help="self: leave out every n-th layer, or off.  [default: 3]",
+        ),
+        click.option(
+            "--layer-keep-last",
+            type=NumberOr(OFF, OFF),
+            metavar="N|off",
+            help="self: never leave out the last n layers, or off.  [default: 2]",
+        ),
+        click.option(
+            "--draft-exit/--no-draft-exit",
+            default=None,
+            help="End a model's draft when it is no longer sure.  [default: off]",
+        ),
+        click.option("--draft-exit-gamma", type=float, help="Threshold to start with.  [default: 0.8]"),
+        click.option("--draft-exit-acceptance", type=float, help="Acceptance rate that it moves to.  [default: 0.9]"),
+        click.option("--draft-exit-step", type=float, help="How far it moves in a round.  [default: 0.01]"),
+    ]
+    return _add(command, options)
+
+
+def take_drafting(options: dict[str, Any]) -> "Drafting":
+    """The keyword arguments that the options of :func:`drafting_options` make; takes them out of ``options``.
+
+    Raises:
+        InvalidRequestError: a value is out of its range, or options contradict each other.
+    """
+    from specexport_runtime.sequences.draft_exit import DraftExitParams
+    from specexport_runtime.sequences.layer_choice import LayerRules
+
+    drafting: Drafting = {
+        "drafter": options.pop("drafter"),
+        "num_speculative_tokens": options.pop("num_speculative_tokens"),
+        "speculation": not options.pop("no_speculation"),
+    }
+    rules = {name: options.pop(f"layer_{name}") for name in ("threshold", "period", "keep_last")}
+    given = {name: None if value == OFF else value for name, value in rules.items() if value is not None}
+    if given:
+        drafting["layer_rules"] = LayerRules(**given)
+    wanted = options.pop("draft_exit")
+    names = {"gamma": "gamma", "acceptance": "target_acceptance", "step": "epsilon"}
+    numbers = {field: options.pop(f"draft_exit_{name}") for name, field in names.items()}
+    numbers = {field: value for field, value in numbers.items() if value is not None}
+    if numbers and wanted is False:
+        raise InvalidRequestError("--no-draft-exit was given, and a parameter of the draft exit.", "drop one.")
+    if numbers:
+        drafting["draft_exit"] = DraftExitParams(**numbers)
+    elif wanted is not None:
+        drafting["draft_exit"] = wanted
+    return drafting
+
+
+def sampling_params(sampling: dict[str, Any]) -> "SamplingParams":
+    """The parameters that the options of :func:`sampling_options` make; takes ``logit_bias`` out of them.
+
+    Raises:
+        InvalidRequestError: a value is out of its range.
+    """
+    from specexport_runtime.sampling.params import SamplingParams
+
+    bias = {}
+    for item in sampling.pop("logit_bias"):
+        token, _, value = item.partition("=")
+        try:
+            bias[int(token)] = float(value)
+        except ValueError:
+            raise InvalidRequestError(f"--logit-bias {item!r} is not ID=BIAS.", "write for example 42=-1.5.") from None
+    return SamplingParams(logit_bias=bias, **sampling)

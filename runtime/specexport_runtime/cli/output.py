@@ -1,0 +1,123 @@
+"""What ``generate`` prints: a stream of pieces, finished results, counters."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from specexport_runtime.sequences.records import RoundTrace
+    from specexport_runtime.sequences.results import GenerationResult, StreamChunk
+    from specexport_runtime.sequences.stats import PaddingStats
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Form of the output.
+
+    Attributes:
+        as_json: one JSON object a line.
+        stats: counters on standard error.
+        colour: colour tokens by where they came from.
+        show_prompt: print the prompt before the text.
+        trace: what each round did, on standard error, or in the JSON objects.
+    """
+
+    as_json: bool
+    stats: bool
+    colour: bool
+    show_prompt: bool
+    trace: bool = False
+
+
+_STYLES: dict[str, dict[str, Any]] = {
+    "accepted": {"fg": "green"},
+    "corrected": {"fg": "red"},
+    "bonus": {"fg": "cyan"},
+    "target": {},
+}
+
+
+def print_stream(prompt: str, chunks: "Iterator[StreamChunk]", output: OutputOptions) -> None:
+    """Print a stream as it comes, tokens coloured by where they came from."""
+    if output.show_prompt:
+        click.secho(prompt, nl=False, dim=output.colour, color=output.colour)
+    stats = None
+    for chunk in chunks:
+        for piece in chunk.pieces:
+            style = _STYLES[piece.kind] if output.colour else {}
+            click.echo(click.style(piece.text, **style), nl=False, color=output.colour)
+        sys.stdout.flush()
+        if output.trace and chunk.trace is not None:
+            _print_round(chunk.trace)
+        stats = chunk.stats
+    click.echo()
+    if output.colour:
+        legend = " ".join(click.style(kind, **style) for kind, style in _STYLES.items() if style)
+        click.echo(f"[{legend}]", err=True, color=True)
+    if output.stats and stats is not None:
+        _print_stats(stats.to_json())
+
+
+def print_padding(padding: "PaddingStats") -> None:
+    """What padding cost the batch, or would have cost it, on standard error."""
+    click.echo(
+        f"padding ratio {padding.ratio:.3f} (padding {padding.padding}, accepted {padding.accepted}); "
+        f"input tokens {padding.input_tokens}, padding tokens fed {padding.input_padding}",
+        err=True,
+    )
+
+
+def print_result(prompt: str, result: "GenerationResult", output: OutputOptions) -> None:
+    """Print one finished generation."""
+    stats = result.stats.to_json()
+    if output.as_json:
+        record = {
+            "prompt": prompt,
+            "text": result.text,
+            "token_ids": result.token_ids,
+            "finish_reason": result.finish_reason,
+            "stats": stats,
+        }
+        if result.logprobs is not None:
+            record["logprobs"] = [
+                {"token_id": each.token_id, "logprob": each.logprob, "top": [list(pair) for pair in each.top]}
+                for each in result.logprobs
+            ]
+        if result.trace is not None:
+            record["trace"] = [each.to_json() for each in result.trace]
+        click.echo(json.dumps(record, ensure_ascii=False))
+    else:
+        click.echo(f"{prompt if output.show_prompt else ''}{result.text}")
+    if output.trace and not output.as_json:
+        for each in result.trace or ():
+            _print_round(each)
+    if output.stats:
+        _print_stats(stats)
+
+
+def _print_round(trace: "RoundTrace") -> None:
+    click.echo(trace.describe(), err=True)
+
+
+def _print_stats(stats: dict[str, Any]) -> None:
+    def number(key: str, form: str) -> str:
+        return "-" if stats[key] is None else format(stats[key], form)
+
+    click.echo(
+        f"{stats['num_generated_tokens']} tokens in {stats['rounds']} rounds, "
+        f"{number('tokens_per_second', '.1f')} tokens/s, first after {number('time_to_first_token_s', '.3f')} s; "
+        f"drafted {stats['drafted']}, accepted {stats['accepted']} (rate {number('acceptance_rate', '.3f')}), "
+        f"mean accepted length {number('mean_accepted_length', '.2f')}",
+        err=True,
+    )
+    choice = stats["layer_choice"]
+    if choice is not None:
+        click.echo(
+            f"draft out of the target's own layers: without attention {choice['removed_attention']} and MLP "
+            f"{choice['removed_mlp']} of {choice['num_layers']} layers",
+            err=True,
+        )

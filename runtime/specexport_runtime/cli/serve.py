@@ -1,0 +1,156 @@
+"""``specexport serve``. Imports nothing of the extra ``serve`` until it runs."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specexport_runtime.cli.options import NumberOr, batch_options
+from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
+from specexport_runtime.server.config import LOG_FORMATS, ServerConfig, check_key, read_keys
+
+KEY_VARIABLE = "SPECEXPORT_API_KEY"
+_METHODS = {"draft-model": "draft_model", "lookup": "ngram", "self": "self", "chained": "chained", "none": "none"}
+"""The names of drafters that ``generate`` has, and those of ``speculative_config``."""
+_EXTRA = {"fastapi", "starlette", "pydantic", "uvicorn", "httptools", "prometheus_client"}
+
+
+def _setting(flag: str, field: str, text: str, **more: Any) -> Callable[[Any], Any]:
+    """An option for a field of ``ServerConfig``, with its default."""
+    default = getattr(ServerConfig, field)
+    more = {"type": type(default), "default": default, "show_default": True} | more
+    return click.option(flag, field, help=text, **more)
+
+
+_ADDRESS = (
+    _setting("--host", "host", "Address to bind to; other machines than this one need --api-key or --insecure."),
+    _setting("--port", "port", "TCP port; 0 takes a free one."),
+    click.option("--model-name", help="Name of the model for clients.  [default: the bundle folder's name]"),
+)
+_KEYS = (
+    click.option(
+        "--api-key",
+        "api_keys",
+        multiple=True,
+        metavar="KEY",
+        help="Key that requests must carry (`Authorization: Bearer KEY`). Repeatable. Others can read it in the list "
+        f"of processes: better set {KEY_VARIABLE}, or use --api-key-file.",
+    ),
+    click.option("--api-key-file", type=click.Path(path_type=Path), help="File with one key a line."),
+    click.option("--insecure", is_flag=True, help="Bind to another address than loopback without a key."),
+    click.option(
+        "--allowed-host",
+        "allowed_hosts",
+        multiple=True,
+        metavar="NAME",
+        help="Name that the Host header may have besides localhost. Repeatable. Only looked at without a key.",
+    ),
+)
+_LIMITS = (
+    _setting("--max-body-bytes", "max_body_bytes", "Largest request body."),
+    _setting("--max-prompts", "max_prompts", "Most prompts of a request."),
+    _setting("--max-n", "max_n", "Most choices of a prompt."),
+    click.option("--max-prompt-tokens", type=int, help="Longest prompt.  [default: what the engine takes]"),
+    click.option("--max-tokens", type=int, help="Most tokens of a choice.  [default: what the engine takes]"),
+    _setting("--max-waiting", "max_waiting", "Most sequences that wait for a cache row; more are refused with 429."),
+    _setting("--max-connections", "max_connections", "Most connections at a time; more are refused with 503."),
+    _setting("--request-timeout", "request_timeout_s", "Seconds that a request may take, waiting included."),
+    _setting("--body-timeout", "body_timeout_s", "Seconds that a client may take to send its body."),
+    _setting("--drain-timeout", "drain_timeout_s", "Seconds that requests may go on after SIGTERM."),
+)
+_LOOK = (
+    _setting("--log-format", "log_format", "Log lines as text or JSON.", type=click.Choice(LOG_FORMATS)),
+    _setting("--playground/--no-playground", "playground", "Serve a page to try the model at /."),
+)
+_DRAFTING = (
+    click.option(
+        "--drafter",
+        type=click.Choice(list(_METHODS)),
+        help="How to draft for requests that do not say.  [default: the bundle's draft model, if any]",
+    ),
+    click.option(
+        "--num-speculative-tokens",
+        "--lookahead",
+        type=NumberOr("auto", "auto"),
+        metavar="N|auto",
+        help="Draft tokens a round for requests that do not say, or auto: chosen every round.  [default: 4, for "
+        "lookup 7, for self 3, or less if the bundle was built for less]",
+    ),
+    click.option(
+        "--adaptive/--no-adaptive",
+        default=True,
+        show_default=True,
+        help="Measure what steps cost, once a machine: requests may ask for `auto`, metrics show the time saved.",
+    ),
+    click.option("--tune-profile", type=click.Path(path_type=Path), help="What `specexport tune` wrote."),
+)
+
+
+def _add(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@_add(*_ADDRESS, *_KEYS, *_LIMITS, *_DRAFTING)
+@batch_options
+@_add(*_LOOK)
+def serve(
+    bundle: Path,
+    drafter: str | None,
+    num_speculative_tokens: int | str | None,
+    model_name: str | None,
+    api_keys: tuple[str, ...],
+    api_key_file: Path | None,
+    **options: Any,
+) -> int:
+    """Serve BUNDLE over HTTP, as OpenAI's API does."""
+    settings = {name: options.pop(name) for name in list(options) if name in ServerConfig.__dataclass_fields__}
+    name = bundle.resolve().name if model_name is None else model_name
+    config = ServerConfig(model_name=name, api_keys=collect_keys(api_keys, api_key_file), **settings)
+    if options["num_threads"] is not None and options["num_threads"] < 1:
+        raise InvalidRequestError(f"--threads is {options['num_threads']}.", "give 1 or more.")
+    options["speculative_config"] = speculative_config(drafter, num_speculative_tokens)
+    return _import_run()(bundle, config, **options)
+
+
+def collect_keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
+    """Keys of the command line and of the file; if there are neither, the one of the environment.
+
+    Raises:
+        InvalidRequestError: a key is empty or could not be sent, or the file cannot be read.
+    """
+    for key in given:
+        check_key(key, "--api-key")
+    keys = given if file is None else (*given, *read_keys(file))
+    if not keys and KEY_VARIABLE in os.environ:
+        check_key(os.environ[KEY_VARIABLE], KEY_VARIABLE)
+        keys = (os.environ[KEY_VARIABLE],)
+    return tuple(dict.fromkeys(keys))
+
+
+def speculative_config(drafter: str | None, num_tokens: int | str | None) -> dict[str, Any] | None:
+    """What ``SpecEngine.load`` is told of how to draft by default; None if nothing was said."""
+    config: dict[str, Any] = {}
+    if drafter is not None:
+        config["method"] = _METHODS[drafter]
+    if num_tokens is not None:
+        config["num_speculative_tokens"] = num_tokens
+    return config or None
+
+
+def _import_run() -> Callable[..., int]:
+    try:
+        from specexport_runtime.server.run import run_server
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in _EXTRA:
+            raise
+        raise MissingDependencyError(f"{error.name} is not installed.", "pip install 'specexport[serve]'.") from None
+    return run_server

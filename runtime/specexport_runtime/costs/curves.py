@@ -1,0 +1,231 @@
+"""The cost curves of a bundle on this machine: measured at the first load, then read from the user's cache.
+
+What the goodput controller weighs a longer draft with: seconds of a verification step against seconds of draft steps.
+The curves depend on the machine, the bundle, the threads and the row count, and are kept for each of them.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specexport_runtime.costs.measure import MAX_NOISE, measure_step_cost
+from specexport_runtime.costs.step_cost import StepCost
+from specexport_runtime.executors.base import GatedExecutor, as_gated
+from specexport_runtime.machine import machine_key
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.user_cache import cache_folder, read_json, warn_once, write_json
+
+SCHEMA = "specexport.costs/2"
+DRAFT_WIDTH = 2
+"""Tokens a row that a drafting step is measured with: one, and two after a draft that was accepted whole."""
+_DRAFT_BUDGET_S = 0.25
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GateCost:
+    """Steps of a target whose layers are switched off, which price a draft of any set of its layers.
+
+    Attributes:
+        num_layers: layers (N); each has an attention gate and an MLP gate.
+        none: no layer is on: embedding, last norm and LM head.
+        mlp: every MLP is on, no attention.
+    """
+
+    num_layers: int
+    none: StepCost
+    mlp: StepCost
+
+
+@dataclass(frozen=True)
+class CostCurves:
+    """What the steps of a bundle cost on this machine.
+
+    Attributes:
+        target: a step of the target in which every token needs logits: plain decoding and verification.
+        drafters: a step of a drafter that has an engine of its own (``"draft-model"``); the last token of each row
+            needs logits. Lookup has none: it costs microseconds.
+        gates: of a target that can draft with its own layers; None for others.
+    """
+
+    target: StepCost
+    drafters: Mapping[str, StepCost] = field(default_factory=dict)
+    gates: GateCost | None = None
+
+    def self_draft_seconds(
+        self, attention_on: int, mlp_on: int, num_tokens: int, num_rows: int, kv_entries: float = 0
+    ) -> float:
+        """Seconds of a step of the target with some of its layers.
+
+        Attention layers are taken to cost the same as one another, and MLPs likewise. They add up, so three
+        measurements give both: nothing, the MLPs, everything.
+
+        Args:
+            attention_on: attention layers that are on.
+            mlp_on: MLPs that are on.
+            num_tokens: new tokens of all rows together (T).
+            num_rows: rows of the step (B).
+            kv_entries: cache entries of its rows; the layers that are off do not read theirs.
+        """
+        whole = self.target.seconds(num_tokens, num_rows, kv_entries)
+        if self.gates is None:
+            return whole
+        none = self.gates.none.seconds(num_tokens, num_rows)
+        mlp = max(self.gates.mlp.seconds(num_tokens, num_rows), none)
+        layers = self.gates.num_layers
+        return none + (mlp - none) * mlp_on / layers + max(whole - mlp, 0.0) * attention_on / layers
+
+    @property
+    def noise(self) -> float:
+        """The noisiest of the curves, see ``StepCost``."""
+        parts = [
+            self.target,
+            *self.drafters.values(),
+            *([] if self.gates is None else [self.gates.none, self.gates.mlp]),
+        ]
+        return max(part.noise for part in parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form."""
+        gates = None
+        if self.gates is not None:
+            none, mlp = self.gates.none.to_json(), self.gates.mlp.to_json()
+            gates = {"num_layers": self.gates.num_layers, "none": none, "mlp": mlp}
+        drafters = {name: cost.to_json() for name, cost in self.drafters.items()}
+        return {"target": self.target.to_json(), "drafters": drafters, "gates": gates}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "CostCurves":
+        """What :meth:`to_json` gave.
+
+        Raises:
+            ValueError: something is missing, of another type, or out of its range.
+        """
+        try:
+            gates = data["gates"]
+            return cls(
+                StepCost.from_json(data["target"]),
+                {str(name): StepCost.from_json(cost) for name, cost in data["drafters"].items()},
+                None
+                if gates is None
+                else GateCost(
+                    int(gates["num_layers"]), StepCost.from_json(gates["none"]), StepCost.from_json(gates["mlp"])
+                ),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no cost curves: {error!r}") from error
+
+
+def measure_costs(target: ModelRunner, draft: ModelRunner | None, *, max_rows: int, lookahead: int) -> CostCurves:
+    """Measure the curves of a bundle; all cache rows must be empty, and are empty afterwards.
+
+    Args:
+        target: the target.
+        draft: the draft model, if there is one.
+        max_rows: most rows of a step.
+        lookahead: largest K.
+    """
+    whole = measure_step_cost(target, max_rows=max_rows, max_tokens=lookahead + 1)
+    drafters = {}
+    if draft is not None:
+        drafters["draft-model"] = measure_step_cost(
+            draft, max_rows=max_rows, max_tokens=DRAFT_WIDTH, all_logits=False, budget_s=_DRAFT_BUDGET_S
+        )
+    gated = as_gated(target.executor)
+    return CostCurves(whole, drafters, None if gated is None else _measure_gates(target, gated, max_rows))
+
+
+def _measure_gates(target: ModelRunner, gated: GatedExecutor, max_rows: int) -> GateCost:
+    layers = gated.num_gates // 2
+    mlps = np.arange(gated.num_gates) % 2 == 1
+    found = []
+    try:
+        for mask in (np.zeros_like(mlps), mlps):
+            gated.set_layers(mask)
+            # Without attention the past costs nothing, so a short one will do.
+            cost = measure_step_cost(
+                target,
+                max_rows=max_rows,
+                max_tokens=DRAFT_WIDTH,
+                contexts=(1, 1),
+                all_logits=False,
+                budget_s=_DRAFT_BUDGET_S,
+            )
+            found.append(cost)
+    finally:
+        gated.set_layers(None)
+    return GateCost(layers, *found)
+
+
+def load_or_measure(
+    target: ModelRunner,
+    draft: ModelRunner | None,
+    *,
+    bundle_key: str,
+    max_rows: int,
+    lookahead: int,
+    num_threads: int | None = None,
+    spin: bool = True,
+    cache: bool = True,
+) -> CostCurves:
+    """The curves of a bundle on this machine: from the user's cache, or measured and put there.
+
+    A file that is damaged or of another form is measured again. A cache that cannot be written costs a measurement
+    at every load, and one warning. So do timings that are too noisy to keep, on a busy machine.
+
+    Args:
+        target: the target; all its cache rows must be empty.
+        draft: the draft model, if there is one; likewise.
+        bundle_key: what tells this bundle from all others: the manifest's ``build_key``.
+        max_rows: most rows of a step.
+        lookahead: largest K.
+        num_threads: compute threads that were asked for; None if that was left to the runtime.
+        spin: idle threads spin.
+        cache: False measures and keeps nothing.
+    """
+    key: dict[str, Any] = {
+        "schema": SCHEMA,
+        "machine": machine_key(),
+        "bundle": bundle_key,
+        "max_rows": max_rows,
+        "lookahead": lookahead,
+        "threads": num_threads,
+        "spin": spin,
+        "padded": [not target.unpad_kv, not target.unpad_input],
+        "draft": draft is not None,
+        "gates": getattr(target.executor, "num_gates", 0),
+    }
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32] + ".json"
+    readable = cache_folder("costs", writable=False) if cache else None
+    if readable is not None:
+        known = _read(read_json(readable / name), key)
+        if known is not None:
+            return known
+    curves = measure_costs(target, draft, max_rows=max_rows, lookahead=lookahead)
+    if curves.noise > MAX_NOISE:
+        warn_once(
+            "noisy costs",
+            "This machine is busy: timings of the same step differ by %.0f %% or more, so draft lengths are chosen by "
+            "rough cost curves. They are not kept. Fix: load again when the machine is idle.",
+            100 * curves.noise,
+        )
+        return curves
+    folder = cache_folder("costs") if cache else None
+    if folder is not None:
+        write_json(folder / name, {"key": key, **curves.to_json()})
+    return curves
+
+
+def _read(data: Any, key: Mapping[str, Any]) -> CostCurves | None:
+    if not isinstance(data, dict) or data.get("key") != key:
+        return None
+    try:
+        return CostCurves.from_json(data)
+    except ValueError as error:
+        _log.info("Cost curves in the cache are damaged (%s); they are measured again.", error)
+        return None

@@ -1,0 +1,1 @@
+"""The decoding loop: scheduling, drafting, verifying, committing, and the thread that runs it."""

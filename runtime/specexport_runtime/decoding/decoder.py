@@ -1,0 +1,346 @@
+"""The decoding round: draft, verify, accept, commit. One loop for every way to draft; plain decoding drafts nothing.
+
+A sequence that is decoding has exactly one token that the target has not seen: the last one committed. A round feeds
+it, with the draft tokens behind it, and gets the target's distribution after each of them (Chen et al. 2023,
+algorithm 2). Each sequence accepts its own number of tokens (EMS-SD, Ni et al. 2025). Prompts of sequences that have
+just arrived are fed in chunks, in the same packed step.
+"""
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+from specexport_runtime.decoding.scheduler import Scheduler
+from specexport_runtime.decoding.similarity import measured_step
+from specexport_runtime.drafters.base import Drafter
+from specexport_runtime.errors import CheckFailedError, SpecexportError
+from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, argmax_ids
+from specexport_runtime.executors.exact_width import room_within
+from specexport_runtime.lookahead.base import DraftLength, concerns_lengths, learn_from_tests, step_load
+from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
+from specexport_runtime.sampling.accept import Verdict, accept_greedy, accept_sampled
+from specexport_runtime.sampling.logprobs import logprobs_of
+from specexport_runtime.sequences.records import Proposal, StepLoad
+from specexport_runtime.sequences.sequence import NO_ROW, RoundEvent, Sequence
+from specexport_runtime.sequences.stats import PaddingStats, PhaseTimes
+from specexport_runtime.watch.observe import EngineLoad, Observers, RoundRecord
+from specexport_runtime.watch.trace import RoundTracer
+
+__all__ = ["Decoder", "RoundEvent"]
+
+
+class Decoder:
+    """Decodes many sequences at once over one target and one drafter.
+
+    Args:
+        target: the target model.
+        drafter: where draft tokens come from.
+        max_num_seqs: most sequences at a time; at most the target's cache rows.
+        max_num_batched_tokens: most tokens of one step, see ``Scheduler``; at most what the target's engine takes.
+        lengths: chooses how far adaptive sequences draft; the drafter's own, if it has one.
+        tracer: writes down the rounds of sequences that keep a trace.
+    """
+
+    def __init__(
+        self,
+        target: ModelRunner,
+        drafter: Drafter,
+        *,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int = 512,
+        lengths: DraftLength | None = None,
+        tracer: RoundTracer | None = None,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.lengths = lengths
+        self.tracer = tracer or RoundTracer()
+        self.observers = Observers()
+        rows, limit = target.executor.num_rows, target.executor.max_num_tokens
+        self.scheduler = Scheduler(
+            min(max_num_seqs or rows, rows),
+            max_num_batched_tokens=min(max_num_batched_tokens, limit or max_num_batched_tokens),
+        )
+        self.times = PhaseTimes()
+        self.padding = PaddingStats()
+        # Padding a whole batch to the width of a prompt chunk helps nobody: the padded method prefills apart.
+        self._sum_border: int = getattr(target.executor, "sum_border", 0)
+        self._mixes_prefill = target.unpad_kv and target.unpad_input
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; it starts when a cache row is free."""
+        self.scheduler.waiting.append(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return self.scheduler.has_work
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences that hold a cache row."""
+        return self.scheduler.running
+
+    def step(self) -> list[RoundEvent]:
+        """Admit what fits, then run one packed step: a round for all that decode, with prompt chunks of the others.
+
+        An exception inside one sequence's acceptance, text or sampling ends that sequence alone, with its ``error``
+        set. An exception of an engine leaves this method; call :meth:`fail` then.
+
+        Returns:
+            one event for each sequence that got tokens or failed.
+        """
+        start = time.perf_counter()
+        engines_before = self.target.executor.engine_seconds + self.drafter.engine_seconds
+        ready, chunks = self._schedule()
+        self.times.schedule += time.perf_counter() - start
+        if not ready and not chunks:
+            return []
+        drafting = self._with_ending_prompts(ready, chunks) if chunks else ready
+        load, prompt_tokens = None, sum(chunks.values())
+        counts = concerns_lengths(drafting)
+        if counts or self.observers:
+            load = step_load(drafting, [self._in_row(row) for row in chunks], prompt_tokens)
+        # Being watched must not change how far anybody drafts: only rounds that count for lengths are told to them.
+        proposals = self._propose(drafting, load if counts else None)
+        events = self._verify(ready, proposals, chunks)
+        if load is not None:
+            seconds = time.perf_counter() - start
+            plain_seconds = self.tracer.record(events, load, seconds)
+            self.observers.round_done(RoundRecord(events, prompt_tokens, seconds, plain_seconds))
+        if ready:
+            self.times.total += time.perf_counter() - start
+            self.times.engine += self.target.executor.engine_seconds + self.drafter.engine_seconds - engines_before
+            self.times.rounds += 1
+        return events
+
+    def _with_ending_prompts(self, ready: list[Sequence], chunks: Mapping[int, int]) -> list[Sequence]:
+        """Who drafts: the step that ends a prompt does too, however it was cut, or that would change a seed's draws."""
+        ending = [seq for row, chunk in chunks.items() if self._pending(seq := self._in_row(row)) == chunk]
+        return sorted([*ready, *ending], key=lambda seq: seq.row)
+
+    def _schedule(self) -> tuple[list[Sequence], dict[int, int]]:
+        """The sequences that decode in this step, and the prompt tokens of the other rows."""
+        ready = [seq for seq in self.scheduler.rows if seq is not None and seq.num_generated]
+        if len(ready) == len(self.scheduler.rows) and not self.scheduler.can_admit:
+            return ready, {}  # most rounds: everybody decodes, and nobody can come
+        busy = sum(1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in ready)
+        self.scheduler.place(busy, self._pending, self._move_row)
+        ready = [seq for seq in self.running if seq.num_generated]
+        limit = self.target.executor.max_num_tokens
+        # An engine of fixed sizes takes a whole verify step, but maybe not the smallest prompt chunk beside it.
+        if self._mixes_prefill and (limit is None or busy + self.scheduler.min_prefill_tokens <= limit):
+            return ready, self.scheduler.share(busy, self._pending, self.target.max_chunk)
+        chunks = self.scheduler.share(0, self._pending, self.target.max_chunk)
+        return ([], dict([next(iter(chunks.items()))])) if chunks else (ready, chunks)
+
+    def cancel(self, sequence: Sequence, error: Exception | None = None) -> None:
+        """Drop one sequence, waiting or running, and free its row; one that has finished stays as it is.
+
+        Args:
+            sequence: the sequence.
+            error: what ended it, if it was not its owner.
+        """
+        if sequence.finish_reason is None:
+            sequence.end("cancelled" if error is None else "error", error)
+            self._retire(sequence)
+
+    def fail(self, error: Exception) -> list[Sequence]:
+        """End all running sequences with ``error`` and forget their rows; waiting ones stay queued.
+
+        Returns:
+            the sequences that were ended.
+        """
+        failed = self.running
+        for seq in failed:
+            seq.end("error", error)
+            self._retire(seq)
+        self.target.reset()
+        return failed
+
+    def check(self) -> None:
+        """Assert the invariants between rounds.
+
+        Raises:
+            SpecexportError: a row number or a cache length is wrong.
+        """
+        self.target.kv.check()
+        self.scheduler.check([self.target.kv.kv_len(row) for row in range(self.target.kv.num_rows)])
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy it is; may be asked from any thread."""
+        kv, rows = self.target.kv, self.scheduler.num_rows
+        return EngineLoad(
+            num_running=len(self.running),
+            num_waiting=len(self.scheduler.waiting),
+            max_num_seqs=rows,
+            kv_entries=kv.num_committed,
+            kv_capacity=rows * kv.capacity,
+        )
+
+    def _pending(self, seq: Sequence) -> int:
+        """Tokens of a sequence that the target has not seen."""
+        return len(seq.tokens) - (self.target.kv.kv_len(seq.row) if seq.row != NO_ROW else 0)
+
+    def _move_row(self, source: int, destination: int) -> None:
+        """Move a sequence's caches, of the target and of the drafter, to another row."""
+        self.target.move_row(source, destination)
+        self.drafter.move_row(source, destination)
+
+    def _in_row(self, row: int) -> Sequence:
+        seq = self.scheduler.rows[row]
+        if seq is None:
+            raise SpecexportError(f"row {row} is empty.")
+        return seq
+
+    def _propose(self, sequences: Seq[Sequence], load: StepLoad | None) -> dict[int, Proposal]:
+        """Draft for sequences that get logits in this step; by row."""
+        start = time.perf_counter()
+        if load is not None and self.lengths is not None:
+            self.lengths.begin_round(load)
+        rooms = [self._room(seq) for seq in sequences]
+        proposals = self.drafter.propose(sequences, rooms) if sequences else []
+        self.times.draft += time.perf_counter() - start
+        return {seq.row: proposal for seq, proposal in zip(sequences, proposals, strict=True)}
+
+    def _room(self, seq: Sequence) -> int:
+        """Most draft tokens of a sequence in this step."""
+        room, border = seq.room_for_drafts, self._sum_border
+        if border and len(seq.tokens) <= border:
+            within = room_within(border, len(seq.tokens), reads_prompt=not seq.num_generated)
+            return room if within is None else min(room, within)
+        return room
+
+    def _verify(
+        self, ready: Seq[Sequence], proposals: Mapping[int, Proposal], chunks: Mapping[int, int]
+    ) -> list[RoundEvent]:
+        """One packed step of the target, and what follows from its logits."""
+        start = time.perf_counter()
+        engine_before = self.target.executor.engine_seconds
+        rows = [*(seq.row for seq in ready), *chunks]
+        first = min(rows)
+        counts = {row: chunks.get(row, 1) for row in sorted(rows)}
+        work = [self._work(row, counts.get(row, 0), proposals.get(row)) for row in range(first, max(rows) + 1)]
+        # Where all that is read is greedy, a GPU need not send logits: the argmax is taken beside them.
+        want: Want = "logits" if any(self._in_row(row).needs_logits for row in proposals) else "token_ids"
+        prompts = [self._in_row(row) for row in chunks]
+        output = measured_step(self.target, self.drafter, prompts, first, work, want)
+        executed = time.perf_counter()
+        verified = []
+        for row, count in counts.items():
+            if row in proposals:
+                verified.append(self._in_row(row))
+            else:  # a prompt with more to come
+                self.target.kv.commit(row, self.target.kv.kv_len(row) + count)
+        events = self._accept(verified, proposals, output, want, first)
+        if ready:
+            self.padding.record_round([len(event.tokens) for event in events if event.sequence.row not in chunks])
+            self.padding.input_tokens += sum(len(row.tokens) for row in work)
+            self.padding.input_padding += self.target.step_padding
+        self.drafter.commit(verified)
+        for seq in verified:
+            if seq.finish_reason is not None:
+                self._retire(seq)
+        engine = self.target.executor.engine_seconds - engine_before
+        self.times.count_step(start, executed, engine, is_round=bool(ready))
+        return events
+
+    def _work(self, row: int, count: int, proposal: Proposal | None) -> RowWork:
+        """``count`` tokens that the target has not seen, and the draft behind them."""
+        if not count:
+            return IDLE
+        seq, kv_len = self._in_row(row), self.target.kv.kv_len(row)
+        known = seq.tokens[kv_len : kv_len + count]
+        return RowWork(known, 1) if proposal is None else RowWork(known + proposal.tokens, len(proposal.tokens) + 1)
+
+    def _accept(
+        self,
+        sequences: Seq[Sequence],
+        proposals: Mapping[int, Proposal],
+        output: StepOutput,
+        want: Want,
+        first_row: int,
+    ) -> list[RoundEvent]:
+        greedy: list[int] = []
+        if any(seq.sampler.is_plain_greedy for seq in sequences):
+            # One argmax serves all rows; rows of sampled sequences are so few that skipping them would not pay.
+            greedy = (output if want == "token_ids" else argmax_ids(output)).tolist()
+        events = []
+        for seq in sequences:
+            proposal = proposals[seq.row]
+            begin = self.target.logit_starts[seq.row - first_row]
+            end = begin + len(proposal.tokens) + 1
+            try:
+                if seq.sampler.is_plain_greedy:
+                    verdict = accept_argmax(proposal, greedy[begin:end])
+                else:
+                    verdict = accept_processed(seq, proposal, output[begin:end])
+                event = self._commit(seq, proposal, verdict)
+                if seq.logprobs is not None:
+                    seq.logprobs += logprobs_of(event.tokens, output[begin:end], seq.params.logprobs or 0)
+                events.append(event)
+            except Exception as error:  # whatever it is, it concerns this sequence alone
+                seq.finish_reason = None  # half a commit may have set it
+                seq.end("error", error)
+                events.append(RoundEvent(seq, [], len(proposal.tokens), 0, is_bonus=False, proposal=proposal))
+        return events
+
+    def _commit(self, seq: Sequence, proposal: Proposal, verdict: Verdict) -> RoundEvent:
+        tokens = [*proposal.tokens[: verdict.accepted], verdict.next_token]
+        taken = seq.commit(tokens)
+        accepted = min(verdict.accepted, taken)
+        seq.stats.record_round(len(proposal.tokens), accepted, taken, exited=proposal.end == "exit")
+        seq.stats.layer_choice = seq.layer_choice
+        # Everything but the newest token is in the cache; entries of rejected tokens stay uncounted.
+        self.target.kv.commit(seq.row, len(seq.tokens) - 1)
+        is_bonus = bool(proposal.tokens) and verdict.is_bonus and taken == len(tokens)
+        gamma = None if seq.draft_exit is None else seq.draft_exit.gamma
+        learn_from_tests(seq, proposal, verdict.accepted, self.lengths)
+        return RoundEvent(seq, tokens[:taken], len(proposal.tokens), accepted, is_bonus, proposal, gamma)
+
+    def _retire(self, seq: Sequence) -> None:
+        if seq.row != NO_ROW:
+            self.target.release_row(seq.row)
+            self.drafter.release_row(seq.row)
+        self.scheduler.retire(seq)
+
+
+def accept_argmax(proposal: Proposal, greedy: Seq[int]) -> Verdict:
+    """Acceptance where nothing but the argmax of the raw logits is wanted.
+
+    Args:
+        proposal: K draft tokens.
+        greedy: the target's greedy tokens at their K+1 positions.
+
+    Raises:
+        CheckFailedError: the logits held a NaN.
+    """
+    verdict = accept_greedy(proposal.tokens, greedy)
+    if verdict.next_token == NO_TOKEN:
+        raise CheckFailedError("the target's logits contain NaN.", "run `specexport verify` on this bundle.")
+    return verdict
+
+
+def accept_processed(seq: Sequence, proposal: Proposal, logits: Float32Array) -> Verdict:
+    """Acceptance where logits processing depends on the history: each row sees the draft tokens before it.
+
+    Args:
+        seq: the sequence, before the round's tokens.
+        proposal: K draft tokens.
+        logits: [K+1, V] raw logits of the target.
+
+    Raises:
+        CheckFailedError: the logits hold NaN or +inf.
+        InvalidRequestError: every token is banned.
+    """
+    drafted = proposal.tokens
+    if seq.sampler.is_greedy:
+        targets = [seq.sampler.greedy_token(row, drafted[:j]) for j, row in enumerate(logits)]
+        return accept_greedy(drafted, targets)
+    return accept_sampled(
+        drafted,
+        proposal.distributions,
+        lambda j: seq.sampler.distribution(logits[j], drafted[:j]),
+        lambda j: seq.random.draws(seq.num_generated + j),
+    )

@@ -1,0 +1,143 @@
+"""What the caller of ``SpecEngine.submit`` holds: a request's stream, its result, and a way to end it."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Protocol
+
+from specexport_runtime.errors import RequestFailedError, SpecexportError
+from specexport_runtime.sequences.results import GenerationResult, Prompt, StreamChunk, make_chunk, make_result
+from specexport_runtime.sequences.sequence import RoundEvent, Sequence
+
+Callback = Callable[[StreamChunk], object]
+
+
+class RequestListener(Protocol):
+    """Hears of one request, in the decoding thread: be quick."""
+
+    def on_chunk(self, chunk: StreamChunk) -> None:
+        """A round gave tokens; an exception here ends this request alone."""
+        ...
+
+    def on_done(self, handle: "RequestHandle") -> None:
+        """The request has ended, in whichever way: its :meth:`RequestHandle.result` is there. Called once.
+
+        What it raises is logged, and has no effect.
+        """
+        ...
+
+
+class _Canceller(Protocol):
+    def cancel(self, handle: "RequestHandle") -> None: ...
+
+
+class RequestHandle:
+    """One request. Iterate over it for its chunks (once), or ask for its :meth:`result`.
+
+    Args:
+        prompt: the prompt as it was given.
+        sequence: its state; only the decoding thread touches it before ``done``.
+        loop: where to cancel it.
+        stream: keep chunks for iteration.
+        callback: called with each chunk, in the decoding thread; an exception in it ends this request alone.
+        listener: told of each chunk, and of the end.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        sequence: Sequence,
+        loop: _Canceller,
+        *,
+        stream: bool = False,
+        callback: Callback | None = None,
+        listener: RequestListener | None = None,
+    ) -> None:
+        self.prompt = prompt
+        self.sequence = sequence
+        self._loop = loop
+        self._callback = callback if listener is None else listener.on_chunk
+        self._listener = listener
+        self._chunks: SimpleQueue[StreamChunk | None] | None = SimpleQueue() if stream else None
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended, in whichever way."""
+        return self._done.is_set()
+
+    def cancel(self) -> None:
+        """End the request before the next round and free its row; no effect once it is done."""
+        self._loop.cancel(self)
+
+    def result(self, timeout: float | None = None) -> GenerationResult:
+        """Wait for the end.
+
+        Args:
+            timeout: seconds to wait; None waits for ever.
+
+        Returns:
+            the result; for a cancelled request what it had, with ``finish_reason`` ``"cancelled"``.
+
+        Raises:
+            TimeoutError: it is not done in time. The request goes on.
+            RequestFailedError: it was ended by an exception, which is the cause.
+            SpecexportError: that exception itself, if it is one of ours.
+        """
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"the request was not done after {timeout} s.")
+        self._raise_error()
+        return make_result(self.prompt, self.sequence)
+
+    def __iter__(self) -> Iterator[StreamChunk]:
+        """Chunks as they come, until the one with a ``finish_reason``; raises what :meth:`result` raises.
+
+        Closing the iterator early cancels the request.
+        """
+        if self._chunks is None:
+            raise SpecexportError("this request does not stream.", "use submit() or stream().")
+        try:
+            while (chunk := self._chunks.get()) is not None:
+                yield chunk
+            self._raise_error()
+        finally:
+            self.cancel()
+
+    def deliver(self, event: RoundEvent) -> None:
+        """Pass on one round (decoding thread only).
+
+        Raises:
+            Exception: whatever the callback raises.
+        """
+        if self._chunks is None and self._callback is None:
+            return
+        chunk = make_chunk(event)
+        if self._chunks is not None:
+            self._chunks.put(chunk)
+        if self._callback is not None:
+            self._callback(chunk)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Mark the request done (decoding thread only); ``error`` is what ended it."""
+        self._error = error or self.sequence.error
+        self._done.set()  # before the stream ends: who has read it to its end finds the result there
+        if self._chunks is not None:
+            if self._error is None and self.sequence.finish_reason == "cancelled":
+                self._chunks.put(StreamChunk([], "cancelled", self.sequence.stats))
+            self._chunks.put(None)
+        if self._listener is None:
+            return
+        try:
+            self._listener.on_done(self)
+        except Exception:  # a closed event loop, for example: the others' requests go on
+            logging.getLogger("specexport_runtime").exception("on_done of a request's listener raised.")
+
+    def _raise_error(self) -> None:
+        if isinstance(self._error, SpecexportError):
+            raise self._error
+        if self._error is not None:
+            raise RequestFailedError(
+                f"the request was ended by {type(self._error).__name__}: {self._error}"
+            ) from self._error

@@ -1,0 +1,175 @@
+"""The thread that decodes. It lives while there is work: the first request starts it, the last one ends it.
+
+Requests of any thread join the running batch between two rounds. What a request's callback raises ends that request;
+what an engine raises ends the requests that were running, and the next ones start afresh.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from specexport_runtime.decoding.decoder import Decoder
+from specexport_runtime.decoding.handle import RequestHandle
+from specexport_runtime.errors import EngineClosedError, SpecexportError
+from specexport_runtime.sequences.stats import PaddingStats, PhaseTimes
+from specexport_runtime.watch.observe import EngineLoad
+
+
+def _close_at_exit(loop: "weakref.ref[DecodeLoop]") -> None:
+    if (alive := loop()) is not None:
+        alive.close()
+
+
+class DecodeLoop:
+    """Runs a decoder for requests that come and go.
+
+    Args:
+        decoder: what to run; nobody else may touch it while the loop is busy.
+        check: assert the decoder's invariants after every round (slow; for tests).
+    """
+
+    def __init__(self, decoder: Decoder, *, check: bool = False) -> None:
+        self.decoder = decoder
+        self._check = check
+        self._at_end: Callable[[], object] | None = None
+        self._lock = threading.Lock()
+        self._submitted: list[RequestHandle] = []
+        self._cancelled: list[RequestHandle] = []
+        self._handles: dict[int, RequestHandle] = {}
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        # The interpreter must not come down around a thread that is inside an engine.
+        weakref.finalize(self, _close_at_exit, weakref.ref(self))
+
+    def submit(self, handles: Seq[RequestHandle]) -> None:
+        """Queue requests, in order; all of them join before the same round.
+
+        Raises:
+            EngineClosedError: the loop was closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise EngineClosedError("this engine was closed, or ended by a defect.", "load it again.")
+            if self._thread is None and handles:
+                thread = threading.Thread(target=self._run, name="specexport-decode", daemon=True)
+                thread.start()  # it waits for the lock; if it cannot start, nothing was queued
+                self._thread = thread
+            self._submitted.extend(handles)
+
+    def cancel(self, handle: RequestHandle) -> None:
+        """End a request before the next round; no effect if it is done."""
+        with self._lock:
+            if not handle.done:
+                self._cancelled.append(handle)
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy the decoder is, with what it has not taken in yet; may be asked from any thread."""
+        with self._lock:  # nobody is between the two queues
+            load = self.decoder.load
+            return load._replace(num_waiting=load.num_waiting + len(self._submitted))
+
+    def check_idle(self, check: Callable[[], object]) -> None:
+        """Call ``check`` while nothing is decoded, nor can begin.
+
+        Raises:
+            SpecexportError: a request has not ended.
+            Exception: whatever ``check`` raises.
+        """
+        with self._lock:
+            busy = len(self._handles) + len(self._submitted)
+            if busy:
+                raise SpecexportError(f"{busy} requests have not ended.", "wait for them, or cancel them.")
+            check()
+
+    def close(self, release: Callable[[], object] = lambda: None) -> None:
+        """Cancel everything and wait for the thread to end. Requests are refused from now on.
+
+        In the decoding thread itself, in a callback, it returns at once, and the thread ends after the round.
+
+        Args:
+            release: called when the thread has ended, or is about to.
+        """
+        with self._lock:
+            self._closed = True
+            self._cancelled.extend([*self._handles.values(), *self._submitted])
+            thread = self._thread
+            if thread is threading.current_thread():
+                self._at_end = release
+                return
+        if thread is not None:
+            thread.join()
+        release()
+
+    def _run(self) -> None:
+        try:
+            while self._take_orders():
+                self._round()
+        except BaseException as error:  # a defect of ours: nobody may wait for ever, or go on with a broken state
+            with self._lock:
+                self._closed = True
+                left, self._submitted = [*self._handles.values(), *self._submitted], []
+                self._handles.update({id(handle.sequence): handle for handle in left})
+            for handle in left:
+                self._finish(handle, error)
+            with self._lock:
+                self._thread = None
+            raise
+        finally:
+            if self._at_end is not None:
+                self._at_end()
+
+    def _take_orders(self) -> bool:
+        """Take in what was submitted and cancelled; False, and the thread is over, if nothing is left to do."""
+        with self._lock:
+            submitted, self._submitted = self._submitted, []
+            cancelled, self._cancelled = self._cancelled, []
+            if submitted and not self._handles:  # idle until now: count anew
+                self.decoder.times, self.decoder.padding = PhaseTimes(), PaddingStats()
+            for handle in submitted:
+                self._handles[id(handle.sequence)] = handle
+                self.decoder.add(handle.sequence)
+            if not submitted and not self._handles:
+                self._thread = None
+                return False
+        for handle in cancelled:
+            if id(handle.sequence) in self._handles:
+                self.decoder.cancel(handle.sequence)
+                self._finish(handle)
+        return True
+
+    def _round(self) -> None:
+        if not self.decoder.has_work:
+            return
+        try:
+            events = self.decoder.step()
+            if self._check:
+                self.decoder.check()
+        except Exception as error:  # the engine's: whatever it is, the requests in flight end with it
+            self.decoder.fail(error)
+            # Those too that ended in this very step: nobody has seen their last tokens.
+            for ended in [each for each in self._handles.values() if each.sequence.finish_reason is not None]:
+                self._finish(ended, error)
+            return
+        for event in events:
+            handle = self._handles.get(id(event.sequence))
+            if handle is None:
+                continue
+            try:
+                if event.tokens:
+                    handle.deliver(event)
+            except Exception as error:  # the callback's: this request alone ends
+                self.decoder.cancel(event.sequence, error)
+                self._finish(handle, error)
+                continue
+            if event.sequence.finish_reason is not None:
+                self._finish(handle)
+
+    def _finish(self, handle: RequestHandle, error: BaseException | None = None) -> None:
+        """The end of a request, in whichever way: the observers hear of it, then its owner, each of them once."""
+        self._handles.pop(id(handle.sequence))
+        if error is not None:
+            handle.sequence.end("error", error if isinstance(error, Exception) else None)
+        self.decoder.observers.sequence_done(handle.sequence)
+        handle.finish(error)

@@ -1,0 +1,265 @@
+"""The goodput controller: how far to draft for the most expected tokens per second of the whole step.
+
+For every round it weighs, for sequence i with K_i draft tokens,
+
+::
+
+    goodput = sum_i E_i(K_i) / (target step of B + sum_i K_i tokens + draft steps)
+    E_i(K)  = 1 + a_i1 + a_i1 a_i2 + … + a_i1 … a_iK
+
+with a_ij the chance that the j-th draft token passes if those before it did, as measured by ``draft_acceptance``, and
+the seconds as the cost curves say. The best K_i are found by ``lookahead_allocation``; K_i = 0 for all is plain
+decoding, for which no drafter is called. A drafter that is bypassed is tried again now and then (``draft_probing``),
+and a draft model that has not read a sequence is not started where it is not expected to pay for reading it.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+from specexport_runtime.costs.curves import CostCurves
+from specexport_runtime.lookahead.acceptance import MAX_MATCH, NUM_MATCH_SLOTS, match_slots
+from specexport_runtime.lookahead.allocation import StepTimes, allocate
+from specexport_runtime.lookahead.memory import DrafterMemory, StageMemory
+from specexport_runtime.lookahead.plain_spell import PlainSpell
+from specexport_runtime.lookahead.step_times import StepTimeTables
+from specexport_runtime.sequences.records import Allowed, LengthReason, Proposal, StepLoad
+
+if TYPE_CHECKING:
+    from specexport_runtime.costs.tune_profile import TuneProfile
+    from specexport_runtime.sequences.sequence import Sequence
+
+OWN_CACHE = "draft-model"
+"""The drafter that has to read what it has missed."""
+_HORIZON = 64  # rounds over which the cost of reading a prompt is spread
+_SCOUTS, _SCOUT_LOOKAHEAD = 2, 2
+"""While nobody knows whether a drafter pays, so many sequences find out, with drafts of at least so many tokens."""
+
+
+_MARGIN = 0.02
+"""Drafting must promise so much more than plain decoding: cost curves are no better than that."""
+
+_BYPASS = Allowed(0, "bypass", 1.0)
+
+
+class GoodputLength:
+    """A ``DraftLength`` that maximizes expected tokens per second.
+
+    With a tune profile, K is at most what the profile's table says for the number of rows and the sequence's length:
+    the table knows what is best on average on the user's prompts, the controller goes below it where a sequence does
+    worse than average.
+
+    Args:
+        curves: what steps cost; fixed when the engine is loaded.
+        lookahead: largest K.
+        profile: bounds K from above.
+    """
+
+    def __init__(self, curves: CostCurves, lookahead: int, profile: "TuneProfile | None" = None) -> None:
+        self.curves, self.profile = curves, profile
+        self._times = StepTimeTables(curves)
+        self._positions = list(range(lookahead))
+        self._matches = match_slots(lookahead)
+        self._no_rows = [0] * lookahead
+        self._drafters: dict[str, DrafterMemory] = {}
+        self._round = 0
+        self._load = StepLoad(1, 1, 1, 0)
+        self._drafted = 0
+        self._expected = 0.0
+        self._plain = PlainSpell()
+
+    def begin_round(self, load: StepLoad) -> None:
+        """See ``DraftLength.begin_round``."""
+        self._round += 1
+        self._load, self._drafted, self._expected = load, 0, float(load.num_ready)
+        plain = self._times.target(load, 0, 0)[0]
+        for drafter in self._drafters.values():
+            drafter.budget.earn(plain)
+
+    def allow(self, drafter: str, sequences: "Seq[Sequence]", limits: Seq[int]) -> list[Allowed]:
+        """See ``DraftLength.allow``."""
+        if self._is_bypassed(drafter, sequences):
+            return [_BYPASS] * len(sequences)
+        allowed = [Allowed(0 if seq.adaptive else limit) for seq, limit in zip(sequences, limits, strict=True)]
+        asked = [
+            (i, self._stage(drafter, seq), self._bound(drafter, seq, limits[i]))
+            for i, seq in enumerate(sequences)
+            if limits[i] and seq.adaptive
+        ]
+        if not asked:
+            return allowed
+        fixed = [each.lookahead for each in allowed if each.lookahead]
+        self._drafted += sum(fixed)
+        asked = self._candidates(drafter, sequences, asked)
+        gains = [stage.acceptance.reach(self._positions[:most]) for _, stage, most in asked]
+        entries = [self._entry(drafter, sequences[i], stage) for i, stage, _ in asked]
+        times = self._step_times(drafter, sequences, fixed, sum([len(each) for each in gains]) + 1)
+        counts, _ = allocate(gains, entries, self._expected, times, _MARGIN)
+        if self._drafters[drafter].is_unknown:
+            counts = [max(counts[j], min(most, _SCOUT_LOOKAHEAD)) for j, (_, _, most) in enumerate(asked)]
+        probes = self._probe(drafter, sequences, asked, counts, times)
+        circumstances = self._circumstances(drafter)
+        for i, seq in enumerate(sequences):
+            if limits[i] and seq.adaptive:
+                allowed[i] = _BYPASS
+        for j, (i, stage, most) in enumerate(asked):
+            stage.slots = self._positions
+            stage.bypassed = None if counts[j] else circumstances
+            if counts[j]:
+                reason = "probe" if j in probes else self._reason(drafter, sequences[i], counts[j], limits[i], most)
+                allowed[i] = Allowed(counts[j], reason, 1.0 + sum(gains[j][: counts[j]]))
+        self._note(counts, gains)
+        return allowed
+
+    def cut(
+        self, drafter: str, sequences: "Seq[Sequence]", proposals: Seq[Proposal], limits: Seq[int]
+    ) -> list[Allowed]:
+        """See ``DraftLength.cut``."""
+        allowed = [
+            Allowed(limit, "goodput" if seq.adaptive else "fixed") for seq, limit in zip(sequences, limits, strict=True)
+        ]
+        asked = []
+        for i, (seq, proposal) in enumerate(zip(sequences, proposals, strict=True)):
+            count = len(proposal.tokens)
+            if not seq.adaptive:
+                self._drafted += count
+            elif count:
+                stage = self._stage(drafter, seq)
+                matched = min(proposal.match_length, MAX_MATCH)
+                stage.slots = self._matches[matched : matched + count]
+                asked.append((i, stage, self._bound(drafter, seq, count)))
+        if not asked:
+            return allowed
+        gains = [stage.acceptance.reach(stage.slots[:most]) for _, stage, most in asked]
+        table = self._times.target(self._load, self._drafted, sum([most for _, _, most in asked]))
+        counts, _ = allocate(gains, [0.0] * len(asked), self._expected, StepTimes(table, None, ()), _MARGIN)
+        for j, (i, stage, most) in enumerate(asked):
+            count, whole = counts[j], len(proposals[i].tokens)
+            stage.shadow = None if count else proposals[i].tokens[0]
+            reason = self._reason(drafter, sequences[i], count, whole, most)
+            allowed[i] = Allowed(count, reason, 1.0 + sum(gains[j][:count]))
+        self._note(counts, gains)
+        return allowed
+
+    def stays_plain(self, sequences: "Seq[Sequence]") -> bool:
+        """See ``DraftLength.stays_plain``."""
+        return self._plain.holds(self._round, self._load[:3], sequences)
+
+    def note_plain(self, sequences: "Seq[Sequence]") -> None:
+        """See ``DraftLength.note_plain``."""
+        self._plain.begin(self._round, self._load[:3], sequences)
+
+    def observe(self, sequence: "Sequence", proposal: Proposal, accepted: int, *, rejected: bool) -> None:
+        """See ``DraftLength.observe``."""
+        stages: dict[str, StageMemory] = sequence.length_state or {}
+        before = len(sequence.tokens) - accepted - 1  # wrong for a sequence that ended within its draft
+        for name, stage in stages.items():
+            if stage.shadow is not None:
+                if sequence.finish_reason is None:
+                    passed = sequence.tokens[before] == stage.shadow
+                    stage.acceptance.observe(stage.slots, int(passed), rejected=not passed)
+                stage.shadow = None
+            if name == proposal.drafter:
+                stage.acceptance.observe(stage.slots, accepted, rejected=rejected)
+                stage.timer.note(self._round, passed=accepted > 0)
+                if name == OWN_CACHE:
+                    stage.known = min(before + len(proposal.tokens) - 1, len(sequence.tokens) - 1)
+
+    def _circumstances(self, drafter: str) -> tuple[int, ...]:
+        """What a decision depends on besides the sequence's own tests."""
+        rows, context = self._load.num_rows, self._times.context(self._load)
+        return self._drafters[drafter].shared.version, rows, context, self._load.num_tokens, self._drafted
+
+    def _is_bypassed(self, drafter: str, sequences: "Seq[Sequence]") -> bool:
+        """Whether it was decided in the same circumstances that nobody drafts: most rounds of a useless drafter."""
+        known = self._drafters.get(drafter)
+        if known is None:
+            return False
+        now, circumstances = self._round, self._circumstances(drafter)
+        for seq in sequences:
+            stage = seq.length_state.get(drafter) if seq.adaptive and seq.length_state else None
+            if stage is None or not stage.stays_bypassed(circumstances, now, known.budget):
+                return False
+        return True
+
+    def _probe(
+        self,
+        drafter: str,
+        sequences: "Seq[Sequence]",
+        asked: Seq[tuple[int, StageMemory, int]],
+        counts: list[int],
+        times: StepTimes,
+    ) -> set[int]:
+        """Let sequences that draft nothing try one token, if it is time and the budget allows; which of ``asked``."""
+        probes: set[int] = set()
+        for j, (i, stage, most) in enumerate(asked):
+            if counts[j] or not most or not stage.timer.is_due(self._round, early=bool(probes)):
+                continue
+            rows, taken = times.rows[0] + sum([count > 0 for count in counts]), sum(counts)
+            cost = times.target[taken + 1] - times.target[taken]
+            if times.draft is not None:
+                cost += times.draft[rows + 1] - times.draft[rows]
+            if drafter == OWN_CACHE:
+                cost += self._times.catch_up(drafter, len(sequences[i].tokens) - stage.known)
+            stage.probe_seconds = cost
+            if self._drafters[drafter].budget.spend(cost):
+                counts[j] = 1
+                probes.add(j)
+                stage.start_probe()
+        return probes
+
+    def _note(self, counts: Seq[int], gains: Seq[Seq[float]]) -> None:
+        """What was allowed counts for the stages that are asked after it in this round."""
+        for count, each in zip(counts, gains, strict=True):
+            self._drafted += count
+            self._expected += sum(each[:count])
+
+    def _stage(self, drafter: str, seq: "Sequence") -> StageMemory:
+        if seq.length_state is None:
+            seq.length_state = {}
+        stage: StageMemory | None = seq.length_state.get(drafter)
+        if stage is None:
+            known = self._drafters.get(drafter)
+            if known is None:
+                slots = NUM_MATCH_SLOTS if drafter == "lookup" else len(self._positions)
+                known = self._drafters[drafter] = DrafterMemory(slots)
+            stage = seq.length_state[drafter] = StageMemory(known, self._round)
+        return stage
+
+    def _bound(self, drafter: str, seq: "Sequence", limit: int) -> int:
+        if self.profile is None:
+            return limit
+        most = self.profile.lookahead(drafter, self._load.num_rows, len(seq.tokens))
+        return limit if most is None else min(limit, most)
+
+    def _reason(self, drafter: str, seq: "Sequence", count: int, limit: int, most: int) -> LengthReason:
+        if not count:
+            return "bypass"
+        if count < most:
+            return "goodput"
+        if most < limit:
+            return "tuned"
+        own = next(lookahead for name, lookahead in seq.draft_plan if name == drafter)
+        return "room" if limit < own and drafter != "lookup" else "goodput"
+
+    def _candidates(
+        self, drafter: str, sequences: "Seq[Sequence]", asked: list[tuple[int, StageMemory, int]]
+    ) -> list[tuple[int, StageMemory, int]]:
+        """Those that may draft: prompts are read first, and only a few scout out a drafter that nobody knows."""
+        asked = [each for each in asked if each[2] and sequences[each[0]].num_generated]
+        if len(asked) <= _SCOUTS or not self._drafters[drafter].is_unknown:
+            return asked
+        return sorted(asked, key=lambda each: -each[1].known)[:_SCOUTS]
+
+    def _entry(self, drafter: str, seq: "Sequence", stage: StageMemory) -> float:
+        """Seconds of catching up, spread over the rounds that may profit from it."""
+        if drafter != OWN_CACHE:
+            return 0.0
+        seconds = self._times.catch_up(drafter, len(seq.tokens) - stage.known)
+        return seconds / max(1, min(seq.room_for_drafts, _HORIZON))
+
+    def _step_times(self, drafter: str, sequences: "Seq[Sequence]", fixed: Seq[int], most: int) -> StepTimes:
+        rows = self._no_rows
+        if fixed:
+            rows = [sum([limit > depth for limit in fixed]) for depth in self._positions]
+        table = self._times.draft(drafter, sequences, self._load, len(sequences))
+        return StepTimes(self._times.target(self._load, self._drafted, most), table, rows)

@@ -1,0 +1,210 @@
+"""The packed step: the one place that turns per-sequence work into the flat arrays of the graph contract.
+
+::
+
+    work:       row 0: a b c      row 1: (none)     row 2: d e
+    input_ids:  a b c d e                                        T = 5, B = 3, Q = 3
+    cu:         0     3 3   5
+    tile:       [a b c] [. . .] [d e .]                          slot (b, j) = b*Q + j
+
+An idle row names one token of another row: attention needs something to compute, the entry it writes is not committed.
+"""
+
+from collections.abc import Sequence as Seq
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from specexport_runtime.abi import StepShape
+from specexport_runtime.executors.base import Executor, StepBuffers, StepOutput, Want
+from specexport_runtime.packing.kv import KvArena
+from specexport_runtime.packing.padded_kv import PaddedKvArena
+
+
+class RowWork(NamedTuple):
+    """New tokens of one cache row in a step.
+
+    Attributes:
+        tokens: new tokens, in order; empty for a row that sits the step out.
+        num_logits: how many of the last tokens need logits.
+    """
+
+    tokens: Seq[int]
+    num_logits: int
+
+
+IDLE = RowWork((), 0)
+PADDING_TOKEN = 0  # an input token that is never committed may be any
+MAX_FILLED = 512
+SPAN_BUCKET = 64  # kv_span grows in steps of this, so that bindings of padded graphs are used again
+
+
+def step_shape(first_row: int, work: Seq[RowWork], kv_span: int = 0) -> StepShape:
+    """Sizes of the packed step for ``work`` on rows ``first_row``, ``first_row + 1``, and so on."""
+    if len(work) == 1:  # the common case, kept free of generator overhead
+        count = len(work[0].tokens)
+        return StepShape(first_row, 1, count, count, work[0].num_logits, kv_span)
+    counts = [len(row.tokens) for row in work]
+    return StepShape(first_row, len(work), sum(counts), max(counts), sum(row.num_logits for row in work), kv_span)
+
+
+def pad_work(work: Seq[RowWork]) -> list[RowWork]:
+    """Every row padded to the longest, as the padded method feeds it: padding tokens get logits like any other."""
+    width = max(len(row.tokens) for row in work)
+    return [
+        RowWork([*row.tokens, *[PADDING_TOKEN] * (width - len(row.tokens))], row.num_logits + width - len(row.tokens))
+        for row in work
+    ]
+
+
+def fill_index_inputs(buffers: StepBuffers, counts: Seq[int], num_logits: Seq[int]) -> None:
+    """Fill the inputs that depend on the counts only: all but input_ids, positions, kv_lens, row_totals, kv_positions.
+
+    Args:
+        buffers: host arrays of the step.
+        counts: new tokens of each row.
+        num_logits: trailing tokens of each row that need logits.
+    """
+    num_rows, _, width = buffers.pad_index.shape
+    given, wanted = np.asarray(counts), np.asarray(num_logits)
+    buffers.cu_new_tokens[0] = 0
+    np.cumsum(given, out=buffers.cu_new_tokens[1:])
+    cu = buffers.cu_new_tokens.astype(np.int64)
+    num_tokens = int(cu[-1])
+    np.minimum(cu[:-1], num_tokens - 1, out=buffers.row_starts[:, 0])
+    np.maximum(cu[1:], buffers.row_starts[:, 0] + 1, out=buffers.row_ends[:, 0])
+    # Padding slots may hold any token: what attention computes for them is never read.
+    np.minimum(buffers.row_starts + np.arange(width), buffers.row_ends - 1, out=buffers.pad_index[:, 0])
+    np.add(np.arange(num_tokens), np.repeat(np.arange(num_rows) * width - cu[:-1], given), out=buffers.unpad_index)
+    firsts = np.cumsum(wanted) - wanted
+    np.add(np.arange(firsts[-1] + wanted[-1]), np.repeat(cu[1:] - wanted - firsts, wanted), out=buffers.logit_rows)
+
+
+class ModelRunner:
+    """One model: an executor, its KV bookkeeping, and the packing of steps for it.
+
+    Args:
+        executor: the engine; for ``unpad_kv=False`` one that runs a padded-KV graph.
+        max_chunk: most tokens of one prefill step; at most what the executor takes.
+        unpad_kv: each row has its own write position; False advances all rows of a step together, with padding.
+        unpad_input: new tokens are concatenated; False pads every row of a step to the longest.
+
+    Attributes:
+        logit_starts: after a step, where each row's logits begin.
+        step_padding: padding tokens that were fed in that step.
+    """
+
+    def __init__(
+        self, executor: Executor, *, max_chunk: int = 512, unpad_kv: bool = True, unpad_input: bool = True
+    ) -> None:
+        self.executor = executor
+        arena = KvArena if unpad_kv else PaddedKvArena
+        self.kv: KvArena = arena(executor.num_rows, executor.kv_capacity)
+        self.max_chunk = min(max_chunk, executor.max_num_tokens or max_chunk)
+        self.unpad_input = unpad_input
+        self.logit_starts: list[int] = []
+        self.step_padding = 0
+        self._filled: dict[StepShape, tuple[StepBuffers, tuple[tuple[int, int], ...]]] = {}
+        self._arange = np.arange(executor.kv_capacity + 1, dtype=np.int64)
+
+    @property
+    def unpad_kv(self) -> bool:
+        """Whether each row has its own write position."""
+        return not isinstance(self.kv, PaddedKvArena)
+
+    def step(self, first_row: int, work: Seq[RowWork], want: Want = "logits") -> StepOutput:
+        """Run one packed step. Entries are written after each row's committed ones and are not committed.
+
+        Args:
+            first_row: cache row of ``work[0]``.
+            work: new tokens of consecutive rows; at least one token and one logit row in all.
+            want: logits, or only the greedy token of each logit row; see ``Executor.execute``.
+
+        Returns:
+            logits [R, V], float32, or token ids [R], int64: the wanted rows of each sequence, from ``logit_starts[i]``
+            on; overwritten by the next step.
+
+        Raises:
+            SpecexportError: a row cannot hold the new tokens.
+        """
+        self.step_padding = 0
+        if not self.unpad_input and len(work) > 1:
+            given = sum(len(row.tokens) for row in work)
+            work = pad_work(work)
+            self.step_padding = sum(len(row.tokens) for row in work) - given
+        counts = tuple([(len(row.tokens), row.num_logits) for row in work])
+        needed = [count or 1 for count, _ in counts]
+        span = self._make_room(first_row, needed)
+        self.kv.write(first_row, needed)
+        shape = step_shape(first_row, work, span)
+        buffers = self.executor.prepare(shape)
+        filled = self._filled.get(shape)
+        if filled is None or filled[0] is not buffers or filled[1] != counts:
+            fill_index_inputs(buffers, [count for count, _ in counts], [wanted for _, wanted in counts])
+            if len(self._filled) >= MAX_FILLED:
+                self._filled.clear()
+            self._filled[shape] = (buffers, counts)
+        self._fill_tokens(buffers, first_row, work, needed)
+        self.logit_starts = [0] * len(work)
+        for i in range(1, len(work)):
+            self.logit_starts[i] = self.logit_starts[i - 1] + counts[i - 1][1]
+        return self.executor.execute(want)
+
+    def _make_room(self, first_row: int, needed: Seq[int]) -> int:
+        """In the padded method: pad the rows to one length, squeezing old padding out when they are full.
+
+        Returns:
+            kv_span of the step; 0 without padding in the cache.
+        """
+        if not isinstance(self.kv, PaddedKvArena):
+            return 0
+        self.kv.align(first_row, len(needed))
+        if not self.kv.fits(first_row, needed):
+            for row in range(first_row, first_row + len(needed)):
+                self.executor.move_entries(row, self.kv.squeeze(row))
+            self.kv.align(first_row, len(needed))
+        end = max(self.kv.entries(first_row + i) + count for i, count in enumerate(needed))
+        return min(-(-end // SPAN_BUCKET) * SPAN_BUCKET, self.kv.capacity)
+
+    def _fill_tokens(self, buffers: StepBuffers, first_row: int, work: Seq[RowWork], needed: Seq[int]) -> None:
+        if len(work) == 1:
+            kv_len = self.kv.kv_len(first_row)
+            buffers.input_ids[:] = work[0].tokens
+            buffers.positions[:] = self._arange[kv_len : kv_len + len(work[0].tokens)]
+        else:
+            buffers.input_ids[:] = list(chain.from_iterable(row.tokens for row in work))
+            kv_lens = [self.kv.kv_len(first_row + i) for i in range(len(work))]
+            shifts = np.asarray(kv_lens) - buffers.cu_new_tokens[:-1]
+            counts = [len(row.tokens) for row in work]
+            if len(self._arange) < len(buffers.positions):  # many short rows make a step longer than any row
+                self._arange = np.arange(len(buffers.positions), dtype=np.int64)
+            np.add(self._arange[: len(buffers.positions)], np.repeat(shifts, counts), out=buffers.positions)
+        buffers.kv_lens[:, 0] = [self.kv.entries(first_row + i) for i in range(len(work))]
+        buffers.row_totals[:, 0] = buffers.kv_lens[:, 0] + needed
+        if buffers.kv_positions is not None and isinstance(self.kv, PaddedKvArena):
+            span = buffers.kv_positions.shape[2]
+            buffers.kv_positions[:, 0] = self.kv.kv_positions[first_row : first_row + len(work), :span]
+
+    def prefill(self, row: int, tokens: Seq[int]) -> None:
+        """Feed ``tokens`` to ``row`` in chunks and commit them; their logits are not wanted."""
+        for start in range(0, len(tokens), self.max_chunk):
+            chunk = tokens[start : start + self.max_chunk]
+            self.step(row, [RowWork(chunk, 1)], "token_ids")
+            self.kv.commit(row, self.kv.kv_len(row) + len(chunk))
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Move a sequence's cache to another row."""
+        self.executor.move_row(source, destination, self.kv.entries(source))
+        self.kv.move(source, destination)
+
+    def release_row(self, row: int) -> None:
+        """Forget the sequence in ``row``."""
+        if self.kv.entries(row):
+            self.executor.clear_row(row)
+        self.kv.release(row)
+
+    def reset(self) -> None:
+        """Forget every row."""
+        for row in range(self.kv.num_rows):
+            self.release_row(row)

@@ -1,0 +1,145 @@
+"""From what a caller asks for to the state of a sequence: encoding, checks, how to draft."""
+
+import secrets
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.requests.checks import check_token_ids, check_token_range
+from specexport_runtime.requests.drafting import Abilities, DraftDefaults, DraftPlan, RequestOptions, resolve_draft_plan
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.sequences.results import Prompt
+from specexport_runtime.sequences.sequence import Sequence
+from specexport_runtime.sequences.text import TextStream
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class RequestBuilder:
+    """What every request of an engine is checked against.
+
+    Attributes:
+        tokenizer: tokenizer of all models.
+        vocab_size: rows of the target's LM head (V).
+        max_model_len: most tokens of one sequence, prompt included.
+        abilities: ways to draft that the engine has.
+        eos_token_ids: ids that end a text.
+        defaults: how to draft for requests that do not say.
+    """
+
+    tokenizer: "Tokenizer"
+    vocab_size: int
+    max_model_len: int
+    abilities: Abilities
+    eos_token_ids: tuple[int, ...]
+    defaults: DraftDefaults
+
+    def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, checked.
+
+        Args:
+            prompt: a text or token ids.
+            add_special_tokens: put what the tokenizer adds (a beginning-of-sequence token, say) around a text.
+
+        Raises:
+            InvalidRequestError: the prompt is empty, too long for the engine, or has ids out of range.
+        """
+        if not len(prompt):
+            ids = []
+        elif isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
+        else:
+            ids = _plain(prompt)
+        check_token_ids(ids, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        return ids
+
+    def encode_reference(self, reference: Prompt | None) -> list[int]:
+        """Token ids of a reference text, without special tokens; none for None or an empty text.
+
+        Raises:
+            InvalidRequestError: it has ids out of range.
+        """
+        if reference is None or not len(reference):
+            return []
+        if isinstance(reference, str):
+            ids: list[int] = self.tokenizer.encode(reference, add_special_tokens=False).ids
+            return ids
+        ids = _plain(reference)
+        check_token_range(ids, vocab_size=self.vocab_size, what="the reference")
+        return ids
+
+    def build(
+        self,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        options: RequestOptions,
+        reference: Prompt | None = None,
+        *,
+        stream: bool = False,
+    ) -> Sequence:
+        """The sequence of one request.
+
+        Args:
+            index: the caller's number for it.
+            prompt: a text or token ids.
+            params: sampling parameters.
+            options: how to draft.
+            reference: what lookup may copy from.
+            stream: keep the text of each token.
+
+        Raises:
+            InvalidRequestError: the request can never be served.
+        """
+        plan = resolve_draft_plan(options, self.abilities, self.defaults)
+        drafters = [stage.drafter for stage in plan.stages]
+        if reference is not None and "lookup" not in drafters:
+            raise InvalidRequestError(
+                "a reference is copied from by lookup only.", "use drafter 'lookup' or 'chained'."
+            )
+        rules = options.layer_rules or self.defaults.layer_rules
+        if "self" in drafters:
+            rules.check_layers(self.abilities.num_layers)
+        elif options.layer_rules is not None:
+            raise InvalidRequestError("layer rules are for drafting with the target itself.", "use drafter 'self'.")
+        exit_params = self._exit_params(options, plan)
+        return Sequence(
+            index,
+            self.encode(prompt),
+            params,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.eos_token_ids,
+            text=TextStream(self.tokenizer, params),
+            stream=stream,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            draft_plan=plan.stages,
+            reference=self.encode_reference(reference),
+            adaptive=plan.adaptive,
+            draft_exit=None if exit_params is None else DraftExit(exit_params),
+            layer_rules=rules,
+            trace=options.trace,
+        )
+
+    def _exit_params(self, options: RequestOptions, plan: DraftPlan) -> DraftExitParams | None:
+        """When drafts of models end for this request; None: never before K."""
+        drafts = any(stage.drafter != "lookup" for stage in plan.stages)
+        if options.draft_exit is None:
+            return self.defaults.draft_exit if drafts else None
+        if options.draft_exit is False:
+            return None
+        if not drafts:
+            raise InvalidRequestError(
+                "a draft exit ends drafts of models, and none drafts here.", "use drafter 'draft-model' or 'self'."
+            )
+        return DraftExitParams() if options.draft_exit is True else options.draft_exit
+
+
+def _plain(ids: Seq[int]) -> list[int]:
+    return [int(token) if isinstance(token, np.integer) else token for token in ids]

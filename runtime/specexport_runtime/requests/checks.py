@@ -1,0 +1,68 @@
+"""Checks of what a caller gave: token ids, lists of one item a prompt, match lengths."""
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from specexport_runtime.errors import InvalidRequestError
+
+
+def check_token_ids(ids: Seq[int], *, vocab_size: int, max_model_len: int) -> None:
+    """Refuse a prompt that is empty, has ids outside the vocabulary, or leaves no room for a generated token.
+
+    Args:
+        ids: prompt token ids.
+        vocab_size: rows of the target's LM head (V).
+        max_model_len: most tokens of one sequence.
+
+    Raises:
+        InvalidRequestError: says which of the three.
+    """
+    if not ids:
+        raise InvalidRequestError("the prompt is empty.", "give at least one token of text.")
+    check_token_range(ids, vocab_size=vocab_size, what="the prompt")
+    if len(ids) >= max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {len(ids)} tokens; this engine takes up to {max_model_len - 1}.",
+            "shorten the prompt, or build with a larger --max-model-len.",
+        )
+
+
+def check_token_range(ids: Seq[int], *, vocab_size: int, what: str) -> None:
+    """Refuse token ids outside the vocabulary.
+
+    Args:
+        ids: token ids.
+        vocab_size: rows of the target's LM head (V).
+        what: what they are, for the message.
+
+    Raises:
+        InvalidRequestError: names the first bad one.
+    """
+    bad = next((token for token in ids if not isinstance(token, int) or not 0 <= token < vocab_size), None)
+    if bad is not None:
+        raise InvalidRequestError(
+            f"token id {bad!r} of {what} is out of range.", f"use ids from 0 to {vocab_size - 1}."
+        )
+
+
+def one_each(values: Any, count: int, what: str) -> list[Any]:
+    """``values`` as a list of one item a prompt; a single value (or None) stands for all.
+
+    Raises:
+        InvalidRequestError: a list of another length.
+    """
+    if not isinstance(values, (list, tuple)):
+        return [values] * count
+    if len(values) != count:
+        raise InvalidRequestError(f"{len(values)} {what} were given for {count} prompts.", "give one, or one a prompt.")
+    return list(values)
+
+
+def check_match_length(value: object) -> None:
+    """Refuse a match length that is not an integer of at least 1.
+
+    Raises:
+        InvalidRequestError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidRequestError(f"the match length of lookup drafting is {value!r}.", "give an integer of 1 or more.")

@@ -1,0 +1,224 @@
+"""Checks of one request against what an engine was built for, and the plan of how to draft for it."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, Literal, NamedTuple, TypedDict
+
+from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH, DEFAULT_MATCH_LENGTH
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.draft_exit import DraftExitParams
+from specexport_runtime.sequences.layer_choice import LayerRules
+from specexport_runtime.sequences.records import DraftStage
+from specexport_runtime.sequences.results import Prompt
+
+DRAFTERS = ("draft-model", "lookup", "self", "chained", "none")
+"""Ways to draft that a request can name. ``self`` drafts with some of the target's own layers; ``chained`` asks lookup
+first and, where it finds nothing, the draft model, or the target's own layers if there is no draft model."""
+
+DEFAULT_LOOKAHEAD = 4
+"""K where nothing else is asked for: the best in most settings of Chen et al. 2023 (figure 1)."""
+
+DEFAULT_SELF_LOOKAHEAD = 3
+"""K of self-drafting: its step costs about half of the target's, so (1 + a + … + a^K) / (1 + K/2) is at its best for K
+from 2 (at an acceptance a of 0.8) to 4 (at 0.9)."""
+
+Lookahead = int | Literal["auto"]
+"""Draft tokens a round, or ``"auto"``: chosen in every round for the most expected tokens per second."""
+
+
+class Drafting(TypedDict, total=False):
+    """How to draft for one request: keyword arguments of ``SpecEngine.submit``, ``generate`` and ``stream``.
+
+    Attributes:
+        drafter: ``"draft-model"``, ``"lookup"``, ``"self"`` (some of the target's own layers), ``"chained"`` (lookup,
+            and where it finds nothing the draft model, or the target's own layers) or ``"none"``; None takes the
+            engine's default: the draft model if there is one.
+        num_speculative_tokens: K (4 if None; of ``"self"`` 3), or tokens copied by ``"lookup"`` (7 if None), or
+            ``"auto"``: chosen in every round, up to what was built; needs an engine that was loaded ``adaptive``.
+        speculation: False decodes plainly, as ``drafter="none"``.
+        layer_rules: which layers ``"self"`` leaves out.
+        draft_exit: end a model's draft when it is no longer sure: True, False or the parameters of the threshold.
+        trace: keep what each round did.
+    """
+
+    drafter: str | None
+    num_speculative_tokens: Lookahead | None
+    speculation: bool
+    layer_rules: LayerRules | None
+    draft_exit: DraftExitParams | bool | None
+    trace: bool
+
+
+class RequestOptions(NamedTuple):
+    """How to draft for one request, as the caller said it; see :class:`Drafting`."""
+
+    drafter: str | None = None
+    num_speculative_tokens: Lookahead | None = None
+    speculation: bool = True
+    layer_rules: LayerRules | None = None
+    draft_exit: DraftExitParams | bool | None = None
+    trace: bool = False
+
+
+class DraftDefaults(NamedTuple):
+    """How an engine drafts for requests that do not say.
+
+    Attributes:
+        drafter: one of ``DRAFTERS``; None: the draft model if there is one, else ``"none"``.
+        lookahead: K of a model, or tokens copied by lookup, or ``"auto"``; None takes the default of each.
+        match_length: fewest tokens that lookup must match.
+        layer_rules: which layers ``"self"`` leaves out.
+        draft_exit: threshold at which a model's draft ends; None for no such threshold.
+    """
+
+    drafter: str | None = None
+    lookahead: Lookahead | None = None
+    match_length: int = DEFAULT_MATCH_LENGTH
+    layer_rules: LayerRules = LayerRules()
+    draft_exit: DraftExitParams | None = None
+
+
+class Obstacle(NamedTuple):
+    """Why something cannot be done, and what can be done about it."""
+
+    message: str
+    hint: str
+
+
+class Abilities(NamedTuple):
+    """What an engine can do.
+
+    Attributes:
+        has_draft: there is a draft model.
+        lookahead: largest K it was built for.
+        self_obstacle: why the target cannot draft with its own layers; None if it can.
+        is_adaptive: there are cost curves to choose K by.
+        num_layers: layers of a target that can draft with its own layers.
+    """
+
+    has_draft: bool
+    lookahead: int
+    self_obstacle: Obstacle | None
+    is_adaptive: bool = False
+    num_layers: int = 0
+
+
+class DraftPlan(NamedTuple):
+    """How to draft for one request.
+
+    Attributes:
+        stages: ways to draft, in the order they are tried; empty for plain decoding.
+        adaptive: the lookahead of each stage is the most that may be chosen, round by round.
+    """
+
+    stages: tuple[DraftStage, ...] = ()
+    adaptive: bool = False
+
+
+def resolve_lookahead(requested: Lookahead | None, *, built: int, default: int) -> int:
+    """The lookahead K of a drafter.
+
+    Args:
+        requested: what the caller asked for; None takes ``default``, or less if less was built.
+        built: largest K of the engine.
+        default: K where nothing else is asked for.
+
+    Raises:
+        InvalidRequestError: the engine was not built for it.
+    """
+    if requested is None:
+        return min(default, built)
+    if isinstance(requested, bool) or not isinstance(requested, int):
+        raise InvalidRequestError(f"num_speculative_tokens is {requested!r}.", "give an integer.")
+    if not 1 <= requested <= built:
+        plain = " (turn speculation off for plain decoding)" if requested == 0 else ""
+        raise InvalidRequestError(
+            f"num_speculative_tokens is {requested}; this engine was built for 1 to {built}.",
+            f"choose a number in that range{plain}, or build with a larger --lookahead.",
+        )
+    return requested
+
+
+def resolve_draft_plan(options: RequestOptions, abilities: Abilities, defaults: DraftDefaults) -> DraftPlan:
+    """The ways to draft for one request.
+
+    Args:
+        options: what the request asks for.
+        abilities: what the engine can do.
+        defaults: what the engine does where the request does not say.
+
+    Raises:
+        InvalidRequestError: options contradict each other, or the engine cannot do what was asked.
+    """
+    drafter, requested = options.drafter, options.num_speculative_tokens
+    if drafter is not None and drafter not in DRAFTERS:
+        near = get_close_matches(drafter, DRAFTERS, n=1)
+        fix = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(DRAFTERS)}."
+        raise InvalidRequestError(f"there is no drafter {drafter!r}.", fix)
+    if not options.speculation or drafter == "none":
+        if requested is not None or drafter not in (None, "none"):
+            raise InvalidRequestError(
+                "speculation is off, but a drafter or a number of draft tokens was given.", "drop one."
+            )
+        return DraftPlan()
+    if drafter is None:
+        drafter = defaults.drafter or ("draft-model" if abilities.has_draft or requested is not None else None)
+        requested = defaults.lookahead if requested is None else requested
+    if drafter == "none" and options.num_speculative_tokens is not None:
+        raise InvalidRequestError(
+            "a number of draft tokens was given, and this engine does not draft unless it is told how.",
+            "name a drafter too, or drop the number.",
+        )
+    if drafter in (None, "none"):
+        return DraftPlan()
+    names = _stage_names(drafter, abilities)
+    if requested == "auto":
+        if not abilities.is_adaptive:
+            raise InvalidRequestError(
+                "num_speculative_tokens is 'auto', and this engine has no cost curves to choose by.",
+                "load it with adaptive=True, or give a number.",
+            )
+        return DraftPlan(tuple(DraftStage(name, abilities.lookahead) for name in names), adaptive=True)
+    asked = [requested if name == names[-1] else None for name in names]  # of a chain, the number is the model's
+    return DraftPlan(
+        tuple(
+            DraftStage(name, resolve_lookahead(number, built=abilities.lookahead, default=_DEFAULTS[name]))
+            for name, number in zip(names, asked, strict=True)
+        )
+    )
+
+
+_DEFAULTS = {"lookup": DEFAULT_COPY_LENGTH, "draft-model": DEFAULT_LOOKAHEAD, "self": DEFAULT_SELF_LOOKAHEAD}
+
+
+def _stage_names(drafter: str, abilities: Abilities) -> tuple[str, ...]:
+    """Names of the stages of a drafter that a request may name."""
+    if drafter == "lookup":
+        return ("lookup",)
+    if drafter == "self" and abilities.self_obstacle is not None:
+        raise InvalidRequestError(*abilities.self_obstacle)
+    needs_draft = drafter == "draft-model" or (drafter == "chained" and abilities.self_obstacle is not None)
+    if needs_draft and not abilities.has_draft:
+        raise InvalidRequestError(
+            "this bundle has no draft model.", "build it with --draft, use drafter 'lookup', or do not speculate."
+        )
+    if drafter == "chained":
+        return ("lookup", "draft-model" if abilities.has_draft else "self")
+    return (drafter,)
+
+
+class RequestSpec(NamedTuple):
+    """One request.
+
+    Attributes:
+        prompt: a text or token ids.
+        params: sampling parameters.
+        reference: a text or token ids that lookup may copy from.
+        drafting: how to draft; see ``requests.Drafting``.
+    """
+
+    prompt: Prompt
+    params: SamplingParams = SamplingParams()
+    reference: Prompt | None = None
+    drafting: Mapping[str, Any] = {}

@@ -1,0 +1,141 @@
+"""Acceptance of draft tokens: modified rejection sampling, as pure functions of distributions and uniforms.
+
+Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling", algorithm 2 and theorem 1
+(also Leviathan et al. 2023): whatever the draft, the tokens that come out follow the target's distribution.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.sampling.distribution import Distribution, Float64Array, Int64Array, sample_token
+from specexport_runtime.sampling.rng import Draws
+
+_FEW = 4096  # supports up to here are aligned by binary search
+
+
+class Verdict(NamedTuple):
+    """What became of one sequence's draft tokens in a round.
+
+    Attributes:
+        accepted: leading draft tokens that stay.
+        next_token: the token after them, from the target: a correction or a bonus.
+        is_bonus: every draft token (of which there may be none) was accepted.
+    """
+
+    accepted: int
+    next_token: int
+    is_bonus: bool
+
+
+def accept_greedy(drafted: Sequence[int], target_tokens: Sequence[int]) -> Verdict:
+    """Accept draft tokens as long as they equal the target's greedy choice.
+
+    Args:
+        drafted: K draft tokens.
+        target_tokens: K+1 greedy tokens of the target; entry j follows the first j draft tokens.
+    """
+    for j, token in enumerate(drafted):
+        if token != target_tokens[j]:
+            return Verdict(j, int(target_tokens[j]), is_bonus=False)
+    return Verdict(len(drafted), int(target_tokens[len(drafted)]), is_bonus=True)
+
+
+def accept_sampled(
+    drafted: Sequence[int],
+    draft_distributions: Sequence[Distribution] | None,
+    target_distribution: Callable[[int], Distribution],
+    draws: Callable[[int], Draws],
+) -> Verdict:
+    """Accept draft token x with probability min(1, q(x)/p(x)); at the first rejection draw from max(0, q - p).
+
+    p is the draft's distribution and q the target's, both after the request's logits processing.
+
+    Args:
+        drafted: K draft tokens.
+        draft_distributions: the distribution each of them was drawn from; None says one-hot, p(x) = 1.
+        target_distribution: ``target_distribution(j)`` is q for the j-th new position, 0 <= j <= K. Called in order,
+            and not for positions after the first rejection.
+        draws: ``draws(j)`` gives the uniforms of the j-th new position.
+
+    Raises:
+        CheckFailedError: a draft token has probability 0 in the distribution that it is said to come from.
+    """
+    for j, token in enumerate(drafted):
+        target = target_distribution(j)
+        draft = None if draft_distributions is None else draft_distributions[j]
+        draft_probability = 1.0 if draft is None else draft.probability(token)
+        if draft_probability <= 0.0:
+            raise CheckFailedError(
+                f"Draft token {token} (position {j} of the round) has probability 0 in its own draft distribution.",
+                hint="the drafter must return the distribution that it drew the token from.",
+            )
+        # Multiplied out and strict: with u = 0 a token of target probability 0 is still refused.
+        if draws(j).accept * draft_probability < target.probability(token):
+            continue
+        rest = residual_one_hot(target, token) if draft is None else residual(target, draft)
+        return Verdict(j, sample_token(rest, draws(j).resample), is_bonus=False)
+    last = len(drafted)
+    return Verdict(last, sample_token(target_distribution(last), draws(last).resample), is_bonus=True)
+
+
+def residual(target: Distribution, draft: Distribution) -> Distribution:
+    """The distribution proportional to max(0, q - p), on the target's support.
+
+    Args:
+        target: q, dense or sparse.
+        draft: p, dense or sparse; ids that only one side has are probability 0 on the other.
+
+    Returns:
+        in the target's form (dense or sparse). If q - p is nowhere positive this is q itself: that needs q = p, where
+        nothing can be rejected, so it only happens when q and p differ by rounding, and then q is right to rounding.
+    """
+    masses = target.probs.copy()
+    if draft.token_ids is not None and target.token_ids is None:
+        inside = draft.token_ids < len(masses)
+        ids = draft.token_ids[inside]
+        masses[ids] = np.maximum(masses[ids] - draft.probs[inside], 0.0)
+    elif target.token_ids is None:
+        shared = min(len(masses), len(draft.probs))
+        np.subtract(masses[:shared], draft.probs[:shared], out=masses[:shared])
+        np.maximum(masses, 0.0, out=masses)
+    else:
+        np.subtract(masses, _probabilities(draft, target.token_ids), out=masses)
+        np.maximum(masses, 0.0, out=masses)
+    return _normalised(target, masses)
+
+
+def residual_one_hot(target: Distribution, token: int) -> Distribution:
+    """The residual for a one-hot draft: q without ``token`` (q itself if q is one-hot there, by rounding only)."""
+    masses = target.probs.copy()
+    if target.token_ids is None:
+        masses[token : token + 1] = 0.0
+    else:
+        masses[target.token_ids == token] = 0.0
+    return _normalised(target, masses)
+
+
+def _normalised(target: Distribution, masses: Float64Array) -> Distribution:
+    total = float(masses.sum())
+    if total <= 0.0:
+        return target
+    masses /= total
+    return Distribution(target.token_ids, masses)
+
+
+def _probabilities(distribution: Distribution, ids: Int64Array) -> Float64Array:
+    """Probabilities of ascending ``ids``; 0 for ids that the distribution does not hold."""
+    token_ids, probs = distribution
+    if token_ids is not None and min(len(ids), len(token_ids)) <= _FEW:
+        slots = token_ids.searchsorted(ids)
+        np.minimum(slots, len(token_ids) - 1, out=slots)
+        return np.where(token_ids[slots] == ids, probs[slots], 0.0)
+    if token_ids is not None:  # many binary searches are slower than one table
+        probs = np.zeros(int(token_ids[-1]) + 1)
+        probs[token_ids] = distribution.probs
+    known = int(ids.searchsorted(len(probs)))
+    found = np.zeros(len(ids))
+    found[:known] = probs[ids[:known]]
+    return found

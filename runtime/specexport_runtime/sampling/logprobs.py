@@ -1,0 +1,63 @@
+"""Log-probabilities of generated tokens under the target, as it was before temperature, penalties and truncation."""
+
+import math
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from specexport_runtime.sampling.truncation import check_peak
+
+if TYPE_CHECKING:
+    from specexport_runtime.sampling.distribution import Float32Array
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probability of one generated token, and the most likely ones in its place.
+
+    They are of the target's own distribution: the softmax of its raw logits.
+
+    Attributes:
+        token_id: the token that was chosen.
+        logprob: its natural log-probability.
+        top: the most likely token ids with theirs, the likeliest first; on a tie the lower id.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def logprobs_of(tokens: Seq[int], logits: "Float32Array", count: int) -> list[TokenLogprobs]:
+    """Log-probabilities of one round's tokens.
+
+    Args:
+        tokens: the tokens that were chosen.
+        logits: [n, V] raw logits of the target; row ``j`` is what ``tokens[j]`` was chosen from. They are not changed.
+        count: how many of the likeliest tokens to list.
+
+    Raises:
+        CheckFailedError: the logits hold NaN or +inf.
+    """
+    return [_of_row(token, logits[j], count) for j, token in enumerate(tokens)]
+
+
+def _of_row(token: int, row: "Float32Array", count: int) -> TokenLogprobs:
+    peak = float(row.max())
+    check_peak(peak, row)
+    # No term exceeds 1 and the largest is 1: float32 terms are good to 1e-7 of the sum, which float64 adds up.
+    log_sum = peak + math.log(float(np.exp(row - np.float32(peak)).sum(dtype=np.float64)))
+    top = tuple((int(best), float(row[best]) - log_sum) for best in _likeliest(row, count))
+    return TokenLogprobs(token, float(row[token]) - log_sum, top)
+
+
+def _likeliest(row: "Float32Array", count: int) -> list[int]:
+    """Ids of the ``count`` largest logits, the largest first, on a tie the lower id; without sorting the vocabulary."""
+    count = min(count, len(row))
+    if not count:
+        return []
+    last = np.partition(row, len(row) - count)[len(row) - count]
+    # All that tie with the last place are candidates, so that the lower ids among them win.
+    candidates = np.flatnonzero(row >= last)
+    best: list[int] = candidates[np.argsort(-row[candidates], kind="stable")[:count]].tolist()
+    return best

@@ -1,0 +1,83 @@
+"""From logits to the distribution that tokens are drawn from, the same for draft rows and target rows."""
+
+from collections.abc import Sequence
+
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.sampling.distribution import Distribution, Float32Array, one_hot, sample_token
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.penalties import LogitAdjuster
+from specexport_runtime.sampling.rng import Draws, RandomStream
+from specexport_runtime.sampling.truncation import check_peak, truncated_softmax
+
+__all__ = ["Distribution", "Draws", "RandomStream", "Sampler", "SamplingParams", "sample_token"]
+
+
+class Sampler:
+    """Logits processing of one sequence: turns raw logits into a distribution (or a greedy token).
+
+    Draft rows and target rows go through the same object with the same history, so what is drawn from and what is
+    tested against cannot drift apart. The caller's logits are never changed.
+
+    Args:
+        params: the request's parameters; the order of processing is documented there.
+        prompt_tokens: token ids of the prompt (the repetition penalty counts them).
+        vocab_size: V of the target; logits beyond it are padding and can never be drawn.
+
+    Raises:
+        InvalidRequestError: a token id in ``logit_bias`` is not in the vocabulary.
+    """
+
+    def __init__(self, params: SamplingParams, prompt_tokens: Sequence[int], vocab_size: int) -> None:
+        for token in params.logit_bias:
+            if token >= vocab_size:
+                raise InvalidRequestError(
+                    f"logit_bias names token {token}, but the vocabulary has {vocab_size} tokens.",
+                    hint=f"use ids from 0 to {vocab_size - 1}.",
+                )
+        self.params = params
+        self._vocab_size = vocab_size
+        self._adjuster = LogitAdjuster(params, prompt_tokens, vocab_size)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Temperature is 0: use ``greedy_token``."""
+        return self.params.temperature == 0.0
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Greedy without penalties or bias: the argmax of the raw logits, so callers may batch it."""
+        return self.is_greedy and not self._adjuster.active
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Add committed output tokens to the history."""
+        self._adjuster.append(tokens)
+
+    def distribution(self, logits: Float32Array, drafted: Sequence[int] = ()) -> Distribution:
+        """The distribution of the token after the committed ones and ``drafted``.
+
+        Args:
+            logits: [V'] float32 raw logits. V' below ``vocab_size`` (a draft's smaller head) leaves the other ids out.
+            drafted: draft tokens between the committed tokens and this position.
+
+        Raises:
+            CheckFailedError: the logits hold NaN or +inf.
+            InvalidRequestError: every token is banned.
+        """
+        processed = self._process(logits, drafted)
+        if self.is_greedy:
+            return one_hot(_argmax(processed))
+        return truncated_softmax(processed, self.params)
+
+    def greedy_token(self, logits: Float32Array, drafted: Sequence[int] = ()) -> int:
+        """The most likely token after bias and penalties, the lowest id on a tie. Arguments as ``distribution``."""
+        return _argmax(self._process(logits, drafted))
+
+    def _process(self, logits: Float32Array, drafted: Sequence[int]) -> Float32Array:
+        row = logits[: self._vocab_size]
+        return self._adjuster.apply(row, drafted) if self._adjuster.active else row
+
+
+def _argmax(logits: Float32Array) -> int:
+    token = int(logits.argmax())  # the first NaN, if there is one, counts as the largest
+    check_peak(float(logits[token]), logits)
+    return token

@@ -1,0 +1,166 @@
+"""Records that pass between drafting, lengths, verification and those who watch. They hold no state and import none."""
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from specexport_runtime.sampling.distribution import Distribution
+
+DraftEnd = Literal["lookahead", "exit", "text", "none"]
+"""Why a draft ended: K was reached, the drafter was not sure any more, nothing more to copy, or no draft at all."""
+
+
+class Proposal(NamedTuple):
+    """Draft tokens for one sequence.
+
+    Attributes:
+        tokens: the draft tokens, in order; empty for plain decoding.
+        distributions: the distribution each token was drawn from; None says one-hot (greedy, or copied text).
+        end: why the draft has no more tokens.
+        drafter: name of the drafter in the draft plan; empty if none was asked or none found anything.
+        match_length: of a copied draft, how many tokens before it matched; 0 for drafts of models.
+    """
+
+    tokens: list[int]
+    distributions: "list[Distribution] | None" = None
+    end: DraftEnd = "lookahead"
+    drafter: str = ""
+    match_length: int = 0
+
+
+LengthReason = Literal["fixed", "goodput", "tuned", "probe", "bypass", "room"]
+"""Why a stage was allowed so many tokens: the plan says so; best expected tokens per second; bounded by the tune
+profile; a cheap test of a drafter that is bypassed; drafting does not pay; the sequence has no room for more."""
+
+
+class StepLoad(NamedTuple):
+    """What a step of the target holds before anything is drafted.
+
+    Attributes:
+        num_rows: rows that take part (B).
+        num_tokens: tokens without drafts: one for each row that decodes, and the prompt chunks.
+        num_ready: rows that get a token of the target's own.
+        kv_entries: cache entries of all rows together.
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_ready: int
+    kv_entries: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts in the step (0 in a round that only decodes)."""
+        return self.num_tokens - self.num_rows
+
+
+class Allowed(NamedTuple):
+    """How far one stage may draft in this round.
+
+    Attributes:
+        lookahead: most draft tokens.
+        reason: why so many.
+        expected: tokens that the round is expected to give the sequence, the target's own included; None if unknown.
+    """
+
+    lookahead: int
+    reason: LengthReason = "fixed"
+    expected: float | None = None
+
+
+class Asked(NamedTuple):
+    """One stage of the draft plan in one round.
+
+    Attributes:
+        drafter: its drafter.
+        lookahead: most draft tokens that it was allowed; 0 is a bypass: it was not called.
+        reason: why so many.
+        expected: tokens that the round was expected to give, the target's own included; None if nobody estimated.
+    """
+
+    drafter: str
+    lookahead: int
+    reason: LengthReason
+    expected: float | None = None
+
+
+class RoundTrace(NamedTuple):
+    """What one round did for one sequence.
+
+    Attributes:
+        round: number of the round in the engine's life.
+        num_rows: sequences in the step.
+        num_tokens: tokens that the target was fed, of all sequences.
+        prompt_tokens: of these, tokens of prompts that other sequences brought along.
+        asked: the stages of the draft plan that were considered, in order.
+        drafter: who drafted; empty if nobody did.
+        drafted: draft token ids.
+        accepted: how many of them were accepted.
+        end: why the draft had no more tokens.
+        emitted: token ids that the round gave the sequence.
+        gamma: threshold of the draft exit in this round; None without one.
+        milliseconds: of the whole round.
+        plain_milliseconds: what plain decoding would have taken for as many tokens: from the engine's cost curves (time
+            inside the engine alone, so it errs on the low side), else from rounds without drafts that were measured;
+            None if there were none.
+    """
+
+    round: int
+    num_rows: int
+    num_tokens: int
+    prompt_tokens: int
+    asked: tuple[Asked, ...]
+    drafter: str
+    drafted: tuple[int, ...]
+    accepted: int
+    end: DraftEnd
+    emitted: tuple[int, ...]
+    gamma: float | None
+    milliseconds: float
+    plain_milliseconds: float | None
+
+    @property
+    def allowed(self) -> Asked | None:
+        """The stage that drafted; else the last one considered; None for plain decoding."""
+        used = [stage for stage in self.asked if stage.drafter == self.drafter]
+        return used[0] if used else self.asked[-1] if self.asked else None
+
+    @property
+    def saved_milliseconds(self) -> float | None:
+        """Milliseconds saved against plain decoding; negative if the round lost time; None if that is not known."""
+        return None if self.plain_milliseconds is None else self.plain_milliseconds - self.milliseconds
+
+    def describe(self) -> str:
+        """One line for people."""
+        stages = [f"{name} K={most} ({why})" for name, most, why, _ in self.asked]
+        allowed = self.allowed
+        if allowed is not None and allowed.expected is not None:
+            stages.append(f"{allowed.expected:.1f} tokens expected")
+        if self.gamma is not None:
+            stages.append(f"gamma {self.gamma:.3f}")
+        draft = f"drafted {len(self.drafted)} ({self.end}), accepted {self.accepted}" if self.drafted else "no draft"
+        saved, took = self.saved_milliseconds, f"{len(self.emitted)} tokens in {self.milliseconds:.2f} ms"
+        if saved is not None:
+            took += f", {'saved' if saved >= 0 else 'lost'} {abs(saved):.2f} ms"
+        return f"round {self.round}: {', '.join([*stages, draft])}; {took}"
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form; numbers are not rounded."""
+        return {
+            **self._asdict(),
+            "asked": [stage._asdict() for stage in self.asked],
+            "drafted": list(self.drafted),
+            "emitted": list(self.emitted),
+            "saved_milliseconds": self.saved_milliseconds,
+        }
+
+
+class DraftStage(NamedTuple):
+    """One way to draft for a sequence, and how far.
+
+    Attributes:
+        drafter: ``"lookup"``, ``"draft-model"`` or ``"self"``.
+        lookahead: most draft tokens a round (K).
+    """
+
+    drafter: str
+    lookahead: int

@@ -1,0 +1,109 @@
+"""What a generation gives back: results, and the pieces of a stream."""
+
+from collections.abc import Sequence as Seq
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from specexport_runtime.sampling.logprobs import TokenLogprobs
+from specexport_runtime.sequences.records import RoundTrace
+from specexport_runtime.sequences.sequence import FinishReason, RoundEvent, Sequence
+from specexport_runtime.sequences.stats import SequenceStats
+
+Prompt = str | Seq[int]
+"""A text, or token ids."""
+PieceKind = Literal["accepted", "corrected", "bonus", "target"]
+
+
+class GenerationResult(NamedTuple):
+    """One finished generation.
+
+    Attributes:
+        prompt: the prompt as it was given.
+        text: generated text, cut at a stop string.
+        token_ids: generated token ids, the ending one included.
+        finish_reason: ``"stop"`` (end token, stop id or stop string), ``"length"`` or ``"cancelled"``.
+        stats: counters and times.
+        trace: what each round did; None unless it was asked for.
+        logprobs: log-probabilities, one entry for each token id; None unless they were asked for.
+    """
+
+    prompt: Prompt
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: SequenceStats
+    trace: list[RoundTrace] | None = None
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class StreamPiece(NamedTuple):
+    """Text that became safe to show with one token (may be empty), and where the token came from.
+
+    ``kind`` is ``"accepted"`` (a draft token that passed), ``"corrected"`` (the target's token in place of a rejected
+    one), ``"bonus"`` (the target's token after a draft that passed whole) or ``"target"`` (no draft was tested).
+    ``logprobs`` is None unless the request asked for them.
+    """
+
+    text: str
+    token_id: int
+    kind: PieceKind
+    logprobs: TokenLogprobs | None = None
+
+
+class StreamChunk(NamedTuple):
+    """The pieces of one round. The last chunk has a ``finish_reason``.
+
+    Attributes:
+        pieces: one a token.
+        finish_reason: why the request ended; None while it goes on.
+        stats: counters of the request, which go on counting.
+        trace: what the round did; None unless it was asked for.
+        drafted: draft tokens that the round tested.
+    """
+
+    pieces: list[StreamPiece]
+    finish_reason: FinishReason | None
+    stats: SequenceStats
+    trace: RoundTrace | None = None
+    drafted: int = 0
+
+    @property
+    def text(self) -> str:
+        """Text of all pieces."""
+        return "".join(piece.text for piece in self.pieces)
+
+
+def as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """One prompt, or many, as a list. Token ids of one prompt are one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) and all(isinstance(item, (int, np.integer)) for item in prompts):
+        return [prompts]  # type: ignore[list-item]  # the check above makes it token ids
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def make_result(prompt: Prompt, seq: Sequence) -> GenerationResult:
+    """The result of a finished sequence."""
+    return GenerationResult(
+        prompt, seq.finish_text(), seq.output, seq.finish_reason or "cancelled", seq.stats, seq.trace, seq.logprobs
+    )
+
+
+def make_chunk(event: RoundEvent) -> StreamChunk:
+    """The chunk of one round of a sequence that was made with ``stream=True``."""
+    seq = event.sequence
+    count = len(event.tokens)
+    texts = seq.take_pieces(count)
+    logprobs: Seq[TokenLogprobs | None] = [None] * count if seq.logprobs is None else seq.logprobs[-count:]
+    pieces = [StreamPiece(text, event.tokens[j], piece_kind(event, j), logprobs[j]) for j, text in enumerate(texts)]
+    return StreamChunk(pieces, seq.finish_reason, seq.stats, seq.trace[-1] if seq.trace else None, event.drafted)
+
+
+def piece_kind(event: RoundEvent, position: int) -> PieceKind:
+    """Where the token at ``position`` of a round's tokens came from."""
+    if not event.drafted:
+        return "target"
+    if position < event.accepted:
+        return "accepted"
+    return "bonus" if event.is_bonus else "corrected"

@@ -1,0 +1,208 @@
+"""State of one sequence while it is decoded."""
+
+import time
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.rng import RandomStream
+from specexport_runtime.sampling.sampler import Sampler
+from specexport_runtime.sequences.layer_choice import LayerRules
+from specexport_runtime.sequences.records import DraftStage, Proposal
+from specexport_runtime.sequences.stats import SequenceStats
+from specexport_runtime.sequences.text import TextStream
+
+if TYPE_CHECKING:
+    from specexport_runtime.sampling.logprobs import TokenLogprobs
+    from specexport_runtime.sequences.draft_exit import DraftExit
+    from specexport_runtime.sequences.layer_choice import LayerChoice
+    from specexport_runtime.sequences.records import Asked, RoundTrace
+
+NO_ROW = -1
+DEFAULT_RULES = LayerRules()
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class Sequence:
+    """A prompt, the tokens generated for it, and when to stop.
+
+    Args:
+        index: the caller's number for this sequence.
+        prompt: prompt token ids, at least one.
+        params: sampling parameters.
+        vocab_size: rows of the target's LM head (V).
+        max_model_len: most tokens, prompt and generated, that a cache row can hold.
+        eos_token_ids: ids that end the text unless ``params.ignore_eos``.
+        text: detokenizer of this sequence; None if no text is wanted.
+        stream: keep the text of each token for :meth:`take_pieces`.
+        seed: seed of this sequence's random stream.
+        draft_plan: ways to draft, tried in order until one finds something; empty for plain decoding.
+        reference: token ids that lookup drafting may copy from, besides the sequence's own.
+        adaptive: each stage's lookahead is the most that the engine's ``DraftLength`` may choose, round by round;
+            False always drafts as far as the stage says.
+        draft_exit: ends drafts of models that are no longer sure; None never does.
+        layer_rules: which layers a draft out of the target itself leaves out; None for the defaults.
+        trace: keep what each round did, in :attr:`trace`.
+
+    Attributes:
+        tokens: prompt and committed output.
+        row: cache row while it is running; ``NO_ROW`` before and after.
+        finish_reason: None while it may go on.
+        error: what ended it, if its ``finish_reason`` is ``"error"``.
+        layer_choice: layers of the draft out of the target itself, once the prompt was read; set by that drafter.
+        length_state: what the ``DraftLength`` remembers of this sequence.
+        plain_spell: its mark on a sequence that takes part in rounds in which nobody drafts.
+        trace: what each round did; None if that was not asked for.
+        asked: if there is a trace, the stages that were considered in this round.
+        logprobs: one entry for each token of the output; None if that was not asked for.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Seq[int],
+        params: SamplingParams,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Seq[int] = (),
+        text: TextStream | None = None,
+        stream: bool = False,
+        seed: int = 0,
+        draft_plan: Seq[DraftStage] = (),
+        reference: Seq[int] = (),
+        adaptive: bool = False,
+        draft_exit: "DraftExit | None" = None,
+        layer_rules: LayerRules | None = None,
+        trace: bool = False,
+    ) -> None:
+        self.index = index
+        self.params = params
+        self.tokens = list(prompt)
+        self.num_prompt_tokens = len(prompt)
+        self.max_tokens = min(params.max_tokens, max_model_len - len(prompt))
+        self.sampler = Sampler(params, prompt, vocab_size)
+        self.random = RandomStream(seed)
+        self.text = text
+        self._pieces: list[str] | None = [] if stream else None
+        self.row = NO_ROW
+        self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
+        self.draft_plan = tuple(draft_plan)
+        self.reference = tuple(reference)
+        self.adaptive = adaptive
+        self.draft_exit = draft_exit
+        self.layer_rules = DEFAULT_RULES if layer_rules is None else layer_rules
+        self.layer_choice: LayerChoice | None = None
+        self.length_state: Any = None
+        self.plain_spell: object = None
+        self.trace: list[RoundTrace] | None = [] if trace else None
+        self.asked: list[Asked] = []
+        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        now = time.perf_counter()
+        self.stats = SequenceStats(num_prompt_tokens=len(prompt), submit_time=now, start_time=now)
+        self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
+        if not prompt or self.max_tokens < 1:
+            raise SpecexportError("a sequence needs a prompt token and room for one generated token.")
+
+    @property
+    def num_generated(self) -> int:
+        """Committed output tokens."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def output(self) -> list[int]:
+        """Committed output token ids."""
+        return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def room_for_drafts(self) -> int:
+        """Most draft tokens worth testing: a round always adds one token of the target's own."""
+        return self.max_tokens - self.num_generated - 1
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the greedy tokens of a step are not enough to go on."""
+        return self.logprobs is not None or not self.sampler.is_plain_greedy
+
+    @property
+    def max_lookahead(self) -> int:
+        """Most draft tokens that the plan may ask for in a round."""
+        return max((stage.lookahead for stage in self.draft_plan), default=0)
+
+    def finish_text(self) -> str:
+        """The whole text, cut at a stop string; empty if no detokenizer was given."""
+        if self.text is None:
+            return ""
+        self.text.finish()
+        return self.text.text
+
+    def take_pieces(self, count: int) -> list[str]:
+        """Text that became safe to show with each of the next ``count`` tokens; needs ``stream``."""
+        if self._pieces is None:
+            raise SpecexportError("this sequence was made without stream=True.")
+        pieces, self._pieces = self._pieces[:count], self._pieces[count:]
+        return pieces
+
+    def commit(self, new_tokens: Seq[int]) -> int:
+        """Append one round's tokens up to the first that ends the text.
+
+        Args:
+            new_tokens: accepted draft tokens and the target's own token, in order.
+
+        Returns:
+            how many of them were taken; less than all only if the sequence finished.
+        """
+        taken = 0
+        for token in new_tokens:
+            taken += 1
+            self.tokens.append(token)
+            # The text sees an ending token too, so that `skip_special_tokens=False` shows it.
+            if (self.text is not None and self.text.append(token)) or token in self._stop_ids:
+                self.finish_reason = "stop"
+            elif self.num_generated >= self.max_tokens:
+                self.finish_reason = "length"
+            if self._pieces is not None and self.text is not None:
+                self._pieces.append(self.text.take() if self.finish_reason is None else self.text.finish())
+            if self.finish_reason is not None:
+                break
+        self.sampler.append(new_tokens[:taken])
+        self._note_time()
+        return taken
+
+    def end(self, reason: FinishReason, error: Exception | None = None) -> None:
+        """End a sequence that has not finished; one that has stays as it is."""
+        if self.finish_reason is None:
+            self.finish_reason, self.error = reason, error
+            self._note_time()
+
+    def _note_time(self) -> None:
+        now = time.perf_counter()
+        if self.num_generated and self.stats.first_token_time is None:
+            self.stats.first_token_time = now
+        if self.finish_reason is not None:
+            self.stats.end_time = now
+
+
+class RoundEvent(NamedTuple):
+    """What one round did for one sequence.
+
+    Attributes:
+        sequence: the sequence; its ``finish_reason`` says whether it is done.
+        tokens: tokens committed: ``accepted`` draft tokens, then the target's own (unless the text ended before it);
+            none if it failed.
+        drafted: draft tokens tested.
+        accepted: of these, accepted and committed.
+        is_bonus: the target's own token follows a fully accepted draft; otherwise it corrects the draft.
+        proposal: the draft itself.
+        gamma: threshold that the draft was made with; None if it had none.
+    """
+
+    sequence: Sequence
+    tokens: list[int]
+    drafted: int
+    accepted: int
+    is_bonus: bool
+    proposal: Proposal = Proposal([])
+    gamma: float | None = None

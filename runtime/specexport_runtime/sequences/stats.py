@@ -1,0 +1,189 @@
+"""What a generation did, in vLLM's metric definitions.
+
+=======================  =====================================================================
+``rounds``               target forward passes that gave this sequence tokens (prefill's last one too)
+``drafted``              draft tokens that the target tested
+``accepted``             draft tokens that were accepted and emitted
+``acceptance_rate``      accepted / drafted
+``mean_accepted_length`` 1 + accepted / rounds that had a draft: the mean tokens of a speculative round
+=======================  =====================================================================
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specexport_runtime.sequences.layer_choice import LayerChoice
+
+
+@dataclass
+class SequenceStats:
+    """Counters of one sequence. Times are seconds on a monotonic clock."""
+
+    rounds: int = 0
+    draft_rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    accepted_histogram: dict[int, int] = field(default_factory=dict)
+    """Speculative rounds by number of accepted draft tokens."""
+    accepted_lengths: list[int] = field(default_factory=list)
+    """Tokens that each round added, the target's own included."""
+    draft_exits: int = 0
+    """Drafts that ended because the model was no longer sure."""
+    layer_choice: "LayerChoice | None" = None
+    """Layers of the draft out of the target itself."""
+    submit_time: float = 0.0
+    start_time: float = 0.0
+    first_token_time: float | None = None
+    end_time: float | None = None
+
+    def record_round(self, drafted: int, accepted: int, emitted: int, *, exited: bool = False) -> None:
+        """Count one verify round.
+
+        Args:
+            drafted: draft tokens tested.
+            accepted: of these, accepted and emitted.
+            emitted: tokens added to the output.
+            exited: the draft ended because the model was no longer sure.
+        """
+        self.rounds += 1
+        self.num_generated_tokens += emitted
+        self.accepted_lengths.append(emitted)
+        if drafted:
+            self.draft_rounds += 1
+            self.draft_exits += exited
+            self.drafted += drafted
+            self.accepted += accepted
+            self.accepted_histogram[accepted] = self.accepted_histogram.get(accepted, 0) + 1
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted share of the drafted tokens; None if nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Mean tokens a speculative round, its correction or bonus token included; None if nothing was drafted."""
+        return 1 + self.accepted / self.draft_rounds if self.draft_rounds else None
+
+    @property
+    def queued_s(self) -> float:
+        """Seconds from submission to the start of prefill."""
+        return max(self.start_time - self.submit_time, 0.0)
+
+    @property
+    def decode_s(self) -> float | None:
+        """Seconds from the first token to the end."""
+        if self.end_time is None or self.first_token_time is None:
+            return None
+        return self.end_time - self.first_token_time
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        """Seconds from the sequence's start (prefill) to its first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.start_time
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Generated tokens over the wall time from start (prefill included) to end."""
+        if self.end_time is None or self.end_time <= self.start_time:
+            return None
+        return self.num_generated_tokens / (self.end_time - self.start_time)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form; numbers are not rounded."""
+        return {
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_generated_tokens": self.num_generated_tokens,
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "mean_accepted_length": self.mean_accepted_length,
+            "accepted_histogram": {str(count): n for count, n in sorted(self.accepted_histogram.items())},
+            "accepted_lengths": list(self.accepted_lengths),
+            "draft_exits": self.draft_exits,
+            "layer_choice": None if self.layer_choice is None else self.layer_choice.to_json(),
+            "queued_s": self.queued_s,
+            "tokens_per_second": self.tokens_per_second,
+            "time_to_first_token_s": self.time_to_first_token_s,
+            "decode_s": self.decode_s,
+        }
+
+
+@dataclass
+class PhaseTimes:
+    """Seconds a decoder spent, by phase.
+
+    Attributes:
+        prefill: steps that only fed prompts.
+        schedule: admission, cache rows, sharing out the token budget.
+        draft: proposing (draft engine and draft sampling).
+        pack: filling the inputs of the target's steps.
+        verify: those steps as a whole, packing left out. A step may carry prompt chunks of other sequences.
+        accept: logits processing, acceptance, commit.
+        engine: inside engine execution, target and draft together, in the rounds counted by ``rounds``.
+        total: those rounds as a whole; total - engine is the runtime's own time.
+        rounds: steps in which sequences were verified.
+    """
+
+    prefill: float = 0.0
+    schedule: float = 0.0
+    draft: float = 0.0
+    pack: float = 0.0
+    verify: float = 0.0
+    accept: float = 0.0
+    engine: float = 0.0
+    total: float = 0.0
+    rounds: int = 0
+
+    def count_step(self, start: float, executed: float, engine: float, *, is_round: bool) -> None:
+        """Count a step of the target that ends now.
+
+        Args:
+            start: when its packing began.
+            executed: when its outputs were there.
+            engine: seconds inside the engine.
+            is_round: sequences were verified; otherwise it only fed prompts.
+        """
+        now = time.perf_counter()
+        if not is_round:
+            self.prefill += now - start
+            return
+        self.pack += executed - start - engine
+        self.verify += engine
+        self.accept += now - executed
+
+
+@dataclass
+class PaddingStats:
+    """What the padded method pays for, counted in every mode (EMS-SD, Ni et al. 2025).
+
+    In a verify round of several sequences each advances by its own accepted length (draft tokens accepted, and the
+    target's own token). The padded method advances all by the longest of them.
+
+    Attributes:
+        accepted: sum of the accepted lengths.
+        padding: sum of what each falls short of the longest in its round.
+        input_tokens: tokens fed in these rounds, prompt chunks included.
+        input_padding: padding tokens fed beside them (0 with unpadded input).
+    """
+
+    accepted: int = 0
+    padding: int = 0
+    input_tokens: int = 0
+    input_padding: int = 0
+
+    def record_round(self, lengths: Sequence[int]) -> None:
+        """Count one round by the accepted lengths of its sequences."""
+        self.accepted += sum(lengths)
+        self.padding += max(lengths) * len(lengths) - sum(lengths)
+
+    @property
+    def ratio(self) -> float:
+        """The padding ratio: average padding length over average accepted length; 0 before the first round."""
+        return self.padding / self.accepted if self.accepted else 0.0

@@ -1,0 +1,171 @@
+"""Incremental detokenization and stop strings of one sequence."""
+
+from typing import TYPE_CHECKING
+
+from specexport_runtime.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_UNFINISHED = "\ufffd"  # what decoders show for bytes that are not (yet) a character
+_WINDOW = 24  # tokens decoded again at every step, at most, before the window moves on
+_CONTEXT = 6  # tokens that stay in the window as context
+
+
+class TextStream:
+    """The text of one sequence, piece by piece.
+
+    ``take()`` and ``finish()`` joined are exactly ``tokenizer.decode`` of all tokens, cut at the first stop string.
+    Nothing is decoded until somebody asks, unless there are stop strings to look for.
+
+    Decoders are not additive (they strip the first space, join bytes), so a window of recent tokens is decoded and what
+    is new at its end is kept; the window only moves when its shortened form decodes to the same ending.
+
+    Args:
+        tokenizer: the bundle's tokenizer.
+        params: ``stop``, ``include_stop_str_in_output`` and ``skip_special_tokens`` are used.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._params = params
+        self._stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
+        self._ids: list[int] = []  # the window, then tokens not decoded yet
+        self._decoded = 0  # tokens of the window that have been decoded
+        self._window_text = 0  # characters of the window's text that are in _text
+        self._has_byte_tokens = tokenizer.token_to_id("<0x41>") is not None
+        self._in_bytes = False  # inside a run of byte tokens
+        self._text = ""  # decided text: no later token can change it
+        self._tentative = ""  # after it: may still change, but is right if generation ends here
+        self._taken = 0
+        self._done = False
+
+    @property
+    def text(self) -> str:
+        """All text up to now, cut at the stop string; without a last character that is still incomplete."""
+        if not self._done:
+            self._decode()
+        return self._text + self._tentative
+
+    def append(self, token: int) -> bool:
+        """Add a token; True when a stop string completed with it (append no more then).
+
+        Raises:
+            ValueError: the stream is finished, or a stop string has completed.
+        """
+        if self._done:
+            raise ValueError("the text is finished: no token can follow")
+        self._ids.append(token)
+        if not self._stops.strings:
+            return False
+        self._decode()
+        return self._done
+
+    def take(self) -> str:
+        """New text that no later token can change: no half characters, no possible start of a stop string."""
+        if self._done:
+            return self._take_until(len(self._text))
+        self._decode()
+        return self._take_until(len(self._text) - self._stops.held_back(self._text))
+
+    def finish(self) -> str:
+        """The rest of the text, as no token follows."""
+        if not self._done:
+            self._decode(final=True)
+            self._close(self._text + self._tentative)
+        return self._take_until(len(self._text))
+
+    def _take_until(self, end: int) -> str:
+        piece = self._text[self._taken : end]
+        self._taken = max(self._taken, end)
+        return piece
+
+    def _close(self, text: str) -> None:
+        self._text, self._tentative, self._done = text, "", True
+
+    def _decode(self, *, final: bool = False) -> None:
+        """Bring the text up to date; look for stop strings in what is new."""
+        if self._decoded == len(self._ids) and not final:
+            return
+        window = self._decode_ids(self._ids)
+        if not final:
+            self._track_byte_run()
+        if final:
+            shown = decided = window
+        elif self._in_bytes:
+            shown, decided = window.rstrip(_UNFINISHED), window[: self._window_text]
+        else:
+            # The last character may be the first bytes of a real one; the next token, or the end, decides it.
+            shown = decided = window.removesuffix(_UNFINISHED)
+        seen = len(self._text)
+        self._text += decided[self._window_text :]
+        self._window_text = max(self._window_text, len(decided))
+        self._tentative = shown[self._window_text :]
+        self._decoded = len(self._ids)
+        end = self._stops.find(self._text + self._tentative, seen)
+        if end is not None:
+            self._close((self._text + self._tentative)[:end])
+        elif len(self._ids) > _WINDOW and len(decided) == len(window) and not (final or self._in_bytes):
+            self._move_window(window)
+
+    def _decode_ids(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._params.skip_special_tokens)
+        return text
+
+    def _track_byte_run(self) -> None:
+        """Note whether the last token with text is a byte token (``<0x41>``).
+
+        The decoder shows a run of byte tokens as text only if the whole run is valid UTF-8, otherwise as one U+FFFD a
+        byte: until the run ends, none of its text is decided.
+        """
+        if not self._has_byte_tokens:
+            return
+        for token in reversed(self._ids[self._decoded :]):
+            name = self._tokenizer.id_to_token(token) or ""
+            if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+                self._in_bytes = True
+                return
+            if self._decode_ids([token]):
+                self._in_bytes = False
+                return  # a token without text (a skipped special one) neither starts nor ends a run
+
+    def _move_window(self, window: str) -> None:
+        ids = self._ids[-_CONTEXT:]
+        text = self._decode_ids(ids)
+        # Text must follow something, and from a character border, for the shorter window to go on alike.
+        if text and window.endswith(text):
+            self._ids, self._decoded, self._window_text = ids, len(ids), len(text)
+
+
+class StopStrings:
+    """Finds stop strings in growing text.
+
+    Args:
+        strings: the stop strings, none empty.
+        include: whether the text keeps the stop string.
+    """
+
+    def __init__(self, strings: tuple[str, ...], *, include: bool) -> None:
+        self.strings = strings
+        self._include = include
+        self._longest = max(map(len, strings), default=0)
+
+    def find(self, text: str, seen: int) -> int | None:
+        """Where to cut ``text``, whose first ``seen`` characters hold no stop string; None if nowhere.
+
+        The stop string that completes first counts; of several that complete at the same character, the longest.
+        """
+        start = max(0, seen - self._longest + 1)
+        matches = [(at + len(s), at) for s in self.strings if (at := text.find(s, start)) >= 0]
+        if not matches:
+            return None
+        end, begin = min(matches)
+        return end if self._include else begin
+
+    def held_back(self, text: str) -> int:
+        """Length of the longest end of ``text`` that is the beginning of a stop string."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            ending = text[-length:]
+            if any(s.startswith(ending) for s in self.strings):
+                return length
+        return 0

@@ -1,0 +1,1 @@
+"""Those who watch an engine: observers, traces, counters. Watching never changes what is generated."""

@@ -1,0 +1,212 @@
+"""What a server's metrics count, by vLLM's definitions where it has one; ``metrics`` gives them to Prometheus.
+
+Kept apart from Prometheus' own counters for two reasons: a round takes one lock and a few additions, and a scrape sees
+all numbers of the same moment, so that accepted tokens never outnumber drafted ones.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specexport_runtime.sequences.sequence import FinishReason, Sequence
+    from specexport_runtime.watch.observe import RoundRecord
+
+# vLLM's bounds, and finer ones below for small models on CPUs: a quantile is no finer than the bounds around it.
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+FIRST_TOKEN_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+)  # fmt: skip
+TOKEN_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+)  # fmt: skip
+REQUEST_SECONDS = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0,
+    60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+
+REASONS: "dict[FinishReason | None, str]" = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
+"""How a sequence ended, in vLLM's words."""
+
+
+def length_bounds(longest: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, 50, … up to ``longest``."""
+    bounds = [digit * 10**power for power in range(len(str(longest))) for digit in (1, 2, 5)]
+    return tuple(bound for bound in bounds if bound <= longest)
+
+
+class Histogram:
+    """Counts of values by bounds, each the largest value that its bucket takes."""
+
+    def __init__(self, bounds: Seq[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += times * value
+
+    def copy(self) -> "Histogram":
+        """A copy that does not change."""
+        other = Histogram(self.bounds)
+        other.counts, other.total = list(self.counts), self.total
+        return other
+
+
+@dataclass
+class DraftCounts:
+    """What one drafter did.
+
+    Attributes:
+        drafts: rounds of a sequence that had a draft.
+        drafted: draft tokens that the target tested.
+        accepted: of these, accepted and emitted.
+    """
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+def _histograms() -> dict[str, Histogram]:
+    seconds = ("e2e", "queue", "prefill", "decode", "inference")
+    return {
+        "step_tokens": Histogram(STEP_TOKENS),
+        "first_token": Histogram(FIRST_TOKEN_SECONDS),
+        "between_tokens": Histogram(TOKEN_SECONDS),
+        "per_token": Histogram(TOKEN_SECONDS),
+        **{name: Histogram(REQUEST_SECONDS) for name in seconds},
+        **{name: Histogram(()) for name in ("prompt_tokens", "generation_tokens", "max_tokens")},
+    }
+
+
+@dataclass
+class EngineCounts:
+    """All that was counted since an engine was loaded. Not locked: that is the caller's part.
+
+    Attributes:
+        steps: steps of the engine.
+        step_seconds: they took, drafting included.
+        prompt_tokens: tokens of prompts that were fed.
+        generation_tokens: tokens that were generated.
+        saved_seconds: of rounds with drafts that were faster than plain decoding, how much.
+        lost_seconds: of those that were slower.
+        accepted: drafts by number of accepted tokens.
+        drafters: what each drafter did.
+        finished: sequences that ended, by reason.
+        failures: of those with reason ``error``, by class of the exception.
+        refused: requests that never reached the engine, by reason.
+        histograms: distributions, by name.
+        last_token: when each running sequence got its newest tokens, by its id.
+    """
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    saved_seconds: float = 0.0
+    lost_seconds: float = 0.0
+    accepted: list[int] = field(default_factory=lambda: [0])
+    drafters: dict[str, DraftCounts] = field(default_factory=dict)
+    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS.values(), 0))
+    failures: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
+    histograms: dict[str, Histogram] = field(default_factory=_histograms)
+    last_token: dict[int, float] = field(default_factory=dict)
+
+    def copy(self) -> "EngineCounts":
+        """A copy that does not change, for a scrape."""
+        return replace(
+            self,
+            accepted=list(self.accepted),
+            drafters={name: replace(counts) for name, counts in self.drafters.items()},
+            finished=dict(self.finished),
+            failures=dict(self.failures),
+            refused=dict(self.refused),
+            histograms={name: histogram.copy() for name, histogram in self.histograms.items()},
+            last_token={},
+        )
+
+    def all_drafts(self) -> DraftCounts:
+        """What all drafters did."""
+        parts = self.drafters.values()
+        return DraftCounts(sum(p.drafts for p in parts), sum(p.drafted for p in parts), sum(p.accepted for p in parts))
+
+    def accepted_at(self) -> list[int]:
+        """Accepted draft tokens by their position in the draft."""
+        return [sum(self.accepted[position + 1 :]) for position in range(len(self.accepted) - 1)]
+
+    def set_limits(self, longest: int, lookahead: int) -> None:
+        """Fit to an engine: the longest sequence that it takes, and the longest draft."""
+        for name in ("prompt_tokens", "generation_tokens", "max_tokens"):
+            self.histograms[name] = Histogram(length_bounds(longest))
+        self.accepted += [0] * (lookahead + 1 - len(self.accepted))
+
+    def add_round(self, record: "RoundRecord", now: float) -> None:
+        """Count a step that ended at ``now``."""
+        generated = drafted = 0
+        waits: dict[float, int] = {}  # sequences by when they last got tokens: most rounds, all at the same time
+        for event in record.events:
+            if not event.tokens:
+                continue
+            sequence, key = event.sequence, id(event.sequence)
+            generated += len(event.tokens)
+            drafted += event.drafted
+            if event.drafted:
+                self._add_draft(event.proposal.drafter or "other", event.drafted, event.accepted)
+            stats = sequence.stats
+            if stats.rounds == 1:
+                self.histograms["first_token"].observe((stats.first_token_time or now) - stats.submit_time)
+            elif (last := self.last_token.get(key)) is not None:
+                waits[last] = waits.get(last, 0) + 1
+            self.last_token[key] = now
+        for last, times in waits.items():
+            self.histograms["between_tokens"].observe(now - last, times)
+        self.steps += 1
+        self.step_seconds += record.seconds
+        self.prompt_tokens += record.prompt_tokens
+        self.generation_tokens += generated
+        self.histograms["step_tokens"].observe(record.prompt_tokens + generated)
+        # A round without drafts saves nothing; what it differs by from the mean of its like is chance.
+        saved = (record.saved_seconds or 0.0) if drafted else 0.0
+        self.saved_seconds += max(saved, 0.0)
+        self.lost_seconds += max(-saved, 0.0)
+
+    def _add_draft(self, drafter: str, drafted: int, accepted: int) -> None:
+        counts = self.drafters.get(drafter)
+        if counts is None:
+            counts = self.drafters[drafter] = DraftCounts()
+        counts.drafts += 1
+        counts.drafted += drafted
+        counts.accepted += accepted
+        if accepted >= len(self.accepted):  # longer than the engine said
+            self.accepted += [0] * (accepted + 1 - len(self.accepted))
+        self.accepted[accepted] += 1
+
+    def add_end(self, sequence: "Sequence") -> None:
+        """Count the end of a sequence; its times and lengths only if it was not cancelled and did not fail."""
+        reason = REASONS.get(sequence.finish_reason, "error")
+        self.last_token.pop(id(sequence), None)
+        self.finished[reason] += 1
+        if reason == "error":
+            name = type(sequence.error).__name__
+            self.failures[name] = self.failures.get(name, 0) + 1
+        stats, seen = sequence.stats, self.histograms
+        if reason not in ("stop", "length") or stats.end_time is None or stats.first_token_time is None:
+            return
+        decode = stats.end_time - stats.first_token_time
+        seen["e2e"].observe(stats.end_time - stats.submit_time)
+        seen["queue"].observe(stats.start_time - stats.submit_time)
+        seen["prefill"].observe(stats.first_token_time - stats.start_time)
+        seen["decode"].observe(decode)
+        seen["inference"].observe(stats.end_time - stats.start_time)
+        # The first token belongs to the prefill; a text of one token took no time a token, as in vLLM.
+        seen["per_token"].observe(decode / max(stats.num_generated_tokens - 1, 1))
+        seen["prompt_tokens"].observe(stats.num_prompt_tokens)
+        seen["generation_tokens"].observe(stats.num_generated_tokens)
+        seen["max_tokens"].observe(sequence.params.max_tokens)

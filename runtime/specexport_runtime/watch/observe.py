@@ -1,0 +1,113 @@
+"""What an engine tells those who watch it: metrics, traces. Watching never changes what is generated."""
+
+import logging
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from specexport_runtime.sequences.sequence import RoundEvent, Sequence
+
+
+class RoundRecord(NamedTuple):
+    """One step of the engine.
+
+    Attributes:
+        events: what it did for each sequence that got tokens or failed.
+        prompt_tokens: tokens of prompts that it fed.
+        seconds: it took, drafting included.
+        plain_seconds: a round of plain decoding of the same rows would have taken, one token each; None if that is not
+            known.
+    """
+
+    events: "Seq[RoundEvent]"
+    prompt_tokens: int
+    seconds: float
+    plain_seconds: float | None = None
+
+    @property
+    def saved_seconds(self) -> float | None:
+        """Seconds saved against plain decoding; negative if the round lost time; None where that is not known.
+
+        Plain decoding gives one token a row and round, so the tokens of this round would have taken it as many rounds
+        as each row got on average. Unknown for steps that fed prompts too.
+        """
+        rows = [event for event in self.events if event.tokens]
+        if self.plain_seconds is None or self.prompt_tokens or not rows:
+            return None
+        return self.plain_seconds * sum(len(event.tokens) for event in rows) / len(rows) - self.seconds
+
+
+class EngineObserver(Protocol):
+    """Watches an engine. All calls come from the decoding thread, between rounds: be quick.
+
+    What an observer raises is logged once, and the observer is not called again; requests go on.
+    """
+
+    def on_round(self, record: RoundRecord) -> None:
+        """A step was executed."""
+        ...
+
+    def on_finish(self, sequence: "Sequence") -> None:
+        """A sequence ended, in whichever way; see its ``finish_reason``, ``stats`` and ``error``."""
+        ...
+
+
+class Observers:
+    """The observers of one engine. False while there are none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._each: tuple[EngineObserver, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self._each)
+
+    def add(self, observer: EngineObserver) -> None:
+        """Call ``observer`` from now on (any thread)."""
+        with self._lock:
+            self._each = (*self._each, observer)
+
+    def round_done(self, record: RoundRecord) -> None:
+        """Tell all of a step."""
+        for observer in self._each:
+            self._tell(observer, observer.on_round, record)
+
+    def sequence_done(self, sequence: "Sequence") -> None:
+        """Tell all of the end of a sequence."""
+        for observer in self._each:
+            self._tell(observer, observer.on_finish, sequence)
+
+    def _tell(self, observer: EngineObserver, call: "Callable[[Any], None]", news: object) -> None:
+        try:
+            call(news)
+        except Exception:  # whatever it is: who watches must not stop what is watched
+            with self._lock:
+                self._each = tuple(each for each in self._each if each is not observer)
+            logging.getLogger("specexport_runtime").exception(
+                "an observer (%s) raised; it is not called any more.", type(observer).__name__
+            )
+
+
+class EngineLoad(NamedTuple):
+    """How busy an engine is, at the moment of asking; while it decodes, a sequence on its way may not be counted.
+
+    Attributes:
+        num_running: sequences that hold a cache row.
+        num_waiting: sequences that wait for one.
+        max_num_seqs: cache rows.
+        kv_entries: committed cache entries of the target.
+        kv_capacity: cache entries that the rows can hold together.
+    """
+
+    num_running: int
+    num_waiting: int
+    max_num_seqs: int
+    kv_entries: int
+    kv_capacity: int
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the cache that is in use, 0 to 1."""
+        return self.kv_entries / self.kv_capacity if self.kv_capacity else 0.0

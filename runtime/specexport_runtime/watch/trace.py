@@ -1,0 +1,69 @@
+"""What each round did for each sequence, and what it saved: collected only for requests that ask."""
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+from specexport_runtime.sequences.records import RoundTrace, StepLoad
+
+if TYPE_CHECKING:
+    from specexport_runtime.costs.curves import CostCurves
+    from specexport_runtime.sequences.sequence import RoundEvent
+
+
+class RoundTracer:
+    """Writes down rounds, and what plain decoding would have taken for them.
+
+    Args:
+        curves: what steps cost; None measures rounds without drafts.
+    """
+
+    def __init__(self, curves: "CostCurves | None" = None) -> None:
+        self.curves = curves
+        self._plain: dict[int, float] = {}
+        self._rounds = 0
+
+    def record(self, events: "Seq[RoundEvent]", load: StepLoad, seconds: float) -> float | None:
+        """Append a round to the traces of its sequences that keep one.
+
+        Args:
+            events: what it did.
+            load: the step without drafts.
+            seconds: the whole round took.
+
+        Returns:
+            seconds of a round of plain decoding of the same rows; None if that is not known.
+        """
+        self._rounds += 1
+        drafted = sum(event.drafted for event in events)
+        if not drafted and not load.prompt_tokens:
+            known = self._plain.get(load.num_rows, seconds)
+            self._plain[load.num_rows] = known + 0.2 * (seconds - known)
+        plain = self._plain_seconds(load)
+        for event in events:
+            seq = event.sequence
+            if seq.trace is None:
+                continue
+            seq.trace.append(
+                RoundTrace(
+                    round=self._rounds,
+                    num_rows=load.num_rows,
+                    num_tokens=load.num_tokens + drafted,
+                    prompt_tokens=load.prompt_tokens,
+                    asked=tuple(seq.asked),
+                    drafter=event.proposal.drafter,
+                    drafted=tuple(event.proposal.tokens),
+                    accepted=event.accepted,
+                    end=event.proposal.end,
+                    emitted=tuple(event.tokens),
+                    gamma=event.gamma,
+                    milliseconds=1000 * seconds,
+                    plain_milliseconds=None if plain is None else 1000 * plain * len(event.tokens),
+                )
+            )
+        return plain
+
+    def _plain_seconds(self, load: StepLoad) -> float | None:
+        """Seconds of a round of plain decoding of the same rows."""
+        if self.curves is None:
+            return self._plain.get(load.num_rows)
+        return self.curves.target.seconds(load.num_rows, load.num_rows, load.kv_entries)

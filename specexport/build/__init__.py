@@ -1,0 +1,1 @@
+"""The stages of a build, from checkpoints to a bundle."""

@@ -1,0 +1,65 @@
+"""One built engine with what a bundle needs to know of its checkpoint. Imports the manifest's classes only."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from specexport_runtime.bundle.files import FileEntry
+from specexport_runtime.bundle.manifest import ModelEntry
+
+TOKENIZER_NAME = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A target or draft, built.
+
+    Attributes:
+        entry: its manifest entry; paths are relative to the model's own folder.
+        files: engine files by path relative to that folder.
+        tokenizer_json: content of the checkpoint's ``tokenizer.json``.
+        chat_template: Jinja source, if the checkpoint has one.
+        special_tokens: text of named special tokens.
+        bos_token_id: beginning-of-sequence token, if any.
+        eos_token_ids: ids that end a generation.
+        max_abs_error: largest difference from eager logits that the check found; None if it was not checked.
+    """
+
+    entry: ModelEntry
+    files: Mapping[str, FileEntry]
+    tokenizer_json: bytes = field(repr=False)
+    chat_template: str | None
+    special_tokens: Mapping[str, str]
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    max_abs_error: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form, without the tokenizer (a file of its own)."""
+        data = asdict(self)
+        del data["tokenizer_json"]
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], tokenizer_json: bytes) -> "BuiltModel":
+        """Rebuild from :meth:`to_json` after a trip through JSON."""
+        values = dict(data)
+        # asdict turns the named tuples of the layers into lists once they went through JSON
+        values["entry"] = ModelEntry.from_json(values["entry"])
+        values["files"] = {name: FileEntry(**entry) for name, entry in values["files"].items()}
+        values["eos_token_ids"] = tuple(values["eos_token_ids"])
+        return cls(tokenizer_json=tokenizer_json, **values)
+
+
+def entry_in_bundle(built: BuiltModel, role: str) -> ModelEntry:
+    """The manifest entry with its paths relative to the bundle folder."""
+    engines = tuple(replace(engine, path=str(Path(role) / engine.path)) for engine in built.entry.engines)
+    padded, full = built.entry.padded_path, built.entry.full_path
+    return replace(
+        built.entry,
+        engines=engines,
+        path=str(Path(role) / built.entry.path),
+        padded_path=None if padded is None else str(Path(role) / padded),
+        full_path=None if full is None else str(Path(role) / full),
+    )

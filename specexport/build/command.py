@@ -1,0 +1,114 @@
+"""``specexport build``: flags in, a bundle out. Imports the pipeline when it runs."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from specexport.build.pipeline import BuildResult
+
+
+def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | int | None:
+    if value is None or value == "auto":
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither a whole number nor 'auto'.") from None
+
+
+@click.command()
+@click.argument("target", required=False)
+@click.option("--draft", help="Draft checkpoint. Without one the bundle decodes plainly.")
+@click.option("-o", "--output", "output", help="Folder of the bundle.")
+@click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML recipe; flags go before it.")
+@click.option("--name", help="Name of the bundle [default: the output folder's name].")
+@click.option("--backend", help="What runs the engines [default: ort-cpu].")
+@click.option("--dtype", help="Dtype of weights and KV caches [default: auto].")
+@click.option("--quantize", metavar="int8|int4", help="Quantize the target's linear layers (ort-cpu).")
+@click.option("--draft-quantize", metavar="int8|int4", help="Quantize the draft's linear layers (ort-cpu).")
+@click.option("--quantize-lm-head/--no-quantize-lm-head", default=None, help="Quantize the LM head too [default: yes].")
+@click.option("--fuse/--no-fuse", default=None, help="Pack and fuse operators where that is faster [default: yes].")
+@click.option("--sm", multiple=True, metavar="NN", help="TensorRT: GPU architecture to build for; repeat for more.")
+@click.option("--lowering", help="TensorRT: attention: native, native-grouped or plugin [default: auto].")
+@click.option("--max-num-seqs", type=int, help="TensorRT: most sequences at a time [default: 8].")
+@click.option("--max-num-tokens", type=int, help="TensorRT: most tokens of one step [default: 512].")
+@click.option("--gpu-memory-gb", type=float, help="TensorRT: refuse what a GPU of this memory cannot hold.")
+@click.option(
+    "--lookahead", "--num-speculative-tokens", "lookahead", type=int, help="Most draft tokens a round (K) [default: 8]."
+)
+@click.option(
+    "--max-model-len", metavar="N|auto", callback=_auto_or_int, help="Most tokens of one sequence [default: auto]."
+)
+@click.option("--revision", help="Hub revision of the target.")
+@click.option("--draft-revision", help="Hub revision of the draft.")
+@click.option("--trust-remote-code", is_flag=True, default=None, help="Run the hub's Python code while loading.")
+@click.option("--no-check", is_flag=True, help="Do not compare the engines with eager transformers.")
+@click.option("--no-cache", is_flag=True, help="Neither use nor fill the cache of built engines.")
+@click.option("--force", is_flag=True, help="Replace a bundle that stands in the output folder.")
+@click.option(
+    "--dump-passes", type=click.Path(path_type=Path, file_okay=False), help="Write the graph after each pass there."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
+def build(
+    *,
+    recipe_file: Path | None,
+    no_check: bool,
+    no_cache: bool,
+    force: bool,
+    dump_passes: Path | None,
+    as_json: bool,
+    quiet: bool,
+    **flags: Any,
+) -> None:
+    """Build a bundle from TARGET: a Hugging Face folder, a hub id, or a .gguf file."""
+    from specexport.build.pipeline import build_bundle
+    from specexport.build.progress import show_progress
+    from specexport.recipe import make_recipe
+
+    flags["sm"] = flags["sm"] or None
+    recipe = make_recipe(flags | {"check": False if no_check else None}, recipe_file)
+    with show_progress(sys.stderr, quiet=quiet) as progress:
+        result = build_bundle(recipe, progress=progress, dump_passes=dump_passes, force=force, use_cache=not no_cache)
+    if as_json:
+        click.echo(json.dumps(result_to_json(result)))
+    else:
+        click.echo(summary(result))
+
+
+def result_to_json(result: "BuildResult") -> dict[str, Any]:
+    """A build's result as plain values (seconds and bytes, not rounded)."""
+    return {
+        "bundle": str(result.path),
+        "build_key": result.manifest.build_key,
+        "up_to_date": result.up_to_date,
+        "cached": list(result.reused),
+        "seconds": dict(result.seconds),
+        "total_seconds": sum(result.seconds.values()),
+        "max_abs_errors": dict(result.max_abs_errors),
+        "files": {name: entry.size for name, entry in result.files.items()},
+        "peak_memory_bytes": result.peak_memory_bytes,
+    }
+
+
+def summary(result: "BuildResult") -> str:
+    """A build's result in a line or two for a reader."""
+    total = sum(entry.size for entry in result.files.values())
+    if result.up_to_date:
+        return f"{result.path} is up to date ({total / 1e6:.1f} MB): nothing to do."
+    lines = [
+        f"Built {result.path} ({total / 1e6:.1f} MB) in {sum(result.seconds.values()):.1f} s, "
+        f"peak memory {result.peak_memory_bytes / 1e6:.0f} MB."
+    ]
+    for role, error in result.max_abs_errors.items():
+        cached = " (engine from the cache)" if role in result.reused else ""
+        quantize = result.manifest.models[role].quantize
+        found = "not checked" if error is None else f"logits within {error:.1e} of eager transformers"
+        if quantize is not None:
+            found = f"{quantize}, " + ("not checked" if error is None else "close enough to eager transformers")
+        lines.append(f"  {role}: {found}{cached}")
+    return "\n".join(lines)

@@ -1,0 +1,201 @@
+"""One model through the stages: load, reference, trace, passes, lower, build, check."""
+
+import gc
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specexport.atomic import require_space
+from specexport.backends.ort_cpu import build_cpu_engine, release_weights
+from specexport.backends.tensorrt import build_gpu_engines, check_memory, is_tensorrt, memory_plan_of
+from specexport.build.built import BuiltModel
+from specexport.build.check import check_engine, check_obstacle, check_sequences
+from specexport.build.progress import StageClock
+from specexport.recipe import BuildRecipe, resolve_dtype, resolve_recipe
+from specexport_runtime.abi import ITEM_BYTES
+from specexport_runtime.bundle.files import hash_files
+from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.errors import CheckpointError, MissingDependencyError
+from specexport_runtime.executors.base import Float32Array, Int64Array
+
+STAGES = ("load", "reference", "trace", "passes", "lower", "build", "check")
+
+_NEEDED = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "safetensors", "huggingface_hub")
+_SPACE_MARGIN = 1.05  # graph, tokenizer and alignment beside the weights
+
+
+class _Reference(NamedTuple):
+    """Token sequences and the eager logits for them: all that is kept of the torch model for the check."""
+
+    sequences: Sequence[Int64Array]
+    logits: Sequence[Float32Array]
+
+
+class ModelSource(NamedTuple):
+    """A checkpoint to build from, found and hashed.
+
+    Attributes:
+        role: ``"target"`` or ``"draft"``.
+        source: checkpoint as it was given: a folder, a ``.gguf`` file or a hub id.
+        revision: hub revision.
+        name: its name for reports and the manifest; never a machine path.
+        sha256: hash over its files.
+    """
+
+    role: str
+    source: str
+    revision: str | None
+    name: str
+    sha256: str
+
+
+def build_model(
+    recipe: BuildRecipe, source: ModelSource, folder: Path, *, clock: StageClock, dump_dir: Path | None = None
+) -> BuiltModel:
+    """Build one engine.
+
+    Args:
+        recipe: the recipe, ``"auto"`` allowed.
+        source: the checkpoint.
+        folder: where the engine files go; created.
+        clock: times the stages.
+        dump_dir: where to write the graph after each pass, if anywhere.
+
+    Returns:
+        the engine and what a bundle must know of its checkpoint.
+
+    Raises:
+        MissingDependencyError: the export extra is not installed.
+        CheckpointError, UnsupportedModelError, RecipeError: the checkpoint cannot be used, or not with this recipe.
+        CheckFailedError: the engine's logits differ from eager transformers.
+    """
+    require_export_stack(recipe.backend)
+    with clock.stage("load", source.role, source.name):
+        checkpoint = _load(recipe, source)
+        recipe = resolve_recipe(recipe, [checkpoint.max_positions])  # refuses a length the model cannot have
+        copies = 1 + len(recipe.sm)  # the graph, and an engine for each architecture
+        require_space(folder, int(checkpoint.num_parameters * ITEM_BYTES[recipe.dtype] * copies * _SPACE_MARGIN))
+    with clock.stage("reference", source.role):
+        obstacle = check_obstacle(recipe)
+        reference = _eager_reference(checkpoint) if obstacle is None else None
+    fields = _compile(recipe, checkpoint, source.role, folder=folder, clock=clock, dump_dir=dump_dir)
+    gc.collect()  # the graph is gone: its weights must not be in memory beside the check's
+    entry = ModelEntry(
+        **fields,
+        backend=recipe.backend,
+        architecture=checkpoint.architecture,
+        dtype=recipe.dtype,
+        vocab_size=checkpoint.vocab_size,
+        num_parameters=checkpoint.num_parameters,
+        max_positions=checkpoint.max_positions,
+        source=source.name,
+        source_sha256=source.sha256,
+    )
+    with clock.stage("check", source.role, obstacle or ""):
+        error = check_engine(folder, entry, *reference) if reference is not None else None
+    return BuiltModel(
+        entry=entry,
+        files=hash_files(folder, [path.name for path in folder.iterdir()]),
+        tokenizer_json=checkpoint.tokenizer_json,
+        chat_template=checkpoint.chat_template,
+        special_tokens=dict(checkpoint.special_tokens),
+        bos_token_id=checkpoint.bos_token_id,
+        eos_token_ids=tuple(checkpoint.eos_token_ids),
+        max_abs_error=error,
+    )
+
+
+def _load(recipe: BuildRecipe, source: ModelSource) -> Any:
+    from specexport.frontend import load_checkpoint
+
+    checkpoint = load_checkpoint(
+        source.source,
+        dtype=resolve_dtype(recipe),
+        revision=source.revision,
+        trust_remote_code=recipe.trust_remote_code,
+    )
+    if checkpoint.source_sha256 != source.sha256:
+        raise CheckpointError(f"checkpoint {source.name} changed while it was read.", "build again.")
+    return checkpoint
+
+
+def _eager_reference(checkpoint: Any) -> _Reference:
+    from specexport.frontend import reference_logits
+
+    sequences = check_sequences(checkpoint.vocab_size)
+    return _Reference(sequences, reference_logits(checkpoint, [ids.tolist() for ids in sequences]))
+
+
+def _compile(
+    recipe: BuildRecipe, checkpoint: Any, role: str, *, folder: Path, clock: StageClock, dump_dir: Path | None
+) -> dict[str, Any]:
+    """Trace to engine files; the checkpoint's torch model is gone afterwards. Returns fields of the manifest entry."""
+    from specexport.frontend import trace_checkpoint
+    from specexport.passes import default_passes, run_passes
+
+    with clock.stage("trace", role):
+        traced = trace_checkpoint(checkpoint)
+        # A copy of the graph (not of the weights): the exporter's own still refers to tied weights it has dropped.
+        ir_model, layers = traced.ir_model.clone(), tuple(traced.layers)
+        del traced, checkpoint.model  # the graph holds the weights now
+        traced_weights = list(ir_model.graph.initializers.values())
+        gc.collect()
+    if is_tensorrt(recipe):
+        check_memory(recipe, memory_plan_of(recipe, checkpoint.num_parameters, layers), clock)
+    with clock.stage("passes", role):
+        passes = default_passes(
+            recipe,
+            pack=recipe.fuse and recipe.backend == "ort-cpu",
+            quantize=recipe.quantization_of(role),
+            quantize_lm_head=recipe.quantize_lm_head,
+        )
+        done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=clock.note)
+    strip_metadata(ir_model)
+    if recipe.backend == "ort-cpu":
+        fields = build_cpu_engine(ir_model, recipe, role, checkpoint, folder=folder, clock=clock)
+    else:
+        fields = build_gpu_engines(ir_model, recipe, role, layers, folder=folder, clock=clock)
+    release_weights([*traced_weights, *ir_model.graph.initializers.values()])
+    return {"layers": layers, "passes": done, **fields}
+
+
+def strip_metadata(ir_model: Any) -> None:
+    """Remove what the exporter notes beside nodes and values: stack traces with paths of this machine, half the file.
+
+    Dumped passes keep it, for whoever looks for where a node came from.
+    """
+    import onnx_ir as ir
+
+    for graph in (ir_model.graph, *ir_model.functions.values()):
+        graph.metadata_props.clear()
+        for value in graph.inputs:
+            value.metadata_props.clear()
+        for node in ir.traversal.RecursiveGraphIterator(graph):
+            node.metadata_props.clear()
+            node.doc_string = None
+            for value in node.outputs:
+                value.metadata_props.clear()
+    for initializer in ir_model.graph.initializers.values():
+        initializer.metadata_props.clear()
+    ir_model.metadata_props.clear()
+
+
+def require_export_stack(backend: str = "ort-cpu") -> None:
+    """Check that the compiler's dependencies are installed, without importing them.
+
+    Args:
+        backend: the backend to build for; those on ONNX Runtime need it for their own check.
+
+    Raises:
+        MissingDependencyError: names what is missing and the command that installs it.
+    """
+    extra, needed = {"ort-cpu": ("cpu", ("onnxruntime",)), "ort-cuda": ("cuda", ("onnxruntime",))}.get(
+        backend, (backend, ())
+    )
+    missing = [name for name in (*_NEEDED, *needed) if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(
+            f"building needs {', '.join(missing)}, which is not installed.",
+            f"pip install 'specexport[export,{extra}]'.",
+        )

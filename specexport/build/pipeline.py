@@ -1,0 +1,253 @@
+"""The compiler's stages, in order, for each model of a bundle; then the bundle.
+
+::
+
+    plan ── per model: load ─ reference ─ trace ─ passes ─ lower ─ build ─ check ── bundle
+                          (or: reuse, when the cache has the engine)
+
+Models are built one after another, and each stage's input is freed before the next needs memory. Torch and
+everything else that is heavy is imported by the stages that need it: a build with nothing to do ends before.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specexport.atomic import new_folder
+from specexport.backends.tensorrt import architectures_of, check_bundle_memory, is_tensorrt
+from specexport.build.built import TOKENIZER_NAME, BuiltModel
+from specexport.build.bundle import check_output, find_up_to_date, refuse_to_replace, write_bundle
+from specexport.build.cache import EngineCache
+from specexport.build.check import check_obstacle
+from specexport.build.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, hash_sources, hash_values, tool_versions
+from specexport.build.model import STAGES, ModelSource, build_model, require_export_stack
+from specexport.build.progress import Progress, StageClock
+from specexport.build.vocabulary import check_vocabularies, read_vocabulary
+from specexport.host import peak_memory_bytes
+from specexport.recipe import AUTO_MODEL_LEN, BuildRecipe, resolve_recipe
+from specexport_runtime.bundle.files import FileEntry
+from specexport_runtime.bundle.manifest import Manifest
+
+_NUM_COMMON_STAGES = 2  # plan and bundle
+_ENGINE_FIELDS = ("sm", "lowering", "lookahead", "max_model_len", "max_num_seqs", "max_num_tokens")
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """What a build did.
+
+    Attributes:
+        path: the bundle.
+        manifest: its manifest.
+        up_to_date: nothing had changed, so nothing was done.
+        reused: roles whose engine came from the cache.
+        seconds: time of each stage, ``"role.stage"`` or ``"stage"``.
+        max_abs_errors: largest logit difference that the check of each model found; None if it was not checked.
+        peak_memory_bytes: most resident memory of this process so far.
+    """
+
+    path: Path
+    manifest: Manifest
+    up_to_date: bool
+    reused: tuple[str, ...]
+    seconds: Mapping[str, float]
+    max_abs_errors: Mapping[str, float | None]
+    peak_memory_bytes: int
+
+    @property
+    def files(self) -> Mapping[str, FileEntry]:
+        """Every file of the bundle but the manifest, with hash and size in bytes."""
+        return self.manifest.files
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is known before any model is loaded.
+
+    Attributes:
+        models: checkpoint of each role, target first.
+        engine_keys: cache key of each role's engine.
+        build_key: hash of all that decides the bundle.
+        tools: tool versions.
+    """
+
+    models: tuple[ModelSource, ...]
+    engine_keys: Mapping[str, str]
+    build_key: str
+    tools: Mapping[str, str]
+
+
+def build_bundle(
+    recipe: BuildRecipe,
+    *,
+    progress: Progress | None = None,
+    dump_passes: Path | None = None,
+    force: bool = False,
+    use_cache: bool = True,
+) -> BuildResult:
+    """Build the bundle of a recipe, or find that it is there already.
+
+    Args:
+        recipe: what to build.
+        progress: called as each stage begins.
+        dump_passes: folder for the graph after each pass, one subfolder a model; implies building every model anew.
+        force: replace a bundle that stands in the way.
+        use_cache: take engines from the cache and put new ones there.
+
+    Returns:
+        the bundle and what was done.
+
+    Raises:
+        UserInputError: a checkpoint, the vocabularies, the output folder or the disk do not allow it; one of its
+            subclasses says which.
+        CheckFailedError: an engine's logits differ from eager transformers.
+    """
+    output = Path(recipe.output).expanduser()
+    num_models = 2 if recipe.draft is not None else 1
+    clock = StageClock(progress, num_steps=len(STAGES) * num_models + _NUM_COMMON_STAGES)
+    with clock.stage("plan"):
+        exists = check_output(output, force=force)
+        if is_tensorrt(recipe):
+            recipe = replace(recipe, sm=architectures_of(recipe))
+        plan = _make_plan(recipe)
+        present = find_up_to_date(output, plan.build_key) if exists else None
+        if exists and present is None and not force:
+            raise refuse_to_replace(output, recipe)
+        if present is None:
+            _check_tokenizer_files(plan)
+    if present is not None and dump_passes is None:
+        return _result(output, present, clock, up_to_date=True)
+    # Dumping passes needs every pass to run, so engines are not taken from the cache then.
+    cache = EngineCache() if use_cache else None
+    built: dict[str, BuiltModel] = {}
+    reused: list[str] = []
+    with new_folder(output, replace=exists) as folder:
+        for model in plan.models:
+            key, place = plan.engine_keys[model.role], folder / model.role
+            found = _reuse(cache, key, model, place, clock) if cache is not None and dump_passes is None else None
+            if found is not None:
+                reused.append(model.role)
+            built[model.role] = found or _build_anew(
+                recipe, model, place, clock, cache=cache, key=key, dump=dump_passes
+            )
+        with clock.stage("bundle"):
+            _check_built_vocabularies(built)
+            resolved = resolve_recipe(recipe, [model.entry.max_positions for model in built.values()])
+            check_bundle_memory(resolved, {role: model.entry for role, model in built.items()})
+            manifest = write_bundle(folder, recipe=resolved, build_key=plan.build_key, tools=plan.tools, models=built)
+    errors = {role: model.max_abs_error for role, model in built.items()}
+    return _result(output, manifest, clock, reused=tuple(reused), max_abs_errors=errors)
+
+
+def _make_plan(recipe: BuildRecipe) -> _Plan:
+    models = [_find_model(recipe, "target", recipe.target, recipe.revision)]
+    if recipe.draft is not None:
+        models.append(_find_model(recipe, "draft", recipe.draft, recipe.draft_revision))
+    tools = tool_versions()
+    # "auto" resolves the same way whenever all of this is the same.
+    common: dict[str, Any] = {
+        "backend": recipe.backend,
+        "dtype": recipe.dtype,
+        "trust_remote_code": recipe.trust_remote_code,
+        "sources": hash_sources(ENGINE_ROOT),
+        "tools": tools,
+    }
+    if is_tensorrt(recipe):  # these engines are built for step sizes and architectures
+        common |= {name: getattr(recipe, name) for name in _ENGINE_FIELDS}
+    if recipe.backend == "ort-cpu":
+        common |= {name: getattr(recipe, name) for name in ("quantize_lm_head", "fuse")}
+        # Fused rotary embeddings are tables of this many positions.
+        common["rotary_len"] = max(AUTO_MODEL_LEN, 0 if recipe.max_model_len == "auto" else recipe.max_model_len)
+    keys = {
+        model.role: hash_values(
+            common
+            | {"checkpoint": model.sha256, "quantize": recipe.quantization_of(model.role)}
+            | ({} if recipe.backend == "ort-cuda" else {"role": model.role})
+        )
+        for model in models
+    }
+    build_key = hash_values(
+        {
+            "recipe": recipe.settings(),
+            "engines": keys,
+            "names": {model.role: model.name for model in models},
+            "sources": hash_sources(BUNDLE_ROOT),
+        }
+    )
+    return _Plan(tuple(models), keys, build_key, tools)
+
+
+def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | None) -> ModelSource:
+    from specexport.frontend.source import hash_source, resolve_source
+
+    if not Path(source).expanduser().exists():  # a hub id: fetching it needs what building needs
+        require_export_stack(recipe.backend)
+    found = resolve_source(source, revision, remote_code=recipe.trust_remote_code)
+    return ModelSource(role, source, revision, found.name, hash_source(found))
+
+
+def _reuse(cache: EngineCache, key: str, model: ModelSource, folder: Path, clock: StageClock) -> BuiltModel | None:
+    with clock.stage("cache", model.role, steps=0):
+        built = cache.restore(key, folder)
+    if built is None:
+        return None
+    clock.skip(len(STAGES))
+    # The same checkpoint may be known by another name now.
+    return replace(built, entry=replace(built.entry, source=model.name))
+
+
+def _build_anew(
+    recipe: BuildRecipe,
+    model: ModelSource,
+    folder: Path,
+    clock: StageClock,
+    *,
+    cache: EngineCache | None,
+    key: str,
+    dump: Path | None,
+) -> BuiltModel:
+    dump_dir = dump / model.role if dump is not None else None
+    built = build_model(recipe, model, folder, clock=clock, dump_dir=dump_dir)
+    # An engine that could have been checked and was not is not kept.
+    if cache is not None and (built.max_abs_error is not None or check_obstacle(replace(recipe, check=True))):
+        cache.store(key, built, folder)
+    return built
+
+
+def _check_tokenizer_files(plan: _Plan) -> None:
+    """Compare vocabularies before the long work where both are plain files; they are compared again once built."""
+    paths = [Path(model.source).expanduser() / TOKENIZER_NAME for model in plan.models]
+    if len(paths) == 2 and all(path.is_file() for path in paths):
+        target, draft = (read_vocabulary(path.read_bytes(), where=path.parent.name) for path in paths)
+        check_vocabularies(target, draft, num_shared_rows=None)
+
+
+def _check_built_vocabularies(models: Mapping[str, BuiltModel]) -> None:
+    if "draft" not in models:
+        return
+    target, draft = (
+        read_vocabulary(models[role].tokenizer_json, where=models[role].entry.source) for role in ("target", "draft")
+    )
+    shared = min(built.entry.vocab_size for built in models.values())
+    check_vocabularies(target, draft, num_shared_rows=shared)
+
+
+def _result(
+    output: Path,
+    manifest: Manifest,
+    clock: StageClock,
+    *,
+    up_to_date: bool = False,
+    reused: tuple[str, ...] = (),
+    max_abs_errors: Mapping[str, float | None] | None = None,
+) -> BuildResult:
+    return BuildResult(
+        path=output,
+        manifest=manifest,
+        up_to_date=up_to_date,
+        reused=reused,
+        seconds=dict(clock.seconds),
+        max_abs_errors=max_abs_errors or {},
+        peak_memory_bytes=peak_memory_bytes(),
+    )

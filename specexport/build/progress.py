@@ -1,0 +1,122 @@
+"""What a build tells while it works: one event a stage, shown as a bar on a terminal and as plain lines elsewhere."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TextIO
+
+
+class ProgressEvent(NamedTuple):
+    """A stage begins, or says something.
+
+    Attributes:
+        stage: name of the stage, for example ``"trace"``.
+        role: ``"target"``, ``"draft"``, or ``""`` for the bundle as a whole.
+        step: stages begun, this one included.
+        num_steps: stages in all, if every one is needed.
+        message: what there is to say beyond the stage's name; often empty.
+    """
+
+    stage: str
+    role: str
+    step: int
+    num_steps: int
+    message: str = ""
+
+
+Progress = Callable[[ProgressEvent], None]
+
+
+class StageClock:
+    """Times stages and reports them.
+
+    Args:
+        progress: called at the begin of each stage and with each note; None reports nothing.
+        num_steps: stages of a whole build.
+    """
+
+    def __init__(self, progress: Progress | None, num_steps: int) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress = progress
+        self._num_steps = num_steps
+        self._step = 0
+        self._current = ("", "")
+
+    @contextlib.contextmanager
+    def stage(self, name: str, role: str = "", message: str = "", *, steps: int = 1) -> Iterator[None]:
+        """Time a stage; its seconds go to ``seconds["role.name"]``, also when it raises.
+
+        Args:
+            name: name of the stage.
+            role: ``"target"``, ``"draft"``, or ``""`` for the bundle as a whole.
+            message: what there is to say beyond the name.
+            steps: how far it moves the bar.
+        """
+        self._step += steps
+        self._current = (name, role)
+        self._report(message)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[f"{role}.{name}" if role else name] = time.perf_counter() - start
+
+    def skip(self, count: int) -> None:
+        """``count`` stages will not be needed."""
+        self._step += count
+
+    def note(self, message: str) -> None:
+        """Say something about the current stage."""
+        self._report(message)
+
+    def _report(self, message: str) -> None:
+        if self._progress is not None:
+            name, role = self._current
+            self._progress(ProgressEvent(name, role, self._step, self._num_steps, message))
+
+
+@contextlib.contextmanager
+def show_progress(stream: TextIO, *, quiet: bool = False) -> Iterator[Progress]:
+    """A progress callback that shows a bar on a terminal and plain lines elsewhere.
+
+    Args:
+        stream: where to write; standard error, so that results can be piped.
+        quiet: show nothing.
+
+    Yields:
+        the callback for :func:`specexport.build.pipeline.build_bundle`.
+    """
+    if quiet:
+        yield lambda _event: None
+    elif stream.isatty():
+        with _bar(stream) as callback:
+            yield callback
+    else:
+        yield lambda event: print(_line(event), file=stream, flush=True)
+
+
+def _line(event: ProgressEvent) -> str:
+    what = f"{event.role} {event.stage}".strip()
+    return f"[{event.step}/{event.num_steps}] {what}" + (f": {event.message}" if event.message else "")
+
+
+@contextlib.contextmanager
+def _bar(stream: TextIO) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Bar(*columns, console=Console(file=stream), transient=True) as bar:
+        task = bar.add_task("build", total=None)
+
+        def callback(event: ProgressEvent) -> None:
+            what = f"{event.role} {event.stage}".strip() + (f": {event.message}" if event.message else "")
+            bar.update(task, description=what, completed=event.step, total=event.num_steps)
+
+        yield callback
