@@ -18,6 +18,7 @@ import numpy.typing as npt
 from common import median, report, timed
 
 from specexport_runtime.bundle.opened import load_bundle
+from specexport_runtime.executors.open import open_executor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.sampling.accept import accept_sampled
 from specexport_runtime.sampling.distribution import sample_token
@@ -51,7 +52,7 @@ def make_logits(kind: str, vocab_size: int, rng: np.random.Generator) -> npt.NDA
 def bundle_logits(path: Path, prompt: str) -> npt.NDArray[np.float32]:
     """[ROWS, V] logits of a bundle's target after the last ROWS tokens of ``prompt``."""
     bundle = load_bundle(path, max_num_seqs=1)
-    executor = bundle.make_executor("target")
+    executor = open_executor(bundle, "target")
     logits = ModelRunner(executor).step(0, [RowWork(bundle.tokenizer.encode(prompt).ids, ROWS)]).copy()
     executor.close()
     return logits

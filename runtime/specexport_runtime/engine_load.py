@@ -12,6 +12,7 @@ from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.drafters.self_draft import SelfDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import as_gated
+from specexport_runtime.executors.open import backend_of, backends_with, open_executor
 from specexport_runtime.lookahead.base import DraftLength
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.drafting import Obstacle
@@ -88,7 +89,8 @@ def load_engine_parts(path: Path, options: LoadOptions) -> EngineParts:
     executors: dict[str, Executor] = {}
     try:
         for role in sorted(bundle.manifest.models, reverse=True):  # the target first: a draft takes what it leaves
-            executors[role] = bundle.make_executor(
+            executors[role] = open_executor(
+                bundle,
                 role,
                 num_threads=options.num_threads,
                 spin=options.spin,
@@ -236,10 +238,12 @@ def self_draft_obstacle(target: ModelRunner, entry: ModelEntry | None = None) ->
             f"{entry.gate_obstacle.rstrip('.')}.",
             "use drafter 'lookup', or build with --draft.",
         )
-    if entry.backend != "ort-cpu":
+    backend = backend_of(entry.backend)
+    if backend is None or not backend.has_gates:
+        usable = backends_with("has_gates")
         return Obstacle(
-            f"drafter 'self' needs backend ort-cpu; this target was built for {entry.backend}.",
-            "build it with --backend ort-cpu.",
+            f"drafter 'self' needs backend {usable}; this target was built for {entry.backend}.",
+            f"build it with --backend {usable}.",
         )
     return Obstacle(
         "drafter 'self': this bundle was built before targets could draft with their own layers.", "build it again."

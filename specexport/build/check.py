@@ -15,8 +15,8 @@ import numpy as np
 
 from specexport.recipe import BuildRecipe
 from specexport_runtime.bundle.manifest import ModelEntry
-from specexport_runtime.errors import CheckFailedError
-from specexport_runtime.executors.base import Executor, Float32Array, Int64Array
+from specexport_runtime.errors import CheckFailedError, SpecexportError
+from specexport_runtime.executors.base import EngineRequest, Executor, Float32Array, Int64Array
 
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 """Largest difference of a logit by dtype, for logits of magnitude up to 1; it grows in proportion beyond (rounding).
@@ -233,16 +233,21 @@ def _run(
 
 
 def _make_executor(folder: Path, entry: ModelEntry, sequences: Sequence[Int64Array], *, unpad_kv: bool) -> Executor:
-    capacity = max(len(sequence) for sequence in sequences) + max(VERIFY_LENS)
-    if entry.engines:
-        from specexport_runtime.executors.trt_open import open_executor
+    from specexport_runtime.executors.open import backend_of
 
-        return open_executor(entry, folder, "new engine", num_rows=len(sequences), use_graphs=False)
-    if entry.backend == "ort-cuda":
-        from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
-
-        return OrtCudaExecutor(folder / entry.path, entry, num_rows=len(sequences), kv_capacity=capacity)
-    from specexport_runtime.executors.ort import OrtExecutor
-
-    path = folder / (entry.path if unpad_kv else str(entry.padded_path))
-    return OrtExecutor(path, entry, num_rows=len(sequences), kv_capacity=capacity, spin=False, unpad_kv=unpad_kv)
+    backend = backend_of(entry.backend)
+    if backend is None:
+        raise SpecexportError(f"the runtime has no backend {entry.backend!r} to check a new engine with.")
+    return backend.open(
+        EngineRequest(
+            folder=folder,
+            entry=entry,
+            role="new engine",
+            num_rows=len(sequences),
+            kv_capacity=max(len(sequence) for sequence in sequences) + max(VERIFY_LENS),
+            lookahead=1,
+            spin=False,
+            unpad_kv=unpad_kv,
+            cuda_graphs=False,
+        )
+    )

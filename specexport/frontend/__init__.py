@@ -4,54 +4,18 @@
 Importing this package imports neither torch nor transformers; its functions do.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specexport.frontend.checkpoint import Checkpoint
 from specexport.frontend.source import hash_checkpoint
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
 
     from specexport.frontend.trace import TracedModel
 
 __all__ = ["Checkpoint", "hash_checkpoint", "load_checkpoint", "reference_logits", "trace_checkpoint"]
-
-
-@dataclass
-class Checkpoint:
-    """A loaded checkpoint.
-
-    Attributes:
-        source: hub id, or the name of the local folder or file.
-        source_sha256: hash over the checkpoint's files.
-        architecture: model class name.
-        model: the model, in eval mode, weights in ``dtype``.
-        dtype: numpy name of the weights' dtype.
-        tokenizer_json: the tokenizer in the tokenizers library's own format.
-        chat_template: Jinja template, or None.
-        special_tokens: name to text, for chat templates (``bos_token``, ``eos_token``, …).
-        bos_token_id: beginning-of-sequence token, or None.
-        eos_token_ids: every token that ends a text.
-        vocab_size: rows of the LM head (V).
-        num_parameters: parameters, tied ones counted once.
-        max_positions: positions the model supports, or None.
-    """
-
-    source: str
-    source_sha256: str
-    architecture: str
-    model: "torch.nn.Module"
-    dtype: str
-    tokenizer_json: bytes
-    chat_template: str | None
-    special_tokens: dict[str, str]
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    vocab_size: int
-    num_parameters: int
-    max_positions: int | None
 
 
 def load_checkpoint(

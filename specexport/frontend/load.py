@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specexport.frontend import Checkpoint
+from specexport.frontend.checkpoint import Checkpoint
 from specexport.frontend.source import Source, hash_source, resolve_source
 from specexport.frontend.tokenizer import collect_eos_ids, load_tokenizer
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError

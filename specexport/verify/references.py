@@ -23,6 +23,7 @@ from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
 from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.executors.open import open_executor
 
 if TYPE_CHECKING:
     from specexport.verify.options import VerifyOptions
@@ -182,7 +183,7 @@ def _losses_of_bundle(
         with clock.stage("reference bundle", role):
             longest = max(map(len, windows))
             opened = load_bundle(reference, max_num_seqs=1, max_model_len=min(longest, other.max_model_len))
-            executor = opened.make_executor(role, num_threads=options.num_threads, spin=options.spin)
+            executor = open_executor(opened, role, num_threads=options.num_threads, spin=options.spin)
             try:
                 loss = engine_loss(executor, windows, lookahead=other.lookahead)
             finally:

@@ -16,6 +16,7 @@ from specexport_runtime.bundle.manifest import ModelEntry, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckFailedError
 from specexport_runtime.executors import ort_session
+from specexport_runtime.executors.open import open_executor
 
 
 def test_only_the_draft_has_it_over_its_own_weights(tiny_bundle: Path) -> None:
@@ -53,7 +54,7 @@ def test_prepacked_weights_are_kept_for_both_graphs(
     monkeypatch.setattr("specexport_runtime.executors.ort_graph.open_session", note)
     bundle = load_bundle(tiny_bundle)
     for prepacked in (True, False):
-        bundle.make_executor("draft", spin=False, prepacked=prepacked)
+        open_executor(bundle, "draft", spin=False, prepacked=prepacked)
     assert opened[2:] == [None, None]
     assert len({*opened[:2]} - {None}) == 2, "each graph has a hash of its own"
 

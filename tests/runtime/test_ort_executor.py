@@ -10,6 +10,7 @@ from specexport_runtime.abi import StepShape, kv_slack
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import IncompatibleError, SpecexportError
+from specexport_runtime.executors.open import open_executor
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.machine import available_cores
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
@@ -185,12 +186,12 @@ def test_padded_graphs_have_buffers_for_kv_positions(bundle):
 
 def test_a_bundle_gives_the_graph_that_is_asked_for(bundle):
     for unpad_kv in (True, False):
-        inputs = bundle.make_executor("draft", num_threads=1, spin=False, unpad_kv=unpad_kv)._graph.inputs
+        inputs = open_executor(bundle, "draft", num_threads=1, spin=False, unpad_kv=unpad_kv)._graph.inputs
         assert ("kv_positions" in inputs) is not unpad_kv
     entry = dataclasses.replace(bundle.manifest.models["draft"], padded_path=None)
     manifest = dataclasses.replace(bundle.manifest, models={"draft": entry})
     with pytest.raises(IncompatibleError, match="the draft has no padded-KV graph"):
-        bundle._replace(manifest=manifest).make_executor("draft", unpad_kv=False)
+        open_executor(bundle._replace(manifest=manifest), "draft", unpad_kv=False)
 
 
 def test_the_arena_is_updated_in_place(bundle, texts):
@@ -261,7 +262,7 @@ def test_one_token_steps_run_on_their_own_graph_over_the_same_caches(bundle, tex
 
 def test_the_target_and_padded_graphs_have_no_second_session(bundle):
     assert bundle.manifest.models["target"].full_path is None
-    assert bundle.make_executor("target", num_threads=1, spin=False)._full is None
+    assert open_executor(bundle, "target", num_threads=1, spin=False)._full is None
     assert make_runner(bundle, unpad_kv=False).executor._full is None
 
 
@@ -277,7 +278,7 @@ def test_misuse_raises(bundle):
 
 def test_capacity_has_room_for_a_whole_verify_step_at_the_end(demo_bundle):
     small = load_bundle(demo_bundle, max_num_seqs=1, max_model_len=16)
-    executor = small.make_executor("target", num_threads=1, spin=False)
+    executor = open_executor(small, "target", num_threads=1, spin=False)
     assert executor.kv_capacity == 16 + kv_slack(small.manifest.lookahead)
 
 
@@ -287,7 +288,7 @@ def test_threads_default_to_the_cores_really_available():
 
 def test_a_small_draft_runs_on_one_thread_and_the_target_on_those_asked_for(bundle):
     threads = {
-        role: bundle.make_executor(role, num_threads=2)._graph.session.get_session_options().intra_op_num_threads
+        role: open_executor(bundle, role, num_threads=2)._graph.session.get_session_options().intra_op_num_threads
         for role in ("target", "draft")
     }
     assert threads == {"target": 2, "draft": 1}

@@ -15,6 +15,7 @@ import pytest
 from specexport_runtime.bundle.opened import Bundle, load_bundle
 from specexport_runtime.executors import prepacked
 from specexport_runtime.executors.base import Executor
+from specexport_runtime.executors.open import open_executor as open_engine
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.executors.prepacked import DATA_NAME, GRAPH_NAME, PrepackedEngine, prune
 from specexport_runtime.packing.batch import ModelRunner, RowWork
@@ -221,7 +222,7 @@ def test_what_a_killed_process_left_is_removed(files: Files, store: Path) -> Non
 
 
 def open_executor(bundle: Bundle, role: str = "target", *, unpad_kv: bool = True, prepacked: bool = True) -> Executor:
-    return bundle.make_executor(role, num_threads=1, spin=False, unpad_kv=unpad_kv, prepacked=prepacked)
+    return open_engine(bundle, role, num_threads=1, spin=False, unpad_kv=unpad_kv, prepacked=prepacked)
 
 
 def run_steps(executor: Executor, *, unpad_kv: bool = True) -> list[np.ndarray]:
@@ -315,7 +316,7 @@ print("ready", flush=True)
 sys.stdin.readline()
 write = prepacked.PrepackedEngine._make
 prepacked.PrepackedEngine._make = lambda *args: (print("made"), write(*args))[1]
-executor = bundle.make_executor("target", num_threads=1, spin=False)
+executor = open_executor(bundle, "target", num_threads=1, spin=False)
 print(ModelRunner(executor).step(0, [RowWork([5, 6, 7], 1)]).argmax())
 """
 

@@ -11,6 +11,7 @@ from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.self_draft import SelfDrafter
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.base import as_gated
+from specexport_runtime.executors.open import open_executor
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.sampling.params import SamplingParams
@@ -35,7 +36,7 @@ def bundle(demo_bundle):
 
 @pytest.fixture(scope="module")
 def executor(bundle):
-    return bundle.make_executor("target", num_threads=1, spin=False)
+    return open_executor(bundle, "target", num_threads=1, spin=False)
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +184,8 @@ def test_similarity_is_there_when_it_was_wanted(executor, prompts):
 
 
 def test_drafts_and_padded_graphs_have_no_gates(bundle):
-    draft = bundle.make_executor("draft", num_threads=1)
-    padded = bundle.make_executor("target", num_threads=1, spin=False, unpad_kv=False)
+    draft = open_executor(bundle, "draft", num_threads=1)
+    padded = open_executor(bundle, "target", num_threads=1, spin=False, unpad_kv=False)
     assert as_gated(draft) is None
     assert as_gated(padded) is None
     for executor in (draft, padded):

@@ -14,6 +14,7 @@ from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError, SpecexportError
 from specexport_runtime.executors import cuda_driver, trt_engine
+from specexport_runtime.executors.open import open_executor
 
 LOOKAHEAD, ROWS = 4, 4
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1], [4] * 50]
@@ -175,7 +176,7 @@ def test_a_lookahead_above_the_verify_profile(bundle, machine):
 def test_padded_kv_is_refused(tmp_path, machine, backend):
     bundle = load_bundle(write_bundle(tmp_path / "bundle", backend=backend), max_num_seqs=ROWS)
     with pytest.raises(IncompatibleError, match=f"padded KV needs backend ort-cpu; the target was built for {backend}"):
-        bundle.make_executor("target", unpad_kv=False)
+        open_executor(bundle, "target", unpad_kv=False)
     assert machine.gpus == []
 
 
@@ -218,9 +219,9 @@ def test_ort_cuda_bundles_get_their_executor(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "OrtCudaExecutor", Stand)
     bundle = load_bundle(write_bundle(tmp_path / "bundle", backend="ort-cuda"), max_num_seqs=3, max_model_len=40)
-    bundle.make_executor("target")
+    open_executor(bundle, "target")
     assert not recorded
-    bundle.make_executor("target", cuda_graphs=True)
+    open_executor(bundle, "target", cuda_graphs=True)
     (path, entry), options = made[0]
     assert path == tmp_path / "bundle" / "target" / "model.sm89.engine"
     assert entry.backend == "ort-cuda"

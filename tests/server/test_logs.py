@@ -23,7 +23,8 @@ from specexport_runtime.errors import InvalidRequestError, RequestFailedError
 from specexport_runtime.sequences.stats import SequenceStats
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.log_format import JsonFormatter, TextFormatter, current_state, fields, log_config
-from specexport_runtime.server.logs import AccessLog, RequestLog
+from specexport_runtime.server.logs import AccessLog
+from specexport_runtime.server.request_log import RequestLog
 
 KEY = "a-key-that-nobody-may-read-in-a-log"
 SECRET = "w11"

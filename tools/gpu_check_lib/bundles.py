@@ -10,6 +10,7 @@ from unittest import mock
 from specexport_runtime.bundle.opened import Bundle, load_bundle
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.executors.base import Executor
+from specexport_runtime.executors.open import open_executor as open_engine
 from tools.gpu_check_lib.context import Context
 from tools.gpu_check_lib.models import ensure_pair
 
@@ -172,4 +173,4 @@ def open_executor(context: Context, bundle: Bundle, role: str, *, graphs: bool, 
             engine = next((file for file in entry.engines if file.sm == f"sm{forced}"), entry.engines[0])
             stack.enter_context(mock.patch.object(trt_open, "choose_engine", return_value=engine))
         on_gpu = bundle.manifest.models[role].backend != "ort-cpu"
-        return bundle.make_executor(role, num_threads=None, spin=False, cuda_graphs=graphs if on_gpu else None)
+        return open_engine(bundle, role, num_threads=None, spin=False, cuda_graphs=graphs if on_gpu else None)

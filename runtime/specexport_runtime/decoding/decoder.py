@@ -64,7 +64,7 @@ class Decoder:
         self.times = PhaseTimes()
         self.padding = PaddingStats()
         # Padding a whole batch to the width of a prompt chunk helps nobody: the padded method prefills apart.
-        self._sum_border: int = getattr(target.executor, "sum_border", 0)
+        self._sum_border = target.executor.sum_border
         self._mixes_prefill = target.unpad_kv and target.unpad_input
 
     def add(self, sequence: Sequence) -> None:

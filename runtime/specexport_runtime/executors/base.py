@@ -1,11 +1,17 @@
 """What the decoding loop needs from an engine. Implementations know nothing of sequences, sampling or drafting."""
 
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.abi import StepShape
+
+if TYPE_CHECKING:
+    from specexport_runtime.bundle.manifest import ModelEntry
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -62,6 +68,8 @@ class Executor(Protocol):
     kv_capacity: int
     engine_seconds: float
     """Seconds spent inside engine execution since creation."""
+    sum_border: int
+    """Cache entries up to which a step sums otherwise than beyond it (see ``exact_width``); 0 for no such border."""
 
     @property
     def max_num_tokens(self) -> int | None:
@@ -134,3 +142,51 @@ class GatedExecutor(Executor, Protocol):
 def as_gated(executor: Executor) -> GatedExecutor | None:
     """``executor`` if layers of its engine can be switched off; None if not."""
     return executor if getattr(executor, "num_gates", 0) else None  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """What an engine is opened for.
+
+    Attributes:
+        folder: the bundle's folder.
+        entry: the model's manifest entry.
+        role: ``"target"`` or ``"draft"``.
+        num_rows: cache rows.
+        kv_capacity: L, entries of a cache row, where the engine does not fix it.
+        lookahead: largest K of the bundle.
+        num_threads: on a CPU: compute threads; None takes the cores really available.
+        spin: on a CPU: let idle threads spin.
+        unpad_kv: False opens the graph for caches that hold padding entries.
+        cuda_graphs: on a GPU: record decode and verify steps and replay them; None leaves it to the backend.
+        hash_of: gives the hash of a graph and its weights, by which their packed form is kept in the user's cache; None
+            keeps none.
+    """
+
+    folder: Path
+    entry: "ModelEntry"
+    role: str
+    num_rows: int
+    kv_capacity: int
+    lookahead: int
+    num_threads: int | None = None
+    spin: bool = True
+    unpad_kv: bool = True
+    cuda_graphs: bool | None = None
+    hash_of: Callable[[str], str] | None = None
+
+
+class EngineBackend(NamedTuple):
+    """What runs the engines of one backend: the runtime's half of ``specexport.backends``.
+
+    Attributes:
+        open: opens an engine.
+        on_gpu: CUDA graphs may be asked for.
+        has_padded_kv: bundles have graphs for caches that hold padding entries.
+        has_gates: layers of a target can be switched off, for drafting with the target itself.
+    """
+
+    open: Callable[[EngineRequest], Executor]
+    on_gpu: bool = False
+    has_padded_kv: bool = False
+    has_gates: bool = False

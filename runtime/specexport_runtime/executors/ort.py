@@ -21,10 +21,12 @@ from specexport_runtime.abi import (
     V_CACHE_OUT,
     StepShape,
 )
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.manifest import SMALL_DRAFT_PARAMETERS, ModelEntry
 from specexport_runtime.errors import IncompatibleError, SpecexportError
 from specexport_runtime.executors.base import (
     BoolArray,
+    EngineBackend,
+    EngineRequest,
     Float32Array,
     Int64Array,
     StepBuffers,
@@ -236,3 +238,37 @@ class OrtExecutor:
                 kept.append((name, out.name.format(i=name.rpartition(".")[2]), value))
             self._row_values[first_row, num_seqs, one_token] = kept
         return kept
+
+
+def open_ort_executor(request: EngineRequest) -> OrtExecutor:
+    """Open an engine on the CPU.
+
+    The threads of two engines must not fight for the same cores: while one runs, the idle threads of the other would
+    still spin. So a small draft runs on the calling thread alone, and a large one does not spin. With both spinning on
+    two threads, a round of the demo pair took twice as long.
+
+    Raises:
+        IncompatibleError: the model has no padded-KV graph, or see :class:`OrtExecutor`.
+    """
+    entry, num_threads, spin = request.entry, request.num_threads, request.spin
+    path = entry.path if request.unpad_kv else entry.padded_path
+    if path is None:
+        raise IncompatibleError(f"{request.folder}: the {request.role} has no padded-KV graph.", "build it again.")
+    if request.role == "draft":
+        small = entry.num_parameters < SMALL_DRAFT_PARAMETERS
+        num_threads, spin = (1 if small else num_threads), spin and small
+    hash_of = request.hash_of
+    return OrtExecutor(
+        request.folder / path,
+        entry,
+        num_rows=request.num_rows,
+        kv_capacity=request.kv_capacity,
+        num_threads=num_threads,
+        spin=spin,
+        unpad_kv=request.unpad_kv,
+        engine_hash=None if hash_of is None else hash_of(path),
+        full_hash=None if hash_of is None or entry.full_path is None else hash_of(entry.full_path),
+    )
+
+
+BACKEND = EngineBackend(open_ort_executor, has_padded_kv=True, has_gates=True)

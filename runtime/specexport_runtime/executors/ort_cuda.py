@@ -16,7 +16,7 @@ import numpy.typing as npt
 from specexport_runtime.abi import CACHE_INPUTS, LOGITS, STEP_INPUTS, TOKEN_IDS, StepShape
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import IncompatibleError, SpecexportError
-from specexport_runtime.executors.base import Int64Array, StepBuffers, StepOutput, Want
+from specexport_runtime.executors.base import EngineBackend, EngineRequest, Int64Array, StepBuffers, StepOutput, Want
 from specexport_runtime.executors.ort_cuda_session import import_onnxruntime, open_session, reason_of
 from specexport_runtime.executors.paged import ATTENTION_METADATA, BLOCK_ENTRIES, BLOCK_TABLE, paged_head_size
 
@@ -76,6 +76,7 @@ class OrtCudaExecutor:
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
         self.max_num_tokens = None
+        self.sum_border = 0
         self.engine_seconds = 0.0
         self._device = ("cuda", device_id)
         self._graphs = cuda_graphs
@@ -250,3 +251,31 @@ class OrtCudaExecutor:
         if self._graphs:
             options.add_run_config_entry("gpu_graph_id", str(graph_id or -1))
         return _DeviceStep(binding, values, table, metadata, outputs, options, graph_id is not None, [])
+
+
+def open_ort_cuda_executor(request: EngineRequest) -> OrtCudaExecutor:
+    """Open an engine on an NVIDIA GPU; CUDA graphs are recorded only where they are asked for."""
+    executor = OrtCudaExecutor(
+        request.folder / request.entry.path,
+        request.entry,
+        num_rows=request.num_rows,
+        kv_capacity=request.kv_capacity,
+        cuda_graphs=bool(request.cuda_graphs),
+    )
+    if request.cuda_graphs:
+        executor.capture(_round_shapes(request))
+    return executor
+
+
+def _round_shapes(request: EngineRequest) -> list[StepShape]:
+    """Steps that rounds are made of: one token a row, and what verifies (or catches up), for every batch size."""
+    width = request.lookahead + 1 if request.role == "target" else 2
+    logits = width if request.role == "target" else 1
+    return [
+        StepShape(0, count, count * new, new, count * wanted)
+        for new, wanted in ((1, 1), (width, logits))
+        for count in range(1, request.num_rows + 1)
+    ]
+
+
+BACKEND = EngineBackend(open_ort_cuda_executor, on_gpu=True)

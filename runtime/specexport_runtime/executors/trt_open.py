@@ -1,37 +1,37 @@
 """Opening the TensorRT engine of a bundle that fits the GPU of this machine."""
 
-from pathlib import Path
-
 from specexport_runtime.bundle.manifest import EngineFile, ModelEntry
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors import cuda_driver, trt_engine
+from specexport_runtime.executors.base import EngineBackend, EngineRequest
 from specexport_runtime.executors.gpu import GpuInfo
 from specexport_runtime.executors.trt import TrtExecutor
 
 
-def open_executor(entry: ModelEntry, folder: Path, role: str, *, num_rows: int, use_graphs: bool) -> TrtExecutor:
-    """Load the engine for the GPU of this machine, and record its decode and verify steps.
-
-    Args:
-        entry: manifest entry.
-        folder: the bundle's folder.
-        role: ``"target"`` or ``"draft"``, for messages.
-        num_rows: cache rows.
-        use_graphs: record CUDA graphs.
+def open_trt_executor(request: EngineRequest) -> TrtExecutor:
+    """Load the engine for the GPU of this machine, and record its decode and verify steps unless that is switched off.
 
     Raises:
         IncompatibleError: there is no GPU, no engine for it, or it does not fit; names both sides.
         MissingDependencyError: TensorRT or cuda-python is not installed.
         BundleError: the engine file cannot be read.
     """
+    entry, folder = request.entry, request.folder
+    use_graphs = request.cuda_graphs is None or request.cuda_graphs
     driver = cuda_driver.CudaDriver()
     try:
-        file = choose_engine(entry, f"{folder}: the {role}", driver.info())
+        file = choose_engine(entry, f"{folder}: the {request.role}", driver.info())
     except BaseException:
         driver.close()
         raise
     executor = TrtExecutor(
-        entry, file, folder, num_rows=num_rows, driver=driver, use_graphs=use_graphs, load=trt_engine.load_engine
+        entry,
+        file,
+        folder,
+        num_rows=request.num_rows,
+        driver=driver,
+        use_graphs=use_graphs,
+        load=trt_engine.load_engine,
     )
     if use_graphs:
         try:
@@ -61,3 +61,6 @@ def choose_engine(entry: ModelEntry, what: str, gpu: GpuInfo) -> EngineFile:
         f"{what} has engines for {built}; {gpu.name} is {gpu.sm}.",
         f"build it again with `specexport build --backend {entry.backend} --sm {gpu.sm.removeprefix('sm')}`.",
     )
+
+
+BACKEND = EngineBackend(open_trt_executor, on_gpu=True)

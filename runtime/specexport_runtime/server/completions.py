@@ -9,10 +9,10 @@ from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.server.answer import Answer
 from specexport_runtime.server.answer_schema import CompletionAnswer
 from specexport_runtime.server.errors import unavailable
-from specexport_runtime.server.logs import RequestLog
 from specexport_runtime.server.openapi import request_body, responses
 from specexport_runtime.server.parsing import parse_body
 from specexport_runtime.server.protocol import CompletionRequest
+from specexport_runtime.server.request_log import RequestLog
 from specexport_runtime.server.responses import AnswerFormat, CompletionFormat, Header
 from specexport_runtime.server.state import ServerState, state_of
 from specexport_runtime.server.token_text import TokenTexts

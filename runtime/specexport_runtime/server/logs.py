@@ -4,8 +4,6 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -13,12 +11,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.log_format import current_state, fields, log_config
+from specexport_runtime.server.request_log import RequestLog, milliseconds
 from specexport_runtime.server.tracing import Tracing
 
 if TYPE_CHECKING:
-    from specexport_runtime.sequences.sequence import Sequence
+    pass
 
-__all__ = ["AccessLog", "RequestLog", "add_logging", "log_config"]
+__all__ = ["AccessLog", "add_logging", "log_config"]
 
 CLIENT_GONE = 499
 """As nginx calls it: the client closed the connection before it had its answer."""
@@ -27,75 +26,6 @@ PROBES = frozenset({"/health", "/ready", "/metrics"})
 
 _access = logging.getLogger("specexport.access")
 _ERROR_BODY_BYTES = 10_000
-
-
-@dataclass
-class RequestLog:
-    """What is known of a request, for its log line and its trace; ``request.state.log``.
-
-    Attributes:
-        began: when it came, on the monotonic clock.
-        model: name of the model that it asked for, once that is checked.
-        streamed: it asked for a stream.
-        user: the parameter ``user``.
-        error_code: the ``code`` of an error that it was answered with.
-        sequences: what the engine generates for it, one a choice.
-        status: of the answer, once it has begun; 499 if the client went away before the end.
-        trace_id: of its trace, if there is one.
-    """
-
-    began: float = field(default_factory=time.perf_counter)
-    model: str | None = None
-    streamed: bool = False
-    user: str | None = None
-    error_code: str | None = None
-    sequences: "list[Sequence]" = field(default_factory=list)
-    status: int | None = None
-    trace_id: str | None = None
-
-    def follow(self, sequences: "Iterable[Sequence]") -> None:
-        """Note what the engine generates for this request; read only when the request has ended."""
-        self.sequences.extend(sequences)
-
-    @property
-    def finish_reasons(self) -> list[str]:
-        """How the choices ended, each way once; one that was still going on is about to be cancelled."""
-        return list(dict.fromkeys(sequence.finish_reason or "cancelled" for sequence in self.sequences))
-
-    def total(self, name: str) -> int:
-        """Sum of a counter of ``SequenceStats`` over the choices, a prompt that several share counted for each."""
-        return sum(getattr(sequence.stats, name) for sequence in self.sequences)
-
-    @property
-    def queued_s(self) -> float | None:
-        """Longest that a choice waited for a cache row; None if none got one."""
-        waits = [stats.queued_s for stats in (s.stats for s in self.sequences) if stats.start_time > stats.submit_time]
-        return max(waits, default=None)
-
-    @property
-    def first_token_s(self) -> float | None:
-        """Seconds from the request's arrival to the first token of any choice."""
-        times = [sequence.stats.first_token_time for sequence in self.sequences]
-        return min((at - self.began for at in times if at is not None), default=None)
-
-    def generation(self) -> dict[str, Any]:
-        """The fields of a request that reached the engine."""
-        if not self.sequences:
-            return {}
-        errors = [sequence.error for sequence in self.sequences if sequence.error is not None]
-        return {
-            "streamed": self.streamed,
-            "choices": len(self.sequences),
-            "prompt_tokens": self.total("num_prompt_tokens"),
-            "generated_tokens": self.total("num_generated_tokens"),
-            "finish_reasons": self.finish_reasons,
-            "rounds": self.total("rounds"),
-            "drafted": self.total("drafted"),
-            "accepted": self.total("accepted"),
-            "queued_ms": _milliseconds(self.queued_s),
-            "ttft_ms": _milliseconds(self.first_token_s),
-            "error": type(errors[0]).__name__ if errors else None,
-        }
 
 
 def add_logging(app: FastAPI, config: ServerConfig) -> None:  # noqa: ARG001  # the format is set by `log_config`
@@ -184,13 +114,9 @@ def _line(scope: Scope, log: RequestLog) -> dict[str, Any]:
         "path": scope["path"],
         "status": log.status,
         "client": client[0] if client else None,
-        "duration_ms": _milliseconds(time.perf_counter() - log.began),
+        "duration_ms": milliseconds(time.perf_counter() - log.began),
         "model": log.model,
         "user": log.user,
         **log.generation(),
         "error_code": log.error_code,
     }
-
-
-def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else round(1000 * seconds, 3)

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 if TYPE_CHECKING:
     from specexport_runtime.sequences.sequence import Sequence
-    from specexport_runtime.server.logs import RequestLog
+    from specexport_runtime.server.request_log import RequestLog
 
 NOT_TRACED = frozenset({"/health", "/ready", "/metrics"})
 MAX_TRACED_SEQUENCES = 16

@@ -1,0 +1,97 @@
+"""The engines of a bundle, opened by the backend that each was built for: the one place that knows backends by name.
+
+A new backend is a module with a ``BACKEND`` (an :class:`~specexport_runtime.executors.base.EngineBackend`) and one line
+of :data:`MODULES` here; its other half is in ``specexport.backends``. A module is imported when a bundle needs it.
+"""
+
+from importlib import import_module
+
+from specexport_runtime.abi import kv_slack
+from specexport_runtime.bundle.opened import Bundle
+from specexport_runtime.bundle.tokenizer_load import start_loading
+from specexport_runtime.errors import IncompatibleError, InvalidRequestError
+from specexport_runtime.executors.base import EngineBackend, EngineRequest, Executor
+
+MODULES = {
+    "ort-cpu": "specexport_runtime.executors.ort",
+    "ort-cuda": "specexport_runtime.executors.ort_cuda",
+    "tensorrt": "specexport_runtime.executors.trt_open",
+    "tensorrt-rtx": "specexport_runtime.executors.trt_open",
+}
+"""The module of each backend, by its name in manifests."""
+
+
+def backend_of(name: str) -> EngineBackend | None:
+    """What runs the engines of the backend ``name``; None if this runtime has nothing of that name."""
+    if name not in MODULES:
+        return None
+    backend: EngineBackend = import_module(MODULES[name]).BACKEND
+    return backend
+
+
+def backends_with(trait: str) -> str:
+    """Names of the backends that have a trait of :class:`EngineBackend`, for messages: ``"ort-cpu"``."""
+    return ", ".join(name for name in MODULES if getattr(backend_of(name), trait))
+
+
+def open_executor(
+    bundle: Bundle,
+    role: str,
+    *,
+    num_threads: int | None = None,
+    spin: bool = True,
+    unpad_kv: bool = True,
+    cuda_graphs: bool | None = None,
+    prepacked: bool = True,
+) -> Executor:
+    """Load the engine of one model of a bundle.
+
+    Args:
+        bundle: the bundle, with the limits that its rows are made for.
+        role: ``"target"`` or ``"draft"``.
+        num_threads: on a CPU: compute threads; None takes the cores really available.
+        spin: on a CPU: let idle threads spin.
+        unpad_kv: False loads the graph for caches that hold padding entries.
+        cuda_graphs: on a GPU: record decode and verify steps and replay them; None does so with TensorRT only.
+        prepacked: on a CPU: keep packed weights in the user's cache, where all processes map them.
+
+    Raises:
+        IncompatibleError: the engine's backend is unknown to this runtime, has no padded-KV graph, or does not fit
+            this machine or the bundle's ``max_num_seqs``.
+        MissingDependencyError: what the backend runs on is not installed.
+        InvalidRequestError: CUDA graphs are asked for on a CPU.
+    """
+    entry, folder = bundle.manifest.models[role], bundle.folder
+    backend = backend_of(entry.backend)
+    if backend is None:
+        raise IncompatibleError(
+            f"{folder}: the {role} was built for backend {entry.backend!r}, which this runtime cannot run.",
+            f"build it with --backend {next(iter(MODULES))}, or upgrade specexport.",
+        )
+    if not unpad_kv and not backend.has_padded_kv:
+        usable = backends_with("has_padded_kv")
+        raise IncompatibleError(
+            f"{folder}: padded KV needs backend {usable}; the {role} was built for {entry.backend}.",
+            f"leave unpad_kv on, or build it with --backend {usable}.",
+        )
+    if cuda_graphs and not backend.on_gpu:
+        raise InvalidRequestError(
+            f"CUDA graphs are asked for, and {folder} was built for {entry.backend}.", "leave --cuda-graphs out."
+        )
+    executor = backend.open(
+        EngineRequest(
+            folder=folder,
+            entry=entry,
+            role=role,
+            num_rows=bundle.max_num_seqs,
+            kv_capacity=bundle.max_model_len + kv_slack(bundle.manifest.lookahead),
+            lookahead=bundle.manifest.lookahead,
+            num_threads=num_threads,
+            spin=spin,
+            unpad_kv=unpad_kv,
+            cuda_graphs=cuda_graphs,
+            hash_of=bundle.hash_of if prepacked else None,
+        )
+    )
+    start_loading(bundle.tokenizer)
+    return executor

@@ -1,0 +1,83 @@
+"""What is known of a request while it is answered: its log line and its trace are made of it."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specexport_runtime.sequences.sequence import Sequence
+
+
+@dataclass
+class RequestLog:
+    """What is known of a request, for its log line and its trace; ``request.state.log``.
+
+    Attributes:
+        began: when it came, on the monotonic clock.
+        model: name of the model that it asked for, once that is checked.
+        streamed: it asked for a stream.
+        user: the parameter ``user``.
+        error_code: the ``code`` of an error that it was answered with.
+        sequences: what the engine generates for it, one a choice.
+        status: of the answer, once it has begun; 499 if the client went away before the end.
+        trace_id: of its trace, if there is one.
+    """
+
+    began: float = field(default_factory=time.perf_counter)
+    model: str | None = None
+    streamed: bool = False
+    user: str | None = None
+    error_code: str | None = None
+    sequences: "list[Sequence]" = field(default_factory=list)
+    status: int | None = None
+    trace_id: str | None = None
+
+    def follow(self, sequences: "Iterable[Sequence]") -> None:
+        """Note what the engine generates for this request; read only when the request has ended."""
+        self.sequences.extend(sequences)
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """How the choices ended, each way once; one that was still going on is about to be cancelled."""
+        return list(dict.fromkeys(sequence.finish_reason or "cancelled" for sequence in self.sequences))
+
+    def total(self, name: str) -> int:
+        """Sum of a counter of ``SequenceStats`` over the choices, a prompt that several share counted for each."""
+        return sum(getattr(sequence.stats, name) for sequence in self.sequences)
+
+    @property
+    def queued_s(self) -> float | None:
+        """Longest that a choice waited for a cache row; None if none got one."""
+        waits = [stats.queued_s for stats in (s.stats for s in self.sequences) if stats.start_time > stats.submit_time]
+        return max(waits, default=None)
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the request's arrival to the first token of any choice."""
+        times = [sequence.stats.first_token_time for sequence in self.sequences]
+        return min((at - self.began for at in times if at is not None), default=None)
+
+    def generation(self) -> dict[str, Any]:
+        """The fields of a request that reached the engine."""
+        if not self.sequences:
+            return {}
+        errors = [sequence.error for sequence in self.sequences if sequence.error is not None]
+        return {
+            "streamed": self.streamed,
+            "choices": len(self.sequences),
+            "prompt_tokens": self.total("num_prompt_tokens"),
+            "generated_tokens": self.total("num_generated_tokens"),
+            "finish_reasons": self.finish_reasons,
+            "rounds": self.total("rounds"),
+            "drafted": self.total("drafted"),
+            "accepted": self.total("accepted"),
+            "queued_ms": milliseconds(self.queued_s),
+            "ttft_ms": milliseconds(self.first_token_s),
+            "error": type(errors[0]).__name__ if errors else None,
+        }
+
+
+def milliseconds(seconds: float | None) -> float | None:
+    """Seconds as milliseconds, rounded for a log line."""
+    return None if seconds is None else round(1000 * seconds, 3)
