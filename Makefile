@@ -25,8 +25,8 @@ demo: $(VENV)/.installed-demo ## install, build the demo bundle, generate with a
 test: $(VENV)/.installed-dev ## install and run the whole CPU test suite
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup --durations=10 $(PYTEST_ARGS)
 
-lint: $(VENV)/.installed-dev ## ruff check, ruff format --check, mypy and hadolint
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/mypy tools && $(BIN)/hadolint docker/*.Dockerfile
+lint: $(VENV)/.installed-dev ## ruff, mypy, the layers (import-linter) and hadolint
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/mypy tools && $(BIN)/lint-imports --no-cache >/dev/null && $(BIN)/hadolint docker/*.Dockerfile
 
 format: $(VENV)/.installed-dev ## let ruff fix and format
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

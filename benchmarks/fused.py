@@ -76,7 +76,7 @@ def main() -> None:
         record[role] = {str(folder): found for folder, found in rounds.items()}
         entry = manifests[args.fused].models[role]
         fusions = [f"{name} {count}" for name, count in entry.fused] + ["one-token graph"] * (
-            entry.full_path is not None
+            entry.one_token_path is not None
         )
         rows.append((f"{role}, fused", ", ".join(fusions)))
     report(f"Fused against unfused, {args.rows} rows, {args.threads} threads", rows, {"ms": record}, args.json)

@@ -177,7 +177,7 @@ def format_measurement(measured: Measurement) -> str:
 
 def _build(pair: Path, output: Path) -> None:
     from specexport.build.pipeline import build_bundle
-    from specexport.build.progress import show_progress
+    from specexport.progress import show_progress
     from specexport.recipe import BuildRecipe
 
     recipe = BuildRecipe(target=str(pair / "target"), draft=str(pair / "draft"), output=str(output))

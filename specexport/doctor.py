@@ -12,8 +12,10 @@ from typing import Literal, NamedTuple
 
 import click
 
+from specexport.backends.registry import BACKENDS
 from specexport.build.cache import cache_folder
 from specexport.host import memory_bytes, query_gpus
+from specexport_runtime.executors.open import backend_of
 from specexport_runtime.machine import available_cores
 
 State = Literal["ok", "missing", "note"]
@@ -69,18 +71,24 @@ def capabilities(findings: list[Finding]) -> dict[str, bool]:
     """What the findings allow."""
     states = {finding.topic: finding.state for finding in findings}
     python, stack = states["python"] != "missing", states["export stack"] != "missing"
-    run, gpu = python and states["onnxruntime"] != "missing", states["gpu"] == "ok"
-    cuda = any(finding.topic == "onnxruntime" and "CUDAExecutionProvider" in finding.found for finding in findings)
-    return {
-        "build bundles for ort-cpu": run and stack,
-        "run ort-cpu bundles": run,
-        "build bundles for ort-cuda": python and stack,
-        "run ort-cuda bundles": run and gpu and cuda,
-        "build bundles for tensorrt-rtx": python and stack and _installed("tensorrt_rtx"),
-        "run tensorrt-rtx bundles": python and gpu and _installed("tensorrt_rtx") and _installed("cuda"),
-        "build bundles for tensorrt": python and stack and gpu and _installed("tensorrt"),
-        "run tensorrt bundles": python and gpu and _installed("tensorrt") and _installed("cuda"),
-    }
+    has_gpu = states["gpu"] == "ok"
+    providers = next(finding.found for finding in findings if finding.topic == "onnxruntime")
+
+    def present(modules: tuple[str, ...]) -> bool:
+        usable = {"onnxruntime": states["onnxruntime"] != "missing"}
+        return python and all(usable[name] if name in usable else _installed(name) for name in modules)
+
+    can = {}
+    for name, backend in BACKENDS.items():
+        can[f"build bundles for {name}"] = stack and present(backend.modules) and (has_gpu or not backend.needs_gpu)
+        runs = backend_of(name)
+        can[f"run {name} bundles"] = (
+            runs is not None
+            and present(runs.modules)
+            and (has_gpu or not runs.on_gpu)
+            and (runs.provider is None or runs.provider in providers)
+        )
+    return can
 
 
 def _installed(module: str) -> bool:

@@ -22,6 +22,7 @@ from specexport_runtime.abi import (
 )
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import EngineFile, Manifest, ModelEntry, load_manifest
+from specexport_runtime.executors.open import backend_of
 
 _GPU_OUTPUTS = (TOKEN_IDS,)
 
@@ -56,7 +57,10 @@ def describe_json(manifest: Manifest) -> dict[str, Any]:
 def contract_of(entry: ModelEntry) -> list[TensorSpec]:
     """Rows of the graph contract that a model's engine has; ``{i}`` stands for each layer."""
     known = dict.fromkeys((*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *GATE_INPUTS))
-    extra = (() if entry.backend == "ort-cpu" else _GPU_OUTPUTS) + ((SIMILARITY,) if entry.num_gates else ())
+    backend = backend_of(entry.backend)
+    extra = (_GPU_OUTPUTS if backend is not None and backend.on_gpu else ()) + (
+        (SIMILARITY,) if entry.num_gates else ()
+    )
     return [*(spec for spec in known if spec.name in entry.inputs), *CACHE_INPUTS, *OUTPUTS, *extra]
 
 
@@ -78,6 +82,8 @@ def describe(manifest: Manifest, *, files_checked: bool = False) -> Iterator[str
     yield f"  schema {manifest.schema_version}, ABI {manifest.abi_version}, build {manifest.build_key[:16]}"
     slack = kv_slack(manifest.lookahead)
     yield f"  lookahead K up to {manifest.lookahead}, max_model_len {manifest.max_model_len} (+{slack} cache slack)"
+    tokens = "" if manifest.max_num_tokens is None else f", {manifest.max_num_tokens} tokens a step"
+    yield f"  defaults for loading: {manifest.default_num_seqs} sequences at a time{tokens}"
     vocabulary = manifest.vocabulary
     ends = ", ".join(map(str, vocabulary.eos_token_ids)) or "none"
     yield f"  vocabulary: {vocabulary.size} draftable ids, bos {vocabulary.bos_token_id}, eos {ends}"
@@ -107,8 +113,8 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     yield from _describe_engines(entry)
     if entry.padded_path is not None:
         yield f"  padded-KV graph over the same weights: {entry.padded_path}"
-    if entry.full_path is not None:
-        yield f"  graph for steps of one token a row over the same weights: {entry.full_path}"
+    if entry.one_token_path is not None:
+        yield f"  graph for steps of one token a row over the same weights: {entry.one_token_path}"
     if entry.quantize is not None:
         yield f"  quantized: {entry.quantize} weights in the linear layers"
     if entry.num_gates:

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from specexport.backends.base import AUTO_MODEL_LEN
+from specexport.backends.registry import BACKENDS, DEFAULT_BACKEND, backends_with, find_backend
 from specexport_runtime.cli.errors import suggest
 from specexport_runtime.errors import RecipeError
 
@@ -18,21 +20,9 @@ Auto = Literal["auto"]
 
 MAX_LOOKAHEAD = 64
 MIN_MODEL_LEN = 16
-AUTO_MODEL_LEN = 4096
-"""``max_model_len = "auto"`` takes what the models support, but no more than this: the KV cache grows with it."""
-
-_HALVES = ("float16", "bfloat16")
-DTYPES_OF_BACKEND: Mapping[str, tuple[str, ...]] = {
-    "ort-cpu": ("float32",),
-    "ort-cuda": _HALVES,
-    "tensorrt": _HALVES,
-    "tensorrt-rtx": _HALVES,
-}
-"""Backends of this release and the dtypes each can build; the first one is what ``"auto"`` means."""
-
-QUANTIZATIONS = ("int8", "int4")
-"""``int8``: weights per output channel, activations per token. ``int4``: weights in blocks, for memory."""
-
+_LIMITS = {"max_num_seqs": 4096, "max_num_tokens": 1 << 20}
+"""Most of each limit that a backend does not fix when it builds."""
+_SM = re.compile(r"(?:sm_?)?(\d{1,2})\.?(\d)", re.IGNORECASE)
 _ALIASES = {"num_speculative_tokens": "lookahead"}
 _PATH_KEYS = ("target", "draft", "output")
 
@@ -56,8 +46,9 @@ class BuildRecipe:
         check: compare each engine's logits with eager transformers before the bundle is kept.
         sm: TensorRT: GPU architectures to build for, for example ``("89", "120")``; empty takes this machine's GPU.
         lowering: TensorRT: the form of attention: ``"native"``, ``"native-grouped"``, ``"plugin"`` or ``"auto"``.
-        max_num_seqs: TensorRT: most sequences at a time, the largest batch bucket; None takes 8.
-        max_num_tokens: TensorRT: most tokens of one step, the largest prefill bucket; None takes 512.
+        max_num_seqs: most sequences at a time; None takes 8. Engines of TensorRT are built for it; elsewhere it is the
+            default when the bundle is loaded.
+        max_num_tokens: most tokens of one step; None takes 512. As ``max_num_seqs``.
         gpu_memory_gb: TensorRT: refuse engines and caches that a GPU of this memory (GB) cannot hold.
         quantize: ort-cpu: weights of the target's linear layers: ``"int8"``, ``"int4"`` or None (as they are).
         draft_quantize: the same for the draft.
@@ -72,7 +63,7 @@ class BuildRecipe:
     output: str
     draft: str | None = None
     name: str = ""
-    backend: str = "ort-cpu"
+    backend: str = DEFAULT_BACKEND
     dtype: str = "auto"
     lookahead: int = 8
     max_model_len: int | Auto = "auto"
@@ -93,10 +84,7 @@ class BuildRecipe:
     def __post_init__(self) -> None:
         self._check_types()
         object.__setattr__(self, "sm", normalize_architectures(self.sm))
-        if self.backend not in DTYPES_OF_BACKEND:
-            known = ", ".join(DTYPES_OF_BACKEND)
-            raise RecipeError(f"backend {self.backend!r} is not in this release.", f"use one of: {known}.")
-        dtypes = DTYPES_OF_BACKEND[self.backend]
+        dtypes = find_backend(self.backend).dtypes
         if self.dtype not in ("auto", *dtypes):
             raise RecipeError(
                 f"dtype {self.dtype!r} cannot be built for backend {self.backend}.",
@@ -114,7 +102,7 @@ class BuildRecipe:
                 "give the most tokens of one sequence (prompt and generated), or auto.",
             )
         self._check_quantization()
-        check_gpu_options(self)
+        self._check_backend_options()
 
     def quantization_of(self, role: str) -> str | None:
         """How the weights of the model in ``role`` are quantized; None if they are not."""
@@ -125,15 +113,39 @@ class BuildRecipe:
             value = getattr(self, key)
             if value is None:
                 continue
-            if value not in QUANTIZATIONS:
-                raise RecipeError(f"{key} is {value!r}.", f"use one of: {', '.join(QUANTIZATIONS)}; or leave it out.")
-            if self.backend != "ort-cpu":
+            known = dict.fromkeys(name for backend in BACKENDS.values() for name in backend.quantizations)
+            if value not in known:
+                raise RecipeError(f"{key} is {value!r}.", f"use one of: {', '.join(known)}; or leave it out.")
+            if value not in find_backend(self.backend).quantizations:
                 raise RecipeError(
                     f"{key} is {value!r}, and backend {self.backend} has no quantized engines.",
-                    "build with `--backend ort-cpu`, or leave it out.",
+                    f"build with `--backend {backends_with('quantizations')}`, or leave it out.",
                 )
         if self.draft is None and self.draft_quantize is not None:
             raise RecipeError("draft_quantize is given and draft is not.", "give the draft, or leave both out.")
+
+    def _check_backend_options(self) -> None:
+        """Refuse what the backend would ignore, and limits out of their range."""
+        backend = find_backend(self.backend)
+        for name in dict.fromkeys(name for other in BACKENDS.values() for name in other.options):
+            if getattr(self, name) and name not in backend.options:
+                usable = ", ".join(other.name for other in BACKENDS.values() if name in other.options)
+                raise RecipeError(
+                    f"{name} is given, and backend {self.backend} has no use for it.",
+                    f"leave {name} out, or build for one of: {usable}.",
+                )
+        if self.lowering != "auto" and self.lowering not in backend.lowerings:
+            known = ", ".join(("auto", *backend.lowerings))
+            raise RecipeError(
+                f"lowering {self.lowering!r} cannot be built for backend {self.backend}.", f"use one of: {known}."
+            )
+        for name, most in _LIMITS.items():
+            low, high = backend.limits.get(name, (1, most))
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise RecipeError(f"{name} is {value}, outside {low} to {high}.", f"give {name} in that range.")
+        if self.gpu_memory_gb is not None and self.gpu_memory_gb <= 0:
+            raise RecipeError(f"gpu_memory_gb is {self.gpu_memory_gb}.", "give the GPU's memory in GB, for example 24.")
 
     def _check_types(self) -> None:
         for key in ("target", "output"):
@@ -254,7 +266,7 @@ def make_recipe(flags: Mapping[str, Any], recipe_file: Path | None = None) -> Bu
 
 def resolve_dtype(recipe: BuildRecipe) -> str:
     """The dtype to build; ``"auto"`` is the backend's first."""
-    return DTYPES_OF_BACKEND[recipe.backend][0] if recipe.dtype == "auto" else recipe.dtype
+    return find_backend(recipe.backend).dtypes[0] if recipe.dtype == "auto" else recipe.dtype
 
 
 def resolve_recipe(recipe: BuildRecipe, max_positions: Iterable[int | None]) -> BuildRecipe:
@@ -271,7 +283,11 @@ def resolve_recipe(recipe: BuildRecipe, max_positions: Iterable[int | None]) -> 
         RecipeError: max_model_len is larger than a model supports.
     """
     limits = [limit for limit in max_positions if limit is not None]
-    concrete: dict[str, Any] = {"dtype": resolve_dtype(recipe), "name": recipe.bundle_name, **gpu_defaults(recipe)}
+    concrete: dict[str, Any] = {
+        "dtype": resolve_dtype(recipe),
+        "name": recipe.bundle_name,
+        **find_backend(recipe.backend).defaults(recipe),
+    }
     if recipe.max_model_len == "auto":
         return replace(recipe, **concrete, max_model_len=min([AUTO_MODEL_LEN, *limits]))
     if limits and recipe.max_model_len > min(limits):
@@ -280,25 +296,6 @@ def resolve_recipe(recipe: BuildRecipe, max_positions: Iterable[int | None]) -> 
             f"give at most {min(limits)}, or auto.",
         )
     return replace(recipe, **concrete)
-
-
-TENSORRT_BACKENDS = ("tensorrt", "tensorrt-rtx")
-
-
-LOWERINGS = {"tensorrt": ("plugin", "native", "native-grouped"), "tensorrt-rtx": ("native", "native-grouped")}
-"""Lowerings each backend can build; the first is what ``"auto"`` means."""
-
-
-DEFAULT_MAX_NUM_SEQS = 8
-
-
-DEFAULT_MAX_NUM_TOKENS = 512
-
-
-_LIMITS = {"max_num_seqs": (1, 256), "max_num_tokens": (1, 8192)}
-
-
-_SM = re.compile(r"(?:sm_?)?(\d{1,2})\.?(\d)", re.IGNORECASE)
 
 
 def normalize_architectures(values: object) -> tuple[str, ...]:
@@ -315,43 +312,3 @@ def normalize_architectures(values: object) -> tuple[str, ...]:
             raise RecipeError(f"sm {item!r} is not a compute capability.", "give one like 89 (8.9 and sm89 work too).")
         found.append(match[1] + match[2])
     return tuple(dict.fromkeys(found))
-
-
-def check_gpu_options(recipe: Any) -> None:
-    """Check the fields that only GPU backends read.
-
-    Raises:
-        RecipeError: one is given for a backend that would ignore it, or is out of its range.
-    """
-    if recipe.backend not in TENSORRT_BACKENDS:
-        ignored = [name for name in ("sm", "max_num_seqs", "max_num_tokens", "gpu_memory_gb") if getattr(recipe, name)]
-        ignored += ["lowering"] * (recipe.lowering != "auto")
-        if ignored:
-            raise RecipeError(
-                f"{ignored[0]} is given, and backend {recipe.backend} fixes nothing of the kind when it builds.",
-                f"leave {ignored[0]} out, or build with --backend tensorrt-rtx.",
-            )
-        return
-    lowerings = LOWERINGS[recipe.backend]
-    if recipe.lowering not in ("auto", *lowerings):
-        raise RecipeError(
-            f"lowering {recipe.lowering!r} cannot be built for backend {recipe.backend}.",
-            f"use one of: auto, {', '.join(lowerings)}.",
-        )
-    for name, (low, high) in _LIMITS.items():
-        value = getattr(recipe, name)
-        if value is not None and not low <= value <= high:
-            raise RecipeError(f"{name} is {value}, outside {low} to {high}.", f"give {name} in that range.")
-    if recipe.gpu_memory_gb is not None and recipe.gpu_memory_gb <= 0:
-        raise RecipeError(f"gpu_memory_gb is {recipe.gpu_memory_gb}.", "give the GPU's memory in GB, for example 24.")
-
-
-def gpu_defaults(recipe: Any) -> dict[str, Any]:
-    """Concrete values for what a GPU recipe left open; empty for other backends."""
-    if recipe.backend not in TENSORRT_BACKENDS:
-        return {}
-    return {
-        "lowering": LOWERINGS[recipe.backend][0] if recipe.lowering == "auto" else recipe.lowering,
-        "max_num_seqs": recipe.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
-        "max_num_tokens": recipe.max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
-    }

@@ -40,18 +40,18 @@ def build(
     model: Any, folder: Path, dump_dir: Path | None = None
 ) -> tuple[Any, tuple[LayerGeometry, ...], dict[str, int]]:
     """Compile ``model`` into ``folder``, both graphs; returns the lowered IR, the layers and what each pass changed."""
-    from specexport.backends import build_engine, build_padded_engine
+    from specexport.backends.ort import write_onnx, write_padded_onnx
     from specexport.frontend import trace_checkpoint
-    from specexport.lowering import lower_model
+    from specexport.lowering.ort_cpu import lower_ort_cpu
     from specexport.passes import default_passes, run_passes
 
     traced = trace_checkpoint(make_checkpoint(model))
     report = run_passes(traced.ir_model, default_passes(Recipe()), dump_dir=dump_dir)
     padded_model = traced.ir_model.clone()
-    lower_model(traced.ir_model, "ort-cpu")
-    build_engine(traced.ir_model, "ort-cpu", folder)
-    lower_model(padded_model, "ort-cpu", padded_kv=True)
-    build_padded_engine(padded_model, "ort-cpu", folder)
+    lower_ort_cpu(traced.ir_model)
+    write_onnx(traced.ir_model, folder)
+    lower_ort_cpu(padded_model, padded_kv=True)
+    write_padded_onnx(padded_model, folder)
     return traced.ir_model, traced.layers, dict(report)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from specexport_runtime.decoding.handle import Callback, RequestHandle, RequestListener
 from specexport_runtime.decoding.loop import DecodeLoop
 from specexport_runtime.engine_load import check_empty, make_decoder, make_drafters, self_draft_obstacle
+from specexport_runtime.engine_options import EngineOptions, make_options
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.packing.batch import ModelRunner
@@ -160,68 +161,24 @@ class SpecEngine:
         self._loop.check_idle(lambda: check_empty(self._loop.decoder, self._draft_runner))
 
     @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        *,
-        max_num_seqs: int = 8,
-        max_model_len: int | None = None,
-        num_threads: int | None = None,
-        spin: bool = True,
-        unpad_kv: bool = True,
-        unpad_input: bool = True,
-        max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS,
-        match_length: int | None = None,
-        speculative_config: Mapping[str, Any] | None = None,
-        cuda_graphs: bool | None = None,
-        adaptive: bool = False,
-        tune_profile: str | Path | None = None,
-        prepacked: bool = True,
-    ) -> "SpecEngine":
+    def load(cls, path: str | Path, options: EngineOptions | None = None, **changes: Any) -> "SpecEngine":
         """Load a bundle, checking versions and the hash of every file that was not checked here before.
 
         Args:
             path: bundle folder.
-            max_num_seqs: sequences decoded at a time: rows of the KV arena.
-            max_model_len: most tokens of one sequence; None takes the bundle's own limit, which is also the most.
-            num_threads: compute threads; None takes the cores really available.
-            spin: let idle threads spin: faster on an idle machine, slower on a busy one.
-            unpad_kv: each sequence writes its KV at its own position; False is the padded method, for comparison.
-            unpad_input: new tokens are concatenated; False pads every sequence of a step to the longest.
-            max_num_batched_tokens: most tokens of one step, draft tokens and prompt chunks together.
-            match_length: fewest tokens that lookup drafting must match; None takes 2.
-            speculative_config: vLLM's keys ``method``, ``model``, ``num_speculative_tokens``, ``prompt_lookup_min``;
-                sets the default drafter and its K.
-            cuda_graphs: on a GPU, record decode and verify steps and replay them; False runs them one kernel at a time,
-                None records them with TensorRT only.
-            adaptive: let requests ask for ``num_speculative_tokens="auto"``: measures what steps cost, at the first
-                load of a bundle on this machine, and keeps that in the user's cache.
-            tune_profile: profile that ``specexport tune`` wrote; None takes the bundle's own, if it has one.
-            prepacked: on the CPU, keep packed weights in the user's cache, where later loads and other processes map
-                them.
+            options: how to load it; None takes the defaults.
+            **changes: single options by name, in place of those of ``options``; see :class:`EngineOptions`.
 
         Raises:
             BundleError: the folder is no bundle, or a file is missing or altered.
             IncompatibleError: another schema, ABI or backend, or a GPU or memory that the engines do not fit.
             InvalidRequestError: a limit is out of range.
             MissingDependencyError: the runtime of the bundle's backend is not installed.
+            TypeError: there is no option of a name.
         """
-        from specexport_runtime.engine_load import LoadOptions, load_engine_parts
+        from specexport_runtime.engine_load import load_engine_parts
 
-        options = LoadOptions(
-            max_num_seqs,
-            max_model_len,
-            num_threads,
-            spin,
-            unpad_kv,
-            unpad_input,
-            cuda_graphs,
-            adaptive,
-            None if tune_profile is None else Path(tune_profile),
-            match_length,
-            speculative_config,
-            prepacked,
-        )
+        options = make_options(options, changes)
         parts = load_engine_parts(Path(path), options)
         manifest = parts.bundle.manifest
         return cls(
@@ -234,9 +191,9 @@ class SpecEngine:
             eos_token_ids=manifest.vocabulary.eos_token_ids,
             chat_template=parts.bundle.chat_template,
             special_tokens=manifest.vocabulary.special_tokens,
-            unpad_kv=unpad_kv,
-            unpad_input=unpad_input,
-            max_num_batched_tokens=max_num_batched_tokens,
+            unpad_kv=options.unpad_kv,
+            unpad_input=options.unpad_input,
+            max_num_batched_tokens=options.max_num_batched_tokens or manifest.max_num_tokens or DEFAULT_BATCHED_TOKENS,
             draft_defaults=parts.defaults,
             cost_curves=parts.curves,
             tune_profile=parts.profile,

@@ -10,6 +10,7 @@ from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.drafters.self_draft import SelfDrafter
+from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import as_gated
 from specexport_runtime.executors.open import backend_of, backends_with, open_executor
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from specexport_runtime.bundle.opened import Bundle, load_bundle
 from specexport_runtime.costs.curves import CostCurves, load_or_measure
@@ -34,23 +35,6 @@ from specexport_runtime.executors.base import Executor
 from specexport_runtime.requests.checks import check_match_length
 from specexport_runtime.requests.drafting import DraftDefaults
 from specexport_runtime.requests.speculative_config import parse_speculative_config
-
-
-class LoadOptions(NamedTuple):
-    """How to load a bundle; see ``SpecEngine.load``."""
-
-    max_num_seqs: int
-    max_model_len: int | None
-    num_threads: int | None
-    spin: bool
-    unpad_kv: bool
-    unpad_input: bool
-    cuda_graphs: bool | None
-    adaptive: bool
-    tune_profile: Path | None
-    match_length: int | None
-    speculative_config: Mapping[str, Any] | None
-    prepacked: bool = True
 
 
 class EngineParts(NamedTuple):
@@ -75,7 +59,7 @@ class EngineParts(NamedTuple):
     profile: TuneProfile | None = None
 
 
-def load_engine_parts(path: Path, options: LoadOptions) -> EngineParts:
+def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
     """Open a bundle, load its engines, and what an adaptive engine chooses K by.
 
     Raises:
@@ -105,7 +89,7 @@ def load_engine_parts(path: Path, options: LoadOptions) -> EngineParts:
         raise
 
 
-def _draft_defaults(bundle: Bundle, options: LoadOptions) -> DraftDefaults:
+def _draft_defaults(bundle: Bundle, options: EngineOptions) -> DraftDefaults:
     defaults = DraftDefaults()
     if options.speculative_config is not None:
         draft = bundle.manifest.models.get("draft")
@@ -120,7 +104,7 @@ def _draft_defaults(bundle: Bundle, options: LoadOptions) -> DraftDefaults:
 
 
 def _with_costs(
-    bundle: Bundle, defaults: DraftDefaults, executors: Mapping[str, Executor], options: LoadOptions
+    bundle: Bundle, defaults: DraftDefaults, executors: Mapping[str, Executor], options: EngineOptions
 ) -> EngineParts:
     def runner(executor: Executor) -> ModelRunner:
         return ModelRunner(executor, unpad_kv=options.unpad_kv, unpad_input=options.unpad_input)
@@ -142,7 +126,8 @@ def _with_costs(
         num_threads=options.num_threads,
         spin=options.spin,
     )
-    profile = load_profile(options.tune_profile, bundle=bundle.folder, build_key=bundle.manifest.build_key)
+    given = None if options.tune_profile is None else Path(options.tune_profile)
+    profile = load_profile(given, bundle=bundle.folder, build_key=bundle.manifest.build_key)
     return parts._replace(curves=curves, profile=profile)
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 ENGINE_NAME = "model.onnx"
 PADDED_NAME = "model.padded.onnx"
-FULL_NAME = "model.full.onnx"
+ONE_TOKEN_NAME = "model.one_token.onnx"  # noqa: S105 no password
 DATA_NAME = "model.onnx.data"
 PAGE_BYTES = 4096
 INLINE_BYTES = 1024
@@ -56,9 +56,9 @@ def write_padded_onnx(ir_model: "ir.Model", folder: Path) -> str:
     return _write_sharing(ir_model, folder, PADDED_NAME, "padded-KV")
 
 
-def write_full_onnx(ir_model: "ir.Model", folder: Path) -> str:
-    """Write ``model.full.onnx``, the graph for steps of one token a row, like :func:`write_padded_onnx`."""
-    return _write_sharing(ir_model, folder, FULL_NAME, "one-token")
+def write_one_token_onnx(ir_model: "ir.Model", folder: Path) -> str:
+    """Write ``model.one_token.onnx``, the graph for steps of one token a row, like :func:`write_padded_onnx`."""
+    return _write_sharing(ir_model, folder, ONE_TOKEN_NAME, "one-token")
 
 
 def _write_sharing(ir_model: "ir.Model", folder: Path, name: str, kind: str) -> str:

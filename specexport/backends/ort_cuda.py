@@ -1,23 +1,35 @@
-"""The stages of a build for ONNX Runtime on an NVIDIA GPU."""
+"""ONNX Runtime on an NVIDIA GPU: one packed graph over paged attention."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specexport.build.progress import StageClock
+from specexport.backends.base import Backend, BuildJob, RecipeFields
+from specexport.backends.present_gpu import gpu_check_obstacle
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-from specexport.lowering.step_inputs import step_inputs
-
-_ORT_CUDA = "ort-cuda"
 
 
-def _build_ort_cuda(ir_model: "ir.Model", role: str, folder: Path, clock: StageClock) -> dict[str, Any]:
-    from specexport.backends.ort import write_onnx
-    from specexport.lowering import lower_model
+class OrtCuda(Backend):
+    """See the module."""
 
-    with clock.stage("lower", role, _ORT_CUDA):
-        lower_model(ir_model, _ORT_CUDA)
-        inputs = step_inputs(ir_model)
-    with clock.stage("build", role):
-        return {"path": write_onnx(ir_model, folder), "inputs": inputs, "lowering": "paged"}
+    name = "ort-cuda"
+    dtypes = ("float16", "bfloat16")
+    modules = ("onnxruntime",)
+    extra = "cuda"
+    draft_differs = False
+
+    def build(self, ir_model: "ir.Model", job: BuildJob) -> dict[str, Any]:
+        """See ``Backend.build``."""
+        from specexport.backends.ort import write_onnx
+        from specexport.lowering.ort_cuda import lower_ort_cuda
+        from specexport.lowering.step_inputs import step_inputs
+
+        with job.clock.stage("lower", job.role, self.name):
+            lower_ort_cuda(ir_model)
+            inputs = step_inputs(ir_model)
+        with job.clock.stage("build", job.role):
+            return {"path": write_onnx(ir_model, job.folder), "inputs": inputs, "lowering": "paged"}
+
+    def check_obstacle(self, recipe: RecipeFields) -> str | None:
+        """See ``Backend.check_obstacle``."""
+        return gpu_check_obstacle(recipe)

@@ -7,11 +7,10 @@ timed, and takes plugins. Imports neither of them.
 
 import importlib
 import importlib.util
-import subprocess
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from specexport.host import query_gpus
+from specexport.backends import present_gpu
 from specexport_runtime.errors import IncompatibleError, MissingDependencyError, RecipeError
 
 
@@ -63,7 +62,7 @@ def known_architectures(package: TrtPackage) -> tuple[str, ...]:
     """
     module = import_package(package)
     if not package.cross_builds:
-        present = present_architecture()
+        present = present_gpu.present_architecture()
         return () if present is None else (present,)
     names: Sequence[str] = list(module.ComputeCapability.__members__)
     return tuple(sorted((name[2:] for name in names if name.startswith("SM")), key=int))
@@ -89,7 +88,7 @@ def resolve_architectures(package: TrtPackage, asked: Sequence[str]) -> tuple[st
         )
     chosen = tuple(asked)
     if not chosen:
-        present = present_architecture()
+        present = present_gpu.present_architecture()
         if present not in known:
             what = "there is no GPU here" if present is None else f"this machine's GPU is sm{present}"
             raise RecipeError(
@@ -104,15 +103,6 @@ def resolve_architectures(package: TrtPackage, asked: Sequence[str]) -> tuple[st
             f"use {'one or more of ' if len(known) > 1 else ''}{', '.join(known)}.",
         )
     return chosen
-
-
-def present_architecture() -> str | None:
-    """Architecture of the first GPU of this machine, for example ``"89"``; None without one."""
-    try:
-        found = query_gpus("compute_cap")
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found[0].replace(".", "") if found else None
 
 
 def configure(trt: Any, package: TrtPackage, config: Any, sm: str, timing_cache: bytes | None) -> None:

@@ -164,7 +164,7 @@ def _run(
     from specexport.bench.prompts import mix_domains, read_prompts
     from specexport.bench.runner import run_bench
     from specexport.bench.subject import open_subject
-    from specexport.build.progress import show_progress
+    from specexport.progress import show_progress
 
     if threads is not None and threads < 1:
         raise InvalidRequestError(f"--threads is {threads}.", "give 1 or more.")

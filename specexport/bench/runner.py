@@ -19,7 +19,7 @@ from specexport.bench.options import BenchOptions
 from specexport.bench.prompts import BenchPrompt, by_domain, mix_domains
 from specexport.bench.records import BenchResult, PromptRecord, RunRecord
 from specexport.bench.subject import Subject, describe_machine
-from specexport.build.progress import Progress, ProgressEvent
+from specexport.progress import Progress, ProgressEvent
 from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -113,6 +113,8 @@ def write_bundle(
         lookahead=recipe.lookahead,
         models={role: entry_in_bundle(built, role) for role, built in models.items()},
         files=files,
+        max_num_seqs=recipe.max_num_seqs,
+        max_num_tokens=recipe.max_num_tokens,
     )
     manifest.write(folder)
     return manifest

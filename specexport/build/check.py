@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specexport.backends.registry import find_backend
 from specexport.recipe import BuildRecipe
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import CheckFailedError, SpecexportError
@@ -80,18 +81,7 @@ def check_obstacle(recipe: BuildRecipe) -> str | None:
     """
     if not recipe.check:
         return "not checked: asked not to"
-    if recipe.backend == "ort-cpu":
-        return None
-    from specexport.backends.trt_package import present_architecture
-
-    present = present_architecture()
-    if present is None:
-        return f"not checked: a {recipe.backend} engine runs on a GPU only, and there is none here"
-    if recipe.sm and present not in recipe.sm:
-        return f"not checked: no engine is for this machine's GPU (sm{present})"
-    if recipe.max_num_seqs == 1:
-        return "not checked: the check runs two sequences, the engine takes one"
-    return None
+    return find_backend(recipe.backend).check_obstacle(recipe)
 
 
 def check_engine(
@@ -116,7 +106,7 @@ def check_engine(
         CheckFailedError: it is beyond the tolerance; names the sequence and the position.
     """
     compare = _compare if entry.quantize is None else _compare_quantized
-    others = ((_PADDED, entry.padded_path), (_ONE_TOKEN, entry.full_path))
+    others = ((_PADDED, entry.padded_path), (_ONE_TOKEN, entry.one_token_path))
     graphs = [_Graph("engine"), *(graph for graph, path in others if path is not None)]
     errors = []
     for graph in graphs:

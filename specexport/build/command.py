@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specexport.backends.registry import DEFAULT_BACKEND
+
 if TYPE_CHECKING:
     from specexport.build.pipeline import BuildResult
 
@@ -26,7 +28,7 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("-o", "--output", "output", help="Folder of the bundle.")
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML recipe; flags go before it.")
 @click.option("--name", help="Name of the bundle [default: the output folder's name].")
-@click.option("--backend", help="What runs the engines [default: ort-cpu].")
+@click.option("--backend", help=f"What runs the engines [default: {DEFAULT_BACKEND}].")
 @click.option("--dtype", help="Dtype of weights and KV caches [default: auto].")
 @click.option("--quantize", metavar="int8|int4", help="Quantize the target's linear layers (ort-cpu).")
 @click.option("--draft-quantize", metavar="int8|int4", help="Quantize the draft's linear layers (ort-cpu).")
@@ -34,8 +36,8 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--fuse/--no-fuse", default=None, help="Pack and fuse operators where that is faster [default: yes].")
 @click.option("--sm", multiple=True, metavar="NN", help="TensorRT: GPU architecture to build for; repeat for more.")
 @click.option("--lowering", help="TensorRT: attention: native, native-grouped or plugin [default: auto].")
-@click.option("--max-num-seqs", type=int, help="TensorRT: most sequences at a time [default: 8].")
-@click.option("--max-num-tokens", type=int, help="TensorRT: most tokens of one step [default: 512].")
+@click.option("--max-num-seqs", type=int, help="Most sequences at a time [default: 8].")
+@click.option("--max-num-tokens", type=int, help="Most tokens of one step [default: 512].")
 @click.option("--gpu-memory-gb", type=float, help="TensorRT: refuse what a GPU of this memory cannot hold.")
 @click.option(
     "--lookahead", "--num-speculative-tokens", "lookahead", type=int, help="Most draft tokens a round (K) [default: 8]."
@@ -67,7 +69,7 @@ def build(
 ) -> None:
     """Build a bundle from TARGET: a Hugging Face folder, a hub id, or a .gguf file."""
     from specexport.build.pipeline import build_bundle
-    from specexport.build.progress import show_progress
+    from specexport.progress import show_progress
     from specexport.recipe import make_recipe
 
     flags["sm"] = flags["sm"] or None

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specexport.atomic import require_space
-from specexport.backends.ort_cpu import build_cpu_engine, release_weights
-from specexport.backends.tensorrt import build_gpu_engines, check_memory, is_tensorrt, memory_plan_of
+from specexport.backends.base import Backend, BuildJob, release_weights
+from specexport.backends.registry import BACKENDS, find_backend
 from specexport.build.built import BuiltModel
 from specexport.build.check import check_engine, check_obstacle, check_sequences
-from specexport.build.progress import StageClock
+from specexport.progress import StageClock
 from specexport.recipe import BuildRecipe, resolve_dtype, resolve_recipe
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.files import hash_files
@@ -70,7 +70,7 @@ def build_model(
         CheckpointError, UnsupportedModelError, RecipeError: the checkpoint cannot be used, or not with this recipe.
         CheckFailedError: the engine's logits differ from eager transformers.
     """
-    require_export_stack(recipe.backend)
+    require_export_stack(find_backend(recipe.backend))
     with clock.stage("load", source.role, source.name):
         checkpoint = _load(recipe, source)
         recipe = resolve_recipe(recipe, [checkpoint.max_positions])  # refuses a length the model cannot have
@@ -141,21 +141,19 @@ def _compile(
         del traced, checkpoint.model  # the graph holds the weights now
         traced_weights = list(ir_model.graph.initializers.values())
         gc.collect()
-    if is_tensorrt(recipe):
-        check_memory(recipe, memory_plan_of(recipe, checkpoint.num_parameters, layers), clock)
+    backend = find_backend(recipe.backend)
+    job = BuildJob(recipe, role, layers, checkpoint.num_parameters, checkpoint.max_positions, folder, clock)
+    backend.check_memory(job)
     with clock.stage("passes", role):
         passes = default_passes(
             recipe,
-            pack=recipe.fuse and recipe.backend == "ort-cpu",
+            pack=recipe.fuse and backend.packs_linear,
             quantize=recipe.quantization_of(role),
             quantize_lm_head=recipe.quantize_lm_head,
         )
         done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=clock.note)
     strip_metadata(ir_model)
-    if recipe.backend == "ort-cpu":
-        fields = build_cpu_engine(ir_model, recipe, role, checkpoint, folder=folder, clock=clock)
-    else:
-        fields = build_gpu_engines(ir_model, recipe, role, layers, folder=folder, clock=clock)
+    fields = backend.build(ir_model, job)
     release_weights([*traced_weights, *ir_model.graph.initializers.values()])
     return {"layers": layers, "passes": done, **fields}
 
@@ -181,21 +179,19 @@ def strip_metadata(ir_model: Any) -> None:
     ir_model.metadata_props.clear()
 
 
-def require_export_stack(backend: str = "ort-cpu") -> None:
+def require_export_stack(backend: Backend | None = None) -> None:
     """Check that the compiler's dependencies are installed, without importing them.
 
     Args:
-        backend: the backend to build for; those on ONNX Runtime need it for their own check.
+        backend: the backend to build for; None takes the first there is.
 
     Raises:
         MissingDependencyError: names what is missing and the command that installs it.
     """
-    extra, needed = {"ort-cpu": ("cpu", ("onnxruntime",)), "ort-cuda": ("cuda", ("onnxruntime",))}.get(
-        backend, (backend, ())
-    )
-    missing = [name for name in (*_NEEDED, *needed) if importlib.util.find_spec(name) is None]
+    backend = backend or next(iter(BACKENDS.values()))
+    missing = [name for name in (*_NEEDED, *backend.modules) if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingDependencyError(
             f"building needs {', '.join(missing)}, which is not installed.",
-            f"pip install 'specexport[export,{extra}]'.",
+            f"pip install 'specexport[export,{backend.extra}]'.",
         )

@@ -15,22 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from specexport.atomic import new_folder
-from specexport.backends.tensorrt import architectures_of, check_bundle_memory, is_tensorrt
+from specexport.backends.registry import find_backend
 from specexport.build.built import TOKENIZER_NAME, BuiltModel
 from specexport.build.bundle import check_output, find_up_to_date, refuse_to_replace, write_bundle
 from specexport.build.cache import EngineCache
 from specexport.build.check import check_obstacle
 from specexport.build.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, hash_sources, hash_values, tool_versions
 from specexport.build.model import STAGES, ModelSource, build_model, require_export_stack
-from specexport.build.progress import Progress, StageClock
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.host import peak_memory_bytes
-from specexport.recipe import AUTO_MODEL_LEN, BuildRecipe, resolve_recipe
+from specexport.progress import Progress, StageClock
+from specexport.recipe import BuildRecipe, resolve_recipe
 from specexport_runtime.bundle.files import FileEntry
 from specexport_runtime.bundle.manifest import Manifest
 
 _NUM_COMMON_STAGES = 2  # plan and bundle
-_ENGINE_FIELDS = ("sm", "lowering", "lookahead", "max_model_len", "max_num_seqs", "max_num_tokens")
 
 
 @dataclass(frozen=True)
@@ -108,8 +107,8 @@ def build_bundle(
     clock = StageClock(progress, num_steps=len(STAGES) * num_models + _NUM_COMMON_STAGES)
     with clock.stage("plan"):
         exists = check_output(output, force=force)
-        if is_tensorrt(recipe):
-            recipe = replace(recipe, sm=architectures_of(recipe))
+        backend = find_backend(recipe.backend)
+        recipe = replace(recipe, **backend.settle(recipe))
         plan = _make_plan(recipe)
         present = find_up_to_date(output, plan.build_key) if exists else None
         if exists and present is None and not force:
@@ -134,7 +133,7 @@ def build_bundle(
         with clock.stage("bundle"):
             _check_built_vocabularies(built)
             resolved = resolve_recipe(recipe, [model.entry.max_positions for model in built.values()])
-            check_bundle_memory(resolved, {role: model.entry for role, model in built.items()})
+            backend.check_bundle(resolved, {role: model.entry for role, model in built.items()})
             manifest = write_bundle(folder, recipe=resolved, build_key=plan.build_key, tools=plan.tools, models=built)
     errors = {role: model.max_abs_error for role, model in built.items()}
     return _result(output, manifest, clock, reused=tuple(reused), max_abs_errors=errors)
@@ -153,17 +152,13 @@ def _make_plan(recipe: BuildRecipe) -> _Plan:
         "sources": hash_sources(ENGINE_ROOT),
         "tools": tools,
     }
-    if is_tensorrt(recipe):  # these engines are built for step sizes and architectures
-        common |= {name: getattr(recipe, name) for name in _ENGINE_FIELDS}
-    if recipe.backend == "ort-cpu":
-        common |= {name: getattr(recipe, name) for name in ("quantize_lm_head", "fuse")}
-        # Fused rotary embeddings are tables of this many positions.
-        common["rotary_len"] = max(AUTO_MODEL_LEN, 0 if recipe.max_model_len == "auto" else recipe.max_model_len)
+    backend = find_backend(recipe.backend)
+    common |= backend.engine_key(recipe)
     keys = {
         model.role: hash_values(
             common
             | {"checkpoint": model.sha256, "quantize": recipe.quantization_of(model.role)}
-            | ({} if recipe.backend == "ort-cuda" else {"role": model.role})
+            | ({"role": model.role} if backend.draft_differs else {})
         )
         for model in models
     }
@@ -182,7 +177,7 @@ def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | Non
     from specexport.frontend.source import hash_source, resolve_source
 
     if not Path(source).expanduser().exists():  # a hub id: fetching it needs what building needs
-        require_export_stack(recipe.backend)
+        require_export_stack(find_backend(recipe.backend))
     found = resolve_source(source, revision, remote_code=recipe.trust_remote_code)
     return ModelSource(role, source, revision, found.name, hash_source(found))
 

@@ -104,7 +104,7 @@ def _measure(
 
     from specexport.bench.prompts import read_prompts
     from specexport.bench.subject import open_subject
-    from specexport.build.progress import show_progress
+    from specexport.progress import show_progress
     from specexport.tune.measure import Tuner
     from specexport.tune.options import resolve_options
     from specexport_runtime.costs.tune_profile import TuneProfile

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from specexport.bench.meter import Meter
 from specexport.bench.methods import Cell, EngineKey
 from specexport.bench.subject import Subject
-from specexport.build.progress import Progress, ProgressEvent
+from specexport.progress import Progress, ProgressEvent
 from specexport.tune.options import TuneOptions
 from specexport_runtime.costs.tune_profile import TuneCell
 

@@ -52,7 +52,7 @@ def verify(
     A part that cannot run (no checkpoint) is reported as skipped and the result as incomplete. A part that fails makes
     the command exit with 1, after the report is written.
     """
-    from specexport.build.progress import show_progress
+    from specexport.progress import show_progress
     from specexport.verify.describe import describe
     from specexport.verify.options import VerifyOptions
     from specexport.verify.perplexity import read_text

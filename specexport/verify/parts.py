@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from specexport.build.progress import StageClock
+from specexport.progress import StageClock
 from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult, check_greedy
 from specexport.verify.neighbours import check_neighbours

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specexport.build.progress import StageClock
+from specexport.progress import StageClock
 from specexport.verify.checkpoint import (
     CheckpointNotFoundError,
     eager_loss,

@@ -166,7 +166,7 @@ def test_a_disk_that_fills_up(
         (folder / "model.onnx").write_bytes(b"0" * 4321)
         raise OSError(errno.ENOSPC, "No space left on device", str(folder / "model.onnx.data"))
 
-    monkeypatch.setattr("specexport.backends.build_engine", write_half)
+    monkeypatch.setattr("specexport.backends.ort.write_onnx", write_half)
     line = refuse_cli(*build_args(tiny_pair.target, "--no-cache", out=tmp_path / "out"))
     assert "is full" in line
     assert "4,321 bytes written so far" in line

@@ -15,7 +15,7 @@ from specexport.build.cache import EngineCache
 from specexport.build.check import TOLERANCES, check_engine, check_sequences
 from specexport.build.model import STAGES
 from specexport.build.pipeline import build_bundle
-from specexport.build.progress import ProgressEvent
+from specexport.progress import ProgressEvent
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import BundleError, CheckFailedError, OutputExistsError

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specexport import cli
-from specexport.build.progress import ProgressEvent, StageClock, show_progress
+from specexport.progress import ProgressEvent, StageClock, show_progress
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.cli.errors import SuggestingGroup, format_error
 from specexport_runtime.errors import CheckFailedError, IncompatibleError, RecipeError

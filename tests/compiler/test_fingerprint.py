@@ -85,9 +85,9 @@ def test_imports_in_functions_count_and_those_for_type_checkers_do_not(package: 
     root.write_text(
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    from specexport.bench import runner\n"
-        "def build():\n    from specexport import host\n    import specexport.build.progress\n"
+        "def build():\n    from specexport import host\n    import specexport.progress\n"
         "WORKER = 'specexport.backends.trt_worker'\nNOTE = 'specexport.gone'\n"
     )
     names = set(needed_sources(ENGINE_ROOT))
-    assert {"specexport.host", "specexport.build.progress", "specexport.backends.trt_worker"} <= names
+    assert {"specexport.host", "specexport.progress", "specexport.backends.trt_worker"} <= names
     assert "specexport.bench.runner" not in names

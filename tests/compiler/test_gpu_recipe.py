@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specexport.backends import trt_package
+from specexport.backends import present_gpu, trt_package
 from specexport.backends.memory_plan import plan_memory, require_gpu_memory, require_host_memory
 from specexport.backends.trt_package import TENSORRT, TENSORRT_RTX, known_architectures, resolve_architectures
 from specexport.recipe import make_recipe, resolve_recipe
@@ -20,7 +20,7 @@ GIVEN = {"target": "t", "output": "o", "backend": "tensorrt-rtx"}
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trt_package, "present_architecture", lambda: None)
+    monkeypatch.setattr(present_gpu, "present_architecture", lambda: None)
 
 
 @pytest.fixture
@@ -76,20 +76,20 @@ def test_tensorrt_rtx_lists_the_architectures_it_has(no_gpu: None) -> None:
 
 
 def test_the_gpu_in_the_machine_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trt_package, "present_architecture", lambda: "89")
+    monkeypatch.setattr(present_gpu, "present_architecture", lambda: "89")
     assert resolve_architectures(TENSORRT_RTX, []) == ("89",)
-    monkeypatch.setattr(trt_package, "present_architecture", lambda: "90")  # not one of the package's
+    monkeypatch.setattr(present_gpu, "present_architecture", lambda: "90")  # not one of the package's
     with pytest.raises(RecipeError, match="this machine's GPU is sm90, and no --sm says"):
         resolve_architectures(TENSORRT_RTX, [])
 
 
 def test_tensorrt_builds_for_the_gpu_in_the_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trt_package, "import_package", lambda _package: object())
-    monkeypatch.setattr(trt_package, "present_architecture", lambda: "90")
+    monkeypatch.setattr(present_gpu, "present_architecture", lambda: "90")
     assert resolve_architectures(TENSORRT, []) == ("90",)
     with pytest.raises(RecipeError, match="--sm 89 is not an architecture that tensorrt builds for here"):
         resolve_architectures(TENSORRT, ["89"])
-    monkeypatch.setattr(trt_package, "present_architecture", lambda: None)
+    monkeypatch.setattr(present_gpu, "present_architecture", lambda: None)
     with pytest.raises(IncompatibleError, match="there is none here"):
         resolve_architectures(TENSORRT, [])
 
@@ -124,11 +124,11 @@ def test_the_architecture_of_the_gpu_comes_from_the_driver(monkeypatch: pytest.M
     tool.write_text("#!/bin/sh\nprintf '12.0\\n8.9\\n'\n")
     tool.chmod(0o755)
     monkeypatch.setattr(shutil, "which", lambda _name: str(tool))
-    assert trt_package.present_architecture() == "120"
+    assert present_gpu.present_architecture() == "120"
     tool.write_text("#!/bin/sh\nexit 9\n")
-    assert trt_package.present_architecture() is None
+    assert present_gpu.present_architecture() is None
     monkeypatch.setattr(shutil, "which", lambda _name: None)
-    assert trt_package.present_architecture() is None
+    assert present_gpu.present_architecture() is None
 
 
 def test_memory_is_planned_before_the_build() -> None:

@@ -22,11 +22,11 @@ from specexport_runtime.executors.open import open_executor
 def test_only_the_draft_has_it_over_its_own_weights(tiny_bundle: Path) -> None:
     manifest = load_manifest(tiny_bundle)
     target, draft = manifest.models["target"], manifest.models["draft"]
-    assert (target.full_path, target.full_inputs) == (None, ())
-    assert draft.full_path == "draft/model.full.onnx"
+    assert (target.one_token_path, target.one_token_inputs) == (None, ())
+    assert draft.one_token_path == "draft/model.one_token.onnx"
     # Its head size has no fused rotation, so that positions are read.
-    assert draft.full_inputs == ("input_ids", "positions", "kv_lens", "row_totals")
-    assert manifest.files[draft.full_path].size < 50_000, "its weights are the engine's"
+    assert draft.one_token_inputs == ("input_ids", "positions", "kv_lens", "row_totals")
+    assert manifest.files[draft.one_token_path].size < 50_000, "its weights are the engine's"
     assert ModelEntry.from_json(json.loads(json.dumps(dataclasses.asdict(draft)))) == draft
 
 
@@ -36,8 +36,8 @@ def test_others_do_not_have_it(why: str, tiny_pair: TinyPair, tmp_path: Path, mo
         monkeypatch.setattr(cpu_build, "SMALL_DRAFT_PARAMETERS", 1000)
     build_bundle(tiny_pair.recipe(tmp_path / "bundle", fuse=why != "not fused", check=False), use_cache=False)
     draft = load_manifest(tmp_path / "bundle").models["draft"]
-    assert draft.full_path is None
-    assert not (tmp_path / "bundle" / "draft" / "model.full.onnx").exists()
+    assert draft.one_token_path is None
+    assert not (tmp_path / "bundle" / "draft" / "model.one_token.onnx").exists()
 
 
 def test_prepacked_weights_are_kept_for_both_graphs(
@@ -68,7 +68,7 @@ def test_the_build_checks_it(spoil: str, tiny_bundle: Path, tmp_path: Path) -> N
     sequences = check_sequences(entry.vocab_size)
     references = _run(tmp_path, entry, sequences)
     assert check_engine(tmp_path, entry, sequences, references) < 1e-4
-    path = tmp_path / str(entry.full_path)
+    path = tmp_path / str(entry.one_token_path)
     graph = onnx.load(path, load_external_data=False)
     for node in graph.graph.node:
         if node.op_type == "GroupQueryAttention" and spoil == "scale":

@@ -12,10 +12,10 @@ from click.testing import Result
 from pairs import TinyPair, locked
 from tiny_models import GROUPED, make_llama, make_model, save_checkpoint
 
+from specexport.backends import present_gpu
 from specexport.backends import trt as trt_backend
-from specexport.backends import trt_package
 from specexport.build.pipeline import build_bundle
-from specexport.build.progress import ProgressEvent
+from specexport.progress import ProgressEvent
 from specexport.recipe import BuildRecipe, make_recipe
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
@@ -222,5 +222,5 @@ def test_the_command_line_builds(tiny_pair: TinyPair, tmp_path: Path, run_cli: R
     assert refused.exit_code == 3
     assert "Traceback" not in refused.stderr
     assert "GPU" in refused.stderr
-    monkey = trt_package.present_architecture()
+    monkey = present_gpu.present_architecture()
     assert monkey is None or monkey != "89", "this test expects no sm89 GPU"

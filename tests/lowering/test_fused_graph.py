@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specexport.backends import build_engine, build_full_engine, build_padded_engine
+from specexport.backends.ort import write_one_token_onnx, write_onnx, write_padded_onnx
 from specexport.frontend import reference_logits, trace_checkpoint
-from specexport.lowering import lower_model
 from specexport.lowering.fuse import fuse_rotary, rotary_rows
 from specexport.lowering.fuse_norm import fuse_norms
 from specexport.lowering.one_token import lower_one_token
+from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.passes import default_passes, run_passes
 from tests.engine_harness import Engine, Recipe, make_checkpoint
 from tests.tiny_models import ARCHITECTURES, BASE, VOCAB, make_model
@@ -46,13 +46,13 @@ class Fused:
         rotated = fuse_rotary(self.graph, rows)
         self.one_token = self.graph.clone()
         assert lower_one_token(self.one_token)
-        lower_model(self.graph, "ort-cpu")
+        lower_ort_cpu(self.graph)
         self.counts = packed, rotated, fuse_norms(self.graph)
-        build_engine(self.graph, "ort-cpu", folder)
-        lower_model(padded, "ort-cpu", padded_kv=True)
-        build_padded_engine(padded, "ort-cpu", folder)
+        write_onnx(self.graph, folder)
+        lower_ort_cpu(padded, padded_kv=True)
+        write_padded_onnx(padded, folder)
         fuse_norms(self.one_token)
-        build_full_engine(self.one_token, "ort-cpu", folder)
+        write_one_token_onnx(self.one_token, folder)
 
     def engine(self, num_rows: int, capacity: int = 40, **options: Any) -> Engine:
         """A fresh engine."""
@@ -60,7 +60,7 @@ class Fused:
 
     def one_token_engine(self, engine: Engine) -> Engine:
         """The graph for steps of one token a row, over the caches of ``engine``."""
-        other = self.engine(0, graph="model.full.onnx")
+        other = self.engine(0, graph="model.one_token.onnx")
         other.caches = engine.caches
         return other
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specexport.lowering import lower_model
 from specexport.lowering.layer_gate import gate_layers
+from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.lowering.step_inputs import step_inputs
 from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime.abi import GATE_INPUTS, SIMILARITY
@@ -72,7 +72,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def make(name: str, folder: Path) -> Built:
-    from specexport.backends import build_engine
+    from specexport.backends.ort import write_onnx
     from specexport.frontend import trace_checkpoint
     from specexport.passes import default_passes, run_passes
 
@@ -80,12 +80,12 @@ def make(name: str, folder: Path) -> Built:
     traced = trace_checkpoint(make_checkpoint(model))
     run_passes(traced.ir_model, default_passes(Recipe()))
     plain = traced.ir_model.clone()
-    lower_model(plain, "ort-cpu")
-    build_engine(plain, "ort-cpu", folder / "plain")
+    lower_ort_cpu(plain)
+    write_onnx(plain, folder / "plain")
     blocks = find_residual_blocks(traced.ir_model)
-    lower_model(traced.ir_model, "ort-cpu")
+    lower_ort_cpu(traced.ir_model)
     assert gate_layers(traced.ir_model, blocks) == 2 * len(traced.layers)
-    build_engine(traced.ir_model, "ort-cpu", folder / "gated")
+    write_onnx(traced.ir_model, folder / "gated")
     return Built(name, model, traced.ir_model, folder, traced.layers)
 
 
@@ -256,13 +256,13 @@ def llama() -> Any:
 
 
 def test_a_token_without_any_direction_has_no_similarity_and_no_nan(llama: Any, tmp_path: Path) -> None:
-    from specexport.backends import build_engine
+    from specexport.backends.ort import write_onnx
 
     ir_model = llama.ir_model.clone()
     blocks = find_residual_blocks(ir_model)
-    lower_model(ir_model, "ort-cpu")
+    lower_ort_cpu(ir_model)
     gate_layers(ir_model, blocks)
-    build_engine(ir_model, "ort-cpu", tmp_path)
+    write_onnx(ir_model, tmp_path)
     engine = GatedEngine(tmp_path, llama.layers, 1, 16)
     engine.mask, engine.wanted = [True] * 4, True
     assert np.isfinite(engine.step([[5, 6]], [0])).all()
@@ -286,7 +286,7 @@ def test_a_lowering_that_joins_a_layer_with_something_else_is_not_gated(llama: A
 
     ir_model = llama.ir_model.clone()
     blocks = find_residual_blocks(ir_model)
-    lower_model(ir_model, "ort-cpu")
+    lower_ort_cpu(ir_model)
     inner = next(node for node in ir_model.graph if node.op_type == "Sigmoid").outputs[0]
     ir_model.graph.append(ir.node("Relu", [inner]))
     with pytest.raises(CheckFailedError, match="layer 0's MLP is read beyond the residual stream"):

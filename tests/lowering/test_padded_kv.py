@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specexport.backends import build_padded_engine
+from specexport.backends.ort import write_padded_onnx
 from specexport.frontend import reference_logits
 from specexport_runtime.errors import CheckFailedError
 from tests.engine_harness import Engine, build, make_checkpoint
@@ -111,4 +111,4 @@ def test_a_weight_that_the_engine_has_not_is_an_error(tmp_path: Path) -> None:
     tensor = ir.tensor(np.zeros(2, np.float32), name="stray")
     model.graph.initializers["stray"] = ir.Value(name="stray", const_value=tensor)
     with pytest.raises(CheckFailedError, match="a weight of its own, stray"):
-        build_padded_engine(model, "ort-cpu", tmp_path)
+        write_padded_onnx(model, tmp_path)

@@ -6,7 +6,8 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from specexport.lowering import lower_model, trt_native
+from specexport.lowering import trt_native
+from specexport.lowering.tensorrt import lower_tensorrt
 from specexport_runtime.abi import ALIGNED_STEP_INPUTS, LayerGeometry
 from specexport_runtime.bundle.profiles import Profile
 from tests.lowering.half_models import trace
@@ -35,7 +36,7 @@ def test_lowered_models_build_without_a_warning_that_matters(name: str, dtype: s
     from specexport.backends.trt import TrtPlan, write_trt_engines
 
     model = trace(name, dtype).ir_model.clone()
-    forms = lower_model(model, "tensorrt-rtx", lowering="native", kv_capacity=CAPACITY)
+    forms = lower_tensorrt(model, lowering="native", kv_capacity=CAPACITY)
     assert forms == MODELS[name, dtype]
     layers = tuple(geometry(model, i) for i in range(2))
     plan = TrtPlan("tensorrt-rtx", ("89",), PROFILES, layers, CAPACITY)

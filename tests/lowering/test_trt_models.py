@@ -7,7 +7,8 @@ import onnx_ir as ir
 import pytest
 
 from specexport.frontend import reference_logits
-from specexport.lowering import lower_model, trt_native
+from specexport.lowering import trt_native
+from specexport.lowering.tensorrt import lower_tensorrt
 from specexport_runtime.abi import ALIGNED_STEP_INPUTS
 from tests.engine_harness import make_checkpoint
 from tests.lowering.half_models import HalfModel, trace
@@ -35,7 +36,7 @@ def sequences() -> list[list[int]]:
 
 def lower(traced: HalfModel) -> tuple[Any, tuple[str, ...]]:
     model = traced.ir_model.clone()
-    forms = lower_model(model, "tensorrt-rtx", lowering="native", kv_capacity=CAPACITY)
+    forms = lower_tensorrt(model, lowering="native", kv_capacity=CAPACITY)
     return model, forms
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specexport.lowering import lower_model, trt_native
+from specexport.lowering import trt_native
+from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.lowering.token_ids import add_token_ids
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
 from tests.lowering.trt_evaluator import align, make_evaluator
@@ -234,18 +235,17 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "named", "words"),
+    ("named", "words"),
     [
-        ("tensorrt-rtx", {"lowering": "gqa", "kv_capacity": 8}, "has no lowering 'gqa'"),
-        ("tensorrt-rtx", {"lowering": None, "kv_capacity": 8}, "has no lowering None"),
-        ("tensorrt", {"lowering": "native"}, "needs the KV capacity"),
-        ("tensorrt", {"lowering": "native", "kv_capacity": 8, "padded_kv": True}, "has no padded-KV graph"),
-        ("ort-cuda", {"padded_kv": True}, "has no padded-KV graph"),
+        ({"lowering": "gqa", "kv_capacity": 8}, "has no lowering 'gqa'"),
+        ({"lowering": None, "kv_capacity": 8}, "has no lowering None"),
+        ({"lowering": "native", "kv_capacity": None}, "needs the KV capacity"),
+        ({"lowering": "native", "kv_capacity": 0}, "needs the KV capacity"),
     ],
 )
-def test_arguments_that_a_backend_cannot_use(backend: str, named: dict[str, Any], words: str) -> None:
+def test_arguments_that_tensorrt_cannot_use(named: dict[str, Any], words: str) -> None:
     with pytest.raises(RecipeError, match=words):
-        lower_model(one_node_model(CASES["ragged"]), backend, **named)
+        lower_tensorrt(one_node_model(CASES["ragged"]), **named)
 
 
 def greedy_ids(rows: Sequence[Sequence[float]]) -> list[int]:

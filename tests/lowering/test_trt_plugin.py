@@ -10,8 +10,9 @@ import pytest
 
 from specexport.backends.profiles import input_shapes, plan_profiles
 from specexport.frontend import reference_logits
-from specexport.lowering import lower_model, trt_plugin
+from specexport.lowering import trt_plugin
 from specexport.lowering.step_inputs import step_inputs
+from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.plugin.naming import plugin_names, plugin_spec
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import UnsupportedModelError
@@ -158,7 +159,7 @@ def sequences() -> list[list[int]]:
 
 def lower_traced(traced: HalfModel) -> Any:
     model = traced.ir_model.clone()
-    lower_model(model, "tensorrt", lowering="plugin", kv_capacity=MODEL_CAPACITY)
+    lower_tensorrt(model, lowering="plugin", kv_capacity=MODEL_CAPACITY)
     return model
 
 

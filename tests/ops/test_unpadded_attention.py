@@ -8,8 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specexport.lowering import lower_model
-from specexport.lowering.ort_cpu import choose_body
+from specexport.lowering.ort_cpu import choose_body, lower_ort_cpu
 from specexport.ops import UNPADDED_ATTENTION
 from specexport.ops.onnx_op import register_schema
 from specexport.ops.reference import unpadded_attention
@@ -188,7 +187,7 @@ def run_in_place(
     import onnxruntime as ort
 
     model = one_node_model(case)
-    lower_model(model, "ort-cpu", padded_kv=padded_kv)
+    lower_ort_cpu(model, padded_kv=padded_kv)
     ir.save(model, folder / "op.onnx")
     session = ort.InferenceSession(str(folder / "op.onnx"), providers=["CPUExecutionProvider"])
     io = session.io_binding()

@@ -8,9 +8,9 @@ from tiny_models import ARCHITECTURES, make_model
 
 @pytest.mark.parametrize("name", ["llama_tied", "phi", "mixtral"])
 def test_the_same_logits_with_every_linear_layer_as_a_matrix_product(name: str, tmp_path: Path) -> None:
-    from specexport.backends import build_engine
+    from specexport.backends.ort import write_onnx
     from specexport.frontend import trace_checkpoint
-    from specexport.lowering import lower_model
+    from specexport.lowering.ort_cpu import lower_ort_cpu
     from specexport.passes import default_passes, run_passes
     from specexport.passes.base import constant_of
     from specexport.passes.linear_flatten import LinearFlattenPass
@@ -31,9 +31,9 @@ def test_the_same_logits_with_every_linear_layer_as_a_matrix_product(name: str, 
             assert {node.inputs[1].name for node in products if node.op_type == "Gemm"} <= set(
                 traced.ir_model.graph.initializers
             )
-        lower_model(traced.ir_model, "ort-cpu")
+        lower_ort_cpu(traced.ir_model)
         folder = tmp_path / str(flatten)
-        build_engine(traced.ir_model, "ort-cpu", folder)
+        write_onnx(traced.ir_model, folder)
         engine = Engine(folder, traced.layers, num_rows=2, capacity=16)
         engine.step([[3, 4, 5], [6]], [0, 0])
         logits.append(engine.step([[7], [8, 9]], [3, 1]))

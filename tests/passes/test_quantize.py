@@ -27,15 +27,15 @@ VERIFY = [[7, 12, 13, 250, 300], [8, 9]]
 
 def build(name: str, folder: Path, quantize: str | None, **changes: Any) -> tuple[Any, Any, dict[str, int]]:
     """Compile an architecture; returns the graph after the passes, its layers and what each pass changed."""
-    from specexport.backends import build_engine
+    from specexport.backends.ort import write_onnx
     from specexport.frontend import trace_checkpoint
-    from specexport.lowering import lower_model
+    from specexport.lowering.ort_cpu import lower_ort_cpu
 
     traced = trace_checkpoint(make_checkpoint(make_model(*ARCHITECTURES[name])))
     report = dict(run_passes(traced.ir_model, default_passes(Recipe(), quantize=quantize, **changes)))
     passed = traced.ir_model.clone()
-    lower_model(traced.ir_model, "ort-cpu")
-    build_engine(traced.ir_model, "ort-cpu", folder)
+    lower_ort_cpu(traced.ir_model)
+    write_onnx(traced.ir_model, folder)
     return passed, traced.layers, report
 
 

@@ -5,7 +5,8 @@ import pytest
 from trt_fakes import FakeContext, FakeEngine, FakeGpu, make_entry, make_profiles
 
 from specexport.frontend import reference_logits
-from specexport.lowering import lower_model, trt_native
+from specexport.lowering import trt_native
+from specexport.lowering.tensorrt import lower_tensorrt
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.executors.trt import TrtExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor
@@ -58,7 +59,7 @@ class GraphContext(FakeContext):
 
 def open_lowered(folder, traced, gpu):
     model = traced.ir_model.clone()
-    lower_model(model, "tensorrt-rtx", lowering="native", kv_capacity=CAPACITY)
+    lower_tensorrt(model, lowering="native", kv_capacity=CAPACITY)
     caches = {str(value.name): value.shape for value in model.graph.inputs if "cache" in str(value.name)}
     layers = tuple(
         LayerGeometry(caches[f"k_cache.{i}"][1], caches[f"k_cache.{i}"][3], caches[f"v_cache.{i}"][3])

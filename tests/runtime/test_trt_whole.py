@@ -13,8 +13,9 @@ import pytest
 
 from specexport.backends.profiles import engine_kv_capacity, plan_profiles
 from specexport.frontend import reference_logits
-from specexport.lowering import lower_model, trt_native
+from specexport.lowering import trt_native
 from specexport.lowering.step_inputs import step_inputs
+from specexport.lowering.tensorrt import lower_tensorrt
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor
@@ -79,7 +80,7 @@ def open_model(name: str, role: str, folder: Path, lowering: str = "native") -> 
     """A ``TrtExecutor`` on the graph that a build of tiny model ``name`` would make an engine of."""
     model = trace(name, "float32").ir_model.clone()
     capacity = engine_kv_capacity(MAX_MODEL_LEN, LOOKAHEAD)
-    lower_model(model, "tensorrt-rtx", lowering=lowering, kv_capacity=capacity)
+    lower_tensorrt(model, lowering=lowering, kv_capacity=capacity)
     caches = [value for value in model.graph.inputs if "cache" in str(value.name)]
     sizes = [(int(value.shape[1]), int(value.shape[3])) for value in caches]
     layers = [LayerGeometry(k[0], k[1], v[1]) for k, v in zip(sizes[::2], sizes[1::2], strict=True)]

@@ -146,7 +146,7 @@ def test_a_bundle_that_cannot_be_written_says_how_to_go_on(bundle, monkeypatch):
 
 
 def make_clock():
-    from specexport.build.progress import StageClock
+    from specexport.progress import StageClock
 
     return StageClock(None, 1)
 

@@ -17,11 +17,13 @@ from specexport_runtime.bundle.files import FileEntry
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import BundleError, IncompatibleError
 
-SCHEMA_VERSION = 4
-READABLE_SCHEMAS = (2, 3, 4)
-"""Version 3 added the fields of engines that are built for a GPU, version 4 those of self-drafting and quantization; an
-older manifest is one without them."""
+SCHEMA_VERSION = 5
+READABLE_SCHEMAS = (2, 3, 4, 5)
+"""Version 3 added the fields of engines that are built for a GPU, version 4 those of self-drafting and quantization,
+version 5 the defaults for loading; an older manifest is one without them. Version 5 also renamed some."""
+_RENAMED = {"full_path": "one_token_path", "full_inputs": "one_token_inputs"}
 MANIFEST_NAME = "manifest.json"
+DEFAULT_NUM_SEQS = 8
 SMALL_DRAFT_PARAMETERS = 20_000_000
 """Below this a draft's step is mostly fixed cost per operator: threads do not share it, fewer operators help."""
 _REBUILD = "build it again with `specexport build`."
@@ -77,9 +79,9 @@ class ModelEntry:
         gate_obstacle: why no layer of a target can be skipped exactly; None where that was not asked, or can be done.
         quantize: ``"int8"`` or ``"int4"`` where the linear layers' weights are quantized.
         fused: what the lowering fused: ``[name, count]``.
-        full_path: graph of a small draft for steps of exactly one new token a row, all with logits, over the same
+        one_token_path: graph of a small draft for steps of exactly one new token a row, all with logits, over the same
             weights file; its caches have no second dimension. None if there is none.
-        full_inputs: step inputs that graph takes.
+        one_token_inputs: step inputs that graph takes.
     """
 
     path: str
@@ -105,17 +107,17 @@ class ModelEntry:
     gate_obstacle: str | None = None
     quantize: str | None = None
     fused: tuple[tuple[str, int], ...] = ()
-    full_path: str | None = None
-    full_inputs: tuple[str, ...] = ()
+    one_token_path: str | None = None
+    one_token_inputs: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "ModelEntry":
         """Rebuild an entry from its JSON form."""
-        fields = dict(data)
+        fields = {_RENAMED.get(name, name): value for name, value in data.items()}
         fields["layers"] = tuple(LayerGeometry(*layer) for layer in data["layers"])
         fields["inputs"] = tuple(data["inputs"])
         fields["padded_inputs"] = tuple(data.get("padded_inputs", ()))
-        fields["full_inputs"] = tuple(data.get("full_inputs", ()))
+        fields["one_token_inputs"] = tuple(fields.get("one_token_inputs", ()))
         fields["engines"] = tuple(EngineFile(**engine) for engine in data.get("engines", ()))
         fields["profiles"] = tuple(Profile(*profile) for profile in data.get("profiles", ()))
         fields["fused"] = tuple((str(name), int(count)) for name, count in data.get("fused", ()))
@@ -154,6 +156,8 @@ class Manifest:
         vocabulary: vocabulary and tokenizer identity.
         max_model_len: most tokens (prompt and generated) of one sequence.
         lookahead: largest K the bundle was built and verified for.
+        max_num_seqs: sequences that are decoded at a time, unless a load says otherwise; None leaves it to the runtime.
+        max_num_tokens: most tokens of one step, likewise.
         models: ``"target"`` and, if the bundle has a draft model, ``"draft"``.
         files: every other file of the bundle by relative path.
         verify: summary of the last ``specexport verify``; None before the first.
@@ -169,8 +173,16 @@ class Manifest:
     models: Mapping[str, ModelEntry]
     files: Mapping[str, FileEntry]
     verify: Mapping[str, Any] | None = None
+    max_num_seqs: int | None = None
+    max_num_tokens: int | None = None
     schema_version: int = SCHEMA_VERSION
     abi_version: int = ABI_VERSION
+
+    @property
+    def default_num_seqs(self) -> int:
+        """Sequences that are decoded at a time where nothing else is asked for: what it was built for, else 8."""
+        built = [entry.max_num_seqs for entry in self.models.values() if entry.max_num_seqs is not None]
+        return self.max_num_seqs or min(built, default=DEFAULT_NUM_SEQS)
 
     def to_json(self) -> dict[str, Any]:
         """JSON form, with ``manifest_sha256`` over everything else."""

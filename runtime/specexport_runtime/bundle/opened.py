@@ -49,13 +49,13 @@ class Bundle(NamedTuple):
         return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
-def load_bundle(folder: Path, *, max_model_len: int | None = None, max_num_seqs: int = 8) -> Bundle:
+def load_bundle(folder: Path, *, max_model_len: int | None = None, max_num_seqs: int | None = None) -> Bundle:
     """Open ``folder``, checking its versions and the hash of every file that was not checked here before.
 
     Args:
         folder: bundle folder.
         max_model_len: most tokens of one sequence; None takes the bundle's limit.
-        max_num_seqs: cache rows.
+        max_num_seqs: cache rows; None takes the bundle's own default.
 
     Raises:
         BundleError: the folder is no bundle, or a file is missing or altered.
@@ -68,6 +68,8 @@ def load_bundle(folder: Path, *, max_model_len: int | None = None, max_num_seqs:
             f"max_model_len is {max_model_len}; this bundle allows 2 to {manifest.max_model_len}.",
             "choose a number in that range, or build with a larger --max-model-len.",
         )
+    if max_num_seqs is None:
+        max_num_seqs = manifest.default_num_seqs
     if not 1 <= max_num_seqs <= 4096:
         raise InvalidRequestError(f"max_num_seqs is {max_num_seqs}.", "choose a number from 1 to 4096.")
     known = check_files(folder, manifest.files, remember=True)

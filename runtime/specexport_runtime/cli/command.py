@@ -78,6 +78,7 @@ def generate(
     items = list(read_prompts(prompt, prompt_file, prompts))
     shared = None if reference is None else read_text(reference)
     references = [shared if item.reference is None else item.reference for item in items]
+    from specexport_runtime.bundle.manifest import load_manifest
     from specexport_runtime.engine import SpecEngine
 
     terminal = sys.stdout.isatty()
@@ -92,7 +93,9 @@ def generate(
     if limits["tune_profile"] is not None and not adaptive:
         raise InvalidRequestError("--tune-profile was given, and K is not chosen.", "add --lookahead auto.")
     drafting["trace"] = trace
-    limits["max_num_seqs"] = min(limits["max_num_seqs"], max(len(items), 1))
+    asked = limits["max_num_seqs"]
+    rows = load_manifest(bundle).default_num_seqs if asked is None else asked
+    limits["max_num_seqs"] = min(rows, max(len(items), 1))
     engine = SpecEngine.load(bundle, adaptive=adaptive or trace, **limits)
     texts = [item.text for item in items]
     inputs: list[Prompt] = list(texts)

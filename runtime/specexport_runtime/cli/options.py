@@ -84,8 +84,10 @@ def sampling_options(command: Any) -> Any:
 def batch_options(command: Any) -> Any:
     """Add the options that make engine limits and the way of batching."""
     options = [
-        click.option("--max-num-seqs", type=int, default=8, show_default=True, help="Sequences decoded at a time."),
-        click.option("--max-num-batched-tokens", type=int, default=512, show_default=True, help="Tokens of one step."),
+        click.option("--max-num-seqs", type=int, help="Sequences decoded at a time.  [default: the bundle's, else 8]"),
+        click.option(
+            "--max-num-batched-tokens", type=int, help="Tokens of one step.  [default: the bundle's, else 512]"
+        ),
         click.option("--max-model-len", type=int, help="Most tokens of a sequence.  [default: the bundle's limit]"),
         click.option(
             "--unpad-kv/--no-unpad-kv",

@@ -184,9 +184,13 @@ class EngineBackend(NamedTuple):
         on_gpu: CUDA graphs may be asked for.
         has_padded_kv: bundles have graphs for caches that hold padding entries.
         has_gates: layers of a target can be switched off, for drafting with the target itself.
+        modules: Python modules that running needs.
+        provider: ONNX Runtime's execution provider that running needs; None for none but its own.
     """
 
     open: Callable[[EngineRequest], Executor]
     on_gpu: bool = False
     has_padded_kv: bool = False
     has_gates: bool = False
+    modules: tuple[str, ...] = ()
+    provider: str | None = None

@@ -1,7 +1,7 @@
 """The engines of a bundle, opened by the backend that each was built for: the one place that knows backends by name.
 
-A new backend is a module with a ``BACKEND`` (an :class:`~specexport_runtime.executors.base.EngineBackend`) and one line
-of :data:`MODULES` here; its other half is in ``specexport.backends``. A module is imported when a bundle needs it.
+A new backend is an :class:`~specexport_runtime.executors.base.EngineBackend` in a module of its own and one line of
+:data:`PLACES` here; its other half is in ``specexport.backends``. A module is imported when a bundle needs it.
 """
 
 from importlib import import_module
@@ -12,26 +12,27 @@ from specexport_runtime.bundle.tokenizer_load import start_loading
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError
 from specexport_runtime.executors.base import EngineBackend, EngineRequest, Executor
 
-MODULES = {
-    "ort-cpu": "specexport_runtime.executors.ort",
-    "ort-cuda": "specexport_runtime.executors.ort_cuda",
-    "tensorrt": "specexport_runtime.executors.trt_open",
-    "tensorrt-rtx": "specexport_runtime.executors.trt_open",
+PLACES = {
+    "ort-cpu": "specexport_runtime.executors.ort:BACKEND",
+    "ort-cuda": "specexport_runtime.executors.ort_cuda:BACKEND",
+    "tensorrt": "specexport_runtime.executors.trt_open:BACKEND",
+    "tensorrt-rtx": "specexport_runtime.executors.trt_open:BACKEND_RTX",
 }
-"""The module of each backend, by its name in manifests."""
+"""Where each backend is defined, by its name in manifests."""
 
 
 def backend_of(name: str) -> EngineBackend | None:
     """What runs the engines of the backend ``name``; None if this runtime has nothing of that name."""
-    if name not in MODULES:
+    if name not in PLACES:
         return None
-    backend: EngineBackend = import_module(MODULES[name]).BACKEND
+    module, attribute = PLACES[name].split(":")
+    backend: EngineBackend = getattr(import_module(module), attribute)
     return backend
 
 
 def backends_with(trait: str) -> str:
     """Names of the backends that have a trait of :class:`EngineBackend`, for messages: ``"ort-cpu"``."""
-    return ", ".join(name for name in MODULES if getattr(backend_of(name), trait))
+    return ", ".join(name for name in PLACES if getattr(backend_of(name), trait))
 
 
 def open_executor(
@@ -66,7 +67,7 @@ def open_executor(
     if backend is None:
         raise IncompatibleError(
             f"{folder}: the {role} was built for backend {entry.backend!r}, which this runtime cannot run.",
-            f"build it with --backend {next(iter(MODULES))}, or upgrade specexport.",
+            f"build it with --backend {next(iter(PLACES))}, or upgrade specexport.",
         )
     if not unpad_kv and not backend.has_padded_kv:
         usable = backends_with("has_padded_kv")

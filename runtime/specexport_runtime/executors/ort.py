@@ -36,7 +36,7 @@ from specexport_runtime.executors.base import (
 )
 from specexport_runtime.executors.exact_width import sum_border
 from specexport_runtime.executors.ort_gates import OrtGates
-from specexport_runtime.executors.ort_graph import OrtGraph, open_full_graph, open_graph
+from specexport_runtime.executors.ort_graph import OrtGraph, open_graph, open_one_token_graph
 from specexport_runtime.executors.ort_session import untouched_zeros
 from specexport_runtime.machine import available_cores
 
@@ -72,7 +72,7 @@ class OrtExecutor:
         spin: let idle threads spin: faster on an idle machine, much slower on a busy one.
         unpad_kv: ``path`` is the entry's own engine; False if it is the entry's padded-KV graph.
         engine_hash: hash of the graph and its weights: keeps their packed form in the user's cache. None does not.
-        full_hash: the same of the graph for steps of one token a row.
+        one_token_hash: the same of the graph for steps of one token a row.
 
     Raises:
         MissingDependencyError: onnxruntime is not installed.
@@ -91,7 +91,7 @@ class OrtExecutor:
         spin: bool = True,
         unpad_kv: bool = True,
         engine_hash: str | None = None,
-        full_hash: str | None = None,
+        one_token_hash: str | None = None,
     ) -> None:
         self.vocab_size = entry.vocab_size
         self.num_rows = num_rows
@@ -102,7 +102,7 @@ class OrtExecutor:
         names = entry.inputs if unpad_kv else entry.padded_inputs
         threads = num_threads or available_cores()
         self._graph = open_graph(path, entry, names, num_threads=threads, spin=spin, engine_hash=engine_hash)
-        self._full = open_full_graph(path, entry, spin=spin, engine_hash=full_hash) if unpad_kv else None
+        self._one_token = open_one_token_graph(path, entry, spin=spin, engine_hash=one_token_hash) if unpad_kv else None
         self.num_gates = entry.num_gates if unpad_kv else 0  # a padded-KV graph never has gates
         self._gates = OrtGates(self._graph.session, self.num_gates, path)
         self._dtype = np.dtype(entry.dtype)
@@ -186,7 +186,7 @@ class OrtExecutor:
         self._row_values.clear()
         self._caches.clear()
         self._current = None
-        self._graph, self._full = OrtGraph(None, frozenset()), None
+        self._graph, self._one_token = OrtGraph(None, frozenset()), None
 
     def _bind(self, shape: StepShape, measured: bool) -> _Binding:
         if shape.num_logit_rows > len(self._logits):
@@ -195,7 +195,7 @@ class OrtExecutor:
             self._logits = np.empty((shape.num_logit_rows, self.vocab_size), np.float32)
         while len(self._bindings) >= MAX_BINDINGS:
             self._bindings.popitem(last=False)
-        graph = self._full if self._full is not None and self._full.takes(shape) else self._graph
+        graph = self._one_token if self._one_token is not None and self._one_token.takes(shape) else self._graph
         io = graph.session.io_binding()
         if bool(shape.kv_span) != (KV_POSITIONS.name in graph.inputs):
             raise SpecexportError(
@@ -267,8 +267,8 @@ def open_ort_executor(request: EngineRequest) -> OrtExecutor:
         spin=spin,
         unpad_kv=request.unpad_kv,
         engine_hash=None if hash_of is None else hash_of(path),
-        full_hash=None if hash_of is None or entry.full_path is None else hash_of(entry.full_path),
+        one_token_hash=None if hash_of is None or entry.one_token_path is None else hash_of(entry.one_token_path),
     )
 
 
-BACKEND = EngineBackend(open_ort_executor, has_padded_kv=True, has_gates=True)
+BACKEND = EngineBackend(open_ort_executor, has_padded_kv=True, has_gates=True, modules=("onnxruntime",))

@@ -278,4 +278,4 @@ def _round_shapes(request: EngineRequest) -> list[StepShape]:
     ]
 
 
-BACKEND = EngineBackend(open_ort_cuda_executor, on_gpu=True)
+BACKEND = EngineBackend(open_ort_cuda_executor, on_gpu=True, modules=("onnxruntime",), provider="CUDAExecutionProvider")

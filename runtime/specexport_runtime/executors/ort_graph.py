@@ -53,7 +53,7 @@ def open_graph(
     return OrtGraph(session, inputs)
 
 
-def open_full_graph(path: Path, entry: ModelEntry, *, spin: bool, engine_hash: str | None) -> OrtGraph | None:
+def open_one_token_graph(path: Path, entry: ModelEntry, *, spin: bool, engine_hash: str | None) -> OrtGraph | None:
     """Open the graph for steps of one token a row, on the calling thread alone; None if the model has none.
 
     Threads of its own would spin beside those of the model's other session.
@@ -67,8 +67,8 @@ def open_full_graph(path: Path, entry: ModelEntry, *, spin: bool, engine_hash: s
     Raises:
         MissingDependencyError, BundleError, IncompatibleError: see ``open_graph``.
     """
-    if entry.full_path is None:
+    if entry.one_token_path is None:
         return None
-    full = path.with_name(Path(entry.full_path).name)
-    graph = open_graph(full, entry, entry.full_inputs, num_threads=1, spin=spin, engine_hash=engine_hash)
+    own = path.with_name(Path(entry.one_token_path).name)
+    graph = open_graph(own, entry, entry.one_token_inputs, num_threads=1, spin=spin, engine_hash=engine_hash)
     return graph._replace(one_token=True)

@@ -9,8 +9,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from specexport_runtime.bundle.manifest import MANIFEST_NAME
-from specexport_runtime.engine import SpecEngine
+from specexport_runtime.bundle.manifest import MANIFEST_NAME, load_manifest
+from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import BundleError, InvalidRequestError
 from specexport_runtime.server.config import ServerConfig
 
@@ -91,7 +91,7 @@ class RaySettings:
     @property
     def num_rows(self) -> int:
         """Sequences that one replica decodes at a time."""
-        return int(self.engine.get("max_num_seqs", _ENGINE_DEFAULTS["max_num_seqs"]))
+        return int(self.engine.get("max_num_seqs") or load_manifest(self.bundle).default_num_seqs)
 
     @property
     def ongoing_limit(self) -> int:
@@ -103,8 +103,7 @@ _AT_LEAST_ONE = (
     *("num_replicas", "min_replicas", "max_replicas", "max_ongoing_requests", "target_ongoing_requests"),
     *("prefix_chars", "ingress_replicas"),
 )
-_ENGINE_TYPES = {name: kind for name, kind in get_type_hints(SpecEngine.load).items() if name not in ("path", "return")}
-_ENGINE_DEFAULTS: dict[str, Any] = dict(SpecEngine.load.__func__.__kwdefaults__)  # type: ignore[attr-defined]
+_ENGINE_TYPES = get_type_hints(EngineOptions)
 _OURS = {name: kind for name, kind in get_type_hints(RaySettings).items() if name not in ("engine", "server")}
 _NOT_HERE = {"api_keys": f"set the environment variable {API_KEYS}."}
 _SERVER_TYPES = {name: kind for name, kind in get_type_hints(ServerConfig).items() if name not in _NOT_HERE}

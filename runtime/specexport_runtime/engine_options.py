@@ -1,0 +1,63 @@
+"""How to load an engine: one frozen record for every way in (Python, commands, server, Ray Serve)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Keyword arguments of ``SpecEngine.load``.
+
+    Attributes:
+        max_num_seqs: sequences decoded at a time: rows of the KV arena; None takes the bundle's own default, else 8.
+        max_model_len: most tokens of one sequence; None takes the bundle's own limit, which is also the most.
+        num_threads: compute threads; None takes the cores really available.
+        spin: let idle threads spin: faster on an idle machine, slower on a busy one.
+        unpad_kv: each sequence writes its KV at its own position; False is the padded method, for comparison.
+        unpad_input: new tokens are concatenated; False pads every sequence of a step to the longest.
+        max_num_batched_tokens: most tokens of one step, draft tokens and prompt chunks together; None takes the
+            bundle's own default, else 512.
+        match_length: fewest tokens that lookup drafting must match; None takes 2.
+        speculative_config: vLLM's keys ``method``, ``model``, ``num_speculative_tokens``, ``prompt_lookup_min``; sets
+            the default drafter and its K.
+        cuda_graphs: on a GPU, record decode and verify steps and replay them; False runs them one kernel at a time,
+            None records them with TensorRT only.
+        adaptive: let requests ask for ``num_speculative_tokens="auto"``: measures what steps cost, at the first load of
+            a bundle on this machine, and keeps that in the user's cache.
+        tune_profile: profile that ``specexport tune`` wrote; None takes the bundle's own, if it has one.
+        prepacked: on the CPU, keep packed weights in the user's cache, where later loads and other processes map them.
+    """
+
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    num_threads: int | None = None
+    spin: bool = True
+    unpad_kv: bool = True
+    unpad_input: bool = True
+    max_num_batched_tokens: int | None = None
+    match_length: int | None = None
+    speculative_config: Mapping[str, Any] | None = None
+    cuda_graphs: bool | None = None
+    adaptive: bool = False
+    tune_profile: str | Path | None = None
+    prepacked: bool = True
+
+
+OPTION_NAMES = tuple(field.name for field in fields(EngineOptions))
+
+
+def make_options(options: EngineOptions | None, changes: Mapping[str, Any]) -> EngineOptions:
+    """``options`` (None: the defaults) with some of them changed.
+
+    Raises:
+        TypeError: there is no option of a name.
+    """
+    for name in changes:
+        if name not in OPTION_NAMES:
+            near = get_close_matches(name, OPTION_NAMES, n=1)
+            raise TypeError(f"there is no engine option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    given = {} if options is None else {name: getattr(options, name) for name in OPTION_NAMES}
+    return EngineOptions(**{**given, **changes})
