@@ -26,7 +26,7 @@ test: $(VENV)/.installed-dev ## install and run the whole CPU test suite
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup --durations=10 $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff, mypy, the layers (import-linter) and hadolint
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/mypy tools && $(BIN)/lint-imports --no-cache >/dev/null && $(BIN)/hadolint docker/*.Dockerfile
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/mypy tools && $(BIN)/lint-imports --no-logo --no-cache && $(BIN)/hadolint docker/*.Dockerfile
 
 format: $(VENV)/.installed-dev ## let ruff fix and format
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
