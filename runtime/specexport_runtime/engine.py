@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from specexport_runtime.decoding.handle import Callback, RequestHandle, RequestListener
 from specexport_runtime.decoding.loop import DecodeLoop
-from specexport_runtime.engine_load import check_empty, make_decoder, make_drafters, self_draft_obstacle
+from specexport_runtime.drafters.base import DrafterFactory, DrafterParts, DraftOffer, Obstacle
+from specexport_runtime.engine_load import (
+    check_empty,
+    describe_abilities,
+    make_decoder,
+    make_drafters,
+    self_draft_obstacle,
+    weigh_drafters,
+)
 from specexport_runtime.engine_options import EngineOptions, make_options
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import Executor
@@ -16,11 +24,9 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.builder import RequestBuilder
 from specexport_runtime.requests.checks import check_match_length, one_each
 from specexport_runtime.requests.drafting import (
-    Abilities,
     DraftDefaults,
     Drafting,
     DraftPlan,
-    Obstacle,
     RequestOptions,
     RequestSpec,
     resolve_draft_plan,
@@ -65,6 +71,7 @@ class SpecEngine:
             former.
         tune_profile: bounds the K that is chosen.
         self_obstacle: why the target cannot draft with its own layers, for messages; None finds out.
+        drafters: drafters of the user's own, by the names that requests use.
         fingerprint: identifies weights, recipe and compiler; None if they are not known.
     """
 
@@ -87,6 +94,7 @@ class SpecEngine:
         cost_curves: "CostCurves | None" = None,
         tune_profile: "TuneProfile | None" = None,
         self_obstacle: Obstacle | None = None,
+        drafters: Mapping[str, DrafterFactory] | None = None,
         fingerprint: str | None = None,
     ) -> None:
         if max_num_batched_tokens < 1:
@@ -102,33 +110,47 @@ class SpecEngine:
         self.fingerprint = fingerprint
         runner = ModelRunner(target, unpad_kv=unpad_kv, unpad_input=unpad_input)
         self._draft_runner = None if draft is None else ModelRunner(draft, unpad_kv=unpad_kv, unpad_input=unpad_input)
+        layers_obstacle = self_obstacle or self_draft_obstacle(runner)
+        offer = DraftOffer(draft is not None, layers_obstacle)
+        parts = DrafterParts(
+            runner, self._draft_runner, draft_vocab_size or target.vocab_size, draft_defaults.match_length
+        )
+        made = make_drafters(parts, offer, drafters)
+        weighed = weigh_drafters(made, cost_curves)
         builder = RequestBuilder(
             tokenizer,
             target.vocab_size,
             max_model_len,
-            Abilities(
-                has_draft=draft is not None,
+            describe_abilities(
+                offer,
+                made,
                 lookahead=lookahead,
-                self_obstacle=self_obstacle or self_draft_obstacle(runner),
-                is_adaptive=cost_curves is not None,
+                weighed=weighed,
                 num_layers=getattr(target, "num_gates", 0) // 2,
             ),
             eos_token_ids=tuple(eos_token_ids),
             defaults=draft_defaults,
         )
-        drafters = make_drafters(
+        decoder = make_decoder(
             runner,
-            self._draft_runner,
-            vocab_size=draft_vocab_size or target.vocab_size,
-            match_length=draft_defaults.match_length,
+            made,
+            weighed,
+            cost_curves,
+            tune_profile,
+            lookahead=lookahead,
+            max_num_batched_tokens=max_num_batched_tokens,
         )
-        decoder = make_decoder(runner, drafters, cost_curves, tune_profile, lookahead, max_num_batched_tokens)
         self._builder = builder
         self._loop = DecodeLoop(decoder)
         self._chat_template = chat_template
         self._special_tokens = dict(special_tokens or {})
         self._release_lock = threading.Lock()
         self._released = False
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """What requests may name as their drafter; some may have an obstacle, see :meth:`resolve_drafting`."""
+        return self._builder.abilities.names
 
     @property
     def times(self) -> PhaseTimes:
@@ -161,12 +183,20 @@ class SpecEngine:
         self._loop.check_idle(lambda: check_empty(self._loop.decoder, self._draft_runner))
 
     @classmethod
-    def load(cls, path: str | Path, options: EngineOptions | None = None, **changes: Any) -> "SpecEngine":
+    def load(
+        cls,
+        path: str | Path,
+        options: EngineOptions | None = None,
+        *,
+        drafters: Mapping[str, DrafterFactory] | None = None,
+        **changes: Any,
+    ) -> "SpecEngine":
         """Load a bundle, checking versions and the hash of every file that was not checked here before.
 
         Args:
             path: bundle folder.
             options: how to load it; None takes the defaults.
+            drafters: drafters of your own, made when the engine is loaded; requests name them like any other.
             **changes: single options by name, in place of those of ``options``; see :class:`EngineOptions`.
 
         Raises:
@@ -198,6 +228,7 @@ class SpecEngine:
             cost_curves=parts.curves,
             tune_profile=parts.profile,
             self_obstacle=parts.self_obstacle,
+            drafters=drafters,
             fingerprint=manifest.build_key,
         )
 

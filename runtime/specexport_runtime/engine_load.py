@@ -1,40 +1,28 @@
-"""From a bundle folder to the parts of an engine: executors, drafting defaults, cost curves, tune profile."""
+"""From a bundle folder to the parts of an engine: executors, drafters, drafting defaults, cost curves, tune profile."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-from specexport_runtime.bundle.manifest import ModelEntry
-from specexport_runtime.decoding.decoder import Decoder
-from specexport_runtime.drafters.base import Drafter
-from specexport_runtime.drafters.chain import ChainDrafter
-from specexport_runtime.drafters.lookup import LookupDrafter
-from specexport_runtime.drafters.model import ModelDrafter
-from specexport_runtime.drafters.self_draft import SelfDrafter
-from specexport_runtime.engine_options import EngineOptions
-from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import as_gated
-from specexport_runtime.executors.open import backend_of, backends_with, open_executor
-from specexport_runtime.lookahead.base import DraftLength
-from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.requests.drafting import Obstacle
-from specexport_runtime.watch.trace import RoundTracer
-
-if TYPE_CHECKING:
-    from specexport_runtime.costs.curves import CostCurves
-    from specexport_runtime.costs.tune_profile import TuneProfile
-
-
 from pathlib import Path
 from typing import NamedTuple
 
+from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.bundle.opened import Bundle, load_bundle
 from specexport_runtime.costs.curves import CostCurves, load_or_measure
 from specexport_runtime.costs.tune_profile import TuneProfile, load_profile
-from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.executors.base import Executor
+from specexport_runtime.decoding.decoder import Decoder
+from specexport_runtime.drafters.base import Drafter, DrafterFactory, DrafterParts, DraftOffer, Obstacle
+from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.drafters.registry import KINDS
+from specexport_runtime.engine_options import EngineOptions
+from specexport_runtime.errors import InvalidRequestError, SpecexportError
+from specexport_runtime.executors.base import Executor, as_gated
+from specexport_runtime.executors.open import backend_of, backends_with, open_executor
+from specexport_runtime.lookahead.base import DraftLength
+from specexport_runtime.lookahead.draft_cost import WeighedDrafter
+from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.checks import check_match_length
-from specexport_runtime.requests.drafting import DraftDefaults
+from specexport_runtime.requests.drafting import Abilities, DraftDefaults, stage_names
 from specexport_runtime.requests.speculative_config import parse_speculative_config
+from specexport_runtime.watch.trace import RoundTracer
 
 
 class EngineParts(NamedTuple):
@@ -111,9 +99,9 @@ def _with_costs(
 
     target, draft = executors["target"], executors.get("draft")
     obstacle = self_draft_obstacle(runner(target), bundle.manifest.models["target"])
-    needs_layers = defaults.drafter == "self" or (defaults.drafter == "chained" and draft is None)
-    if needs_layers and obstacle is not None:
-        raise InvalidRequestError(*obstacle)
+    offer = DraftOffer(draft is not None, obstacle)
+    if defaults.drafter not in (None, "none"):
+        stage_names(defaults.drafter, describe_abilities(offer, {}, lookahead=bundle.manifest.lookahead))
     parts = EngineParts(bundle, target, draft, defaults, obstacle)
     if not options.adaptive and defaults.lookahead != "auto":
         return parts
@@ -131,33 +119,82 @@ def _with_costs(
     return parts._replace(curves=curves, profile=profile)
 
 
-MAX_BACKLOG = 32  # tokens that a draft model catches up on within a drafting step: several copied drafts in a row
-
-
 def make_drafters(
-    target: ModelRunner, draft: ModelRunner | None, *, vocab_size: int, match_length: int
+    parts: DrafterParts, offer: DraftOffer, factories: Mapping[str, DrafterFactory] | None = None
 ) -> dict[str, Drafter]:
-    """Every drafter that an engine has, by the names that draft plans use, cheap ones first.
+    """Every drafter that an engine has, by the names that draft plans use.
 
     Args:
-        target: the target; one with gates can draft with its own layers.
-        draft: the draft model, if there is one.
-        vocab_size: ids below it may be drafted.
-        match_length: fewest tokens that lookup must match.
+        parts: what they are made of.
+        offer: what there is to draft with.
+        factories: the user's own, by name.
+
+    Raises:
+        InvalidRequestError: a name is taken, or a factory made something that is no drafter.
     """
-    drafters: dict[str, Drafter] = {"lookup": LookupDrafter(match_length=match_length)}
-    if draft is not None:
-        drafters["draft-model"] = ModelDrafter(draft, vocab_size=vocab_size, max_backlog=MAX_BACKLOG)
-    if as_gated(target.executor) is not None and target.unpad_kv and target.unpad_input:
-        drafters["self"] = SelfDrafter(target, vocab_size=vocab_size)
+    drafters = {name: kind.make(parts) for name, kind in KINDS.items() if kind.obstacle(offer) is None}
+    for name, factory in (factories or {}).items():
+        if name in KINDS or name in ("chained", "none"):
+            raise InvalidRequestError(f"a drafter of the name {name!r} is there already.", "give yours another name.")
+        made = factory(parts)
+        missing = [part for part in _DRAFTER_PARTS if not hasattr(made, part)]
+        if missing:
+            raise InvalidRequestError(
+                f"what the factory of drafter {name!r} made has no {missing[0]!r}.", "see `drafters.base.Drafter`."
+            )
+        drafters[name] = made
     return drafters
+
+
+_DRAFTER_PARTS = ("traits", "engine_seconds", "propose", "commit", "move_row", "release_row")
+
+
+def weigh_drafters(drafters: Mapping[str, Drafter], curves: CostCurves | None) -> dict[str, WeighedDrafter]:
+    """The drafters for which K can be chosen, with what their steps cost; none without curves."""
+    if curves is None:
+        return {}
+    weighed = {}
+    for name, drafter in drafters.items():
+        cost = drafter.cost(curves) if hasattr(drafter, "cost") else None
+        if drafter.traits.is_free or cost is not None:
+            weighed[name] = WeighedDrafter(drafter.traits, cost)
+    return weighed
+
+
+def describe_abilities(
+    offer: DraftOffer,
+    drafters: Mapping[str, Drafter],
+    *,
+    lookahead: int,
+    weighed: Mapping[str, WeighedDrafter] | None = None,
+    num_layers: int = 0,
+) -> Abilities:
+    """What requests may ask of an engine.
+
+    Args:
+        offer: what there is to draft with.
+        drafters: those it has.
+        lookahead: largest K.
+        weighed: see :func:`weigh_drafters`.
+        num_layers: layers of a target that can draft with its own layers.
+    """
+    obstacles = {name: kind.obstacle(offer) for name, kind in KINDS.items()}
+    return Abilities(
+        {name: kind.traits for name, kind in KINDS.items()} | {name: each.traits for name, each in drafters.items()},
+        {name: obstacle for name, obstacle in obstacles.items() if obstacle is not None},
+        lookahead,
+        frozenset(weighed or ()),
+        num_layers,
+    )
 
 
 def make_decoder(
     target: ModelRunner,
     drafters: Mapping[str, Drafter],
-    curves: "CostCurves | None",
-    profile: "TuneProfile | None",
+    weighed: Mapping[str, WeighedDrafter],
+    curves: CostCurves | None,
+    profile: TuneProfile | None,
+    *,
     lookahead: int,
     max_num_batched_tokens: int,
 ) -> Decoder:
@@ -166,6 +203,7 @@ def make_decoder(
     Args:
         target: the target.
         drafters: see :func:`make_drafters`.
+        weighed: see :func:`weigh_drafters`.
         curves: what steps cost, to choose K by; None for no choice.
         profile: bounds the K that is chosen.
         lookahead: largest K.
@@ -175,7 +213,7 @@ def make_decoder(
     if curves is not None:
         from specexport_runtime.lookahead.goodput import GoodputLength
 
-        lengths = GoodputLength(curves, lookahead, profile)
+        lengths = GoodputLength(curves, lookahead, profile, drafters=weighed)
     return Decoder(
         target,
         ChainDrafter(drafters, lengths),

@@ -4,14 +4,15 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from specexport_runtime.cli.errors import suggest
-from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH
+from specexport_runtime.drafters.base import DraftOffer, Obstacle
+from specexport_runtime.drafters.model import DEFAULT_LOOKAHEAD
+from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.drafting import DEFAULT_LOOKAHEAD, DEFAULT_SELF_LOOKAHEAD, resolve_lookahead
+from specexport_runtime.requests.drafting import resolve_lookahead
 
-DRAFTERS = ("draft-model", "lookup", "self", "chained")
+DRAFTERS = (*KINDS, "chained")
 AUTO = -1
 """Stands for a K that is chosen in every round."""
-_DEFAULT_LOOKAHEADS = {"lookup": DEFAULT_COPY_LENGTH, "self": DEFAULT_SELF_LOOKAHEAD}
 SWITCHES = {"unpad-kv": (True, False), "unpad-input": (False, True), "vanilla": (False, False)}
 """The padded methods as (unpad_kv, unpad_input); EMS-SD (Ni et al. 2025) calls the last one vanilla."""
 METHODS = ("plain", *DRAFTERS, *SWITCHES)
@@ -49,7 +50,7 @@ class Cell(NamedTuple):
 
     Attributes:
         method: name of the method.
-        drafter: ``"none"``, ``"draft-model"``, ``"lookup"``, ``"self"`` or ``"chained"``.
+        drafter: one of :data:`DRAFTERS`, or ``"none"``.
         unpad_kv: see :class:`Method`.
         unpad_input: see :class:`Method`.
         batch_size: cache rows: sequences decoded at a time.
@@ -123,13 +124,12 @@ def resolve_methods(
         InvalidRequestError: an unknown method or drafter, or one that the bundle cannot draft with.
     """
     _check_name("drafter", drafter, DRAFTERS)
-    lacking = {
-        "draft-model": None if has_draft else _NO_DRAFT,
-        "self": None if has_gates else _NO_GATES,
-        "chained": None if has_draft or has_gates else _NO_DRAFT,
-    }
+    offer = DraftOffer(has_draft, None if has_gates else _NO_LAYERS)
+    lacking = {name: kind.obstacle(offer) for name, kind in KINDS.items()}
+    models = [lacking[name] for name, kind in KINDS.items() if not kind.traits.is_free]
+    lacking["chained"] = None if None in models else models[0]
     if names is None:
-        names = [name for name in DRAFTERS if lacking.get(name) is None]
+        names = [name for name in DRAFTERS if lacking[name] is None]
     methods = [PLAIN]
     for name in names:
         _check_name("method", name, METHODS)
@@ -138,12 +138,9 @@ def resolve_methods(
         method = (
             Method(name, drafter, *SWITCHES[name]) if name in SWITCHES else Method(name, name, unpad_kv, unpad_input)
         )
-        obstacle = lacking.get(method.drafter)
+        obstacle = lacking[method.drafter]
         if obstacle is not None:
-            raise InvalidRequestError(
-                f"method {name!r} drafts with {obstacle}.",
-                "build it with --draft, or use lookup (--methods lookup, --drafter lookup).",
-            )
+            raise InvalidRequestError(f"method {name!r}: {obstacle.message}", obstacle.hint)
         if method not in methods:
             methods.append(method)
     return methods
@@ -154,8 +151,15 @@ def ablation(drafter: str) -> tuple[str, ...]:
     return (drafter, *SWITCHES)
 
 
-_NO_DRAFT = "a draft model, which this bundle does not have"
-_NO_GATES = "the target's own layers, none of which, or too few, can be left out in this bundle"
+_NO_LAYERS = Obstacle(
+    "none of the target's own layers, or too few, can be left out in this bundle.",
+    "see `specexport inspect`, or use drafter 'lookup'.",
+)
+
+
+def copies(drafter: str) -> bool:
+    """Whether a drafter copies from references."""
+    return drafter == "chained" or (drafter in KINDS and KINDS[drafter].traits.takes_reference)
 
 
 def _check_name(what: str, name: str, known: Sequence[str]) -> None:
@@ -178,7 +182,8 @@ def lookaheads(method: Method, requested: Sequence[int] | None, *, built: int) -
     """
     if method.drafter == "none":
         return [0]
-    default = _DEFAULT_LOOKAHEADS.get(method.drafter, DEFAULT_LOOKAHEAD)
+    kind = KINDS.get(method.drafter)
+    default = DEFAULT_LOOKAHEAD if kind is None else kind.traits.default_lookahead
     values = [
         AUTO if value == AUTO else resolve_lookahead(value, built=built, default=default)
         for value in requested or (None,)

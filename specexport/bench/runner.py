@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specexport.bench.meter import Meter
-from specexport.bench.methods import Cell, EngineKey, make_cells
+from specexport.bench.methods import Cell, EngineKey, copies, make_cells
 from specexport.bench.options import BenchOptions
 from specexport.bench.prompts import BenchPrompt, by_domain, mix_domains
 from specexport.bench.records import BenchResult, PromptRecord, RunRecord
@@ -137,13 +137,12 @@ class BenchRunner:
     def _request(self, cell: Cell, prompts: Sequence[BenchPrompt], most: int | None = None) -> dict[str, Any]:
         """Arguments of ``SpecEngine.generate``."""
         references = [prompt.reference for prompt in prompts]
-        copies = cell.drafter in ("lookup", "chained") and any(references)
         return {
             "prompts": [prompt.text for prompt in prompts],
             "params": [self._params(prompt, cell.temperature, most) for prompt in prompts],
             "drafter": cell.drafter,
             "num_speculative_tokens": cell.requested,
-            "references": references if copies else None,
+            "references": references if copies(cell.drafter) and any(references) else None,
         }
 
     def _params(self, prompt: BenchPrompt, temperature: float, most: int | None) -> "SamplingParams":

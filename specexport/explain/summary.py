@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.sequences.records import RoundTrace
 
 if TYPE_CHECKING:
     from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.sequences.layer_choice import LayerChoice
 
-LOOKUP = "lookup"
 Seconds = Callable[[int], float]
 
 
@@ -173,7 +173,7 @@ def summarize(
 
 def _draft_seconds(curves: "CostCurves", drafter: str, context: int, layers: "LayerChoice | None") -> float:
     """Seconds of one draft step; copying costs nothing that counts."""
-    if drafter == LOOKUP:
+    if drafter in KINDS and KINDS[drafter].traits.is_free:
         return 0.0
     if drafter in curves.drafters:
         return curves.drafters[drafter].seconds(1, 1, context)

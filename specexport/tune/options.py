@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 from specexport.bench.subject import Subject
 from specexport_runtime.cli.errors import suggest
-from specexport_runtime.costs.tune_profile import STAGES
+from specexport_runtime.drafters.base import DraftOffer, Obstacle
+from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
 
-_OBSTACLES = {
-    "draft-model": ("no draft model", "build it with --draft"),
-    "self": ("no layers, or too few, that can be left out", "see `specexport inspect`"),
-}
+_NO_LAYERS = Obstacle(
+    "this bundle has no layers, or too few, that can be left out.",
+    "see `specexport inspect`, or tune another drafter.",
+)
 DEFAULT_BATCH_SIZES = (1, 4, 8)
 DEFAULT_CONTEXTS = (128, 1024)
 DEFAULT_LOOKAHEADS = (0, 1, 2, 4, 6, 8)
@@ -22,7 +23,7 @@ class TuneOptions:
     """Every drafter is measured with every K at every batch size and context.
 
     Attributes:
-        drafters: of ``tune_profile.STAGES``.
+        drafters: of ``drafters.registry.KINDS``.
         batch_sizes: sequences decoded at a time; for each another engine is loaded.
         contexts: prompt lengths, tokens.
         lookaheads: values of K; 0, plain decoding, is always among them.
@@ -119,15 +120,16 @@ def _check_room(options: TuneOptions, built: int, max_model_len: int) -> None:
 
 
 def _resolve_drafters(subject: Subject, names: Sequence[str]) -> tuple[str, ...]:
-    available = {"draft-model": subject.has_draft, "lookup": True, "self": subject.has_gates}
+    offer = DraftOffer(subject.has_draft, None if subject.has_gates else _NO_LAYERS)
+    lacking = {name: kind.obstacle(offer) for name, kind in KINDS.items()}
     if not names:
-        return tuple(name for name in STAGES if available[name])
+        return tuple(name for name in KINDS if lacking[name] is None)
     for name in names:
-        if name not in STAGES:
-            near = suggest(name, STAGES)
-            fix = f"did you mean {near!r}?" if near else f"choose from {', '.join(STAGES)}."
+        if name not in KINDS:
+            near = suggest(name, KINDS)
+            fix = f"did you mean {near!r}?" if near else f"choose from {', '.join(KINDS)}."
             raise InvalidRequestError(f"there is no drafter {name!r} with a K to tune.", fix)
-        if not available[name]:
-            lacks, fix = _OBSTACLES[name]
-            raise InvalidRequestError(f"drafter {name!r}: this bundle has {lacks}.", f"{fix}, or tune another drafter.")
+        obstacle = lacking[name]
+        if obstacle is not None:
+            raise InvalidRequestError(f"drafter {name!r}: {obstacle.message}", obstacle.hint)
     return tuple(dict.fromkeys(names))

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence as Seq
 
-from specexport_runtime.executors.base import Float32Array
-from specexport_runtime.sequences.records import Proposal
+from specexport_runtime.sequences.records import DrafterTraits, Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
 
@@ -19,6 +18,7 @@ class ScriptedDrafter:
         lookahead: K.
     """
 
+    traits = DrafterTraits(default_lookahead=1)
     engine_seconds = 0.0
 
     def __init__(self, outputs: Seq[Seq[int]], vocab_size: int, lookahead: int) -> None:
@@ -51,10 +51,3 @@ class ScriptedDrafter:
 
     def release_row(self, row: int) -> None:
         """Nothing to drop."""
-
-    def wants_similarity(self, sequence: Sequence) -> bool:  # noqa: ARG002
-        """No."""
-        return False
-
-    def note_similarity(self, sequence: Sequence, similarity: Float32Array) -> None:
-        """Nothing to note."""

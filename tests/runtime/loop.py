@@ -1,11 +1,17 @@
 """Helpers for tests of the decoding loop on fake executors."""
 
+from specexport_runtime.costs.curves import CostCurves
+from specexport_runtime.costs.tune_profile import TuneProfile
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.model import ModelDrafter
+from specexport_runtime.drafters.registry import KINDS
+from specexport_runtime.engine_load import weigh_drafters
 from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.lookahead.draft_cost import EngineCost, LayersCost, WeighedDrafter
+from specexport_runtime.lookahead.goodput import GoodputLength
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.records import DraftStage
@@ -107,3 +113,19 @@ def fail_at(executor: FakeExecutor, call: int) -> None:
         return execute(*args)
 
     executor.execute = failing
+
+
+def weighed(curves: CostCurves, **drafters: Drafter) -> dict[str, WeighedDrafter]:
+    """What lengths are told of the drafters that every engine may have; ``drafters`` are those there really are."""
+    known = {name: WeighedDrafter(kind.traits) for name, kind in KINDS.items()}
+    known["draft-model"] = known["draft-model"]._replace(
+        cost=EngineCost(curves.drafters["draft-model"]) if "draft-model" in curves.drafters else None
+    )
+    known["self"] = known["self"]._replace(cost=LayersCost(curves, lambda seq: None))
+    return known | weigh_drafters(drafters, curves)
+
+
+def goodput_length(
+    curves: CostCurves, lookahead: int, profile: TuneProfile | None = None, **drafters: Drafter
+) -> GoodputLength:
+    return GoodputLength(curves, lookahead, profile, drafters=weighed(curves, **drafters))

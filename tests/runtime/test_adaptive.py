@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop import MAX_MODEL_LEN, VOCAB, greedy_reference
+from loop import MAX_MODEL_LEN, VOCAB, goodput_length, greedy_reference
 from test_goodput import LOOKAHEAD, curves, step_cost
 from test_sampling_exact import P_VALUE, p_value
 from test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
@@ -25,7 +25,6 @@ from specexport_runtime.drafters.self_draft import SelfDrafter
 from specexport_runtime.engine_load import self_draft_obstacle
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.lookahead.goodput import GoodputLength
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.speculative_config import parse_speculative_config
 from specexport_runtime.sequences.draft_exit import DraftExitParams
@@ -45,13 +44,13 @@ def gated_curves(draft=0.2):
 
 def make_decoder(target, draft, rows, *, cost_curves=None, **options):
     runner = ModelRunner(target, max_chunk=7)
-    lengths = GoodputLength(cost_curves or gated_curves(), LOOKAHEAD)
     vocab = target.vocab_size
     drafters = {
         "lookup": LookupDrafter(),
         "draft-model": ModelDrafter(ModelRunner(draft), vocab_size=vocab, max_backlog=9),
         "self": SelfDrafter(runner, vocab_size=vocab),
     }
+    lengths = goodput_length(cost_curves or gated_curves(), LOOKAHEAD, **drafters)
     return Decoder(runner, ChainDrafter(drafters, lengths), lengths=lengths, max_num_seqs=rows, **options)
 
 

@@ -12,7 +12,7 @@ from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import DraftStage, Proposal
+from specexport_runtime.sequences.records import DrafterTraits, DraftStage, Proposal
 
 LOOKUP, MODEL = DraftStage("lookup", 7), DraftStage("draft-model", 4)
 PLANS = [(), (LOOKUP,), (MODEL,), (LOOKUP, MODEL), (MODEL, LOOKUP)]
@@ -20,6 +20,8 @@ PLANS = [(), (LOOKUP,), (MODEL,), (LOOKUP, MODEL), (MODEL, LOOKUP)]
 
 class Recorder:
     """Proposes ``token`` for sequences whose last token is in ``knows``; writes down every call."""
+
+    traits = DrafterTraits(default_lookahead=4)
 
     def __init__(self, token, knows=range(VOCAB), seconds=0.0):
         self.token, self.knows, self.engine_seconds = token, knows, seconds

@@ -3,11 +3,12 @@
 import itertools
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop import VOCAB
+from loop import VOCAB, goodput_length
 
 from specexport_runtime.costs.curves import CostCurves
 from specexport_runtime.costs.step_cost import RowCurve, StepCost
@@ -19,7 +20,6 @@ from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead.acceptance import MAX_MATCH, SequenceAcceptance, SharedAcceptance, match_slots
 from specexport_runtime.lookahead.allocation import StepTimes, allocate
-from specexport_runtime.lookahead.goodput import GoodputLength
 from specexport_runtime.lookahead.plain_spell import PlainSpell
 from specexport_runtime.lookahead.probing import ProbeBudget, ProbeTimer
 from specexport_runtime.packing.batch import ModelRunner
@@ -240,7 +240,9 @@ def rounds(lengths, sequences, passes, count, name="draft-model"):
 
 @pytest.mark.parametrize("count", [1, 4, 16])
 def test_a_useless_drafter_is_bypassed_after_a_few_rounds_but_tried_again(count):
-    chosen = rounds(GoodputLength(curves(), LOOKAHEAD), make_sequences(count, ["draft-model"]), lambda i, j: False, 150)
+    chosen = rounds(
+        goodput_length(curves(), LOOKAHEAD), make_sequences(count, ["draft-model"]), lambda i, j: False, 150
+    )
     drafting = [number for number, each in enumerate(chosen) if any(k for k, _ in each)]
     assert drafting[-1] > 16 > sum(1 for number in drafting if number < 16)
     assert len(drafting) <= 10
@@ -249,13 +251,13 @@ def test_a_useless_drafter_is_bypassed_after_a_few_rounds_but_tried_again(count)
 
 
 def test_a_perfect_drafter_drafts_as_far_as_it_may():
-    chosen = rounds(GoodputLength(curves(0.1), LOOKAHEAD), make_sequences(2, ["draft-model"]), lambda i, j: True, 40)
+    chosen = rounds(goodput_length(curves(0.1), LOOKAHEAD), make_sequences(2, ["draft-model"]), lambda i, j: True, 40)
     assert chosen[-1] == [(LOOKAHEAD, "goodput")] * 2
 
 
 def test_a_drafter_that_becomes_good_is_found():
     seq = make_sequences(1, ["draft-model"])
-    lengths = GoodputLength(curves(0.1), LOOKAHEAD)
+    lengths = goodput_length(curves(0.1), LOOKAHEAD)
     useless = rounds(lengths, seq, lambda i, j: False, 100)
     assert useless[-1][0][0] == 0
     useful = rounds(lengths, seq, lambda i, j: True, 120)
@@ -263,7 +265,7 @@ def test_a_drafter_that_becomes_good_is_found():
 
 
 def test_each_sequence_gets_its_own_length():
-    lengths = GoodputLength(curves(0.2, per_token=0.05), LOOKAHEAD)
+    lengths = goodput_length(curves(0.2, per_token=0.05), LOOKAHEAD)
     chosen = rounds(lengths, make_sequences(4, ["draft-model"]), lambda i, j: i < 2, 80)
     late = chosen[-20:]
     assert min(each[i][0] for each in late for i in (0, 1)) >= 4
@@ -274,25 +276,25 @@ def test_longer_drafts_for_cheaper_drafts_and_better_acceptance():
     def mean_length(draft, rate):
         rng = random.Random(3)
         passes = lambda i, j: rng.random() < rate  # noqa: E731
-        chosen = rounds(GoodputLength(curves(draft), LOOKAHEAD), make_sequences(1, ["draft-model"]), passes, 150)
+        chosen = rounds(goodput_length(curves(draft), LOOKAHEAD), make_sequences(1, ["draft-model"]), passes, 150)
         return sum(each[0][0] for each in chosen[50:]) / 100
 
     assert mean_length(0.05, 0.9) > mean_length(0.3, 0.9) > mean_length(0.3, 0.6) > mean_length(0.9, 0.3)
 
 
 def test_a_draft_model_is_not_started_on_long_prompts_when_it_is_known_to_be_useless():
-    lengths = GoodputLength(curves(), LOOKAHEAD)
+    lengths = goodput_length(curves(), LOOKAHEAD)
     rounds(lengths, make_sequences(1, ["draft-model"]), lambda i, j: False, 60)
     chosen = rounds(lengths, make_sequences(4, ["draft-model"], prompt=300), lambda i, j: False, 60)
     assert all(k == 0 for each in chosen for k, _ in each)
-    hopeful = rounds(GoodputLength(curves(), LOOKAHEAD), make_sequences(4, ["draft-model"]), lambda i, j: True, 5)
+    hopeful = rounds(goodput_length(curves(), LOOKAHEAD), make_sequences(4, ["draft-model"]), lambda i, j: True, 5)
     assert [sum(k > 0 for k, _ in each) for each in hopeful[:3]] == [2, 4, 4]  # two scouts, then all
 
 
 def test_a_tune_profile_bounds_the_length():
     cells = (TuneCell("draft-model", 1, 0, 3, {3: 1.0}), TuneCell("draft-model", 4, 0, 0, {0: 1.0}))
     profile = TuneProfile("b", "key", "machine", "2026-01-01", (), {}, cells)
-    lengths = GoodputLength(curves(0.05), LOOKAHEAD, profile)
+    lengths = goodput_length(curves(0.05), LOOKAHEAD, profile)
     chosen = rounds(lengths, make_sequences(1, ["draft-model"]), lambda i, j: True, 40)
     assert max(each[0][0] for each in chosen) == 3
     assert chosen[-1] == [(3, "tuned")]
@@ -302,7 +304,7 @@ def test_a_tune_profile_bounds_the_length():
 
 
 def test_sequences_with_a_fixed_length_keep_it():
-    lengths = GoodputLength(curves(), LOOKAHEAD)
+    lengths = goodput_length(curves(), LOOKAHEAD)
     fixed, free = make_sequences(1, ["draft-model"], adaptive=False) + make_sequences(1, ["draft-model"])
     for _ in range(30):
         free.tokens.append(1)
@@ -320,7 +322,7 @@ def test_sequences_with_a_fixed_length_keep_it():
 
 @pytest.mark.parametrize("count", [1, 4, 16])
 def test_a_draft_that_is_never_right_costs_at_most_three_percent(count):
-    lengths = GoodputLength(curves(), LOOKAHEAD)
+    lengths = goodput_length(curves(), LOOKAHEAD)
     plain, expected = decode("wrong", count, lengths=None, names=(), max_tokens=110)
     seconds, sequences = decode("wrong", count, lengths=lengths, max_tokens=110)
     assert [seq.output for seq in sequences] == [seq.output for seq in expected]
@@ -334,7 +336,7 @@ def test_a_fixed_length_costs_more_than_twice_as_much_with_such_a_draft():
 
 @pytest.mark.parametrize(("kind", "count", "least"), [("perfect", 1, 2.0), ("perfect", 8, 1.8), ("good", 1, 1.3)])
 def test_a_draft_that_is_often_right_pays(kind, count, least):
-    lengths = GoodputLength(curves(), LOOKAHEAD)
+    lengths = goodput_length(curves(), LOOKAHEAD)
     plain, expected = decode(kind, count, lengths=None, names=(), max_tokens=110)
     seconds, sequences = decode(kind, count, lengths=lengths, max_tokens=110)
     assert [seq.output for seq in sequences] == [seq.output for seq in expected]
@@ -343,34 +345,37 @@ def test_a_draft_that_is_often_right_pays(kind, count, least):
 
 def test_lookup_learns_from_copies_that_it_did_not_test():
     """A copy costs nothing to make: while none is tested, whether it would have passed is still seen."""
-    lengths = GoodputLength(curves(per_token=0.9), LOOKAHEAD)
+    lengths = goodput_length(curves(per_token=0.9), LOOKAHEAD)
     _, (seq,) = decode("good", 1, lengths=lengths, names=("lookup",), curve=curves(per_token=0.9), max_tokens=400)
     memory = lengths._drafters["lookup"]
     assert sum(memory.shared.tests) > seq.stats.draft_rounds
 
 
-def _sitting(now: int = 0, **changes: object) -> SimpleNamespace:
-    stage = SimpleNamespace(timer=SimpleNamespace(due=now + 20))
-    values = {
-        "adaptive": True,
-        "trace": None,
-        "num_generated": 3,
-        "draft_plan": (("draft-model", 4),),
-        "length_state": {"draft-model": stage},
-        "plain_spell": None,
-    }
-    return SimpleNamespace(**(values | changes))
+class _Sitting:
+    """A sequence in rounds in which nobody drafts, with what is remembered of its drafter."""
+
+    def __init__(self, now: int = 0, **changes: object) -> None:
+        self.adaptive: Any = True
+        self.trace: Any = None
+        self.num_generated = 3
+        self.draft_plan: Any = (("draft-model", 4),)
+        self.stages: Any = {"draft-model": SimpleNamespace(timer=SimpleNamespace(due=now + 20))}
+        vars(self).update(changes)
+
+
+def _stage_of(seq: Any, drafter: str) -> Any:
+    return seq.stages.get(drafter)
 
 
 def test_a_plain_spell_lasts_until_a_probe_is_due_or_the_step_changes() -> None:
-    spell, pair, sizes = PlainSpell(), [_sitting(), _sitting()], (2, 2, 2)
+    spell, pair, sizes = PlainSpell(), [_Sitting(), _Sitting()], (2, 2, 2)
     assert not spell.holds(1, sizes, pair)
-    spell.begin(0, sizes, pair)
+    spell.begin(0, sizes, pair, _stage_of)
     assert spell.holds(1, sizes, pair)
     assert spell.holds(19, sizes, pair)
     assert not spell.holds(20, sizes, pair), "a probe is due"
     assert not spell.holds(5, (2, 9, 2), pair), "a prompt shares the step"
-    assert not spell.holds(5, (2, 2, 2), [pair[0], _sitting()]), "somebody else came"
+    assert not spell.holds(5, (2, 2, 2), [pair[0], _Sitting()]), "somebody else came"
 
 
 @pytest.mark.parametrize(
@@ -380,18 +385,18 @@ def test_a_plain_spell_lasts_until_a_probe_is_due_or_the_step_changes() -> None:
         {"trace": []},
         {"num_generated": 0},
         {"draft_plan": (("lookup", 7),)},
-        {"length_state": None},
+        {"stages": {}},
     ],
 )
 def test_who_must_be_asked_in_every_round_begins_no_plain_spell(changes: dict[str, object]) -> None:
-    spell, pair = PlainSpell(), [_sitting(), _sitting(**changes)]
-    spell.begin(0, (2, 2, 2), pair)
+    spell, pair = PlainSpell(), [_Sitting(), _Sitting(**changes)]
+    spell.begin(0, (2, 2, 2), pair, _stage_of)
     assert not spell.holds(1, (2, 2, 2), pair)
 
 
 def test_a_refused_probe_is_asked_for_again_soon() -> None:
-    spell, seq = PlainSpell(), _sitting(now=-20)
-    spell.begin(100, (1, 1, 1), [seq])
+    spell, seq = PlainSpell(), _Sitting(now=-20)
+    spell.begin(100, (1, 1, 1), [seq], _stage_of)
     assert spell.holds(103, (1, 1, 1), [seq])
     assert not spell.holds(104, (1, 1, 1), [seq])
 

@@ -83,12 +83,13 @@ def test_greedy_text_equals_plain_greedy_for_any_layers_and_any_neighbours(
         )
         for i, (prompt, gamma) in enumerate(zip(PROMPTS, gammas, strict=True))
     ]
+    decoder = self_decoder(target, lookahead, lookup=lookup, max_chunk=max_chunk, unpad_input=unpad_input)
     for seq, bits in zip(sequences, masks, strict=True):
-        seq.layer_choice = chosen(bits)
-    run(self_decoder(target, lookahead, lookup=lookup, max_chunk=max_chunk, unpad_input=unpad_input), sequences)
+        decoder.drafter.drafters["self"].choose(seq, chosen(bits))
+    run(decoder, sequences)
     check_plain(target, sequences)
     for seq, bits in zip(sequences, masks, strict=True):
-        assert seq.layer_choice == chosen(bits)  # once a prompt
+        assert seq.stats.layer_choice == chosen(bits)  # once a prompt
         if not lookup:
             assert bool(seq.stats.drafted) == (0 < bits < 2 ** (2 * LAYERS) - 1)
 
@@ -97,16 +98,19 @@ def test_sequences_with_different_layers_are_drafted_apart_and_as_alone():
     params = SamplingParams(max_tokens=25, temperature=0.8, top_k=12)
     bits = [0b11, 0b11 << 4, 0b11, 0b1]
 
-    def make(i):
+    def make(decoder, i):
         seq = make_sequence(i, PROMPTS[i], params, seed=i + 5)
-        seq.layer_choice = chosen(4095 ^ bits[i])
+        decoder.drafter.drafters["self"].choose(seq, chosen(4095 ^ bits[i]))
         return seq
 
-    target, together = gated(), [make(i) for i in range(4)]
-    run(self_decoder(target, 4), together)
+    target = gated()
+    decoder = self_decoder(target, 4)
+    together = [make(decoder, i) for i in range(4)]
+    run(decoder, together)
     for i, seq in enumerate(together):
-        alone = make(i)
-        run(self_decoder(gated(), 4), [alone])
+        decoder = self_decoder(gated(), 4)
+        alone = make(decoder, i)
+        run(decoder, [alone])
         assert seq.output == alone.output
         assert seq.stats.accepted == alone.stats.accepted > 0
     drafts = [(shape.first_row, shape.num_seqs, mask) for shape, mask in zip(target.calls, target.masks, strict=True)]
@@ -131,7 +135,7 @@ def test_sampled_text_does_not_depend_on_the_batch_with_choices_of_prompts():
     run(self_decoder(gated(rows=3), 5, max_chunk=4), [make(0, 1), make(2, 2), shared, make(3, 3), make(5, 4)])
     run(self_decoder(gated(), 5), [alone])
     assert alone.stats.accepted > 0
-    assert (shared.output, shared.layer_choice) == (alone.output, alone.layer_choice)
+    assert (shared.output, shared.stats.layer_choice) == (alone.output, alone.stats.layer_choice)
 
 
 @pytest.mark.parametrize("lookahead", [1, 5, 8])
@@ -202,11 +206,11 @@ def test_layers_are_chosen_by_the_average_over_the_prompt_however_it_was_cut(max
     check_plain(target, sequences)
     for seq, prompt in zip(sequences, prompts, strict=True):
         expected = target.similarity_of(prompt).astype(np.float64).mean(axis=1)
-        assert seq.layer_choice.acs == tuple(expected)  # to the last bit
+        assert seq.stats.layer_choice.acs == tuple(expected)  # to the last bit
         above = tuple(i for i in range(LAYERS) if expected[i] > 0.97)
-        assert set(above[:-2]) <= set(seq.layer_choice.removed_attention) | {LAYERS - 2, LAYERS - 1}
-        assert seq.layer_choice.removed_mlp == (2,)
-    assert len({seq.layer_choice.removed_attention for seq in sequences}) > 1
+        assert set(above[:-2]) <= set(seq.stats.layer_choice.removed_attention) | {LAYERS - 2, LAYERS - 1}
+        assert seq.stats.layer_choice.removed_mlp == (2,)
+    assert len({seq.stats.layer_choice.removed_attention for seq in sequences}) > 1
 
 
 def test_similarity_is_measured_for_prompts_that_need_it_and_in_no_other_step():
@@ -231,8 +235,8 @@ def test_similarity_is_measured_for_prompts_that_need_it_and_in_no_other_step():
 def test_rules_without_a_threshold_choose_without_similarities():
     seq = make_sequence(0, [3, 4], SamplingParams(max_tokens=20), layer_rules=LayerRules(threshold=None))
     run(self_decoder(gated(), 3), [seq])
-    assert (seq.layer_choice.removed_attention, seq.layer_choice.removed_mlp) == ((2,), (2,))
-    assert seq.layer_choice.acs == ()
+    assert (seq.stats.layer_choice.removed_attention, seq.stats.layer_choice.removed_mlp) == ((2,), (2,))
+    assert seq.stats.layer_choice.acs == ()
     assert seq.stats.drafted > 0
 
 
@@ -243,8 +247,8 @@ def test_a_choice_that_removes_nothing_drafts_nothing_and_is_there_to_see():
     run(self_decoder(target, 3), [seq])
     check_plain(target, [seq])
     assert seq.stats.drafted == 0
-    assert seq.layer_choice.removed_attention == seq.layer_choice.removed_mlp == ()
-    assert len(seq.layer_choice.acs) == LAYERS
+    assert seq.stats.layer_choice.removed_attention == seq.stats.layer_choice.removed_mlp == ()
+    assert len(seq.stats.layer_choice.acs) == LAYERS
     assert target.masks == [None] * len(target.masks)
 
 
@@ -255,7 +259,7 @@ def test_a_new_prompt_gets_a_new_choice():
         make_sequence(i, p, SamplingParams(max_tokens=8), layer_rules=decoder_rules) for i, p in enumerate(PROMPTS)
     ]
     run(decoder, sequences)
-    assert len({seq.layer_choice.mask.tobytes() for seq in sequences}) > 1
+    assert len({seq.stats.layer_choice.mask.tobytes() for seq in sequences}) > 1
 
 
 def test_a_draft_ends_where_the_layers_that_are_left_are_not_sure():

@@ -63,7 +63,7 @@ def decode(bundle, executor, prompts, lookahead, *, max_tokens=24, max_chunk=512
         for i, prompt in enumerate(prompts)
     ]
     for seq, choice in zip(sequences, choices, strict=False):
-        seq.layer_choice = choice
+        decoder.drafter.drafters["self"].choose(seq, choice)
     for seq in sequences:
         decoder.add(seq)
     while decoder.has_work:
@@ -84,7 +84,7 @@ def test_greedy_text_equals_plain_greedy(bundle, executor, prompts, plain, looka
     sequences = decode(bundle, executor, prompts, lookahead, max_chunk=5)
     assert [seq.output for seq in sequences] == plain
     assert sum(seq.stats.accepted for seq in sequences) > 0
-    assert all(seq.layer_choice.can_draft for seq in sequences)
+    assert all(seq.stats.layer_choice.can_draft for seq in sequences)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +122,15 @@ def test_similarity_of_a_prompt_does_not_depend_on_chunks_or_neighbours(bundle, 
     cut = decode(bundle, executor, prompts, 2, max_tokens=3, max_chunk=4)
     for i, (one, other) in enumerate(zip(whole, cut, strict=True)):
         [alone] = decode(bundle, executor, [prompts[i]], 2, max_tokens=3)
-        np.testing.assert_allclose(one.layer_choice.acs, other.layer_choice.acs, rtol=0, atol=2e-6)
-        np.testing.assert_allclose(one.layer_choice.acs, alone.layer_choice.acs, rtol=0, atol=2e-6)
-        assert one.layer_choice.mask.tolist() == other.layer_choice.mask.tolist() == alone.layer_choice.mask.tolist()
-        assert -1 <= min(one.layer_choice.acs) <= max(one.layer_choice.acs) <= 1.000001
-    assert len({seq.layer_choice.acs for seq in whole}) == len(prompts)
+        np.testing.assert_allclose(one.stats.layer_choice.acs, other.stats.layer_choice.acs, rtol=0, atol=2e-6)
+        np.testing.assert_allclose(one.stats.layer_choice.acs, alone.stats.layer_choice.acs, rtol=0, atol=2e-6)
+        assert (
+            one.stats.layer_choice.mask.tolist()
+            == other.stats.layer_choice.mask.tolist()
+            == alone.stats.layer_choice.mask.tolist()
+        )
+        assert -1 <= min(one.stats.layer_choice.acs) <= max(one.stats.layer_choice.acs) <= 1.000001
+    assert len({seq.stats.layer_choice.acs for seq in whole}) == len(prompts)
 
 
 def test_layers_are_set_by_pointer(executor, prompts):

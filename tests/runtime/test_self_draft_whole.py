@@ -60,7 +60,7 @@ def test_sampled_text_follows_the_targets_distribution():
         decoder.step()
     assert sum(seq.stats.accepted for seq in sequences) > len(sequences)
     assert sum(seq.stats.drafted - seq.stats.accepted for seq in sequences) > 200
-    assert len({seq.layer_choice.mask.tobytes() for seq in sequences}) > 1
+    assert len({seq.stats.layer_choice.mask.tobytes() for seq in sequences}) > 1
     for i, prompt in enumerate(PROMPTS):
         counts = Counter(tuple(seq.output[:LENGTH]) for seq in sequences[i::2])
         assert p_value(counts, exact(target, params, prompt)) > P_VALUE
@@ -133,7 +133,7 @@ class World:
             run(self.new_decoder(fresh, make_draft("good", 1)), [alone])
             whole = alone.output
             assert seq.output == (whole if seq.finish_reason == "length" else whole[: seq.num_generated])
-            assert seq.layer_choice in (None, alone.layer_choice)
+            assert seq.stats.layer_choice in (None, alone.stats.layer_choice)
             self.ended[seq.finish_reason] += 1
         self.live = [item for item in self.live if item[0].finish_reason is None]
 

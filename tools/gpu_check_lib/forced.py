@@ -11,7 +11,7 @@ from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.model import ModelDrafter
-from specexport_runtime.executors.base import Executor, Float32Array
+from specexport_runtime.executors.base import Executor
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.records import DraftStage, Proposal
@@ -48,6 +48,11 @@ class ForcedDrafter:
         self.departed: set[int] = set()
 
     @property
+    def traits(self) -> DrafterTraits:
+        """Those of the inner drafter."""
+        return self.inner.traits
+
+    @property
     def engine_seconds(self) -> float:
         """Seconds inside the inner drafter's engine."""
         return self.inner.engine_seconds
@@ -80,13 +85,6 @@ class ForcedDrafter:
     def release_row(self, row: int) -> None:
         """See ``Drafter.release_row``."""
         self.inner.release_row(row)
-
-    def wants_similarity(self, sequence: Sequence) -> bool:  # noqa: ARG002
-        """No."""
-        return False
-
-    def note_similarity(self, sequence: Sequence, similarity: Float32Array) -> None:
-        """Nothing to note."""
 
 
 class Decoded(NamedTuple):

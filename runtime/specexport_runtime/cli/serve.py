@@ -9,10 +9,10 @@ import click
 
 from specexport_runtime.cli.options import NumberOr, batch_options
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
+from specexport_runtime.requests.speculative_config import METHODS
 from specexport_runtime.server.config import LOG_FORMATS, ServerConfig, check_key, read_keys
 
 KEY_VARIABLE = "SPECEXPORT_API_KEY"
-_METHODS = {"draft-model": "draft_model", "lookup": "ngram", "self": "self", "chained": "chained", "none": "none"}
 """The names of drafters that ``generate`` has, and those of ``speculative_config``."""
 _EXTRA = {"fastapi", "starlette", "pydantic", "uvicorn", "httptools", "prometheus_client"}
 
@@ -67,7 +67,7 @@ _LOOK = (
 _DRAFTING = (
     click.option(
         "--drafter",
-        type=click.Choice(list(_METHODS)),
+        type=click.Choice(list(METHODS)),
         help="How to draft for requests that do not say.  [default: the bundle's draft model, if any]",
     ),
     click.option(
@@ -140,7 +140,7 @@ def speculative_config(drafter: str | None, num_tokens: int | str | None) -> dic
     """What ``SpecEngine.load`` is told of how to draft by default; None if nothing was said."""
     config: dict[str, Any] = {}
     if drafter is not None:
-        config["method"] = _METHODS[drafter]
+        config["method"] = METHODS[drafter]
     if num_tokens is not None:
         config["num_speculative_tokens"] = num_tokens
     return config or None

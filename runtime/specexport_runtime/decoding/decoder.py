@@ -291,7 +291,6 @@ class Decoder:
         taken = seq.commit(tokens)
         accepted = min(verdict.accepted, taken)
         seq.stats.record_round(len(proposal.tokens), accepted, taken, exited=proposal.end == "exit")
-        seq.stats.layer_choice = seq.layer_choice
         # Everything but the newest token is in the cache; entries of rejected tokens stay uncounted.
         self.target.kv.commit(seq.row, len(seq.tokens) - 1)
         is_bonus = bool(proposal.tokens) and verdict.is_bonus and taken == len(tokens)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Seq
 
-from specexport_runtime.drafters.base import Drafter
+from specexport_runtime.drafters.base import Drafter, as_similarity
 from specexport_runtime.executors.base import StepOutput, Want, as_gated
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.sequences.sequence import Sequence
@@ -27,9 +27,10 @@ def measured_step(
     Returns:
         what ``ModelRunner.step`` does.
     """
-    wanted = [seq for seq in prompts if drafter.wants_similarity(seq)] if prompts else []
+    asks = as_similarity(drafter) if prompts else None
+    wanted = [] if asks is None else [seq for seq in prompts if asks.wants_similarity(seq)]
     gated = as_gated(target.executor) if wanted else None
-    if gated is None:
+    if gated is None or asks is None:
         return target.step(first_row, work, want)
     gated.measure_similarity(True)
     try:
@@ -44,5 +45,5 @@ def measured_step(
         begin = starts[seq.row - first_row]
         # Of a prompt that ends here and has a draft behind it, the draft tokens are no part.
         end = begin + min(len(work[seq.row - first_row].tokens), len(seq.tokens) - target.kv.kv_len(seq.row))
-        drafter.note_similarity(seq, similarity[:, begin:end])
+        asks.note_similarity(seq, similarity[:, begin:end])
     return output

@@ -1,17 +1,49 @@
-"""What the decoding loop needs from a drafter: proposals, and news of what became of them."""
+"""What the decoding loop needs from a drafter: proposals, and news of what became of them.
 
+A drafter of our own is a file here with a :class:`DrafterKind`, and one line of ``drafters/registry.py``. One of the
+user's is a factory, given to ``SpecEngine.load(..., drafters={"name": factory})``.
+"""
+
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from specexport_runtime.sequences.records import Proposal
+from specexport_runtime.sequences.records import DrafterTraits, Proposal
 
 if TYPE_CHECKING:
+    from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.executors.base import Float32Array
+    from specexport_runtime.lookahead.draft_cost import DraftCost
+    from specexport_runtime.packing.batch import ModelRunner
     from specexport_runtime.sequences.sequence import Sequence
+
+__all__ = [
+    "CostedDrafter",
+    "DraftOffer",
+    "Drafter",
+    "DrafterFactory",
+    "DrafterKind",
+    "DrafterParts",
+    "DrafterTraits",
+    "Obstacle",
+    "Proposal",
+    "SimilarityDrafter",
+    "as_similarity",
+]
 
 
 class Drafter(Protocol):
-    """A way to guess the next tokens of many sequences. Guesses change speed, never the output's distribution."""
+    """A way to guess the next tokens of many sequences. Guesses change speed, never the output's distribution.
+
+    A guess may depend on the committed tokens of its sequence and on what was tested. It must not depend on draft
+    tokens that were never tested, on random draws that are still to be used, or on measured time: each of them would
+    bias sampled text.
+    """
+
+    @property
+    def traits(self) -> DrafterTraits:
+        """What it is like; the same for its whole life."""
+        ...
 
     @property
     def engine_seconds(self) -> float:
@@ -34,6 +66,10 @@ class Drafter(Protocol):
         """The sequence of ``row`` is done; drop any state kept for it."""
         ...
 
+
+class SimilarityDrafter(Drafter, Protocol):
+    """A drafter that looks at how little each attention layer of the target changes a prompt; optional."""
+
     def wants_similarity(self, sequence: "Sequence") -> bool:
         """Whether the target should measure attention similarity while it reads this sequence's prompt."""
         ...
@@ -41,3 +77,72 @@ class Drafter(Protocol):
     def note_similarity(self, sequence: "Sequence", similarity: "Float32Array") -> None:
         """Attention similarity [N, t] of the ``t`` prompt tokens that the target has just read."""
         ...
+
+
+def as_similarity(drafter: Drafter) -> SimilarityDrafter | None:
+    """``drafter`` if it follows :class:`SimilarityDrafter`; None if not."""
+    return drafter if hasattr(drafter, "wants_similarity") else None  # type: ignore[return-value]
+
+
+class CostedDrafter(Drafter, Protocol):
+    """A drafter whose steps have a known cost, so that K can be chosen (``"auto"``); optional, not for free ones."""
+
+    def cost(self, curves: "CostCurves") -> "DraftCost | None":
+        """What its steps cost on this machine; None if that is not known."""
+        ...
+
+
+class Obstacle(NamedTuple):
+    """Why something cannot be done, and what can be done about it."""
+
+    message: str
+    hint: str
+
+
+class DraftOffer(NamedTuple):
+    """What a bundle has to draft with.
+
+    Attributes:
+        has_draft: there is a draft model.
+        layers_obstacle: why layers of the target cannot be left out; None if they can.
+    """
+
+    has_draft: bool
+    layers_obstacle: Obstacle | None
+
+
+class DrafterParts(NamedTuple):
+    """What an engine has to make drafters of.
+
+    Attributes:
+        target: the target.
+        draft: the draft model; None if there is none.
+        vocab_size: ids below it may be drafted.
+        match_length: fewest tokens that a copy must match.
+    """
+
+    target: "ModelRunner"
+    draft: "ModelRunner | None"
+    vocab_size: int
+    match_length: int
+
+
+DrafterFactory = Callable[[DrafterParts], Drafter]
+
+
+class DrafterKind(NamedTuple):
+    """One of the drafters that every engine may have.
+
+    Attributes:
+        traits: of all drafters of this kind.
+        make: makes one.
+        obstacle: why a bundle cannot draft so; None if it can.
+        method: vLLM's name for it.
+        config_keys: keys of vLLM's speculative config that it alone takes.
+    """
+
+    traits: DrafterTraits
+    make: DrafterFactory
+    obstacle: Callable[[DraftOffer], Obstacle | None]
+    method: str
+    config_keys: frozenset[str] = frozenset()

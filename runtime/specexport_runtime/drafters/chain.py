@@ -3,15 +3,12 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from specexport_runtime.drafters.base import Drafter
+from specexport_runtime.drafters.base import Drafter, DrafterTraits, as_similarity
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.lookahead.base import DraftLength
 from specexport_runtime.sequences.records import Allowed, Asked, Proposal
 from specexport_runtime.sequences.sequence import Sequence
-
-FREE = frozenset(["lookup"])
-"""Drafters whose drafts cost next to nothing: how much of one is worth testing is decided when it is there."""
 
 
 class ChainDrafter:
@@ -25,14 +22,18 @@ class ChainDrafter:
     up from what it has seen of a sequence.
 
     Args:
-        drafters: drafters by the names that plans use, cheap ones first: of those that are waited for, the first is
-            called first, so that sequences it has nothing for can still join a later one's call.
+        drafters: drafters by the names that plans use. Of those that are waited for, free ones are called first, so
+            that sequences they have nothing for can still join another's call.
         lengths: chooses how far adaptive sequences draft; None if there are none.
     """
 
+    traits = DrafterTraits(default_lookahead=1)  # of itself; plans ask the drafters behind it
+
     def __init__(self, drafters: Mapping[str, Drafter] | None = None, lengths: DraftLength | None = None) -> None:
-        self.drafters = dict(drafters or {})
+        self.drafters = dict(sorted((drafters or {}).items(), key=lambda item: not item[1].traits.is_free))
         self.lengths = lengths
+        similar = {name: as_similarity(drafter) for name, drafter in self.drafters.items()}
+        self._similar = {name: drafter for name, drafter in similar.items() if drafter is not None}
 
     @property
     def engine_seconds(self) -> float:
@@ -56,9 +57,7 @@ class ChainDrafter:
             [(name, min(own, room)) for name, own in seq.draft_plan if min(own, room) > 0]
             for seq, room in zip(sequences, lookaheads, strict=True)
         ]
-        for seq in sequences:
-            if seq.trace is not None:
-                seq.asked = []
+        traces: dict[int, list[Asked]] = {i: [] for i, seq in enumerate(sequences) if seq.trace is not None}
         lengths = self.lengths if any(seq.adaptive for seq in sequences) else None
         while any(plans):
             name = self._next({plan[0][0] for plan in plans if plan})
@@ -71,8 +70,10 @@ class ChainDrafter:
                 plans[i] = [] if proposal.tokens else plans[i][1:]
                 if proposal.tokens:
                     proposals[i] = proposal if proposal.drafter == name else proposal._replace(drafter=name)
-                if seq.trace is not None:
-                    seq.asked.append(Asked(name, *self._allowed(seq, name, limit, allowed[i])))
+                if i in traces:
+                    traces[i].append(Asked(name, *self._allowed(seq, name, limit, allowed[i])))
+        for i, asked in traces.items():
+            proposals[i] = proposals[i]._replace(asked=tuple(asked))
         if lengths is not None and not any(proposal.tokens for proposal in proposals):
             lengths.note_plain(sequences)
         return proposals
@@ -84,7 +85,7 @@ class ChainDrafter:
         drafter = self.drafters[name]
         if lengths is None:
             return drafter.propose(sequences, limits), [None] * len(limits)
-        if name in FREE:
+        if drafter.traits.is_free:
             found = drafter.propose(sequences, limits)
             allowed = lengths.cut(name, sequences, found, limits)
             cut = [
@@ -128,13 +129,15 @@ class ChainDrafter:
 
     def wants_similarity(self, sequence: Sequence) -> bool:
         """Whether a drafter of the sequence's plan does."""
-        return any(self.drafters[name].wants_similarity(sequence) for name, _ in sequence.draft_plan)
+        return any(
+            name in self._similar and self._similar[name].wants_similarity(sequence) for name, _ in sequence.draft_plan
+        )
 
     def note_similarity(self, sequence: Sequence, similarity: Float32Array) -> None:
         """Tell the drafters of the sequence's plan that want to know."""
         for name, _ in sequence.draft_plan:
-            if self.drafters[name].wants_similarity(sequence):
-                self.drafters[name].note_similarity(sequence, similarity)
+            if name in self._similar and self._similar[name].wants_similarity(sequence):
+                self._similar[name].note_similarity(sequence, similarity)
 
 
 _NOTHING = Proposal([], end="none")

@@ -75,7 +75,9 @@ class Draft:
         if not self.tokens:
             return Proposal([], self.distributions, "none")
         end: DraftEnd = "exit" if self.has_exited else "lookahead"
-        return Proposal(self.tokens, self.distributions, end, drafter)
+        draft_exit = self.sequence.draft_exit
+        gamma = None if draft_exit is None else draft_exit.gamma
+        return Proposal(self.tokens, self.distributions, end, drafter, gamma=gamma)
 
 
 def run_drafts(

@@ -7,9 +7,9 @@ from a reference text; prompt lookup copies from the prompt and the output. This
 from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
+from specexport_runtime.drafters.base import DrafterKind, DrafterTraits
 from specexport_runtime.drafters.suffix_index import SuffixIndex
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.sequences.records import DraftEnd, Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
@@ -43,6 +43,7 @@ class LookupDrafter:
         InvalidRequestError: ``match_length`` is less than 1.
     """
 
+    traits = DrafterTraits(default_lookahead=DEFAULT_COPY_LENGTH, is_free=True, takes_reference=True)
     engine_seconds = 0.0
 
     def __init__(self, match_length: int = DEFAULT_MATCH_LENGTH, *, gate: bool = True) -> None:
@@ -74,13 +75,6 @@ class LookupDrafter:
     def release_row(self, row: int) -> None:
         """Nothing to drop: state belongs to sequences, not to rows."""
 
-    def wants_similarity(self, sequence: Sequence) -> bool:  # noqa: ARG002
-        """No."""
-        return False
-
-    def note_similarity(self, sequence: Sequence, similarity: Float32Array) -> None:
-        """Nothing to note."""
-
     def _updated_index(self, seq: Sequence) -> SuffixIndex:
         index = self._indexes.get(seq)
         before = len(seq.reference) + 1 if seq.reference else 0
@@ -110,3 +104,11 @@ class LookupDrafter:
 
 
 _NOTHING = Proposal([], end="none")
+
+KIND = DrafterKind(
+    LookupDrafter.traits,
+    lambda parts: LookupDrafter(match_length=parts.match_length),
+    lambda _offer: None,
+    method="ngram",
+    config_keys=frozenset(["prompt_lookup_min"]),
+)

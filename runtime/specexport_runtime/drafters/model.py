@@ -1,15 +1,24 @@
 """Drafting with a draft model (Chen et al. 2023): K tokens, one after another, from a smaller model."""
 
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
+from specexport_runtime.drafters.base import DrafterKind, DrafterParts, DrafterTraits, DraftOffer, Obstacle
 from specexport_runtime.drafters.draft_loop import Draft, run_drafts
-from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sequences.records import Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
+if TYPE_CHECKING:
+    from specexport_runtime.costs.curves import CostCurves
+    from specexport_runtime.lookahead.draft_cost import DraftCost
+
 DRAFT_MODEL = "draft-model"
 """Name of this drafter in draft plans."""
+DEFAULT_LOOKAHEAD = 4
+"""K where nothing else is asked for: the best in most settings of Chen et al. 2023 (figure 1)."""
+MAX_BACKLOG = 32  # tokens that a draft model catches up on within a drafting step: several copied drafts in a row
 
 
 class ModelDrafter:
@@ -25,6 +34,8 @@ class ModelDrafter:
         max_backlog: a sequence with more tokens to catch up on is prefilled alone first, so that the packed step
             stays narrow; at most what lets every row catch up in one step of the draft's engine.
     """
+
+    traits = DrafterTraits(default_lookahead=DEFAULT_LOOKAHEAD, has_own_cache=True, can_exit=True)
 
     def __init__(self, runner: ModelRunner, *, vocab_size: int, max_backlog: int) -> None:
         self.runner = runner
@@ -79,9 +90,26 @@ class ModelDrafter:
         """Forget the sequence of ``row``."""
         self.runner.release_row(row)
 
-    def wants_similarity(self, sequence: Sequence) -> bool:  # noqa: ARG002
-        """No."""
-        return False
+    def cost(self, curves: "CostCurves") -> "DraftCost | None":
+        """See ``CostedDrafter.cost``."""
+        from specexport_runtime.lookahead.draft_cost import EngineCost
 
-    def note_similarity(self, sequence: Sequence, similarity: Float32Array) -> None:
-        """Nothing to note."""
+        curve = curves.drafters.get(DRAFT_MODEL)
+        return None if curve is None else EngineCost(curve)
+
+
+def _make(parts: DrafterParts) -> ModelDrafter:
+    if parts.draft is None:
+        raise SpecexportError("there is no draft model to draft with.")
+    return ModelDrafter(parts.draft, vocab_size=parts.vocab_size, max_backlog=MAX_BACKLOG)
+
+
+def _obstacle(offer: DraftOffer) -> Obstacle | None:
+    if offer.has_draft:
+        return None
+    return Obstacle(
+        "this bundle has no draft model.", "build it with --draft, use drafter 'lookup', or do not speculate."
+    )
+
+
+KIND = DrafterKind(ModelDrafter.traits, _make, _obstacle, method="draft_model", config_keys=frozenset(["model"]))

@@ -13,11 +13,13 @@ not read either, in the draft that it is off for.
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
+from specexport_runtime.drafters.base import DrafterKind, DrafterTraits
 from specexport_runtime.drafters.draft_loop import Draft, run_drafts
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import BoolArray, Float32Array, as_gated
@@ -26,14 +28,21 @@ from specexport_runtime.sequences.layer_choice import LayerChoice, choose_layers
 from specexport_runtime.sequences.records import Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
+if TYPE_CHECKING:
+    from specexport_runtime.costs.curves import CostCurves
+    from specexport_runtime.lookahead.draft_cost import DraftCost
+
 SELF = "self"
 """Name of this drafter in draft plans."""
+DEFAULT_SELF_LOOKAHEAD = 3
+"""K of self-drafting: its step costs about half of the target's, so (1 + a + … + a^K) / (1 + K/2) is at its best for K
+from 2 (at an acceptance a of 0.8) to 4 (at 0.9)."""
 
 
 class SelfDrafter:
     """Draft tokens from the target with the layers off that its rules choose for a prompt (ASD, Metel et al. 2024).
 
-    The choice is made once a prompt, before the first draft behind it, and kept at ``Sequence.layer_choice``. One that
+    The choice is made once a prompt, before the first draft behind it, see :meth:`choice_of`. One that
     removes nothing drafts nothing. Sequences with different choices are drafted one group after another, so that what
     is drafted for one never depends on its neighbours.
 
@@ -46,6 +55,8 @@ class SelfDrafter:
         SpecexportError: the target's layers cannot be switched off, or its cache holds padding.
     """
 
+    traits = DrafterTraits(default_lookahead=DEFAULT_SELF_LOOKAHEAD, can_exit=True, takes_layers=True)
+
     def __init__(self, runner: ModelRunner, *, vocab_size: int) -> None:
         executor = as_gated(runner.executor)
         if executor is None or not runner.unpad_kv:
@@ -57,6 +68,7 @@ class SelfDrafter:
         self._executor = executor
         # By sequence, not by row: nothing to do when rows move, and a dropped sequence takes its sums along.
         self._sums: WeakKeyDictionary[Sequence, tuple[npt.NDArray[np.float64], int]] = WeakKeyDictionary()
+        self._choices: WeakKeyDictionary[Sequence, LayerChoice] = WeakKeyDictionary()
 
     def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
         """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``Drafter.propose``.
@@ -100,16 +112,32 @@ class SelfDrafter:
         added = similarity.sum(axis=1, dtype=np.float64)
         self._sums[sequence] = (sums + added, count + similarity.shape[1])
 
+    def choice_of(self, sequence: Sequence) -> LayerChoice | None:
+        """The layers that a sequence's drafts have; None while they are not chosen."""
+        return self._choices.get(sequence)
+
+    def choose(self, sequence: Sequence, choice: LayerChoice) -> None:
+        """Draft for ``sequence`` with the layers of ``choice``; its statistics say so."""
+        self._choices[sequence] = sequence.stats.layer_choice = choice
+
+    def cost(self, curves: "CostCurves") -> "DraftCost | None":
+        """See ``CostedDrafter.cost``."""
+        from specexport_runtime.lookahead.draft_cost import LayersCost
+
+        return LayersCost(curves, self.choice_of)
+
     def _choice(self, seq: Sequence) -> LayerChoice:
-        if seq.layer_choice is None:
+        choice = self._choices.get(seq)
+        if choice is None:
             acs: list[float] = []
             if seq.layer_rules.threshold is not None:
                 if seq not in self._sums:
                     raise SpecexportError("no similarity was measured while the target read this prompt.")
                 sums, count = self._sums.pop(seq)
                 acs = (sums / count).tolist()
-            seq.layer_choice = choose_layers(acs, seq.layer_rules, self.num_layers)
-        return seq.layer_choice
+            choice = choose_layers(acs, seq.layer_rules, self.num_layers)
+            self.choose(seq, choice)
+        return choice
 
     @contextmanager
     def _borrowed(self, mask: BoolArray, group: Seq[Draft]) -> Iterator[None]:
@@ -134,3 +162,11 @@ class SelfDrafter:
 def _unseen(seq: Sequence, drafted: list[int]) -> list[int]:
     """What the next draft step is fed: the newest token. The target has seen all but the last that was committed."""
     return drafted[-1:] or seq.tokens[-1:]
+
+
+KIND = DrafterKind(
+    SelfDrafter.traits,
+    lambda parts: SelfDrafter(parts.target, vocab_size=parts.vocab_size),
+    lambda offer: offer.layers_obstacle,
+    method="self",
+)

@@ -103,8 +103,8 @@ def learn_from_tests(sequence: "Sequence", proposal: "Proposal", accepted: int, 
         lengths: chooses the length for adaptive sequences.
     """
     rejected = accepted < len(proposal.tokens)
-    # A copy has no probabilities, and tells nothing of a model's.
-    if sequence.draft_exit is not None and proposal.drafter != "lookup":
+    # A draft that could not end early, a copy for example, tells nothing of one that could.
+    if sequence.draft_exit is not None and proposal.gamma is not None:
         sequence.draft_exit.observe(accepted, rejected)
     if sequence.adaptive and lengths is not None:
         lengths.observe(sequence, proposal, accepted, rejected=rejected)

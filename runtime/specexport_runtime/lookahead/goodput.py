@@ -13,12 +13,16 @@ decoding, for which no drafter is called. A drafter that is bypassed is tried ag
 and a draft model that has not read a sequence is not started where it is not expected to pay for reading it.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from specexport_runtime.costs.curves import CostCurves
+from specexport_runtime.errors import SpecexportError
 from specexport_runtime.lookahead.acceptance import MAX_MATCH, NUM_MATCH_SLOTS, match_slots
 from specexport_runtime.lookahead.allocation import StepTimes, allocate
+from specexport_runtime.lookahead.draft_cost import WeighedDrafter
 from specexport_runtime.lookahead.memory import DrafterMemory, StageMemory
 from specexport_runtime.lookahead.plain_spell import PlainSpell
 from specexport_runtime.lookahead.step_times import StepTimeTables
@@ -28,8 +32,6 @@ if TYPE_CHECKING:
     from specexport_runtime.costs.tune_profile import TuneProfile
     from specexport_runtime.sequences.sequence import Sequence
 
-OWN_CACHE = "draft-model"
-"""The drafter that has to read what it has missed."""
 _HORIZON = 64  # rounds over which the cost of reading a prompt is spread
 _SCOUTS, _SCOUT_LOOKAHEAD = 2, 2
 """While nobody knows whether a drafter pays, so many sequences find out, with drafts of at least so many tokens."""
@@ -39,6 +41,7 @@ _MARGIN = 0.02
 """Drafting must promise so much more than plain decoding: cost curves are no better than that."""
 
 _BYPASS = Allowed(0, "bypass", 1.0)
+_NO_STAGES: dict[str, StageMemory] = {}
 
 
 class GoodputLength:
@@ -52,10 +55,20 @@ class GoodputLength:
         curves: what steps cost; fixed when the engine is loaded.
         lookahead: largest K.
         profile: bounds K from above.
+        drafters: the drafters that plans of adaptive sequences may name.
     """
 
-    def __init__(self, curves: CostCurves, lookahead: int, profile: "TuneProfile | None" = None) -> None:
+    def __init__(
+        self,
+        curves: CostCurves,
+        lookahead: int,
+        profile: "TuneProfile | None" = None,
+        *,
+        drafters: Mapping[str, WeighedDrafter],
+    ) -> None:
         self.curves, self.profile = curves, profile
+        self._known = dict(drafters)
+        self._stages: WeakKeyDictionary[Sequence, dict[str, StageMemory]] = WeakKeyDictionary()
         self._times = StepTimeTables(curves)
         self._positions = list(range(lookahead))
         self._matches = match_slots(lookahead)
@@ -146,11 +159,11 @@ class GoodputLength:
 
     def note_plain(self, sequences: "Seq[Sequence]") -> None:
         """See ``DraftLength.note_plain``."""
-        self._plain.begin(self._round, self._load[:3], sequences)
+        self._plain.begin(self._round, self._load[:3], sequences, self._quiet_stage)
 
     def observe(self, sequence: "Sequence", proposal: Proposal, accepted: int, *, rejected: bool) -> None:
         """See ``DraftLength.observe``."""
-        stages: dict[str, StageMemory] = sequence.length_state or {}
+        stages = self._stages.get(sequence, {})
         before = len(sequence.tokens) - accepted - 1  # wrong for a sequence that ended within its draft
         for name, stage in stages.items():
             if stage.shadow is not None:
@@ -161,7 +174,7 @@ class GoodputLength:
             if name == proposal.drafter:
                 stage.acceptance.observe(stage.slots, accepted, rejected=rejected)
                 stage.timer.note(self._round, passed=accepted > 0)
-                if name == OWN_CACHE:
+                if self._known[name].traits.has_own_cache:
                     stage.known = min(before + len(proposal.tokens) - 1, len(sequence.tokens) - 1)
 
     def _circumstances(self, drafter: str) -> tuple[int, ...]:
@@ -176,7 +189,7 @@ class GoodputLength:
             return False
         now, circumstances = self._round, self._circumstances(drafter)
         for seq in sequences:
-            stage = seq.length_state.get(drafter) if seq.adaptive and seq.length_state else None
+            stage = self._stages.get(seq, _NO_STAGES).get(drafter) if seq.adaptive else None
             if stage is None or not stage.stays_bypassed(circumstances, now, known.budget):
                 return False
         return True
@@ -198,8 +211,7 @@ class GoodputLength:
             cost = times.target[taken + 1] - times.target[taken]
             if times.draft is not None:
                 cost += times.draft[rows + 1] - times.draft[rows]
-            if drafter == OWN_CACHE:
-                cost += self._times.catch_up(drafter, len(sequences[i].tokens) - stage.known)
+            cost += self._catch_up(drafter, sequences[i], stage)
             stage.probe_seconds = cost
             if self._drafters[drafter].budget.spend(cost):
                 counts[j] = 1
@@ -214,16 +226,21 @@ class GoodputLength:
             self._expected += sum(each[:count])
 
     def _stage(self, drafter: str, seq: "Sequence") -> StageMemory:
-        if seq.length_state is None:
-            seq.length_state = {}
-        stage: StageMemory | None = seq.length_state.get(drafter)
+        stages = self._stages.get(seq)
+        if stages is None:
+            stages = self._stages[seq] = {}
+        stage = stages.get(drafter)
         if stage is None:
             known = self._drafters.get(drafter)
             if known is None:
-                slots = NUM_MATCH_SLOTS if drafter == "lookup" else len(self._positions)
+                slots = NUM_MATCH_SLOTS if self._known[drafter].traits.is_free else len(self._positions)
                 known = self._drafters[drafter] = DrafterMemory(slots)
-            stage = seq.length_state[drafter] = StageMemory(known, self._round)
+            stage = stages[drafter] = StageMemory(known, self._round)
         return stage
+
+    def _quiet_stage(self, seq: "Sequence", drafter: str) -> StageMemory | None:
+        """What is remembered of a drafter that need not be asked in every round; free ones must be."""
+        return None if self._known[drafter].traits.is_free else self._stages.get(seq, _NO_STAGES).get(drafter)
 
     def _bound(self, drafter: str, seq: "Sequence", limit: int) -> int:
         if self.profile is None:
@@ -239,7 +256,7 @@ class GoodputLength:
         if most < limit:
             return "tuned"
         own = next(lookahead for name, lookahead in seq.draft_plan if name == drafter)
-        return "room" if limit < own and drafter != "lookup" else "goodput"
+        return "room" if limit < own and not self._known[drafter].traits.is_free else "goodput"
 
     def _candidates(
         self, drafter: str, sequences: "Seq[Sequence]", asked: list[tuple[int, StageMemory, int]]
@@ -252,14 +269,21 @@ class GoodputLength:
 
     def _entry(self, drafter: str, seq: "Sequence", stage: StageMemory) -> float:
         """Seconds of catching up, spread over the rounds that may profit from it."""
-        if drafter != OWN_CACHE:
+        return self._catch_up(drafter, seq, stage) / max(1, min(seq.room_for_drafts, _HORIZON))
+
+    def _catch_up(self, drafter: str, seq: "Sequence", stage: StageMemory) -> float:
+        """Seconds for reading what the drafter has missed; 0 if it has nothing to read with."""
+        known = self._known[drafter]
+        if known.cost is None or not known.traits.has_own_cache:
             return 0.0
-        seconds = self._times.catch_up(drafter, len(seq.tokens) - stage.known)
-        return seconds / max(1, min(seq.room_for_drafts, _HORIZON))
+        return known.cost.catch_up_seconds(len(seq.tokens) - stage.known)
 
     def _step_times(self, drafter: str, sequences: "Seq[Sequence]", fixed: Seq[int], most: int) -> StepTimes:
         rows = self._no_rows
         if fixed:
             rows = [sum([limit > depth for limit in fixed]) for depth in self._positions]
-        table = self._times.draft(drafter, sequences, self._load, len(sequences))
+        cost = self._known[drafter].cost
+        if cost is None:
+            raise SpecexportError(f"nobody knows what a step of drafter {drafter!r} costs.")
+        table = self._times.draft(drafter, cost, sequences, self._load, len(sequences))
         return StepTimes(self._times.target(self._load, self._drafted, most), table, rows)

@@ -98,13 +98,13 @@ class RequestBuilder:
             InvalidRequestError: the request can never be served.
         """
         plan = resolve_draft_plan(options, self.abilities, self.defaults)
-        drafters = [stage.drafter for stage in plan.stages]
-        if reference is not None and "lookup" not in drafters:
+        traits = [self.abilities.drafters[stage.drafter] for stage in plan.stages]
+        if reference is not None and not any(each.takes_reference for each in traits):
             raise InvalidRequestError(
                 "a reference is copied from by lookup only.", "use drafter 'lookup' or 'chained'."
             )
         rules = options.layer_rules or self.defaults.layer_rules
-        if "self" in drafters:
+        if any(each.takes_layers for each in traits):
             rules.check_layers(self.abilities.num_layers)
         elif options.layer_rules is not None:
             raise InvalidRequestError("layer rules are for drafting with the target itself.", "use drafter 'self'.")
@@ -129,7 +129,7 @@ class RequestBuilder:
 
     def _exit_params(self, options: RequestOptions, plan: DraftPlan) -> DraftExitParams | None:
         """When drafts of models end for this request; None: never before K."""
-        drafts = any(stage.drafter != "lookup" for stage in plan.stages)
+        drafts = any(self.abilities.drafters[stage.drafter].can_exit for stage in plan.stages)
         if options.draft_exit is None:
             return self.defaults.draft_exit if drafts else None
         if options.draft_exit is False:

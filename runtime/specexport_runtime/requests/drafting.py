@@ -1,27 +1,23 @@
 """Checks of one request against what an engine was built for, and the plan of how to draft for it."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH, DEFAULT_MATCH_LENGTH
+from specexport_runtime.drafters.base import Obstacle
+from specexport_runtime.drafters.lookup import DEFAULT_MATCH_LENGTH
+from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.draft_exit import DraftExitParams
 from specexport_runtime.sequences.layer_choice import LayerRules
-from specexport_runtime.sequences.records import DraftStage
+from specexport_runtime.sequences.records import DrafterTraits, DraftStage
 from specexport_runtime.sequences.results import Prompt
 
-DRAFTERS = ("draft-model", "lookup", "self", "chained", "none")
-"""Ways to draft that a request can name. ``self`` drafts with some of the target's own layers; ``chained`` asks lookup
-first and, where it finds nothing, the draft model, or the target's own layers if there is no draft model."""
-
-DEFAULT_LOOKAHEAD = 4
-"""K where nothing else is asked for: the best in most settings of Chen et al. 2023 (figure 1)."""
-
-DEFAULT_SELF_LOOKAHEAD = 3
-"""K of self-drafting: its step costs about half of the target's, so (1 + a + … + a^K) / (1 + K/2) is at its best for K
-from 2 (at an acceptance a of 0.8) to 4 (at 0.9)."""
+DRAFTERS = (*KINDS, "chained", "none")
+"""Ways to draft that every request can name. ``self`` drafts with some of the target's own layers; ``chained`` asks
+lookup first and, where it finds nothing, the draft model, or the target's own layers if there is no draft model."""
 
 Lookahead = int | Literal["auto"]
 """Draft tokens a round, or ``"auto"``: chosen in every round for the most expected tokens per second."""
@@ -79,29 +75,33 @@ class DraftDefaults(NamedTuple):
     draft_exit: DraftExitParams | None = None
 
 
-class Obstacle(NamedTuple):
-    """Why something cannot be done, and what can be done about it."""
-
-    message: str
-    hint: str
-
-
 class Abilities(NamedTuple):
     """What an engine can do.
 
     Attributes:
-        has_draft: there is a draft model.
+        drafters: traits of the drafters that it may have, by name.
+        obstacles: why it has not some of them.
         lookahead: largest K it was built for.
-        self_obstacle: why the target cannot draft with its own layers; None if it can.
-        is_adaptive: there are cost curves to choose K by.
+        weighed: drafters between which, and for which, K can be chosen; empty without cost curves.
         num_layers: layers of a target that can draft with its own layers.
     """
 
-    has_draft: bool
+    drafters: Mapping[str, DrafterTraits]
+    obstacles: Mapping[str, Obstacle]
     lookahead: int
-    self_obstacle: Obstacle | None
-    is_adaptive: bool = False
+    weighed: frozenset[str] = frozenset()
     num_layers: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a request may name."""
+        return (*self.drafters, "chained", "none")
+
+    @property
+    def default(self) -> str | None:
+        """The drafter of requests that name none: the first there is to be had, unless something is in its way."""
+        first = next(iter(self.drafters))
+        return None if first in self.obstacles else first
 
 
 class DraftPlan(NamedTuple):
@@ -152,9 +152,9 @@ def resolve_draft_plan(options: RequestOptions, abilities: Abilities, defaults: 
         InvalidRequestError: options contradict each other, or the engine cannot do what was asked.
     """
     drafter, requested = options.drafter, options.num_speculative_tokens
-    if drafter is not None and drafter not in DRAFTERS:
-        near = get_close_matches(drafter, DRAFTERS, n=1)
-        fix = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(DRAFTERS)}."
+    if drafter is not None and drafter not in abilities.names:
+        near = get_close_matches(drafter, abilities.names, n=1)
+        fix = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(abilities.names)}."
         raise InvalidRequestError(f"there is no drafter {drafter!r}.", fix)
     if not options.speculation or drafter == "none":
         if requested is not None or drafter not in (None, "none"):
@@ -163,7 +163,9 @@ def resolve_draft_plan(options: RequestOptions, abilities: Abilities, defaults: 
             )
         return DraftPlan()
     if drafter is None:
-        drafter = defaults.drafter or ("draft-model" if abilities.has_draft or requested is not None else None)
+        drafter = defaults.drafter or abilities.default
+        if drafter is None and requested is not None:  # who asks for draft tokens is told why there are none
+            drafter = next(iter(abilities.drafters))
         requested = defaults.lookahead if requested is None else requested
     if drafter == "none" and options.num_speculative_tokens is not None:
         raise InvalidRequestError(
@@ -172,40 +174,53 @@ def resolve_draft_plan(options: RequestOptions, abilities: Abilities, defaults: 
         )
     if drafter in (None, "none"):
         return DraftPlan()
-    names = _stage_names(drafter, abilities)
+    names = stage_names(drafter, abilities)
     if requested == "auto":
-        if not abilities.is_adaptive:
-            raise InvalidRequestError(
-                "num_speculative_tokens is 'auto', and this engine has no cost curves to choose by.",
-                "load it with adaptive=True, or give a number.",
-            )
+        _check_weighed(names, abilities)
         return DraftPlan(tuple(DraftStage(name, abilities.lookahead) for name in names), adaptive=True)
     asked = [requested if name == names[-1] else None for name in names]  # of a chain, the number is the model's
     return DraftPlan(
         tuple(
-            DraftStage(name, resolve_lookahead(number, built=abilities.lookahead, default=_DEFAULTS[name]))
+            DraftStage(
+                name,
+                resolve_lookahead(
+                    number, built=abilities.lookahead, default=abilities.drafters[name].default_lookahead
+                ),
+            )
             for name, number in zip(names, asked, strict=True)
         )
     )
 
 
-_DEFAULTS = {"lookup": DEFAULT_COPY_LENGTH, "draft-model": DEFAULT_LOOKAHEAD, "self": DEFAULT_SELF_LOOKAHEAD}
+def stage_names(drafter: str, abilities: Abilities) -> tuple[str, ...]:
+    """Names of the drafters behind one that a request may name.
 
-
-def _stage_names(drafter: str, abilities: Abilities) -> tuple[str, ...]:
-    """Names of the stages of a drafter that a request may name."""
-    if drafter == "lookup":
-        return ("lookup",)
-    if drafter == "self" and abilities.self_obstacle is not None:
-        raise InvalidRequestError(*abilities.self_obstacle)
-    needs_draft = drafter == "draft-model" or (drafter == "chained" and abilities.self_obstacle is not None)
-    if needs_draft and not abilities.has_draft:
-        raise InvalidRequestError(
-            "this bundle has no draft model.", "build it with --draft, use drafter 'lookup', or do not speculate."
-        )
+    Raises:
+        InvalidRequestError: the engine has not one of them.
+    """
+    names: tuple[str, ...] = (drafter,)
     if drafter == "chained":
-        return ("lookup", "draft-model" if abilities.has_draft else "self")
-    return (drafter,)
+        models = [name for name in KINDS if not KINDS[name].traits.is_free]
+        usable = [name for name in models if name not in abilities.obstacles]
+        names = (*(name for name in KINDS if KINDS[name].traits.is_free), (usable or models)[0])
+    for name in names:
+        if name in abilities.obstacles:
+            raise InvalidRequestError(*abilities.obstacles[name])
+    return names
+
+
+def _check_weighed(names: Seq[str], abilities: Abilities) -> None:
+    if not abilities.weighed:
+        raise InvalidRequestError(
+            "num_speculative_tokens is 'auto', and this engine has no cost curves to choose by.",
+            "load it with adaptive=True, or give a number.",
+        )
+    for name in names:
+        if name not in abilities.weighed:
+            raise InvalidRequestError(
+                f"num_speculative_tokens is 'auto', and nobody knows what a step of drafter {name!r} costs.",
+                "give a number, or give the drafter a method `cost`.",
+            )
 
 
 class RequestSpec(NamedTuple):

@@ -18,6 +18,8 @@ class Proposal(NamedTuple):
         end: why the draft has no more tokens.
         drafter: name of the drafter in the draft plan; empty if none was asked or none found anything.
         match_length: of a copied draft, how many tokens before it matched; 0 for drafts of models.
+        gamma: threshold that could end the draft early; None if nothing could.
+        asked: the stages of the draft plan that were considered, in order; only for a sequence that keeps a trace.
     """
 
     tokens: list[int]
@@ -25,6 +27,28 @@ class Proposal(NamedTuple):
     end: DraftEnd = "lookahead"
     drafter: str = ""
     match_length: int = 0
+    gamma: float | None = None
+    asked: "tuple[Asked, ...]" = ()
+
+
+class DrafterTraits(NamedTuple):
+    """What a drafter is like, for those that plan drafts and weigh what they cost.
+
+    Attributes:
+        default_lookahead: K where nothing else is asked for.
+        is_free: a draft costs next to nothing, so how much of one is tested is decided when it is there.
+        has_own_cache: it must read what it has missed of a sequence before it can draft.
+        can_exit: it drafts token by token, and ends a draft that it is no longer sure of (``Sequence.draft_exit``).
+        takes_reference: it copies from the text that a request brings along.
+        takes_layers: it leaves out layers of the target, by a request's layer rules.
+    """
+
+    default_lookahead: int
+    is_free: bool = False
+    has_own_cache: bool = False
+    can_exit: bool = False
+    takes_reference: bool = False
+    takes_layers: bool = False
 
 
 LengthReason = Literal["fixed", "goodput", "tuned", "probe", "bypass", "room"]

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.sampling.params import SamplingParams
@@ -16,8 +16,7 @@ from specexport_runtime.sequences.text import TextStream
 if TYPE_CHECKING:
     from specexport_runtime.sampling.logprobs import TokenLogprobs
     from specexport_runtime.sequences.draft_exit import DraftExit
-    from specexport_runtime.sequences.layer_choice import LayerChoice
-    from specexport_runtime.sequences.records import Asked, RoundTrace
+    from specexport_runtime.sequences.records import RoundTrace
 
 NO_ROW = -1
 DEFAULT_RULES = LayerRules()
@@ -26,6 +25,9 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 class Sequence:
     """A prompt, the tokens generated for it, and when to stop.
+
+    What a drafter or a ``DraftLength`` remembers of a sequence, it keeps itself, in a ``WeakKeyDictionary`` by
+    sequence: nothing is to be done when rows move, and a dropped sequence takes what was remembered along.
 
     Args:
         index: the caller's number for this sequence.
@@ -50,11 +52,7 @@ class Sequence:
         row: cache row while it is running; ``NO_ROW`` before and after.
         finish_reason: None while it may go on.
         error: what ended it, if its ``finish_reason`` is ``"error"``.
-        layer_choice: layers of the draft out of the target itself, once the prompt was read; set by that drafter.
-        length_state: what the ``DraftLength`` remembers of this sequence.
-        plain_spell: its mark on a sequence that takes part in rounds in which nobody drafts.
         trace: what each round did; None if that was not asked for.
-        asked: if there is a trace, the stages that were considered in this round.
         logprobs: one entry for each token of the output; None if that was not asked for.
     """
 
@@ -94,11 +92,7 @@ class Sequence:
         self.adaptive = adaptive
         self.draft_exit = draft_exit
         self.layer_rules = DEFAULT_RULES if layer_rules is None else layer_rules
-        self.layer_choice: LayerChoice | None = None
-        self.length_state: Any = None
-        self.plain_spell: object = None
         self.trace: list[RoundTrace] | None = [] if trace else None
-        self.asked: list[Asked] = []
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         now = time.perf_counter()
         self.stats = SequenceStats(num_prompt_tokens=len(prompt), submit_time=now, start_time=now)

@@ -13,7 +13,6 @@ from fastapi.responses import Response
 
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.drafting import DRAFTERS
 from specexport_runtime.server.errors import ApiError
 from specexport_runtime.server.state import state_of
 
@@ -103,7 +102,7 @@ async def describe(request: Request) -> dict[str, Any]:
 def _drafting(engine: SpecEngine) -> dict[str, Any]:
     """Drafters with the K that they take if none is asked for, or why they are not to be had; which one is default."""
     drafters: list[dict[str, Any]] = []
-    for name in DRAFTERS:
+    for name in engine.drafters:
         if name == "none":
             continue
         try:

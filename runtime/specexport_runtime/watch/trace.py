@@ -49,7 +49,7 @@ class RoundTracer:
                     num_rows=load.num_rows,
                     num_tokens=load.num_tokens + drafted,
                     prompt_tokens=load.prompt_tokens,
-                    asked=tuple(seq.asked),
+                    asked=event.proposal.asked,
                     drafter=event.proposal.drafter,
                     drafted=tuple(event.proposal.tokens),
                     accepted=event.accepted,

@@ -1,0 +1,15 @@
+"""The drafters that every engine may have, by the names that requests use. A new one is a line here.
+
+The first is the default of an engine that has it. ``chained`` asks the free ones, then the first other that there is.
+"""
+
+from collections.abc import Mapping
+
+from specexport_runtime.drafters import lookup, model, self_draft
+from specexport_runtime.drafters.base import DrafterKind
+
+KINDS: Mapping[str, DrafterKind] = {
+    "draft-model": model.KIND,
+    "lookup": lookup.KIND,
+    "self": self_draft.KIND,
+}
