@@ -14,7 +14,7 @@ from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import DraftStage, Proposal
+from specexport_runtime.sequences.records import DrafterTraits, DraftStage, Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
 

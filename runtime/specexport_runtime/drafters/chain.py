@@ -1,9 +1,9 @@
 """Several drafters behind one: each sequence names those it wants, and the first that finds something drafts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 
-from specexport_runtime.drafters.base import Drafter, DrafterTraits, as_similarity
+from specexport_runtime.drafters.base import Drafter, DrafterTraits, SimilarityDrafter, as_similarity
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.lookahead.base import DraftLength
@@ -32,8 +32,6 @@ class ChainDrafter:
     def __init__(self, drafters: Mapping[str, Drafter] | None = None, lengths: DraftLength | None = None) -> None:
         self.drafters = dict(sorted((drafters or {}).items(), key=lambda item: not item[1].traits.is_free))
         self.lengths = lengths
-        similar = {name: as_similarity(drafter) for name, drafter in self.drafters.items()}
-        self._similar = {name: drafter for name, drafter in similar.items() if drafter is not None}
 
     @property
     def engine_seconds(self) -> float:
@@ -129,15 +127,19 @@ class ChainDrafter:
 
     def wants_similarity(self, sequence: Sequence) -> bool:
         """Whether a drafter of the sequence's plan does."""
-        return any(
-            name in self._similar and self._similar[name].wants_similarity(sequence) for name, _ in sequence.draft_plan
-        )
+        return any(True for _ in self._curious(sequence))
 
     def note_similarity(self, sequence: Sequence, similarity: Float32Array) -> None:
         """Tell the drafters of the sequence's plan that want to know."""
+        for drafter in self._curious(sequence):
+            drafter.note_similarity(sequence, similarity)
+
+    def _curious(self, sequence: Sequence) -> Iterator[SimilarityDrafter]:
+        """The drafters of a sequence's plan that want to know its similarity."""
         for name, _ in sequence.draft_plan:
-            if name in self._similar and self._similar[name].wants_similarity(sequence):
-                self._similar[name].note_similarity(sequence, similarity)
+            drafter = as_similarity(self.drafters[name])
+            if drafter is not None and drafter.wants_similarity(sequence):
+                yield drafter
 
 
 _NOTHING = Proposal([], end="none")
