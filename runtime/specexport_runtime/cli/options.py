@@ -9,6 +9,7 @@ from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from specexport_runtime.requests.drafting import Drafting
+    from specexport_runtime.sampling.cut import Cut
     from specexport_runtime.sampling.params import SamplingParams
 
 LIMITS = (
@@ -63,12 +64,14 @@ def _add(command: Any, options: list[Any]) -> Any:
 
 def sampling_options(command: Any) -> Any:
     """Add the options that make a ``SamplingParams``; ranges are checked there, in one place."""
+    from specexport_runtime.sampling.params import CUTS
+
     options = [
         click.option("--max-tokens", type=int, default=128, show_default=True, help="Most tokens to generate."),
         click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
         click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k likeliest tokens; 0 is off."),
         click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus probability; 1 is off."),
-        click.option("--min-p", type=float, default=0.0, show_default=True, help="Least share of the top; 0 is off."),
+        *(_cut_option(name, cut) for name, cut in CUTS.items()),
         click.option("--repetition-penalty", type=float, default=1.0, show_default=True),
         click.option("--presence-penalty", type=float, default=0.0, show_default=True),
         click.option("--frequency-penalty", type=float, default=0.0, show_default=True),
@@ -79,6 +82,11 @@ def sampling_options(command: Any) -> Any:
         click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
     ]
     return _add(command, options)
+
+
+def _cut_option(name: str, cut: "Cut") -> Any:
+    flag = f"--{name.replace('_', '-')}"
+    return click.option(flag, type=float, default=cut.off, show_default=True, help=cut.help)
 
 
 def batch_options(command: Any) -> Any:

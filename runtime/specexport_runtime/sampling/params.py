@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, SupportsIndex, cast
 
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.sampling.cut import cut_field, cuts_of
+from specexport_runtime.sampling.min_p import MIN_P
 from specexport_runtime.sampling.rng import check_seed
 
 MAX_LOGPROBS = 20
@@ -50,7 +52,7 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    min_p: float = 0.0
+    min_p: float = cut_field(MIN_P)
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -68,7 +70,9 @@ class SamplingParams:
         self._set("temperature", _number("temperature", self.temperature, low=0.0, hint="0 means greedy"))
         self._set("top_k", _integer("top_k", self.top_k, low=0, hint="0 turns it off"))
         self._set("top_p", _number("top_p", self.top_p, above=0.0, high=1.0, hint="1 turns it off"))
-        self._set("min_p", _number("min_p", self.min_p, low=0.0, high=1.0, hint="0 turns it off"))
+        for name, cut in CUTS.items():
+            hint = f"{cut.off:g} turns it off"
+            self._set(name, _number(name, getattr(self, name), low=cut.low, high=cut.high, hint=hint))
         penalty = _number("repetition_penalty", self.repetition_penalty, above=0.0, hint="1 turns it off")
         self._set("repetition_penalty", penalty)
         for name in ("presence_penalty", "frequency_penalty"):
@@ -92,6 +96,10 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         """``stop`` as a tuple, whatever form it was given in."""
         return (self.stop,) if isinstance(self.stop, str) else self.stop
+
+
+CUTS = cuts_of(SamplingParams)
+"""Rules that leave unlikely tokens out, by the field that holds their number."""
 
 
 def _number(

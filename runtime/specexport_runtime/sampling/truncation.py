@@ -10,7 +10,7 @@ import numpy as np
 
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.sampling.distribution import Distribution, Float32Array, Float64Array, Int64Array
-from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.params import CUTS, SamplingParams
 
 _BLOCK = 512  # entries per block maximum in top-k
 _TINY = 256  # rows up to here are sorted whole: the passes would cost more
@@ -46,11 +46,11 @@ def check_peak(peak: float, logits: Float32Array) -> None:
 
 @np.errstate(over="ignore")  # a very low logit over a very low temperature is -inf, as it should be
 def truncated_softmax(logits: Float32Array, params: SamplingParams) -> Distribution:
-    """Softmax at ``params.temperature`` (above 0), then min-p, top-k and top-p, each on what the one before left.
+    """Softmax at ``params.temperature`` (above 0), then cuts (min-p), top-k and top-p, each on what the one before left.
 
     Args:
         logits: [V'] float32, after bias and penalties. Not changed.
-        params: temperature, min_p, top_k, top_p.
+        params: temperature, cuts, top_k, top_p.
 
     Returns:
         dense if nothing was cut, otherwise sparse.
@@ -63,9 +63,11 @@ def truncated_softmax(logits: Float32Array, params: SamplingParams) -> Distribut
     check_peak(peak, logits)
     ids: Int64Array | None = None
     values = logits
-    if params.min_p > 0.0:
-        ids = np.flatnonzero(values >= np.float32(peak + params.temperature * math.log(params.min_p)))
-        values = values[ids]
+    for name, cut in CUTS.items():
+        number = getattr(params, name)
+        if number != cut.off:
+            kept = cut.keep(values, number, params.temperature, peak)
+            ids, values = kept if ids is None else ids[kept], values[kept]
     if 0 < params.top_k < len(values):
         kept = top_k_indices(values, params.top_k)
         ids, values = kept if ids is None else ids[kept], values[kept]

@@ -4,9 +4,11 @@ A parameter that cannot be honoured is declared with the values that turn it off
 defaults work and all others are told.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from specexport_runtime.sampling.params import CUTS
 
 MAX_LOGPROBS = 20
 MAX_ITEMS = 4096
@@ -54,7 +56,7 @@ class Speculative(Strict):
     token_origins: bool | None = None
 
 
-class Sampling(Strict):
+class _Sampling(Strict):
     """What both endpoints take."""
 
     model: str | None = None
@@ -72,7 +74,6 @@ class Sampling(Strict):
     logit_bias: dict[IdKey, Bias] | None = None
     user: str | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     ignore_eos: bool | None = None
@@ -83,6 +84,17 @@ class Sampling(Strict):
     use_beam_search: Refused[Literal[False]] = None
     prompt_logprobs: Refused[None] = None
     truncate_prompt_tokens: Refused[None] = None
+
+
+if TYPE_CHECKING:
+    Sampling = _Sampling
+else:
+    Sampling = create_model(
+        "Sampling",
+        __base__=_Sampling,
+        __doc__=_Sampling.__doc__,
+        **{name: (Annotated[float, Field(ge=cut.low, le=cut.high)] | None, None) for name, cut in CUTS.items()},
+    )
 
 
 class CompletionRequest(Sampling):

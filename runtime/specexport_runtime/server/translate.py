@@ -6,7 +6,7 @@ from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.drafting import RequestSpec
-from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.sequences.results import as_prompts
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, invalid, over_limit, shown, unsupported
@@ -24,8 +24,8 @@ from specexport_runtime.server.protocol import ChatRequest, CompletionRequest, S
 DEFAULT_MAX_TOKENS = 16  # of OpenAI's completions
 _MESSAGE = 50  # characters that a message costs besides its content
 _SAME_NAMES = (
+    *CUTS,
     "top_p",
-    "min_p",
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",

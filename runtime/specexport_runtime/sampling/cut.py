@@ -1,0 +1,42 @@
+"""A cut: a sampling rule that leaves unlikely tokens out. What is true of one stands in one place, its own file.
+
+A new rule is a file with a :class:`Cut`, and a field of ``SamplingParams`` that is made with :func:`cut_field`. Checks,
+the command line's option and the server's parameter follow from it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import field, fields
+from typing import Any, NamedTuple
+
+from specexport_runtime.sampling.distribution import Float32Array, Int64Array
+
+_KEY = "cut"
+
+
+class Cut(NamedTuple):
+    """A rule with one number.
+
+    Attributes:
+        keep: ``keep(values, value, temperature, peak)`` gives the ascending indices of the entries that stay, at least
+            one: of logits [n] float32, under the rule's number, a temperature above 0, and the largest of the logits.
+        off: the number that turns it off.
+        low: least number.
+        high: largest number.
+        help: one line for the command line.
+    """
+
+    keep: Callable[[Float32Array, float, float, float], Int64Array]
+    off: float
+    low: float
+    high: float
+    help: str
+
+
+def cut_field(cut: Cut) -> Any:
+    """A field of ``SamplingParams`` that holds a cut's number."""
+    return field(default=cut.off, metadata={_KEY: cut})
+
+
+def cuts_of(params: type) -> Mapping[str, Cut]:
+    """The cuts of ``SamplingParams`` by name, in the order in which they are made."""
+    return {each.name: each.metadata[_KEY] for each in fields(params) if _KEY in each.metadata}

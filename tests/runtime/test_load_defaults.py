@@ -1,0 +1,68 @@
+"""Limits that engines do not fix: a recipe's become the bundle's defaults, a load may say otherwise."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specexport_runtime import SpecEngine
+from specexport_runtime.bundle.manifest import Manifest, load_manifest
+from specexport_runtime.bundle.opened import load_bundle
+from specexport_runtime.engine_options import OPTION_NAMES, EngineOptions, make_options
+
+
+@pytest.fixture
+def bundle(demo_bundle: Path, tmp_path: Path) -> Path:
+    """The demo bundle as if its recipe had named both limits."""
+    folder = tmp_path / "bundle"
+    folder.mkdir()
+    for path in demo_bundle.iterdir():
+        if path.name != "manifest.json":
+            (folder / path.name).symlink_to(path)
+    data = vars(load_manifest(demo_bundle)) | {"max_num_seqs": 3, "max_num_tokens": 40}
+    Manifest(**data).write(folder)
+    return folder
+
+
+def test_the_bundles_limits_are_the_defaults(bundle: Path) -> None:
+    engine = SpecEngine.load(bundle, num_threads=1, spin=False)
+    assert engine.current_load().max_num_seqs == 3
+    assert engine._loop.decoder.scheduler.max_num_batched_tokens == 40
+    engine.close()
+
+
+def test_a_load_may_say_otherwise(bundle: Path) -> None:
+    options = EngineOptions(max_num_seqs=2, num_threads=1, spin=False)
+    engine = SpecEngine.load(bundle, options, max_num_batched_tokens=33)
+    assert engine.current_load().max_num_seqs == 2
+    assert engine._loop.decoder.scheduler.max_num_batched_tokens == 33
+    engine.close()
+
+
+def test_without_limits_there_are_eight_rows(demo_bundle: Path) -> None:
+    assert load_bundle(demo_bundle).max_num_seqs == load_manifest(demo_bundle).default_num_seqs == 8
+
+
+def test_an_unknown_option_is_an_error_that_suggests() -> None:
+    with pytest.raises(TypeError, match="no engine option 'max_num_seq'; did you mean 'max_num_seqs'"):
+        make_options(None, {"max_num_seq": 1})
+    assert make_options(EngineOptions(spin=False), {"prepacked": False}) == EngineOptions(spin=False, prepacked=False)
+    assert "adaptive" in OPTION_NAMES
+
+
+@pytest.mark.parametrize("schema", [2, 3, 4])
+def test_older_manifests_are_read_with_what_was_renamed(demo_bundle: Path, tmp_path: Path, schema: int) -> None:
+    data = json.loads((demo_bundle / "manifest.json").read_text())
+    data["schema_version"] = schema
+    del data["max_num_seqs"], data["max_num_tokens"]
+    for entry in data["models"].values():
+        for old, new in (("full_path", "one_token_path"), ("full_inputs", "one_token_inputs")):
+            entry[old] = entry.pop(new)
+    from specexport_runtime.bundle.manifest import _digest
+
+    data["manifest_sha256"] = _digest(data)
+    (tmp_path / "manifest.json").write_text(json.dumps(data))
+    read, now = load_manifest(tmp_path), load_manifest(demo_bundle)
+    assert read.models == now.models
+    assert read.models["draft"].one_token_path is not None, "the demo's draft has such a graph"
+    assert read.default_num_seqs == 8

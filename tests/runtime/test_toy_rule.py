@@ -1,0 +1,75 @@
+"""A sampling rule takes a file and a field: a copy of the sources with both, run in another process."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUNTIME = Path(__file__).parents[2] / "runtime" / "specexport_runtime"
+RULE = """
+import numpy as np
+
+from specexport_runtime.sampling.cut import Cut
+
+
+def _keep(values, value, temperature, peak):
+    return np.flatnonzero(values >= np.float32(peak - value))
+
+
+GAP = Cut(_keep, off=1000.0, low=0.0, high=1000.0, help="Largest distance from the top logit.")
+"""
+PROGRAM = """
+import json, sys
+import numpy as np
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.sampler import Sampler
+from specexport_runtime.errors import InvalidRequestError
+
+logits = np.array([1.0, 3.0, 2.5, -4.0, 2.9], np.float32)
+found = {}
+for gap in (1000.0, 0.6, 0.2, 0.0):
+    each = Sampler(SamplingParams(temperature=1.0, gap=gap), [1], 5).distribution(logits)
+    found[str(gap)] = [token for token in range(5) if each.probability(token) > 0]
+try:
+    SamplingParams(gap=-1.0)
+except InvalidRequestError as error:
+    found["refused"] = str(error)
+from click.testing import CliRunner
+from specexport_runtime.cli.command import runtime_cli as main
+found["help"] = CliRunner().invoke(main, ["generate", "--help"]).output
+from specexport_runtime.server.protocol import CompletionRequest
+from specexport_runtime.server.translate import _sampling
+found["served"] = _sampling(CompletionRequest(prompt="x", gap=0.5))["gap"]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> dict:
+    shutil.copytree(RUNTIME, tmp_path / RUNTIME.name, ignore=shutil.ignore_patterns("__pycache__"))
+    sampling = tmp_path / RUNTIME.name / "sampling"
+    (sampling / "gap.py").write_text(RULE)  # one file added
+    params = (sampling / "params.py").read_text()  # one file edited
+    params = params.replace("import MIN_P\n", "import MIN_P\nfrom specexport_runtime.sampling.gap import GAP\n")
+    params = params.replace("cut_field(MIN_P)\n", "cut_field(MIN_P)\n    gap: float = cut_field(GAP)\n")
+    (sampling / "params.py").write_text(params)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_rule_is_applied_checked_offered_and_served(found: dict) -> None:
+    assert found["1000.0"] == [0, 1, 2, 3, 4]
+    assert (found["0.6"], found["0.2"], found["0.0"]) == ([1, 2, 4], [1, 4], [1])
+    assert "gap is -1" in found["refused"]
+    assert "1000 turns it off" in found["refused"]
+    assert "--gap" in found["help"]
+    assert "Largest distance from the top logit." in found["help"]
+    assert found["served"] == 0.5
