@@ -1,8 +1,10 @@
-"""A hook of mkdocs (``mkdocs.yml``): pages outside ``docs/`` join the site, and links between files go on working there.
+"""A hook of mkdocs (``mkdocs.yml``): pages outside ``docs/`` join the site, and links between files work there too.
 
 In the repository a link names a file: that is what a reader on a forge needs. In the site README.md is the first page,
 and each page of ``docs/`` lies one folder higher. So each relative link is translated; a link to a file that is no page
-leads to a copy of it. Whatever leads nowhere stays as it is, and ``mkdocs build --strict`` refuses it.
+leads to a copy of it. Whatever leads nowhere stays as it is, and ``mkdocs build --strict`` refuses it. Code blocks lose
+the notes in their first lines (``no-test: …``), which are for the tests and would not be understood, and docstrings
+lose what only Sphinx would understand.
 """
 
 import os
@@ -22,6 +24,9 @@ OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docker/README.md", "
 """Pages of the site that do not lie in ``docs/``."""
 _HOME = ("README.md", "index.md")
 _FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+_NOTE = re.compile(r"^(```\w+) .*")
+_ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):<code>~?")
+_COLONS = re.compile(r"<p>::</p>\s*|:(?=:</p>)")
 _LINK = re.compile(r"(?<=\]\()(?P<target>[^)\s]+)(?=\))")
 
 
@@ -59,7 +64,7 @@ def find_target(link: str, page: str) -> str | None:
 
 
 def translate(text: str, page: str) -> str:
-    """The text of a page with links that work in the site. Code blocks stay as they are."""
+    """The text of a page with links that work in the site, and code blocks without notes."""
 
     def replace(match: re.Match[str]) -> str:
         link = match["target"]
@@ -70,7 +75,9 @@ def translate(text: str, page: str) -> str:
         anchor = urlsplit(link).fragment
         return f"{path}#{anchor}" if anchor else path
 
-    return "".join(part if part.startswith("```") else _LINK.sub(replace, part) for part in _FENCE.split(text))
+    return "".join(
+        _NOTE.sub(r"\1", part) if part.startswith("```") else _LINK.sub(replace, part) for part in _FENCE.split(text)
+    )
 
 
 def linked_files(pages: list[str]) -> Iterator[str]:
@@ -82,6 +89,11 @@ def linked_files(pages: list[str]) -> Iterator[str]:
             if not part.startswith("```"):
                 found |= {find_target(match["target"], page) for match in _LINK.finditer(part)}
     yield from sorted(path for path in found if path and not path.startswith("docs/") and not path.endswith(".md"))
+
+
+def plain_docstrings(html: str) -> str:
+    """Docstrings without Sphinx's roles, and without the second colon before a literal block."""
+    return _COLONS.sub("", _ROLE.sub("<code>", html))
 
 
 def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
@@ -97,3 +109,8 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:  # noqa: ARG001
     """Called by mkdocs for each page: translate its links."""
     return translate(markdown, repository_path(page.file.src_uri))
+
+
+def on_page_content(html: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:  # noqa: ARG001
+    """Called by mkdocs for each page made: tidy the docstrings of the API pages."""
+    return plain_docstrings(html) if page.file.src_uri.startswith("reference/") else html
