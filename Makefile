@@ -12,7 +12,7 @@ INPUTS := pyproject.toml tools/install.py
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format clean distclean
+.PHONY: help install demo test lint format docs clean distclean
 
 help: ## list the commands
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -30,6 +30,9 @@ lint: $(VENV)/.installed-dev ## ruff, mypy, the layers (import-linter) and hadol
 
 format: $(VENV)/.installed-dev ## let ruff fix and format
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+docs: $(VENV)/.installed-docs ## build the documentation site into build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "Open build/site/index.html."
 
 clean: ## remove built bundles and caches, keep .venv
 	rm -rf engines/demo dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -49,3 +52,7 @@ $(VENV)/.installed-demo: $(INPUTS) | $(BIN)/python
 $(VENV)/.installed-dev: $(INPUTS) | $(BIN)/python
 	@$(BIN)/python tools/install.py export,cpu,serve,ray,dev $(INSTALL_FLAGS)
 	@touch $@ $(VENV)/.installed-demo
+
+$(VENV)/.installed-docs: $(INPUTS) | $(BIN)/python
+	@$(BIN)/python tools/install.py docs $(INSTALL_FLAGS)
+	@touch $@

@@ -1,4 +1,4 @@
-"""The graph contract: the one table that compiler, runtime, tests and README share.
+"""The graph contract: the one table that compiler, runtime, tests and documentation share.
 
 One graph serves prefill, decode, verify and draft. Everything is token-major and packed: the new tokens of all
 sequences are concatenated, and only the attention op knows about sequences. This module imports numpy only.
@@ -217,7 +217,7 @@ def kv_slack(lookahead: int) -> int:
 
 
 def format_table() -> str:
-    """The contract as a Markdown table (the README's copy is compared with this by a test)."""
+    """The contract as a Markdown table (a test compares the copy in docs/contract.md with it)."""
     rows = ["| name | dtype | shape | meaning |", "| --- | --- | --- | --- |"]
     for spec in (
         *PADDED_STEP_INPUTS,

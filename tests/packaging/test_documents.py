@@ -1,0 +1,169 @@
+"""What documents point to is there: links, anchors, files in backticks, scripts in commands, names of the API pages."""
+
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOT_OURS = {"build", "dist", "engines"}
+PAGES = sorted(
+    [*ROOT.glob("*.md")]
+    + [
+        page
+        for folder in ROOT.iterdir()
+        if folder.is_dir() and folder.name[0] != "." and folder.name not in NOT_OURS
+        for page in folder.rglob("*.md")
+    ]
+)
+PACKAGES = (ROOT / "runtime" / "specexport_runtime", ROOT / "specexport")
+CODE_FOLDERS = (*PACKAGES, ROOT / "benchmarks", ROOT / "examples")
+FENCE = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"`[^`\n]+`")
+LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+FILE = re.compile(r"`(?P<path>[\w.*/-]*(?:\.(?:py|toml|yaml|js|css|sh|Dockerfile)|\w/))`")
+SCRIPT = re.compile(r"\b(?:benchmarks|examples|tools)/[\w/]+\.py\b")
+API_NAME = re.compile(r"^::: (?P<name>specexport[\w.]+)$", re.MULTILINE)
+ELSEWHERE = ("vllm/", "/")
+"""How paths begin that are named on purpose and are not in the repository."""
+
+
+def prose_of(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors_of(page: Path) -> Iterator[str]:
+    """Anchors of the headings, as forges make them."""
+    seen: dict[str, int] = {}
+    for heading in re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE):
+        anchor = re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-")
+        count = seen.get(anchor, 0)
+        seen[anchor] = count + 1
+        yield f"{anchor}-{count}" if count else anchor
+
+
+def broken_links(page: Path) -> list[str]:
+    """Relative links of a page that lead nowhere."""
+    broken = []
+    for match in LINK.finditer(CODE.sub("", prose_of(page))):
+        target = match["target"]
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        if not file.exists() or (anchor and anchor not in anchors_of(file)):
+            broken.append(target)
+    return broken
+
+
+def exists(path: str, page: Path) -> bool:
+    """Whether a path in backticks means something: from the repository, a package, the tests, or beside the page."""
+    if any(next(place.glob(path), None) for place in (ROOT, *PACKAGES, ROOT / "tests", page.parent)):
+        return True
+    name = path.rstrip("/")
+    return "/" not in name and any(next(folder.rglob(name), None) for folder in CODE_FOLDERS)
+
+
+def test_the_pages_are_found() -> None:
+    names = {page.relative_to(ROOT).as_posix() for page in PAGES}
+    assert {"README.md", "CHANGELOG.md", "docs/cli.md", "docker/README.md", "examples/service/README.md"} <= names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_and_anchors_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_in_backticks_exist(page: Path) -> None:
+    paths = {match["path"] for match in FILE.finditer(prose_of(page))}
+    assert sorted(path for path in paths if not path.startswith(ELSEWHERE) and not exists(path, page)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_scripts_in_commands_exist(page: Path) -> None:
+    scripts = set(SCRIPT.findall(page.read_text(encoding="utf-8")))
+    assert sorted(script for script in scripts if not (ROOT / script).is_file()) == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "::: specexport" in page.read_text(encoding="utf-8")])
+def test_the_api_pages_name_what_there_is(page: Path) -> None:
+    for name in API_NAME.findall(page.read_text(encoding="utf-8")):
+        module, _, attribute = name.rpartition(".")
+        if module and hasattr(importlib.import_module(module), attribute):
+            continue
+        importlib.import_module(name)
+
+
+def test_what_is_broken_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One `two`\n\n[a](#one-two) [b](#three) [c](other.md) ![d](picture.png) [e](https://x.invalid)\n"
+        "[f](page.md#one-two) [g](page.md#two)\n\n```text\n[h](nowhere.md)\n```\n"
+        "`engine.py` `lost.py` `decoding/` `x/y.py`\n",
+        encoding="utf-8",
+    )
+    assert broken_links(page) == ["#three", "other.md", "picture.png", "page.md#two"]
+    assert [path for path in FILE.findall(page.read_text(encoding="utf-8")) if not exists(path, page)] == [
+        "lost.py",
+        "x/y.py",
+    ]
+
+
+# The site's hook, without mkdocs: `make docs` builds the site itself.
+
+
+def load_tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "in_site"),
+    [
+        ("README.md", "docs/cli.md#exit-codes", "cli.md#exit-codes"),
+        ("README.md", "LICENSE", "LICENSE"),
+        ("docs/embedding.md", "../README.md", "index.md"),
+        ("docs/embedding.md", "serving.md", "serving.md"),
+        ("docs/scaling.md", "../benchmarks/memory.py", "benchmarks/memory.py"),
+        ("docs/reference/runtime.md", "../generate.md", "../generate.md"),
+        ("docs/benchmarks.md", "../examples/deep_target", "examples/deep_target/README.md"),
+        ("examples/grafana/README.md", "../../docs/observability.md", "../../observability.md"),
+        ("docker/README.md", "compose.yaml", "compose.yaml"),
+        ("README.md", "https://x.invalid/docs/cli.md", "https://x.invalid/docs/cli.md"),
+        ("README.md", "#install", "#install"),
+        ("README.md", "nowhere.md", "nowhere.md"),
+    ],
+)
+def test_links_are_translated_for_the_site(page: str, link: str, in_site: str) -> None:
+    site = load_tool("docs_site")
+    assert site.translate(f"[text]({link})", page) == f"[text]({in_site})"
+    code = f"```text\n[text]({link})\n```"
+    assert site.translate(code, page) == code
+    assert site.translate(f"a\n\n```bash no-test: why\n[text]({link})\n```\n", page).splitlines()[2] == "```bash"
+    assert site.repository_path(site.site_path(page)) == page
+
+
+def test_docstrings_are_shown_without_sphinxs_roles() -> None:
+    site = load_tool("docs_site")
+    html = "<p>Use :meth:<code>load</code>, as here::</p>\n<p>::</p>\n<pre>a::b</pre><p>One: two:</p>"
+    assert site.plain_docstrings(html) == "<p>Use <code>load</code>, as here:</p>\n<pre>a::b</pre><p>One: two:</p>"
+
+
+def test_the_readme_shows_the_beginning_of_the_demo() -> None:
+    tool = load_tool("readme_output")
+    text, measured = "\n".join(str(number) for number in range(40)), "Greedy, 8 prompts\n  plain decoding"
+    assert tool.shorten(f"{text}\n\n\n{measured}") == f"0\n1\n2\n3\n4\n5\n…\n\n{measured}"
+    assert tool.shorten("short\n\nGreedy, 8") == "short\n\nGreedy, 8"
+    assert tool.shorten("another form") == "another form"
