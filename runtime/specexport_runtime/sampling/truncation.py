@@ -46,7 +46,7 @@ def check_peak(peak: float, logits: Float32Array) -> None:
 
 @np.errstate(over="ignore")  # a very low logit over a very low temperature is -inf, as it should be
 def truncated_softmax(logits: Float32Array, params: SamplingParams) -> Distribution:
-    """Softmax at ``params.temperature`` (above 0), then cuts (min-p), top-k and top-p, each on what the one before left.
+    """Softmax at ``params.temperature`` (above 0), then cuts (min-p), top-k, top-p, each on what the one before left.
 
     Args:
         logits: [V'] float32, after bias and penalties. Not changed.
