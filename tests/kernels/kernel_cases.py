@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import chance
 import numpy as np
 
 from specexport.ops.reference import unpadded_attention
@@ -63,7 +64,7 @@ def random_tree(random: np.random.Generator, nodes: int) -> list[int]:
 
 def make_step(case: Case) -> Step:
     """Random inputs; NaN in all that must not be read: entries beyond a row's, and queries of padding tokens."""
-    random = np.random.default_rng(case.seed)
+    random = np.random.default_rng(chance.seed(case.seed))
     new = [count for _, count in case.rows]
     used, total = sum(new), sum(new) + case.padding
 

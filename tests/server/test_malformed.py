@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Iterator
 
+import chance
 import httpx
 import pytest
 from fuzzing import fuzz
@@ -25,17 +26,19 @@ def served() -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.fuzz
 def test_malformed_requests_are_refused_and_hurt_nobody(served: Served) -> None:
-    report = fuzz(served, list(itertools.islice(malformed(seed=1), 420)))
+    report = fuzz(served, list(itertools.islice(malformed(chance.seed(1)), chance.many(420))))
     assert not report.problems, "\n".join(report.problems[:5])
     statuses = report.by_status()
     assert {"200", "400", "404", "405", "408", "413", "415", "none"} <= set(statuses), statuses
     assert len({kind for kind, _ in report.counts}) >= 19
 
 
+@pytest.mark.fuzz
 def test_what_the_schema_allows_and_forbids(served: Served) -> None:
     openapi = httpx.get(f"{served.url}/openapi.json").json()
-    requests = schema_requests(openapi, 160, seed=1)
+    requests = schema_requests(openapi, chance.many(160), chance.seed(1))
     assert {request.kind for request in requests} == {"schema positive", "schema negative"}
     report = fuzz(served, requests)
     assert not report.problems, "\n".join(report.problems[:5])
