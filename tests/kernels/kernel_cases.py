@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import chance
 import numpy as np
 
 from specexport.ops.reference import unpadded_attention
@@ -64,6 +63,8 @@ def random_tree(random: np.random.Generator, nodes: int) -> list[int]:
 
 def make_step(case: Case) -> Step:
     """Random inputs; NaN in all that must not be read: entries beyond a row's, and queries of padding tokens."""
+    import chance  # not where steps are only unpickled, in the worker
+
     random = np.random.default_rng(chance.seed(case.seed))
     new = [count for _, count in case.rows]
     used, total = sum(new), sum(new) + case.padding

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 
 import chance
-import httpx
+import patience
 import pytest
 from fuzzing import fuzz
 from malformed import frame, malformed
@@ -37,7 +37,7 @@ def test_malformed_requests_are_refused_and_hurt_nobody(served: Served) -> None:
 
 @pytest.mark.fuzz
 def test_what_the_schema_allows_and_forbids(served: Served) -> None:
-    openapi = httpx.get(f"{served.url}/openapi.json").json()
+    openapi = patience.get(f"{served.url}/openapi.json").json()
     requests = schema_requests(openapi, chance.many(160), chance.seed(1))
     assert {request.kind for request in requests} == {"schema positive", "schema negative"}
     report = fuzz(served, requests)
@@ -108,6 +108,6 @@ def test_an_object_in_place_of_a_value_is_named(served: Served, name: str) -> No
     value: dict[str, object] = {last: {"a": {"b": 1}}}
     for parent in parents:
         value = {parent: value}
-    answer = httpx.post(f"{served.url}{path}", json=body | value)
+    answer = patience.post(f"{served.url}{path}", json=body | value)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"].startswith(name)
