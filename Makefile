@@ -10,9 +10,10 @@ INPUTS := pyproject.toml tools/install.py
 
 # Two workers on two cores: one thread each, or they fight.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs clean distclean
+.PHONY: help install demo test fuzz lint format docs clean distclean
 
 help: ## list the commands
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -23,7 +24,14 @@ demo: $(VENV)/.installed-demo ## install, build the demo bundle, generate with a
 	@$(BIN)/specexport demo
 
 test: $(VENV)/.installed-dev ## install and run the whole CPU test suite
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup --durations=10 $(PYTEST_ARGS)
+	$(TEST_ENV) $(PYTEST) $(PYTEST_ARGS)
+
+# Expands once: each expansion is another number.
+SEED ?= $(shell od -vAn -N4 -tu4 /dev/urandom | tr -d ' ')
+
+fuzz: $(VENV)/.installed-dev ## property and differential tests with a random seed (SEED=n) and ten times the examples
+	@seed=$(SEED); echo "seed $$seed; again: make fuzz SEED=$$seed"; \
+	SPECEXPORT_FUZZ_SEED=$$seed $(TEST_ENV) $(PYTEST) -m fuzz $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff, mypy, the layers (import-linter) and hadolint
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/mypy tools && $(BIN)/lint-imports --no-logo --no-cache && $(BIN)/hadolint docker/*.Dockerfile

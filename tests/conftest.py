@@ -2,14 +2,20 @@
 
 import fcntl
 import os
+import random
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import chance
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_PAIR = ROOT / "examples" / "demo_pair"
+
+chance.load_profile()
 
 
 @contextmanager
@@ -49,6 +55,14 @@ def _warnings_anew() -> None:
     user_cache._warned.clear()
 
 
+@pytest.fixture(autouse=True)
+def _repeatable_seeds(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A request without a seed of its own gets one that the test's name decides."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(secrets, "randbits", random.Random(f"{chance.seed(0)} {request.node.name}").getrandbits)
+        yield
+
+
 @pytest.fixture(scope="session")
 def demo_pair() -> Path:
     """Folder of the demo pair's checkpoints: ``target`` and ``draft``."""
@@ -69,13 +83,32 @@ def demo_bundle(session_dir: Path, demo_pair: Path) -> Path:
     return folder
 
 
+@pytest.hookimpl(tryfirst=True)  # before hypothesis reads it
+def pytest_configure(config: pytest.Config) -> None:
+    """One variable gives all of chance another seed: hypothesis's, and those of ``chance.seed``."""
+    if chance.FUZZ_SEED is not None and config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(chance.FUZZ_SEED)
+
+
+def pytest_report_header() -> str | None:
+    return None if chance.FUZZ_SEED is None else f"fuzz: seed {chance.FUZZ_SEED}, {chance.MORE} times the examples"
+
+
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first: at the end no worker should wait for another one's."""
+    """Property tests draw their inputs. Long tests first: at the end no worker should wait for another one's."""
+    for item in items:
+        if hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
+            item.add_marker("fuzz")
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what tests recorded with ``record_property("measured: …", value)``: numbers that are no pass or fail."""
+    """How to repeat what a random seed broke, and what tests recorded as ``measured: …``: no pass or fail."""
+    if chance.FUZZ_SEED is not None and (failed := terminalreporter.getreports("failed")):
+        terminalreporter.section("again, with the same seed")
+        for report in failed:
+            terminalreporter.write_line(f"make fuzz SEED={chance.FUZZ_SEED} PYTEST_ARGS='{report.nodeid}'")
     lines = [
         f"{name.removeprefix('measured: ')}: {value}"
         for report in terminalreporter.getreports("passed")

@@ -1,7 +1,8 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from chance import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specexport.backends.profiles import buckets, engine_kv_capacity, input_shapes, kv_bytes, plan_profiles
@@ -58,7 +59,7 @@ def test_a_row_of_padding_has_room_behind_every_other_row() -> None:
     assert kv_bytes(LAYERS, 110, 3, 2) == (2 * 128 + 2 * 96) * 110 * 3 * 2
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(seqs=st.integers(1, 8), lookahead=st.integers(1, 8), data=st.data())
 def test_every_step_within_the_limits_has_a_profile(seqs: int, lookahead: int, data: st.DataObject) -> None:
     profiles = plan(seqs=seqs, lookahead=lookahead)

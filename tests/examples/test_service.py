@@ -6,12 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from patience import HANG_S, wait_until
 
 from specexport_runtime import SamplingParams, SpecEngine
 
@@ -51,27 +51,24 @@ class Service:
             self.log = folder / "log"
             with self.log.open("w") as log:
                 self.process = subprocess.Popen(
-                    [*command, "--timeout-graceful-shutdown", "20"],
+                    [*command, "--timeout-graceful-shutdown", "120"],
                     env=environment, pass_fds=[fd], stdout=log, stderr=subprocess.STDOUT,
                 )  # fmt: skip
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=HANG_S)
 
     def ends(self) -> list[list]:
         return self.client.get("/ends").json()
 
     def wait_for_ends(self, count: int) -> list[list]:
-        end = time.monotonic() + 60
-        while len(found := self.ends()) < count:
-            assert time.monotonic() < end, f"{found}, {count} expected"
-            time.sleep(0.02)
-        return found
+        wait_until(lambda: len(self.ends()) >= count)
+        return self.ends()
 
     def stop(self) -> int:
         self.client.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(30)
+            return self.process.wait(HANG_S)
         finally:
             self.process.kill()
 

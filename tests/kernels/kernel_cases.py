@@ -63,7 +63,9 @@ def random_tree(random: np.random.Generator, nodes: int) -> list[int]:
 
 def make_step(case: Case) -> Step:
     """Random inputs; NaN in all that must not be read: entries beyond a row's, and queries of padding tokens."""
-    random = np.random.default_rng(case.seed)
+    import chance  # not where steps are only unpickled, in the worker
+
+    random = np.random.default_rng(chance.seed(case.seed))
     new = [count for _, count in case.rows]
     used, total = sum(new), sum(new) + case.padding
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from chance import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import TOLERANCE, Case, Step, expected, make_step, seen_in_tree
 from kernel_worker import InterpretedKernels, WorkerError
@@ -71,12 +72,14 @@ def check(step: Step, found: tuple[np.ndarray, ...]) -> None:
         np.testing.assert_array_equal(cache, written)
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_reference(name: str, kernels: InterpretedKernels) -> None:
     step = make_step(CASES[name])
     check(step, kernels.run(step))
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", SPLIT)
 def test_any_number_of_splits_gives_the_same(name: str, kernels: InterpretedKernels) -> None:
     one = kernels.run(make_step(CASES[name]))[0]
@@ -88,7 +91,7 @@ def test_any_number_of_splits_gives_the_same(name: str, kernels: InterpretedKern
         np.testing.assert_allclose(parts[0], one, atol=1e-3, rtol=2**-10)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 12)), min_size=1, max_size=4),
     padding=st.integers(0, 9),

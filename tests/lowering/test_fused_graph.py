@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import chance
 import numpy as np
 import pytest
 
@@ -70,10 +71,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Fused:
     return Fused(make_model(*ARCHITECTURES["llama"]), tmp_path_factory.mktemp("llama"))
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", EXPECTED)
 def test_fused_logits_equal_eager_transformers(name: str, tmp_path: Path) -> None:
     model = make_model(*(ARCHITECTURES | PARTIAL)[name])
-    random = np.random.default_rng(7)
+    random = np.random.default_rng(chance.seed(7))
     sequences = [random.integers(3, VOCAB, past + max(VERIFY)).tolist() for past in PREFILL]
     expected = reference_logits(make_checkpoint(model), sequences)
     fused = Fused(model, tmp_path)
@@ -107,8 +109,9 @@ def test_positions_are_what_the_kernel_counts(llama: Fused) -> None:
     assert counts["Split"] == 2, "gate and up; q, k and v go to the kernel as they are"
 
 
+@pytest.mark.fuzz
 def test_one_token_steps_and_ragged_steps_agree(llama: Fused) -> None:
-    random = np.random.default_rng(3)
+    random = np.random.default_rng(chance.seed(3))
     texts = random.integers(3, VOCAB, (2, 12)).tolist()
     whole = llama.engine(2)
     together = whole.step(texts, [0, 0])
@@ -143,8 +146,9 @@ def test_the_one_token_graph_has_one_kernel_a_layer_for_all_rows(llama: Fused) -
     assert not counts.keys() & {"If", "Scan", "Concat", "UnpaddedAttention", "RowPlan"}
 
 
+@pytest.mark.fuzz
 def test_one_token_steps_from_the_first_token_on(llama: Fused) -> None:
-    texts = np.random.default_rng(5).integers(3, VOCAB, (2, 6)).tolist()
+    texts = np.random.default_rng(chance.seed(5)).integers(3, VOCAB, (2, 6)).tolist()
     expected = llama.engine(2).step(texts, [0, 0])
     engine = llama.engine(2)
     one_token = llama.one_token_engine(engine)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from chance import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from specexport.lowering.layer_gate import gate_layers
@@ -147,7 +148,7 @@ def test_a_mask_leaves_out_what_transformers_leaves_out(built: Built, mask: tupl
         assert np.abs(ours - theirs).max() < TOLERANCE
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(12, allow=tuple(HealthCheck))
 @given(masks=st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=2, max_size=4))
 def test_a_draft_on_the_cache_of_the_target_leaves_no_trace(gated_engine: GatedEngine, masks: list[list[bool]]) -> None:
     """Any drafts, one after another, then the whole model over the same entries: as if they had not been."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import chance
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -159,6 +160,7 @@ CASES = {
 }
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", CASES)
 def test_a_node_equals_the_reference_of_the_op(name: str) -> None:
     layer, num_heads, extra = CASES[name]
@@ -169,7 +171,7 @@ def test_a_node_equals_the_reference_of_the_op(name: str) -> None:
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto, full_check=True)
     engine = PagedEngine(proto, [layer], num_rows=4)
-    random = np.random.default_rng(1)
+    random = np.random.default_rng(chance.seed(1))
     # Rows of a block and more, a row of nothing, and new entries on both sides of a block's end.
     pasts, counts = [BLOCK_ENTRIES - 2, 0, 7, BLOCK_ENTRIES + 3], [4, 3, 0, 1]
     total, capacity = sum(counts), ROWS_BLOCKS * BLOCK_ENTRIES
@@ -222,12 +224,13 @@ def traced(name: str, dtype: str) -> Any:
     return result, checkpoint
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_logits_and_token_ids_equal_eager_transformers(name: str) -> None:
     result, checkpoint = traced(name, "float32")
     model = result.ir_model.clone()
     attach_paged_attention(model)
-    random = np.random.default_rng(7)
+    random = np.random.default_rng(chance.seed(7))
     pasts, news = (9, 17, 4), (5, 1, 3)
     texts = [random.integers(3, VOCAB, past + new).tolist() for past, new in zip(pasts, news, strict=True)]
     expected = reference_logits(checkpoint, texts)

@@ -1,9 +1,9 @@
 """A Ray cluster of this machine with one deployed bundle, for tests."""
 
+import contextlib
 import os
 import signal
 import socket
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import patience
+from patience import HANG_S, wait_until
 
 KEY = "test-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-WAIT_S = 60.0
 ENGINE = {"max_num_seqs": 4, "num_threads": 1, "prepacked": False}
 SETTINGS = {**ENGINE, "model_name": "demo", "health_check_period_s": 1, "drain_timeout_s": 5, "playground": False}
 
@@ -68,35 +69,36 @@ class Deployed:
 
     def describe(self, wanted: int, *, without: tuple[int, ...] = ()) -> dict[str, dict[str, Any]]:
         """What each replica says of itself; waits until there are ``wanted`` that are not among the processes."""
-        end = time.monotonic() + WAIT_S
         found: dict[str, dict[str, Any]] = {}
-        while len(found) < wanted:
-            assert time.monotonic() < end, f"{wanted} replicas are not there: {found}"
-            try:
-                said = self.handle.describe.remote().result(timeout_s=10)
-            except Exception:  # the replica died meanwhile
-                time.sleep(0.1)
-                continue
-            if said["pid"] not in without:
-                found[said["replica"]] = said
+
+        def all_found() -> bool:
+            with contextlib.suppress(Exception):  # the replica died meanwhile
+                said = self.handle.describe.remote().result(timeout_s=HANG_S)
+                if said["pid"] not in without:
+                    found[said["replica"]] = said
+            return len(found) >= wanted
+
+        wait_until(all_found)
         return found
 
     def describe_one(self, name: str) -> dict[str, Any]:
         """What one replica says of itself."""
-        end = time.monotonic() + WAIT_S
-        while True:
-            said = self.handle.describe.remote().result(timeout_s=10)
-            if said["replica"] == name:
-                return dict(said)
-            assert time.monotonic() < end, f"replica {name} does not answer"
+        said: dict[str, Any] = {}
+
+        def found() -> bool:
+            said.update(self.handle.describe.remote().result(timeout_s=HANG_S))
+            return bool(said["replica"] == name)
+
+        wait_until(found)
+        return said
 
     def complete(self, prompt: str, max_tokens: int, **more: Any) -> httpx.Response:
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **more}
-        return httpx.post(f"{self.url}/v1/completions", json=body, headers=HEADERS, timeout=WAIT_S)
+        return patience.post(f"{self.url}/v1/completions", json=body, headers=HEADERS)
 
     def stream(self, prompt: str, max_tokens: int, **more: Any) -> Any:
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True, **more}
-        return httpx.stream("POST", f"{self.url}/v1/completions", json=body, headers=HEADERS, timeout=WAIT_S)
+        return patience.stream("POST", f"{self.url}/v1/completions", json=body, headers=HEADERS)
 
 
 def kill(pid: int) -> None:

@@ -1,13 +1,14 @@
 """Two replicas of a bundle behind Ray Serve's proxy, on a cluster of this machine."""
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import patience
 import pytest
-from cluster import HEADERS, KEY, SETTINGS, WAIT_S, Deployed, kill
+from cluster import HEADERS, KEY, SETTINGS, Deployed, kill
+from patience import HANG_S, wait_until
 
 from specexport_runtime.errors import SpecexportError
 
@@ -67,10 +68,10 @@ def test_the_openai_client_works_through_ray(deployed, alone):
 
 
 def test_the_key_is_asked_for_behind_the_proxy(deployed):
-    answer = httpx.post(f"{deployed.url}/v1/completions", json={"prompt": PROMPT})
+    answer = patience.post(f"{deployed.url}/v1/completions", json={"prompt": PROMPT})
     assert answer.status_code == 401
     assert answer.json()["error"]["code"] == "invalid_api_key"
-    assert httpx.get(f"{deployed.url}/ready").status_code == 200
+    assert patience.get(f"{deployed.url}/ready").status_code == 200
 
 
 def test_a_client_that_goes_away_frees_its_row(deployed):
@@ -79,10 +80,8 @@ def test_a_client_that_goes_away_frees_its_row(deployed):
         before = deployed.describe_one(name)
         next(answer.iter_raw())
     assert before["active"] == 1
-    end = time.monotonic() + WAIT_S
-    while (after := deployed.describe_one(name))["active"]:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: not deployed.describe_one(name)["active"])
+    after = deployed.describe_one(name)
     assert after["rounds"] - before["rounds"] < 600  # it was cancelled: all of it takes about 900
 
 
@@ -106,12 +105,9 @@ def test_a_killed_replica_takes_only_its_own_requests_along(deployed, alone):
     begun: list[str | None] = []
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(ask, job) for job in jobs]
-        end = time.monotonic() + WAIT_S
-        while begun.count(victim) < 2:
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        wait_until(lambda: begun.count(victim) >= 2)
         kill(replicas[victim]["pid"])
-        answers = [future.result(WAIT_S) for future in asked]
+        answers = [future.result(HANG_S) for future in asked]
 
     failed = [job for job, (_, text) in zip(jobs, answers, strict=True) if text is None]
     assert failed, "nothing was in flight on the killed replica"
@@ -143,10 +139,10 @@ def test_prompts_that_begin_alike_go_to_one_replica(deployed, demo_bundle, alone
         assert len(set(names.values())) == 2  # other beginnings, other replicas
         with app.stream(PROMPT, 40) as answer:
             assert stream_text(answer.iter_lines()) == alone.text(PROMPT, 40)
-        refused = httpx.post(f"{app.url}/v1/completions", json={"prompt": 1}, headers=HEADERS)
+        refused = patience.post(f"{app.url}/v1/completions", json={"prompt": 1}, headers=HEADERS)
         assert refused.status_code == 400
         assert refused.json()["error"]["type"] == "invalid_request_error"
-        assert httpx.post(f"{app.url}/v1/completions", json={"prompt": PROMPT}).status_code == 401
+        assert patience.post(f"{app.url}/v1/completions", json={"prompt": PROMPT}).status_code == 401
         test_a_client_that_goes_away_frees_its_row(app)
     finally:
         serve.delete("by_prefix")
@@ -166,7 +162,7 @@ def test_a_session_stays_with_one_replica_and_ends_before_it_does(deployed, demo
         for session in map(str, range(8)):
             headers = {**HEADERS, "X-Session-Id": session}
             body = {"prompt": PROMPT, "max_tokens": 2}
-            answers = [httpx.post(f"{app.url}/v1/completions", json=body, headers=headers) for _ in range(3)]
+            answers = [patience.post(f"{app.url}/v1/completions", json=body, headers=headers) for _ in range(3)]
             assert len({answer.headers[REPLICA] for answer in answers}) == 1
             names.append(answers[0].headers[REPLICA])
         assert len(set(names)) == 2
@@ -195,11 +191,10 @@ def test_ray_exports_the_metrics_of_every_replica(deployed):
 
     names = set(deployed.describe(2))
     url = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
-    end = time.monotonic() + WAIT_S
-    while True:
-        lines = [line for line in httpx.get(url).text.splitlines() if line.startswith("ray_vllm_generation_tokens")]
+
+    def all_counted() -> bool:
+        lines = [line for line in patience.get(url).text.splitlines() if line.startswith("ray_vllm_generation_tokens")]
         counted = {name: float(line.split()[-1]) for name in names for line in lines if f'replica="{name}"' in line}
-        if set(counted) == names and sum(counted.values()) > 0:
-            return
-        assert time.monotonic() < end, lines
-        time.sleep(0.2)
+        return set(counted) == names and sum(counted.values()) > 0
+
+    wait_until(all_counted)

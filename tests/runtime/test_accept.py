@@ -1,8 +1,9 @@
 """Acceptance rules: single decisions, edge cases, and sparse against dense."""
 
+import chance
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specexport_runtime.errors import CheckFailedError
@@ -57,9 +58,10 @@ def test_probability_zero_is_never_accepted():
             assert verdict == Verdict(0, 1, False)
 
 
+@pytest.mark.fuzz
 def test_equal_distributions_always_accept():
-    rng = np.random.default_rng(0)
-    for _ in range(200):
+    rng = np.random.default_rng(chance.seed(0))
+    for _ in range(chance.many(200)):
         probs = rng.dirichlet(np.ones(5) * 0.1)
         q = Distribution(None, probs)
         token = sample_token(q, rng.random())
@@ -142,7 +144,7 @@ def padded(distribution, size):
     return full
 
 
-@settings(max_examples=300, deadline=None)
+@chance.examples(300)
 @given(q=WEIGHTS, p=WEIGHTS, seed=st.integers(0, 2**32))
 def test_sparse_and_dense_decide_alike(q, p, seed):
     rng = np.random.default_rng(seed)
@@ -166,9 +168,10 @@ def test_sparse_and_dense_decide_alike(q, p, seed):
                 np.testing.assert_allclose(padded(residual(target, draft), 9), expected / expected.sum(), atol=1e-12)
 
 
+@pytest.mark.fuzz
 def test_large_supports_are_aligned_like_small_ones(monkeypatch):
     """Above a size the alignment uses a table; it must agree with binary search."""
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(chance.seed(1))
     for low, high in [(0, 9000), (5000, 30_000), (20_000, 30_000)]:
         q_ids = np.sort(rng.choice(20_000, 8000, replace=False))
         p_ids = np.sort(rng.choice(np.arange(low, high), 6000, replace=False))

@@ -6,7 +6,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from chance import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from loop import MAX_MODEL_LEN, VOCAB, goodput_length, greedy_reference
 from test_goodput import LOOKAHEAD, curves, step_cost
@@ -65,7 +66,7 @@ def run(decoder, sequences):
             raise seq.error
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     plans=st.lists(st.tuples(st.sampled_from(NAMES), st.booleans()), min_size=1, max_size=7),
     rows=st.integers(1, 4),

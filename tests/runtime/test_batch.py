@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specexport_runtime.abi import STEP_INPUTS
@@ -70,7 +70,6 @@ def test_token_ids_are_the_argmax_of_the_same_step():
     assert runner.step(0, work, "token_ids").tolist() == [ids[0], NO_TOKEN, ids[2], ids[3]]
 
 
-@settings(deadline=None)
 @given(st.lists(works(), min_size=1, max_size=4))
 def test_steps_with_commits_between_equal_the_model_on_the_whole_text(steps):
     executor = FakeExecutor(70, 6, 64)

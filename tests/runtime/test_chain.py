@@ -1,7 +1,8 @@
 """The chain of drafters: who is asked, who wins, and a draft model that is asked only now and then."""
 
 import pytest
-from hypothesis import given, settings
+from chance import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from loop import VOCAB, greedy_reference, make_draft, make_sequence, make_target
 
@@ -188,7 +189,7 @@ def decode(target, draft, sequences, *, rows, chunk=512, budget=512, backlog=5):
     assert draft is None or all(runner.kv.kv_len(row) == 0 for row in range(draft.num_rows))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), min_size=1, max_size=7),
     rows=st.integers(1, 4),

@@ -3,7 +3,8 @@
 import time
 
 import pytest
-from hypothesis import given, settings
+from chance import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
 
@@ -247,7 +248,7 @@ def test_the_fake_executor_notices_a_lost_rollback():
         run(decoder, [make_sequence(0, [3], SamplingParams(max_tokens=20))])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), min_size=1, max_size=7),
     lookahead=st.integers(1, 8),

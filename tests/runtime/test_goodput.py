@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from chance import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from loop import VOCAB, goodput_length
 
@@ -102,7 +103,7 @@ def goodput(counts, gains, entries, expected, times):
     return total / seconds
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(data=st.data())
 def test_the_allocation_is_as_good_as_brute_force(data):
     number = data.draw(st.integers(1, 4))

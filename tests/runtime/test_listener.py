@@ -118,7 +118,7 @@ def test_a_listener_hears_of_every_kind_of_end_once(engine):
     specs = [RequestSpec([i], LONG) for i in range(5)] + [RequestSpec([1, 2], LONG)]
     listeners = [Broken(), *(Listener() for _ in specs[1:])]
     handles = engine.submit_all(specs, listeners)
-    assert started.wait(10)
+    assert started.wait(60)
     for handle in (handles[1], handles[1], handles[4]):  # running, twice; waiting
         handle.cancel()
     go.set()
@@ -140,9 +140,9 @@ def test_cancelled_before_the_first_round(engine):
     """The decoding thread finds it in both orders at once."""
     inside, go = threading.Event(), threading.Event()
     execute = engine.target.execute
-    engine.target.execute = lambda *args: (inside.set(), go.wait(20), execute(*args))[2]
+    engine.target.execute = lambda *args: (inside.set(), go.wait(60), execute(*args))[2]
     busy = engine.submit([1], LONG)
-    assert inside.wait(10)
+    assert inside.wait(60)
     (handle,), (listener,) = submit(engine, [RequestSpec([2], LONG)])
     handle.cancel()
     go.set()
@@ -157,7 +157,7 @@ def test_close_tells_every_listener(engine):
     started, go = threading.Event(), threading.Event()
     slow_down(engine, started, go)
     _, listeners = submit(engine, [RequestSpec([i], LONG) for i in range(7)])
-    assert started.wait(10)
+    assert started.wait(60)
     go.set()
     engine.close()
     assert all(len(listener.done) == 1 for listener in listeners)

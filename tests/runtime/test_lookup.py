@@ -5,7 +5,8 @@ import weakref
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from chance import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from loop import greedy_reference, make_sequence, make_target
 from test_sampling_exact import P_VALUE, PROMPT, Toy, emit, p_value
@@ -112,7 +113,7 @@ def test_the_gate_starts_open_with_a_reference():
     ]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=30), st.integers(1, 29), st.booleans())
 def test_proposals_depend_on_the_committed_text_alone(text, split, gate):
     """Not on when the drafter was asked before, nor on what it proposed then."""

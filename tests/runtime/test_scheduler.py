@@ -1,7 +1,8 @@
 """Who runs, where, and with how many tokens: admission, the token budget, rows taken over and closed up."""
 
 import pytest
-from hypothesis import given, settings
+from chance import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from loop import make_decoder, make_sequence, make_target
 
@@ -125,7 +126,7 @@ def test_a_step_mixes_prompt_chunks_with_rounds_within_the_budget():
     assert sizes == [24, 19]  # one decodes, the oldest prompt, 3 of the next; then two decode, and its other 17
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     num_rows=st.integers(1, 4),

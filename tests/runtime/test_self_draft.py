@@ -4,7 +4,8 @@ import gc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from chance import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_decoder, make_sequence, make_target, run
 
@@ -60,7 +61,7 @@ def test_greedy_text_equals_plain_greedy(noise, lookahead):
     assert target.masks[-1] is None  # everything is on again
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     masks=st.lists(st.integers(0, 2 ** (2 * LAYERS) - 1), min_size=6, max_size=6),
     lookahead=st.integers(1, 8),

@@ -2,7 +2,9 @@
 
 from collections import Counter
 
+import chance
 import numpy as np
+import pytest
 from loop import MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_sequence, run
 from test_sampling_exact import P_VALUE, p_value
 
@@ -138,10 +140,11 @@ class World:
         self.live = [item for item in self.live if item[0].finish_reason is None]
 
 
+@pytest.mark.fuzz
 def test_requests_that_come_go_and_fail_give_what_they_give_alone():
-    world = World(3)
+    world = World(chance.seed(3))
     kinds = [world.submit, world.cancel, world.step, world.fail]
-    for choice in world.random.choice(4, 400, p=[0.14, 0.03, 0.82, 0.01]):
+    for choice in world.random.choice(4, chance.many(400), p=[0.14, 0.03, 0.82, 0.01]):
         kinds[choice]()
         world.settle()
     while world.decoder.has_work:

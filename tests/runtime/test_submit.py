@@ -25,7 +25,7 @@ def slow_down(engine, started: threading.Event, go: threading.Event):
 
     def held(*args):
         if started.is_set():
-            assert go.wait(10)
+            assert go.wait(60)
         started.set()
         return execute(*args)
 
@@ -72,7 +72,7 @@ def test_cancel_before_during_and_after(engine):
     slow_down(engine, started, go)
     running = [engine.submit([i], LONG) for i in range(4)]  # all rows
     waiting = engine.submit([9], LONG)
-    assert started.wait(10)
+    assert started.wait(60)
     waiting.cancel()  # before it has a row
     running[0].cancel()  # in the middle
     go.set()
@@ -182,7 +182,7 @@ def test_close_ends_everything_and_refuses_more(engine):
     started, go = threading.Event(), threading.Event()
     slow_down(engine, started, go)
     handles = [engine.submit([i], LONG) for i in range(6)]
-    assert started.wait(10)
+    assert started.wait(60)
     go.set()
     engine.close()
     assert all(handle.done for handle in handles)

@@ -4,7 +4,8 @@ import sys
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given, settings
+from chance import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specexport_runtime.drafters.suffix_index import SuffixIndex
@@ -42,7 +43,7 @@ def periodic(data):
     return (period * 40)[: data.draw(st.integers(1, 30))]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.lists(st.integers(0, 3), max_size=60))
 @example([0] * 60)
 @example([0] * 29 + [1] + [0] * 30)
@@ -52,7 +53,7 @@ def test_longest_match_and_most_recent_place(text):
         assert answer == search(text[:i])
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.data())
 def test_texts_of_periodic_pieces(data):
     text = [*periodic(data), *periodic(data)]
@@ -60,7 +61,7 @@ def test_texts_of_periodic_pieces(data):
         assert answer == search(text[:i])
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 3))
 def test_hit_rate(text, min_length):
     index = SuffixIndex(min_length)
@@ -68,7 +69,7 @@ def test_hit_rate(text, min_length):
     assert index.hit_rate == pytest.approx(hit_rate(text, min_length))
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 40), max_size=5))
 def test_how_the_text_is_split_does_not_matter(text, cuts):
     whole, pieces = SuffixIndex(2), SuffixIndex(2)

@@ -4,7 +4,8 @@ from functools import cache
 from itertools import chain
 
 import pytest
-from hypothesis import assume, given, settings
+from chance import examples
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -99,7 +100,7 @@ def ids_of(make):
 
 @pytest.mark.parametrize("make", TOKENIZERS)
 @pytest.mark.parametrize("skip", [True, False])
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data())
 def test_pieces_joined_equal_decode(make, skip, data):
     tokenizer = make()
@@ -138,7 +139,7 @@ STOPS = st.lists(st.text(alphabet="ab c.中é", min_size=1, max_size=4), min_siz
 
 
 @pytest.mark.parametrize("make", [byte_level, llama_like, gemma_like, metaspace])
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(data=st.data(), stops=STOPS, include=st.booleans())
 def test_stop_strings_across_token_borders(make, data, stops, include):
     tokenizer = make()

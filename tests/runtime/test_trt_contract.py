@@ -1,7 +1,8 @@
 """Compiler and runtime agree on sizes: every step of the loop lies inside a profile of the engine."""
 
 import numpy as np
-from hypothesis import given, settings
+from chance import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from trt_fakes import NATIVE, PLUGIN, make_entry
 
@@ -25,7 +26,7 @@ def engines(draw):
     return lookahead, entry
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(data=st.data())
 def test_steps_lie_inside_their_profiles(data):
     lookahead, entry = data.draw(engines())

@@ -3,7 +3,8 @@
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from chance import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
 from trt_fakes import PLUGIN, make_entry, open_fake
@@ -170,7 +171,7 @@ def test_sequences_that_leave_make_holes_and_windows_move(folder):
     assert len(windows) > 2
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25, allow=(HealthCheck.function_scoped_fixture,))
 @given(data=st.data())
 def test_any_workload(folder, data):
     rows = data.draw(st.integers(1, 5))

@@ -1,5 +1,6 @@
 """The executor drives lowered graphs: they are evaluated in numpy over the fake GPU's memory, against eager logits."""
 
+import chance
 import numpy as np
 import pytest
 from trt_fakes import FakeContext, FakeEngine, FakeGpu, make_entry, make_profiles
@@ -83,6 +84,7 @@ def open_lowered(folder, traced, gpu):
     return TrtExecutor(entry, entry.engines[0], folder, num_rows=ROWS, driver=gpu, load=lambda *_: engine), engine
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_every_kind_of_step_gives_eager_logits(tmp_path, monkeypatch, name):
     """Prefill in chunks, verification, decoding, holes, windows at the arena's end; graphs replayed throughout."""
@@ -90,7 +92,7 @@ def test_every_kind_of_step_gives_eager_logits(tmp_path, monkeypatch, name):
     traced = trace(name, "float32")
     executor, engine = open_lowered(tmp_path, traced, FakeGpu(1 << 26))
     executor.capture(executor.fixed_shapes())
-    random = np.random.default_rng(3)
+    random = np.random.default_rng(chance.seed(3))
     texts = [random.integers(3, VOCAB, 50).tolist() for _ in range(ROWS)]
     expected = reference_logits(make_checkpoint(traced.model), texts)
     limit = 3e-5 * max(float(np.abs(logits).max()) for logits in expected)

@@ -79,7 +79,7 @@ def _one(port: int, request: RawRequest) -> tuple[list[str], list[str]]:
 
 def _check_server(served: Any, wanted: str, report: Report) -> None:
     try:
-        served.wait_until_idle(60)  # asserts the engine's invariants, and that no row is held
+        served.wait_until_idle()  # asserts the engine's invariants, and that no row is held
         if (text := ask(served.port)) != wanted:
             report.problems.append(f"the text of a well-formed request changed from {wanted!r} to {text!r}")
     except (AssertionError, OSError, ValueError) as error:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import openai
+from patience import HANG_S
 from serving import Served
 
 from specexport_runtime.sampling.params import SamplingParams
@@ -11,12 +12,12 @@ from specexport_runtime.sequences.results import GenerationResult
 
 def client_of(served: Served) -> openai.OpenAI:
     """The official client; close it."""
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=30)
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=HANG_S)
 
 
 def async_client_of(served: Served) -> openai.AsyncOpenAI:
     """The official client for asyncio; close it."""
-    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=30)
+    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=HANG_S)
 
 
 def alone(served: Served, prompt: Any, reference: Any = None, **params: Any) -> GenerationResult:

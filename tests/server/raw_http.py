@@ -7,7 +7,9 @@ import socket
 import struct
 from typing import Any, NamedTuple
 
-ANSWER_SECONDS = 30.0
+from patience import HANG_S
+
+ANSWER_SECONDS = HANG_S
 SETTLE_SECONDS = 0.5
 
 

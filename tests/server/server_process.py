@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from patience import HANG_S
+
 QUICK = ("--threads", "1", "--no-spin", "--no-adaptive", "--no-prepacked")
 COMMAND = ("-m", "specexport_runtime", "serve")
 SLOW_LOAD = """
@@ -66,7 +68,7 @@ class ServerProcess:
     def wait_until_ready(self) -> "ServerProcess":
         """Wait for the line with its address."""
         line = self.process.stdout.readline()
-        assert "http://" in line, self.process.communicate(timeout=30)
+        assert "http://" in line, self.process.communicate(timeout=HANG_S)
         self.url = line.split()[-1]
         return self
 
@@ -76,5 +78,5 @@ class ServerProcess:
 
     def end(self) -> tuple[int, str]:
         """Wait for the end; exit code and what was written to standard error."""
-        _, errors = self.process.communicate(timeout=30)
+        _, errors = self.process.communicate(timeout=HANG_S)
         return self.process.returncode, errors

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
+from patience import HANG_S, wait_until
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport_runtime import SpecEngine
@@ -66,26 +67,23 @@ class Served:
 
     def __enter__(self) -> "Served":
         self._thread.start()
-        assert self._started.wait(60)
+        assert self._started.wait(HANG_S)
         if self._error is not None:
             raise self._error
         return self
 
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
-        self._thread.join(30)
+        self._thread.join(HANG_S)
         assert not self._thread.is_alive(), "the server did not stop"
 
     def call(self, coroutine: Any) -> Any:
         """Run a coroutine in the server's event loop and wait for its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(HANG_S)
 
-    def wait_until_idle(self, seconds: float = 10.0) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until no request is active; then the engine's invariants must hold."""
-        end = time.monotonic() + seconds
-        while self.engine.num_active:
-            assert time.monotonic() < end, f"{self.engine.num_active} requests are still active"
-            time.sleep(0.005)
+        wait_until(lambda: not self.engine.num_active)
         self.engine.engine.check()
 
     def _run(self) -> None:

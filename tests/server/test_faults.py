@@ -1,17 +1,17 @@
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import patience
 import pytest
+from patience import wait_until
 from serving import Served, fake_engine
+from stepper import Stepper
 from wire import Wire
 
 from specexport_runtime import SpecEngine
-from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.server.config import ServerConfig
 
 LONG = {"prompt": "w1 w2", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 SHORT = {"prompt": "w5 w6 w7", "max_tokens": 6, "ignore_eos": True, "temperature": 0}
@@ -22,73 +22,11 @@ ENDPOINTS = {
 }
 
 
-class Stepper:
-    """A server of one row whose target makes a step only when a test lets it."""
-
-    def __init__(self) -> None:
-        self._permits = threading.Semaphore(0)
-        self.inside = False
-        self.served = Served(self._engine, ServerConfig(model_name="fake"))
-        self.url = self.served.url
-
-    def _engine(self) -> SpecEngine:
-        engine = fake_engine(rows=1)
-        execute = engine.target.execute
-
-        def step(*args: Any) -> Any:
-            self.inside = True
-            assert self._permits.acquire(timeout=30)
-            self.inside = False
-            return execute(*args)
-
-        engine.target.execute = step
-        return engine
-
-    @property
-    def steps(self) -> int:
-        """Steps that were made."""
-        target = self.served.engine.engine.target
-        assert isinstance(target, FakeExecutor)
-        return len(target.calls)
-
-    def let(self, count: int) -> None:
-        """Let so many steps be made, and wait until the next one has begun."""
-        until = self.steps + count
-        if count:
-            self._permits.release(count)
-        wait_for(lambda: self.steps == until and self.inside)
-
-    def wait_until_cancelled(self, count: int = 1) -> None:
-        """Wait until the server has seen that a client is gone; nothing moves meanwhile."""
-        wait_for(lambda: len(self.served.engine.engine._loop._cancelled) >= count)
-
-    def finish(self) -> None:
-        """Let everything run to its end."""
-        self._permits.release(10_000)
-        self.served.wait_until_idle()
-        while self._permits.acquire(blocking=False):
-            pass
-
-
 @pytest.fixture(scope="module")
 def stepper():
     made = Stepper()
     with made.served:
         yield made
-
-
-@pytest.fixture(scope="module")
-def slow():
-    """One row, and steps that take a while."""
-    with Served(lambda: fake_engine(rows=1, step_seconds=0.02), ServerConfig(model_name="fake")) as served:
-        yield served
-
-
-def wait_for(condition, seconds: float = 15.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def text_of(answer: httpx.Response) -> str:
@@ -117,17 +55,17 @@ def test_a_client_that_goes_away_frees_its_row_within_a_round(stepper, path, str
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 def test_a_client_that_goes_away_while_it_waits_leaves_the_queue(stepper, stream):
     with ThreadPoolExecutor(1) as pool, Wire(stepper.served.port) as waiting:
-        first = pool.submit(httpx.post, f"{stepper.url}/v1/completions", json=SHORT, timeout=30)
+        first = pool.submit(patience.post, f"{stepper.url}/v1/completions", json=SHORT)
         stepper.let(0)
         waiting.post(LONG | {"stream": stream})
-        wait_for(lambda: stepper.served.engine.num_active == 2)
+        wait_until(lambda: stepper.served.engine.num_active == 2)
         waiting.reset()
         stepper.wait_until_cancelled()
         stepper.let(1)
-        wait_for(lambda: stepper.served.engine.num_active == 1)
+        wait_until(lambda: stepper.served.engine.num_active == 1)
         stepper.finish()
         text = text_of(first.result())
-        alone = pool.submit(httpx.post, f"{stepper.url}/v1/completions", json=SHORT, timeout=30)
+        alone = pool.submit(patience.post, f"{stepper.url}/v1/completions", json=SHORT)
         stepper.let(0)
         stepper.finish()
         assert text_of(alone.result()) == text
@@ -150,7 +88,7 @@ def test_a_client_that_asked_for_more_before_it_went_away_is_noticed_too(stepper
         stepper.let(1)
         wire.post(LONG)
         (protocol,) = stepper.served._server.server_state.connections
-        wait_for(lambda: protocol._deaf)
+        wait_until(lambda: protocol._deaf)
         wire.reset()
         stepper.wait_until_cancelled()
     gone = stepper.steps
@@ -194,14 +132,14 @@ def test_a_failing_step_ends_what_it_ran_and_nothing_else(caplog):
     fault = FailsOnce()
     with Served(fault.engine) as served, ThreadPoolExecutor(4) as pool:
         url = f"{served.url}/v1/completions"
-        alone = text_of(httpx.post(url, json=SHORT))
+        alone = text_of(patience.post(url, json=SHORT))
         with Wire(served.port) as stream:
             stream.post(LONG | {"stream": True}, X_Request_Id="the-stream")
-            whole = pool.submit(httpx.post, url, json=LONG, headers={"X-Request-Id": "the-other"}, timeout=30)
+            whole = pool.submit(patience.post, url, json=LONG, headers={"X-Request-Id": "the-other"})
             stream.until(b"data: ")
-            wait_for(lambda: running(served) == 2)
-            waiting = [pool.submit(httpx.post, url, json=SHORT, timeout=30) for _ in range(3)]
-            wait_for(lambda: served.engine.num_active == 5)
+            wait_until(lambda: running(served) == 2)
+            waiting = [pool.submit(patience.post, url, json=SHORT) for _ in range(3)]
+            wait_until(lambda: served.engine.num_active == 5)
             fault.armed.set()
             events = stream.until(b"\r\n0\r\n\r\n")
         assert b'"server_error"' in events
@@ -210,7 +148,7 @@ def test_a_failing_step_ends_what_it_ran_and_nothing_else(caplog):
         assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")
         assert b"secret" not in events + failed.content
         assert [text_of(answer.result()) for answer in waiting] == [alone] * 3
-        assert text_of(httpx.post(url, json=SHORT)) == alone
+        assert text_of(patience.post(url, json=SHORT)) == alone
         served.wait_until_idle()
     told = {record.fields["request_id"] for record in caplog.records if record.exc_info}
     assert told == {"the-stream", "the-other"}  # the log has the reason
@@ -220,8 +158,8 @@ def test_clients_that_come_and_go_change_nobodys_text():
     with Served(lambda: fake_engine(rows=4)) as served, ThreadPoolExecutor(4) as pool:
         url = f"{served.url}/v1/completions"
         asks = [{"prompt": f"w{i} w{i + 1}", "max_tokens": 60, "seed": i, "temperature": 0.8} for i in range(8)]
-        alone = [text_of(httpx.post(url, json=ask)) for ask in asks]
-        answers = [pool.submit(httpx.post, url, json=ask, timeout=30) for ask in asks * 3]
+        alone = [text_of(patience.post(url, json=ask)) for ask in asks]
+        answers = [pool.submit(patience.post, url, json=ask) for ask in asks * 3]
         for number in range(40):
             with Wire(served.port) as wire:
                 wire.post(LONG | {"stream": number % 2 == 0, "n": 1 + number % 3, "temperature": 1})
@@ -232,15 +170,18 @@ def test_clients_that_come_and_go_change_nobodys_text():
         served.wait_until_idle()
 
 
-def test_a_request_that_cannot_be_served_changes_nobodys_text(slow):
-    alone = text_of(httpx.post(f"{slow.url}/v1/completions", json=SHORT))
+def test_a_request_that_cannot_be_served_changes_nobodys_text(stepper):
+    url = f"{stepper.url}/v1/completions"
     bad = [b"{", b"[]", b"null", json.dumps(SHORT | {"temperature": -1}).encode(), json.dumps(SHORT | {"n": 10**9})]
+    texts = []
     with ThreadPoolExecutor(1) as pool:
-        good = pool.submit(httpx.post, f"{slow.url}/v1/completions", json=SHORT, timeout=30)
-        wait_for(lambda: running(slow) == 1)
-        for body in bad:
-            headers = {"Content-Type": "application/json"}
-            answer = httpx.post(f"{slow.url}/v1/completions", content=body, headers=headers)
-            assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
-        assert text_of(good.result()) == alone
-    slow.wait_until_idle()
+        for bodies in ([], bad):
+            good = pool.submit(patience.post, url, json=SHORT)
+            stepper.let(1)
+            for body in bodies:
+                answer = patience.post(url, content=body, headers={"Content-Type": "application/json"})
+                assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+            assert running(stepper.served) == 1
+            stepper.finish()
+            texts.append(text_of(good.result()))
+    assert texts[0] == texts[1]

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 
 import httpx
+import patience
 import pytest
 from serving import Served, fake_engine
 from wire import Wire
@@ -32,7 +33,7 @@ def code_of(answer: httpx.Response) -> str:
     "path", ["/metrics", "/openapi.json", "/playground.json", "/v1/models", "/nothing", "/health/"]
 )
 def test_what_tells_of_the_model_needs_a_key(keyed, path):
-    answer = httpx.get(keyed.url + path)
+    answer = patience.get(keyed.url + path)
     assert (answer.status_code, code_of(answer)) == (401, "invalid_api_key")
     assert answer.headers["www-authenticate"] == "Bearer"
 
@@ -42,18 +43,18 @@ def test_every_route_of_the_api_needs_a_key(keyed):
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models"} <= set(routes)
     for path in set(routes) - {"/health", "/ready"}:
         for method in routes[path]:
-            assert httpx.request(method, keyed.url + path, json=ASK).status_code == 401, (method, path)
+            assert patience.request(method, keyed.url + path, json=ASK).status_code == 401, (method, path)
 
 
 def test_probes_and_the_page_need_no_key(keyed):
     for path in {"/health", "/ready"} | playground.PUBLIC_PATHS:
-        assert httpx.get(keyed.url + path).status_code == 200, path
+        assert patience.get(keyed.url + path).status_code == 200, path
 
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
 def test_each_key_opens(keyed, key, scheme):
-    answer = httpx.post(f"{keyed.url}/v1/completions", json=ASK, headers={"Authorization": f"{scheme} {key}"})
+    answer = patience.post(f"{keyed.url}/v1/completions", json=ASK, headers={"Authorization": f"{scheme} {key}"})
     assert answer.status_code == 200
 
 
@@ -64,12 +65,12 @@ def test_each_key_opens(keyed, key, scheme):
 )  # fmt: skip
 def test_other_credentials_do_not_open(keyed, value):
     headers = {"Authorization": value.encode("latin1")}
-    assert httpx.post(f"{keyed.url}/v1/completions", json=ASK, headers=headers).status_code == 401
+    assert patience.post(f"{keyed.url}/v1/completions", json=ASK, headers=headers).status_code == 401
 
 
 def test_two_credentials_do_not_open(keyed):
     headers = [("Authorization", "Bearer first-key"), ("Authorization", "Bearer wrong")]
-    assert httpx.get(f"{keyed.url}/v1/models", headers=headers).status_code == 401
+    assert patience.get(f"{keyed.url}/v1/models", headers=headers).status_code == 401
 
 
 def test_every_key_is_compared_whichever_fits(keyed, monkeypatch):
@@ -77,7 +78,7 @@ def test_every_key_is_compared_whichever_fits(keyed, monkeypatch):
     compare = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or compare(a, b))
     headers = {"Authorization": f"Bearer {KEYS[0]}"}
-    assert httpx.get(f"{keyed.url}/v1/models", headers=headers).status_code == 200
+    assert patience.get(f"{keyed.url}/v1/models", headers=headers).status_code == 200
     assert compared == [(32, 32)] * len(KEYS)
 
 
@@ -94,7 +95,7 @@ def test_a_refused_body_is_not_waited_for(keyed):
 
 @pytest.mark.parametrize("name", ["localhost", "LOCALHOST:8000", "localhost.", "127.0.0.1", "127.9.9.9:1", "[::1]:80"])
 def test_names_of_this_machine_are_answered(fake_served, name):
-    assert httpx.get(f"{fake_served.url}/health", headers={"Host": name}).status_code == 200
+    assert patience.get(f"{fake_served.url}/health", headers={"Host": name}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_names_of_this_machine_are_answered(fake_served, name):
              "localhost:x", "[::1]x"]
 )  # fmt: skip
 def test_other_names_are_not(fake_served, name):
-    answer = httpx.get(f"{fake_served.url}/v1/models", headers={"Host": name})
+    answer = patience.get(f"{fake_served.url}/v1/models", headers={"Host": name})
     assert (answer.status_code, code_of(answer)) == (421, "wrong_host")
 
 
@@ -115,13 +116,13 @@ def test_there_must_be_one_name(fake_served, lines):
 
 def test_names_that_were_allowed_are_answered():
     with Served(fake_engine, ServerConfig(allowed_hosts=("Model.Example",), playground=False)) as served:
-        assert httpx.get(f"{served.url}/health", headers={"Host": "model.example:99"}).status_code == 200
-        assert httpx.get(f"{served.url}/health", headers={"Host": "other.example"}).status_code == 421
-        assert httpx.get(f"{served.url}/").status_code == 404
+        assert patience.get(f"{served.url}/health", headers={"Host": "model.example:99"}).status_code == 200
+        assert patience.get(f"{served.url}/health", headers={"Host": "other.example"}).status_code == 421
+        assert patience.get(f"{served.url}/").status_code == 404
 
 
 def test_with_a_key_the_name_does_not_matter(keyed):
-    assert httpx.get(f"{keyed.url}/health", headers={"Host": "evil.example"}).status_code == 200
+    assert patience.get(f"{keyed.url}/health", headers={"Host": "evil.example"}).status_code == 200
 
 
 def test_names_without_their_port():
@@ -137,7 +138,7 @@ def test_names_without_their_port():
 def test_what_a_page_can_post_without_asking_is_refused(fake_served, kind):
     for path, methods in fake_served.app.openapi()["paths"].items():
         if "post" in methods:
-            answer = httpx.post(fake_served.url + path, content=json.dumps(ASK), headers={"Content-Type": kind})
+            answer = patience.post(fake_served.url + path, content=json.dumps(ASK), headers={"Content-Type": kind})
             assert (answer.status_code, code_of(answer)) == (415, "not_json"), path
 
 
@@ -150,8 +151,8 @@ def test_a_body_without_a_type_is_refused(fake_served):
 def test_a_charset_of_utf8_is_fine_and_compression_is_not(fake_served):
     url, content = f"{fake_served.url}/v1/completions", json.dumps(ASK)
     headers = {"Content-Type": 'Application/JSON; charset="UTF-8"'}
-    assert httpx.post(url, content=content, headers=headers).status_code == 200
-    answer = httpx.post(url, content=content, headers=headers | {"Content-Encoding": "gzip"})
+    assert patience.post(url, content=content, headers=headers).status_code == 200
+    answer = patience.post(url, content=content, headers=headers | {"Content-Encoding": "gzip"})
     assert (answer.status_code, code_of(answer)) == (415, "compressed")
 
 
@@ -159,30 +160,30 @@ def test_no_page_of_another_origin_is_let_in(fake_served):
     asked = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST",
              "Access-Control-Request-Headers": "content-type"}  # fmt: skip
     for answer in (
-        httpx.options(f"{fake_served.url}/v1/completions", headers=asked),
-        httpx.get(f"{fake_served.url}/v1/models", headers={"Origin": "https://evil.example"}),
+        patience.request("OPTIONS", f"{fake_served.url}/v1/completions", headers=asked),
+        patience.get(f"{fake_served.url}/v1/models", headers={"Origin": "https://evil.example"}),
     ):
         assert not [name for name in answer.headers if name.startswith("access-control")]
         assert answer.headers["cross-origin-resource-policy"] == "same-origin"
-    assert httpx.options(f"{fake_served.url}/v1/completions", headers=asked).status_code == 405
+    assert patience.request("OPTIONS", f"{fake_served.url}/v1/completions", headers=asked).status_code == 405
 
 
 def test_a_sane_request_id_is_kept(fake_served):
-    answer = httpx.get(f"{fake_served.url}/health", headers={"X-Request-Id": "abc_1.2-3"})
+    answer = patience.get(f"{fake_served.url}/health", headers={"X-Request-Id": "abc_1.2-3"})
     assert answer.headers["x-request-id"] == "abc_1.2-3"
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 65, "a/b", "é"])
 def test_another_gets_one_of_ours(fake_served, name):
     headers = {"X-Request-Id": name.encode("latin1")}
-    given = [httpx.get(f"{fake_served.url}/nothing", headers=headers).headers.get_list("x-request-id") for _ in "12"]
+    given = [patience.get(f"{fake_served.url}/nothing", headers=headers).headers.get_list("x-request-id") for _ in "12"]
     assert all(len(ids) == 1 and len(ids[0]) == 32 for ids in given)
     assert given[0] != given[1]
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/nothing"])
 def test_every_answer_is_guarded(fake_served, path):
-    headers = httpx.get(fake_served.url + path).headers
+    headers = patience.get(fake_served.url + path).headers
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["referrer-policy"] == "no-referrer"
     policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
@@ -192,22 +193,22 @@ def test_every_answer_is_guarded(fake_served, path):
 
 
 def test_a_stream_is_guarded_and_not_kept(fake_served):
-    answer = httpx.post(f"{fake_served.url}/v1/completions", json=ASK | {"stream": True})
+    answer = patience.post(f"{fake_served.url}/v1/completions", json=ASK | {"stream": True})
     assert answer.status_code == 200
     assert answer.headers["cache-control"] in ("no-store", "no-cache")
     assert len(answer.headers["x-request-id"]) == 32
 
 
 def test_unknown_routes_and_methods_have_our_shape(fake_served):
-    answer = httpx.get(f"{fake_served.url}/v1/nothing")
+    answer = patience.get(f"{fake_served.url}/v1/nothing")
     assert (answer.status_code, code_of(answer)) == (404, "not_found")
-    answer = httpx.delete(f"{fake_served.url}/v1/models")
+    answer = patience.request("DELETE", f"{fake_served.url}/v1/models")
     assert (answer.status_code, code_of(answer), answer.headers["allow"]) == (405, "method_not_allowed", "GET")
-    assert httpx.post(f"{fake_served.url}/v1/completions/", json=ASK).status_code == 404  # and no redirect
+    assert patience.post(f"{fake_served.url}/v1/completions/", json=ASK).status_code == 404  # and no redirect
 
 
 def test_the_schema_says_how_refusals_look(fake_served):
-    schema = httpx.get(f"{fake_served.url}/openapi.json").json()
+    schema = patience.get(f"{fake_served.url}/openapi.json").json()
     operations = [(path, operation) for path, methods in schema["paths"].items() for operation in methods.values()]
     assert len(operations) >= 7
     for path, operation in operations:
@@ -224,9 +225,9 @@ def test_a_defect_is_told_to_the_log_and_not_to_the_client(caplog):
 
         served.app.add_api_route("/boom", boom)
         with caplog.at_level(logging.ERROR, "specexport"):
-            answer = httpx.get(f"{served.url}/boom?secret=42", headers={"X-Request-Id": "the-id"})
-            unreadable = httpx.get(f"{served.url}/boom?secret=x")
-            assert httpx.get(f"{served.url}/health").status_code == 200
+            answer = patience.get(f"{served.url}/boom?secret=42", headers={"X-Request-Id": "the-id"})
+            unreadable = patience.get(f"{served.url}/boom?secret=x")
+            assert patience.get(f"{served.url}/health").status_code == 200
     assert (answer.status_code, code_of(answer)) == (500, "internal_error")
     assert "42" not in answer.text
     assert "Traceback" not in answer.text
@@ -241,5 +242,5 @@ def test_refusals_are_counted(fake_served):
         return fake_served.app.state.server.metrics.counts().refused.get("not_json", 0)
 
     before = counted()
-    httpx.post(f"{fake_served.url}/v1/completions", content="{}")
+    patience.post(f"{fake_served.url}/v1/completions", content="{}")
     assert counted() == before + 1

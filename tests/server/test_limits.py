@@ -1,11 +1,14 @@
+import dataclasses
 import json
 import resource
 import socket
 import time
 
-import httpx
+import patience
 import pytest
+from patience import wait_until
 from serving import Served, fake_engine
+from stepper import Stepper
 from wire import Wire, request
 
 from specexport_runtime.server import connection
@@ -13,14 +16,8 @@ from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.listener import allow_open_files, bind, url_of
 
 ASK = {"prompt": "w1 w2", "max_tokens": 3}
+ABORT = connection.BoundedProtocol._abort
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-
-
-def wait_for(condition, seconds: float = 15.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def connections(served: Served) -> int:
@@ -29,10 +26,24 @@ def connections(served: Served) -> int:
 
 @pytest.fixture(scope="module")
 def tight():
-    """Limits that a test can reach."""
-    config = ServerConfig(model_name="fake", max_body_bytes=500, body_timeout_s=0.3, max_waiting=2)
-    with Served(lambda: fake_engine(rows=1, step_seconds=0.02), config) as served:
+    """Limits that a test can reach, but none of time."""
+    with Served(lambda: fake_engine(rows=1), ServerConfig(model_name="fake", max_body_bytes=500)) as served:
         yield served
+
+
+@pytest.fixture(scope="module")
+def hasty():
+    """Bodies must come quickly."""
+    with Served(lambda: fake_engine(rows=1), ServerConfig(model_name="fake", body_timeout_s=0.3)) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def stepper():
+    """One runs and two may wait; nothing moves until a test lets it."""
+    made = Stepper(ServerConfig(model_name="fake", max_waiting=2))
+    with made.served:
+        yield made
 
 
 def padded(size: int) -> bytes:
@@ -41,8 +52,8 @@ def padded(size: int) -> bytes:
 
 def test_a_body_of_the_largest_size_is_taken_and_one_byte_more_is_not(tight):
     url, headers = f"{tight.url}/v1/completions", {"Content-Type": "application/json"}
-    assert httpx.post(url, content=padded(500), headers=headers).status_code == 200
-    answer = httpx.post(url, content=padded(501), headers=headers)
+    assert patience.post(url, content=padded(500), headers=headers).status_code == 200
+    answer = patience.post(url, content=padded(501), headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
 
 
@@ -73,7 +84,7 @@ def test_what_follows_a_refused_body_is_cut_off(fake_served, monkeypatch):
                 return True
             return False
 
-        wait_for(cut_off)
+        wait_until(cut_off)
 
 
 def test_a_connection_goes_on_after_a_refused_body(tight):
@@ -84,57 +95,65 @@ def test_a_connection_goes_on_after_a_refused_body(tight):
         assert wire.reply().status == 200
 
 
-def test_a_slow_body_is_not_waited_for(tight):
-    with Wire(tight.port) as wire:
+def test_a_slow_body_is_not_waited_for(hasty):
+    with Wire(hasty.port) as wire:
         wire.send(HEAD + b"Content-Length: 100\r\n\r\n{")
         reply = wire.reply()
         assert (reply.status, reply.code, reply.headers["connection"]) == (408, "request_too_slow", "close")
         assert wire.rest() == b""
-    assert tight.engine.num_active == 0
+    assert hasty.engine.num_active == 0
 
 
 def test_a_client_that_goes_away_in_its_body_leaves_nothing(tight):
     with Wire(tight.port) as wire:
         wire.send(HEAD + b"Content-Length: 100\r\n\r\n{")
-        wait_for(lambda: connections(tight) == 1)
+        wait_until(lambda: connections(tight) == 1)
         wire.reset()
-    wait_for(lambda: connections(tight) == 0 and not tight._server.server_state.tasks)
+    wait_until(lambda: connections(tight) == 0 and not tight._server.server_state.tasks)
 
 
-def test_a_slow_body_holds_no_row(tight):
-    with Wire(tight.port) as slow:
+def test_a_slow_body_holds_no_row(hasty):
+    with Wire(hasty.port) as slow, Wire(hasty.port) as quick:
         slow.send(HEAD + b"Content-Length: 100\r\n\r\n{")
-        assert httpx.post(f"{tight.url}/v1/completions", json=ASK).status_code == 200
+        quick.post(ASK)  # head and body at once
+        assert quick.reply().status == 200
         assert slow.reply().status == 408
 
 
-def test_more_than_may_wait_are_refused_and_the_others_are_not_touched(tight):
+def test_more_than_may_wait_are_refused_and_the_others_are_not_touched(stepper):
     ask = {"prompt": "w3 w4", "max_tokens": 8, "temperature": 0}
-    alone = httpx.post(f"{tight.url}/v1/completions", json=ask).json()["choices"][0]["text"]
-    wires = [Wire(tight.port) for _ in range(6)]
+    wires = [Wire(stepper.served.port) for _ in range(6)]
+    wires[0].post(ask)
+    stepper.allow(100)
+    alone = json.loads(wires[0].reply().body)["choices"][0]["text"]
+    stepper.finish()
     for number, wire in enumerate(wires):
         wire.post(ask | {"max_tokens": 40} if number == 0 else ask)
-        wait_for(lambda number=number: tight.engine.num_active == min(number + 1, 3))
-    replies = [wire.reply() for wire in wires]
+        wait_until(lambda number=number: stepper.served.engine.num_active == min(number + 1, 3))
+    refused = [wire.reply() for wire in wires[3:]]
+    stepper.finish()
+    replies = [*(wire.reply() for wire in wires[:3]), *refused]
     assert [reply.status for reply in replies] == [200, 200, 200, 429, 429, 429]
     assert {reply.code for reply in replies[3:]} == {"queue_full"}
     assert all(int(reply.headers["retry-after"]) >= 1 for reply in replies[3:])
     texts = [json.loads(reply.body)["choices"][0]["text"] for reply in replies[:3]]
     assert texts[0].startswith(alone)
     assert texts[1:] == [alone, alone]
-    assert httpx.post(f"{tight.url}/v1/completions", json=ask).status_code == 200
+    wires[5].post(ask)  # there is room again
+    stepper.allow(100)
+    assert wires[5].reply().status == 200
     for wire in wires:
         wire.socket.close()
-    tight.wait_until_idle()
+    stepper.finish()
 
 
 def test_a_request_that_takes_too_long_ends(monkeypatch):
-    config = ServerConfig(request_timeout_s=0.4)
-    long = {"prompt": "w1 w2", "max_tokens": 300, "ignore_eos": True}
+    config = ServerConfig(request_timeout_s=1.0)
+    long = {"prompt": "w1 w2", "max_tokens": 300, "ignore_eos": True, "speculative": {"drafter": "none"}}
     with Served(lambda: fake_engine(rows=1, step_seconds=0.05), config) as served, Wire(served.port) as stream:
         stream.post(long | {"stream": True})
         assert stream.head()[0] == 200
-        waiting = httpx.post(f"{served.url}/v1/completions", json=long)
+        waiting = patience.post(f"{served.url}/v1/completions", json=long)
         assert (waiting.status_code, waiting.json()["error"]["code"]) == (504, "request_timeout")
         events = stream.until(b"\r\n0\r\n\r\n")
         assert b'"request_timeout"' in events
@@ -142,32 +161,59 @@ def test_a_request_that_takes_too_long_ends(monkeypatch):
         served.wait_until_idle()
 
 
+@pytest.fixture
+def given_up(monkeypatch):
+    """Connections whose client has had its time. They are aborted when a test has looked."""
+    seen = []
+
+    def note(self):
+        seen.append(self)
+
+    monkeypatch.setattr(connection.BoundedProtocol, "_abort", note)
+    return seen
+
+
+def impatient_connection(served):
+    """The server's side of the one connection; it is impatient, while the request itself has all the time it needs."""
+    wait_until(lambda: connections(served) == 1)
+    (protocol,) = served._server.server_state.connections
+    protocol._settings = dataclasses.replace(served.config, request_timeout_s=0.5)
+    return protocol
+
+
+def abort(served, protocol):
+    """What the server does with a client whose time is up."""
+    served.loop.call_soon_threadsafe(ABORT, protocol)
+
+
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-def test_a_client_that_does_not_read_holds_neither_row_nor_memory(stream):
-    with_small_buffers = Served(lambda: fake_engine(rows=4), ServerConfig(request_timeout_s=2.0))
+def test_a_client_that_does_not_read_holds_neither_row_nor_memory(stream, given_up):
+    with_small_buffers = Served(lambda: fake_engine(rows=4))
     with_small_buffers._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     with with_small_buffers as served, Wire(served.port, receive_buffer=4096) as wire:
+        protocol = impatient_connection(served)
         wire.post(ASK | {"max_tokens": 100, "ignore_eos": True, "n": 4, "stream": stream, "logprobs": 17})
-        wait_for(lambda: connections(served) == 1)
-        (protocol,) = served._server.server_state.connections
-        wait_for(lambda: protocol.flow is not None and protocol.flow.write_paused)
-        served.wait_until_idle(30)  # the rows are free while the client is still there
+        wait_until(lambda: protocol.flow is not None and protocol.flow.write_paused)
+        served.wait_until_idle()  # the rows are free while the client is still there
         assert connections(served) == 1
         assert not stream or protocol.transport.get_write_buffer_size() < 256 * 1024
-        wait_for(lambda: connections(served) == 0)  # and its connection is, after the time of a request
-        wait_for(lambda: not served._server.server_state.tasks)
+        wait_until(lambda: given_up)  # and its connection is, after the time of a request
+        abort(served, given_up[0])
+        wait_until(lambda: connections(served) == 0)
+        wait_until(lambda: not served._server.server_state.tasks)
 
 
-def test_a_short_answer_that_is_never_read_keeps_no_connection_for_ever():
-    with_small_buffers = Served(fake_engine, ServerConfig(request_timeout_s=2.0))
+def test_a_short_answer_that_is_never_read_keeps_no_connection_for_ever(given_up):
+    with_small_buffers = Served(fake_engine)
     with_small_buffers._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     with with_small_buffers as served, Wire(served.port, receive_buffer=4096) as wire:
+        protocol = impatient_connection(served)
         wire.post(ASK | {"max_tokens": 20, "n": 2, "ignore_eos": True, "logprobs": 17}, Connection="close")
-        wait_for(lambda: connections(served) == 1)
-        (protocol,) = served._server.server_state.connections
-        wait_for(lambda: protocol.transport is not None and protocol.transport.is_closing())
+        wait_until(lambda: protocol.transport is not None and protocol.transport.is_closing())
         assert 0 < protocol.transport.get_write_buffer_size() < 64 * 1024  # too little for the transport to complain
-        wait_for(lambda: connections(served) == 0)
+        wait_until(lambda: given_up)
+        abort(served, given_up[0])
+        wait_until(lambda: connections(served) == 0)
 
 
 def test_a_slow_head_is_not_waited_for(fake_served, monkeypatch):
@@ -182,19 +228,21 @@ def test_a_slow_head_is_not_waited_for(fake_served, monkeypatch):
 @pytest.mark.parametrize("dripping", [False, True])
 def test_a_connection_without_a_request_is_closed(fake_served, monkeypatch, dripping):
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
-    began = time.monotonic()
     with Wire(fake_served.port) as wire:
         if dripping:
             wire.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert wire.reply().status == 200
-        try:
-            while dripping and time.monotonic() < began + 10:
-                wire.send(b"\r\n")
-                time.sleep(0.02)
-        except OSError:
-            pass
+
+            def cut_off() -> bool:
+                try:
+                    wire.send(b"\r\n")
+                    time.sleep(0.02)
+                except OSError:
+                    return True
+                return False
+
+            wait_until(cut_off)
         assert wire.rest() == b""
-    assert time.monotonic() < began + 9
 
 
 def test_a_large_head_is_refused(fake_served):
@@ -222,7 +270,7 @@ def test_what_is_no_http_gets_an_answer_in_our_shape(fake_served):
 )
 def test_what_comes_before_the_answer_never_gets_into_it(fake_served, more):
     ask = ASK | {"temperature": 0}
-    text = httpx.post(f"{fake_served.url}/v1/completions", json=ask).json()["choices"][0]["text"]
+    text = patience.post(f"{fake_served.url}/v1/completions", json=ask).json()["choices"][0]["text"]
     with Wire(fake_served.port) as wire:
         wire.send(request(ask) + more)
         answers = wire.rest()
@@ -286,7 +334,7 @@ def test_connections_above_the_limit_are_told(monkeypatch):
             wire.post(ASK)
             assert wire.reply().status == 200
         with Wire(served.port) as told:
-            wait_for(lambda: connections(served) == 3)
+            wait_until(lambda: connections(served) == 3)
             with Wire(served.port) as cut:
                 assert cut.rest() == b""
             told.post(ASK)
@@ -297,6 +345,6 @@ def test_connections_above_the_limit_are_told(monkeypatch):
         inside[0].post(ASK)
         assert inside[0].reply().status == 200  # those inside go on
         inside[1].socket.close()
-        wait_for(lambda: connections(served) == 1)
-        assert httpx.post(f"{served.url}/v1/completions", json=ASK).status_code == 200
+        wait_until(lambda: connections(served) == 1)
+        assert patience.post(f"{served.url}/v1/completions", json=ASK).status_code == 200
         inside[0].socket.close()

@@ -15,7 +15,9 @@ from datetime import datetime
 from typing import Any
 
 import httpx
+import patience
 import pytest
+from patience import HANG_S, wait_until
 from serving import Served, fake_engine
 
 from specexport_runtime import SpecEngine
@@ -62,6 +64,9 @@ def logged() -> Iterator[list[str]]:
         yield lines
 
 
+PLAIN = {"speculative": {"drafter": "none"}}
+
+
 @pytest.fixture(scope="module")
 def slow_served() -> Iterator[Served]:
     with Served(lambda: fake_engine(1, step_seconds=0.01), ServerConfig(model_name="slow")) as served:
@@ -70,19 +75,18 @@ def slow_served() -> Iterator[Served]:
 
 def line_of(lines: list[str], request_id: str) -> dict[str, Any]:
     """The one line of a request; it is written when the answer has been sent, so it may come a little later."""
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
-        found = [line for line in map(json.loads, list(lines)) if line.get("request_id") == request_id]
-        if found:
-            assert len(found) == 1, found
-            return found[0]
-        time.sleep(0.005)
-    raise AssertionError(f"no line of {request_id}: {lines}")
+
+    def found() -> list[dict[str, Any]]:
+        return [line for line in map(json.loads, list(lines)) if line.get("request_id") == request_id]
+
+    wait_until(found)
+    (line,) = found()
+    return line
 
 
 def complete(served: Served, request_id: str, **body: Any) -> httpx.Response:
     body = {"prompt": f"w1 {SECRET}", "max_tokens": 6} | body
-    return httpx.post(f"{served.url}/v1/completions", json=body, headers={"X-Request-Id": request_id})
+    return patience.post(f"{served.url}/v1/completions", json=body, headers={"X-Request-Id": request_id})
 
 
 def test_the_line_of_a_completion(fake_served, logged):
@@ -117,7 +121,7 @@ def test_the_line_of_a_stream_comes_at_its_end(logged):
     execute = engine.target.execute
 
     def held(*args):
-        assert go.wait(30)
+        assert go.wait(HANG_S)
         return execute(*args)
 
     engine.target.execute = held
@@ -125,7 +129,7 @@ def test_the_line_of_a_stream_comes_at_its_end(logged):
     headers = {"X-Request-Id": "stream-1"}
     with (
         Served(lambda: engine) as served,
-        httpx.stream("POST", f"{served.url}/v1/chat/completions", json=body, headers=headers) as answer,
+        patience.stream("POST", f"{served.url}/v1/chat/completions", json=body, headers=headers) as answer,
     ):
         assert not any("stream-1" in line for line in logged)
         go.set()
@@ -151,7 +155,7 @@ def test_the_line_of_a_refused_request_has_its_code(fake_served, logged, body, s
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_is_499(slow_served, logged, stream):
-    body = json.dumps({"prompt": "w1", "max_tokens": 300, "stream": stream, "model": "slow"}).encode()
+    body = json.dumps({"prompt": "w1", "max_tokens": 300, "stream": stream, "model": "slow"} | PLAIN).encode()
     with socket.create_connection(("127.0.0.1", slow_served.port)) as client:
         head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         head += f"X-Request-Id: gone-{stream}\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -159,8 +163,7 @@ def test_a_client_that_goes_away_is_499(slow_served, logged, stream):
         if stream:
             assert client.recv(100)
         else:
-            while not slow_served.engine.num_active:
-                time.sleep(0.005)
+            wait_until(lambda: slow_served.engine.num_active)
     line = line_of(logged, f"gone-{stream}")
     assert line["status"] == 499
     assert line["finish_reasons"] == ["cancelled"]
@@ -185,9 +188,7 @@ def test_a_defect_is_told_without_the_texts_of_others(fake_served, logged, monke
     monkeypatch.setattr(completions, "plan_completion", broken)
     answer = complete(fake_served, "defect")
     assert answer.status_code == 500
-    end = time.monotonic() + 10
-    while len([line for line in logged if "defect" in line]) < 2 and time.monotonic() < end:
-        time.sleep(0.005)
+    wait_until(lambda: len([line for line in logged if "defect" in line]) >= 2)
     told, access = sorted((json.loads(line) for line in logged if "defect" in line), key=lambda line: line["time"])
     if told["logger"] == "specexport.access":
         told, access = access, told
@@ -234,13 +235,13 @@ def test_no_text_and_no_key_is_ever_logged():
         url = f"{served.url}/v1/completions"
         body = {"prompt": f"w1 {SECRET}", "max_tokens": 30, "stop": [SECRET + "x"]}
         given = {"Authorization": f"Bearer {KEY}"}
-        text = httpx.post(url, json=body, headers=given | {"X-Request-Id": "last"}).json()["choices"][0]["text"]
+        text = patience.post(url, json=body, headers=given | {"X-Request-Id": "last"}).json()["choices"][0]["text"]
         assert len(text.split()) > 10
-        httpx.post(url, json=body | {"stop": 7}, headers=given)
-        httpx.post(url, json=body | {SECRET: 7}, headers=given)
-        httpx.post(url, content=f'{{"prompt": "{SECRET}', headers=given | {"Content-Type": "application/json"})
-        httpx.post(url, json=body, headers={"Authorization": f"Bearer {KEY}x"})
-        httpx.get(f"{served.url}/health?key={KEY}", headers={"X-Request-Id": "probe"})
+        patience.post(url, json=body | {"stop": 7}, headers=given)
+        patience.post(url, json=body | {SECRET: 7}, headers=given)
+        patience.post(url, content=f'{{"prompt": "{SECRET}', headers=given | {"Content-Type": "application/json"})
+        patience.post(url, json=body, headers={"Authorization": f"Bearer {KEY}x"})
+        patience.get(f"{served.url}/health?key={KEY}", headers={"X-Request-Id": "probe"})
         line_of(lines, "probe")
     page = "\n".join(lines)
     assert len(lines) >= 6
@@ -253,7 +254,7 @@ def test_probes_are_lines_only_when_asked_for(fake_served):
     for level, expected in ((logging.INFO, 0), (logging.DEBUG, 3)):
         with collecting(JsonFormatter(), level) as lines:
             for path in ("health", "ready", "metrics"):
-                httpx.get(f"{fake_served.url}/{path}")
+                patience.get(f"{fake_served.url}/{path}")
             complete(fake_served, f"after-{level}")
             line_of(lines, f"after-{level}")
             assert len(lines) == 1 + expected

@@ -4,7 +4,8 @@ import itertools
 import json
 from collections.abc import Iterator
 
-import httpx
+import chance
+import patience
 import pytest
 from fuzzing import fuzz
 from malformed import frame, malformed
@@ -25,17 +26,19 @@ def served() -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.fuzz
 def test_malformed_requests_are_refused_and_hurt_nobody(served: Served) -> None:
-    report = fuzz(served, list(itertools.islice(malformed(seed=1), 420)))
+    report = fuzz(served, list(itertools.islice(malformed(chance.seed(1)), chance.many(420))))
     assert not report.problems, "\n".join(report.problems[:5])
     statuses = report.by_status()
     assert {"200", "400", "404", "405", "408", "413", "415", "none"} <= set(statuses), statuses
     assert len({kind for kind, _ in report.counts}) >= 19
 
 
+@pytest.mark.fuzz
 def test_what_the_schema_allows_and_forbids(served: Served) -> None:
-    openapi = httpx.get(f"{served.url}/openapi.json").json()
-    requests = schema_requests(openapi, 160, seed=1)
+    openapi = patience.get(f"{served.url}/openapi.json").json()
+    requests = schema_requests(openapi, chance.many(160), chance.seed(1))
     assert {request.kind for request in requests} == {"schema positive", "schema negative"}
     report = fuzz(served, requests)
     assert not report.problems, "\n".join(report.problems[:5])
@@ -105,6 +108,6 @@ def test_an_object_in_place_of_a_value_is_named(served: Served, name: str) -> No
     value: dict[str, object] = {last: {"a": {"b": 1}}}
     for parent in parents:
         value = {parent: value}
-    answer = httpx.post(f"{served.url}{path}", json=body | value)
+    answer = patience.post(f"{served.url}{path}", json=body | value)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"].startswith(name)

@@ -381,12 +381,13 @@ def test_scrapes_while_busy_see_one_moment(make_engine):
     thread.start()
     try:
         results = [result for _ in range(5) for result in run_all(engine)]
+        while len(set(scrapes)) < 2 and not errors:  # it has to look in between, when it gets a turn
+            results += run_all(engine)
     finally:
         done.set()
         thread.join(30)
         sys.setswitchinterval(interval)
     assert not errors
-    assert len(set(scrapes)) > 1  # it did look in between
     assert scrapes == sorted(scrapes)
     assert value(metrics, "vllm:generation_tokens_total") == sum(len(result.token_ids) for result in results)
 

@@ -1,6 +1,6 @@
 """``/v1/chat/completions`` with the official client."""
 
-import httpx
+import patience
 import pytest
 from openai_help import alone, client_of
 
@@ -81,7 +81,7 @@ def test_a_prediction_is_copied_from(client, fake_served, as_parts, drafter):
 )
 def test_answers_are_as_openapi_says(fake_served, extra):
     body = {"messages": MESSAGES, "max_tokens": 9, "n": 2}
-    answer = httpx.post(f"{fake_served.url}/v1/chat/completions", json=body | extra)
+    answer = patience.post(f"{fake_served.url}/v1/chat/completions", json=body | extra)
     ChatAnswer.model_validate_json(answer.content)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-import httpx
+import patience
 import pytest
 from openai_help import alone, async_client_of, client_of
 
@@ -194,7 +194,7 @@ def test_origins_of_tokens(client):
 
 @pytest.mark.parametrize("extra", [{}, {"logprobs": 2, "speculative": {"token_origins": True}}], ids=str)
 def test_answers_are_as_openapi_says(fake_served, extra):
-    answer = httpx.post(f"{fake_served.url}/v1/completions", json={"prompt": ["w1", "w2"]} | extra)
+    answer = patience.post(f"{fake_served.url}/v1/completions", json={"prompt": ["w1", "w2"]} | extra)
     CompletionAnswer.model_validate_json(answer.content)
 
 

@@ -4,66 +4,63 @@ import asyncio
 import json
 import socket
 import threading
-import time
 
-import httpx
 import openai
+import patience
 import pytest
 from openai_help import alone, client_of
+from patience import HANG_S, wait_until
 from serving import Served, fake_engine
+from stepper import Stepper
 
 from specexport_runtime.decoding import handle
 from specexport_runtime.server.config import ServerConfig
 
 MESSAGES = [{"role": "user", "content": "w1"}]
+PLAIN = {"speculative": {"drafter": "none"}}  # 390 steps: it runs for seconds
 LONG = {"model": "slow", "prompt": "w1 w2", "max_tokens": 390}
 
 
 @pytest.fixture(scope="module")
 def slow():
-    """One row, and a step takes a while."""
-    with Served(lambda: fake_engine(1, step_seconds=0.005), ServerConfig(model_name="slow")) as served:
-        yield served
+    """One row, and a step is made when a test says so."""
+    stepper = Stepper(ServerConfig(model_name="slow"))
+    with stepper.served:
+        yield stepper
 
 
 @pytest.fixture
 def cancelled(slow, monkeypatch):
     """Requests that were cancelled before they ended, with their rounds at that time."""
     seen = []
-    cancel = slow.engine.engine._loop.cancel
+    cancel = slow.served.engine.engine._loop.cancel
 
     def note(request):
         if request.sequence.finish_reason is None:
             seen.append((request, request.sequence.stats.rounds))
         cancel(request)
 
-    monkeypatch.setattr(slow.engine.engine._loop, "cancel", note)
+    monkeypatch.setattr(slow.served.engine.engine._loop, "cancel", note)
     return seen
 
 
-def wait_for(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
-
-
-def post_and_leave(served, body, *, when):
+def post_and_leave(slow, body, *, when):
     """Send a request and close the connection once ``when()`` holds."""
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+    port, data = slow.served.port, json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=HANG_S) as connection:
         connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        wait_for(when)
+        wait_until(when)
 
 
-def running(served):
-    return served.engine.engine._loop.decoder.running
+def running(slow):
+    return slow.served.engine.engine._loop.decoder.running
 
 
-def check_row_is_free(served, cancelled, count):
+def check_row_is_free(slow, cancelled, count):
     """All ``count`` sequences were cancelled, none of them did more than the round that it was in."""
-    served.wait_until_idle()
+    slow.wait_until_cancelled(count)
+    slow.finish()
     rounds_at = {}
     for request, rounds in cancelled:
         rounds_at.setdefault(id(request), (request, rounds))  # the first time counts
@@ -71,9 +68,11 @@ def check_row_is_free(served, cancelled, count):
     for request, rounds in rounds_at.values():
         assert request.sequence.finish_reason == "cancelled"
         assert request.sequence.stats.rounds <= rounds + 1
-    with client_of(served) as client:  # and the row serves others
+    slow.allow(1000)
+    with client_of(slow.served) as client:  # and the row serves others
         text = client.completions.create(model="slow", prompt="w3", temperature=0, max_tokens=5).choices[0].text
-    assert text == alone(served, "w3", temperature=0, max_tokens=5).text
+    assert text == alone(slow.served, "w3", temperature=0, max_tokens=5).text
+    slow.finish()
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -84,19 +83,24 @@ def test_a_client_that_goes_away(slow, cancelled, stream, n):
 
 
 def test_a_client_that_goes_away_while_it_waits(slow, cancelled):
-    with client_of(slow) as client, client.completions.create(**LONG, stream=True, temperature=0) as first:
+    slow.allow(3)
+    with client_of(slow.served) as client, client.completions.create(**LONG, stream=True, temperature=0) as first:
         chunks = iter(first)
         next(chunks)
-        post_and_leave(slow, LONG, when=lambda: slow.engine.num_active == 2)
-        wait_for(lambda: slow.engine.num_active == 1)
+        post_and_leave(slow, LONG, when=lambda: slow.served.engine.num_active == 2)
+        slow.wait_until_cancelled()
+        slow.allow(1)
+        wait_until(lambda: slow.served.engine.num_active == 1)
         assert {id(request) for request, _ in cancelled} == {id(cancelled[0][0])}
         assert cancelled[0][0].sequence.stats.rounds == 0  # it never got a row
+        slow.allow(1000)
         assert list(chunks)[-1].choices[0].finish_reason == "length"  # nothing happened to the other one
-    slow.wait_until_idle()
+    slow.finish()
 
 
 def test_closing_a_stream_of_the_official_client(slow, cancelled):
-    with client_of(slow) as client:
+    slow.allow(3)
+    with client_of(slow.served) as client:
         stream = client.chat.completions.create(model="slow", messages=MESSAGES, stream=True)
         next(iter(stream))
         stream.close()
@@ -119,7 +123,7 @@ def test_cancelling_a_task_of_the_official_client(slow, cancelled):
 
 @pytest.fixture(scope="module")
 def hasty():
-    config = ServerConfig(model_name="slow", request_timeout_s=0.3)
+    config = ServerConfig(model_name="slow", request_timeout_s=0.6)
     with Served(lambda: fake_engine(1, step_seconds=0.01), config) as served:
         yield served
 
@@ -134,7 +138,7 @@ def test_a_request_that_takes_too_long(hasty):
 
 def test_a_stream_that_takes_too_long_ends_with_an_error(hasty):
     body = LONG | {"stream": True, "speculative": {"drafter": "none"}}
-    events = httpx.post(f"{hasty.url}/v1/completions", json=body).text.strip().split("\n\n")
+    events = patience.post(f"{hasty.url}/v1/completions", json=body).text.strip().split("\n\n")
     assert len(events) > 1
     assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "request_timeout"
     assert all("error" not in event for event in events[:-1])
@@ -176,7 +180,7 @@ def test_a_failure_ends_one_request_and_no_other(fake_served, failing, n, caplog
         assert "secret" not in str(failed.value.body)
         with pytest.raises(openai.APIError, match="server failed"):
             list(client.completions.create(**params, stream=True))
-    thread.join(30)
+    thread.join(HANG_S)
     fake_served.wait_until_idle()
     assert texts == [alone(fake_served, "w5", seed=1, max_tokens=300).text]
     assert "secret" in caplog.text  # the log says what
@@ -185,7 +189,7 @@ def test_a_failure_ends_one_request_and_no_other(fake_served, failing, n, caplog
 def test_a_server_that_shuts_down_says_so_in_the_stream():
     config = ServerConfig(model_name="slow")
     with Served(lambda: fake_engine(1, step_seconds=0.005), config) as served, client_of(served) as client:
-        stream = iter(client.completions.create(**LONG, stream=True))
+        stream = iter(client.completions.create(**LONG, stream=True, extra_body=PLAIN))
         next(stream)
         served.call(served.engine.drain(0))
         with pytest.raises(openai.APIError, match="shutting down"):

@@ -282,10 +282,13 @@ def test_limits_of_the_server():
         served.wait_until_idle()
 
 
+PLAIN = {"speculative": {"drafter": "none"}}  # 390 steps: it runs for seconds
+
+
 def test_a_full_queue_takes_all_choices_or_none():
     config = ServerConfig(model_name="small", max_waiting=1)
     with Served(lambda: fake_engine(1, step_seconds=0.01), config) as served, client_of(served) as client:
-        running = client.completions.create(model="small", prompt="w1", max_tokens=390, stream=True)
+        running = client.completions.create(model="small", prompt="w1", max_tokens=390, stream=True, extra_body=PLAIN)
         next(iter(running))
         with pytest.raises(openai.RateLimitError) as full:
             client.completions.create(model="small", prompt="w1", n=2)

@@ -3,10 +3,11 @@
 import asyncio
 import json
 
-import httpx
+import patience
 import pytest
 from openai_help import alone, async_client_of, client_of
 from serving import Served, fake_engine
+from stepper import Stepper
 
 from specexport_runtime.server.config import ServerConfig
 
@@ -65,13 +66,16 @@ def test_a_chat_joined_is_the_whole(client):
     assert chunks[-1].usage == whole.usage
 
 
-def test_text_comes_while_it_is_made(slow):
-    with client_of(slow) as client:
-        chunks = iter(client.completions.create(model="slow", prompt="w1", max_tokens=300, stream=True))
+def test_text_comes_while_it_is_made():
+    stepper = Stepper()
+    with stepper.served as served, client_of(served) as client:
+        stepper.allow(3)
+        chunks = iter(client.completions.create(model="fake", prompt="w1", max_tokens=300, stream=True))
         assert next(chunks).choices[0].text
-        assert slow.engine.num_active == 1
+        assert served.engine.num_active == 1
+        stepper.allow(300)
         assert list(chunks)[-1].usage is None  # nobody asked
-    slow.wait_until_idle()
+        stepper.finish()
 
 
 def test_an_echo_comes_first(client):
@@ -108,7 +112,7 @@ def test_origins_of_tokens(client):
 def test_what_is_on_the_wire(fake_served, chat):
     path = "/v1/chat/completions" if chat else "/v1/completions"
     body = ({"messages": MESSAGES} if chat else {"prompt": 'w1 "é\n'}) | {"stream": True, "max_tokens": 20}
-    answer = httpx.post(fake_served.url + path, json=body)
+    answer = patience.post(fake_served.url + path, json=body)
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert answer.headers["cache-control"] == "no-cache"

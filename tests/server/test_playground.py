@@ -4,6 +4,7 @@ import re
 from importlib import resources
 
 import httpx
+import patience
 import pytest
 from serving import Served, fake_engine
 
@@ -16,7 +17,7 @@ TEXTS = {file.name: file.read_text(encoding="utf-8") for file in STATIC.iterdir(
 
 
 def get(served, path, **headers):
-    return httpx.get(served.url + path, headers=headers)
+    return patience.get(served.url + path, headers=headers)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -44,7 +45,7 @@ def test_a_file_that_is_known_is_not_sent_again(fake_served):
         again = get(fake_served, "/playground/main.js", **{"If-None-Match": given})
         assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
     assert get(fake_served, "/playground/main.js", **{"If-None-Match": '"other"'}).status_code == 200
-    head = httpx.head(fake_served.url + "/playground/main.js")
+    head = patience.request("HEAD", fake_served.url + "/playground/main.js")
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["content-length"] == str(len(first.content))
 
@@ -66,7 +67,7 @@ def test_a_file_that_is_known_is_not_sent_again(fake_served):
 )
 def test_no_other_path_reaches_a_file(fake_served, path):
     raw = httpx.URL(fake_served.url).copy_with(raw_path=path.encode())  # httpx would tidy the path up
-    answer = httpx.get(raw)
+    answer = patience.get(raw)
     assert answer.status_code == 404
     assert set(answer.json()) == {"error"}
 

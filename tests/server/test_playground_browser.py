@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
+import patience
 import pytest
 from serving import Served, fake_engine
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -60,7 +60,7 @@ def _pages(browser: Any) -> Iterator[Open]:
 
     def open_one(served: Served, *, statuses: tuple[int, ...] = (), ready: bool = True, **context: Any) -> Any:
         page = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | context)).new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(60_000)
         urls: list[str] = []
         errors: list[str] = []
         page.on("request", lambda request: urls.append(request.url))
@@ -119,7 +119,7 @@ def reported(
         "stream_options": {"include_usage": True},
         "speculative": {"token_origins": True} | speculative,
     }
-    lines = httpx.post(f"{served.url}/v1/completions", json=body).text.splitlines()
+    lines = patience.post(f"{served.url}/v1/completions", json=body).text.splitlines()
     events = [json.loads(line[5:]) for line in lines if line.startswith("data:") and "[DONE]" not in line]
     origins = [token for event in events for choice in event["choices"] for token in choice["tokens"]]
     return origins, events[-1]["usage"]
@@ -130,6 +130,22 @@ def slow_served() -> Iterator[Served]:
     """Two rows, and a step of the target takes 50 ms: 300 tokens take seconds, whatever else the machine does."""
     with Served(lambda: fake_engine(2, step_seconds=0.05), ServerConfig(model_name="slow")) as served:
         yield served
+
+
+@pytest.fixture
+def ends(slow_served) -> list[str]:
+    """How requests end."""
+    reasons: list[str] = []
+
+    class Watcher:
+        def on_round(self, record: Any) -> None:
+            pass
+
+        def on_finish(self, sequence: Any) -> None:
+            reasons.append(sequence.finish_reason)
+
+    slow_served.engine.engine.add_observer(Watcher())
+    return reasons
 
 
 def test_a_click_runs_both_and_shows_where_each_token_came_from(demo_served, open_page):
@@ -213,7 +229,7 @@ def test_the_text_scrolls_to_what_is_chosen(fake_served, open_page):
     assert page.is_visible("#tip")
 
 
-def test_numbers_are_live_and_stop_frees_the_row(slow_served, open_page):
+def test_numbers_are_live_and_stop_frees_the_row(slow_served, open_page, ends):
     page = open_page(slow_served)
     run(page, prompt="w1", tokens=300, wait=False)
     page.wait_for_selector("#speculative [data-index='20']")  # no wait_for_function: the page allows no eval
@@ -225,7 +241,8 @@ def test_numbers_are_live_and_stop_frees_the_row(slow_served, open_page):
     assert slow_served.engine.num_active == 1
     first = page.query_selector("#speculative .t")
     page.click("#stop")
-    slow_served.wait_until_idle(5)
+    slow_served.wait_until_idle()
+    assert ends[-1] == "cancelled"
     page.wait_for_selector("#run:enabled")
     assert page.text_content("#speedup") == "Stopped"
     assert page.text_content("#speculative [data-state]") == "stopped"
@@ -237,12 +254,13 @@ def test_numbers_are_live_and_stop_frees_the_row(slow_served, open_page):
     assert page.text_content("#equal") == "✓ Both texts are equal"
 
 
-def test_closing_the_page_frees_the_row(slow_served, open_page):
+def test_closing_the_page_frees_the_row(slow_served, open_page, ends):
     page = open_page(slow_served)
     run(page, prompt="w1", tokens=300, wait=False)
     page.wait_for_selector("#speculative .t")
     page.goto("about:blank")
-    slow_served.wait_until_idle(5)
+    slow_served.wait_until_idle()
+    assert ends == ["cancelled"]
     page.goto(slow_served.url)
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from contextlib import closing
 
-import httpx
+import patience
 import pytest
 from server_process import ServerProcess
 
@@ -173,15 +173,15 @@ def test_what_the_command_says_is_what_the_server_does(demo_bundle):
     environment = {"SPECEXPORT_API_KEY": KEY}
     with ServerProcess(demo_bundle, "--model-name", "our-model", *options, environment=environment) as server:
         server.wait_until_ready()
-        assert httpx.get(f"{server.url}/ready").status_code == 200
+        assert patience.get(f"{server.url}/ready").status_code == 200
         headers = {"Authorization": f"Bearer {KEY}"}
-        assert httpx.get(f"{server.url}/v1/models").status_code == 401
-        models = httpx.get(f"{server.url}/v1/models", headers=headers).json()["data"]
+        assert patience.get(f"{server.url}/v1/models").status_code == 401
+        models = patience.get(f"{server.url}/v1/models", headers=headers).json()["data"]
         assert [model["id"] for model in models] == ["our-model"]
         ask = {"prompt": "x = 1\nx = 1\nx = 1\nx =", "max_tokens": 7, "temperature": 0}
-        answer = httpx.post(f"{server.url}/v1/completions", json=ask, headers=headers).json()
+        answer = patience.post(f"{server.url}/v1/completions", json=ask, headers=headers).json()
         assert answer["usage"]["speculative"]["drafted"] > 0
-        too_many = httpx.post(f"{server.url}/v1/completions", json=ask | {"max_tokens": 8}, headers=headers)
+        too_many = patience.post(f"{server.url}/v1/completions", json=ask | {"max_tokens": 8}, headers=headers)
         assert too_many.status_code == 400
         server.tell()
         code, errors = server.end()

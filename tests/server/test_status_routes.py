@@ -1,7 +1,7 @@
 """``/health``, ``/ready``, ``/metrics`` and ``/v1/models``."""
 
-import httpx
 import openai
+import patience
 import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -18,8 +18,8 @@ def unloaded() -> TestClient:
 
 
 def test_alive_and_ready(fake_served):
-    assert httpx.get(f"{fake_served.url}/health").json() == {"status": "ok"}
-    answer = httpx.get(f"{fake_served.url}/ready")
+    assert patience.get(f"{fake_served.url}/health").json() == {"status": "ok"}
+    answer = patience.get(f"{fake_served.url}/ready")
     assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
 
 
@@ -41,13 +41,13 @@ def test_not_ready_while_draining(unloaded):
 
 def test_the_page_of_metrics_follows_the_requests(fake_served):
     def generated() -> float:
-        answer = httpx.get(f"{fake_served.url}/metrics")
+        answer = patience.get(f"{fake_served.url}/metrics")
         assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
         families = {family.name: family for family in parse_text(answer.text)}
         return families["vllm:generation_tokens"].samples[0].value
 
     before = generated()
-    answer = httpx.post(f"{fake_served.url}/v1/completions", json={"prompt": "w1 w2", "max_tokens": 5})
+    answer = patience.post(f"{fake_served.url}/v1/completions", json={"prompt": "w1 w2", "max_tokens": 5})
     assert generated() - before == answer.json()["usage"]["completion_tokens"] > 0
 
 
@@ -60,7 +60,7 @@ def test_the_page_of_metrics_follows_the_requests(fake_served):
     ],
 )
 def test_openmetrics_where_it_is_asked_for(fake_served, accept):
-    answer = httpx.get(f"{fake_served.url}/metrics", headers={"Accept": accept})
+    answer = patience.get(f"{fake_served.url}/metrics", headers={"Accept": accept})
     assert answer.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
     assert {family.name for family in parse_openmetrics(answer.text)} >= {"vllm:num_requests_running"}
 

@@ -5,6 +5,8 @@ import socket
 import struct
 from typing import Any, NamedTuple
 
+from patience import HANG_S
+
 
 class Reply(NamedTuple):
     """One answer."""
@@ -33,7 +35,7 @@ class Wire:
         self.socket = socket.socket()
         if receive_buffer is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        self.socket.settimeout(20)
+        self.socket.settimeout(HANG_S)
         self.socket.connect(("127.0.0.1", port))
         self._pending = b""
 
