@@ -98,7 +98,7 @@ _ATTENTION = """{name}<num_heads, kv_num_heads, scale, window, softcap, out_shap
       float[T, HqDv] full_output, float[B, 1, H, L, D] full_k, float[B, 1, H, L, Dv] full_v) {{
     {tiles}
     full_out, full_k, full_v = Scan<num_scan_inputs = {num_full}, body = full_row (
-        {one_token_inputs}, float[1, H, L, D] row_k_cache, float[1, H, L, Dv] row_v_cache, int32[1] row_last,
+        {full_inputs}, float[1, H, L, D] row_k_cache, float[1, H, L, Dv] row_v_cache, int32[1] row_last,
         int32[1] row_total{mask_input}
     ) => (float[1, Q, HqDv] attended, float[1, H, L, D] row_k_out, float[1, H, L, Dv] row_v_out) {{
 {full_row}
@@ -241,7 +241,7 @@ def attention_text(
         pair_input=", int64[1] pair_count" if paired else "",
         pair_name=", pair_counts" if paired else "",
         num_full=len(parts) + 4 + masked,
-        one_token_inputs=", ".join(f"float[1, Q, W_{part}] row_{part}" for part in parts),
+        full_inputs=", ".join(f"float[1, Q, W_{part}] row_{part}" for part in parts),
         full_names=", ".join(f"tile_{part}" for part in parts),
         full_row=row,
         mask_input=", float[1, 1, Q, P] row_mask" if masked else "",
