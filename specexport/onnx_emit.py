@@ -138,7 +138,11 @@ class Emitter:
 
 
 def constant(graph: "ir.Graph", name: str, array: np.ndarray) -> "ir.Value":
-    """The initializer ``name`` with ``array``, made if there is none yet."""
+    """The initializer ``name`` with ``array``, made if there is none yet.
+
+    Raises:
+        ValueError: there is one with another content.
+    """
     import onnx_ir as ir
 
     known = graph.initializers.get(name)
@@ -147,6 +151,8 @@ def constant(graph: "ir.Graph", name: str, array: np.ndarray) -> "ir.Value":
         shape = ir.Shape(array.shape)
         known = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=shape)
         graph.register_initializer(known)
+    elif known.const_value is None or not np.array_equal(known.const_value.numpy(), array):
+        raise ValueError(f"the graph has another constant {name}.")
     return known
 
 
@@ -161,6 +167,9 @@ def lazy_weight(
         dtype: of the weight.
         shape: of the weight.
         make: gives the data; called again if it is asked for again, so that no second copy of a model is held.
+
+    Raises:
+        ValueError: there is one with another dtype or shape.
     """
     import onnx_ir as ir
 
@@ -170,6 +179,8 @@ def lazy_weight(
         lazy = ir.LazyTensor(lambda: ir.Tensor(make(), dtype=dtype), dtype=dtype, shape=dims, name=name)
         known = ir.Value(name=name, const_value=lazy, type=ir.TensorType(dtype), shape=dims)
         graph.register_initializer(known)
+    elif known.dtype != dtype or known.shape != ir.Shape(shape):
+        raise ValueError(f"the graph has another weight {name}.")
     return known
 
 

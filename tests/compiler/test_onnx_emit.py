@@ -89,6 +89,8 @@ def test_equal_constants_are_one() -> None:
     half = constant(given, "half", np.float16([0.5]))
     assert constant(given, "half", np.float16([0.5])) is half
     assert half.dtype == ir.DataType.FLOAT16
+    with pytest.raises(ValueError, match="another constant half"):
+        constant(given, "half", np.float16([0.25]))
 
 
 def test_a_lazy_weight_is_made_when_it_is_read() -> None:
@@ -100,6 +102,8 @@ def test_a_lazy_weight_is_made_when_it_is_read() -> None:
 
     weight = lazy_weight(given, "w", ir.DataType.FLOAT, [2, 3], make)
     assert lazy_weight(given, "w", ir.DataType.FLOAT, [2, 3], pytest.fail) is weight
+    with pytest.raises(ValueError, match="another weight w"):
+        lazy_weight(given, "w", ir.DataType.FLOAT, [3, 2], make)
     assert not made
     assert weight.const_value is not None
     np.testing.assert_array_equal(weight.const_value.numpy(), make())
