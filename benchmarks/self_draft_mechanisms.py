@@ -122,7 +122,7 @@ def skipped_layers(num_layers: int) -> list[int]:
 def work(args: argparse.Namespace) -> None:
     """One way in this process: prints its figures as JSON, logits go to a file."""
     # Imports are no part of any difference.
-    import onnx_ir  # noqa: F401
+    import onnx_ir as ir  # noqa: F401
     import onnxruntime  # noqa: F401
 
     import specexport.passes.residual_blocks  # noqa: F401

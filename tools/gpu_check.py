@@ -16,7 +16,7 @@ nothing has to be installed. Exit status: 0 all reached, 1 something failed or m
 import argparse
 import contextlib
 import ctypes
-import datetime
+import datetime as dt
 import importlib.util
 import math
 import os
@@ -129,7 +129,7 @@ def task_command(options: argparse.Namespace, task: Task, limit: float, work: Pa
 
 def _about(options: argparse.Namespace, *, is_dry: bool) -> tuple[list[str], dict[str, object]]:
     """What stands above the tables, and beside the rows in the JSON file."""
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC")
     head = ["# GPU check", "", f"{now}, `{shlex.join(options.words)}`, {options.minutes:g} minutes at most."]
     if is_dry:
         head += ["", "**A dry run: it shows that the code runs, and nothing about a GPU.**"]

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
 import torch
-from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import Tensor
 
 from specexport.frontend.attention import AttentionContext, LayerCall, attention_hook, unpadded_attention
@@ -100,7 +100,7 @@ def trace_model(model: Any, calls: tuple[LayerCall, ...]) -> TracedModel:
             custom_translation_table={torch.ops.specexport.unpadded_attention.default: build_translation()},
         )
     # The exporter notes Python stack traces, with paths of this machine, on every node.
-    ClearMetadataAndDocStringPass()(program.model)
+    common_passes.ClearMetadataAndDocStringPass()(program.model)
     name_dimensions(program.model)
     return TracedModel(program.model, tuple(call.geometry for call in calls))
 

@@ -1,7 +1,19 @@
-"""ONNX text of the model-local functions that the CPU lowering attaches.
+"""Model-local functions that the CPU lowering attaches, as ONNX text.
 
 ``RowPlan`` and ``KvMask`` run once a step, at the top of the graph; the attention functions run once a layer.
+
+Everything else is written with ``specexport.onnx_emit.Emitter``. These bodies are text because they are programs, not
+nodes among others: they nest (a Scan inside each branch of an If), read values from around them by name, and refer to
+attributes of the function itself (``@scale``). As text they read like what they compute, and onnx checks that they
+parse. ``parse_function`` is the only reader.
 """
+
+from typing import TYPE_CHECKING
+
+from specexport_runtime.abi import OP_DOMAIN
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 _HEADER = '<domain: "{domain}", opset_import: ["": {opset}, "com.microsoft": 1]>\n'
 
@@ -86,7 +98,7 @@ _ATTENTION = """{name}<num_heads, kv_num_heads, scale, window, softcap, out_shap
       float[T, HqDv] full_output, float[B, 1, H, L, D] full_k, float[B, 1, H, L, Dv] full_v) {{
     {tiles}
     full_out, full_k, full_v = Scan<num_scan_inputs = {num_full}, body = full_row (
-        {one_token_inputs}, float[1, H, L, D] row_k_cache, float[1, H, L, Dv] row_v_cache, int32[1] row_last,
+        {full_inputs}, float[1, H, L, D] row_k_cache, float[1, H, L, Dv] row_v_cache, int32[1] row_last,
         int32[1] row_total{mask_input}
     ) => (float[1, Q, HqDv] attended, float[1, H, L, D] row_k_out, float[1, H, L, Dv] row_v_out) {{
 {full_row}
@@ -133,9 +145,19 @@ FUSED_ROW = """
       >(row_qkv, , , row_k_cache, row_v_cache, row_last, row_total{rest})"""
 
 
-def header(domain: str, opset: int) -> str:
-    """The line that every function's text begins with."""
-    return _HEADER.format(domain=domain, opset=opset)
+def parse_function(text: str, opset: int) -> "ir.Function":
+    """A function of the op's domain.
+
+    Args:
+        text: name, attributes, inputs, outputs and body, as the functions below make it.
+        opset: of the standard operators in it.
+    """
+    import onnx_ir as ir
+    from onnx import parser
+
+    head = _HEADER.format(domain=OP_DOMAIN, opset=opset)
+    function: ir.Function = ir.from_proto(parser.parse_function(head + text))
+    return function
 
 
 def plan_text(name: str, *, masked: bool, paired: bool = False) -> str:
@@ -219,7 +241,7 @@ def attention_text(
         pair_input=", int64[1] pair_count" if paired else "",
         pair_name=", pair_counts" if paired else "",
         num_full=len(parts) + 4 + masked,
-        one_token_inputs=", ".join(f"float[1, Q, W_{part}] row_{part}" for part in parts),
+        full_inputs=", ".join(f"float[1, Q, W_{part}] row_{part}" for part in parts),
         full_names=", ".join(f"tile_{part}" for part in parts),
         full_row=row,
         mask_input=", float[1, 1, Q, P] row_mask" if masked else "",

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from specexport.lowering.fuse_norm import NORMS, fuse_norms
+from specexport.onnx_emit import Emitter, constant
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME, kv_slack
 
 if TYPE_CHECKING:
@@ -141,15 +142,13 @@ def _kernel_can(rotation: "Rotation", head_dim: int) -> bool:
 
 def _flat_root(ir_model: "ir.Model", node: "ir.Node", side: _Side) -> "ir.Value":
     """The unrotated vectors as [T, heads*D], without a Transpose where there need be none."""
-    from specexport.lowering.emit import Emitter
-
-    root, emit = _by_token(ir_model, side.region.root), Emitter(ir_model, f"{side.region.value.name}.unrotated")
+    root, emit = _by_token(ir_model, side.region.root), Emitter(ir_model.graph, f"{side.region.value.name}.unrotated")
     shape, heads, width = list(root.shape or ()), side.probe.heads, side.probe.heads * side.probe.dim
     if len(shape) == 4 and shape[1] == heads:
         root = emit.op("Transpose", root, perm=_ROW_PERM)
     flat = emit.reshape(root, [-1, width])
     flat.shape = side.region.value.shape
-    emit.place(node)
+    emit.place(before=node)
     return flat
 
 
@@ -164,15 +163,12 @@ def _by_token(ir_model: "ir.Model", root: "ir.Value") -> "ir.Value":
     over_last = node.op_type in NORMS and node.domain == "" and node.attributes.get_int("axis", -1) in (-1, 3)
     if not over_last or turned is None or not _turns(turned) or turned.inputs[0].shape is None:  # type: ignore[union-attr]
         return root
-    import onnx_ir as ir
-
-    source = turned.inputs[0]
-    attributes = [*node.attributes.values()]
-    new = ir.Node(node.domain, node.op_type, [source, *node.inputs[1:]], attributes, num_outputs=1)
-    new.name, new.outputs[0].name = f"{node.name}.by_token", f"{root.name}.by_token"
-    new.outputs[0].type, new.outputs[0].shape = root.type, source.shape  # type: ignore[union-attr]
-    ir_model.graph.insert_before(node, new)
-    return new.outputs[0]
+    source, emit = turned.inputs[0], Emitter(ir_model.graph)
+    moved = emit.node(node.op_type, [source, *node.inputs[1:]], node.attributes, name=f"{node.name}.by_token")
+    new = moved.outputs[0]
+    new.name, new.type, new.shape = f"{root.name}.by_token", root.type, source.shape  # type: ignore[union-attr]
+    emit.place(before=node)
+    return new
 
 
 def _turns(node: "ir.Node") -> bool:
@@ -181,21 +177,13 @@ def _turns(node: "ir.Node") -> bool:
 
 
 def _tables(ir_model: "ir.Model", rotation: "Rotation") -> "list[ir.Value]":
-    import onnx_ir as ir
-
     values = []
     for kind, array in (("cos", rotation.cos), ("sin", rotation.sin)):
         known = ir_model.graph.initializers
         taken = [v for n, v in known.items() if n.startswith(f"rotary.{kind}.")]
         same = [v for v in taken if v.const_value is not None and np.array_equal(v.const_value.numpy(), array)]
         if not same:
-            name = f"rotary.{kind}.{len(taken)}"
-            tensor = ir.Tensor(array, name=name)
-            value = ir.Value(
-                name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
-            )
-            known[name] = value
-            same = [value]
+            same = [constant(ir_model.graph, f"rotary.{kind}.{len(taken)}", array)]
         values.append(same[0])
     return values
 

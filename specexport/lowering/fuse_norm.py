@@ -2,9 +2,12 @@
 
 from typing import TYPE_CHECKING
 
+from specexport.onnx_emit import Emitter
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+_CONTRIB = "com.microsoft"
 NORMS = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNormalization": "SkipLayerNormalization"}
 """Norms by the operator of ``com.microsoft`` that adds first."""
 
@@ -53,16 +56,16 @@ def _join_norm(ir_model: "ir.Model", add: "ir.Node", norm: "ir.Node") -> None:
     epsilon = norm.attributes.get_float("epsilon", 1e-5)
     kind = NORMS[norm.op_type]
     inputs = [*add.inputs, *norm.inputs[1:]]
-    new = ir.node(kind, inputs, attributes={"epsilon": epsilon}, domain="com.microsoft", num_outputs=4)
-    new.name = f"{norm.name}.skip"
+    emit = Emitter(ir_model.graph)
+    new = emit.node(kind, inputs, {"epsilon": epsilon}, outputs=4, domain=_CONTRIB, name=f"{norm.name}.skip")
     outs = {0: norm.outputs[0], 3: add.outputs[0]}
     for index, out in enumerate(new.outputs):
         old = outs.get(index)
         out.name = "" if old is None else old.name
         if old is not None:
             out.type, out.shape = old.type, old.shape
-    ir_model.graph.insert_before(add, new)
+    emit.place(before=add)
     for index, old in outs.items():
         ir.convenience.replace_all_uses_with(old, new.outputs[index])
     ir_model.graph.remove([norm, add], safe=True)
-    ir_model.opset_imports.setdefault("com.microsoft", 1)
+    ir_model.opset_imports.setdefault(_CONTRIB, 1)

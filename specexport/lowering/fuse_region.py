@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _MAX_NODES = 64
 _TOLERANCE = 1e-5  # of vectors with entries around 1
+_ROOT = "root"  # what is rotated, in the model of a region
 Array = npt.NDArray[np.float32]
 
 
@@ -26,14 +27,12 @@ class Region(NamedTuple):
     Attributes:
         root: what is rotated, in one of the layouts of ``heads_axis``.
         value: the result, [T, heads*D].
-        nodes: everything needed to compute ``value`` from ``root`` and positions, in order.
         tables: names of the values that depend on positions alone and meet the data: regions with the same tables
             rotate by the same angles.
     """
 
     root: "ir.Value"
     value: "ir.Value"
-    nodes: "tuple[ir.Node, ...]"
     tables: frozenset[str]
 
 
@@ -98,17 +97,15 @@ def find_region(
     """
     frontier: set[ir.Value] = {value}
     tables: set[ir.Value] = set()
-    nodes: list[ir.Node] = []
-    while len(nodes) < _MAX_NODES:
+    for passed in range(_MAX_NODES):
         if len(frontier) == 1 and (root := next(iter(frontier))) not in dependent:
             names = frozenset(str(x.name) for x in tables)
-            return Region(root, value, (*_ancestors(tables, order), *reversed(nodes)), names) if nodes else None
+            return Region(root, value, names) if passed else None
         last = max(frontier, key=lambda x: -1 if x.producer() is None else order[x.producer()])  # type: ignore[index]
         node = last.producer()
         if node is None or node.domain != "":
             return None
         frontier.difference_update(node.outputs)
-        nodes.append(node)
         for x in node.inputs:
             if x is None or x.is_initializer():
                 continue
@@ -116,18 +113,6 @@ def find_region(
         if not frontier:
             return None
     return None
-
-
-def _ancestors(values: "set[ir.Value]", order: "dict[ir.Node, int]") -> "list[ir.Node]":
-    """Nodes that compute ``values``, in order."""
-    found: set[ir.Node] = set()
-    todo = list(values)
-    while todo:
-        node = todo.pop().producer()
-        if node is not None and node not in found:
-            found.add(node)
-            todo += [x for x in node.inputs if x is not None]
-    return sorted(found, key=order.__getitem__)
 
 
 class Probe:
@@ -164,7 +149,7 @@ class Probe:
         root = x[None].transpose(0, 2, 1, 3) if self.root_dims[1] == self.heads and len(self.root_dims) == 4 else x
         shape = [rows if dim == -1 else dim for dim in self.root_dims]
         root = np.ascontiguousarray(root).reshape(shape)
-        feeds = {"root": root, POSITIONS.name: positions}
+        feeds = {_ROOT: root, POSITIONS.name: positions}
         wanted = {item.name for item in self.session.get_inputs()}
         (out,) = self.session.run(None, {name: feeds[name] for name in wanted})
         return np.asarray(out, np.float32).reshape(rows, self.heads, self.dim)
@@ -174,30 +159,13 @@ def _model_of(region: Region, opset: int) -> bytes:
     """The region as a model of its own, serialized."""
     import onnx_ir as ir
 
-    values: dict[ir.Value, ir.Value] = {}
-    root = ir.Value(name="root", type=region.root.type, shape=region.root.shape)
-    values[region.root] = root
-    inputs, weights, nodes = [root], list[ir.Value](), list[ir.Node]()
-    for node in region.nodes:
-        for x in node.inputs:
-            if x is None or x in values:
-                continue
-            values[x] = ir.Value(name=x.name, type=x.type, shape=x.shape, const_value=x.const_value)
-            (weights if x.is_initializer() else inputs).append(values[x])
-        copy = ir.Node(
-            node.domain,
-            node.op_type,
-            [None if x is None else values[x] for x in node.inputs],
-            list(node.attributes.values()),
-            num_outputs=len(node.outputs),
-        )
-        for old, new in zip(node.outputs, copy.outputs, strict=True):
-            new.name = old.name
-            values[old] = new
-        nodes.append(copy)
-    out = values[region.value]
-    out.type, out.shape = region.value.type, region.value.shape
-    graph = ir.Graph(inputs, [out], nodes=nodes, initializers=weights, opset_imports={"": opset}, name="region")
+    whole = region.root.graph
+    assert whole is not None  # noqa: S101 - a traced model's value
+    positions = next(value for value in whole.inputs if value.name == POSITIONS.name)
+    graph = ir.convenience.extract(whole, [region.root, positions], [region.value])
+    graph.inputs[0].name = _ROOT
+    graph.opset_imports.clear()
+    graph.opset_imports[""] = opset
     return bytes(ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString())
 
 

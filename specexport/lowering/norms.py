@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from specexport.onnx_emit import Emitter
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
@@ -14,8 +16,6 @@ def unify_norm_types(ir_model: "ir.Model") -> int:
     kernel for a bfloat16 input with a float32 scale: it expands the node into one that is no valid graph. The cast is
     exact, and what the model itself does.
     """
-    import onnx_ir as ir
-
     mixed = [
         node
         for node in ir_model.graph
@@ -25,8 +25,9 @@ def unify_norm_types(ir_model: "ir.Model") -> int:
         given, scale = node.inputs[0], node.inputs[1]
         if given is None or scale is None or scale.dtype is None:
             continue
-        cast = ir.node("Cast", [given], {"to": int(scale.dtype)})
-        cast.outputs[0].dtype, cast.outputs[0].shape = scale.dtype, given.shape
-        ir_model.graph.insert_before(node, [cast])
-        node.replace_input_with(0, cast.outputs[0])
+        emit = Emitter(ir_model.graph)
+        exact = emit.cast(given, scale.dtype)
+        exact.shape = given.shape
+        emit.place(before=node)
+        node.replace_input_with(0, exact)
     return len(mixed)

@@ -7,10 +7,10 @@ for any step has, so that graph inputs are declared without it here, and bound t
 
 from typing import TYPE_CHECKING
 
-from specexport.lowering.emit import Emitter
 from specexport.lowering.fuse import packed_qkv, remove_dead_nodes, rotary_kind
 from specexport.lowering.ort_cpu import choose_body, head_dim, named_inputs
 from specexport.lowering.step_inputs import drop_unused_step_inputs
+from specexport.onnx_emit import Emitter
 from specexport_runtime.abi import KV_LENS, LOGIT_ROWS, OP_DOMAIN, OP_NAME, ROW_TOTALS
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ def _input(ir_model: "ir.Model", name: str) -> "ir.Value":
 
 def _longest(ir_model: "ir.Model") -> "ir.Value":
     """Entries of the longest row after the step, which the kernel tells a prompt's beginning by."""
-    emit = Emitter(ir_model, "one_token")
+    emit = Emitter(ir_model.graph, "one_token")
     total = emit.op("ReduceMax", _input(ir_model, ROW_TOTALS.name), keepdims=0)
-    emit.place(ir_model.graph[0])
+    emit.place(before=ir_model.graph[0])
     return total
 
 
@@ -58,16 +58,16 @@ def _attend(ir_model: "ir.Model", node: "ir.Node", total: "ir.Value") -> None:
     """Put the fused kernel, over all rows at once, in the place of one attention node."""
     import onnx_ir as ir
 
-    emit = Emitter(ir_model, f"{node.name}.one_token")
+    name = f"{node.name}.one_token"
+    emit = Emitter(ir_model.graph, name)
     inputs = _inputs(ir_model, node, total, emit)
-    fused = ir.node("GroupQueryAttention", inputs, _attributes(node), domain=_CONTRIB, num_outputs=3)
-    fused.name = f"{node.name}.one_token.attention"
+    kind, attributes = "GroupQueryAttention", _attributes(node)
+    fused = emit.node(kind, inputs, attributes, outputs=3, domain=_CONTRIB, name=f"{name}.attention")
     for new, old in zip(fused.outputs, node.outputs, strict=True):
         new.type = old.type
-    emit.nodes.append(fused)
     heads = node.attributes["num_heads"].as_int()
     _replace_attended(node.outputs[0], fused.outputs[0], heads * head_dim(node, node.inputs[_V_CACHE]), emit)
-    emit.place(node)
+    emit.place(before=node)
     for index, (old, new) in enumerate(zip(node.outputs[1:], fused.outputs[1:], strict=True), start=_V_CACHE - 1):
         new.shape = _without_axis(node.inputs[index].shape)  # type: ignore[union-attr]
         node.inputs[index].shape = new.shape  # type: ignore[union-attr]

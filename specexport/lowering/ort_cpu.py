@@ -17,14 +17,15 @@ from specexport.lowering.functions import (
     PLAN_OUTPUTS,
     attention_text,
     fused_row,
-    header,
     mask_text,
+    parse_function,
     plan_outputs,
     plan_text,
 )
 from specexport.lowering.fuse import ROTARY_ATTRIBUTE, packed_qkv, remove_dead_nodes, rotary_kind
 from specexport.lowering.portable import portable_row
 from specexport.lowering.step_inputs import drop_unused_step_inputs
+from specexport.onnx_emit import Emitter, add_input
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
 from specexport_runtime.abi import (
     KV_POSITIONS,
@@ -168,15 +169,7 @@ def build_function(body: Body, opset: int) -> "ir.Function":
     text = attention_text(
         body.function_name, inputs, parts=parts, row=row, masked=body.masked, packed=body.packed, paired=body.paired
     )
-    return _parse(text, opset)
-
-
-def _parse(text: str, opset: int) -> "ir.Function":
-    import onnx_ir as ir
-    from onnx import parser
-
-    function: ir.Function = ir.from_proto(parser.parse_function(header(OP_DOMAIN, opset) + text))
-    return function
+    return parse_function(text, opset)
 
 
 def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
@@ -210,8 +203,8 @@ def _prologue(ir_model: "ir.Model", mask_windows: list[int], *, paired: bool) ->
 
     graph, opset = ir_model.graph, ir_model.opset_imports[""]
     if mask_windows:
-        shape = ir.Shape([DIM_NAMES.get(word, word) if isinstance(word, str) else word for word in KV_POSITIONS.shape])
-        graph.inputs.append(ir.Value(name=KV_POSITIONS.name, type=ir.TensorType(ir.DataType.INT64), shape=shape))
+        shape = [DIM_NAMES.get(word, word) if isinstance(word, str) else word for word in KV_POSITIONS.shape]
+        add_input(graph, KV_POSITIONS.name, ir.DataType.INT64, shape)
     by_name: dict[str, ir.Value | None] = {str(value.name): value for value in graph.inputs}
     masked = bool(mask_windows)
     plan = plan_text(_PLAN_NAME, masked=masked, paired=paired)
@@ -220,26 +213,23 @@ def _prologue(ir_model: "ir.Model", mask_windows: list[int], *, paired: bool) ->
         name = _MASK_NAME + ("Window" if window > 0 else "")
         attributes = {"window": window} if window > 0 else {}
         calls.append((mask_text(name, window=window > 0), attributes, (f"kv_mask.{window}",)))
-    nodes: list[ir.Node] = []
+    emit = Emitter(graph)
     made: dict[str, ir.Value | None] = {}
     for text, attributes, names in calls:
-        function = _parse(text, opset)
+        function = parse_function(text, opset)
         ir_model.functions.setdefault(function.identifier(), function)
         inputs = [by_name.get(str(value.name), made.get(str(value.name))) for value in function.inputs]
-        node = ir.node(function.name, inputs, attributes, domain=OP_DOMAIN, num_outputs=len(names))
+        node = emit.node(function.name, inputs, attributes, outputs=len(names), domain=OP_DOMAIN)
         for value, name in zip(node.outputs, names, strict=True):
             value.name = name
             made[name] = value
-        nodes.append(node)
-    graph.insert_before(graph[0], nodes)
+    emit.place(before=graph[0])
     return made
 
 
 def _replace_node(ir_model: "ir.Model", node: "ir.Node", op_type: str, inputs: list["ir.Value | None"]) -> None:
-    import onnx_ir as ir
-
     width = node.attributes["num_heads"].as_int() * head_dim(node, named_inputs(node)["v_cache"])
-    kept = [attribute for name, attribute in node.attributes.items() if name != ROTARY_ATTRIBUTE]
-    attributes = [*kept, ir.AttrInt64s("out_shape", [-1, width])]
-    new = ir.Node(OP_DOMAIN, op_type, inputs, attributes, outputs=None, num_outputs=3, name=node.name)
-    ir.convenience.replace_nodes_and_values(ir_model.graph, node, [node], [new], node.outputs, new.outputs)
+    kept = {name: attribute for name, attribute in node.attributes.items() if name != ROTARY_ATTRIBUTE}
+    emit = Emitter(ir_model.graph)
+    attributes = {**kept, "out_shape": [-1, width]}
+    emit.replace(node, emit.node(op_type, inputs, attributes, outputs=3, domain=OP_DOMAIN, name=node.name).outputs)

@@ -19,6 +19,7 @@ import numpy as np
 
 from specexport.lowering.norms import unify_norm_types
 from specexport.lowering.step_inputs import drop_unused_step_inputs
+from specexport.onnx_emit import Emitter, add_input, constant
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport_runtime.abi import CU_NEW_TOKENS, KV_LENS, LOGITS, OP_DOMAIN, OP_NAME, TOKEN_IDS, LayerGeometry
 from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
@@ -122,26 +123,14 @@ def _step_inputs(ir_model: "ir.Model") -> dict[str, "ir.Value"]:
         ATTENTION_METADATA.name: [3],
     }
     for name, shape in shapes.items():
-        graph.inputs.append(ir.Value(name=name, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape(shape)))
+        add_input(graph, name, ir.DataType.INT32, shape)
     by_name = {str(value.name): value for value in graph.inputs}
-    axis = _constant(ir_model, "paged.row_axis", np.array([1], np.int64))
-    squeeze = ir.node("Squeeze", [by_name[KV_LENS.name], axis])
-    past = squeeze.outputs[0]
-    past.name, past.dtype, past.shape = "past_seqlens", ir.DataType.INT32, ir.Shape(["num_seqs"])
-    graph.insert_before(graph[0], [squeeze])
+    emit = Emitter(graph)
+    axis = constant(graph, "paged.row_axis", np.array([1], np.int64))
+    past = emit.op("Squeeze", by_name[KV_LENS.name], axis, shape=["num_seqs"])
+    past.name = "past_seqlens"
+    emit.place(before=graph[0])
     return by_name | {"past_seqlens": past}
-
-
-def _constant(ir_model: "ir.Model", name: str, array: "np.ndarray") -> "ir.Value":
-    """An initializer; one of the same name is used again."""
-    import onnx_ir as ir
-
-    kept = ir_model.graph.initializers.get(name)
-    if kept is None:
-        tensor = ir.tensor(array, name=name)
-        kept = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-        ir_model.graph.initializers[name] = kept
-    return kept
 
 
 def _page_caches(node: "ir.Node", geometry: LayerGeometry) -> None:
@@ -155,14 +144,12 @@ def _page_caches(node: "ir.Node", geometry: LayerGeometry) -> None:
 
 
 def _replace(ir_model: "ir.Model", node: "ir.Node", geometry: LayerGeometry, shared: dict[str, "ir.Value"]) -> None:
-    import onnx_ir as ir
-
     given, size = _named_inputs(node), paged_head_size(geometry)
     num_heads, scale, window, softcap = (node.attributes[key] for key in ("num_heads", "scale", "window", "softcap"))
-    nodes: list[ir.Node] = []
+    emit = Emitter(ir_model.graph)
     heads = (num_heads.as_int(), geometry.kv_heads, geometry.kv_heads)
     tokens = [
-        _widen(ir_model, nodes, given[name], count, given_size, size)
+        _widen(emit, given[name], count, given_size, size)
         for name, count, given_size in zip("qkv", heads, (geometry.k_dim, geometry.k_dim, geometry.v_dim), strict=True)
     ]
     inputs: list[ir.Value | None] = [None] * (_METADATA_INPUT + 1)
@@ -178,23 +165,12 @@ def _replace(ir_model: "ir.Model", node: "ir.Node", geometry: LayerGeometry, sha
         # Both count the token itself: a window of w is the token and the w-1 before it.
         "local_window_size": window.as_int() if window.as_int() > 0 else -1,
     }
-    paged = ir.node("PagedAttention", inputs, attributes, domain=_CONTRIB, num_outputs=3, name=node.name)
-    nodes.append(paged)
-    output = _narrow(ir_model, nodes, paged.outputs[0], heads[0], geometry.v_dim, size)
-    new = [output, *paged.outputs[1:]]
-    ir.convenience.replace_nodes_and_values(ir_model.graph, node, [node], nodes, node.outputs, new)
+    paged = emit.node("PagedAttention", inputs, attributes, outputs=3, domain=_CONTRIB, name=node.name)
+    output = _narrow(emit, paged.outputs[0], heads[0], geometry.v_dim, size)
+    emit.replace(node, [output, *paged.outputs[1:]])
 
 
-def _apply(nodes: list["ir.Node"], op_type: str, *inputs: "ir.Value | None") -> "ir.Value":
-    import onnx_ir as ir
-
-    nodes.append(ir.node(op_type, inputs))
-    return nodes[-1].outputs[0]
-
-
-def _widen(
-    ir_model: "ir.Model", nodes: list["ir.Node"], tokens: "ir.Value | None", heads: int, given: int, size: int
-) -> "ir.Value | None":
+def _widen(emit: Emitter, tokens: "ir.Value | None", heads: int, given: int, size: int) -> "ir.Value | None":
     """[T, heads*given] to [T, heads*size], each head with zeros behind it.
 
     A product with a cut identity is exact, and unlike Pad it has a bfloat16 kernel.
@@ -202,23 +178,21 @@ def _widen(
     if given == size or tokens is None or tokens.dtype is None:
         return tokens
     eye = np.eye(given, size).astype(tokens.dtype.numpy())
-    split = _constant(ir_model, f"paged.split.{heads}x{given}", np.array([-1, heads, given], np.int64))
-    join = _constant(ir_model, f"paged.join.{heads * size}", np.array([-1, heads * size], np.int64))
-    wide = _constant(ir_model, f"paged.widen.{given}x{size}", eye)
-    return _apply(nodes, "Reshape", _apply(nodes, "MatMul", _apply(nodes, "Reshape", tokens, split), wide), join)
+    split = constant(emit.graph, f"paged.split.{heads}x{given}", np.array([-1, heads, given], np.int64))
+    join = constant(emit.graph, f"paged.join.{heads * size}", np.array([-1, heads * size], np.int64))
+    wide = constant(emit.graph, f"paged.widen.{given}x{size}", eye)
+    return emit.op("Reshape", emit.op("MatMul", emit.op("Reshape", tokens, split), wide), join)
 
 
-def _narrow(
-    ir_model: "ir.Model", nodes: list["ir.Node"], tokens: "ir.Value", heads: int, wanted: int, size: int
-) -> "ir.Value":
+def _narrow(emit: Emitter, tokens: "ir.Value", heads: int, wanted: int, size: int) -> "ir.Value":
     """[T, heads*size] to [T, heads*wanted], without the zeros."""
     if wanted == size:
         return tokens
-    split = _constant(ir_model, f"paged.split.{heads}x{size}", np.array([-1, heads, size], np.int64))
-    join = _constant(ir_model, f"paged.join.{heads * wanted}", np.array([-1, heads * wanted], np.int64))
-    start, end, axis = (_constant(ir_model, f"paged.at.{at}", np.array([at], np.int64)) for at in (0, wanted, 2))
-    cut = _apply(nodes, "Slice", _apply(nodes, "Reshape", tokens, split), start, end, axis)
-    return _apply(nodes, "Reshape", cut, join)
+    split = constant(emit.graph, f"paged.split.{heads}x{size}", np.array([-1, heads, size], np.int64))
+    join = constant(emit.graph, f"paged.join.{heads * wanted}", np.array([-1, heads * wanted], np.int64))
+    start, end, axis = (constant(emit.graph, f"paged.at.{at}", np.array([at], np.int64)) for at in (0, wanted, 2))
+    cut = emit.op("Slice", emit.op("Reshape", tokens, split), start, end, axis)
+    return emit.op("Reshape", cut, join)
 
 
 def _add_token_ids(ir_model: "ir.Model") -> None:
@@ -229,15 +203,13 @@ def _add_token_ids(ir_model: "ir.Model") -> None:
     import onnx_ir as ir
 
     logits = next(value for value in ir_model.graph.outputs if value.name == LOGITS.name)
-    nodes: list[ir.Node] = []
-    nodes.append(ir.node("ArgMax", [logits], {"axis": -1, "keepdims": 0}))
-    best = nodes[-1].outputs[0]
-    last = _constant(ir_model, "token_ids.axis", np.array([-1], np.int64))
-    nodes.append(ir.node("ReduceSum", [logits, last], {"keepdims": 0}))
-    broken = _apply(nodes, "IsNaN", nodes[-1].outputs[0])
-    none = _constant(ir_model, "token_ids.none", np.array(-1, np.int64))
-    token_ids = _apply(nodes, "Where", broken, none, best)
-    token_ids.name, token_ids.dtype = TOKEN_IDS.name, ir.DataType.INT64
+    emit = Emitter(ir_model.graph)
+    best = emit.op("ArgMax", logits, axis=-1, keepdims=0)
+    last = constant(emit.graph, "token_ids.axis", np.array([-1], np.int64))
+    broken = emit.op("IsNaN", emit.op("ReduceSum", logits, last, keepdims=0))
+    none = constant(emit.graph, "token_ids.none", np.array(-1, np.int64))
+    token_ids = emit.op("Where", broken, none, best)
+    token_ids.name = TOKEN_IDS.name
     token_ids.shape = None if logits.shape is None else ir.Shape([logits.shape[0]])
-    ir_model.graph.extend(nodes)
+    emit.place()
     ir_model.graph.outputs.append(token_ids)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from specexport.lowering.emit import Emitter
+from specexport.onnx_emit import Emitter
 from specexport_runtime.abi import LOGITS, TOKEN_IDS
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ def add_token_ids(ir_model: "ir.Model") -> None:
     import onnx_ir as ir
 
     logits = next(value for value in ir_model.graph.outputs if value.name == LOGITS.name)
-    emit = Emitter(ir_model, "greedy")
-    best = emit.op("ArgMax", logits, axis=1, keepdims=0, dtype=ir.DataType.INT64)
+    emit = Emitter(ir_model.graph, "greedy")
+    best = emit.op("ArgMax", logits, axis=1, keepdims=0)
     total = emit.op("Abs", emit.op("ReduceSum", logits, emit.const([1]), keepdims=0))
-    finite = emit.op("Less", total, emit.const(_LARGE, "float32"), dtype=ir.DataType.BOOL)
+    finite = emit.op("Less", total, emit.const(_LARGE, "float32"))
     chosen = emit.op("Where", finite, best, emit.const(-1))
     chosen.name = TOKEN_IDS.name
     chosen.shape = ir.Shape([None if logits.shape is None else logits.shape[0]])

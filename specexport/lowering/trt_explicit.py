@@ -6,8 +6,8 @@ key/value head are folded into the query axis, so that neither keys nor values a
 
 from typing import TYPE_CHECKING
 
-from specexport.lowering.emit import Emitter
 from specexport.lowering.trt_step import MaskKind
+from specexport.onnx_emit import Emitter
 
 if TYPE_CHECKING:
     import onnx_ir as ir

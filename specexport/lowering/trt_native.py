@@ -28,12 +28,12 @@ kernels' inputs in a finished engine show), and a weight of zero does not hide a
 
 from typing import TYPE_CHECKING, Any
 
-from specexport.lowering.emit import Emitter
 from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.lowering.token_ids import add_token_ids
 from specexport.lowering.trt_explicit import emit_explicit
 from specexport.lowering.trt_layer import Attention
 from specexport.lowering.trt_step import AlignedStep, MaskKind, emit_step
+from specexport.onnx_emit import Emitter
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME
 from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
@@ -103,7 +103,7 @@ def replace_attention(ir_model: "ir.Model", *, kv_capacity: int, grouped: bool =
     kinds = {mask_kind(layer, form) for layer, form in zip(layers, forms, strict=True) if form != FUSED_CAUSAL}
     step = emit_step(ir_model, sorted(kinds), kv_capacity)
     for i, (layer, form) in enumerate(zip(layers, forms, strict=True)):
-        _lower_layer(ir_model, layer, form, step, Emitter(ir_model, f"attention.{i}.{form}"), kv_capacity)
+        _lower_layer(ir_model, layer, form, step, Emitter(ir_model.graph, f"attention.{i}.{form}"), kv_capacity)
     return forms
 
 
@@ -163,7 +163,7 @@ def _lower_layer(
         slots = emit_fused(emit, layer, step, tile, *caches)
     output = emit.op("Gather", emit.reshape(slots, [-1, layer.num_heads * layer.v_dim]), step.untile, axis=0)
     _take_place(ir_model, layer.node.outputs[0], output)
-    emit.place(layer.node)
+    emit.place(before=layer.node)
     ir_model.graph.remove(layer.node, safe=True)
 
 

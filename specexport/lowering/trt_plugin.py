@@ -12,6 +12,7 @@ A node's operator name is the plugin's name, which holds everything its kernel i
 (``FallbackPluginImporter`` and ``createPlugin`` of onnx-tensorrt). Nothing is padded, so the graph has no tile inputs.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.lowering.token_ids import add_token_ids
 from specexport.lowering.trt_layer import Attention
 from specexport.lowering.trt_native import read_attention
+from specexport.onnx_emit import Emitter
 from specexport.ops.spec import DIM_NAMES
 from specexport.plugin.naming import NAMESPACE, graph_shape, plugin_name
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME
@@ -112,19 +114,18 @@ def _lower_layer(ir_model: "ir.Model", layer: Attention, spec: KernelSpec, index
     sizes = {"Hq": spec.num_heads, "D": spec.head_size, "Dv": spec.v_head_size, "S": spec.num_splits}
     sizes |= {"H": spec.kv_num_heads, "L": kv_capacity, "Hq*Dv": spec.num_heads * spec.v_head_size}
     known = dict(layer.tensors)
-    nodes: list[ir.Node] = []
+    emit = Emitter(ir_model.graph)
     for cache, size in (("k_cache", layer.k_dim), ("v_cache", layer.v_dim)):
         known[cache].shape = ir.Shape([DIM_NAMES["B"], layer.kv_heads, kv_capacity, size])
     if "sinks" in known and known["sinks"].dtype != layer.dtype:
-        cast = ir.node("Cast", [known["sinks"]], {"to": int(layer.dtype)}, name=f"attention.{index}.sinks")
-        cast.outputs[0].type = ir.TensorType(layer.dtype)
-        known["sinks"] = cast.outputs[0]
-        nodes.append(cast)
+        known["sinks"] = emit.op(
+            "Cast", known["sinks"], to=int(layer.dtype), dtype=layer.dtype, name=f"attention.{index}.sinks"
+        )
     for kernel in (append, spec, *([_plain(spec, "combine_splits")] if spec.num_splits > 1 else [])):
-        nodes.append(_plugin_node(kernel, known, sizes, layer.dtype, f"attention.{index}.{kernel.kernel}"))
-        known |= dict(zip(_outputs(kernel), nodes[-1].outputs, strict=True))
+        made = _emit_plugin(emit, kernel, known, sizes, layer.dtype, f"attention.{index}.{kernel.kernel}")
+        known |= dict(zip(_outputs(kernel), made, strict=True))
         known |= {name: known[f"{name}_out"] for name in ("k_cache", "v_cache")}  # what follows reads the new entries
-    ir_model.graph.insert_before(layer.node, nodes)
+    emit.place(before=layer.node)
     for old, name in zip(layer.node.outputs, ("output", "k_cache_out", "v_cache_out"), strict=True):
         _take_place(ir_model, old, known[name])
     ir_model.graph.remove(layer.node, safe=True)
@@ -140,26 +141,27 @@ def _outputs(spec: KernelSpec) -> list[str]:
     return [item.name for item in spec.signature.outputs]
 
 
-def _plugin_node(
-    spec: KernelSpec, known: "dict[str, ir.Value]", sizes: dict[str, int], dtype: "ir.DataType", name: str
-) -> "ir.Node":
-    """The node of one plugin: inputs by the names of the kernel's signature, outputs with their types and shapes."""
+def _emit_plugin(
+    emit: Emitter,
+    spec: KernelSpec,
+    known: "dict[str, ir.Value]",
+    sizes: dict[str, int],
+    dtype: "ir.DataType",
+    name: str,
+) -> "Sequence[ir.Value]":
+    """The node of one plugin: inputs by the names of the kernel's signature; returns outputs with types and shapes."""
     import onnx_ir as ir
 
     signature = spec.signature
-    node = ir.node(
-        plugin_name(spec),
-        [known[item.name] for item in signature.inputs],
-        {"plugin_namespace": NAMESPACE, "plugin_version": PLUGIN_VERSION, "aot": 1},
-        num_outputs=len(signature.outputs),
-        name=name,
-    )
-    for item, value in zip(signature.outputs, node.outputs, strict=True):
+    inputs = [known[item.name] for item in signature.inputs]
+    attributes = {"plugin_namespace": NAMESPACE, "plugin_version": PLUGIN_VERSION, "aot": 1}
+    made = emit.node(plugin_name(spec), inputs, attributes, outputs=len(signature.outputs), name=name).outputs
+    for item, value in zip(signature.outputs, made, strict=True):
         value.name = f"{name}.{item.name}"
         value.type = ir.TensorType(dtype if item.dtype == "model" else ir.DataType.FLOAT)
         words = (sizes.get(word, word) if isinstance(word, str) else word for word in graph_shape(item))
         value.shape = ir.Shape([DIM_NAMES[word] if isinstance(word, str) else word for word in words])
-    return node
+    return made
 
 
 def _take_place(ir_model: "ir.Model", old: "ir.Value", new: "ir.Value") -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from specexport.lowering.emit import Emitter
+from specexport.onnx_emit import Emitter, add_input
 from specexport.ops.spec import DIM_NAMES
 from specexport_runtime.abi import CU_NEW_TOKENS, KV_LENS, ROW_TOTALS, TILE_INDEX, UNTILE_INDEX, TensorSpec
 
@@ -56,20 +56,18 @@ def emit_step(ir_model: "ir.Model", kinds: Sequence[MaskKind], kv_capacity: int)
     """
     by_name = {value.name: value for value in ir_model.graph.inputs}
     tile, untile = (_add_input(ir_model, spec) for spec in (TILE_INDEX, UNTILE_INDEX))
-    emit = Emitter(ir_model, "step")
+    emit = Emitter(ir_model.graph, "step")
     past, totals = (emit.reshape(by_name[spec.name], [-1]) for spec in (KV_LENS, ROW_TOTALS))
     masks = _emit_masks(emit, by_name, tile, kinds, kv_capacity)
-    emit.place(ir_model.graph[0])
+    emit.place(before=ir_model.graph[0])
     return AlignedStep(past, totals, by_name[CU_NEW_TOKENS.name], tile, untile, masks)
 
 
 def _add_input(ir_model: "ir.Model", spec: TensorSpec) -> "ir.Value":
     import onnx_ir as ir
 
-    shape = ir.Shape([DIM_NAMES.get(word, word) if isinstance(word, str) else word for word in spec.shape])
-    value = ir.Value(name=spec.name, type=ir.TensorType(ir.DataType.INT64), shape=shape)
-    ir_model.graph.inputs.insert(_first_cache(ir_model), value)
-    return value
+    shape = [DIM_NAMES.get(word, word) if isinstance(word, str) else word for word in spec.shape]
+    return add_input(ir_model.graph, spec.name, ir.DataType.INT64, shape, _first_cache(ir_model))
 
 
 def _first_cache(ir_model: "ir.Model") -> int:
@@ -88,7 +86,6 @@ def _emit_masks(
 
     if not kinds:
         return {}
-    boolean = ir.DataType.BOOL
     one = emit.const([1], "int32")
     firsts = emit.op("Slice", inputs[CU_NEW_TOKENS.name], emit.const([0]), emit.const([-1]))
     offsets = emit.op("Sub", inputs[KV_LENS.name], emit.op("Unsqueeze", firsts, emit.const([1])))  # [B, 1]
@@ -99,11 +96,11 @@ def _emit_masks(
     masks = {}
     for group in sorted({kind.group for kind in kinds}):
         seen_to = limit if group == 1 else emit.op("Tile", limit, emit.const([1, 1, group, 1]))
-        causal = emit.op("LessOrEqual", entries, seen_to, dtype=boolean)  # seen_to: [B, 1, G*Q, 1]
+        causal = emit.op("LessOrEqual", entries, seen_to)  # seen_to: [B, 1, G*Q, 1]
         for window in sorted({kind.window for kind in kinds if kind.group == group}):
             mask = causal
             if window > 0:
                 before = emit.op("Sub", seen_to, emit.const(window, "int32"))
-                mask = emit.op("And", causal, emit.op("Greater", entries, before, dtype=boolean))
+                mask = emit.op("And", causal, emit.op("Greater", entries, before))
             masks[MaskKind(window, group)] = mask
     return masks

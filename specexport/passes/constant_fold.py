@@ -42,12 +42,12 @@ class ConstantFoldPass(CountingPass):
 
     def rewrite(self, model: ir.Model) -> int:
         """Inline, fold and simplify, then keep every constant as an initializer."""
-        from onnx_ir.passes import common
+        import onnx_ir.passes.common as common_passes
         from onnxscript import optimizer
         from onnxscript.rewriter import RewritePass
         from onnxscript.rewriter.rules import common as rules
 
-        common.InlinePass()(model)
+        common_passes.InlinePass()(model)
         before = len(model.graph)
         simplify = RewritePass([getattr(rules, name) for name in _RULES])
         for _ in range(_MAX_ROUNDS):
@@ -56,15 +56,15 @@ class ConstantFoldPass(CountingPass):
                 model, onnx_shape_inference=True, input_size_limit=_LARGE, should_fold=_should_fold
             )
             simplify(model)
-            common.RemoveUnusedNodesPass()(model)
+            common_passes.RemoveUnusedNodesPass()(model)
             if len(model.graph) == nodes:
                 break
         tidy: list[ir.passes.PassBase] = [
-            common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
-            common.RemoveUnusedOpsetsPass(),
-            common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-            common.CommonSubexpressionEliminationPass(),
-            common.NameFixPass(),
+            common_passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
+            common_passes.RemoveUnusedOpsetsPass(),
+            common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+            common_passes.CommonSubexpressionEliminationPass(),
+            common_passes.NameFixPass(),
         ]
         for step in tidy:
             step(model)

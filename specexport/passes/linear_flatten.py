@@ -1,10 +1,12 @@
 """Linear layers as products of matrices, with the weights as torch stores them."""
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from specexport.onnx_emit import Emitter, constant, lazy_weight
 from specexport.passes.base import CountingPass, constant_of
 
 
@@ -51,35 +53,20 @@ def _rewrite(graph: ir.Graph, node: ir.Node, name: str) -> None:
     depth, width = (int(size) for size in tensor.numpy().shape)
     is_own = len(list(weight.uses())) == 1
     if is_own:
-        turned = ir.LazyTensor(partial(_turned, tensor), dtype=tensor.dtype, shape=ir.Shape([width, depth]), name=name)
         del graph.initializers[str(weight.name)]
-        weight = _register(graph, turned)
-    flat = ir.node("Reshape", [x, _register(graph, _ints(f"{name}.flat", [-1, depth]))], name=f"{name}.flatten")
-    product = ir.node("Gemm", [flat.outputs[0], weight], {"transB": 1} if is_own else {}, name=f"{name}.product")
-    batch = _register(graph, _ints(f"{name}.batch", [1, -1, width]))
-    result = ir.node("Reshape", [product.outputs[0], batch], name=f"{name}.unflatten")
-    old = node.outputs[0]
-    for made, shape in ((flat, [x.shape[1], depth]), (product, [x.shape[1], width]), (result, list(old.shape or ()))):
-        made.outputs[0].shape = ir.Shape(shape)
-        made.outputs[0].type = ir.TensorType(tensor.dtype)
-    graph.insert_before(node, [flat, product, result])
-    ir.convenience.replace_all_uses_with(old, result.outputs[0])
+        weight = lazy_weight(graph, name, tensor.dtype, [width, depth], partial(_turned, tensor))
+    emit, old, tokens = Emitter(graph), node.outputs[0], x.shape[1]
+    depths = constant(graph, f"{name}.flat", np.array([-1, depth], np.int64))
+    flat = emit.op("Reshape", x, depths, dtype=tensor.dtype, shape=[tokens, depth], name=f"{name}.flatten")
+    turned: dict[str, Any] = {"transB": 1} if is_own else {}
+    product = emit.op("Gemm", flat, weight, shape=[tokens, width], name=f"{name}.product", **turned)
+    widths = constant(graph, f"{name}.batch", np.array([1, -1, width], np.int64))
+    result = emit.op("Reshape", product, widths, shape=old.shape, name=f"{name}.unflatten")
+    emit.place(before=node)
+    ir.convenience.replace_all_uses_with(old, result)
     graph.remove(node, safe=True)
-    result.outputs[0].name = old.name
+    result.name = old.name
 
 
-def _ints(name: str, values: list[int]) -> ir.TensorProtocol:
-    return ir.tensor(np.array(values, np.int64), name=name)
-
-
-def _register(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
-    value = ir.Value(name=tensor.name, type=ir.TensorType(tensor.dtype), const_value=tensor)
-    value.shape = (
-        ir.Shape(tensor.numpy().shape) if tensor.size < 16 else ir.Shape([int(str(size)) for size in tensor.shape])
-    )
-    graph.register_initializer(value)
-    return value
-
-
-def _turned(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    return ir.Tensor(np.ascontiguousarray(tensor.numpy().T), dtype=tensor.dtype)
+def _turned(tensor: ir.TensorProtocol) -> np.ndarray:
+    return np.ascontiguousarray(tensor.numpy().T)

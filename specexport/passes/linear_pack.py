@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from specexport.onnx_emit import Emitter, constant, lazy_weight
 from specexport.passes.base import CountingPass, attention_nodes, constant_of
 
 _MAX_STEPS = 64  # values looked at between a linear layer and the attention or the product that it feeds
@@ -148,10 +149,11 @@ def _join(graph: ir.Graph, group: list[Linear]) -> None:
     first = next(node for node in graph if node in {layer.matmul for layer in group})
     widths = [layer.width for layer in group]
     stem = f"{group[0].weight.name}.packed"
-    out = _packed(graph, group, stem, first)
-    sizes = _constant(graph, f"{stem}.sizes", ir.tensor(np.array(widths, np.int64)))
-    split = ir.node("Split", [out, sizes], attributes={"axis": -1}, num_outputs=len(group), name=f"{stem}.split")
-    graph.insert_before(first, split)
+    emit = Emitter(graph)
+    out = _packed(emit, group, stem)
+    sizes = constant(graph, f"{stem}.sizes", np.array(widths, np.int64))
+    split = emit.node("Split", [out, sizes], {"axis": -1}, outputs=len(group), name=f"{stem}.split")
+    emit.place(before=first)
     for layer, value in zip(group, split.outputs, strict=True):
         value.type, value.shape = layer.out.type, layer.out.shape
         value.name = f"{layer.weight.name}.part"
@@ -160,34 +162,25 @@ def _join(graph: ir.Graph, group: list[Linear]) -> None:
         del graph.initializers[str(layer.weight.name)]
 
 
-def _packed(graph: ir.Graph, group: list[Linear], stem: str, before: ir.Node) -> ir.Value:
+def _packed(emit: Emitter, group: list[Linear], stem: str) -> ir.Value:
     """The product with all weights, and the sum with all biases (nothing where a layer has none)."""
     tensors = [tensor for layer in group if (tensor := constant_of(layer.weight)) is not None]
     width, depth, dtype = sum(layer.width for layer in group), _dims(group[0].weight)[0], tensors[0].dtype
-    shape = ir.Shape([depth, width])
-    lazy = ir.LazyTensor(partial(_concatenate, tensors, dtype), dtype=dtype, shape=shape, name=stem)
-    nodes = [ir.node("MatMul", [group[0].source, _constant(graph, stem, lazy)], name=f"{stem}.matmul")]
+    weight = lazy_weight(emit.graph, stem, dtype, [depth, width], partial(_concatenate, tensors))
+    dims, kind = group[0].out.shape, group[0].out.dtype
+    shape = None if dims is None else [*dims[:-1], width]
+    out = emit.op("MatMul", group[0].source, weight, dtype=kind, shape=shape, name=f"{stem}.matmul")
+    out.name = f"{stem}.matmul.out"
     if any(layer.bias is not None for layer in group):
         parts = [
             np.zeros(layer.width, dtype.numpy()) if layer.bias is None else layer.bias.const_value.numpy()  # type: ignore[union-attr]
             for layer in group
         ]
-        bias = _constant(graph, f"{stem}.bias", ir.Tensor(np.concatenate(parts), dtype=dtype))
-        nodes.append(ir.node("Add", [nodes[0].outputs[0], bias], name=f"{stem}.add"))
-    for node in nodes:
-        value = node.outputs[0]
-        value.name, value.type = f"{node.name}.out", group[0].out.type
-        dims = group[0].out.shape
-        value.shape = None if dims is None else ir.Shape([*dims[:-1], width])
-    graph.insert_before(before, nodes)
-    return nodes[-1].outputs[0]
+        bias = constant(emit.graph, f"{stem}.bias", np.concatenate(parts))
+        out = emit.op("Add", out, bias, shape=shape, name=f"{stem}.add")
+        out.name = f"{stem}.add.out"
+    return out
 
 
-def _constant(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-    value = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)  # type: ignore[arg-type]
-    graph.initializers[name] = value
-    return value
-
-
-def _concatenate(tensors: list[ir.TensorProtocol], dtype: ir.DataType) -> ir.TensorProtocol:
-    return ir.Tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=1), dtype=dtype)
+def _concatenate(tensors: list[ir.TensorProtocol]) -> np.ndarray:
+    return np.concatenate([tensor.numpy() for tensor in tensors], axis=1)

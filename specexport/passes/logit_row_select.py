@@ -1,10 +1,11 @@
 """Only the selected rows reach the LM head, as a matrix, with the weight as it is stored."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
+from specexport.onnx_emit import Emitter, constant
 from specexport.ops.spec import DIM_NAMES
 from specexport.passes.base import CountingPass, constant_of
 from specexport_runtime.abi import LOGIT_ROWS, LOGITS
@@ -55,32 +56,28 @@ class LogitRowSelectPass(CountingPass):
         if head is None:
             return 0
         graph = model.graph
-        axis = ir.Value(name="logit_row_batch_axis", const_value=ir.tensor(np.array([0], np.int64)))
-        axis.shape, axis.type = ir.Shape([1]), ir.TensorType(ir.DataType.INT64)
-        graph.initializers[str(axis.name)] = axis
-        width, dtype = head.hidden.shape[2], head.hidden.dtype  # type: ignore[index]
+        axis = constant(graph, "logit_row_batch_axis", np.array([0], np.int64))
+        width = head.hidden.shape[2]  # type: ignore[index]
         rows_in = next(value for value in graph.inputs if value.name == LOGIT_ROWS.name)
-        tokens = _node("Squeeze", [head.hidden, axis], {}, [DIM_NAMES["T"], width], dtype)
-        rows = _node("Gather", [tokens.outputs[0], rows_in], {"axis": 0}, [DIM_NAMES["R"], width], dtype)
-        gemm = _gemm(head)
-        graph.insert_before(head.chain[0], [tokens, rows])
-        head.chain[0].replace_input_with(_index(head.chain[0], head.selected), rows.outputs[0])
-        if head.chain[0] is head.matmul:
-            gemm.replace_input_with(0, rows.outputs[0])
-        graph.insert_before(head.matmul, gemm)
+        emit = Emitter(graph)
+        tokens = emit.op("Squeeze", head.hidden, axis, shape=[DIM_NAMES["T"], width])
+        rows = emit.op("Gather", tokens, rows_in, axis=0, shape=[DIM_NAMES["R"], width])
+        emit.place(before=head.chain[0])
+        head.chain[0].replace_input_with(_index(head.chain[0], head.selected), rows)
+        gemm = _gemm(emit, head.matmul)
+        emit.place(before=head.matmul)
         self._shorten(graph, head, gemm)
         return 1
 
     @staticmethod
-    def _shorten(graph: ir.Graph, head: _Head, gemm: ir.Node) -> None:
+    def _shorten(graph: ir.Graph, head: _Head, gemm: ir.Value) -> None:
         """Put the Gemm in the MatMul's place and let the last node before the cut give the logits."""
-        ir.convenience.replace_all_uses_with(head.matmul.outputs[0], gemm.outputs[0])
-        chain = [gemm if node is head.matmul else node for node in head.chain[:-1]]
-        for node in chain:
-            shape = node.outputs[0].shape
-            if shape is not None and len(shape) == 3:
-                node.outputs[0].shape = ir.Shape(list(shape)[1:])
-        logits, last = head.squeeze.outputs[0], chain[-1].outputs[0]
+        ir.convenience.replace_all_uses_with(head.matmul.outputs[0], gemm)
+        chain = [gemm if node is head.matmul else node.outputs[0] for node in head.chain[:-1]]
+        for value in chain:
+            if value.shape is not None and len(value.shape) == 3:
+                value.shape = ir.Shape(list(value.shape)[1:])
+        logits, last = head.squeeze.outputs[0], chain[-1]
         graph.outputs[graph.outputs.index(logits)] = last
         shape, dtype = logits.shape, logits.dtype
         graph.remove([head.squeeze, head.matmul], safe=True)  # safe: also gives back their inputs
@@ -89,23 +86,14 @@ class LogitRowSelectPass(CountingPass):
         last.type = ir.TensorType(dtype) if dtype is not None else None
 
 
-def _node(
-    op_type: str, inputs: list[ir.Value], attributes: dict[str, int], shape: list[object], dtype: ir.DataType | None
-) -> ir.Node:
-    node = ir.node(op_type, inputs, attributes=attributes)
-    node.outputs[0].shape = ir.Shape(shape)  # type: ignore[arg-type]  # words and numbers
-    node.outputs[0].type = ir.TensorType(dtype) if dtype is not None else None
-    return node
-
-
-def _gemm(head: _Head) -> ir.Node:
-    rows, weight = head.matmul.inputs
+def _gemm(emit: Emitter, matmul: ir.Node) -> ir.Value:
+    rows, weight = matmul.inputs
     assert rows is not None and weight is not None  # noqa: PT018, S101 - a MatMul has both
     transposed = weight.producer()
     stored = transposed.inputs[0] if transposed is not None else weight
-    attributes = {"transB": 1} if transposed is not None else {}
-    shape = [DIM_NAMES["R"], head.matmul.outputs[0].shape[2]]  # type: ignore[index]
-    return _node("Gemm", [rows, stored], attributes, shape, head.matmul.outputs[0].dtype)  # type: ignore[list-item]
+    attributes: dict[str, Any] = {"transB": 1} if transposed is not None else {}
+    out = matmul.outputs[0]
+    return emit.op("Gemm", rows, stored, dtype=out.dtype, shape=[DIM_NAMES["R"], out.shape[2]], **attributes)  # type: ignore[index]
 
 
 def _index(node: ir.Node, value: ir.Value) -> int:

@@ -13,8 +13,8 @@ class NodeDeduplicatePass(CountingPass):
 
     def rewrite(self, model: ir.Model) -> int:
         """Merge equal nodes."""
-        from onnx_ir.passes.common import CommonSubexpressionEliminationPass
+        import onnx_ir.passes.common as common_passes
 
         before = len(model.graph)
-        CommonSubexpressionEliminationPass()(model)
+        common_passes.CommonSubexpressionEliminationPass()(model)
         return before - len(model.graph)

@@ -2,8 +2,10 @@
 
 from functools import partial
 
+import numpy as np
 import onnx_ir as ir
 
+from specexport.onnx_emit import Emitter, lazy_weight
 from specexport.passes.base import CountingPass, constant_of
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import CheckFailedError, RecipeError
@@ -58,10 +60,8 @@ class PrecisionCastPass(CountingPass):
                 continue
             if weight in model.graph.outputs or not all(self._casts_to_model(node) for node in readers):
                 continue
-            name, shape = f"{weight.name}.cast", ir.Shape(list(tensor.numpy().shape))
-            lazy = ir.LazyTensor(partial(_cast, tensor, self.dtype), dtype=self.dtype, shape=shape, name=name)
-            value = ir.Value(name=name, shape=shape, type=ir.TensorType(self.dtype), const_value=lazy)
-            model.graph.initializers[name] = value
+            make = partial(_cast, tensor, self.dtype)
+            value = lazy_weight(model.graph, f"{weight.name}.cast", self.dtype, tensor.numpy().shape, make)
             for node in readers:
                 ir.convenience.replace_all_uses_with(node.outputs[0], value)
                 model.graph.remove(node, safe=True)
@@ -79,14 +79,13 @@ class PrecisionCastPass(CountingPass):
             return 0
         position = model.graph.outputs.index(logits)
         logits.name = f"{LOGITS.name}_model_dtype"
-        cast = ir.node("Cast", [logits], attributes={"to": int(ir.DataType.FLOAT)})
-        cast.outputs[0].name = LOGITS.name
-        cast.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-        cast.outputs[0].shape = logits.shape
-        model.graph.append(cast)
-        model.graph.outputs[position] = cast.outputs[0]
+        emit = Emitter(model.graph)
+        cast = emit.cast(logits, ir.DataType.FLOAT)
+        cast.name, cast.shape = LOGITS.name, logits.shape
+        emit.place()
+        model.graph.outputs[position] = cast
         return 1
 
 
-def _cast(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:
-    return ir.Tensor(tensor.numpy().astype(dtype.numpy()), dtype=dtype)
+def _cast(tensor: ir.TensorProtocol, dtype: ir.DataType) -> np.ndarray:
+    return tensor.numpy().astype(dtype.numpy())

@@ -5,8 +5,9 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
+from specexport.onnx_emit import Emitter, lazy_weight
 from specexport.passes.base import CountingPass
-from specexport.passes.quantize_graph import CONTRIB, Emitter, lazy_weight, put_in_place
+from specexport.passes.quantize_graph import CONTRIB, put_in_place
 from specexport.passes.quantize_sites import LinearSite, find_sites
 
 BLOCK = 32
@@ -58,13 +59,13 @@ def _replace(graph: ir.Graph, site: LinearSite) -> None:
         lazy_weight(graph, part, dtype, shape, partial(_part, index, site.tensor, site.turned))
         for index, (part, dtype, shape) in enumerate(parts)
     ]
-    out = site.node.outputs[0]
-    shape = None if out.shape is None else list(out.shape)
-    result = Emitter(graph, site.node).emit(
+    emit = Emitter(graph)
+    result = emit.op(
         "MatMulNBits",
-        [site.source, *weights],
-        ir.DataType.FLOAT,
-        shape,
+        site.source,
+        *weights,
+        dtype=ir.DataType.FLOAT,
+        shape=site.node.outputs[0].shape,
         domain=CONTRIB,
         K=site.depth,
         N=site.width,
@@ -72,7 +73,7 @@ def _replace(graph: ir.Graph, site: LinearSite) -> None:
         block_size=BLOCK,
         accuracy_level=ACCURACY_LEVEL,
     )
-    put_in_place(graph, site, result)
+    put_in_place(emit, site, result)
 
 
 def _part(index: int, tensor: ir.TensorProtocol, turned: bool) -> np.ndarray:

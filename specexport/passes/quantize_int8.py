@@ -6,16 +6,17 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from specexport.onnx_emit import Emitter, constant, lazy_weight
 from specexport.ops.spec import DIM_NAMES
 from specexport.passes.base import CountingPass
-from specexport.passes.quantize_graph import Emitter, constant, lazy_weight, put_in_place
+from specexport.passes.quantize_graph import put_in_place
 from specexport.passes.quantize_sites import LinearSite, find_sites
 from specexport_runtime.abi import INPUT_IDS, LOGIT_ROWS
 
 ZERO_POINT = 128
 LARGEST = 127
 _CHUNK = 1 << 22  # weight elements worked on at a time: bounds the memory beside the weight itself
-_FLOAT, _INT64 = ir.DataType.FLOAT, ir.DataType.INT64
+_FLOAT = ir.DataType.FLOAT
 
 
 class Int8QuantizePass(CountingPass):
@@ -73,20 +74,23 @@ class _RowQuantizer:
 
     def _emit(self, site: LinearSite) -> tuple[ir.Value, ir.Value]:
         graph, source = self._graph, site.source
-        emitter = Emitter(graph, site.node)
+        emit = Emitter(graph)
         dims = None if source.shape is None else list(source.shape)
         rows = None if dims is None else [*dims[:-1], 1]
         last = constant(graph, "int8.last_axis", np.array([-1], np.int64))
         step = constant(graph, "int8.step", np.array(1 / LARGEST, np.float32))
-        magnitude = emitter.emit("Abs", [source], _FLOAT, dims)
-        largest = emitter.emit("ReduceMax", [magnitude, last], _FLOAT, rows, keepdims=1)
-        scale = emitter.emit("Mul", [largest, step], _FLOAT, rows)
-        zero = self._zero_point(rows) or self._expanded(emitter, emitter.emit("Shape", [scale], _INT64, None), rows)
+        magnitude = emit.op("Abs", source, dtype=_FLOAT, shape=dims)
+        largest = emit.op("ReduceMax", magnitude, last, shape=rows, keepdims=1)
+        scale = emit.op("Mul", largest, step, shape=rows)
+        emit.place(before=site.node)
+        zero = self._zero_point(rows) or self._expanded(emit, emit.op("Shape", scale), rows)
         # One block a row: the blocked form takes the scales as they are, where one axis would want them flattened.
         axis = -1 if dims is None else len(dims) - 1
-        quantized = emitter.emit(
-            "QuantizeLinear", [source, scale, zero], ir.DataType.UINT8, dims, axis=axis, block_size=site.depth
+        uint8 = ir.DataType.UINT8
+        quantized = emit.op(
+            "QuantizeLinear", source, scale, zero, dtype=uint8, shape=dims, axis=axis, block_size=site.depth
         )
+        emit.place(before=site.node)
         return quantized, scale
 
     def _zero_point(self, rows: list[Any] | None) -> ir.Value | None:
@@ -95,23 +99,24 @@ class _RowQuantizer:
             return None
         key = tuple(size if isinstance(size, int) else str(size.value) for size in rows)
         if key not in self._zeros:
-            emitter = Emitter(self._graph, self._graph[0])
-            parts = [self._size(emitter, size) for size in key]
+            emit = Emitter(self._graph)
+            parts = [self._size(emit, size) for size in key]
             if not all(part is not None for part in parts):
                 return None
-            shape = emitter.emit("Concat", parts, _INT64, [len(parts)], axis=0)  # type: ignore[arg-type]
-            self._zeros[key] = self._expanded(emitter, shape, rows)
+            shape = emit.op("Concat", *parts, shape=[len(parts)], axis=0)
+            self._zeros[key] = self._expanded(emit, shape, rows)
+            emit.place(before=self._graph[0])
         return self._zeros[key]
 
-    def _size(self, emitter: Emitter, size: int | str) -> ir.Value | None:
+    def _size(self, emit: Emitter, size: int | str) -> ir.Value | None:
         if isinstance(size, int):
             return constant(self._graph, f"int8.size_{size}", np.array([size], np.int64))
         name = {DIM_NAMES["T"]: INPUT_IDS.name, DIM_NAMES["R"]: LOGIT_ROWS.name}.get(size)
         source = next((value for value in self._graph.inputs if value.name == name), None)
-        return None if source is None else emitter.emit("Shape", [source], _INT64, [1])
+        return None if source is None else emit.op("Shape", source, shape=[1])
 
-    def _expanded(self, emitter: Emitter, shape: ir.Value, rows: list[Any] | None) -> ir.Value:
-        return emitter.emit("Expand", [_zero(self._graph), shape], ir.DataType.UINT8, rows)
+    def _expanded(self, emit: Emitter, shape: ir.Value, rows: list[Any] | None) -> ir.Value:
+        return emit.op("Expand", _zero(self._graph), shape, shape=rows)
 
 
 def _zero(graph: ir.Graph) -> ir.Value:
@@ -124,14 +129,12 @@ def _replace(graph: ir.Graph, site: LinearSite, source: ir.Value, row_scale: ir.
         graph, name, ir.DataType.INT8, [site.depth, site.width], partial(_quantized, site.tensor, site.turned)
     )
     scales = lazy_weight(graph, f"{name}_scale", _FLOAT, [site.width], partial(_scales, site.tensor, site.turned))
-    out = site.node.outputs[0]
-    shape = None if out.shape is None else list(out.shape)
-    emitter = Emitter(graph, site.node)
-    total = emitter.emit("MatMulInteger", [source, weight, _zero(graph)], ir.DataType.INT32, shape)
-    result = emitter.emit("Cast", [total], _FLOAT, shape, to=_FLOAT)
-    result = emitter.emit("Mul", [result, row_scale], _FLOAT, shape)
-    result = emitter.emit("Mul", [result, scales], _FLOAT, shape)
-    put_in_place(graph, site, result)
+    emit, shape = Emitter(graph), site.node.outputs[0].shape
+    total = emit.op("MatMulInteger", source, weight, _zero(graph), dtype=ir.DataType.INT32, shape=shape)
+    result = emit.op("Cast", total, dtype=_FLOAT, shape=shape, to=_FLOAT)
+    result = emit.op("Mul", result, row_scale, shape=shape)
+    result = emit.op("Mul", result, scales, shape=shape)
+    put_in_place(emit, site, result)
 
 
 def _scales(tensor: ir.TensorProtocol, turned: bool) -> np.ndarray:

@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
+from specexport.onnx_emit import lazy_weight
 from specexport.passes.base import CountingPass, constant_of
 
 
@@ -38,11 +39,9 @@ class TransposeFoldPass(CountingPass):
     def _fold(
         model: ir.Model, weight: ir.Value, tensor: ir.TensorProtocol, readers: list[ir.Node], perm: tuple[int, ...]
     ) -> None:
-        shape = ir.Shape([tensor.numpy().shape[axis] for axis in perm])
-        name = f"{weight.name}.transposed"
-        lazy = ir.LazyTensor(partial(_transposed, tensor, perm), dtype=tensor.dtype, shape=shape, name=name)
-        value = ir.Value(name=name, shape=shape, type=ir.TensorType(tensor.dtype), const_value=lazy)
-        model.graph.initializers[name] = value
+        shape = [tensor.numpy().shape[axis] for axis in perm]
+        make = partial(_transposed, tensor, perm)
+        value = lazy_weight(model.graph, f"{weight.name}.transposed", tensor.dtype, shape, make)
         for node in readers:
             ir.convenience.replace_all_uses_with(node.outputs[0], value)
             model.graph.remove(node, safe=True)
@@ -53,5 +52,5 @@ def _has_perm(node: ir.Node) -> bool:
     return node.op_type == "Transpose" and node.domain == "" and "perm" in node.attributes
 
 
-def _transposed(tensor: ir.TensorProtocol, perm: tuple[int, ...]) -> ir.TensorProtocol:
-    return ir.Tensor(np.ascontiguousarray(tensor.numpy().transpose(perm)), dtype=tensor.dtype)
+def _transposed(tensor: ir.TensorProtocol, perm: tuple[int, ...]) -> np.ndarray:
+    return np.ascontiguousarray(tensor.numpy().transpose(perm))

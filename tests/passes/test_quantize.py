@@ -83,21 +83,18 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: str, tmp_path: Path) -> N
 
 def test_one_scale_for_the_step_would_couple_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: with the scale of quantize_dynamic, the largest of the step, it does."""
-    from specexport.passes.quantize_graph import Emitter, constant
+    from specexport.onnx_emit import Emitter
 
-    emit = Emitter.emit
+    op = Emitter.op
 
-    def coupled(
-        self: Any, op_type: str, inputs: Any, dtype: Any, shape: Any, domain: str = "", **attributes: Any
-    ) -> Any:
-        output = emit(self, op_type, inputs, dtype, shape, domain, **attributes)
+    def coupled(self: Any, op_type: str, *inputs: Any, **options: Any) -> Any:
+        output = op(self, op_type, *inputs, **options)
         if op_type != "ReduceMax":
             return output
-        axes = constant(self._graph, f"test.all_{len(shape)}", np.arange(len(shape), dtype=np.int64))
-        whole = emit(self, "ReduceMax", [output, axes], dtype, None, keepdims=1)
-        return emit(self, "Max", [output, whole], dtype, shape)
+        whole = op(self, "ReduceMax", output, self.const(range(len(output.shape))), keepdims=1)
+        return op(self, "Max", output, whole, shape=output.shape)
 
-    monkeypatch.setattr(Emitter, "emit", coupled)
+    monkeypatch.setattr(Emitter, "op", coupled)
     _, layers, _ = build("qwen2", tmp_path, "int8")
     together, alone = verify_logits(tmp_path, layers, [0, 1]), verify_logits(tmp_path, layers, [0])
     assert np.abs(together[: len(VERIFY[0])] - alone).max() > 1e-2

@@ -1,0 +1,195 @@
+"""The one way in which passes and lowerings write ONNX: nodes, constants, weights and inputs.
+
+Nodes that go into a graph come from :class:`Emitter` and from nowhere else; a test holds the sources to that. Bodies of
+model-local functions are the exception: they are ONNX text, in ``specexport.lowering.functions``, which says why.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_READABLE = 8  # a constant with up to this many elements is named by them
+_SAME_AS_LAST = {"Where"}  # the operators whose dtype is that of their last input, not of their first
+_OWN_DTYPE = {"ArgMax": "INT64", "Greater": "BOOL", "IsNaN": "BOOL", "Less": "BOOL", "LessOrEqual": "BOOL"}
+_OWN_DTYPE |= {"Shape": "INT64"}  # these have one dtype, whatever they read
+
+
+class Emitter:
+    """Collects nodes for one place of a graph; ``place`` puts them there.
+
+    Args:
+        graph: the graph that gets the nodes and the constants.
+        prefix: beginning of every node's and value's name; None leaves names to the graph, which numbers them.
+
+    Attributes:
+        graph: as given.
+        nodes: what has been emitted and not been placed; those of a branch of an ``If`` go into a graph of their own.
+    """
+
+    def __init__(self, graph: "ir.Graph", prefix: str | None = None) -> None:
+        self.graph = graph
+        self.nodes: list[ir.Node] = []
+        self._prefix = prefix
+
+    def op(
+        self,
+        op_type: str,
+        *inputs: "ir.Value | None",
+        dtype: "ir.DataType | None" = None,
+        shape: "Sequence[Any] | ir.Shape | None" = None,
+        domain: str = "",
+        name: str | None = None,
+        **attributes: Any,
+    ) -> "ir.Value":
+        """One node with one output.
+
+        Args:
+            op_type: the operator.
+            inputs: what it reads; None for an optional input that is absent.
+            dtype: of the output; None for that of the first input, or what the operator always gives.
+            shape: of the output, numbers and names; None if nobody needs it.
+            domain: of the operator.
+            name: of the node, instead of one with the prefix; the output's is then left to the graph.
+            attributes: of the node.
+
+        Returns:
+            the output.
+        """
+        import onnx_ir as ir
+
+        output = self.node(op_type, inputs, attributes, domain=domain, name=name).outputs[0]
+        if dtype is None and op_type in _OWN_DTYPE:
+            dtype = ir.DataType[_OWN_DTYPE[op_type]]
+        if dtype is None:
+            source = inputs[-1] if op_type in _SAME_AS_LAST else next(value for value in inputs if value is not None)
+            dtype = None if source is None else source.dtype
+        output.type = None if dtype is None else ir.TensorType(dtype)
+        output.shape = None if shape is None else ir.Shape(shape)
+        return output
+
+    def node(
+        self,
+        op_type: str,
+        inputs: "Sequence[ir.Value | None]",
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        outputs: "int | Sequence[ir.Value]" = 1,
+        domain: str = "",
+        name: str | None = None,
+    ) -> "ir.Node":
+        """One node with any outputs, whose dtypes and shapes are left to the caller.
+
+        Args:
+            op_type: the operator, or the name of a model-local function.
+            inputs: what it reads; None for an optional input that is absent.
+            attributes: Python values, subgraphs, or attributes of another node.
+            outputs: how many there are, or the values themselves.
+            domain: of the operator.
+            name: of the node, instead of one with the prefix; the outputs' are then left to the graph.
+        """
+        import onnx_ir as ir
+
+        made = {"num_outputs": outputs} if isinstance(outputs, int) else {"outputs": outputs}
+        node = ir.node(op_type, inputs, attributes, domain=domain, name=name, **made)
+        if name is None and self._prefix is not None:
+            node.name = f"{self._prefix}.{len(self.nodes)}.{op_type}"
+            for at, value in enumerate(node.outputs if isinstance(outputs, int) else ()):
+                value.name = node.name if outputs == 1 else f"{node.name}.{at}"
+        self.nodes.append(node)
+        return node
+
+    def cast(self, value: "ir.Value", dtype: "ir.DataType") -> "ir.Value":
+        """``value`` in ``dtype``; no node where it is that already."""
+        return value if value.dtype == dtype else self.op("Cast", value, to=int(dtype), dtype=dtype)
+
+    def const(self, data: Any, dtype: str = "int64") -> "ir.Value":
+        """An initializer, the same one for the same content."""
+        array = np.asarray(data, dtype)
+        short = array.size <= _READABLE
+        content = "_".join(map(str, array.reshape(-1))) if short else hashlib.sha256(array.tobytes()).hexdigest()[:16]
+        dims = "x".join(map(str, array.shape)) or "scalar"
+        return constant(self.graph, ".".join(("const", dtype, dims, content)), array)
+
+    def reshape(self, value: "ir.Value", shape: Sequence[int]) -> "ir.Value":
+        """``value`` in ``shape``: 0 keeps a dimension, -1 is inferred."""
+        return self.op("Reshape", value, self.const(shape))
+
+    def place(self, *, before: "ir.Node | None" = None, after: "ir.Node | None" = None) -> None:
+        """Insert the nodes before or after a node, or at the graph's end."""
+        if before is not None:
+            self.graph.insert_before(before, self.nodes)
+        elif after is not None:
+            self.graph.insert_after(after, self.nodes)
+        else:
+            self.graph.extend(self.nodes)
+        self.nodes = []
+
+    def replace(self, node: "ir.Node", outputs: "Sequence[ir.Value]") -> None:
+        """Put the nodes in the place of ``node``: ``outputs`` get the readers, names, dtypes and shapes of its own."""
+        import onnx_ir as ir
+
+        ir.convenience.replace_nodes_and_values(self.graph, node, [node], self.nodes, node.outputs, outputs)
+        self.nodes = []
+
+
+def constant(graph: "ir.Graph", name: str, array: np.ndarray) -> "ir.Value":
+    """The initializer ``name`` with ``array``, made if there is none yet.
+
+    Raises:
+        ValueError: there is one with another content.
+    """
+    import onnx_ir as ir
+
+    known = graph.initializers.get(name)
+    if known is None:
+        tensor = ir.tensor(array, name=name)
+        shape = ir.Shape(array.shape)
+        known = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=shape)
+        graph.register_initializer(known)
+    elif known.const_value is None or not np.array_equal(known.const_value.numpy(), array):
+        raise ValueError(f"the graph has another constant {name}.")
+    return known
+
+
+def lazy_weight(
+    graph: "ir.Graph", name: str, dtype: "ir.DataType", shape: Sequence[int], make: Callable[[], np.ndarray]
+) -> "ir.Value":
+    """The initializer ``name``, made if there is none yet, whose data is made when the engine is written.
+
+    Args:
+        graph: the graph.
+        name: of the weight.
+        dtype: of the weight.
+        shape: of the weight.
+        make: gives the data; called again if it is asked for again, so that no second copy of a model is held.
+
+    Raises:
+        ValueError: there is one with another dtype or shape.
+    """
+    import onnx_ir as ir
+
+    known = graph.initializers.get(name)
+    if known is None:
+        dims = ir.Shape(shape)
+        lazy = ir.LazyTensor(lambda: ir.Tensor(make(), dtype=dtype), dtype=dtype, shape=dims, name=name)
+        known = ir.Value(name=name, const_value=lazy, type=ir.TensorType(dtype), shape=dims)
+        graph.register_initializer(known)
+    elif known.dtype != dtype or known.shape != ir.Shape(shape):
+        raise ValueError(f"the graph has another weight {name}.")
+    return known
+
+
+def add_input(
+    graph: "ir.Graph", name: str, dtype: "ir.DataType", shape: Sequence[int | str], at: int | None = None
+) -> "ir.Value":
+    """A new input of the graph, in front of input ``at``, or the last one."""
+    import onnx_ir as ir
+
+    value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+    graph.inputs.insert(len(graph.inputs) if at is None else at, value)
+    return value
