@@ -94,6 +94,10 @@ class EngineClosedError(SpecexportError):
     """The engine was closed, or is finishing what it has and takes no more requests."""
 
 
+class EndlessWaitError(SpecexportError):
+    """What would wait here for a request would never end, and hold up all others."""
+
+
 class QueueFullError(SpecexportError):
     """More requests wait than were allowed to; the same request may be taken later."""
 

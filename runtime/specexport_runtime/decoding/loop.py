@@ -11,9 +11,11 @@ from collections.abc import Sequence as Seq
 
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.decoding.handle import RequestHandle
-from specexport_runtime.errors import EngineClosedError, SpecexportError
+from specexport_runtime.errors import EndlessWaitError, EngineClosedError, SpecexportError
 from specexport_runtime.sequences.stats import PaddingStats, PhaseTimes
 from specexport_runtime.watch.observe import EngineLoad
+
+THREAD_NAME = "specexport-decode"
 
 
 def _close_at_exit(loop: "weakref.ref[DecodeLoop]") -> None:
@@ -52,10 +54,25 @@ class DecodeLoop:
             if self._closed:
                 raise EngineClosedError("this engine was closed, or ended by a defect.", "load it again.")
             if self._thread is None and handles:
-                thread = threading.Thread(target=self._run, name="specexport-decode", daemon=True)
+                thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
                 thread.start()  # it waits for the lock; if it cannot start, nothing was queued
                 self._thread = thread
             self._submitted.extend(handles)
+
+    def check_may_wait(self, what: str) -> None:
+        """Refuse to wait for requests where that would never end.
+
+        Args:
+            what: the call that would wait, for the message.
+
+        Raises:
+            EndlessWaitError: this is the decoding thread.
+        """
+        if threading.current_thread() is self._thread:
+            raise EndlessWaitError(
+                f"{what} waits for the decoding thread ({THREAD_NAME}), and was called in it.",
+                "in callbacks, listeners and observers call submit() only, and wait in another thread.",
+            )
 
     def cancel(self, handle: RequestHandle) -> None:
         """End a request before the next round; no effect if it is done."""
