@@ -163,7 +163,11 @@ class SpecEngine:
         return self._loop.decoder.padding
 
     def current_load(self) -> EngineLoad:
-        """How busy the engine is; may be asked from any thread at any time."""
+        """How busy the engine is; may be asked from any thread at any time.
+
+        Raises:
+            EndlessWaitError: this process was forked while requests ran.
+        """
         return self._loop.load
 
     def check_may_wait(self, what: str) -> None:
@@ -173,7 +177,7 @@ class SpecEngine:
             what: the call that would wait, for the message.
 
         Raises:
-            EndlessWaitError: this is the decoding thread.
+            EndlessWaitError: this is the decoding thread, or a process that was forked while requests ran.
         """
         self._loop.check_may_wait(what)
 

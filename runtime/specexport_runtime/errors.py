@@ -95,7 +95,7 @@ class EngineClosedError(SpecexportError):
 
 
 class EndlessWaitError(SpecexportError):
-    """What would wait here for a request would never end, and hold up all others."""
+    """Waiting here would never end: in the decoding thread, or in a process that was forked while requests ran."""
 
 
 class QueueFullError(SpecexportError):
