@@ -214,6 +214,8 @@ def load_recipe_file(path: Path) -> dict[str, Any]:
         raise RecipeError(f"the recipe {path} cannot be read ({error.strerror}).", "give a TOML file.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"the recipe {path} is not valid TOML ({error}).", "correct that line.") from error
+    except RecursionError:
+        raise RecipeError(f"the recipe {path} is nested too deeply.", "write a value a line.") from None
     values = normalize_keys(data, where=f"recipe {path}")
     for key in _PATH_KEYS:
         if isinstance(values.get(key), str):

@@ -284,6 +284,7 @@ class AsyncSpecEngine:
             InvalidRequestError: the request can never be served.
             QueueFullError: too many requests wait.
             EngineClosedError: the engine is closing.
+            EndlessWaitError: the event loop runs in a callback of this very engine.
         """
         spec = RequestSpec(prompt, params or SamplingParams(), reference, drafting)
         return (await self.submit_all([spec]))[0]
@@ -369,6 +370,7 @@ class AsyncSpecEngine:
             raise SpecexportError(
                 "this AsyncSpecEngine belongs to another event loop.", "make one in each; they may share a SpecEngine."
             )
+        self.engine.check_may_wait("AsyncSpecEngine.submit()")
         self._check_admits()
         if self.max_waiting is None:
             return

@@ -163,8 +163,23 @@ class SpecEngine:
         return self._loop.decoder.padding
 
     def current_load(self) -> EngineLoad:
-        """How busy the engine is; may be asked from any thread at any time."""
+        """How busy the engine is; may be asked from any thread at any time.
+
+        Raises:
+            EndlessWaitError: this process was forked while requests ran.
+        """
         return self._loop.load
+
+    def check_may_wait(self, what: str) -> None:
+        """Refuse to wait for a request where that would never end: in a callback, a listener or an observer.
+
+        Args:
+            what: the call that would wait, for the message.
+
+        Raises:
+            EndlessWaitError: this is the decoding thread, or a process that was forked while requests ran.
+        """
+        self._loop.check_may_wait(what)
 
     def add_observer(self, observer: EngineObserver) -> None:
         """Tell ``observer`` of every step and of the end of every request from now on; never changes what is generated.
@@ -260,7 +275,7 @@ class SpecEngine:
             prompt: a text or token ids.
             params: sampling parameters; None is greedy.
             reference: a text or token ids that lookup may copy from, besides the prompt and what was generated.
-            callback: called with each chunk in the decoding thread: keep it short.
+            callback: called with each chunk in the decoding thread: keep it short. It may submit, but not wait.
             **drafting: how to draft: ``drafter``, ``num_speculative_tokens``, ``speculation``, ``layer_rules``,
                 ``draft_exit``, ``trace``; see ``requests.Drafting``.
 
@@ -314,6 +329,7 @@ class SpecEngine:
         Raises:
             InvalidRequestError: a prompt is empty, too long or has ids out of range, or K is out of range.
             RequestFailedError: a request was ended by an exception.
+            EndlessWaitError: this is a callback, a listener or an observer: nothing would be decoded meanwhile.
         """
         return list(self.iter_results(prompts, params, references=references, **drafting))
 
@@ -326,6 +342,7 @@ class SpecEngine:
         **drafting: Unpack[Drafting],
     ) -> Iterator[GenerationResult]:
         """As :meth:`generate`, but each result comes as soon as it and those before it are finished."""
+        self.check_may_wait("SpecEngine.generate()")
         options = RequestOptions(**drafting)
         batch = as_prompts(prompts)
         each = one_each(params or SamplingParams(), len(batch), "sampling parameters")
@@ -349,7 +366,9 @@ class SpecEngine:
 
         Raises:
             InvalidRequestError: as :meth:`submit`, before the first chunk.
+            EndlessWaitError: as :meth:`generate`.
         """
+        self.check_may_wait("SpecEngine.stream()")
         return iter(self.submit(prompt, params, reference=reference, **drafting))
 
     def encode(self, prompt: Prompt) -> list[int]:

@@ -94,6 +94,10 @@ class EngineClosedError(SpecexportError):
     """The engine was closed, or is finishing what it has and takes no more requests."""
 
 
+class EndlessWaitError(SpecexportError):
+    """Waiting here would never end: in the decoding thread, or in a process that was forked while requests ran."""
+
+
 class QueueFullError(SpecexportError):
     """More requests wait than were allowed to; the same request may be taken later."""
 

@@ -1,12 +1,12 @@
 """Prompts to measure with: JSON lines, or the small set that comes with the package."""
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from specexport_runtime.cli.errors import suggest
+from specexport_runtime.cli.prompts import json_lines
 from specexport_runtime.errors import InvalidRequestError
 
 BUILTIN = Path(__file__).with_name("builtin_prompts.jsonl")
@@ -82,41 +82,19 @@ def mix_domains(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
 
 
 def _read_file(path: Path) -> Iterator[BenchPrompt]:
-    try:
-        # Not splitlines: it also breaks at characters that JSON allows inside a string.
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise InvalidRequestError(f"{path} cannot be read ({error.strerror}).", "give a readable file.") from error
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"{path} is not UTF-8 (byte offset {error.start}).", "save it as UTF-8.") from None
-    empty = True
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            empty = False
-            yield _parse_line(line, path, number)
-    if empty:
-        raise InvalidRequestError(f"{path} has no prompts.", _FORM)
-
-
-def _parse_line(line: str, path: Path, number: int) -> BenchPrompt:
-    where = f"{path}, line {number}"
-    try:
-        record = json.loads(line)
-    except ValueError:
-        raise InvalidRequestError(f"{where}: this is not JSON.", _FORM) from None
-    if not isinstance(record, dict):
-        raise InvalidRequestError(f"{where}: this is no JSON object.", _FORM)
-    text = _text(record, "prompt", where)
-    if text is None:
-        raise InvalidRequestError(f"{where}: there is no field `prompt`.", _FORM)
-    if isinstance(record.get("id"), int):
-        record["id"] = str(record["id"])
-    return BenchPrompt(
-        _text(record, "id", where) or f"{path.stem}/{number}",
-        _text(record, "domain", where) or path.stem,
-        text,
-        _text(record, "reference", where),
-    )
+    for number, record in json_lines(path):
+        where = f"{path}, line {number}"
+        text = _text(record, "prompt", where)
+        if text is None:
+            raise InvalidRequestError(f"{where}: there is no field `prompt`.", _FORM)
+        if isinstance(record.get("id"), int):
+            record["id"] = str(record["id"])
+        yield BenchPrompt(
+            _text(record, "id", where) or f"{path.stem}/{number}",
+            _text(record, "domain", where) or path.stem,
+            text,
+            _text(record, "reference", where),
+        )
 
 
 def _text(record: dict[str, Any], field: str, where: str) -> str | None:

@@ -183,7 +183,7 @@ def read_json(path: Path) -> BenchResult:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidRequestError(f"{path} cannot be read ({error.strerror}).", fix) from error
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or nested too deeply
         raise InvalidRequestError(f"{path} is not JSON.", fix) from None
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:

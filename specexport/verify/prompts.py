@@ -1,10 +1,10 @@
 """Prompts for the checks: a small built-in set of code and prose, or a JSONL file."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specexport_runtime.cli.prompts import json_lines
 from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -30,26 +30,12 @@ def read_prompts(path: Path) -> list[str]:
     Raises:
         InvalidRequestError: the file cannot be read, is not UTF-8, has no prompts, or a line has another form.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InvalidRequestError(f"{path} cannot be read ({error.strerror}).", "give a readable file.") from error
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"{path} is not UTF-8 (byte offset {error.start}).", "save it as UTF-8.") from None
     prompts = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError:
-            raise InvalidRequestError(f"{path}, line {number}: this is not JSON.", _FORM) from None
-        prompt = record.get("prompt") if isinstance(record, dict) else None
+    for number, record in json_lines(path):
+        prompt = record.get("prompt")
         if not isinstance(prompt, str) or not prompt:
             raise InvalidRequestError(f"{path}, line {number}: there is no text in a field `prompt`.", _FORM)
         prompts.append(prompt)
-    if not prompts:
-        raise InvalidRequestError(f"{path} has no prompts.", _FORM)
     return prompts
 
 

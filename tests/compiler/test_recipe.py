@@ -45,6 +45,7 @@ def test_hub_ids_stay_hub_ids(tmp_path: Path) -> None:
         ('lookahead = "4"\n', ["lookahead is '4', not a whole number"]),
         ('lookahead = true\n', ["lookahead is True"]),
         ('lookahead = \n', ["not valid TOML"]),
+        ("lookahead = " + "[" * 10_000 + "]" * 10_000, ["nested too deeply"]),
         ('trust_remote_code = 1\n', ["trust_remote_code is 1, not true or false"]),
         ('draft_revision = "main"\n', ["draft_revision is given and draft is not"]),
         ('max_model_len = "all"\n', ["max_model_len is 'all'"]),

@@ -152,6 +152,30 @@ def test_bad_prompt_files(run, tmp_path):
     assert "both given" in refuse(run, PROMPT, "--prompt-file", path)
 
 
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["def \udcff", "--max-tokens", 4], "the prompt is no text: character 5 is '\\udcff'"),
+        ([PROMPT, "--stop", "\ud800"], "a stop text is no text"),
+        (["--chat", "\udcff"], "chat template"),
+        (["--prompt-file", "\udcff"], "\\udcff cannot be read"),
+        ([PROMPT, "--drafter", "\udcff"], "there is no drafter '\\udcff'"),
+        ([PROMPT, "--\udcff"], "no such option '--\\udcff'"),
+    ],
+)
+def test_an_argument_that_is_not_utf8_is_one_line(run, args, words):
+    """What is not UTF-8 comes as halves of surrogate pairs."""
+    assert words in refuse(run, *args)
+
+
+def test_a_real_argument_that_is_not_utf8(demo_bundle):
+    command = [sys.executable, "-m", "specexport_runtime", "generate", str(demo_bundle), b"def \xff"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr.startswith(b"error: the prompt is no text")
+    assert done.stderr.count(b"\n") == 1
+
+
 def test_module_entry_point_and_unknown_command():
     command = [sys.executable, "-m", "specexport_runtime"]
     shown = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)

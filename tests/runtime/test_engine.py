@@ -255,3 +255,17 @@ def test_a_default_that_the_target_cannot_honour_is_refused_at_load(demo_bundle)
     stats = engine.generate("def f(x):", SamplingParams(max_tokens=24, ignore_eos=True))[0].stats
     assert max(stats.accepted_histogram) <= 3
     assert stats.layer_choice is not None
+
+
+@pytest.mark.parametrize("text", ["w1 \ud800", "\udcff", "é \udfff"])
+def test_halves_of_surrogate_pairs_are_no_text(engine, text):
+    asks = (
+        lambda: engine.generate(text),
+        lambda: engine.submit("w1", drafter="lookup", reference=text),
+        lambda: engine.submit("w1", SamplingParams(stop=("fine", text))),
+        lambda: engine.encode(text),
+    )
+    for ask in asks:
+        with pytest.raises(InvalidRequestError, match=r"is no text: character \d is '\\ud") as caught:
+            ask()
+        assert "UTF-8" in caught.value.hint

@@ -257,6 +257,53 @@ def test_a_large_head_is_refused(fake_served):
         assert b"431 Request Header Fields Too Large" in wire.rest()
 
 
+def head_of(size: int) -> bytes:
+    begin = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: "
+    return begin.ljust(size - 4, b"x") + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_limit_of_a_head_is_exact_however_it_comes(fake_served, parts):
+    with Wire(fake_served.port) as wire:
+        for size in (connection.MAX_HEAD_BYTES, connection.MAX_HEAD_BYTES, connection.MAX_HEAD_BYTES + 1):
+            head = head_of(size)
+            assert len(head) == size
+            for at in range(parts):
+                wire.send(head[at * size // parts : (at + 1) * size // parts])
+                time.sleep(0.01 * (parts - 1))
+            reply = wire.reply()
+            if size <= connection.MAX_HEAD_BYTES:
+                assert reply.status == 200
+            else:
+                assert (reply.status, reply.code) == (431, "head_too_large")
+        assert wire.rest() == b""
+
+
+def test_a_large_body_that_comes_with_its_head_is_no_head(fake_served):
+    body = json.dumps(ASK).encode().ljust(4 * connection.MAX_HEAD_BYTES)
+    with Wire(fake_served.port) as wire:
+        for _ in range(2):
+            wire.post(body)
+            assert wire.reply().status == 200
+
+
+@pytest.mark.parametrize("chunk", [b"zz\r\n", b"-1\r\n", b"1" * 30 + b"\r\n", b"2\r\n{}!!"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_bad_chunk_gets_an_answer(fake_served, chunk, at_once):
+    head = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+    with Wire(fake_served.port) as wire:
+        if at_once:
+            wire.send(head + chunk)
+        else:
+            wire.send(head + b"1\r\n{\r\n")
+            wait_for(lambda: any(each.cycle is not None for each in fake_served._server.server_state.connections))
+            wire.send(chunk)
+        reply = wire.reply()
+        assert (reply.status, reply.code) == (400, "bad_http")
+        assert wire.rest() == b""
+    wait_for(lambda: not fake_served._server.server_state.tasks)
+
+
 def test_what_is_no_http_gets_an_answer_in_our_shape(fake_served):
     with Wire(fake_served.port) as wire:
         wire.send(b"\x16\x03\x01 hello\r\n\r\n")

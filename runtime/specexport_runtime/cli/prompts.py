@@ -4,9 +4,12 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.requests.checks import check_text
+
+_FORM = 'write one object a line: {"prompt": "…"}.'
 
 
 class PromptItem(NamedTuple):
@@ -63,6 +66,40 @@ def read_text(path: Path) -> str:
         raise InvalidRequestError(f"{path} cannot be read: {error.strerror}.", "give a readable UTF-8 file.") from error
 
 
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The JSON objects of a UTF-8 file of one a line, with or without a byte order mark.
+
+    Yields:
+        the line's number and its object. Its texts can be encoded. Lines that are blank are left out.
+
+    Raises:
+        InvalidRequestError: the file cannot be read, is not UTF-8, has a line of another form, or has no objects.
+    """
+    empty = True
+    # Not splitlines: it also breaks at characters that JSON allows inside a string.
+    for number, line in enumerate(read_text(path).removeprefix("\ufeff").split("\n"), start=1):
+        if line.strip():
+            empty = False
+            yield number, _parse(line, f"{path}, line {number}")
+    if empty:
+        raise InvalidRequestError(f"{path} has no prompts.", _FORM)
+
+
+def _parse(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise InvalidRequestError(f"{where}: this is nested too deeply.", _FORM) from None
+    except ValueError:
+        raise InvalidRequestError(f"{where}: this is not JSON.", _FORM) from None
+    if not isinstance(record, dict):
+        raise InvalidRequestError(f"{where}: this is no JSON object.", _FORM)
+    for name, value in record.items():
+        if isinstance(value, str):
+            check_text(value, f"{where}: `{name}`")
+    return record
+
+
 def _decode(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8")
@@ -73,25 +110,13 @@ def _decode(data: bytes, where: str) -> str:
 
 
 def _read_jsonl(path: Path) -> Iterator[PromptItem]:
-    empty = True
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            text, reference = record["prompt"], record.get("reference")
-        except (ValueError, TypeError, KeyError) as error:
-            raise InvalidRequestError(
-                f"{path}, line {number}: no JSON object with a field `prompt` ({type(error).__name__}).",
-                'write one object a line: {"prompt": "…"}.',
-            ) from None
+    for number, record in json_lines(path):
+        where = f"{path}, line {number}"
+        text, reference = record.get("prompt"), record.get("reference")
+        if "prompt" not in record:
+            raise InvalidRequestError(f"{where}: there is no field `prompt`.", _FORM)
         if not isinstance(text, str):
-            raise InvalidRequestError(f"{path}, line {number}: `prompt` is not a text.", "write it as a JSON string.")
+            raise InvalidRequestError(f"{where}: `prompt` is not a text.", "write it as a JSON string.")
         if not isinstance(reference, str | None):
-            raise InvalidRequestError(
-                f"{path}, line {number}: `reference` is not a text.", "write it as a JSON string."
-            )
-        empty = False
+            raise InvalidRequestError(f"{where}: `reference` is not a text.", "write it as a JSON string.")
         yield PromptItem(text, reference)
-    if empty:
-        raise InvalidRequestError(f"{path} has no prompts.", 'write one object a line: {"prompt": "…"}.')

@@ -28,8 +28,10 @@ class RequestListener(Protocol):
         ...
 
 
-class _Canceller(Protocol):
+class _Loop(Protocol):
     def cancel(self, handle: "RequestHandle") -> None: ...
+
+    def check_may_wait(self, what: str) -> None: ...
 
 
 class RequestHandle:
@@ -38,7 +40,7 @@ class RequestHandle:
     Args:
         prompt: the prompt as it was given.
         sequence: its state; only the decoding thread touches it before ``done``.
-        loop: where to cancel it.
+        loop: what decodes it; where to cancel it.
         stream: keep chunks for iteration.
         callback: called with each chunk, in the decoding thread; an exception in it ends this request alone.
         listener: told of each chunk, and of the end.
@@ -48,7 +50,7 @@ class RequestHandle:
         self,
         prompt: Prompt,
         sequence: Sequence,
-        loop: _Canceller,
+        loop: _Loop,
         *,
         stream: bool = False,
         callback: Callback | None = None,
@@ -83,9 +85,12 @@ class RequestHandle:
 
         Raises:
             TimeoutError: it is not done in time. The request goes on.
+            EndlessWaitError: it is not done, and this is a callback, a listener or an observer: it never would be.
             RequestFailedError: it was ended by an exception, which is the cause.
             SpecexportError: that exception itself, if it is one of ours.
         """
+        if timeout != 0 and not self.done:
+            self._loop.check_may_wait("RequestHandle.result()")
         if not self._done.wait(timeout):
             raise TimeoutError(f"the request was not done after {timeout} s.")
         self._raise_error()
@@ -94,12 +99,16 @@ class RequestHandle:
     def __iter__(self) -> Iterator[StreamChunk]:
         """Chunks as they come, until the one with a ``finish_reason``; raises what :meth:`result` raises.
 
-        Closing the iterator early cancels the request.
+        In the decoding thread only what is there can be read. Closing the iterator early cancels the request.
         """
         if self._chunks is None:
             raise SpecexportError("this request does not stream.", "use submit() or stream().")
         try:
-            while (chunk := self._chunks.get()) is not None:
+            while True:
+                if self._chunks.empty():
+                    self._loop.check_may_wait("iterating over a RequestHandle")
+                if (chunk := self._chunks.get()) is None:
+                    break
                 yield chunk
             self._raise_error()
         finally:

@@ -4,6 +4,7 @@ Requests of any thread join the running batch between two rounds. What a request
 what an engine raises ends the requests that were running, and the next ones start afresh.
 """
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -11,9 +12,23 @@ from collections.abc import Sequence as Seq
 
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.decoding.handle import RequestHandle
-from specexport_runtime.errors import EngineClosedError, SpecexportError
+from specexport_runtime.errors import EndlessWaitError, EngineClosedError, SpecexportError
 from specexport_runtime.sequences.stats import PaddingStats, PhaseTimes
 from specexport_runtime.watch.observe import EngineLoad
+
+THREAD_NAME = "specexport-decode"
+
+_loops: "weakref.WeakSet[DecodeLoop]" = weakref.WeakSet()
+"""Only for forks, of which Python tells functions that cannot be forgotten again."""
+
+
+def _after_fork() -> None:
+    for loop in _loops:
+        loop.after_fork()
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _close_at_exit(loop: "weakref.ref[DecodeLoop]") -> None:
@@ -39,6 +54,8 @@ class DecodeLoop:
         self._handles: dict[int, RequestHandle] = {}
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._orphaned = False  # this process is a child, and the thread stayed in its parent
+        _loops.add(self)
         # The interpreter must not come down around a thread that is inside an engine.
         weakref.finalize(self, _close_at_exit, weakref.ref(self))
 
@@ -47,25 +64,50 @@ class DecodeLoop:
 
         Raises:
             EngineClosedError: the loop was closed.
+            EndlessWaitError: this process was forked while requests ran.
         """
+        self._check_process()
         with self._lock:
             if self._closed:
                 raise EngineClosedError("this engine was closed, or ended by a defect.", "load it again.")
             if self._thread is None and handles:
-                thread = threading.Thread(target=self._run, name="specexport-decode", daemon=True)
+                thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
                 thread.start()  # it waits for the lock; if it cannot start, nothing was queued
                 self._thread = thread
             self._submitted.extend(handles)
 
+    def check_may_wait(self, what: str) -> None:
+        """Refuse to wait for requests where that would never end.
+
+        Args:
+            what: the call that would wait, for the message.
+
+        Raises:
+            EndlessWaitError: this is the decoding thread, or a process that was forked while requests ran.
+        """
+        self._check_process()
+        if threading.current_thread() is self._thread:
+            raise EndlessWaitError(
+                f"{what} waits for the decoding thread ({THREAD_NAME}), and was called in it.",
+                "in callbacks, listeners and observers call submit() only, and wait in another thread.",
+            )
+
     def cancel(self, handle: RequestHandle) -> None:
-        """End a request before the next round; no effect if it is done."""
+        """End a request before the next round; no effect if it is done, or another process decodes it."""
+        if self._orphaned:
+            return
         with self._lock:
             if not handle.done:
                 self._cancelled.append(handle)
 
     @property
     def load(self) -> EngineLoad:
-        """How busy the decoder is, with what it has not taken in yet; may be asked from any thread."""
+        """How busy the decoder is, with what it has not taken in yet; may be asked from any thread.
+
+        Raises:
+            EndlessWaitError: this process was forked while requests ran.
+        """
+        self._check_process()
         with self._lock:  # nobody is between the two queues
             load = self.decoder.load
             return load._replace(num_waiting=load.num_waiting + len(self._submitted))
@@ -77,6 +119,7 @@ class DecodeLoop:
             SpecexportError: a request has not ended.
             Exception: whatever ``check`` raises.
         """
+        self._check_process()
         with self._lock:
             busy = len(self._handles) + len(self._submitted)
             if busy:
@@ -86,11 +129,14 @@ class DecodeLoop:
     def close(self, release: Callable[[], object] = lambda: None) -> None:
         """Cancel everything and wait for the thread to end. Requests are refused from now on.
 
-        In the decoding thread itself, in a callback, it returns at once, and the thread ends after the round.
+        In the decoding thread itself, in a callback, it returns at once, and the thread ends after the round. In a
+        process that was forked while requests ran nothing is done: the engines' own threads stayed in the parent too.
 
         Args:
             release: called when the thread has ended, or is about to.
         """
+        if self._orphaned:
+            return
         with self._lock:
             self._closed = True
             self._cancelled.extend([*self._handles.values(), *self._submitted])
@@ -101,6 +147,18 @@ class DecodeLoop:
         if thread is not None:
             thread.join()
         release()
+
+    def after_fork(self) -> None:
+        """This process was forked: a thread of the parent may have held the lock, and none of them is here."""
+        self._lock = threading.Lock()
+        self._orphaned = self._orphaned or self._thread is not None
+
+    def _check_process(self) -> None:
+        if self._orphaned:
+            raise EndlessWaitError(
+                f"this process was forked while requests ran, and the decoding thread ({THREAD_NAME}) is the parent's.",
+                "load the engine in the child, or fork while it is idle.",
+            )
 
     def _run(self) -> None:
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.checks import check_token_ids, check_token_range
+from specexport_runtime.requests.checks import check_text, check_token_ids, check_token_range
 from specexport_runtime.requests.drafting import Abilities, DraftDefaults, DraftPlan, RequestOptions, resolve_draft_plan
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
@@ -48,11 +48,12 @@ class RequestBuilder:
             add_special_tokens: put what the tokenizer adds (a beginning-of-sequence token, say) around a text.
 
         Raises:
-            InvalidRequestError: the prompt is empty, too long for the engine, or has ids out of range.
+            InvalidRequestError: the prompt is empty, no text, too long for the engine, or has ids out of range.
         """
         if not len(prompt):
             ids = []
         elif isinstance(prompt, str):
+            check_text(prompt, "the prompt")
             ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
         else:
             ids = _plain(prompt)
@@ -63,11 +64,12 @@ class RequestBuilder:
         """Token ids of a reference text, without special tokens; none for None or an empty text.
 
         Raises:
-            InvalidRequestError: it has ids out of range.
+            InvalidRequestError: it is no text, or has ids out of range.
         """
         if reference is None or not len(reference):
             return []
         if isinstance(reference, str):
+            check_text(reference, "the reference")
             ids: list[int] = self.tokenizer.encode(reference, add_special_tokens=False).ids
             return ids
         ids = _plain(reference)
@@ -108,6 +110,8 @@ class RequestBuilder:
             rules.check_layers(self.abilities.num_layers)
         elif options.layer_rules is not None:
             raise InvalidRequestError("layer rules are for drafting with the target itself.", "use drafter 'self'.")
+        for text in params.stop_strings:
+            check_text(text, "a stop text")
         exit_params = self._exit_params(options, plan)
         return Sequence(
             index,

@@ -6,6 +6,30 @@ from typing import Any
 from specexport_runtime.errors import InvalidRequestError
 
 
+def check_text(text: str, what: str) -> None:
+    """Refuse a text with halves of surrogate pairs: no tokenizer takes them.
+
+    That is what Python makes of a byte of an argument that is not UTF-8, and JSON of an escape for one half.
+
+    Args:
+        text: the text.
+        what: what it is, for the message.
+
+    Raises:
+        InvalidRequestError: names the first one.
+    """
+    if text.isascii():
+        return
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{what} is no text: character {error.start + 1} is {text[error.start]!r}, half a surrogate pair or a byte "
+            "that is not UTF-8.",
+            "give text in UTF-8.",
+        ) from None
+
+
 def check_token_ids(ids: Seq[int], *, vocab_size: int, max_model_len: int) -> None:
     """Refuse a prompt that is empty, has ids outside the vocabulary, or leaves no room for a generated token.
 

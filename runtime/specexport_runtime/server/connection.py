@@ -43,7 +43,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._incoming: asyncio.TimerHandle | None = None  # what arrives must be complete by then
         self._unread: asyncio.TimerHandle | None = None  # what was sent must be read by then
         self._in_head = self._in_message = False
-        self._head_bytes = 0
+        self._head_bytes = self._begun = 0
         self._deaf = False
 
     @property
@@ -68,23 +68,33 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take in bytes; too large a head ends the connection."""
-        if self._deaf:
-            return
-        was_in_head = self._in_head
-        super().data_received(data if self._in_message else without_upgrade(data))
-        if self.transport.is_closing():
-            return
-        if was_in_head and self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
+        """Take in bytes; too large a head ends the connection, however many of them come at once."""
+        while data and not self._deaf and not self.transport.is_closing():
+            room = MAX_HEAD_BYTES - (self._head_bytes if self._in_head else 0)
+            if not room:
                 self._refuse(431, f"the head of a request may have up to {MAX_HEAD_BYTES} bytes.", "head_too_large")
-        elif self._incoming is None and not self._answering:  # an empty line keeps no connection open
+                return
+            self._feed(data[:room])
+            data = data[room:]
+        if self._deaf or self.transport.is_closing() or self._in_head:
+            return
+        if self._incoming is None and not self._answering:  # an empty line keeps no connection open
             self._arm(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _feed(self, data: bytes) -> None:
+        """Parse bytes, and count those of a head that is not complete.
+
+        Those before a head that began among them, after another request, are not told from its own: none is counted.
+        """
+        was_in_head, was_in_message, self._begun = self._in_head, self._in_message, 0
+        super().data_received(data if was_in_message else without_upgrade(data))
+        if self._in_head and self._begun == (0 if was_in_head else 1) and was_in_head == was_in_message:
+            self._head_bytes += len(data)
 
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
+        self._begun += 1
         self._in_head, self._in_message, self._head_bytes = True, True, 0
         if not self._answering:
             self._arm(HEAD_TIMEOUT_S, self._head_is_late)
@@ -130,7 +140,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._wait_for_reader()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP; never into the middle of another answer."""
+        """Answer what is no HTTP; never into the middle of an answer, nor in place of an earlier request's."""
         self._refuse(400, msg, "bad_http")
 
     def pause_writing(self) -> None:
@@ -171,7 +181,14 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        if not self._answering and not self.transport.is_closing():
+        in_body = self._in_message and not self._in_head
+        if self._answering and in_body and not self.cycle.response_started:
+            self.cycle.disconnected = True  # this is the answer to it; the application is told to leave
+            self.cycle.message_event.set()
+        elif self._answering:
+            self.transport.close()
+            return
+        if not self.transport.is_closing():
             self.transport.write(raw_answer(status, message, code))
         self.transport.close()
 
