@@ -372,9 +372,10 @@ def test_a_real_file_that_was_altered_is_not_used(name: str, bundle: Bundle, sto
 SCRIPT = """
 import sys
 from pathlib import Path
-from specexport_runtime import prepacked, user_cache
-from specexport_runtime.batch import ModelRunner, RowWork
-from specexport_runtime.bundle import load_bundle
+from specexport_runtime.bundle.opened import load_bundle
+from specexport_runtime.executors import prepacked
+from specexport_runtime.executors.open import open_executor
+from specexport_runtime.packing.batch import ModelRunner, RowWork
 bundle = load_bundle(Path(sys.argv[1]), max_num_seqs=1)
 print("ready", flush=True)
 sys.stdin.readline()
