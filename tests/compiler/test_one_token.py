@@ -47,7 +47,7 @@ def test_prepacked_weights_are_kept_for_both_graphs(
     opened: list[str | None] = []
     original = ort_session.open_session
 
-    def note(path: Path, num_threads: int, spin: bool, engine_hash: str | None = None) -> Any:
+    def note(path: Path, num_threads: int, spin: bool, engine_hash: str | None = None, **_: object) -> Any:
         opened.append(engine_hash)
         return original(path, num_threads, spin)
 

@@ -188,16 +188,6 @@ def test_a_neighbours_exit_changes_nothing():
     assert len({len(proposal.tokens) for proposal in together}) > 1
 
 
-def test_a_draft_that_is_no_number_ends_and_costs_a_rejection():
-    target, draft = make_target(), make_draft("good")
-    broken = draft.logits_after
-    draft.logits_after = lambda tokens, mask=None: broken(tokens, mask) * np.float32("nan")
-    seq = make_sequence(0, [3], SamplingParams(max_tokens=20), draft_exit=DraftExit(DraftExitParams(gamma=0.5)))
-    run(make_decoder(target, draft, 4), [seq])
-    assert seq.output == greedy_reference(target, [3], 20)
-    assert set(seq.stats.accepted_histogram) <= {0, 1}
-
-
 @pytest.mark.parametrize("lookahead", [1, 3, 8])
 @pytest.mark.parametrize("gamma", [0.3, 0.6, 1.0])
 def test_greedy_text_equals_plain_greedy(gamma, lookahead):

@@ -12,15 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specexport_runtime import user_cache
 from specexport_runtime.bundle.opened import Bundle, load_bundle
 from specexport_runtime.executors import prepacked
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.executors.open import open_executor as open_engine
 from specexport_runtime.executors.ort import OrtExecutor
-from specexport_runtime.executors.prepacked import DATA_NAME, GRAPH_NAME, PrepackedEngine, prune
+from specexport_runtime.executors.prepacked import DATA_NAME, GRAPH_NAME, PrepackedEngine, UnprovenError, prune
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 
-ENGINE = PrepackedEngine("a" * 64, 20_000_000)
+ENGINE = PrepackedEngine("a" * 64, 20_000_000, (1, 5))
 DiskUsage = namedtuple("DiskUsage", "total used free")
 
 
@@ -32,11 +33,13 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Files:
-    """Writes and reads small files in the place of an engine's."""
+    """Writes, proves and reads small files in the place of an engine's."""
 
     def __init__(self) -> None:
         self.written = 0
         self.fail: Exception | None = None
+        self.wrong: str | None = None
+        self.proved: list[tuple[int, ...]] = []
 
     def write(self, folder: Path) -> None:
         self.written += 1
@@ -45,11 +48,17 @@ class Files:
             raise self.fail
         (folder / DATA_NAME).write_text("weights")
 
+    def prove(self, folder: Path, widths: tuple[int, ...]) -> None:
+        assert self.read(folder) == "graphweights"
+        self.proved.append(widths)
+        if self.wrong is not None:
+            raise UnprovenError(self.wrong)
+
     def read(self, folder: Path) -> str:
         return (folder / GRAPH_NAME).read_text() + (folder / DATA_NAME).read_text()
 
     def load(self, engine: PrepackedEngine = ENGINE) -> str | None:
-        loaded: str | None = engine.load(write=self.write, read=self.read)
+        loaded: str | None = engine.load(write=self.write, prove=self.prove, read=self.read)
         return loaded
 
 
@@ -93,7 +102,7 @@ def test_a_file_that_cannot_be_opened_is_made_again(files: Files, caplog: pytest
             raise RuntimeError("wrong magic")
         return files.read(folder)
 
-    assert ENGINE.load(write=files.write, read=refuse_once) == "graphweights"
+    assert ENGINE.load(write=files.write, prove=files.prove, read=refuse_once) == "graphweights"
     assert files.written == 2
     assert "wrong magic" in caplog.text
 
@@ -102,8 +111,63 @@ def test_a_file_that_never_opens_leaves_the_ordinary_way(files: Files, caplog: p
     def refuse(_: Path) -> str:
         raise RuntimeError("wrong magic")
 
-    assert ENGINE.load(write=files.write, read=refuse) is None
+    assert ENGINE.load(write=files.write, prove=files.prove, read=refuse) is None
     assert caplog.text.count("wrong magic") == 1
+
+
+def test_a_file_that_computes_something_else_is_not_kept_nor_made_again(
+    files: Files, store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files.wrong = "they give other logits in a step of 5 tokens"
+    assert files.load() is None
+    assert caplog.text.count(files.wrong) == 1
+    assert str(store / ENGINE.key) in caplog.text
+    assert [path.name for path in (store / ENGINE.key).iterdir()] == ["record.json"]
+    user_cache._warned.clear()  # another process
+    files.wrong = None
+    assert [files.load(), files.load()] == [None, None]
+    assert files.written == len(files.proved) == len(caplog.records) == 1
+    shutil.rmtree(store / ENGINE.key)  # as the message says
+    assert files.load() == "graphweights"
+
+
+def test_a_processor_that_computes_right_is_not_refused_for_another(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.wrong = "they give other logits in a step of 5 tokens"
+    files.load()
+    files.wrong = None
+    monkeypatch.setattr(prepacked, "packing_key", lambda: "the next onnxruntime")
+    assert files.load() == "graphweights"
+
+
+def test_a_proof_that_breaks_off_says_nothing_about_the_file(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+    def break_off(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    assert ENGINE.load(write=files.write, prove=break_off, read=files.read) is None
+    assert "out of memory" in caplog.text
+    assert files.load() == "graphweights"
+
+
+def test_a_file_is_proved_at_the_widths_of_every_bundle_that_uses_it(files: Files) -> None:
+    wider = PrepackedEngine(ENGINE.engine_hash, ENGINE.weight_bytes, (1, 9))
+    assert wider.key == ENGINE.key
+    for engine in (ENGINE, wider, ENGINE, wider):
+        assert files.load(engine) == "graphweights"
+    assert files.proved == [(1, 5), (1, 5, 9)]
+
+
+@pytest.mark.parametrize("widths", [None, 5, ["one", {}], "15"])
+def test_a_file_that_was_never_proved_is_made_again(widths: object, files: Files, store: Path) -> None:
+    files.load()
+    path = store / ENGINE.key / "record.json"
+    record = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({**record, "widths": widths} if widths else {k: record[k] for k in record if k != "widths"})
+    )
+    assert files.load() == "graphweights"
+    assert files.proved == [(1, 5), (1, 5)]
 
 
 def test_another_processor_or_version_never_gets_the_file(
@@ -308,9 +372,10 @@ def test_a_real_file_that_was_altered_is_not_used(name: str, bundle: Bundle, sto
 SCRIPT = """
 import sys
 from pathlib import Path
-from specexport_runtime import prepacked
-from specexport_runtime.batch import ModelRunner, RowWork
-from specexport_runtime.bundle import load_bundle
+from specexport_runtime.bundle.opened import load_bundle
+from specexport_runtime.executors import prepacked
+from specexport_runtime.executors.open import open_executor
+from specexport_runtime.packing.batch import ModelRunner, RowWork
 bundle = load_bundle(Path(sys.argv[1]), max_num_seqs=1)
 print("ready", flush=True)
 sys.stdin.readline()

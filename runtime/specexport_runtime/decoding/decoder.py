@@ -272,6 +272,8 @@ class Decoder:
             begin = self.target.logit_starts[seq.row - first_row]
             end = begin + len(proposal.tokens) + 1
             try:
+                if proposal.error is not None:
+                    raise proposal.error
                 if seq.sampler.is_plain_greedy:
                     verdict = accept_argmax(proposal, greedy[begin:end])
                 else:

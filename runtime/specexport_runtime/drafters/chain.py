@@ -65,8 +65,9 @@ class ChainDrafter:
                 if not limit:
                     continue
                 seq, proposal = sequences[i], found[i]
-                plans[i] = [] if proposal.tokens else plans[i][1:]
-                if proposal.tokens:
+                settled = bool(proposal.tokens) or proposal.error is not None
+                plans[i] = [] if settled else plans[i][1:]
+                if settled:
                     proposals[i] = proposal if proposal.drafter == name else proposal._replace(drafter=name)
                 if i in traces:
                     traces[i].append(Asked(name, *self._allowed(seq, name, limit, allowed[i])))

@@ -6,11 +6,14 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from specexport_runtime.executors.base import Float32Array, StepOutput, Want
+from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.distribution import Distribution, sample_token
 from specexport_runtime.sequences.records import DraftEnd, Proposal
 from specexport_runtime.sequences.sequence import Sequence
+
+_NAN = "the draft's logits contain NaN."
 
 
 class Draft:
@@ -24,6 +27,7 @@ class Draft:
         tokens: draft tokens so far.
         distributions: what each was drawn from; None for a greedy sequence.
         has_exited: it ended because the model was no longer sure.
+        error: what came of drawing a token from the model's logits, if that failed: they were no numbers, say.
     """
 
     def __init__(self, sequence: Sequence, limit: int) -> None:
@@ -31,11 +35,12 @@ class Draft:
         self.tokens: list[int] = []
         self.distributions: list[Distribution] | None = None if sequence.sampler.is_greedy else []
         self.has_exited = False
+        self.error: Exception | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether it takes more tokens."""
-        return len(self.tokens) < self.limit and not self.has_exited
+        return len(self.tokens) < self.limit and not self.has_exited and self.error is None
 
     @property
     def needs_logits(self) -> bool:
@@ -48,13 +53,16 @@ class Draft:
 
         The token is kept then: its step was paid for, and to leave it out because of *what it is* would make the text
         follow another distribution.
+
+        Raises:
+            CheckFailedError: the logits hold NaN or +inf.
+            InvalidRequestError: every token is banned.
         """
         seq, top = self.sequence, 1.0
         draft_exit = seq.draft_exit if len(self.tokens) + 1 < self.limit else None
         if self.distributions is None:
-            # A NaN in a draft of a plain sequence is a wrong guess: it costs a rejection, nothing else.
             plain = seq.sampler.is_plain_greedy
-            token = int(logits.argmax()) if plain else seq.sampler.greedy_token(logits, self.tokens)
+            token = _plain_greedy(logits) if plain else seq.sampler.greedy_token(logits, self.tokens)
             if draft_exit is not None:  # with penalties: of the token they chose, but before them
                 top = _probability(logits, token)
         else:
@@ -72,6 +80,8 @@ class Draft:
         Args:
             drafter: name of the drafter in draft plans.
         """
+        if self.error is not None:
+            return Proposal([], None, "none", drafter, error=_named(self.error, drafter))
         if not self.tokens:
             return Proposal([], self.distributions, "none")
         end: DraftEnd = "exit" if self.has_exited else "lookahead"
@@ -95,11 +105,16 @@ def run_drafts(
         work = [(draft.sequence.row, pending(draft.sequence, draft.tokens)) for draft in active]
         if any(draft.needs_logits for draft in active):
             for draft, row in zip(active, _step(runner, work, "logits")[:, :vocab_size], strict=True):
-                draft.draw(row)
+                try:
+                    draft.draw(row)
+                except Exception as error:  # whatever it is, it concerns this sequence alone
+                    draft.error = error
         else:
             for draft, token in zip(active, _step(runner, work, "token_ids").tolist(), strict=True):
-                # An id that may not be drafted, or none (a NaN): a wrong guess costs a rejection, nothing else.
-                draft.tokens.append(token if 0 <= token < vocab_size else 0)
+                if token == NO_TOKEN:
+                    draft.error = CheckFailedError(_NAN)
+                else:  # an id that may not be drafted: a wrong guess costs a rejection, nothing else
+                    draft.tokens.append(token if token < vocab_size else 0)
 
 
 def _step(runner: ModelRunner, fed: Seq[tuple[int, list[int]]], want: Want) -> StepOutput:
@@ -114,6 +129,25 @@ def _step(runner: ModelRunner, fed: Seq[tuple[int, list[int]]], want: Want) -> S
     if len(output) > len(fed):  # a runner that pads its input returns logits of padding too
         output = output[[runner.logit_starts[row - first] for row, _ in fed]]
     return output
+
+
+def _plain_greedy(logits: Float32Array) -> int:
+    """The likeliest token; as with the target's, one look finds any NaN: the first one counts as the largest."""
+    token = int(logits.argmax())
+    best = logits[token]
+    if best != best:  # noqa: PLR0124 - only NaN is unequal to itself
+        raise CheckFailedError(_NAN)
+    return token
+
+
+def _named(error: Exception, drafter: str) -> Exception:
+    """``error``, with what drafted in its message if the model is to blame."""
+    if not isinstance(error, CheckFailedError):
+        return error
+    return CheckFailedError(
+        f"drafter {drafter}: {error.message}",
+        "run `specexport verify` on this bundle; --no-speculation does without a draft.",
+    )
 
 
 def _probability(logits: Float32Array, token: int) -> float:

@@ -73,6 +73,7 @@ class OrtExecutor:
         unpad_kv: ``path`` is the entry's own engine; False if it is the entry's padded-KV graph.
         engine_hash: hash of the graph and its weights: keeps their packed form in the user's cache. None does not.
         one_token_hash: the same of the graph for steps of one token a row.
+        lookahead: K of the steps it will verify: packed weights that are kept are proved at K+1 tokens too.
 
     Raises:
         MissingDependencyError: onnxruntime is not installed.
@@ -92,6 +93,7 @@ class OrtExecutor:
         unpad_kv: bool = True,
         engine_hash: str | None = None,
         one_token_hash: str | None = None,
+        lookahead: int = 0,
     ) -> None:
         self.vocab_size = entry.vocab_size
         self.num_rows = num_rows
@@ -101,7 +103,9 @@ class OrtExecutor:
         self.sum_border = sum_border(entry)
         names = entry.inputs if unpad_kv else entry.padded_inputs
         threads = num_threads or available_cores()
-        self._graph = open_graph(path, entry, names, num_threads=threads, spin=spin, engine_hash=engine_hash)
+        self._graph = open_graph(
+            path, entry, names, num_threads=threads, spin=spin, engine_hash=engine_hash, lookahead=lookahead
+        )
         self._one_token = open_one_token_graph(path, entry, spin=spin, engine_hash=one_token_hash) if unpad_kv else None
         self.num_gates = entry.num_gates if unpad_kv else 0  # a padded-KV graph never has gates
         self._gates = OrtGates(self._graph.session, self.num_gates, path)
@@ -268,6 +272,7 @@ def open_ort_executor(request: EngineRequest) -> OrtExecutor:
         unpad_kv=request.unpad_kv,
         engine_hash=None if hash_of is None else hash_of(path),
         one_token_hash=None if hash_of is None or entry.one_token_path is None else hash_of(entry.one_token_path),
+        lookahead=request.lookahead,
     )
 
 

@@ -37,14 +37,15 @@ def open_graph(
     num_threads: int,
     spin: bool,
     engine_hash: str | None,
+    lookahead: int = 0,
 ) -> OrtGraph:
-    """Open a graph whose inputs must be ``step_inputs`` and the caches of ``entry``.
+    """Open a graph whose inputs must be ``step_inputs`` and the caches of ``entry``; see ``open_session``.
 
     Raises:
         MissingDependencyError, BundleError: see ``open_session``.
         IncompatibleError: the inputs are others.
     """
-    session = open_session(path, num_threads, spin, engine_hash)
+    session = open_session(path, num_threads, spin, engine_hash, lookahead=lookahead)
     inputs = frozenset(value.name for value in session.get_inputs())
     caches = {spec.name.format(i=i) for i in range(len(entry.layers)) for spec in CACHE_INPUTS}
     if inputs != caches | set(step_inputs):

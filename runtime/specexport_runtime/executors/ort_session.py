@@ -5,6 +5,7 @@ Imports onnxruntime when a session is opened, not before.
 
 import math
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.errors import BundleError, MissingDependencyError
-from specexport_runtime.executors.prepacked import DATA_NAME, GRAPH_NAME, PrepackedEngine
+from specexport_runtime.executors.ort_probe import ProbedStep, difference, probe_session, probe_widths
+from specexport_runtime.executors.packed_alignment import align_packed
+from specexport_runtime.executors.prepacked import DATA_NAME, GRAPH_NAME, PrepackedEngine, UnprovenError
 from specexport_runtime.machine import has_exact_int8_products, return_freed_memory
 
 MIN_EXTERNAL_BYTES = 1024
 """Weights below it stay inside the graph file."""
 
 
-def open_session(path: Path, num_threads: int, spin: bool, engine_hash: str | None = None) -> Any:
+def open_session(
+    path: Path, num_threads: int, spin: bool, engine_hash: str | None = None, *, lookahead: int = 0
+) -> Any:
     """Open an engine.
 
     Args:
@@ -28,6 +33,7 @@ def open_session(path: Path, num_threads: int, spin: bool, engine_hash: str | No
         spin: let idle threads spin.
         engine_hash: hash of the graph and all its weights: the session then maps its weights from the prepacked file
             in the user's cache, which is made if it is not there. None packs them into memory of this process.
+        lookahead: K of its verify steps, at whose width too a new prepacked file is compared with the engine.
 
     Returns:
         an ``onnxruntime.InferenceSession``.
@@ -37,20 +43,26 @@ def open_session(path: Path, num_threads: int, spin: bool, engine_hash: str | No
         BundleError: ONNX Runtime cannot load the engine.
     """
     try:
-        import onnxruntime
+        import onnxruntime  # noqa: F401 told here, in words
     except ImportError as error:
         raise MissingDependencyError(
             "onnxruntime is not installed, and this bundle's engines run on it.", "pip install 'specexport[cpu]'."
         ) from error
     if engine_hash is not None:
         weights = sum(file.stat().st_size for file in path.parent.glob("*.data"))
-        prepacked = PrepackedEngine(engine_hash, weights)
-        session = prepacked.load(
+        session = PrepackedEngine(engine_hash, weights, probe_widths(lookahead)).load(
             write=lambda folder: _write_prepacked(path, folder, num_threads),
+            prove=lambda folder, widths: _prove_prepacked(path, folder, num_threads, widths),
             read=lambda folder: _open_prepacked(folder, num_threads, spin),
         )
         if session is not None:
             return session
+    return _open_plain(path, num_threads, spin)
+
+
+def _open_plain(path: Path, num_threads: int, spin: bool) -> Any:
+    import onnxruntime
+
     try:
         return onnxruntime.InferenceSession(str(path), _options(num_threads, spin), providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
@@ -82,7 +94,7 @@ def _options(num_threads: int, spin: bool) -> Any:
 
 
 def _write_prepacked(path: Path, folder: Path, num_threads: int) -> None:
-    """Write the optimized graph with its packed weights. What is written does not depend on ``num_threads``."""
+    """Write the optimized graph with its packed weights, aligned. It does not depend on ``num_threads``."""
     import onnxruntime
 
     options = _options(num_threads, spin=False)
@@ -95,6 +107,31 @@ def _write_prepacked(path: Path, folder: Path, num_threads: int) -> None:
         options.add_session_config_entry(f"session.{key}", value)
     onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     return_freed_memory()
+    align_packed(folder / GRAPH_NAME, folder / DATA_NAME)
+
+
+def _prove_prepacked(path: Path, folder: Path, num_threads: int, widths: tuple[int, ...]) -> None:
+    """Compare a prepacked file with its engine, one session after the other, so that memory holds one.
+
+    Raises:
+        UnprovenError: some logits differ or are not finite, or the file cannot be opened.
+        BundleError: ONNX Runtime cannot load the engine itself.
+    """
+    expected = _probe(lambda: _open_plain(path, num_threads, spin=False), widths)
+    try:
+        found = _probe(lambda: _open_prepacked(folder, num_threads, spin=False), widths)
+    except OSError:
+        raise
+    except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
+        raise UnprovenError(f"they cannot be opened ({error})") from error
+    if (reason := difference(expected, found)) is not None:
+        raise UnprovenError(reason)
+
+
+def _probe(make_session: Callable[[], Any], widths: tuple[int, ...]) -> list[ProbedStep]:
+    steps = probe_session(make_session(), widths)
+    return_freed_memory()
+    return steps
 
 
 def _open_prepacked(folder: Path, num_threads: int, spin: bool) -> Any:

@@ -20,6 +20,7 @@ class Proposal(NamedTuple):
         match_length: of a copied draft, how many tokens before it matched; 0 for drafts of models.
         gamma: threshold that could end the draft early; None if nothing could.
         asked: the stages of the draft plan that were considered, in order; only for a sequence that keeps a trace.
+        error: drafting failed for this sequence, by logits that are no numbers for example: it ends with this error.
     """
 
     tokens: list[int]
@@ -29,6 +30,7 @@ class Proposal(NamedTuple):
     match_length: int = 0
     gamma: float | None = None
     asked: "tuple[Asked, ...]" = ()
+    error: Exception | None = None
 
 
 class DrafterTraits(NamedTuple):
