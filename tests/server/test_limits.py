@@ -296,12 +296,12 @@ def test_a_bad_chunk_gets_an_answer(fake_served, chunk, at_once):
             wire.send(head + chunk)
         else:
             wire.send(head + b"1\r\n{\r\n")
-            wait_for(lambda: any(each.cycle is not None for each in fake_served._server.server_state.connections))
+            wait_until(lambda: any(each.cycle is not None for each in fake_served._server.server_state.connections))
             wire.send(chunk)
         reply = wire.reply()
         assert (reply.status, reply.code) == (400, "bad_http")
         assert wire.rest() == b""
-    wait_for(lambda: not fake_served._server.server_state.tasks)
+    wait_until(lambda: not fake_served._server.server_state.tasks)
 
 
 def test_what_is_no_http_gets_an_answer_in_our_shape(fake_served):
