@@ -14,7 +14,7 @@ with plain decoding.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -132,7 +132,7 @@ def read_domains(args: argparse.Namespace, size: int) -> dict[str, list[str]]:
     return domains
 
 
-def trap(prompt: Sequence[int], output: Sequence[int], vocab_size: int) -> list[int]:
+def trap(prompt: Seq[int], output: Seq[int], vocab_size: int) -> list[int]:
     """Before every token of a text what precedes it, and then another token: longer matches than the text's own."""
     tokens = [*prompt[-MATCH:], *output]
     starts = range(len(tokens) - len(output), len(tokens))
@@ -153,7 +153,7 @@ class Bench:
         self.params = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
         self.different = 0
 
-    def run(self, domain: str, texts: Sequence[str]) -> dict[str, Any]:
+    def run(self, domain: str, texts: Seq[str]) -> dict[str, Any]:
         """Every way on one domain: tokens/s of the rounds by name, one for each repeat."""
         ks = [AUTO] if self.args.adversarial else [*map(int, self.args.lookaheads.split(",")), AUTO]
         ways = [Way("none", 0), *(Way(self.args.drafter, k) for k in ks)]
@@ -178,9 +178,7 @@ class Bench:
                 accepted[way.name] = [drafted, sum(result.stats.accepted for result in results)]
         return {"domain": domain, "batch_size": self.size, "tokens_per_second": rates, "drafted_accepted": accepted}
 
-    def _generate(
-        self, way: Way, texts: Sequence[str], traps: Any, tokens: int, meter: Meter | None = None
-    ) -> list[Any]:
+    def _generate(self, way: Way, texts: Seq[str], traps: Any, tokens: int, meter: Meter | None = None) -> list[Any]:
         request: dict[str, Any] = {
             "prompts": list(texts),
             "params": SamplingParams(max_tokens=tokens, ignore_eos=True),

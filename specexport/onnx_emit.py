@@ -5,7 +5,8 @@ model-local functions are the exception: they are ONNX text, in ``specexport.low
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class Emitter:
         op_type: str,
         *inputs: "ir.Value | None",
         dtype: "ir.DataType | None" = None,
-        shape: "Sequence[Any] | ir.Shape | None" = None,
+        shape: "Seq[Any] | ir.Shape | None" = None,
         domain: str = "",
         name: str | None = None,
         **attributes: Any,
@@ -75,10 +76,10 @@ class Emitter:
     def node(
         self,
         op_type: str,
-        inputs: "Sequence[ir.Value | None]",
+        inputs: "Seq[ir.Value | None]",
         attributes: Mapping[str, Any] | None = None,
         *,
-        outputs: "int | Sequence[ir.Value]" = 1,
+        outputs: "int | Seq[ir.Value]" = 1,
         domain: str = "",
         name: str | None = None,
     ) -> "ir.Node":
@@ -115,7 +116,7 @@ class Emitter:
         dims = "x".join(map(str, array.shape)) or "scalar"
         return constant(self.graph, ".".join(("const", dtype, dims, content)), array)
 
-    def reshape(self, value: "ir.Value", shape: Sequence[int]) -> "ir.Value":
+    def reshape(self, value: "ir.Value", shape: Seq[int]) -> "ir.Value":
         """``value`` in ``shape``: 0 keeps a dimension, -1 is inferred."""
         return self.op("Reshape", value, self.const(shape))
 
@@ -129,7 +130,7 @@ class Emitter:
             self.graph.extend(self.nodes)
         self.nodes = []
 
-    def replace(self, node: "ir.Node", outputs: "Sequence[ir.Value]") -> None:
+    def replace(self, node: "ir.Node", outputs: "Seq[ir.Value]") -> None:
         """Put the nodes in the place of ``node``: ``outputs`` get the readers, names, dtypes and shapes of its own."""
         import onnx_ir as ir
 
@@ -157,7 +158,7 @@ def constant(graph: "ir.Graph", name: str, array: np.ndarray) -> "ir.Value":
 
 
 def lazy_weight(
-    graph: "ir.Graph", name: str, dtype: "ir.DataType", shape: Sequence[int], make: Callable[[], np.ndarray]
+    graph: "ir.Graph", name: str, dtype: "ir.DataType", shape: Seq[int], make: Callable[[], np.ndarray]
 ) -> "ir.Value":
     """The initializer ``name``, made if there is none yet, whose data is made when the engine is written.
 
@@ -185,7 +186,7 @@ def lazy_weight(
 
 
 def add_input(
-    graph: "ir.Graph", name: str, dtype: "ir.DataType", shape: Sequence[int | str], at: int | None = None
+    graph: "ir.Graph", name: str, dtype: "ir.DataType", shape: Seq[int | str], at: int | None = None
 ) -> "ir.Value":
     """A new input of the graph, in front of input ``at``, or the last one."""
     import onnx_ir as ir

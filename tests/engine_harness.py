@@ -1,6 +1,6 @@
 """Runs a built engine the way the runtime does: bound by pointer, caches in place."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,7 @@ def build(
     return traced.ir_model, traced.layers, dict(report)
 
 
-def pack(
-    tokens: Sequence[Sequence[int]], pasts: Sequence[int], held: Sequence[Sequence[int]] | None = None
-) -> dict[str, np.ndarray]:
+def pack(tokens: Seq[Seq[int]], pasts: Seq[int], held: Seq[Seq[int]] | None = None) -> dict[str, np.ndarray]:
     """Step inputs for one packed step; every token's logits are wanted.
 
     Args:
@@ -103,7 +101,7 @@ class Engine:
     def __init__(
         self,
         folder: Path,
-        layers: Sequence[LayerGeometry],
+        layers: Seq[LayerGeometry],
         num_rows: int,
         capacity: int,
         *,
@@ -125,10 +123,10 @@ class Engine:
 
     def step(
         self,
-        tokens: Sequence[Sequence[int]],
-        pasts: Sequence[int],
+        tokens: Seq[Seq[int]],
+        pasts: Seq[int],
         first_row: int = 0,
-        held: Sequence[Sequence[int]] | None = None,
+        held: Seq[Seq[int]] | None = None,
     ) -> np.ndarray:
         """Logits [T, V] of the new tokens of rows ``first_row …``."""
         io = self.session.io_binding()

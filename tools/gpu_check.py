@@ -24,7 +24,7 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -177,7 +177,7 @@ def run_pack(options: argparse.Namespace) -> int:
     return 0 if files else 1
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Seq[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="list sections and tasks, and end")
@@ -210,7 +210,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Seq[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parse(arguments)
     if options.list:

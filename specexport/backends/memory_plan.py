@@ -1,6 +1,6 @@
 """How much memory a GPU build and its engines need, told before the build and refused when it cannot fit."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from specexport.backends.profiles import kv_bytes
@@ -40,7 +40,7 @@ def plan_memory(
     *,
     num_parameters: int,
     dtype: str,
-    layers: Sequence[LayerGeometry],
+    layers: Seq[LayerGeometry],
     kv_capacity: int,
     max_num_seqs: int,
     num_engines: int,
@@ -82,7 +82,7 @@ def require_host_memory(plan: MemoryPlan, available: int) -> None:
         )
 
 
-def require_gpu_memory(plans: Sequence[MemoryPlan], activations: int, gpu_memory_gb: float) -> None:
+def require_gpu_memory(plans: Seq[MemoryPlan], activations: int, gpu_memory_gb: float) -> None:
     """Refuse engines that the GPU they are meant for cannot hold.
 
     Args:

@@ -1,6 +1,7 @@
 """TensorRT and TensorRT-RTX: an engine for each GPU architecture, with profiles for the steps of a round."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from specexport.backends.base import Backend, BuildJob, RecipeFields
@@ -110,7 +111,7 @@ class TensorRtRtx(TensorRt):
     needs_gpu = False
 
 
-def _memory_plan(recipe: RecipeFields, num_parameters: int, layers: Sequence[LayerGeometry]) -> MemoryPlan:
+def _memory_plan(recipe: RecipeFields, num_parameters: int, layers: Seq[LayerGeometry]) -> MemoryPlan:
     """What one model of a resolved recipe needs to build and to run."""
     return plan_memory(
         num_parameters=num_parameters,

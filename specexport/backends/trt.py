@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -58,7 +59,7 @@ def engine_name(sm: str) -> str:
 
 
 def write_trt_engines(
-    ir_model: "ir.Model", plan: TrtPlan, folder: Path, *, note: Callable[[str], None], names: Sequence[str]
+    ir_model: "ir.Model", plan: TrtPlan, folder: Path, *, note: Callable[[str], None], names: Seq[str]
 ) -> tuple[EngineFile, ...]:
     """Build an engine and its build log for every architecture into ``folder`` (which is made).
 

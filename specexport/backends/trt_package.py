@@ -7,7 +7,7 @@ timed, and takes plugins. Imports neither of them.
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 from specexport.backends import present_gpu
@@ -64,11 +64,11 @@ def known_architectures(package: TrtPackage) -> tuple[str, ...]:
     if not package.cross_builds:
         present = present_gpu.present_architecture()
         return () if present is None else (present,)
-    names: Sequence[str] = list(module.ComputeCapability.__members__)
+    names: Seq[str] = list(module.ComputeCapability.__members__)
     return tuple(sorted((name[2:] for name in names if name.startswith("SM")), key=int))
 
 
-def resolve_architectures(package: TrtPackage, asked: Sequence[str]) -> tuple[str, ...]:
+def resolve_architectures(package: TrtPackage, asked: Seq[str]) -> tuple[str, ...]:
     """The architectures to build for: those asked for, or the GPU in this machine.
 
     Args:

@@ -6,7 +6,8 @@ prints the same list of layers when it is done; :func:`parse_layers` reads that.
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 _LAYER = re.compile(
@@ -94,7 +95,7 @@ def _tensors(text: str) -> tuple[Tensor, ...]:
     )
 
 
-def summarize(layers: Sequence[Layer], profiles: Sequence[str]) -> list[dict[str, Any]]:
+def summarize(layers: Seq[Layer], profiles: Seq[str]) -> list[dict[str, Any]]:
     """For each profile: kernels, fused attention kernels, float32 matrix products, and bytes of copied KV cache.
 
     A copy is a kernel that reads an updated cache, writes a tensor with its entries, and is no append. Where the number
@@ -137,17 +138,17 @@ def _is_cache(tensor: Tensor) -> bool:
     return tensor.name.startswith(("k_cache", "v_cache"))
 
 
-def describe_layers(layers: Sequence[Layer]) -> str:
+def describe_layers(layers: Seq[Layer]) -> str:
     """The finished engine's layers for the build log, one a line: profile, kind, name, what it reads and writes."""
 
-    def tensors(found: Sequence[Tensor]) -> str:
+    def tensors(found: Seq[Tensor]) -> str:
         return ", ".join(f"{t.name} {t.dtype}[{','.join(map(str, t.dims))}]" for t in found)
 
     lines = [f"[profile {x.profile}] {x.kind} {x.name}: {tensors(x.inputs)} -> {tensors(x.outputs)}\n" for x in layers]
     return "".join(lines)
 
 
-def make_report(trt: Any, network: Any, texts: Sequence[str], profiles: Sequence[str]) -> dict[str, Any]:
+def make_report(trt: Any, network: Any, texts: Seq[str], profiles: Seq[str]) -> dict[str, Any]:
     """Everything the manifest keeps of a build, as plain values."""
     activations = [int(size) for text in texts for size in _ACTIVATIONS.findall(text)]
     weights = [int(size) for text in texts for size in _WEIGHTS.findall(text)]
@@ -177,7 +178,7 @@ def _count(trt: Any, network: Any, kind: str) -> int:
     return sum(network.get_layer(i).type == wanted for i in range(network.num_layers))
 
 
-def network_problems(trt: Any, network: Any, num_layers: int, float32_products: Sequence[str] = ()) -> list[str]:
+def network_problems(trt: Any, network: Any, num_layers: int, float32_products: Seq[str] = ()) -> list[str]:
     """What is wrong with a parsed network; empty if nothing is: caches not in place, matrix products in float32.
 
     Args:

@@ -1,7 +1,8 @@
 """``specexport bench``: parse what is asked, run it, report it. Everything heavy is imported when it runs."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,9 +149,9 @@ def bench(
 def _run(
     bundle: Path,
     *,
-    files: Sequence[Path],
+    files: Seq[Path],
     num_prompts: int | None,
-    domains: Sequence[str] | None,
+    domains: Seq[str] | None,
     mix: bool,
     threads: int | None,
     spin: bool,
@@ -187,7 +188,7 @@ def _run(
 def _options(
     subject: "Subject",
     *,
-    methods: Sequence[str] | None,
+    methods: Seq[str] | None,
     ablation: bool,
     drafter: str,
     unpad_kv: bool,

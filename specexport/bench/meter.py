@@ -1,7 +1,8 @@
 """The one place where a run is timed and its tokens are counted, for every method."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ class Meter:
         _add(self._padding, asdict(self._engine.padding), before[1] if self._engine.padding is padding else {})
         return results
 
-    def record(self, cell: Cell, repeat: int, results: "Sequence[GenerationResult]") -> RunRecord:
+    def record(self, cell: Cell, repeat: int, results: "Seq[GenerationResult]") -> RunRecord:
         """The record of the run.
 
         Args:

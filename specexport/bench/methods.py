@@ -1,6 +1,7 @@
 """What is measured: a method is a drafter and two padding switches of the same decoding loop."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import Literal, NamedTuple
 
 from specexport_runtime.cli.errors import suggest
@@ -102,7 +103,7 @@ class Cell(NamedTuple):
 
 
 def resolve_methods(
-    names: Sequence[str] | None,
+    names: Seq[str] | None,
     *,
     drafter: str,
     has_draft: bool,
@@ -162,14 +163,14 @@ def copies(drafter: str) -> bool:
     return drafter == "chained" or (drafter in KINDS and KINDS[drafter].traits.takes_reference)
 
 
-def _check_name(what: str, name: str, known: Sequence[str]) -> None:
+def _check_name(what: str, name: str, known: Seq[str]) -> None:
     if name not in known:
         near = suggest(name, known)
         fix = f"did you mean {near!r}?" if near else f"choose from {', '.join(known)}."
         raise InvalidRequestError(f"there is no {what} {name!r}.", fix)
 
 
-def lookaheads(method: Method, requested: Sequence[int] | None, *, built: int) -> list[int]:
+def lookaheads(method: Method, requested: Seq[int] | None, *, built: int) -> list[int]:
     """The values of K to measure a method with; [0] for plain decoding.
 
     Args:
@@ -195,11 +196,11 @@ def make_cells(
     methods: Iterable[Method],
     batch_size: int,
     *,
-    requested: Sequence[int] | None,
+    requested: Seq[int] | None,
     built: int,
-    temperatures: Sequence[float],
-    domains: Sequence[str],
-    batchings: Sequence[str],
+    temperatures: Seq[float],
+    domains: Seq[str],
+    batchings: Seq[str],
 ) -> list[Cell]:
     """Everything to measure at one batch size; the methods of one comparison are neighbours, plain first."""
     pairs = [(method, value) for method in methods for value in lookaheads(method, requested, built=built)]

@@ -13,7 +13,8 @@ With several domains, temperatures or ways of batching, each has its own picture
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -91,7 +92,7 @@ def write_plots(folder: Path, result: BenchResult) -> PlotOutcome:
     return PlotOutcome(written, skipped)
 
 
-def _groups(rows: Sequence[Summary]) -> dict[str, list[Summary]]:
+def _groups(rows: Seq[Summary]) -> dict[str, list[Summary]]:
     """Rows that one picture may show, by the end of its name, which says what varies between pictures."""
     described = [
         {"domain": row.cell.domain, "temperature": f"t{row.cell.temperature:g}", "batching": row.cell.batching}
@@ -105,7 +106,7 @@ def _groups(rows: Sequence[Summary]) -> dict[str, list[Summary]]:
     return groups
 
 
-def _is_swept(rows: Sequence[Summary], axis: str) -> bool:
+def _is_swept(rows: Seq[Summary], axis: str) -> bool:
     """Whether any method has two values or more on an axis."""
     values: dict[str, set[int]] = {}
     for row in rows:
@@ -113,7 +114,7 @@ def _is_swept(rows: Sequence[Summary], axis: str) -> bool:
     return any(len(each) > 1 for each in values.values())
 
 
-def _lines(rows: Sequence[Summary], *, over_batch: bool) -> dict[str, list[Summary]]:
+def _lines(rows: Seq[Summary], *, over_batch: bool) -> dict[str, list[Summary]]:
     """The rows of each line by its label: a method, and the K or the batch size if there are several."""
     lookaheads: dict[str, set[int]] = {}
     for row in rows:
@@ -147,7 +148,7 @@ def _legend(figure: "Figure", axes: "Axes") -> None:
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize="small")
 
 
-def _draw_batch_size(rows: Sequence[Summary]) -> "Figure":
+def _draw_batch_size(rows: Seq[Summary]) -> "Figure":
     figure, (left, right) = _figure(2)
     for label, line in _lines(rows, over_batch=True).items():
         _plot(left, line, label, lambda row: row.tokens_per_second)
@@ -160,7 +161,7 @@ def _draw_batch_size(rows: Sequence[Summary]) -> "Figure":
     return figure
 
 
-def _draw_padding(rows: Sequence[Summary]) -> "Figure":
+def _draw_padding(rows: Seq[Summary]) -> "Figure":
     figure, (axes,) = _figure(1)
     for label, line in _lines(rows, over_batch=True).items():
         _plot(axes, line, label, lambda row: 100 * row.padding_ratio)
@@ -170,7 +171,7 @@ def _draw_padding(rows: Sequence[Summary]) -> "Figure":
     return figure
 
 
-def _draw_lookahead(rows: Sequence[Summary]) -> "Figure":
+def _draw_lookahead(rows: Seq[Summary]) -> "Figure":
     figure, (left, middle, right) = _figure(3)
     for label, line in _lines(rows, over_batch=False).items():
         ordered = sorted(line, key=lambda row: row.cell.num_speculative_tokens)
@@ -193,7 +194,7 @@ def _draw_lookahead(rows: Sequence[Summary]) -> "Figure":
     return figure
 
 
-def _plot(axes: "Axes", rows: Sequence[Summary], label: str, value: _Value, *, over_batch: bool = True) -> None:
+def _plot(axes: "Axes", rows: Seq[Summary], label: str, value: _Value, *, over_batch: bool = True) -> None:
     points = [
         (row.cell.batch_size if over_batch else row.cell.num_speculative_tokens, found)
         for row in rows
@@ -203,7 +204,7 @@ def _plot(axes: "Axes", rows: Sequence[Summary], label: str, value: _Value, *, o
     axes.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, label=label)
 
 
-def _batch_axis(panels: "Sequence[Axes]", rows: Sequence[Summary]) -> None:
+def _batch_axis(panels: "Seq[Axes]", rows: Seq[Summary]) -> None:
     sizes = sorted({row.cell.batch_size for row in rows})
     for axes in panels:
         axes.set_xscale("log", base=2)

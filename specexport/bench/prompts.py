@@ -1,6 +1,7 @@
 """Prompts to measure with: JSON lines, or the small set that comes with the package."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ class BenchPrompt(NamedTuple):
 
 
 def read_prompts(
-    paths: Sequence[Path], *, num_prompts: int | None = None, domains: Sequence[str] | None = None
+    paths: Seq[Path], *, num_prompts: int | None = None, domains: Seq[str] | None = None
 ) -> list[BenchPrompt]:
     """Prompts of JSONL files, in order.
 
@@ -67,7 +68,7 @@ def read_prompts(
     return kept
 
 
-def by_domain(prompts: Sequence[BenchPrompt]) -> dict[str, list[BenchPrompt]]:
+def by_domain(prompts: Seq[BenchPrompt]) -> dict[str, list[BenchPrompt]]:
     """The prompts of each domain, domains in order of their first prompt."""
     groups: dict[str, list[BenchPrompt]] = {}
     for prompt in prompts:
@@ -75,7 +76,7 @@ def by_domain(prompts: Sequence[BenchPrompt]) -> dict[str, list[BenchPrompt]]:
     return groups
 
 
-def mix_domains(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
+def mix_domains(prompts: Seq[BenchPrompt]) -> list[BenchPrompt]:
     """All prompts as one domain ``"mixed"``, one of each domain in turn."""
     columns = zip_longest(*by_domain(prompts).values())
     return [prompt._replace(domain="mixed") for column in columns for prompt in column if prompt is not None]
@@ -106,7 +107,7 @@ def _text(record: dict[str, Any], field: str, where: str) -> str | None:
     return value
 
 
-def _check_ids(prompts: Sequence[BenchPrompt]) -> None:
+def _check_ids(prompts: Seq[BenchPrompt]) -> None:
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:

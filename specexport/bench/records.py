@@ -1,7 +1,8 @@
 """What a benchmark leaves behind: one record a run, one record a prompt, and where they came from."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,7 +77,7 @@ class PromptRecord:
     draft_rounds: int
     drafted: int
     accepted: int
-    accepted_lengths: Sequence[int]
+    accepted_lengths: Seq[int]
     wall_s: float
     queued_s: float
     time_to_first_token_s: float | None
@@ -99,12 +100,12 @@ class BenchResult:
         prompts: one record a prompt and run.
     """
 
-    command: Sequence[str]
+    command: Seq[str]
     machine: Mapping[str, Any]
     bundle: Mapping[str, Any]
     options: Mapping[str, Any]
-    runs: Sequence[RunRecord]
-    prompts: Sequence[PromptRecord]
+    runs: Seq[RunRecord]
+    prompts: Seq[PromptRecord]
 
     @property
     def compared(self) -> list[PromptRecord]:

@@ -1,7 +1,8 @@
 """A benchmark as Markdown: what was asked, on what machine, the table, and whether the texts are equal."""
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from specexport.atomic import write_file
@@ -56,7 +57,7 @@ def _heading(result: BenchResult) -> str:
     )
 
 
-def format_table(rows: Sequence[Summary]) -> str:
+def format_table(rows: Seq[Summary]) -> str:
     """The rows as a Markdown table; columns that say nothing are left out."""
     columns = _columns(rows)
     cells = [list(columns), *([show(row) for show in columns.values()] for row in rows)]
@@ -66,11 +67,11 @@ def format_table(rows: Sequence[Summary]) -> str:
     return "\n".join([lines[0], "| " + " | ".join(rules) + " |", *lines[1:]])
 
 
-def _pad(line: Sequence[str], widths: Sequence[int]) -> list[str]:
+def _pad(line: Seq[str], widths: Seq[int]) -> list[str]:
     return [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
 
 
-def _columns(rows: Sequence[Summary]) -> dict[str, _Show]:
+def _columns(rows: Seq[Summary]) -> dict[str, _Show]:
     columns: dict[str, _Show] = {"method": lambda row: row.cell.label}
     if _varies(rows, lambda cell: cell.domain):
         columns["domain"] = lambda row: row.cell.domain
@@ -98,7 +99,7 @@ def _columns(rows: Sequence[Summary]) -> dict[str, _Show]:
     return columns
 
 
-def _varies(rows: Sequence[Summary], value: Callable[[Cell], object]) -> bool:
+def _varies(rows: Seq[Summary], value: Callable[[Cell], object]) -> bool:
     return len({value(row.cell) for row in rows}) > 1
 
 

@@ -7,7 +7,8 @@ or faster favours no method. Loading and warming up are outside the measured tim
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ class BenchRunner:
     """
 
     def __init__(
-        self, subject: Subject, prompts: Sequence[BenchPrompt], options: BenchOptions, progress: Progress | None = None
+        self, subject: Subject, prompts: Seq[BenchPrompt], options: BenchOptions, progress: Progress | None = None
     ) -> None:
         self.runs: list[RunRecord] = []
         self.records: list[PromptRecord] = []
@@ -87,7 +88,7 @@ class BenchRunner:
             temperatures=options.temperatures, domains=list(self._domains), batchings=options.batchings,
         )  # fmt: skip
 
-    def _use(self, key: EngineKey, cells: Sequence[Cell]) -> "SpecEngine":
+    def _use(self, key: EngineKey, cells: Seq[Cell]) -> "SpecEngine":
         """The engine of ``key``, warm."""
         if self._engine is not None and self._key == key:
             return self._engine
@@ -113,7 +114,7 @@ class BenchRunner:
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {prompt.id!r}: {error.message}", error.hint) from error
 
-    def _warm_up(self, engine: "SpecEngine", key: EngineKey, cells: Sequence[Cell]) -> None:
+    def _warm_up(self, engine: "SpecEngine", key: EngineKey, cells: Seq[Cell]) -> None:
         """Short runs with each drafter, on prompts of every domain: bindings, memory, threads."""
         mixed = mix_domains([prompt for prompts in self._domains.values() for prompt in prompts])
         largest = {cell.drafter: cell for cell in sorted(cells, key=lambda cell: cell.num_speculative_tokens)}
@@ -134,7 +135,7 @@ class BenchRunner:
         for prompt, result in zip(prompts, results, strict=True):
             self.records.append(self._prompt_record(cell, repeat, prompt, result, start))
 
-    def _request(self, cell: Cell, prompts: Sequence[BenchPrompt], most: int | None = None) -> dict[str, Any]:
+    def _request(self, cell: Cell, prompts: Seq[BenchPrompt], most: int | None = None) -> dict[str, Any]:
         """Arguments of ``SpecEngine.generate``."""
         references = [prompt.reference for prompt in prompts]
         return {
@@ -188,7 +189,7 @@ class BenchRunner:
             self._progress(ProgressEvent("bench", "", len(self.runs), self._total, message))
 
 
-def draw_lengths(prompts: Sequence[BenchPrompt], options: BenchOptions) -> dict[str, int]:
+def draw_lengths(prompts: Seq[BenchPrompt], options: BenchOptions) -> dict[str, int]:
     """Most new tokens of each prompt, by id: drawn from the seed, the same for every method."""
     low, high = options.max_tokens
     drawn = np.random.default_rng(options.seed).integers(low, high + 1, len(prompts))
@@ -204,21 +205,21 @@ def describe_cell(cell: Cell) -> str:
     return ", ".join([*parts, cell.domain])
 
 
-def _engines_of(cells: Sequence[Cell]) -> list[EngineKey]:
+def _engines_of(cells: Seq[Cell]) -> list[EngineKey]:
     return list(dict.fromkeys(cell.engine for cell in cells))
 
 
-def _in_turns(items: Sequence[Any], repeat: int) -> Iterator[Any]:
+def _in_turns(items: Seq[Any], repeat: int) -> Iterator[Any]:
     return iter(items) if repeat % 2 == 0 else reversed(items)
 
 
 def run_bench(
     subject: Subject,
-    prompts: Sequence[BenchPrompt],
+    prompts: Seq[BenchPrompt],
     options: BenchOptions,
     progress: Progress | None = None,
     *,
-    command: Sequence[str] = (),
+    command: Seq[str] = (),
 ) -> BenchResult:
     """Measure everything that ``options`` asks for.
 

@@ -7,7 +7,7 @@ steps of one token a row, with such steps between.
 pass or lowering before a bundle exists.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,9 +84,7 @@ def check_obstacle(recipe: BuildRecipe) -> str | None:
     return find_backend(recipe.backend).check_obstacle(recipe)
 
 
-def check_engine(
-    folder: Path, entry: ModelEntry, sequences: Sequence[Int64Array], references: Sequence[Float32Array]
-) -> float:
+def check_engine(folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], references: Seq[Float32Array]) -> float:
     """Run the engine on ``sequences`` and compare every logit.
 
     Args:
@@ -134,7 +132,7 @@ def unexplained_shares(found: Float32Array, reference: Float32Array) -> Float32A
 
 
 def _compare_quantized(
-    entry: ModelEntry, outputs: Sequence[Float32Array], references: Sequence[Float32Array], kind: str
+    entry: ModelEntry, outputs: Seq[Float32Array], references: Seq[Float32Array], kind: str
 ) -> float:
     wanted = [(index, position) for index in range(len(outputs)) for position in _wanted(entry, index)]
     found = np.stack([outputs[index][position] for index, position in wanted])
@@ -155,9 +153,7 @@ def _compare_quantized(
     return float(np.abs(found - reference).max())
 
 
-def _compare(
-    entry: ModelEntry, outputs: Sequence[Float32Array], references: Sequence[Float32Array], kind: str
-) -> float:
+def _compare(entry: ModelEntry, outputs: Seq[Float32Array], references: Seq[Float32Array], kind: str) -> float:
     worst = 0.0
     for index, (output, reference) in enumerate(zip(outputs, references, strict=True)):
         # A position that is not a number must fail: compare with "not <=".
@@ -193,10 +189,10 @@ def _wanted(entry: ModelEntry, index: int) -> list[int]:
 def _run(
     folder: Path,
     entry: ModelEntry,
-    sequences: Sequence[Int64Array],
+    sequences: Seq[Int64Array],
     *,
     unpad_kv: bool = True,
-    steps: Sequence[Sequence[int]] = (PREFILL_LENS, VERIFY_LENS),
+    steps: Seq[Seq[int]] = (PREFILL_LENS, VERIFY_LENS),
 ) -> list[Float32Array]:
     """Logits [len, V] of each sequence; NaN where none were asked for."""
     from specexport_runtime.packing.batch import ModelRunner, RowWork
@@ -222,7 +218,7 @@ def _run(
     return found
 
 
-def _make_executor(folder: Path, entry: ModelEntry, sequences: Sequence[Int64Array], *, unpad_kv: bool) -> Executor:
+def _make_executor(folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], *, unpad_kv: bool) -> Executor:
     from specexport_runtime.executors.open import backend_of
 
     backend = backend_of(entry.backend)

@@ -2,7 +2,7 @@
 
 import gc
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +28,8 @@ _SPACE_MARGIN = 1.05  # graph, tokenizer and alignment beside the weights
 class _Reference(NamedTuple):
     """Token sequences and the eager logits for them: all that is kept of the torch model for the check."""
 
-    sequences: Sequence[Int64Array]
-    logits: Sequence[Float32Array]
+    sequences: Seq[Int64Array]
+    logits: Seq[Float32Array]
 
 
 class ModelSource(NamedTuple):

@@ -5,7 +5,8 @@ Needs neither torch nor the tokenizers library: the vocabulary is read from the 
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from specexport_runtime.errors import CheckpointError, VocabularyMismatchError
@@ -68,7 +69,7 @@ def _show(token: str | None) -> str:
     return "unused" if token is None else repr(token)
 
 
-def draftable_size(vocabularies: Sequence[Mapping[int, str]], head_rows: Sequence[int]) -> int:
+def draftable_size(vocabularies: Seq[Mapping[int, str]], head_rows: Seq[int]) -> int:
     """Token ids that every model knows and every tokenizer can produce: only ids below it are drafted."""
     return min([*head_rows, *(max(vocabulary, default=-1) + 1 for vocabulary in vocabularies)])
 

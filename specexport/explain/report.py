@@ -1,7 +1,8 @@
 """A trace as a table on the terminal: what was drafted, what became of it, and what it cost."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from specexport.explain.summary import Summary
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 WIDTH = 160  # where the output is no terminal
 FEW_TESTS = 10
-Decode = Callable[[Sequence[int]], str]
+Decode = Callable[[Seq[int]], str]
 _REASONS = {
     "fixed": "as asked",
     "goodput": "most expected tokens/s",
@@ -61,7 +62,7 @@ class Pieces:
         self._decode = decode
         self._before = before
 
-    def of(self, tokens: Sequence[int]) -> list[str]:
+    def of(self, tokens: Seq[int]) -> list[str]:
         """Text of each token, for tokens that follow what was passed to :meth:`advance`."""
         texts, before = [], self._before
         for token in tokens:
@@ -70,12 +71,12 @@ class Pieces:
             before = token
         return texts
 
-    def advance(self, tokens: Sequence[int]) -> None:
+    def advance(self, tokens: Seq[int]) -> None:
         """These tokens were committed."""
         self._before = tokens[-1] if tokens else self._before
 
 
-def make_table(trace: Sequence[RoundTrace], pieces: Pieces) -> "Table":
+def make_table(trace: Seq[RoundTrace], pieces: Pieces) -> "Table":
     """One row a round. Draft tokens: accepted ones in green, a bar, rejected ones in red, ``→`` the target's own."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table

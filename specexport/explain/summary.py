@@ -1,7 +1,8 @@
 """What a trace adds up to: time saved, acceptance by position, and the K that would have been best."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport_runtime.drafters.registry import KINDS
@@ -87,7 +88,7 @@ class Summary(NamedTuple):
         }
 
 
-def count_positions(trace: Sequence[RoundTrace], drafter: str) -> list[Position]:
+def count_positions(trace: Seq[RoundTrace], drafter: str) -> list[Position]:
     """Tests of each position of one drafter's drafts, from the first on, as far as any was tested."""
     drafts = [(len(r.drafted), r.accepted) for r in trace if r.drafter == drafter and r.drafted]
     found = []
@@ -99,7 +100,7 @@ def count_positions(trace: Sequence[RoundTrace], drafter: str) -> list[Position]
     return found
 
 
-def expected_tokens(positions: Sequence[Position], lookahead: int) -> float:
+def expected_tokens(positions: Seq[Position], lookahead: int) -> float:
     """Expected tokens of a round with K draft tokens, the target's own included: 1 + a₁ + a₁a₂ and so on.
 
     Positions that were never tested are taken to be as good as the last one that was.
@@ -111,7 +112,7 @@ def expected_tokens(positions: Sequence[Position], lookahead: int) -> float:
     return total
 
 
-def judge(drafter: str, positions: Sequence[Position], longest: int, verify: Seconds, draft: Seconds) -> Verdict:
+def judge(drafter: str, positions: Seq[Position], longest: int, verify: Seconds, draft: Seconds) -> Verdict:
     """Compare every K by expected tokens per second.
 
     Args:
@@ -127,7 +128,7 @@ def judge(drafter: str, positions: Sequence[Position], longest: int, verify: Sec
 
 
 def summarize(
-    trace: Sequence[RoundTrace],
+    trace: Seq[RoundTrace],
     *,
     curves: "CostCurves | None",
     longest: int,

@@ -12,7 +12,7 @@ from specexport.frontend.refuse import refuse
 from specexport_runtime.abi import STEP_INPUTS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Sequence as Seq
 
 _SEQUENCES = (11, 7)
 _FIRST_STEP = (6, 4)  # new tokens a row; the second, ragged step takes the rest: 5 and 3
@@ -20,7 +20,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 """Relative to the largest logit. Float32 rounding stays below 1e-5; 16-bit products of packed tokens round more."""
 
 
-def eager_logits(model: Any, sequences: "Sequence[Sequence[int]]") -> list[npt.NDArray[np.float32]]:
+def eager_logits(model: Any, sequences: "Seq[Seq[int]]") -> list[npt.NDArray[np.float32]]:
     """Logits [len, V] of each sequence from the model's eager attention, without a cache."""
     before = model.config._attn_implementation
     if model._can_set_attn_implementation():

@@ -10,7 +10,7 @@ Draft on the Fly (ASD, Metel et al. 2024) chooses layers by the cosine similarit
 attention, so the graph computes that too, for steps that ask for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -65,7 +65,7 @@ def gate_layers(ir_model: "ir.Model", blocks: ResidualBlocks) -> int:
 
 
 def _gate(
-    graph: "ir.Graph", name: str, switch: "ir.Value", block: ResidualBlock, region: "Sequence[ir.Node]"
+    graph: "ir.Graph", name: str, switch: "ir.Value", block: ResidualBlock, region: "Seq[ir.Node]"
 ) -> "tuple[ir.Node, ir.Value]":
     """Move one block into an ``If``; returns it and the stream behind it."""
     import onnx_ir as ir
@@ -92,7 +92,7 @@ def _gate(
     return gate, outputs[0]
 
 
-def _passed_on(graph: "ir.Graph", block: ResidualBlock, body: "Sequence[ir.Node]") -> "dict[ir.Value, ir.Value]":
+def _passed_on(graph: "ir.Graph", block: ResidualBlock, body: "Seq[ir.Node]") -> "dict[ir.Value, ir.Value]":
     """What leaves a block, and what stands in for it if the block does not run: the stream first, then the caches."""
     by_name = {value.name: value for value in graph.inputs}
     kept = {block.total: block.residual}

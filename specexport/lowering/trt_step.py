@@ -1,6 +1,6 @@
 """What every layer of a TensorRT graph needs of the step, computed once: index inputs, and masks from lengths."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -46,7 +46,7 @@ class AlignedStep(NamedTuple):
     masks: "dict[MaskKind, ir.Value]"
 
 
-def emit_step(ir_model: "ir.Model", kinds: Sequence[MaskKind], kv_capacity: int) -> AlignedStep:
+def emit_step(ir_model: "ir.Model", kinds: Seq[MaskKind], kv_capacity: int) -> AlignedStep:
     """Add the tile's inputs to the graph, and at its top what depends on the step alone.
 
     Args:
@@ -75,7 +75,7 @@ def _first_cache(ir_model: "ir.Model") -> int:
 
 
 def _emit_masks(
-    emit: Emitter, inputs: "dict[str | None, ir.Value]", tile: "ir.Value", kinds: Sequence[MaskKind], kv_capacity: int
+    emit: Emitter, inputs: "dict[str | None, ir.Value]", tile: "ir.Value", kinds: Seq[MaskKind], kv_capacity: int
 ) -> "dict[MaskKind, ir.Value]":
     """[B, 1, G*Q, L] for each kind.
 

@@ -1,6 +1,7 @@
 """Passes over the traced model: one pass a file, each reporting how many things it changed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,7 +33,7 @@ def default_passes(
 
 def run_passes(
     ir_model: "ir.Model",
-    passes: "Sequence[CountingPass]",
+    passes: "Seq[CountingPass]",
     *,
     dump_dir: Path | None = None,
     on_pass: Callable[[str], Any] | None = None,

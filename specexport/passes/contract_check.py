@@ -1,6 +1,7 @@
 """Does the graph still keep the contract of ``abi``? Changes nothing; runs between all stages."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 
 import onnx_ir as ir
 
@@ -64,7 +65,7 @@ def _numbered(spec: TensorSpec, layer: int) -> TensorSpec:
     return spec._replace(name=spec.name.format(i=layer))
 
 
-def _compare(kind: str, expected: list[TensorSpec], found: Sequence[ir.Value]) -> Iterator[str]:
+def _compare(kind: str, expected: list[TensorSpec], found: Seq[ir.Value]) -> Iterator[str]:
     by_name = {str(value.name): value for value in found}
     for name in sorted({spec.name for spec in expected} ^ set(by_name)):
         yield f"{kind} {name} is {'unexpected' if name in by_name else 'missing'}"

@@ -1,6 +1,7 @@
 """The list of passes and the loop that runs it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def list_passes(
 
 def run_list(
     ir_model: ir.Model,
-    passes: Sequence[CountingPass],
+    passes: Seq[CountingPass],
     *,
     dump_dir: Path | None = None,
     on_pass: Callable[[str], Any] | None = None,

@@ -6,7 +6,8 @@ What happens inside the branches (norms before and after, biases, scaling, exper
 stream itself, or reads a branch from outside, makes an obstacle: leaving out such a layer would be another model.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import Literal, NamedTuple
 
 import onnx_ir as ir
@@ -189,7 +190,7 @@ def _any_branch(flow: Dataflow, block: ResidualBlock) -> tuple[ir.Value, list[ir
         raise (Obstacle(_parallel(block.layer)) if beside & others else obstacle) from None
 
 
-def _mlp_block(flow: Dataflow, attention: ResidualBlock, attentions: Sequence[ir.Node]) -> ResidualBlock:
+def _mlp_block(flow: Dataflow, attention: ResidualBlock, attentions: Seq[ir.Node]) -> ResidualBlock:
     """The next addition to the stream; it may hold no attention."""
     layer, stream = attention.layer, _through_views(flow, attention.total)
     readers = flow.readers.get(stream, [])
@@ -206,9 +207,7 @@ def _mlp_block(flow: Dataflow, attention: ResidualBlock, attentions: Sequence[ir
     return block
 
 
-def _check_caches(
-    flow: Dataflow, graph: ir.Graph, blocks: Sequence[ResidualBlock], attentions: Sequence[ir.Node]
-) -> None:
+def _check_caches(flow: Dataflow, graph: ir.Graph, blocks: Seq[ResidualBlock], attentions: Seq[ir.Node]) -> None:
     """Every layer holds its own attention and no other, and gives nothing to the caller but its caches."""
     for block in blocks:
         _, region = flow.branch_of(block)

@@ -10,7 +10,8 @@ kernel, so signatures are made here, and never by way of annotations that a modu
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from types import GenericAlias
 from typing import Any
 
@@ -90,8 +91,8 @@ def _annotate(
     trt: Any,
     trtp: Any,
     name: str,
-    inputs: Sequence[str],
-    more: Sequence[str],
+    inputs: Seq[str],
+    more: Seq[str],
     returns: Any,
 ) -> Callable[..., Any]:
     """``function`` for one plugin, with the signature that TensorRT reads: tensors by name, then ``more``."""
@@ -162,7 +163,7 @@ def _embed(trt: Any, trtp: Any, kernels: PluginKernels, *arguments: Any) -> tupl
     return kernel.name, kernel.ptx, params, trtp.SymIntExprs.from_tuple([trtp.SymInt32(size) for size in ints.values()])
 
 
-def _check_types(trt: Any, kernels: PluginKernels, inputs: Sequence[Any]) -> None:
+def _check_types(trt: Any, kernels: PluginKernels, inputs: Seq[Any]) -> None:
     """Refuse inputs of other types than the kernel was compiled for.
 
     Raises:

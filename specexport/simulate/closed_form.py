@@ -14,7 +14,7 @@ sequence by the longest A, so a sequence gets E[max A] - E[A] padding slots. Whe
   its expectation, hit rate, unequal and random accuracies and the token cost are derived here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
@@ -155,7 +155,7 @@ def batch_padding(
     return expected_padding(np.tile(one, (batch_size, 1)))
 
 
-def mixed_padding(accuracies: Sequence[float], draft_length: int, *, hit_rate: float = 1.0) -> Padding:
+def mixed_padding(accuracies: Seq[float], draft_length: int, *, hit_rate: float = 1.0) -> Padding:
     """:func:`expected_padding` of a batch whose sequences have the accuracies given.
 
     Raises:

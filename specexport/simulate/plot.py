@@ -1,7 +1,7 @@
 """A picture of the rows. Needs matplotlib, which is imported when something is drawn."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ def check_plot(path: Path) -> None:
         raise MissingDependencyError("A plot needs matplotlib.", "pip install 'specexport[bench]'")
 
 
-def write_plot(path: Path, rows: Sequence[Row]) -> None:
+def write_plot(path: Path, rows: Seq[Row]) -> None:
     """Draw padding ratio and speedup over the batch size, one line an accuracy.
 
     Lines are exact, dots with bars are simulated and their 95 % intervals.
@@ -61,7 +61,7 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
     write_file(path, lambda temporary: figure.savefig(temporary, dpi=150))
 
 
-def _draw_padding(axes: "Axes", rows: Sequence[Row], color: str) -> None:
+def _draw_padding(axes: "Axes", rows: Seq[Row], color: str) -> None:
     batches = [row.batch_size for row in rows]
     axes.plot(batches, [row.exact.ratio for row in rows], color=color, label=f"accuracy {rows[0].accuracy:g}")
     axes.errorbar(
@@ -72,7 +72,7 @@ def _draw_padding(axes: "Axes", rows: Sequence[Row], color: str) -> None:
     )  # fmt: skip
 
 
-def _draw_speedup(axes: "Axes", rows: Sequence[Row], color: str) -> None:
+def _draw_speedup(axes: "Axes", rows: Seq[Row], color: str) -> None:
     batches = [row.batch_size for row in rows]
     axes.plot(batches, [row.speedup.unpadded for row in rows], "-", color=color)
     axes.plot(batches, [row.speedup.padded for row in rows], ":", color=color)

@@ -1,7 +1,8 @@
 """The rows of ``specexport simulate``: computing, printing and recording them."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,8 +46,8 @@ class Study(NamedTuple):
         seed: seed of the simulations.
     """
 
-    accuracies: Sequence[float]
-    batch_sizes: Sequence[int]
+    accuracies: Seq[float]
+    batch_sizes: Seq[int]
     draft_length: int
     hit_rate: float = 1.0
     concentration: float | None = None
@@ -110,7 +111,7 @@ def largest_deviation(rows: Iterable[Row]) -> float:
     return max((abs(row.simulated.ratio.deviations(row.exact.ratio) or 0.0) for row in rows), default=0.0)
 
 
-def _columns(rows: Sequence[Row], max_draft_length: int) -> dict[str, Callable[[Row], str]]:
+def _columns(rows: Seq[Row], max_draft_length: int) -> dict[str, Callable[[Row], str]]:
     columns: dict[str, Callable[[Row], str]] = {
         "accuracy": lambda row: f"{row.accuracy:g}",
         "batch": lambda row: f"{row.batch_size}",
@@ -139,7 +140,7 @@ def _percent(estimate: Estimate) -> str:
     return f"{estimate.mean:.1%}{error}"
 
 
-def format_table(rows: Sequence[Row], max_draft_length: int) -> str:
+def format_table(rows: Seq[Row], max_draft_length: int) -> str:
     """The rows as a Markdown table.
 
     Args:
@@ -182,7 +183,7 @@ def _record_estimates(estimates: RoundEstimate | GenerationEstimate) -> dict[str
     return {name: estimate._asdict() for name, estimate in estimates._asdict().items()}
 
 
-def write_record(path: Path, study: Study, rows: Sequence[Row]) -> None:
+def write_record(path: Path, study: Study, rows: Seq[Row]) -> None:
     """Write :func:`record` as JSON.
 
     Raises:

@@ -1,7 +1,7 @@
 """``specexport tune``: parse what is asked, measure, write the profile. Everything heavy is imported when it runs."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +93,7 @@ def _default_place(bundle: Path) -> Path:
 def _measure(
     bundle: Path,
     *,
-    files: Sequence[Path],
+    files: Seq[Path],
     threads: int | None,
     spin: bool,
     max_model_len: int | None,

@@ -4,7 +4,8 @@ Prompts get their lengths from their own text: repeated in front where they are 
 too long. All are decoded greedily, so that every K gives the same tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from itertools import cycle, islice
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,7 +30,7 @@ class _Way(NamedTuple):
     lookahead: int
 
 
-def fit_prompt(ids: Sequence[int], length: int) -> list[int]:
+def fit_prompt(ids: Seq[int], length: int) -> list[int]:
     """A prompt of exactly ``length`` tokens that ends as ``ids`` does.
 
     The first token, often one that begins a sequence, stays in front; behind it the rest is repeated, or cut in front.
@@ -60,7 +61,7 @@ class Tuner:
     """
 
     def __init__(
-        self, subject: Subject, texts: Sequence[str], options: TuneOptions, progress: Progress | None = None
+        self, subject: Subject, texts: Seq[str], options: TuneOptions, progress: Progress | None = None
     ) -> None:
         self._subject, self._texts, self._options, self._progress = subject, texts, options, progress
         pairs = [_Way(name, k) for name in options.drafters for k in options.lookaheads if k]
@@ -99,7 +100,7 @@ class Tuner:
                     rate = self._measure(engine, way, size, prompts)
                     rates.setdefault((size, context, way), []).append(rate)
 
-    def _measure(self, engine: "SpecEngine", way: _Way, size: int, prompts: Sequence[list[int]]) -> float:
+    def _measure(self, engine: "SpecEngine", way: _Way, size: int, prompts: Seq[list[int]]) -> float:
         """Tokens/s of the rounds; of the whole run where every text ended with its first token."""
         self._report(f"{way.drafter}, K={way.lookahead}, batch size {size}, context {len(prompts[0])}")
         self._done += 1
@@ -110,7 +111,7 @@ class Tuner:
         return record.decode_tokens_per_second or record.tokens_per_second
 
     @staticmethod
-    def _request(way: _Way, prompts: Sequence[list[int]], tokens: int) -> dict[str, Any]:
+    def _request(way: _Way, prompts: Seq[list[int]], tokens: int) -> dict[str, Any]:
         from specexport_runtime.sampling.params import SamplingParams
 
         return {

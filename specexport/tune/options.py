@@ -1,6 +1,6 @@
 """What ``specexport tune`` is asked to measure."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from specexport.bench.subject import Subject
@@ -60,10 +60,10 @@ class TuneOptions:
 def resolve_options(
     subject: Subject,
     *,
-    drafters: Sequence[str],
-    batch_sizes: Sequence[int] | None,
-    contexts: Sequence[int] | None,
-    lookaheads: Sequence[int] | None,
+    drafters: Seq[str],
+    batch_sizes: Seq[int] | None,
+    contexts: Seq[int] | None,
+    lookaheads: Seq[int] | None,
     max_model_len: int,
     tokens: int,
     repeats: int,
@@ -119,7 +119,7 @@ def _check_room(options: TuneOptions, built: int, max_model_len: int) -> None:
         )
 
 
-def _resolve_drafters(subject: Subject, names: Sequence[str]) -> tuple[str, ...]:
+def _resolve_drafters(subject: Subject, names: Seq[str]) -> tuple[str, ...]:
     offer = DraftOffer(subject.has_draft, None if subject.has_gates else _NO_LAYERS)
     lacking = {name: kind.obstacle(offer) for name, kind in KINDS.items()}
     if not names:

@@ -5,7 +5,8 @@ found counts only if its hash is the recorded one. Torch and transformers are im
 """
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from specexport.verify.perplexity import reference_loss
@@ -72,7 +73,7 @@ def _candidates(source: str, bundle: Path) -> Iterator[str]:
 
 
 def eager_references(
-    source: str, revision: str | None, sequences: Sequence[Sequence[int]], *, dtype: str, trust_remote_code: bool
+    source: str, revision: str | None, sequences: Seq[Seq[int]], *, dtype: str, trust_remote_code: bool
 ) -> list[Float32Array]:
     """Logits [len, V] of each sequence from eager transformers; the model is freed before this returns.
 
@@ -89,7 +90,7 @@ def eager_references(
 
 
 def eager_loss(
-    source: str, revision: str | None, windows: Sequence[Sequence[int]], *, dtype: str, trust_remote_code: bool
+    source: str, revision: str | None, windows: Seq[Seq[int]], *, dtype: str, trust_remote_code: bool
 ) -> float:
     """Mean loss of eager transformers on ``windows`` in nats per token; the model is freed before this returns.
 

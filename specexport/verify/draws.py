@@ -1,6 +1,7 @@
 """Drawing outcomes of speculative decoding on recorded distributions: drafting, testing, resampling, no engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from specexport.verify.logit_tree import Conditional, Path
 from specexport_runtime.sampling.accept import Verdict
@@ -8,7 +9,7 @@ from specexport_runtime.sampling.distribution import Distribution, one_hot, samp
 from specexport_runtime.sampling.rng import Draws, RandomStream
 
 AcceptFunction = Callable[
-    [Sequence[int], Sequence[Distribution] | None, Callable[[int], Distribution], Callable[[int], Draws]], Verdict
+    [Seq[int], Seq[Distribution] | None, Callable[[int], Distribution], Callable[[int], Draws]], Verdict
 ]
 """The form of :func:`specexport_runtime.sampling.accept.accept_sampled`, the rule that is tested."""
 
@@ -16,8 +17,8 @@ _UNSEEN = one_hot(0)
 
 
 def accept_everything(
-    drafted: Sequence[int],
-    draft_distributions: Sequence[Distribution] | None,  # noqa: ARG001  # the signature of accept_sampled
+    drafted: Seq[int],
+    draft_distributions: Seq[Distribution] | None,  # noqa: ARG001  # the signature of accept_sampled
     target_distribution: Callable[[int], Distribution],
     draws: Callable[[int], Draws],
 ) -> Verdict:

@@ -1,6 +1,6 @@
 """What the sampling part finds, and the one test that judges drawn outcomes against exact probabilities."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,7 +93,7 @@ def judge(
     setting: str,
     prompt: int,
     partition: Partition,
-    outcomes: Sequence[Path],
+    outcomes: Seq[Path],
     depth: int,
     alpha: float,
 ) -> SamplingTest:

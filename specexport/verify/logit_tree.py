@@ -1,6 +1,7 @@
 """Exact next-token distributions after a context and any continuation of it, each logit row computed once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ class LogitTree:
         vocab_size: ids below it have a logit; None takes the engine's.
     """
 
-    def __init__(self, executor: Executor, context: Sequence[int], *, vocab_size: int | None = None) -> None:
+    def __init__(self, executor: Executor, context: Seq[int], *, vocab_size: int | None = None) -> None:
         self._runner = ModelRunner(executor)
         self.vocab_size = vocab_size or executor.vocab_size
         self._known = executor.vocab_size
@@ -43,7 +44,7 @@ class LogitTree:
             row = self._rows[path] = logits[0, : self.vocab_size].copy()
         return row
 
-    def _stand_in(self, tokens: Sequence[int]) -> list[int]:
+    def _stand_in(self, tokens: Seq[int]) -> list[int]:
         # A draft cannot embed padding ids of a larger target: any stand-in keeps the drafts lossless.
         return [token if token < self._known else 0 for token in tokens]
 
@@ -136,7 +137,7 @@ class Partition:
             numbers[cell] = number
         return numbers
 
-    def cell(self, tokens: Sequence[int]) -> int:
+    def cell(self, tokens: Seq[int]) -> int:
         """Cell of an outcome of at least ``depth`` tokens; ``IMPOSSIBLE`` if it has probability 0."""
         path: Path = ()
         while True:

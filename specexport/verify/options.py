@@ -1,6 +1,7 @@
 """What `specexport verify` is asked to do."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,8 +31,8 @@ class VerifyOptions:
     checkpoints: Mapping[str, str] = field(default_factory=dict)
     require_checkpoint: bool = False
     trust_remote_code: bool = False
-    prompts: Sequence[str] | None = None
-    texts: Sequence[str] | None = None
+    prompts: Seq[str] | None = None
+    texts: Seq[str] | None = None
     reference: Path | None = None
     max_prompts: int = 8
     max_tokens: int = 64

@@ -6,7 +6,8 @@ that of the same tokens, and far more certain than either perplexity.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,7 +76,7 @@ def read_text(path: Path) -> list[str]:
 
 
 def make_windows(
-    texts: Sequence[str], tokenizer: "Tokenizer", *, vocab_size: int, max_model_len: int, max_tokens: int = MAX_TOKENS
+    texts: Seq[str], tokenizer: "Tokenizer", *, vocab_size: int, max_model_len: int, max_tokens: int = MAX_TOKENS
 ) -> list[list[int]]:
     """Windows of at least two tokens, each led by what the tokenizer puts before a text (BOS where it does).
 
@@ -105,7 +106,7 @@ def make_windows(
     return windows
 
 
-def token_losses(logits: Float32Array, tokens: Sequence[int]) -> float:
+def token_losses(logits: Float32Array, tokens: Seq[int]) -> float:
     """Sum over rows of -ln softmax(logits)[token], in nats, computed in float64.
 
     Args:
@@ -120,7 +121,7 @@ def token_losses(logits: Float32Array, tokens: Sequence[int]) -> float:
     return total
 
 
-def engine_loss(executor: Executor, windows: Sequence[Sequence[int]], *, lookahead: int) -> float:
+def engine_loss(executor: Executor, windows: Seq[Seq[int]], *, lookahead: int) -> float:
     """Mean loss of an engine in nats per token; nothing else may use the engine meanwhile.
 
     Args:
@@ -142,13 +143,13 @@ def engine_loss(executor: Executor, windows: Sequence[Sequence[int]], *, lookahe
     return total / count_predicted(windows)
 
 
-def reference_loss(logits: Iterator[Float32Array], windows: Sequence[Sequence[int]]) -> float:
+def reference_loss(logits: Iterator[Float32Array], windows: Seq[Seq[int]]) -> float:
     """Mean loss of reference logits in nats per token; ``logits`` gives [len, V] for each window in turn."""
     total = sum(token_losses(rows[:-1], window[1:]) for rows, window in zip(logits, windows, strict=True))
     return total / count_predicted(windows)
 
 
-def count_predicted(windows: Sequence[Sequence[int]]) -> int:
+def count_predicted(windows: Seq[Seq[int]]) -> int:
     """Tokens of all windows but the first of each."""
     return sum(len(window) - 1 for window in windows)
 

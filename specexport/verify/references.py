@@ -4,7 +4,8 @@ A quantized engine's logits are not those of its checkpoint, so no tensor tolera
 is hardly less likely under it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,8 +87,8 @@ def wants_loss(manifest: Manifest, role: str, options: "VerifyOptions") -> bool:
 def collect_references(
     bundle: Path,
     manifest: Manifest,
-    prompts: Sequence[Sequence[int]],
-    windows: Sequence[Sequence[int]],
+    prompts: Seq[Seq[int]],
+    windows: Seq[Seq[int]],
     options: "VerifyOptions",
     clock: StageClock,
 ) -> References:
@@ -161,7 +162,7 @@ def _require_torch() -> None:
 def _losses_of_bundle(
     reference: Path,
     manifest: Manifest,
-    windows: Sequence[Sequence[int]],
+    windows: Seq[Seq[int]],
     options: "VerifyOptions",
     clock: StageClock,
     found: References,

@@ -3,7 +3,7 @@
 The eager references are computed before the engines are loaded, and each model is freed before the next needs memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -87,9 +87,7 @@ def _encode(bundle: Path, manifest: Manifest, options: VerifyOptions) -> tuple[l
     return prompts, windows
 
 
-def _load_engine(
-    bundle: Path, manifest: Manifest, sequences: Sequence[Sequence[int]], options: VerifyOptions
-) -> SpecEngine:
+def _load_engine(bundle: Path, manifest: Manifest, sequences: Seq[Seq[int]], options: VerifyOptions) -> SpecEngine:
     """The engine with cache rows no longer than the checks need."""
     longest = max(LONGEST_SEQUENCE, max(map(len, sequences)) + options.max_tokens)
     return SpecEngine.load(

@@ -10,7 +10,7 @@ Two ways to draw, judged by the same test against the same exact probabilities:
 An outcome is the first few tokens together, so that acceptance at one position and its effect on the next are seen.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -96,9 +96,9 @@ class _Drawing(NamedTuple):
 
 def check_sampling(
     engine: SpecEngine,
-    prompts: Sequence[Sequence[int]],
+    prompts: Seq[Seq[int]],
     *,
-    settings: Sequence[Setting] = SETTINGS,
+    settings: Seq[Setting] = SETTINGS,
     num_samples: int = 4000,
     num_runs: int = 400,
     num_contexts: int = 3,
@@ -153,7 +153,7 @@ def check_sampling(
     return SamplingResult(all(test.passed for test in tests), tuple(tests), alpha, control, compared)
 
 
-def _choose_contexts(engine: SpecEngine, prompts: Sequence[Sequence[int]], count: int) -> list[tuple[int, list[int]]]:
+def _choose_contexts(engine: SpecEngine, prompts: Seq[Seq[int]], count: int) -> list[tuple[int, list[int]]]:
     """Index and last tokens of the prompts that the test can see most of: with most next tokens of notable mass."""
     length = max(1, min(MAX_CONTEXT, engine.max_model_len - _ENGINE_DEPTH - 2))
     sampler = Sampler(SamplingParams(temperature=1.0), (), engine.target.vocab_size)

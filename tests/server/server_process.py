@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from patience import HANG_S
@@ -40,7 +40,7 @@ class ServerProcess:
         bundle: Path,
         *options: str,
         port: int = 0,
-        start: Sequence[str] = COMMAND,
+        start: Seq[str] = COMMAND,
         environment: dict[str, str] | None = None,
     ) -> None:
         command = [sys.executable, *start, str(bundle), "--port", str(port), *QUICK, *options]

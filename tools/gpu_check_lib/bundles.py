@@ -1,7 +1,7 @@
 """Bundles for the checks: found where they were built before, or built on the spot; and their executors."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,7 +88,7 @@ def build(
     name: str,
     backend: str,
     *,
-    sm: Sequence[str] = (),
+    sm: Seq[str] = (),
     lowering: str = "auto",
     output: Path | None = None,
 ) -> Path:

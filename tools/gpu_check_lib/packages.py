@@ -4,7 +4,7 @@ import hashlib
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 PIECE_BYTES = 55_000_000
@@ -79,7 +79,7 @@ def join_pieces(folder: Path, target: Path) -> list[Path]:
     return joined
 
 
-def download_command(requirements: Sequence[str], folder: Path) -> list[str]:
+def download_command(requirements: Seq[str], folder: Path) -> list[str]:
     """The pip command that fetches wheels for the GPU machine, whatever machine this is."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     command += [
@@ -97,12 +97,12 @@ def download_command(requirements: Sequence[str], folder: Path) -> list[str]:
     return [*command, *(word for name in PLATFORMS for word in ("--platform", name)), *requirements]
 
 
-def build_command(requirements: Sequence[str], folder: Path) -> list[str]:
+def build_command(requirements: Seq[str], folder: Path) -> list[str]:
     """The pip command that makes wheels of pure Python packages."""
     return [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder), *requirements]
 
 
-def pack(folder: Path, requirements: Sequence[str] = WHEELS, sources: Sequence[str] = SOURCES) -> list[Path]:
+def pack(folder: Path, requirements: Seq[str] = WHEELS, sources: Seq[str] = SOURCES) -> list[Path]:
     """Fetch the wheels and split the large ones. Needs an index.
 
     Args:

@@ -1,7 +1,8 @@
 """Which tasks there are, in the order they run, and where their code is. Imports nothing heavy."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from tools.gpu_check_lib.context import Context
@@ -40,7 +41,7 @@ _AFTER = {"kernels.flex": ("torch_attention", "measure_flex", 60, 20)}
 _FACTORIES = ("backend_task", "task", "build_task", "measure_task")
 
 
-def _entries(backends: Sequence[str]) -> dict[str, tuple[str, str, int, int, str]]:
+def _entries(backends: Seq[str]) -> dict[str, tuple[str, str, int, int, str]]:
     """Every task for the backends: module, function, seconds, needed, backend."""
     found: dict[str, tuple[str, str, int, int, str]] = {}
     gpu = [backend for backend in backends if backend != CPU]
@@ -60,7 +61,7 @@ def _entries(backends: Sequence[str]) -> dict[str, tuple[str, str, int, int, str
     return found
 
 
-def list_tasks(backends: Sequence[str], only: Sequence[str] = ()) -> list[Task]:
+def list_tasks(backends: Seq[str], only: Seq[str] = ()) -> list[Task]:
     """Tasks in order.
 
     Args:
@@ -79,7 +80,7 @@ def list_tasks(backends: Sequence[str], only: Sequence[str] = ()) -> list[Task]:
     return [task for task in tasks if not only or task.name in only or task.section in only]
 
 
-def function_of(name: str, backends: Sequence[str] = (*GPU_BACKENDS, CPU)) -> Callable[[Context], None]:
+def function_of(name: str, backends: Seq[str] = (*GPU_BACKENDS, CPU)) -> Callable[[Context], None]:
     """The code of a task; imports its module."""
     gpu_and_cpu = _entries(backends) | _entries((CPU,))
     module, attribute, _, _, backend = gpu_and_cpu[name]

@@ -1,7 +1,8 @@
 """Rows of the report: written as they come, read back whatever became of their task, and formatted as Markdown."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -99,7 +100,7 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def format_report(rows: Sequence[Row], head: Sequence[str]) -> str:
+def format_report(rows: Seq[Row], head: Seq[str]) -> str:
     """The Markdown report: a summary, one table for each section, and the detail rows behind them.
 
     Args:
@@ -123,7 +124,7 @@ def _table(title: str, rows: Iterable[Row]) -> list[str]:
     return [*lines, ""]
 
 
-def write_report(folder: Path, rows: Sequence[Row], head: Sequence[str], about: Mapping[str, Any]) -> None:
+def write_report(folder: Path, rows: Seq[Row], head: Seq[str], about: Mapping[str, Any]) -> None:
     """Write ``results.json`` and ``results.md``, each in one step.
 
     Args:

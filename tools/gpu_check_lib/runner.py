@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,7 +77,7 @@ class Outcome(NamedTuple):
     last_words: str
 
 
-def run_process(command: Sequence[str], log: Path, limit: float, environment: Mapping[str, str]) -> Outcome:
+def run_process(command: Seq[str], log: Path, limit: float, environment: Mapping[str, str]) -> Outcome:
     """Run a command with its output in ``log``; end it and its children when its time is up.
 
     Args:
@@ -135,14 +136,14 @@ def describe(outcome: Outcome, limit: float) -> str:
 
 
 def run_tasks(
-    tasks: Sequence[Task],
+    tasks: Seq[Task],
     budget: Budget,
     work: Path,
     log: Path,
     *,
-    command: Callable[[Task, float], Sequence[str]],
+    command: Callable[[Task, float], Seq[str]],
     environment: Mapping[str, str],
-    report: Callable[[Sequence[Row]], None],
+    report: Callable[[Seq[Row]], None],
 ) -> list[Row]:
     """Run every task for which there is time.
 
@@ -175,7 +176,7 @@ def run_tasks(
 
 
 def _run_task(
-    task: Task, limit: float, recorder: Recorder, command: Sequence[str], log: Path, environment: Mapping[str, str]
+    task: Task, limit: float, recorder: Recorder, command: Seq[str], log: Path, environment: Mapping[str, str]
 ) -> None:
     """Run one task; how it ended is a row if it did not end well."""
     print(f"{task.name} (at most {limit:.0f} s)", file=sys.stderr, flush=True)

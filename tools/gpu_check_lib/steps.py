@@ -1,7 +1,7 @@
 """Single steps of an executor: timed, or compared with another's."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from specexport_runtime.executors.base import Executor, Float32Array, Want
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork, step_shape
 
-Texts = Sequence[Sequence[int]]
+Texts = Seq[Seq[int]]
 
 
 class StepTime(NamedTuple):
@@ -117,7 +117,7 @@ def compare_logits(what: str, reference: Float32Array, other: Float32Array) -> C
     return Comparison(what, float(difference), float(np.abs(reference).max()), same, len(reference))
 
 
-def _step(runner: ModelRunner, work: Sequence[RowWork], kept: Sequence[int], want: Want) -> Float32Array:
+def _step(runner: ModelRunner, work: Seq[RowWork], kept: Seq[int], want: Want) -> Float32Array:
     output = np.array(runner.step(0, work, want))
     for row, count in enumerate(kept):
         runner.kv.commit(row, runner.kv.kv_len(row) + count)

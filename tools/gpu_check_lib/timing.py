@@ -3,7 +3,8 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 WORKING_SET = 4  # times the size of the L2 cache
 
@@ -31,7 +32,7 @@ def num_sets(bytes_of_one: int, cache_bytes: int) -> int:
     return max(2, math.ceil(WORKING_SET * cache_bytes / bytes_of_one))
 
 
-def time_rotating(calls: Sequence[Callable[[], object]], *, repeats: int = 20, warm_up: int = 3) -> tuple[float, str]:
+def time_rotating(calls: Seq[Callable[[], object]], *, repeats: int = 20, warm_up: int = 3) -> tuple[float, str]:
     """Median milliseconds of one call, and how it was measured.
 
     All calls are recorded into one CUDA graph, which is replayed: so the time between launches is the GPU's, not
@@ -61,7 +62,7 @@ def time_rotating(calls: Sequence[Callable[[], object]], *, repeats: int = 20, w
     return statistics.median(times), how
 
 
-def _record(calls: Sequence[Callable[[], object]]) -> tuple[Callable[[], object], str]:
+def _record(calls: Seq[Callable[[], object]]) -> tuple[Callable[[], object], str]:
     import torch
 
     def run_all() -> None:

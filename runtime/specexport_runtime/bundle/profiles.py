@@ -6,7 +6,7 @@ size up to its own. The compiler plans profiles (``specexport.backends.profiles`
 engine's order, and the runtime chooses with :func:`choose_profile`. Imports the standard library only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from typing import Literal, NamedTuple
 
 from specexport_runtime.abi import StepShape
@@ -52,7 +52,7 @@ class Profile(NamedTuple):
         return shape.num_tokens <= self.num_tokens and shape.num_logit_rows <= self.num_logit_rows
 
 
-def choose_profile(profiles: Sequence[Profile], shape: StepShape) -> int:
+def choose_profile(profiles: Seq[Profile], shape: StepShape) -> int:
     """Index of the cheapest profile that fits: fewest padded tokens first, then fewest rows; fixed before ranged.
 
     Args:
@@ -69,7 +69,7 @@ def choose_profile(profiles: Sequence[Profile], shape: StepShape) -> int:
     return min(fitting, key=lambda i: (not profiles[i].is_fixed, profiles[i].num_tokens, profiles[i].num_seqs, i))
 
 
-def _too_large(profiles: Sequence[Profile], shape: StepShape) -> str:
+def _too_large(profiles: Seq[Profile], shape: StepShape) -> str:
     rows, tokens = (max(getattr(p, name) for p in profiles) for name in ("num_seqs", "num_tokens"))
     if shape.num_seqs > rows:
         return f"a step has {shape.num_seqs} sequences, the engine was built for {rows} (--max-num-seqs)."

@@ -16,7 +16,8 @@ anything else                                 1          its traceback: it is a 
 
 import errno
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from difflib import get_close_matches
 from typing import Any
 
@@ -100,7 +101,7 @@ class SuggestingGroup(click.Group):
 
     def main(
         self,
-        args: Sequence[str] | None = None,
+        args: Seq[str] | None = None,
         prog_name: str | None = None,
         complete_var: str | None = None,
         standalone_mode: bool = True,

@@ -1,6 +1,6 @@
 """Execution contexts of one engine, one for each profile, and what is bound to them."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from specexport_runtime.abi import LOGITS, TOKEN_IDS, StepShape
@@ -31,7 +31,7 @@ class ContextPool:
         self._contexts: dict[int, EngineContext] = {}
         self._bound: dict[int, StepShape] = {}
 
-    def bind(self, profile: int, shape: StepShape, tensors: Sequence[InputTensor], *, is_fixed: bool) -> EngineContext:
+    def bind(self, profile: int, shape: StepShape, tensors: Seq[InputTensor], *, is_fixed: bool) -> EngineContext:
         """The context of ``profile``, bound for a step of ``shape`` on the rows from its ``first_row`` on."""
         context = self._contexts.get(profile)
         if context is None:
@@ -66,7 +66,7 @@ class ContextPool:
         self._bound.clear()
 
 
-def check_tensors(engine: Engine, what: str, inputs: Sequence[str], caches: Sequence[CacheTensor]) -> None:
+def check_tensors(engine: Engine, what: str, inputs: Seq[str], caches: Seq[CacheTensor]) -> None:
     """Compare an engine's tensors with its manifest's.
 
     Raises:

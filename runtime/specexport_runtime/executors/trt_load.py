@@ -3,7 +3,8 @@
 Whatever fails on the way, what was allocated before is given back.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -137,7 +138,7 @@ def plan_memory(entry: ModelEntry, sizes: EngineSizes, weights: int, activations
     return MemoryPlan(weights, kv_bytes, activations, _input_bytes(entry.inputs, sizes) + outputs, sizes.arena_rows)
 
 
-def _input_bytes(names: Sequence[str], sizes: EngineSizes) -> int:
+def _input_bytes(names: Seq[str], sizes: EngineSizes) -> int:
     return max(lay_out_inputs(names, largest_shape(profile))[1] for _, profile in sizes.profiles)
 
 
@@ -183,7 +184,7 @@ def _allocate(
     return TrtParts(stack, sizes, driver, kv, at, contexts, graphs, logits, token_ids, blocks)
 
 
-def _make_blocks(names: Sequence[str], sizes: EngineSizes, driver: GpuDriver, stack: ExitStack) -> dict[int, HostBlock]:
+def _make_blocks(names: Seq[str], sizes: EngineSizes, driver: GpuDriver, stack: ExitStack) -> dict[int, HostBlock]:
     def make(num_bytes: int) -> HostBlock:
         memory = driver.allocate_host(num_bytes)
         stack.callback(driver.free_host, memory)

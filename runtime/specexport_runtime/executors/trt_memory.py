@@ -4,7 +4,8 @@ Everything belongs to one executor and stays where it is, because CUDA graphs ke
 allocates or records can never touch the target's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,7 +89,7 @@ class CacheTensor(NamedTuple):
 
 
 def lay_out_caches(
-    layers: Sequence[LayerGeometry], num_rows: int, kv_capacity: int, item_bytes: int
+    layers: Seq[LayerGeometry], num_rows: int, kv_capacity: int, item_bytes: int
 ) -> tuple[tuple[CacheTensor, ...], int]:
     """The caches of an arena [num_rows, H, L, D] each, and its bytes.
 
@@ -130,7 +131,7 @@ class KvMemory:
         address: device memory of that size.
     """
 
-    def __init__(self, driver: GpuDriver, caches: Sequence[CacheTensor], num_bytes: int, address: int) -> None:
+    def __init__(self, driver: GpuDriver, caches: Seq[CacheTensor], num_bytes: int, address: int) -> None:
         self._driver, self._caches, self._address = driver, caches, address
         self.num_bytes = num_bytes
         driver.clear(address, num_bytes)
@@ -162,7 +163,7 @@ class InputTensor(NamedTuple):
     offset: int
 
 
-def lay_out_inputs(names: Sequence[str], shape: StepShape) -> tuple[tuple[InputTensor, ...], int]:
+def lay_out_inputs(names: Seq[str], shape: StepShape) -> tuple[tuple[InputTensor, ...], int]:
     """Step inputs of one size, one behind the other, and the bytes of all."""
     tensors, offset = [], 0
     for name in names:
@@ -190,7 +191,7 @@ class HostBlock:
         self.address = int(memory.ctypes.data)
         self.plan: object = None
 
-    def views(self, tensors: Sequence[InputTensor]) -> Mapping[str, npt.NDArray[Any]]:
+    def views(self, tensors: Seq[InputTensor]) -> Mapping[str, npt.NDArray[Any]]:
         """Arrays over the block."""
         return {
             tensor.name: np.ndarray(tensor.shape, tensor.dtype, buffer=self._memory.data, offset=tensor.offset)

@@ -16,7 +16,8 @@ that are not in the step write behind everything that was ever written to them, 
 rows hold and not what they could hold. In a packed window dummies belong to no row, and the attention skips them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -86,7 +87,7 @@ def place_step(shape: StepShape, profile: Profile, num_rows: int, *, packed: boo
     return Window("packed" if packed else "dense", engine, shape.first_row - first)
 
 
-def plan_step(window: Window, counts: Sequence[int], logit_rows: Int64Array, names: Sequence[str]) -> Plan:
+def plan_step(window: Window, counts: Seq[int], logit_rows: Int64Array, names: Seq[str]) -> Plan:
     """Everything that follows from the counts of a step.
 
     Args:

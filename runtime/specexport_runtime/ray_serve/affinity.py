@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import Any
 
 
@@ -49,7 +50,7 @@ def _beginning(prompt: Any, chars: int) -> str:
     return ""
 
 
-def by_preference(key: str, replicas: Sequence[str]) -> list[str]:
+def by_preference(key: str, replicas: Seq[str]) -> list[str]:
     """Replicas in the order in which ``key`` prefers them: rendezvous hashing.
 
     Each replica's rank depends on the key and its own name alone, so when one goes, only its own keys move, spread over
@@ -58,7 +59,7 @@ def by_preference(key: str, replicas: Sequence[str]) -> list[str]:
     return sorted(replicas, key=lambda name: hashlib.blake2b(f"{key}\0{name}".encode(), digest_size=8).digest())
 
 
-def is_overloaded(preferred: int | None, others: Sequence[int | None], margin: int) -> bool:
+def is_overloaded(preferred: int | None, others: Seq[int | None], margin: int) -> bool:
     """Whether a replica's queue is longer than the shortest of the others by more than ``margin``.
 
     Args:

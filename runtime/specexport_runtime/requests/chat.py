@@ -1,7 +1,8 @@
 """Chat templates: messages to prompt text, as model authors write it (Jinja), in a sandbox."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,7 +17,7 @@ _TEMPLATE_HINT = "check the messages against the model's chat template, or pass 
 
 def render_chat(
     template: str,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Seq[Mapping[str, Any]],
     special_tokens: Mapping[str, str],
     add_generation_prompt: bool = True,
 ) -> str:
@@ -54,7 +55,7 @@ def render_chat(
 
 def _check_messages(messages: object) -> list[dict[str, Any]]:
     example = 'give a list such as [{"role": "user", "content": "Hello"}].'
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Seq) or not messages:
         raise InvalidRequestError(f"messages is {messages!r}, not a list of messages.", hint=example)
     checked = []
     for i, message in enumerate(messages):

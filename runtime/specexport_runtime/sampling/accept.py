@@ -4,7 +4,8 @@ Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative S
 (also Leviathan et al. 2023): whatever the draft, the tokens that come out follow the target's distribution.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ class Verdict(NamedTuple):
     is_bonus: bool
 
 
-def accept_greedy(drafted: Sequence[int], target_tokens: Sequence[int]) -> Verdict:
+def accept_greedy(drafted: Seq[int], target_tokens: Seq[int]) -> Verdict:
     """Accept draft tokens as long as they equal the target's greedy choice.
 
     Args:
@@ -44,8 +45,8 @@ def accept_greedy(drafted: Sequence[int], target_tokens: Sequence[int]) -> Verdi
 
 
 def accept_sampled(
-    drafted: Sequence[int],
-    draft_distributions: Sequence[Distribution] | None,
+    drafted: Seq[int],
+    draft_distributions: Seq[Distribution] | None,
     target_distribution: Callable[[int], Distribution],
     draws: Callable[[int], Draws],
 ) -> Verdict:

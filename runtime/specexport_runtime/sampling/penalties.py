@@ -1,6 +1,7 @@
 """Logit bias and penalties: the part of logits processing that depends on the sequence's history."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,7 +19,7 @@ class LogitAdjuster:
         vocab_size: V.
     """
 
-    def __init__(self, params: SamplingParams, prompt_tokens: Sequence[int], vocab_size: int) -> None:
+    def __init__(self, params: SamplingParams, prompt_tokens: Seq[int], vocab_size: int) -> None:
         self._params = params
         self._penalises = (
             params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
@@ -33,13 +34,13 @@ class LogitAdjuster:
         """Whether ``apply`` can change any logit."""
         return self._penalises or len(self._bias_ids) > 0
 
-    def append(self, tokens: Sequence[int]) -> None:
+    def append(self, tokens: Seq[int]) -> None:
         """Add committed output tokens to the history."""
         if self._penalises:
             for token in tokens:
                 self._history.add(token)
 
-    def apply(self, logits: Float32Array, drafted: Sequence[int]) -> Float32Array:
+    def apply(self, logits: Float32Array, drafted: Seq[int]) -> Float32Array:
         """A processed copy of ``logits``.
 
         Args:
@@ -72,7 +73,7 @@ class LogitAdjuster:
 class _TokenCounts:
     """The distinct tokens of a sequence, each with how often it is in the output; grows by one token in O(1)."""
 
-    def __init__(self, prompt_tokens: Sequence[int], vocab_size: int) -> None:
+    def __init__(self, prompt_tokens: Seq[int], vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._ids = np.unique(np.asarray(prompt_tokens, dtype=np.int64))
         self._size = len(self._ids)
@@ -92,7 +93,7 @@ class _TokenCounts:
         self._counts[slot] += 1
 
     @contextmanager
-    def including(self, drafted: Sequence[int]) -> Iterator[tuple[Int64Array, Int64Array]]:
+    def including(self, drafted: Seq[int]) -> Iterator[tuple[Int64Array, Int64Array]]:
         """Views (ids, output counts) as if ``drafted`` had been added; undone on exit."""
         committed = self._size
         for token in drafted:

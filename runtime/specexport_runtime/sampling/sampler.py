@@ -1,6 +1,6 @@
 """From logits to the distribution that tokens are drawn from, the same for draft rows and target rows."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.distribution import Distribution, Float32Array, one_hot, sample_token
@@ -27,7 +27,7 @@ class Sampler:
         InvalidRequestError: a token id in ``logit_bias`` is not in the vocabulary.
     """
 
-    def __init__(self, params: SamplingParams, prompt_tokens: Sequence[int], vocab_size: int) -> None:
+    def __init__(self, params: SamplingParams, prompt_tokens: Seq[int], vocab_size: int) -> None:
         for token in params.logit_bias:
             if token >= vocab_size:
                 raise InvalidRequestError(
@@ -48,11 +48,11 @@ class Sampler:
         """Greedy without penalties or bias: the argmax of the raw logits, so callers may batch it."""
         return self.is_greedy and not self._adjuster.active
 
-    def append(self, tokens: Sequence[int]) -> None:
+    def append(self, tokens: Seq[int]) -> None:
         """Add committed output tokens to the history."""
         self._adjuster.append(tokens)
 
-    def distribution(self, logits: Float32Array, drafted: Sequence[int] = ()) -> Distribution:
+    def distribution(self, logits: Float32Array, drafted: Seq[int] = ()) -> Distribution:
         """The distribution of the token after the committed ones and ``drafted``.
 
         Args:
@@ -68,11 +68,11 @@ class Sampler:
             return one_hot(_argmax(processed))
         return truncated_softmax(processed, self.params)
 
-    def greedy_token(self, logits: Float32Array, drafted: Sequence[int] = ()) -> int:
+    def greedy_token(self, logits: Float32Array, drafted: Seq[int] = ()) -> int:
         """The most likely token after bias and penalties, the lowest id on a tie. Arguments as ``distribution``."""
         return _argmax(self._process(logits, drafted))
 
-    def _process(self, logits: Float32Array, drafted: Sequence[int]) -> Float32Array:
+    def _process(self, logits: Float32Array, drafted: Seq[int]) -> Float32Array:
         row = logits[: self._vocab_size]
         return self._adjuster.apply(row, drafted) if self._adjuster.active else row
 

@@ -10,7 +10,7 @@
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -178,7 +178,7 @@ class PaddingStats:
     input_tokens: int = 0
     input_padding: int = 0
 
-    def record_round(self, lengths: Sequence[int]) -> None:
+    def record_round(self, lengths: Seq[int]) -> None:
         """Count one round by the accepted lengths of its sequences."""
         self.accepted += sum(lengths)
         self.padding += max(lengths) * len(lengths) - sum(lengths)

@@ -2,7 +2,8 @@
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from starlette.types import Scope
 
@@ -15,7 +16,7 @@ from specexport_runtime.server.state import ServerState
 PUBLIC_PATHS = frozenset({"/health", "/ready"}) | playground.PUBLIC_PATHS
 """Paths that need no key: they tell nothing of the model."""
 
-Headers = Sequence[tuple[bytes, bytes]]
+Headers = Seq[tuple[bytes, bytes]]
 
 
 class Admission:

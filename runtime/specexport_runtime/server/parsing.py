@@ -2,7 +2,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
@@ -127,7 +128,7 @@ def _explain(error: ValidationError, body: dict[str, Any], model: type[BaseModel
     return ApiError(400, f"{param} is {given}: {first['msg']}.", param=param, code=code)
 
 
-def _real_path(loc: Sequence[str | int], body: Any, *, missing: bool) -> tuple[str | int, ...]:
+def _real_path(loc: Seq[str | int], body: Any, *, missing: bool) -> tuple[str | int, ...]:
     """The part of a location that is in the body; pydantic also names the variants of a union, and marks keys."""
     path: list[str | int] = []
     value = body
@@ -141,13 +142,13 @@ def _real_path(loc: Sequence[str | int], body: Any, *, missing: bool) -> tuple[s
     return tuple(path)
 
 
-def _value_at(body: Any, path: Sequence[str | int]) -> Any:
+def _value_at(body: Any, path: Seq[str | int]) -> Any:
     for key in path:
         body = body[key]
     return body
 
 
-def _path(path: Sequence[str | int]) -> str:
+def _path(path: Seq[str | int]) -> str:
     name = ""
     for key in path:
         name += f"[{key}]" if isinstance(key, int) else f".{key}" if name else key
