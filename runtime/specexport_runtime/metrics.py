@@ -236,6 +236,11 @@ class EngineMetrics:
             if value is not None:
                 gauge.add_metric(self._labels, value)
             yield gauge
+        text = "1 for a drafter of which nothing was accepted since the start, though enough was tested; else 0."
+        useless = GaugeMetricFamily("specexport:drafter_never_accepted", text, labels=[*LABELS, "drafter"])
+        for drafter in sorted(counts.drafters):
+            useless.add_metric([*self._labels, drafter], float(counts.drafters[drafter].never_accepted))
+        yield useless
 
 
 def _cumulative(histogram: Histogram) -> Seq[tuple[str, float]]:

@@ -29,7 +29,7 @@ def fake_engine(rows: int = 4, *, step_seconds: float = 0.0, **options: Any) -> 
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     target = FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 16)
-    draft = FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 16, noise=0.4)
+    draft = options.pop("draft", None) or FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 16, noise=0.4)
     if step_seconds:
         execute = target.execute
 

@@ -18,10 +18,11 @@ import httpx
 import patience
 import pytest
 from patience import HANG_S, wait_until
-from serving import Served, fake_engine
+from serving import MAX_MODEL_LEN, VOCAB, Served, fake_engine
 
 from specexport_runtime import SpecEngine
 from specexport_runtime.errors import InvalidRequestError, RequestFailedError
+from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.sequences.stats import SequenceStats
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.log_format import JsonFormatter, TextFormatter, current_state, fields, log_config
@@ -227,6 +228,19 @@ def test_a_stream_that_fails_is_an_error_with_its_id(logged):
     [told] = [json.loads(text) for text in own.lines]
     assert (told["request_id"], told["error"]) == ("broken-stream", "RequestFailedError")
     assert "builtins.MemoryError" in told["stack"]
+
+
+def test_a_draft_that_is_never_accepted_is_one_warning(logged):
+    def never_accepted() -> SpecEngine:
+        return fake_engine(draft=FakeExecutor(VOCAB, 4, MAX_MODEL_LEN + 16, negate=True))
+
+    with Served(never_accepted) as served:
+        for _ in range(3):
+            assert complete(served, "useless", max_tokens=40, temperature=0).status_code == 200
+    told = [json.loads(line) for line in logged]
+    [warning] = [line for line in told if line["level"] == "warning"]
+    assert warning["logger"] == "specexport.server"
+    assert "drafter draft-model: none of its first" in warning["message"]
 
 
 def test_no_text_and_no_key_is_ever_logged():

@@ -9,9 +9,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
-from serving import fake_engine
+from serving import MAX_MODEL_LEN, VOCAB, fake_engine
 
 from specexport_runtime import SpecEngine
+from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.metrics import EngineMetrics
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.records import Proposal
@@ -44,7 +45,9 @@ GAUGES = {
     "specexport:acceptance_rate",
     "specexport:mean_acceptance_length",
     "specexport:max_num_seqs",
+    "specexport:drafter_never_accepted",
 }
+OF_DRAFTERS = {"specexport:drafter_never_accepted"}
 HISTOGRAMS = {
     "vllm:iteration_tokens_total",
     "vllm:time_to_first_token_seconds",
@@ -120,7 +123,8 @@ def test_every_name_type_and_label(make_engine):
     for name, family in ours.items():
         assert family.documentation.endswith(".")
         for sample in family.samples:
-            assert set(sample.labels) - {"le"} == LABELS | COUNTERS.get(name, set()), sample
+            own = {"drafter"} if name in OF_DRAFTERS else COUNTERS.get(name, set())
+            assert set(sample.labels) - {"le"} == LABELS | own, sample
             assert sample.labels["model_name"] == "fake"
             assert sample.labels["engine"] == "0"
     assert families["process_resident_memory_bytes"].samples[0].value > 0
@@ -289,6 +293,18 @@ def test_gauges_say_how_busy_the_engine_is(make_engine):
     assert value(metrics, "vllm:num_requests_running") == 0
     assert value(metrics, "vllm:num_requests_waiting") == 0
     assert value(metrics, "vllm:kv_cache_usage_perc") == 0
+
+
+def test_a_drafter_that_is_never_accepted_is_marked(make_engine):
+    engine = make_engine(draft=FakeExecutor(VOCAB, 4, MAX_MODEL_LEN + 16, negate=True))
+    metrics = watched(engine)
+    engine.submit("w1 w2", SamplingParams(max_tokens=10), num_speculative_tokens=4).result(30)
+    assert value(metrics, "specexport:drafter_never_accepted", drafter="draft-model") == 0  # too early to say
+    engine.submit("w1 w2", SamplingParams(max_tokens=40), num_speculative_tokens=4).result(30)
+    assert value(metrics, "specexport:drafter_accepted_tokens_total", drafter="draft-model") == 0
+    assert value(metrics, "specexport:drafter_never_accepted", drafter="draft-model") == 1
+    engine.submit("w1 w2 w1 w2 w1 w2 w1", SamplingParams(max_tokens=40), drafter="lookup").result(30)
+    assert value(metrics, "specexport:drafter_never_accepted", drafter="lookup") == 0
 
 
 def test_saved_and_lost_seconds_are_two_counters():

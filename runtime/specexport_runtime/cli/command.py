@@ -18,7 +18,7 @@ from specexport_runtime.cli.options import (
     sampling_params,
     take_drafting,
 )
-from specexport_runtime.cli.output import OutputOptions, print_padding, print_result, print_stream
+from specexport_runtime.cli.output import OutputOptions, print_notes, print_padding, print_result, print_stream
 from specexport_runtime.cli.prompts import read_prompts, read_text
 from specexport_runtime.cli.serve import serve
 from specexport_runtime.errors import InvalidRequestError
@@ -80,6 +80,7 @@ def generate(
     references = [shared if item.reference is None else item.reference for item in items]
     from specexport_runtime.bundle.manifest import load_manifest
     from specexport_runtime.engine import SpecEngine
+    from specexport_runtime.watch.never_accepted import NeverAccepted
 
     terminal = sys.stdout.isatty()
     output = OutputOptions(
@@ -97,6 +98,8 @@ def generate(
     rows = load_manifest(bundle).default_num_seqs if asked is None else asked
     limits["max_num_seqs"] = min(rows, max(len(items), 1))
     engine = SpecEngine.load(bundle, adaptive=adaptive or trace, **limits)
+    notes: list[str] = []
+    engine.add_observer(NeverAccepted(notes.append))
     texts = [item.text for item in items]
     inputs: list[Prompt] = list(texts)
     if chat:
@@ -105,9 +108,10 @@ def generate(
         inputs = [engine.encode_chat(each) for each in conversations]
     if prompts is None and not as_json:
         print_stream(texts[0], engine.stream(inputs[0], params, reference=references[0], **drafting), output)
-        return
-    results = engine.iter_results(inputs, params, references=references, **drafting)
-    for text, result in zip(texts, results, strict=True):
-        print_result(text, result, output)
-    if stats and len(texts) > 1:
-        print_padding(engine.padding)
+    else:
+        results = engine.iter_results(inputs, params, references=references, **drafting)
+        for text, result in zip(texts, results, strict=True):
+            print_result(text, result, output)
+        if stats and len(texts) > 1:
+            print_padding(engine.padding)
+    print_notes(notes)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,12 @@ def print_stream(prompt: str, chunks: "Iterator[StreamChunk]", output: OutputOpt
         click.echo(f"[{legend}]", err=True, color=True)
     if output.stats and stats is not None:
         _print_stats(stats.to_json())
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """What was noticed meanwhile, on standard error, a line each."""
+    for note in notes:
+        click.echo(f"warning: {note}", err=True)
 
 
 def print_padding(padding: "PaddingStats") -> None:

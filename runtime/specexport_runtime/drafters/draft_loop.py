@@ -146,7 +146,7 @@ def _named(error: Exception, drafter: str) -> Exception:
         return error
     return CheckFailedError(
         f"drafter {drafter}: {error.message}",
-        "run `specexport verify` on this bundle; --no-speculation does without a draft.",
+        "run `specexport verify` on this bundle; plain decoding does without a draft.",
     )
 
 

@@ -62,15 +62,16 @@ def accept_sampled(
         draws: ``draws(j)`` gives the uniforms of the j-th new position.
 
     Raises:
-        CheckFailedError: a draft token has probability 0 in the distribution that it is said to come from.
+        CheckFailedError: a draft token has no probability above 0 in the distribution that it is said to come from.
     """
     for j, token in enumerate(drafted):
         target = target_distribution(j)
         draft = None if draft_distributions is None else draft_distributions[j]
         draft_probability = 1.0 if draft is None else draft.probability(token)
-        if draft_probability <= 0.0:
+        if not draft_probability > 0.0:  # a NaN too
             raise CheckFailedError(
-                f"Draft token {token} (position {j} of the round) has probability 0 in its own draft distribution.",
+                f"Draft token {token} (position {j} of the round) has probability {draft_probability:g} "
+                "in its own draft distribution.",
                 hint="the drafter must return the distribution that it drew the token from.",
             )
         # Multiplied out and strict: with u = 0 a token of target probability 0 is still refused.

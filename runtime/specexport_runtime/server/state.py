@@ -1,15 +1,19 @@
 """What the routes of one server share."""
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.server.config import ServerConfig
+from specexport_runtime.watch.never_accepted import NeverAccepted
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
     from specexport_runtime.metrics import EngineMetrics
+
+_log = logging.getLogger("specexport.server")
 
 
 @dataclass
@@ -39,6 +43,7 @@ class ServerState:
         """Answer with an engine from now on, and watch it."""
         if self.metrics is not None:
             self.metrics.attach(engine.engine)
+        engine.engine.add_observer(NeverAccepted(_log.warning))
         self.engine = engine
 
 

@@ -58,6 +58,11 @@ class Histogram:
         return other
 
 
+FEW_TOKENS, FEW_DRAFTS = 64, 16
+"""So much must have been tested before it means something that nothing was accepted. Tokens behind a refused one tell
+nothing: where one draft in five has an accepted token, 16 drafts without any are an accident of 3 %."""
+
+
 @dataclass
 class DraftCounts:
     """What one drafter did.
@@ -71,6 +76,17 @@ class DraftCounts:
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count a draft."""
+        self.drafts += 1
+        self.drafted += drafted
+        self.accepted += accepted
+
+    @property
+    def never_accepted(self) -> bool:
+        """Nothing was accepted, of :data:`FEW_TOKENS` tokens in :data:`FEW_DRAFTS` drafts at least."""
+        return not self.accepted and self.drafted >= FEW_TOKENS and self.drafts >= FEW_DRAFTS
 
 
 def _histograms() -> dict[str, Histogram]:
@@ -181,9 +197,7 @@ class EngineCounts:
         counts = self.drafters.get(drafter)
         if counts is None:
             counts = self.drafters[drafter] = DraftCounts()
-        counts.drafts += 1
-        counts.drafted += drafted
-        counts.accepted += accepted
+        counts.add(drafted, accepted)
         if accepted >= len(self.accepted):  # longer than the engine said
             self.accepted += [0] * (accepted + 1 - len(self.accepted))
         self.accepted[accepted] += 1

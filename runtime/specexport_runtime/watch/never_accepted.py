@@ -1,0 +1,51 @@
+"""Drafts that are never accepted, said once: nobody sees it in the texts, which are right, only in the time."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from specexport_runtime.watch.counts import DraftCounts
+
+if TYPE_CHECKING:
+    from specexport_runtime.sequences.sequence import Sequence
+    from specexport_runtime.watch.observe import RoundRecord
+
+
+class NeverAccepted:
+    """Says of each drafter, once, that nothing of what it drafted was accepted since the watch began.
+
+    An ``EngineObserver``. See ``DraftCounts.never_accepted`` for how much must have been tested.
+
+    Args:
+        say: called with one line (in the decoding thread).
+    """
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+        self._counts: dict[str, DraftCounts] = {}
+        self._settled: set[str] = set()
+
+    def on_round(self, record: "RoundRecord") -> None:
+        """Look at the drafts of a step."""
+        for event in record.events:
+            drafter = event.proposal.drafter or "other"
+            if not event.drafted or not event.tokens or drafter in self._settled:
+                continue
+            counts = self._counts.setdefault(drafter, DraftCounts())
+            counts.add(event.drafted, event.accepted)
+            if counts.accepted:
+                self._settled.add(drafter)
+            elif counts.never_accepted:
+                self._settled.add(drafter)
+                self._say(describe(drafter, counts.drafted))
+
+    def on_finish(self, sequence: "Sequence") -> None:
+        """Nothing: rounds say it all."""
+
+
+def describe(drafter: str, drafted: int) -> str:
+    """What it means that none of ``drafted`` tokens of ``drafter`` was accepted, and what to do."""
+    return (
+        f"drafter {drafter}: none of its first {drafted} draft tokens was accepted. The texts are right, and drafting "
+        "only costs time: it does not fit this target (another checkpoint, damaged or badly quantized weights, too few "
+        "layers) or these texts. Fix: run `specexport verify` on the bundle, ask for another drafter, or for none."
+    )

@@ -1,0 +1,113 @@
+"""A drafter of which nothing is ever accepted: said once, and only if it is so."""
+
+from collections.abc import Callable
+
+import pytest
+from click.testing import CliRunner
+from loop import make_decoder, make_draft, make_sequence, make_target, run
+from test_engine import make_engine
+
+from specexport_runtime import SpecEngine
+from specexport_runtime.cli.command import runtime_cli
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.records import DraftStage, Proposal
+from specexport_runtime.sequences.sequence import RoundEvent
+from specexport_runtime.watch.counts import FEW_DRAFTS, FEW_TOKENS
+from specexport_runtime.watch.never_accepted import NeverAccepted
+from specexport_runtime.watch.observe import RoundRecord
+
+
+def step_of(drafter: str, drafted: int, accepted: int = 0) -> RoundRecord:
+    proposal = Proposal([1] * drafted, drafter=drafter)
+    event = RoundEvent(None, [1] * (accepted + 1), drafted, accepted, False, proposal)  # type: ignore[arg-type]
+    return RoundRecord([event], 0, 0.01)
+
+
+def watch(records: list[RoundRecord]) -> list[str]:
+    said: list[str] = []
+    watcher = NeverAccepted(said.append)
+    for record in records:
+        watcher.on_round(record)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([step_of("x", 4)] * 15, 0),  # 60 tokens
+        ([step_of("x", 4)] * 16, 1),
+        ([step_of("x", 8)] * 15, 0),  # enough tokens, too few drafts
+        ([step_of("x", 1)] * 63, 0),
+        ([step_of("x", 1)] * 64, 1),
+        ([step_of("x", 4)] * 200, 1),
+        ([step_of("x", 4)] * 10 + [step_of("y", 4)] * 10, 0),
+        ([step_of("x", 4), step_of("y", 4)] * 100, 2),
+        ([step_of("x", 4, 1)] + [step_of("x", 4)] * 200, 0),
+        ([step_of("x", 4)] * 15 + [step_of("x", 4, 2)] + [step_of("x", 4)] * 200, 0),
+        ([step_of("x", 0)] * 200, 0),
+    ],
+)
+def test_when_it_is_said(records: list[RoundRecord], expected: int) -> None:
+    said = watch(records)
+    assert len(said) == expected
+    for line in said:
+        assert "none of its first 64 draft tokens was accepted" in line
+        assert "Fix: " in line
+        assert "\n" not in line
+    assert (FEW_TOKENS, FEW_DRAFTS) == (64, 16)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("adversarial", 1), ("good", 0)])
+def test_of_real_drafts(kind: str, expected: int) -> None:
+    said: list[str] = []
+    decoder = make_decoder(make_target(), make_draft(kind), 4)
+    decoder.observers.add(NeverAccepted(said.append))
+    run(decoder, [make_sequence(i, [i + 1], SamplingParams(max_tokens=30)) for i in range(6)])
+    assert len(said) == expected
+    assert all(line.startswith("drafter draft-model: ") for line in said)
+
+
+def test_a_draft_that_failed_was_not_tested() -> None:
+    said: list[str] = []
+    draft = make_draft("good")
+    draft.logits_after = lambda tokens, mask=None: make_draft("good").logits_after(tokens) * float("nan")
+    decoder = make_decoder(make_target(), draft, 4, plan=(DraftStage("draft-model", 4),))
+    decoder.observers.add(NeverAccepted(said.append))
+    for i in range(40):
+        decoder.add(make_sequence(i, [1], SamplingParams(max_tokens=5)))
+    while decoder.has_work:
+        decoder.step()
+    assert said == []
+
+
+@pytest.fixture
+def generate(demo_bundle, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, str]]:
+    def invoke(kind: str, *args: str) -> tuple[str, str]:
+        engine = make_engine(kind)
+        monkeypatch.setattr(SpecEngine, "load", lambda *_, **__: engine)
+        result = CliRunner().invoke(runtime_cli, ["generate", str(demo_bundle), *args])
+        assert result.exit_code == 0, result.output
+        engine.close()
+        return result.stdout, result.stderr
+
+    return invoke
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_generate_says_it_behind_the_text(form: list[str], generate: Callable[..., tuple[str, str]]) -> None:
+    options = ["w1 w2", "--max-tokens", "40", "--lookahead", "4", *form]
+    text, notes = generate("adversarial", *options)
+    [line] = notes.splitlines()
+    assert line.startswith("warning: drafter draft-model: none of its first")
+    assert "warning" not in text
+    _, notes = generate("good", *options)
+    assert notes == ""
+    _, notes = generate("adversarial", "w1 w2", "--max-tokens", "40", *form, "--no-speculation")
+    assert notes == ""
+
+
+def test_generate_says_it_once_for_many_prompts(generate: Callable[..., tuple[str, str]], tmp_path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w1"}\n{"prompt": "w2"}\n{"prompt": "w3"}\n')
+    text, notes = generate("adversarial", "--prompts", str(tmp_path / "p.jsonl"), "--max-tokens", "40")
+    assert len(text.splitlines()) == 3
+    assert len(notes.splitlines()) == 1
