@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 from specexport.backends.base import AUTO_MODEL_LEN
 from specexport.backends.registry import BACKENDS, DEFAULT_BACKEND, backends_with, find_backend
+from specexport_runtime.bundle.manifest import MAX_LOOKAHEAD, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_TOKENS
 from specexport_runtime.cli.errors import suggest
 from specexport_runtime.errors import RecipeError
 
 Auto = Literal["auto"]
 
-MAX_LOOKAHEAD = 64
 MIN_MODEL_LEN = 16
-_LIMITS = {"max_num_seqs": 4096, "max_num_tokens": 1 << 20}
+_LIMITS = {"max_num_seqs": MAX_NUM_SEQS, "max_num_tokens": MAX_NUM_TOKENS}
 """Most of each limit that a backend does not fix when it builds."""
 _SM = re.compile(r"(?:sm_?)?(\d{1,2})\.?(\d)", re.IGNORECASE)
 _ALIASES = {"num_speculative_tokens": "lookahead"}
@@ -96,9 +96,10 @@ class BuildRecipe:
                 "give the most draft tokens a round, for example `--lookahead 8`; to decode without a draft, "
                 "leave out --draft.",
             )
-        if isinstance(self.max_model_len, int) and self.max_model_len < MIN_MODEL_LEN:
+        if isinstance(self.max_model_len, int) and not MIN_MODEL_LEN <= self.max_model_len <= MAX_MODEL_LEN:
+            beyond = f"below {MIN_MODEL_LEN}" if self.max_model_len < MIN_MODEL_LEN else f"above {MAX_MODEL_LEN}"
             raise RecipeError(
-                f"max_model_len is {self.max_model_len}, below {MIN_MODEL_LEN}.",
+                f"max_model_len is {self.max_model_len}, {beyond}.",
                 "give the most tokens of one sequence (prompt and generated), or auto.",
             )
         self._check_quantization()

@@ -127,6 +127,7 @@ def _vocabulary_info(models: Mapping[str, BuiltModel]) -> VocabularyInfo:
         size=draftable_size(vocabularies, [built.entry.vocab_size for built in models.values()]),
         tokenizer_sha256=sha256_of(target.tokenizer_json),
         bos_token_id=target.bos_token_id,
-        eos_token_ids=target.eos_token_ids,
+        # A checkpoint may name ids that its model has no row for; nothing can end with one.
+        eos_token_ids=tuple(token for token in target.eos_token_ids if 0 <= token < target.entry.vocab_size),
         special_tokens=dict(target.special_tokens),
     )

@@ -1,3 +1,5 @@
+import dataclasses
+import json
 import os
 from pathlib import Path
 
@@ -5,10 +7,12 @@ import pytest
 
 from specexport.backends import trt
 from specexport.build.built import BuiltModel
+from specexport.build.bundle import write_bundle
 from specexport.build.cache import EngineCache, cache_folder
+from specexport.recipe import BuildRecipe
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.bundle.files import hash_files
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.manifest import ModelEntry, load_manifest
 
 KEY = "a" * 64
 
@@ -145,3 +149,12 @@ def test_kernel_timings_are_kept_where_nobody_else_writes(monkeypatch: pytest.Mo
     assert trt._timing_cache("tensorrt", "89") == str(tmp_path / "timing" / "tensorrt-sm89.cache")
     (tmp_path / "timing").chmod(0o777)
     assert trt._timing_cache("tensorrt", "89") == ""
+
+
+def test_ids_that_the_model_has_no_row_for_end_nothing(tmp_path: Path) -> None:
+    built = make_engine(tmp_path / "bundle" / "target")
+    tokenizer = json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}).encode()
+    built = dataclasses.replace(built, tokenizer_json=tokenizer, eos_token_ids=(2, -1, 8, 7))
+    recipe = BuildRecipe(target="t", output="o", max_model_len=32)
+    write_bundle(tmp_path / "bundle", recipe=recipe, build_key=KEY, tools={}, models={"target": built})
+    assert load_manifest(tmp_path / "bundle").vocabulary.eos_token_ids == (2, 7)

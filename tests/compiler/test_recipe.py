@@ -71,6 +71,7 @@ def test_a_missing_recipe_file_is_refused(tmp_path: Path) -> None:
         ({"lookahead": -1}, "lookahead (K) is -1"),
         ({"lookahead": 65}, "lookahead (K) is 65"),
         ({"max_model_len": 3}, "max_model_len is 3, below 16"),
+        ({"max_model_len": 10**9}, "max_model_len is 1000000000, above 16777216"),
         ({"backend": "openvino"}, "backend 'openvino' is not in this release"),
         ({"dtype": "float16"}, "dtype 'float16' cannot be built for backend ort-cpu"),
         ({"quantize": "int2"}, "quantize is 'int2'"),

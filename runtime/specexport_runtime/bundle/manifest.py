@@ -8,13 +8,27 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from specexport_runtime.abi import ABI_VERSION, READABLE_ABIS, LayerGeometry
+from specexport_runtime.abi import ABI_VERSION, ITEM_BYTES, READABLE_ABIS, LayerGeometry
 from specexport_runtime.bundle.files import FileEntry
 from specexport_runtime.bundle.profiles import Profile
+from specexport_runtime.bundle.rules import (
+    MisfitError,
+    Rule,
+    anything,
+    inner_path,
+    list_of,
+    one_of,
+    optional,
+    record,
+    table_of,
+    text,
+    tuple_of,
+    whole,
+)
 from specexport_runtime.errors import BundleError, IncompatibleError
 
 SCHEMA_VERSION = 5
@@ -24,6 +38,11 @@ version 5 the defaults for loading; an older manifest is one without them. Versi
 _RENAMED = {"full_path": "one_token_path", "full_inputs": "one_token_inputs"}
 MANIFEST_NAME = "manifest.json"
 DEFAULT_NUM_SEQS = 8
+MAX_LOOKAHEAD = 64
+MAX_MODEL_LEN = 1 << 24
+MAX_NUM_SEQS = 4096
+MAX_NUM_TOKENS = 1 << 20
+"""What a recipe may ask for, and a manifest may say."""
 SMALL_DRAFT_PARAMETERS = 20_000_000
 """Below this a draft's step is mostly fixed cost per operator: threads do not share it, fewer operators help."""
 _REBUILD = "build it again with `specexport build`."
@@ -113,7 +132,7 @@ class ModelEntry:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "ModelEntry":
         """Rebuild an entry from its JSON form."""
-        fields = {_RENAMED.get(name, name): value for name, value in data.items()}
+        fields = _with_new_names(data)
         fields["layers"] = tuple(LayerGeometry(*layer) for layer in data["layers"])
         fields["inputs"] = tuple(data["inputs"])
         fields["padded_inputs"] = tuple(data.get("padded_inputs", ()))
@@ -203,6 +222,94 @@ class Manifest:
         os.replace(temporary, path)
 
 
+_COUNT = whole(0, 1 << 62)
+_SIZE = whole(1, 1 << 20)
+_PASSES = list_of(tuple_of(text, _COUNT))
+_PROFILE = tuple_of(one_of("decode", "verify", "catch-up", "prefill"), _SIZE, _SIZE, _SIZE, _SIZE)
+_LAYERS = list_of(tuple_of(_SIZE, _SIZE, _SIZE))
+_REPORT_ROW = record({"fused_attention": _COUNT, "float32_matmuls": list_of(anything)}, more=True)
+_REPORT = {"aliased": list_of(anything), "profiles": list_of(_REPORT_ROW)}
+
+
+def _rules_of(kind: Any, **rules: Rule) -> Rule:
+    """The rule of a dataclass in JSON: the rule of each field; one that has a default may be lacking."""
+    if rules.keys() != {each.name for each in fields(kind)}:
+        raise TypeError(f"every field of {kind.__name__} needs a rule")
+    given = (each for each in fields(kind) if each.default is not MISSING or each.default_factory is not MISSING)
+    return record(rules, may_lack=frozenset(each.name for each in given))
+
+
+_ENGINE_RULES = _rules_of(
+    EngineFile,
+    path=inner_path,
+    sm=text,
+    builder=text,
+    builder_version=text,
+    memory_bytes=optional(_COUNT),
+    report=record(_REPORT, may_lack=frozenset(_REPORT), more=True),
+)
+_ENTRY_RULES = _rules_of(
+    ModelEntry,
+    path=inner_path,
+    backend=text,
+    architecture=text,
+    dtype=one_of(*ITEM_BYTES),
+    vocab_size=whole(1, 1 << 24),
+    layers=_LAYERS,
+    inputs=list_of(text),
+    num_parameters=_COUNT,
+    max_positions=optional(_COUNT),
+    source=text,
+    source_sha256=text,
+    passes=_PASSES,
+    padded_path=optional(inner_path),
+    padded_inputs=list_of(text),
+    lowering=text,
+    engines=list_of(_ENGINE_RULES),
+    profiles=list_of(_PROFILE),
+    kv_capacity=optional(whole(1, MAX_MODEL_LEN + MAX_LOOKAHEAD + 1)),
+    max_num_seqs=optional(whole(1, MAX_NUM_SEQS)),
+    num_gates=whole(0, 1 << 20),
+    gate_obstacle=optional(text),
+    quantize=optional(text),
+    fused=_PASSES,
+    one_token_path=optional(inner_path),
+    one_token_inputs=list_of(text),
+)
+
+
+def _model_rules(value: Any, where: str) -> None:
+    _ENTRY_RULES(_with_new_names(value) if isinstance(value, dict) else value, where)
+
+
+_VOCABULARY_RULES = _rules_of(
+    VocabularyInfo,
+    size=whole(1, 1 << 24),
+    tokenizer_sha256=text,
+    bos_token_id=optional(_COUNT),
+    eos_token_ids=list_of(whole(0, 1 << 24)),
+    special_tokens=table_of(text),
+)
+_MANIFEST_RULES = _rules_of(
+    Manifest,
+    name=text,
+    build_key=text,
+    recipe=table_of(anything),
+    tools=table_of(text),
+    vocabulary=_VOCABULARY_RULES,
+    max_model_len=whole(2, MAX_MODEL_LEN),
+    lookahead=whole(1, MAX_LOOKAHEAD),
+    models=table_of(_model_rules, keys=one_of("target", "draft")),
+    files=table_of(_rules_of(FileEntry, sha256=text, size=_COUNT), keys=inner_path),
+    verify=optional(table_of(anything)),
+    max_num_seqs=optional(whole(1, MAX_NUM_SEQS)),
+    max_num_tokens=optional(whole(1, MAX_NUM_TOKENS)),
+    schema_version=whole(1, SCHEMA_VERSION),
+    abi_version=whole(1, ABI_VERSION),
+)
+"""What a manifest may say, of every schema that can be read: one place for all types and ranges."""
+
+
 def _digest(data: Mapping[str, Any]) -> str:
     rest = {key: value for key, value in data.items() if key != "manifest_sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
@@ -216,14 +323,19 @@ def load_manifest(folder: Path) -> Manifest:
         IncompatibleError: the manifest has a newer schema or another ABI.
     """
     path = folder / MANIFEST_NAME
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path.is_dir raises for a name that no folder can have
         raise BundleError(f"there is no folder {folder}.", "give the bundle folder that `specexport build -o` wrote.")
     if not path.is_file():
         raise BundleError(f"{folder} has no {MANIFEST_NAME}, so it is not a bundle.", _REBUILD)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         schema, abi = int(data["schema_version"]), int(data["abi_version"])
-    except (ValueError, KeyError, TypeError) as error:
+        digest = _digest(data)
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read ({error.strerror}).", "give a readable bundle.") from error
+    except RecursionError:
+        raise BundleError(f"{path} is nested too deeply.", _REBUILD) from None
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise BundleError(f"{path} cannot be read ({error}).", _REBUILD) from error
     if schema not in READABLE_SCHEMAS:
         newer = schema > SCHEMA_VERSION
@@ -233,19 +345,44 @@ def load_manifest(folder: Path) -> Manifest:
     if abi not in READABLE_ABIS:
         readable = " and ".join(map(str, READABLE_ABIS))
         raise IncompatibleError(f"{path}: abi_version is {abi}, this runtime speaks {readable}.", _REBUILD)
-    if data.get("manifest_sha256") != _digest(data):
+    if data.get("manifest_sha256") != digest:
         raise BundleError(f"{path} was altered: manifest_sha256 does not match its content.", _REBUILD)
     return _from_json(data, path)
 
 
 def _from_json(data: dict[str, Any], path: Path) -> Manifest:
-    fields = {key: value for key, value in data.items() if key != "manifest_sha256"}
+    values = {key: value for key, value in data.items() if key != "manifest_sha256"}
     try:
-        vocabulary = dict(fields["vocabulary"])
-        vocabulary["eos_token_ids"] = tuple(vocabulary["eos_token_ids"])
-        fields["vocabulary"] = VocabularyInfo(**vocabulary)
-        fields["models"] = {role: ModelEntry.from_json(entry) for role, entry in fields["models"].items()}
-        fields["files"] = {name: FileEntry(**entry) for name, entry in fields["files"].items()}
-        return Manifest(**fields)
-    except (KeyError, TypeError, ValueError) as error:
-        raise BundleError(f"{path} does not follow schema {SCHEMA_VERSION} ({error!r}).", _REBUILD) from error
+        _MANIFEST_RULES(values, "")
+        ends = tuple(values["vocabulary"]["eos_token_ids"])
+        values["vocabulary"] = VocabularyInfo(**{**values["vocabulary"], "eos_token_ids": ends})
+        values["models"] = {role: ModelEntry.from_json(entry) for role, entry in values["models"].items()}
+        values["files"] = {name: FileEntry(**entry) for name, entry in values["files"].items()}
+        manifest = Manifest(**values)
+        _check_agreement(manifest)
+    except MisfitError as error:
+        raise BundleError(f"{path} does not follow its schema: {error}.", _REBUILD) from error
+    return manifest
+
+
+def _with_new_names(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {_RENAMED.get(name, name): value for name, value in entry.items()}
+
+
+def _check_agreement(manifest: Manifest) -> None:
+    """Refuse what each part may say, but not together with the others."""
+    vocabulary = manifest.vocabulary
+    for role, entry in manifest.models.items():
+        if entry.max_positions is not None and manifest.max_model_len > entry.max_positions:
+            raise MisfitError(
+                "max_model_len", manifest.max_model_len, f"within {role}'s {entry.max_positions} positions"
+            )
+        if vocabulary.size > entry.vocab_size:
+            raise MisfitError("vocabulary.size", vocabulary.size, f"within {role}'s vocabulary of {entry.vocab_size}")
+        beyond = [token for token in vocabulary.eos_token_ids if role == "target" and token >= entry.vocab_size]
+        if beyond:
+            raise MisfitError("an id of vocabulary.eos_token_ids", beyond[0], f"below {entry.vocab_size}")
+        paths = [entry.path, entry.padded_path, entry.one_token_path, *(engine.path for engine in entry.engines)]
+        for path in paths:
+            if path is not None and path not in manifest.files:
+                raise MisfitError(f"an engine of models.{role}", path, "among the files")

@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from specexport_runtime.bundle.files import check_files
-from specexport_runtime.bundle.manifest import Manifest, load_manifest
+from specexport_runtime.bundle.manifest import MAX_NUM_SEQS, Manifest, load_manifest
 from specexport_runtime.bundle.tokenizer_load import load_tokenizer
 from specexport_runtime.errors import BundleError, InvalidRequestError
 
@@ -70,8 +70,8 @@ def load_bundle(folder: Path, *, max_model_len: int | None = None, max_num_seqs:
         )
     if max_num_seqs is None:
         max_num_seqs = manifest.default_num_seqs
-    if not 1 <= max_num_seqs <= 4096:
-        raise InvalidRequestError(f"max_num_seqs is {max_num_seqs}.", "choose a number from 1 to 4096.")
+    if not 1 <= max_num_seqs <= MAX_NUM_SEQS:
+        raise InvalidRequestError(f"max_num_seqs is {max_num_seqs}.", f"choose a number from 1 to {MAX_NUM_SEQS}.")
     known = check_files(folder, manifest.files, remember=True)
     if "target" not in manifest.models:
         raise BundleError(f"{folder}: the manifest names no target model.", "build it again.")
