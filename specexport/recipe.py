@@ -128,14 +128,21 @@ class BuildRecipe:
     def _check_backend_options(self) -> None:
         """Refuse what the backend would ignore, and limits out of their range."""
         backend = find_backend(self.backend)
-        for name in dict.fromkeys(name for other in BACKENDS.values() for name in other.options):
-            if getattr(self, name) and name not in backend.options:
-                usable = ", ".join(other.name for other in BACKENDS.values() if name in other.options)
-                raise RecipeError(
-                    f"{name} is given, and backend {self.backend} has no use for it.",
-                    f"leave {name} out, or build for one of: {usable}.",
-                )
-        if self.lowering != "auto" and self.lowering not in backend.lowerings:
+        owners = {
+            name: [other.name for other in BACKENDS.values() if name in other.options]
+            for name in dict.fromkeys(name for other in BACKENDS.values() for name in other.options)
+        }
+        ignored = [name for name in owners if getattr(self, name) and name not in backend.options]
+        if self.lowering != "auto" and not backend.lowerings:
+            ignored.append("lowering")
+            owners["lowering"] = [other.name for other in BACKENDS.values() if other.lowerings]
+        if ignored:
+            name = ignored[0]
+            raise RecipeError(
+                f"{name} is given, and backend {self.backend} fixes nothing of the kind when it builds.",
+                f"leave {name} out, or build for one of: {', '.join(owners[name])}.",
+            )
+        if self.lowering not in ("auto", *backend.lowerings):
             known = ", ".join(("auto", *backend.lowerings))
             raise RecipeError(
                 f"lowering {self.lowering!r} cannot be built for backend {self.backend}.", f"use one of: {known}."

@@ -50,8 +50,8 @@ def test_methods_are_a_drafter_and_two_switches():
         (["lokup"], {}, "did you mean 'lookup'"),
         (["xyz"], {}, "choose from plain, draft-model"),
         (["vanilla"], {"drafter": "draftmodel"}, "did you mean 'draft-model'"),
-        (["draft-model"], {"has_draft": False}, "needs|draft model, which"),
-        (["vanilla"], {"drafter": "chained", "has_draft": False}, "draft model, which"),
+        (["draft-model"], {"has_draft": False}, "no draft model"),
+        (["vanilla"], {"drafter": "chained", "has_draft": False}, "no draft model"),
     ],
 )
 def test_unknown_and_impossible_methods_are_refused(names, options, said):

@@ -52,7 +52,8 @@ def test_the_defaults_of_a_gpu_recipe() -> None:
         ({"max_num_tokens": 10**6}, "max_num_tokens is 1000000, outside"),
         ({"gpu_memory_gb": -1.0}, "gpu_memory_gb is -1.0"),
         ({"backend": "ort-cpu", "sm": "89"}, "sm is given, and backend ort-cpu fixes nothing of the kind"),
-        ({"backend": "ort-cuda", "max_num_seqs": 4}, "max_num_seqs is given, and backend ort-cuda"),
+        ({"backend": "ort-cuda", "max_num_seqs": 0}, "max_num_seqs is 0, outside 1 to 4096"),
+        ({"backend": "ort-cuda", "sm": "89"}, "sm is given, and backend ort-cuda fixes nothing of the kind"),
         ({"backend": "ort-cpu", "lowering": "native"}, "lowering is given"),
     ],
 )
@@ -61,6 +62,15 @@ def test_values_that_are_refused(values: dict[str, Any], words: str) -> None:
         make_recipe(GIVEN | values)
     assert words in caught.value.message
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("backend", ["ort-cpu", "ort-cuda"])
+def test_limits_that_a_backend_does_not_fix_are_taken(backend: str) -> None:
+    recipe = make_recipe(GIVEN | {"backend": backend, "max_num_seqs": 300, "max_num_tokens": 9000})
+    resolved = resolve_recipe(recipe, [None])
+    assert (resolved.max_num_seqs, resolved.max_num_tokens) == (300, 9000)
+    resolved = resolve_recipe(make_recipe(GIVEN | {"backend": backend}), [None])
+    assert (resolved.max_num_seqs, resolved.max_num_tokens) == (None, None)
 
 
 def test_tensorrt_rtx_lists_the_architectures_it_has(no_gpu: None) -> None:

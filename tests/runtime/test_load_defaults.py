@@ -1,6 +1,7 @@
 """Limits that engines do not fix: a recipe's become the bundle's defaults, a load may say otherwise."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,7 @@ from specexport_runtime.engine_options import OPTION_NAMES, EngineOptions, make_
 def bundle(demo_bundle: Path, tmp_path: Path) -> Path:
     """The demo bundle as if its recipe had named both limits."""
     folder = tmp_path / "bundle"
-    folder.mkdir()
-    for path in demo_bundle.iterdir():
-        if path.name != "manifest.json":
-            (folder / path.name).symlink_to(path)
+    shutil.copytree(demo_bundle, folder)
     data = vars(load_manifest(demo_bundle)) | {"max_num_seqs": 3, "max_num_tokens": 40}
     Manifest(**data).write(folder)
     return folder
