@@ -224,6 +224,9 @@ def demo(
     as_json: bool,
 ) -> None:
     """Build the demo bundle, stream text from it, and measure it against plain decoding."""
+    from specexport_runtime.executors.open import check_threads
+
+    check_threads(threads, "--threads")
     pair = find_demo_pair()
     folder = output if output is not None else pair.parents[1] / "engines" / "demo"
     _build(pair, folder)

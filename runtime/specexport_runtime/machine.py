@@ -24,6 +24,11 @@ def available_cores() -> int:
         return cores
 
 
+def most_threads() -> int:
+    """More compute threads than this are a mistake: four a core, and on any machine some dozens to experiment with."""
+    return max(64, 4 * (os.cpu_count() or 1))
+
+
 def packing_key() -> str:
     """Hash of what ONNX Runtime's optimized graphs and packed weights depend on: CPU, platform, package version.
 

@@ -166,9 +166,9 @@ def _run(
     from specexport.bench.runner import run_bench
     from specexport.bench.subject import open_subject
     from specexport.progress import show_progress
+    from specexport_runtime.executors.open import check_threads
 
-    if threads is not None and threads < 1:
-        raise InvalidRequestError(f"--threads is {threads}.", "give 1 or more.")
+    check_threads(threads, "--threads")
     prompts = read_prompts(files, num_prompts=num_prompts, domains=domains)
     prompts = mix_domains(prompts) if mix else prompts
     subject = open_subject(

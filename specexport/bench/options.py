@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specexport.bench.methods import Method
+from specexport_runtime.bundle.opened import check_num_seqs
 from specexport_runtime.errors import InvalidRequestError
 
 BATCHINGS = ("continuous", "static")
@@ -42,7 +43,8 @@ class BenchOptions:
     warmup: int = 1
 
     def __post_init__(self) -> None:
-        _check_least("a batch size", self.batch_sizes, 1)
+        for size in self.batch_sizes:
+            check_num_seqs(size, "a batch size")
         _check_least("the number of repeats", [self.repeats], 1)
         _check_least("the number of warm-up runs", [self.warmup], 0)
         _check_least("the seed", [self.seed], 0)

@@ -49,10 +49,9 @@ def explain(
     """
     from specexport_runtime.cli.prompts import read_prompts, read_text
     from specexport_runtime.engine import SpecEngine
+    from specexport_runtime.executors.open import check_threads
 
-    threads = options["num_threads"]
-    if threads is not None and threads < 1:
-        raise InvalidRequestError(f"--threads is {threads}.", "give 1 or more.")
+    check_threads(options["num_threads"], "--threads")
     limits = {name: options.pop(name) for name in _LIMITS}
     drafting: dict[str, Any] = {**take_drafting(options)}
     params = sampling_params(options)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specexport.bench.command import list_of
-from specexport_runtime.errors import InvalidRequestError, UserInputError
+from specexport_runtime.errors import UserInputError
 
 if TYPE_CHECKING:
     from specexport_runtime.costs.tune_profile import TuneProfile
@@ -108,10 +108,10 @@ def _measure(
     from specexport.tune.measure import Tuner
     from specexport.tune.options import resolve_options
     from specexport_runtime.costs.tune_profile import TuneProfile
+    from specexport_runtime.executors.open import check_threads
     from specexport_runtime.machine import machine_key
 
-    if threads is not None and threads < 1:
-        raise InvalidRequestError(f"--threads is {threads}.", "give 1 or more.")
+    check_threads(threads, "--threads")
     prompts = read_prompts(files)
     subject = open_subject(bundle, max_model_len=max_model_len, num_threads=threads, spin=spin)
     options = resolve_options(subject, max_model_len=subject.details["max_model_len"], **rest)

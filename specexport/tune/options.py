@@ -4,6 +4,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from specexport.bench.subject import Subject
+from specexport_runtime.bundle.opened import check_num_seqs
 from specexport_runtime.cli.errors import suggest
 from specexport_runtime.drafters.base import DraftOffer, Obstacle
 from specexport_runtime.drafters.registry import KINDS
@@ -44,8 +45,9 @@ class TuneOptions:
     num_prompts: int = 4
 
     def __post_init__(self) -> None:
+        for size in self.batch_sizes:
+            check_num_seqs(size, "a batch size")
         for what, values, least in (
-            ("a batch size", self.batch_sizes, 1),
             ("a context", self.contexts, 1),
             ("a number of draft tokens", self.lookaheads, 0),
             ("the number of new tokens", [self.tokens], 2),  # the first one comes with the prompt

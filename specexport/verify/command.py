@@ -59,7 +59,9 @@ def verify(
     from specexport.verify.prompts import read_prompts
     from specexport.verify.report import record_report, write_json
     from specexport.verify.run import verify_bundle
+    from specexport_runtime.executors.open import check_threads
 
+    check_threads(threads, "--threads")
     given = {"target": checkpoint, "draft": draft_checkpoint}
     options = VerifyOptions(
         checkpoints={role: source for role, source in given.items() if source is not None},

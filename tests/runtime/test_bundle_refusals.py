@@ -125,7 +125,9 @@ def test_folders_that_are_no_bundles(tmp_path):
     assert "there is no folder" in refuse(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("limits", [{"max_model_len": 1}, {"max_model_len": 10**6}, {"max_num_seqs": 0}])
+@pytest.mark.parametrize(
+    "limits", [{"max_model_len": 1}, {"max_model_len": 10**6}, {"max_num_seqs": 0}, {"num_threads": 10**5}]
+)
 def test_limits_out_of_range(demo_bundle, limits):
     with pytest.raises(InvalidRequestError, match=next(iter(limits))):
         SpecEngine.load(demo_bundle, **limits)

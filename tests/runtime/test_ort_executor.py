@@ -303,3 +303,13 @@ def test_a_graph_of_the_other_kind_is_refused_and_not_run_wrongly(bundle, unpad_
     executor = make_runner(bundle, unpad_kv=unpad_kv).executor
     with pytest.raises(SpecexportError, match="unpad_kv"):
         ModelRunner(executor, unpad_kv=not unpad_kv).step(0, [RowWork([1, 2], 1)])
+
+
+@pytest.mark.parametrize("capacity", [2**32, 2**60])
+def test_an_arena_that_no_machine_has_is_refused(bundle, capacity):
+    entry = bundle.manifest.models["draft"]
+    with pytest.raises(
+        IncompatibleError, match=f"no memory for a KV cache of 4096 rows of {capacity} entries"
+    ) as caught:
+        OrtExecutor(bundle.folder / entry.path, entry, num_rows=4096, kv_capacity=capacity)
+    assert "--max-num-seqs" in caught.value.hint

@@ -49,6 +49,20 @@ class Bundle(NamedTuple):
         return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
+def check_num_seqs(count: int, name: str = "max_num_seqs") -> None:
+    """Refuse a number of cache rows that is out of range.
+
+    Args:
+        count: the number.
+        name: what the caller calls it.
+
+    Raises:
+        InvalidRequestError: it is out of range.
+    """
+    if not 1 <= count <= MAX_NUM_SEQS:
+        raise InvalidRequestError(f"{name} is {count}.", f"choose a number from 1 to {MAX_NUM_SEQS}.")
+
+
 def load_bundle(folder: Path, *, max_model_len: int | None = None, max_num_seqs: int | None = None) -> Bundle:
     """Open ``folder``, checking its versions and the hash of every file that was not checked here before.
 
@@ -70,8 +84,7 @@ def load_bundle(folder: Path, *, max_model_len: int | None = None, max_num_seqs:
         )
     if max_num_seqs is None:
         max_num_seqs = manifest.default_num_seqs
-    if not 1 <= max_num_seqs <= MAX_NUM_SEQS:
-        raise InvalidRequestError(f"max_num_seqs is {max_num_seqs}.", f"choose a number from 1 to {MAX_NUM_SEQS}.")
+    check_num_seqs(max_num_seqs)
     known = check_files(folder, manifest.files, remember=True)
     if "target" not in manifest.models:
         raise BundleError(f"{folder}: the manifest names no target model.", "build it again.")

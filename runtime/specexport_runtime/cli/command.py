@@ -68,17 +68,19 @@ def generate(
     **options: Any,
 ) -> None:
     """Generate text from BUNDLE for PROMPT (or --prompt-file, --prompts, or standard input)."""
+    from specexport_runtime.executors.open import check_threads
+
     limits = {name: options.pop(name) for name in LIMITS}
     drafting = take_drafting(options)
     params = sampling_params(options)
     if params.logprobs is not None and not as_json:
         raise InvalidRequestError("--logprobs was given, and text has no place for them.", "add --json.")
-    if limits["num_threads"] is not None and limits["num_threads"] < 1:
-        raise InvalidRequestError(f"--threads is {limits['num_threads']}.", "give 1 or more.")
+    check_threads(limits["num_threads"], "--threads")
     items = list(read_prompts(prompt, prompt_file, prompts))
     shared = None if reference is None else read_text(reference)
     references = [shared if item.reference is None else item.reference for item in items]
     from specexport_runtime.bundle.manifest import load_manifest
+    from specexport_runtime.bundle.opened import check_num_seqs
     from specexport_runtime.engine import SpecEngine
     from specexport_runtime.watch.never_accepted import NeverAccepted
 
@@ -95,6 +97,8 @@ def generate(
         raise InvalidRequestError("--tune-profile was given, and K is not chosen.", "add --lookahead auto.")
     drafting["trace"] = trace
     asked = limits["max_num_seqs"]
+    if asked is not None:
+        check_num_seqs(asked)  # all of it: below it is cut to the prompts
     rows = load_manifest(bundle).default_num_seqs if asked is None else asked
     limits["max_num_seqs"] = min(rows, max(len(items), 1))
     engine = SpecEngine.load(bundle, adaptive=adaptive or trace, **limits)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from specexport_runtime.cli.options import NumberOr, batch_options
-from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
+from specexport_runtime.errors import MissingDependencyError
 from specexport_runtime.requests.speculative_config import METHODS
 from specexport_runtime.server.config import LOG_FORMATS, ServerConfig, check_key, read_keys
 
@@ -112,11 +112,15 @@ def serve(
     **options: Any,
 ) -> int:
     """Serve BUNDLE over HTTP, as OpenAI's API does."""
+    from specexport_runtime.bundle.opened import check_num_seqs
+    from specexport_runtime.executors.open import check_threads
+
     settings = {name: options.pop(name) for name in list(options) if name in ServerConfig.__dataclass_fields__}
     name = bundle.resolve().name if model_name is None else model_name
     config = ServerConfig(model_name=name, api_keys=collect_keys(api_keys, api_key_file), **settings)
-    if options["num_threads"] is not None and options["num_threads"] < 1:
-        raise InvalidRequestError(f"--threads is {options['num_threads']}.", "give 1 or more.")
+    check_threads(options["num_threads"], "--threads")
+    if options["max_num_seqs"] is not None:
+        check_num_seqs(options["max_num_seqs"], "--max-num-seqs")
     options["speculative_config"] = speculative_config(drafter, num_speculative_tokens)
     return _import_run()(bundle, config, **options)
 

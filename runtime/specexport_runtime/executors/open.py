@@ -11,6 +11,7 @@ from specexport_runtime.bundle.opened import Bundle
 from specexport_runtime.bundle.tokenizer_load import start_loading
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError
 from specexport_runtime.executors.base import EngineBackend, EngineRequest, Executor
+from specexport_runtime.machine import most_threads
 
 PLACES = {
     "ort-cpu": "specexport_runtime.executors.ort:BACKEND",
@@ -33,6 +34,21 @@ def backend_of(name: str) -> EngineBackend | None:
 def backends_with(trait: str) -> str:
     """Names of the backends that have a trait of :class:`EngineBackend`, for messages: ``"ort-cpu"``."""
     return ", ".join(name for name in PLACES if getattr(backend_of(name), trait))
+
+
+def check_threads(count: int | None, name: str = "num_threads") -> None:
+    """Refuse a number of compute threads that no machine of this size can use.
+
+    Args:
+        count: the number; None is left to the runtime.
+        name: what the caller calls it.
+
+    Raises:
+        InvalidRequestError: it is out of range.
+    """
+    most = most_threads()
+    if count is not None and not 1 <= count <= most:
+        raise InvalidRequestError(f"{name} is {count}.", f"give 1 to {most}, or leave it out.")
 
 
 def open_executor(
@@ -60,8 +76,9 @@ def open_executor(
         IncompatibleError: the engine's backend is unknown to this runtime, has no padded-KV graph, or does not fit
             this machine or the bundle's ``max_num_seqs``.
         MissingDependencyError: what the backend runs on is not installed.
-        InvalidRequestError: CUDA graphs are asked for on a CPU.
+        InvalidRequestError: CUDA graphs are asked for on a CPU, or more threads than can be of use.
     """
+    check_threads(num_threads)
     entry, folder = bundle.manifest.models[role], bundle.folder
     backend = backend_of(entry.backend)
     if backend is None:

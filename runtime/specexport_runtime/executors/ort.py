@@ -3,6 +3,7 @@
 Imports onnxruntime when an executor is made, not before.
 """
 
+import math
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -77,7 +78,7 @@ class OrtExecutor:
 
     Raises:
         MissingDependencyError: onnxruntime is not installed.
-        IncompatibleError: the engine's inputs do not match the contract.
+        IncompatibleError: the engine's inputs do not match the contract, or there is no memory for the arena.
         BundleError: ONNX Runtime cannot load the engine.
     """
 
@@ -110,16 +111,28 @@ class OrtExecutor:
         self.num_gates = entry.num_gates if unpad_kv else 0  # a padded-KV graph never has gates
         self._gates = OrtGates(self._graph.session, self.num_gates, path)
         self._dtype = np.dtype(entry.dtype)
-        self._caches: dict[str, npt.NDArray[Any]] = {}
-        for i, layer in enumerate(entry.layers):
-            for spec, head_dim in zip(CACHE_INPUTS, (layer.k_dim, layer.v_dim), strict=True):
-                shape = (num_rows, 1, layer.kv_heads, kv_capacity, head_dim)
-                self._caches[spec.name.format(i=i)] = untouched_zeros(shape, self._dtype)
+        self._caches = self._make_caches(entry)
         self._row_values: dict[tuple[int, int, bool], list[tuple[str, str, Any]]] = {}
         self._bindings: OrderedDict[tuple[StepShape, bool], _Binding] = OrderedDict()
         self._logits: Float32Array = np.empty((0, self.vocab_size), np.float32)
         self._current: _Binding | None = None
         self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
+
+    def _make_caches(self, entry: ModelEntry) -> dict[str, npt.NDArray[Any]]:
+        shapes = {
+            spec.name.format(i=i): (self.num_rows, 1, layer.kv_heads, self.kv_capacity, head_dim)
+            for i, layer in enumerate(entry.layers)
+            for spec, head_dim in zip(CACHE_INPUTS, (layer.k_dim, layer.v_dim), strict=True)
+        }
+        try:
+            return {name: untouched_zeros(shape, self._dtype) for name, shape in shapes.items()}
+        except (OSError, OverflowError, MemoryError):
+            size = sum(map(math.prod, shapes.values())) * self._dtype.itemsize
+            raise IncompatibleError(
+                f"this machine has no memory for a KV cache of {self.num_rows} rows of {self.kv_capacity} entries: "
+                f"{size / 1e9:.1f} GB.",
+                "give a smaller --max-num-seqs or --max-model-len.",
+            ) from None
 
     @property
     def kv_bytes(self) -> int:
