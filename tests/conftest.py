@@ -11,6 +11,7 @@ from pathlib import Path
 import chance
 import hypothesis
 import pytest
+from tiny_models import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_PAIR = ROOT / "examples" / "demo_pair"
@@ -94,12 +95,23 @@ def pytest_report_header() -> str | None:
     return None if chance.FUZZ_SEED is None else f"fuzz: seed {chance.FUZZ_SEED}, {chance.MORE} times the examples"
 
 
-@pytest.hookimpl(tryfirst=True)  # before ``-m`` selects
+def _parameters(item: pytest.Item) -> list[object]:
+    return list(item.callspec.params.values()) if hasattr(item, "callspec") else []
+
+
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` selects, and pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Property tests draw their inputs. Long tests first: at the end no worker should wait for another one's."""
+    """Marks that tests need not have in their files, and their order.
+
+    Property tests draw their inputs. Tests of one tiny model go to one worker, which traces it once. Long tests first:
+    at the end no worker should wait for another one's.
+    """
     for item in items:
         if hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker("fuzz")
+        models = {value for value in _parameters(item) if isinstance(value, str) and value in ARCHITECTURES}
+        if models and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(f"model {min(models)}"))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

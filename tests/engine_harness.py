@@ -41,11 +41,11 @@ def build(
 ) -> tuple[Any, tuple[LayerGeometry, ...], dict[str, int]]:
     """Compile ``model`` into ``folder``, both graphs; returns the lowered IR, the layers and what each pass changed."""
     from specexport.backends.ort import write_onnx, write_padded_onnx
-    from specexport.frontend import trace_checkpoint
     from specexport.lowering.ort_cpu import lower_ort_cpu
     from specexport.passes import default_passes, run_passes
+    from tests.tiny_traces import trace_of
 
-    traced = trace_checkpoint(make_checkpoint(model))
+    traced = trace_of(model)
     report = run_passes(traced.ir_model, default_passes(Recipe()), dump_dir=dump_dir)
     padded_model = traced.ir_model.clone()
     lower_ort_cpu(traced.ir_model)

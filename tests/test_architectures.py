@@ -12,6 +12,7 @@ from specexport_runtime.errors import UnsupportedModelError
 from tests.engine_harness import Engine, build, make_checkpoint
 from tests.passes.test_residual_blocks import OBSTACLES
 from tests.tiny_models import ARCHITECTURES, REFUSED, VOCAB, make_model
+from tests.tiny_traces import tiny_model
 
 PREFILL = (9, 17, 4)
 VERIFY = (5, 1, 3)  # new tokens a row: ragged, on ragged pasts
@@ -22,7 +23,7 @@ TOLERANCE = 1e-4
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_engine_logits_equal_eager_transformers(name: str, tmp_path: Path) -> None:
-    model = make_model(*ARCHITECTURES[name])
+    model = tiny_model(name)
     random = np.random.default_rng(chance.seed(7))
     sequences = [random.integers(3, VOCAB, past + new).tolist() for past, new in zip(PREFILL, VERIFY, strict=True)]
     expected = reference_logits(make_checkpoint(model), sequences)

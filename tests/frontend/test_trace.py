@@ -12,6 +12,7 @@ from specexport_runtime.abi import STEP_INPUTS, LayerGeometry
 from specexport_runtime.errors import UnsupportedModelError
 from tests.engine_harness import make_checkpoint
 from tests.tiny_models import ARCHITECTURES, GROUPED, WINDOW, make_llama, make_model
+from tests.tiny_traces import tiny_model, trace_of
 
 
 def test_the_trace_speaks_the_contract() -> None:
@@ -29,20 +30,20 @@ def test_the_trace_speaks_the_contract() -> None:
 
 
 def test_each_layer_keeps_its_own_window_softcap_and_scale() -> None:
-    model = make_model(*ARCHITECTURES["gemma2"])
-    nodes = list(attention_nodes(trace_checkpoint(make_checkpoint(model)).ir_model))
+    model = tiny_model("gemma2")
+    nodes = list(attention_nodes(trace_of(model).ir_model))
     assert [node.attributes["window"].as_int() for node in nodes] == [WINDOW, -1]
     assert [node.attributes["softcap"].as_float() for node in nodes] == [2.0, 2.0]
     assert nodes[0].attributes["scale"].as_float() == pytest.approx(model.config.query_pre_attn_scalar**-0.5)
 
 
 def test_sinks_reach_the_op() -> None:
-    nodes = attention_nodes(trace_checkpoint(make_checkpoint(make_model(*ARCHITECTURES["gpt_oss"]))).ir_model)
+    nodes = attention_nodes(trace_of(tiny_model("gpt_oss")).ir_model)
     assert all(len(node.inputs) == len(UNPADDED_ATTENTION.inputs) and node.inputs[-1] is not None for node in nodes)
 
 
 def test_latent_attention_has_keys_and_values_of_unequal_size() -> None:
-    layers = probe_layers(make_model(*ARCHITECTURES["deepseek_v3"]))
+    layers = probe_layers(tiny_model("deepseek_v3"))
     assert [call.geometry for call in layers] == [LayerGeometry(4, 24, 16)] * 2
 
 

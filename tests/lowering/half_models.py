@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specexport.frontend import trace_checkpoint
 from specexport.passes import default_passes, run_passes
-from tests.engine_harness import make_checkpoint
 from tests.tiny_models import ARCHITECTURES, make_model
+from tests.tiny_traces import tiny_model, trace_of
 
 
 class HalfModel(NamedTuple):
@@ -19,10 +18,12 @@ class HalfModel(NamedTuple):
     Attributes:
         model: the transformers model.
         ir_model: after the passes; clone it before changing it.
+        layers: cache sizes of each layer.
     """
 
     model: Any
     ir_model: Any
+    layers: Any
 
 
 class _Recipe(NamedTuple):
@@ -40,7 +41,7 @@ def load(name: str, dtype: str) -> Any:
 @cache
 def trace(name: str, dtype: str) -> HalfModel:
     """Load, trace and run the passes; ``dtype`` may be float32 too."""
-    model = load(name, dtype)
-    ir_model = trace_checkpoint(make_checkpoint(model)).ir_model
-    run_passes(ir_model, default_passes(_Recipe(dtype)))
-    return HalfModel(model, ir_model)
+    model = tiny_model(name) if dtype == "float32" else load(name, dtype)
+    traced = trace_of(model)
+    run_passes(traced.ir_model, default_passes(_Recipe(dtype)))
+    return HalfModel(model, traced.ir_model, traced.layers)

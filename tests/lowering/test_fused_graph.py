@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from specexport.backends.ort import write_one_token_onnx, write_onnx, write_padded_onnx
-from specexport.frontend import reference_logits, trace_checkpoint
+from specexport.frontend import reference_logits
 from specexport.lowering.fuse import fuse_rotary, rotary_rows
 from specexport.lowering.fuse_norm import fuse_norms
 from specexport.lowering.one_token import lower_one_token
 from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.passes import default_passes, run_passes
 from tests.engine_harness import Engine, Recipe, make_checkpoint
-from tests.tiny_models import ARCHITECTURES, BASE, VOCAB, make_model
+from tests.tiny_models import BASE, VOCAB, make_model
+from tests.tiny_traces import tiny_model, trace_of
 
 PREFILL = (9, 17, 4)
 VERIFY = (5, 1, 3)
@@ -40,7 +41,7 @@ class Fused:
     """A model through all fusions, its counts, and its engine in ``folder``."""
 
     def __init__(self, model: Any, folder: Path, rows: int = ROWS) -> None:
-        traced = trace_checkpoint(make_checkpoint(model))
+        traced = trace_of(model)
         self.folder, self.layers, self.graph = folder, traced.layers, traced.ir_model
         packed = dict(run_passes(self.graph, default_passes(Recipe(), pack=True)))["linear-pack"]
         padded = self.graph.clone()
@@ -68,13 +69,13 @@ class Fused:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Fused:
-    return Fused(make_model(*ARCHITECTURES["llama"]), tmp_path_factory.mktemp("llama"))
+    return Fused(tiny_model("llama"), tmp_path_factory.mktemp("llama"))
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", EXPECTED)
 def test_fused_logits_equal_eager_transformers(name: str, tmp_path: Path) -> None:
-    model = make_model(*(ARCHITECTURES | PARTIAL)[name])
+    model = make_model(*PARTIAL[name]) if name in PARTIAL else tiny_model(name)
     random = np.random.default_rng(chance.seed(7))
     sequences = [random.integers(3, VOCAB, past + max(VERIFY)).tolist() for past in PREFILL]
     expected = reference_logits(make_checkpoint(model), sequences)
@@ -179,7 +180,7 @@ def test_a_one_token_step_writes_one_entry_a_row_wherever_its_rows_are(llama: Fu
 
 
 def test_a_model_on_the_portable_body_has_no_one_token_graph() -> None:
-    graph = trace_checkpoint(make_checkpoint(make_model(*ARCHITECTURES["deepseek_v3"]))).ir_model
+    graph = trace_of(tiny_model("deepseek_v3")).ir_model
     run_passes(graph, default_passes(Recipe(), pack=True))
     before = [node.name for node in graph.graph]
     assert not lower_one_token(graph)
@@ -194,7 +195,7 @@ def test_a_position_beyond_the_tables_is_an_error_not_a_wrong_answer(llama: Fuse
 
 
 def test_tables_that_are_large_for_their_model_are_not_made() -> None:
-    graph = trace_checkpoint(make_checkpoint(make_model(*ARCHITECTURES["llama"]))).ir_model
+    graph = trace_of(tiny_model("llama")).ir_model
     run_passes(graph, default_passes(Recipe(), pack=True))
     assert fuse_rotary(graph.clone(), None) == 0
     assert fuse_rotary(graph.clone(), 2**16) == 0, "two tables of 2 MiB each, for a model of half a megabyte"
@@ -205,7 +206,7 @@ def test_tables_that_are_large_for_their_model_are_not_made() -> None:
 def test_what_is_no_plain_rotation_is_left_alone(spoil: str) -> None:
     import onnx_ir as ir
 
-    graph = trace_checkpoint(make_checkpoint(make_model(*ARCHITECTURES["llama"]))).ir_model
+    graph = trace_of(tiny_model("llama")).ir_model
     run_passes(graph, default_passes(Recipe(), pack=True))
     rotations = [node for node in graph.graph if node.op_type == "RotaryEmbedding"]
     if spoil == "second side":  # keys that are not rotated

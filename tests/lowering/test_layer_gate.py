@@ -21,6 +21,7 @@ from specexport_runtime.abi import GATE_INPUTS, SIMILARITY
 from specexport_runtime.errors import CheckFailedError
 from tests.engine_harness import Engine, Recipe, make_checkpoint, pack
 from tests.tiny_models import ARCHITECTURES, VOCAB, make_model
+from tests.tiny_traces import tiny_model, trace_of
 
 TOLERANCE = 1e-4
 NAMES = ["gemma2", "deepseek_v3"]  # norms behind the branches, window, softcap; the portable attention body, experts
@@ -75,11 +76,10 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def make(name: str, folder: Path) -> Built:
     from specexport.backends.ort import write_onnx
-    from specexport.frontend import trace_checkpoint
     from specexport.passes import default_passes, run_passes
 
-    model = make_model(*ARCHITECTURES[name])
-    traced = trace_checkpoint(make_checkpoint(model))
+    model = tiny_model(name)
+    traced = trace_of(model)
     run_passes(traced.ir_model, default_passes(Recipe()))
     plain = traced.ir_model.clone()
     lower_ort_cpu(plain)

@@ -9,7 +9,8 @@ import pytest
 from specexport.backends.registry import find_backend
 from specexport_runtime.errors import RecipeError
 from tests.engine_harness import Engine, build
-from tests.tiny_models import ARCHITECTURES, make_llama, make_model
+from tests.tiny_models import make_llama
+from tests.tiny_traces import tiny_model
 
 STEP = ["input_ids", "positions", "logit_rows", "row_starts", "row_ends", "row_totals", "pad_index", "unpad_index"]
 
@@ -18,7 +19,7 @@ STEP = ["input_ids", "positions", "logit_rows", "row_starts", "row_ends", "row_t
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A model on the fused body and one on the portable body."""
     folder = tmp_path_factory.mktemp(request.param)
-    model, layers, _ = build(make_model(*ARCHITECTURES[request.param]), folder)
+    model, layers, _ = build(tiny_model(request.param), folder)
     return folder, model, layers
 
 

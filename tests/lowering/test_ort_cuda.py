@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import sys
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +17,10 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
-from specexport.frontend import reference_logits, trace_checkpoint
+from specexport.frontend import reference_logits
 from specexport.lowering.ort_cuda import attach_paged_attention, lower_ort_cuda
 from specexport.ops.reference import unpadded_attention
 from specexport.ops.spec import UNPADDED_ATTENTION
-from specexport.passes import default_passes, run_passes
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import UnsupportedModelError
@@ -31,7 +29,8 @@ from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from tests.engine_harness import make_checkpoint, pack
 from tests.fake_onnxruntime import FakeBinding, FakeOrt, view
-from tests.tiny_models import ARCHITECTURES, VOCAB, make_model
+from tests.lowering.half_models import trace
+from tests.tiny_models import VOCAB
 
 ROWS_BLOCKS = 2
 STEP = ["input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens", "block_table", "attention_metadata"]
@@ -207,21 +206,10 @@ def test_a_node_equals_the_reference_of_the_op(name: str) -> None:
     np.testing.assert_allclose(outputs["output"], expected, atol=1e-5)
 
 
-@cache
 def traced(name: str, dtype: str) -> Any:
     """A traced model, to be cloned, and its checkpoint."""
-    import torch
-
-    model = make_model(*ARCHITECTURES[name])
-    checkpoint = make_checkpoint(model.to(getattr(torch, dtype)))
-    result = trace_checkpoint(checkpoint)
-
-    class Recipe:
-        pass
-
-    Recipe.dtype = dtype  # type: ignore[attr-defined]
-    run_passes(result.ir_model, default_passes(Recipe()))  # type: ignore[arg-type]
-    return result, checkpoint
+    result = trace(name, dtype)
+    return result, make_checkpoint(result.model)
 
 
 @pytest.mark.fuzz

@@ -11,7 +11,8 @@ from specexport.backends.ort import write_padded_onnx
 from specexport.frontend import reference_logits
 from specexport_runtime.errors import CheckFailedError
 from tests.engine_harness import Engine, build, make_checkpoint
-from tests.tiny_models import ARCHITECTURES, VOCAB, WINDOW, make_model
+from tests.tiny_models import VOCAB, WINDOW
+from tests.tiny_traces import tiny_model
 
 CAPACITY = 64
 LENGTHS = (38, 30, 34)
@@ -27,7 +28,7 @@ KINDS = {
 @pytest.fixture(scope="module", params=KINDS)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp(request.param)
-    model = make_model(*ARCHITECTURES[request.param])
+    model = tiny_model(request.param)
     _, layers, _ = build(model, folder)
     random = np.random.default_rng(chance.seed(5))
     sequences = [random.integers(3, VOCAB, length).tolist() for length in LENGTHS]
@@ -109,7 +110,7 @@ def test_masks_are_made_once_a_step_for_each_window(built: Any, request: pytest.
 def test_a_weight_that_the_engine_has_not_is_an_error(tmp_path: Path) -> None:
     import onnx_ir as ir
 
-    model, _, _ = build(make_model(*ARCHITECTURES["llama"]), tmp_path)
+    model, _, _ = build(tiny_model("llama"), tmp_path)
     tensor = ir.tensor(np.zeros(2, np.float32), name="stray")
     model.graph.initializers["stray"] = ir.Value(name="stray", const_value=tensor)
     with pytest.raises(CheckFailedError, match="a weight of its own, stray"):

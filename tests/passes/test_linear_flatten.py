@@ -2,14 +2,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_harness import Engine, Recipe, make_checkpoint
-from tiny_models import ARCHITECTURES, make_model
+
+from tests.engine_harness import Engine, Recipe
+from tests.tiny_traces import tiny_model, trace_of
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "phi", "mixtral"])
 def test_the_same_logits_with_every_linear_layer_as_a_matrix_product(name: str, tmp_path: Path) -> None:
     from specexport.backends.ort import write_onnx
-    from specexport.frontend import trace_checkpoint
     from specexport.lowering.ort_cpu import lower_ort_cpu
     from specexport.passes import default_passes, run_passes
     from specexport.passes.base import constant_of
@@ -17,7 +17,7 @@ def test_the_same_logits_with_every_linear_layer_as_a_matrix_product(name: str, 
 
     logits = []
     for flatten in (False, True):
-        traced = trace_checkpoint(make_checkpoint(make_model(*ARCHITECTURES[name])))
+        traced = trace_of(tiny_model(name))
         run_passes(traced.ir_model, default_passes(Recipe()))
         if flatten:
             before = sum(node.op_type == "MatMul" for node in traced.ir_model.graph)

@@ -14,8 +14,9 @@ from specexport.passes.quantize import quantizing_passes
 from specexport.passes.quantize_int4 import quantize_blocks
 from specexport.passes.quantize_int8 import _quantized, _scales
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
-from tests.engine_harness import Engine, Recipe, make_checkpoint
-from tests.tiny_models import ARCHITECTURES, VOCAB, make_model
+from tests.engine_harness import Engine, Recipe
+from tests.tiny_models import VOCAB
+from tests.tiny_traces import tiny_model, trace_of
 
 Traced = Callable[[str], Any]
 NUM_LINEAR = {"llama_tied": 15, "gpt2": 9, "gemma3": 15, "opt": 15}
@@ -29,10 +30,9 @@ VERIFY = [[7, 12, 13, 250, 300], [8, 9]]
 def build(name: str, folder: Path, quantize: str | None, **changes: Any) -> tuple[Any, Any, dict[str, int]]:
     """Compile an architecture; returns the graph after the passes, its layers and what each pass changed."""
     from specexport.backends.ort import write_onnx
-    from specexport.frontend import trace_checkpoint
     from specexport.lowering.ort_cpu import lower_ort_cpu
 
-    traced = trace_checkpoint(make_checkpoint(make_model(*ARCHITECTURES[name])))
+    traced = trace_of(tiny_model(name))
     report = dict(run_passes(traced.ir_model, default_passes(Recipe(), quantize=quantize, **changes)))
     passed = traced.ir_model.clone()
     lower_ort_cpu(traced.ir_model)
