@@ -238,7 +238,11 @@ class SpecEngine:
             special_tokens=manifest.vocabulary.special_tokens,
             unpad_kv=options.unpad_kv,
             unpad_input=options.unpad_input,
-            max_num_batched_tokens=options.max_num_batched_tokens or manifest.max_num_tokens or DEFAULT_BATCHED_TOKENS,
+            max_num_batched_tokens=(
+                manifest.max_num_tokens or DEFAULT_BATCHED_TOKENS
+                if options.max_num_batched_tokens is None
+                else options.max_num_batched_tokens
+            ),
             draft_defaults=parts.defaults,
             cost_curves=parts.curves,
             tune_profile=parts.profile,

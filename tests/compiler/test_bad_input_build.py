@@ -161,7 +161,7 @@ def test_a_disk_that_is_too_small(
 def test_a_disk_that_fills_up(
     refuse_cli: Refuse, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_half(_ir_model: object, _backend: str, folder: Path) -> str:
+    def write_half(_ir_model: object, folder: Path) -> str:
         folder.mkdir(parents=True)
         (folder / "model.onnx").write_bytes(b"0" * 4321)
         raise OSError(errno.ENOSPC, "No space left on device", str(folder / "model.onnx.data"))

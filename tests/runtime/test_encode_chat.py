@@ -39,7 +39,7 @@ def test_generate_chat_feeds_those_tokens(engine, monkeypatch, tmp_path):
 
     monkeypatch.setattr(SpecEngine, "load", lambda *_, **__: engine)
     wanted = greedy_reference(make_target(), [BOS, 3, 4], 6)
-    arguments = ["generate", str(tmp_path), "w3 w4", "--chat", "--max-tokens", "6"]
+    arguments = ["generate", str(tmp_path), "w3 w4", "--chat", "--max-tokens", "6", "--max-num-seqs", "1"]
     as_json = CliRunner().invoke(runtime_cli, [*arguments, "--json"], catch_exceptions=False)
     record = json.loads(as_json.stdout)
     assert record["token_ids"] == wanted

@@ -233,7 +233,7 @@ def test_an_engine_that_does_not_match_the_manifest_is_refused(bundle):
     with pytest.raises(IncompatibleError, match="surprise"):
         OrtExecutor(bundle.folder / entry.path, other, num_rows=1, kv_capacity=CAPACITY)
     other = dataclasses.replace(entry, one_token_inputs=("input_ids", "surprise"))
-    with pytest.raises(IncompatibleError, match=r"model\.full\.onnx.*kv_lens, row_totals, surprise"):
+    with pytest.raises(IncompatibleError, match=r"model\.one_token\.onnx.*kv_lens, row_totals, surprise"):
         OrtExecutor(bundle.folder / entry.path, other, num_rows=1, kv_capacity=CAPACITY)
 
 

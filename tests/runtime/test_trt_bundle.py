@@ -158,8 +158,14 @@ def test_recording_that_breaks_the_engine_leaves_nothing_behind(bundle, machine,
 
 def test_more_sequences_than_the_engine_was_built_for(bundle, machine):
     with pytest.raises(IncompatibleError, match=r"built for 4 sequences.*max_num_seqs is 8") as caught:
-        SpecEngine.load(bundle)
+        SpecEngine.load(bundle, max_num_seqs=8)
     assert "--max-num-seqs 4" in caught.value.hint
+
+
+def test_as_many_sequences_as_the_engine_was_built_for_is_the_default(bundle, machine):
+    engine = SpecEngine.load(bundle)
+    assert engine.current_load().max_num_seqs == ROWS == 4
+    engine.close()
 
 
 def test_a_lookahead_above_the_verify_profile(bundle, machine):

@@ -9,6 +9,7 @@ import pytest
 from specexport_runtime import user_cache
 from specexport_runtime.costs.tune_profile import TuneCell, TuneProfile, default_path, load_profile
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.machine import machine_key
 
 
 def make_profile(**values):
@@ -20,7 +21,7 @@ def make_profile(**values):
         TuneCell("draft-model", 1, 512, 0, {0: 100.0, 2: 80.0}),
     ]
     given = {
-        "bundle": "tiny", "build_key": "k", "machine": user_cache.machine_key(), "date": "2026-01-02T03:04:05+00:00",
+        "bundle": "tiny", "build_key": "k", "machine": machine_key(), "date": "2026-01-02T03:04:05+00:00",
         "command": ("specexport", "tune"), "settings": {"tokens": 8}, "cells": tuple(cells),
     }  # fmt: skip
     return TuneProfile(**(given | values))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specexport.build.cache import cache_folder as compiler_cache_folder
-from specexport_runtime import user_cache
+from specexport_runtime import machine as machine_facts
 from specexport_runtime.machine import machine_key, packing_key
 from specexport_runtime.user_cache import cache_folder, cache_root, read_json, warn_once, write_json
 
@@ -156,15 +156,15 @@ def test_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
 def test_keys_name_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     packing, machine = packing_key(), machine_key()
     assert (packing_key(), machine_key()) == (packing, machine)
-    monkeypatch.setattr(user_cache, "available_cores", lambda: 99)
+    monkeypatch.setattr(machine_facts, "available_cores", lambda: 99)
     assert packing_key() == packing  # weights pack alike for any number of threads
     assert machine_key() != machine
     for name, value in (("_version", lambda _: "0.0"), ("_cpu", lambda: ("other", "flags"))):
         with monkeypatch.context() as patch:
-            patch.setattr(user_cache, name, value)
-            user_cache._packing_facts.cache_clear()
+            patch.setattr(machine_facts, name, value)
+            machine_facts._packing_facts.cache_clear()
             assert packing_key() != packing
-    user_cache._packing_facts.cache_clear()
+    machine_facts._packing_facts.cache_clear()
     assert packing_key() == packing
 
 
@@ -187,6 +187,6 @@ def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> No
 def test_only_x86_without_vnni_can_saturate(
     machine: str, flags: str, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(user_cache.platform, "machine", lambda: machine)
-    monkeypatch.setattr(user_cache, "_cpu", lambda: ("a processor", flags))
-    assert user_cache.has_exact_int8_products() is exact
+    monkeypatch.setattr(machine_facts.platform, "machine", lambda: machine)
+    monkeypatch.setattr(machine_facts, "_cpu", lambda: ("a processor", flags))
+    assert machine_facts.has_exact_int8_products() is exact

@@ -19,7 +19,7 @@ def slow(*args, **options):
     time.sleep({seconds})
     return load(*args, **options)
 SpecEngine.load = slow
-from specexport_runtime.cli import runtime_cli
+from specexport_runtime.cli.command import runtime_cli
 runtime_cli(["serve", *sys.argv[1:]])
 """
 

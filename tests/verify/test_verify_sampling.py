@@ -79,14 +79,14 @@ def test_another_exact_rule_passes():
 
 
 def test_a_broken_rule_in_the_decoder_fails_the_generations(monkeypatch):
-    monkeypatch.setattr("specexport_runtime.verdicts.accept_sampled", accept_everything)
+    monkeypatch.setattr("specexport_runtime.decoding.decoder.accept_sampled", accept_everything)
     result = check_sampling(make_engine("random"), PROMPTS, **ENGINE)
     assert not result.passed
     assert {test.kind for test in result.tests if not test.passed} == {"engine"}
 
 
 def test_tokens_the_target_never_gives_are_found(monkeypatch):
-    monkeypatch.setattr("specexport_runtime.verdicts.accept_sampled", accept_everything)
+    monkeypatch.setattr("specexport_runtime.decoding.decoder.accept_sampled", accept_everything)
     result = check_sampling(make_engine("adversarial"), PROMPTS, **ENGINE)
     assert sum(test.impossible for test in result.tests) > 0
     assert all(not test.passed for test in result.tests if test.impossible)
