@@ -26,9 +26,9 @@ from typing import Any
 import click
 
 from specexport_runtime.cli.closed_output import EXIT_CLOSED_OUTPUT, ClosedOutputError, watch_output
+from specexport_runtime.cli.interrupts import EXIT_INTERRUPTED, handle_interrupts
 from specexport_runtime.errors import SpecexportError
 
-EXIT_INTERRUPTED = 130
 _INTERRUPTED = ("interrupted", EXIT_INTERRUPTED)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -83,23 +83,22 @@ def run_command(command: Callable[[], Any]) -> int:
     Returns:
         the exit code.
     """
-    try:
-        result = command()
-    except ClosedOutputError:
-        return EXIT_CLOSED_OUTPUT
-    except Exception as error:
-        described = describe_error(error)
-        if described is None:
-            error.add_note("This is a defect in specexport. Please report it with this traceback.")
-            raise
-        line, code = described
-    except KeyboardInterrupt:
-        line, code = _INTERRUPTED
-    else:
+    with handle_interrupts() as interrupts:
+        try:
+            result = command()
+        except ClosedOutputError:
+            return EXIT_CLOSED_OUTPUT
+        except (Exception, KeyboardInterrupt) as error:
+            described = describe_error(error)
+            if described is None:
+                error.add_note("This is a defect in specexport. Please report it with this traceback.")
+                raise
+            line, code = described
+            with contextlib.suppress(BrokenPipeError):
+                click.echo(line, err=True)
+            interrupts.all_is_clear()
+            return code
         return result if isinstance(result, int) else 0
-    with contextlib.suppress(BrokenPipeError):
-        click.echo(line, err=True)
-    return code
 
 
 class SuggestingGroup(click.Group):
