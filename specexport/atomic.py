@@ -24,6 +24,11 @@ def temporary_name(path: Path) -> Path:
     return path.parent / f".{path.name}.tmp-{os.getpid()}"
 
 
+def _old_name(path: Path) -> Path:
+    """Where this process puts the ``path`` that it replaces, until the new one is in place."""
+    return path.parent / f".{path.name}.old-{os.getpid()}"
+
+
 def remove_leftovers(path: Path) -> list[Path]:
     """Remove the temporary folders of ``path`` whose process is gone.
 
@@ -85,10 +90,13 @@ def new_folder(path: Path, *, replace: bool = False, sync: bool = True) -> Itera
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path)
-        temporary.mkdir()
     except OSError as error:
         raise _refused(error, path) from error
     try:
+        try:
+            temporary.mkdir()
+        except OSError as error:
+            raise _refused(error, path) from error
         yield temporary
         if sync:
             sync_tree(temporary)
@@ -99,17 +107,19 @@ def new_folder(path: Path, *, replace: bool = False, sync: bool = True) -> Itera
         raise _disk_full(path, tree_size(temporary)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if path.exists():  # else the old one is all there is
+            shutil.rmtree(_old_name(path), ignore_errors=True)
 
 
 def _put_in_place(temporary: Path, path: Path, *, replace: bool) -> None:
-    old = path.parent / f".{path.name}.old-{os.getpid()}"
     if replace and path.exists():
-        os.rename(path, old)
+        old = _old_name(path)
         try:
+            os.rename(path, old)
             os.rename(temporary, path)
-        except OSError:
-            os.rename(old, path)
-            raise
+        finally:
+            if not path.exists():  # an error, or Ctrl-C
+                os.rename(old, path)
     else:
         try:
             os.rename(temporary, path)
@@ -120,7 +130,6 @@ def _put_in_place(temporary: Path, path: Path, *, replace: bool) -> None:
                 f"{path} has appeared while it was being built.", "see what is in it, then build again."
             ) from error
     _sync_folder(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _refused(error: OSError, path: Path) -> UserInputError:

@@ -1,7 +1,7 @@
 """How every command ends: one line for a user's mistake, a traceback only for our own.
 
 :class:`SuggestingGroup` is the click group that the compiler's and the runtime's command lines share. This module
-imports click and the error tree only.
+imports click and the error tree only, besides its neighbours.
 
 ============================================  =========  ====================================================
 what was raised                               exit code  printed on standard error
@@ -9,11 +9,13 @@ what was raised                               exit code  printed on standard err
 a ``SpecexportError``                         its own    ``error: what and where. Fix: how``
 a usage error (unknown flag, command, value)  2          the same, with the nearest match
 Ctrl-C                                        130        ``interrupted``
+a closed output (``… | head``)                141        nothing
 a full disk (``ENOSPC``, ``EDQUOT``)          2          as for a ``SpecexportError``; names the path if known
 anything else                                 1          its traceback: it is a defect of ours
 ============================================  =========  ====================================================
 """
 
+import contextlib
 import errno
 import sys
 from collections.abc import Callable, Iterable
@@ -23,9 +25,10 @@ from typing import Any
 
 import click
 
+from specexport_runtime.cli.closed_output import EXIT_CLOSED_OUTPUT, ClosedOutputError, watch_output
+from specexport_runtime.cli.interrupts import EXIT_INTERRUPTED, handle_interrupts
 from specexport_runtime.errors import SpecexportError
 
-EXIT_INTERRUPTED = 130
 _INTERRUPTED = ("interrupted", EXIT_INTERRUPTED)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -80,20 +83,22 @@ def run_command(command: Callable[[], Any]) -> int:
     Returns:
         the exit code.
     """
-    try:
-        result = command()
-    except Exception as error:
-        described = describe_error(error)
-        if described is None:
-            error.add_note("This is a defect in specexport. Please report it with this traceback.")
-            raise
-        line, code = described
-    except KeyboardInterrupt:
-        line, code = _INTERRUPTED
-    else:
+    with handle_interrupts() as interrupts:
+        try:
+            result = command()
+        except ClosedOutputError:
+            return EXIT_CLOSED_OUTPUT
+        except (Exception, KeyboardInterrupt) as error:
+            described = describe_error(error)
+            if described is None:
+                error.add_note("This is a defect in specexport. Please report it with this traceback.")
+                raise
+            line, code = described
+            with contextlib.suppress(BrokenPipeError):
+                click.echo(line, err=True)
+            interrupts.all_is_clear()
+            return code
         return result if isinstance(result, int) else 0
-    click.echo(line, err=True)
-    return code
 
 
 class SuggestingGroup(click.Group):
@@ -115,6 +120,16 @@ class SuggestingGroup(click.Group):
         if not standalone_mode:
             return run()
         sys.exit(run_command(run))
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        """Parse the command line; it may print help."""
+        with watch_output():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        with watch_output():
+            return super().invoke(ctx)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
