@@ -115,7 +115,7 @@ def _with_costs(
         spin=options.spin,
     )
     given = None if options.tune_profile is None else Path(options.tune_profile)
-    profile = load_profile(given, bundle=bundle.folder, build_key=bundle.manifest.build_key)
+    profile = load_profile(given, bundle=bundle.folder, build_key=bundle.manifest.build_key, drafters=KINDS)
     return parts._replace(curves=curves, profile=profile)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from specexport_runtime import user_cache
 from specexport_runtime.costs.tune_profile import TuneCell, TuneProfile, default_path, load_profile
+from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.machine import machine_key
 
@@ -139,10 +140,10 @@ def test_a_malformed_file_is_refused_if_named_and_ignored_if_not(bundle, tmp_pat
     text = text if isinstance(text, bytes) else text.encode()
     (tmp_path / "p.json").write_bytes(text)
     with pytest.raises(InvalidRequestError, match=r"p\.json is malformed: .*specexport tune"):
-        load_profile(tmp_path / "p.json", bundle=bundle, build_key="k")
+        load_profile(tmp_path / "p.json", bundle=bundle, build_key="k", drafters=KINDS)
     default_path(bundle, writable=True).write_bytes(text)
     with caplog.at_level(logging.WARNING):
-        assert load_profile(None, bundle=bundle, build_key="k") is None
+        assert load_profile(None, bundle=bundle, build_key="k", drafters=KINDS) is None
     assert "malformed" in caplog.text
     assert f"specexport tune {bundle}" in caplog.text
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,13 +155,16 @@ def default_path(bundle: Path, *, writable: bool = False) -> Path | None:
     return folder / f"{hashlib.sha256(str(bundle.resolve()).encode()).hexdigest()[:32]}.json"
 
 
-def load_profile(path: Path | None, *, bundle: Path, build_key: str) -> TuneProfile | None:
+def load_profile(
+    path: Path | None, *, bundle: Path, build_key: str, drafters: Collection[str] | None = None
+) -> TuneProfile | None:
     """The profile of a bundle, if there is one that holds.
 
     Args:
         path: the file; None looks where ``specexport tune`` puts it.
         bundle: bundle folder.
         build_key: its manifest's.
+        drafters: those that a profile may name; None for any.
 
     Returns:
         None where there is none. A stale one, measured on another machine or with another build, and a damaged one in
@@ -176,6 +179,9 @@ def load_profile(path: Path | None, *, bundle: Path, build_key: str) -> TuneProf
     mend = f"Fix: measure again with `specexport tune {bundle} --prompts FILE`."
     try:
         profile = _read_file(place, trusted=path is not None)
+        for cell in profile.cells:
+            if drafters is not None and cell.drafter not in drafters:
+                raise ValueError(f"it names a drafter {cell.drafter!r}")
     except OSError as error:
         if path is not None:
             reason = error.strerror or str(error)
