@@ -10,7 +10,7 @@ INPUTS := pyproject.toml tools/install.py
 
 # Two workers on two cores: one thread each, or they fight.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --durations=10
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test fuzz lint format docs clean distclean

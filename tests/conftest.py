@@ -95,24 +95,49 @@ def pytest_report_header() -> str | None:
     return None if chance.FUZZ_SEED is None else f"fuzz: seed {chance.FUZZ_SEED}, {chance.MORE} times the examples"
 
 
-def _parameters(item: pytest.Item) -> list[object]:
-    return list(item.callspec.params.values()) if hasattr(item, "callspec") else []
+def _group_of(item: pytest.Item) -> str | None:
+    """What a test shares with others: a tiny model, which is traced once in a process, or fixtures of its file."""
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    models = {value for value in parameters if isinstance(value, str) and value in ARCHITECTURES}
+    if models:
+        return f"model {min(models)}"
+    fixtures = getattr(item, "_fixtureinfo", None)
+    made = [found[-1].scope for found in fixtures.name2fixturedefs.values()] if fixtures else []
+    return item.nodeid.partition("::")[0] if "module" in made else None
+
+
+def _group(item: pytest.Item) -> str:
+    """The name of a test's group; its own name if it has none."""
+    mark = item.get_closest_marker("xdist_group")
+    return item.nodeid if mark is None else str(mark.args[0])
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` selects, and pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks that tests need not have in their files, and their order.
 
-    Property tests draw their inputs. Tests of one tiny model go to one worker, which traces it once. Long tests first:
-    at the end no worker should wait for another one's.
+    Property tests draw their inputs. Tests that share what takes long to make go to one worker, and what takes longest
+    comes first: at the end no worker should wait for another one.
     """
     for item in items:
         if hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker("fuzz")
-        models = {value for value in _parameters(item) if isinstance(value, str) and value in ARCHITECTURES}
-        if models and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(f"model {min(models)}"))
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+        if item.get_closest_marker("xdist_group") is None and (group := _group_of(item)):
+            item.add_marker(pytest.mark.xdist_group(group))
+    slow = {_group(item) for item in items if item.get_closest_marker("slow")}
+    waiting = {_group(item) for item in items if "demo_bundle" in getattr(item, "fixturenames", ())}
+    # One worker builds the demo bundle at once. The other one has something else to do until it is there.
+    builder = next((group for item in items if (group := _group(item)) in slow & waiting), None)
+
+    def rank(item: pytest.Item) -> int:
+        group = _group(item)
+        if group == builder:
+            return 0
+        if group in slow:
+            return 2 if group in waiting else 1
+        return 3 if group != item.nodeid else 4
+
+    items.sort(key=rank)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -120,7 +145,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if chance.FUZZ_SEED is not None and (failed := terminalreporter.getreports("failed")):
         terminalreporter.section("again, with the same seed")
         for report in failed:
-            terminalreporter.write_line(f"make fuzz SEED={chance.FUZZ_SEED} PYTEST_ARGS='{report.nodeid}'")
+            name, _, group = report.nodeid.rpartition("@")  # pytest-xdist writes the group behind the name
+            name = report.nodeid if "]" in group else name or report.nodeid
+            terminalreporter.write_line(f"make fuzz SEED={chance.FUZZ_SEED} PYTEST_ARGS='{name}'")
     lines = [
         f"{name.removeprefix('measured: ')}: {value}"
         for report in terminalreporter.getreports("passed")

@@ -7,9 +7,11 @@ import functools
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +25,7 @@ CONTRACT = ROOT / "docs" / "contract.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "docker" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(?P<language>\w+)[ ]?(?P<note>[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "dist", "build")
-BLOCK_SECONDS = 300
+BLOCK_SECONDS = 900  # ends what hangs
 COMMAND = Path(sys.executable).with_name("specexport")
 # Its commands are long measurements of models that are not in the repository; their options are still checked.
 NOT_RUN = ROOT / "docs" / "benchmarks.md"
@@ -62,14 +64,28 @@ def runnable(page: Path) -> list[Block]:
     return [block for block in blocks_of(page) if block.language in {"bash", "python"} and not block.note]
 
 
+def use_one_core() -> None:
+    """Engines take a thread for each core. The other cores are other tests': threads that wait for theirs spin."""
+    cores, worker = sorted(os.sched_getaffinity(0)), os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
+
+def with_free_port(body: str) -> str:
+    """The commands with a port that nobody else has."""
+    for port in set(re.findall(r"--port (\d+)", body)):
+        with closing(socket.create_server(("127.0.0.1", 0))) as probe:
+            body = re.sub(rf"\b{port}\b", str(probe.getsockname()[1]), body)
+    return body
+
+
 def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     command = ["bash", "-euo", "pipefail", "-c"] if block.language == "bash" else ["python", "-c"]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     # The installed packages, not those that lie in the copy.
     environment = {**os.environ, "PATH": path, "PYTHONSAFEPATH": "1"}
     return subprocess.run(
-        [*command, block.body], cwd=folder, env=environment, capture_output=True, text=True,
-        check=False, stdin=subprocess.DEVNULL, timeout=BLOCK_SECONDS,
+        [*command, with_free_port(block.body)], cwd=folder, env=environment, capture_output=True, text=True,
+        check=False, stdin=subprocess.DEVNULL, timeout=BLOCK_SECONDS, preexec_fn=use_one_core,
     )  # fmt: skip
 
 
