@@ -24,6 +24,7 @@ _LIMITS = {"max_num_seqs": MAX_NUM_SEQS, "max_num_tokens": MAX_NUM_TOKENS}
 """Most of each limit that a backend does not fix when it builds."""
 _SM = re.compile(r"(?:sm_?)?(\d{1,2})\.?(\d)", re.IGNORECASE)
 _ALIASES = {"num_speculative_tokens": "lookahead"}
+_DTYPE_ALIASES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 _PATH_KEYS = ("target", "draft", "output")
 
 
@@ -37,7 +38,7 @@ class BuildRecipe:
         draft: checkpoint of the draft; None builds a bundle that decodes plainly or with drafters that need no model.
         name: name of the bundle; empty takes the output folder's name.
         backend: what runs the engines.
-        dtype: dtype of weights, activations and KV caches, or ``"auto"``.
+        dtype: dtype of weights, activations and KV caches, or ``"auto"``; ``"fp16"`` and the like get their long names.
         lookahead: K, the most draft tokens a round, 1 to 64.
         max_model_len: most tokens of one sequence, or ``"auto"``.
         revision: hub revision of the target.
@@ -84,6 +85,7 @@ class BuildRecipe:
     def __post_init__(self) -> None:
         self._check_types()
         object.__setattr__(self, "sm", normalize_architectures(self.sm))
+        object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
         dtypes = find_backend(self.backend).dtypes
         if self.dtype not in ("auto", *dtypes):
             raise RecipeError(
@@ -272,6 +274,11 @@ def make_recipe(flags: Mapping[str, Any], recipe_file: Path | None = None) -> Bu
     values.setdefault("target", "")
     values.setdefault("output", "")
     return BuildRecipe(**normalize_keys(values, where="the recipe"))
+
+
+def canonical_dtype(name: str) -> str:
+    """A dtype by the name that recipes, manifests and numpy have for it; what is no other name of one stays."""
+    return _DTYPE_ALIASES.get(name.lower(), name)
 
 
 def resolve_dtype(recipe: BuildRecipe) -> str:

@@ -140,3 +140,33 @@ def test_settings_name_no_place(tmp_path: Path) -> None:
     recipe = BuildRecipe(target=str(tmp_path / "t"), draft=str(tmp_path / "d"), output=str(tmp_path / "bundle"))
     assert str(tmp_path) not in str(recipe.settings())
     assert recipe.settings()["has_draft"] is True
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "backend"),
+    [
+        ("fp16", "float16", "ort-cuda"),
+        ("half", "float16", "tensorrt"),
+        ("FP16", "float16", "ort-cuda"),
+        ("bf16", "bfloat16", "ort-cuda"),
+        ("fp32", "float32", "ort-cpu"),
+        ("float", "float32", "ort-cpu"),
+        ("bfloat16", "bfloat16", "tensorrt-rtx"),
+        ("auto", "auto", "ort-cpu"),
+    ],
+)
+def test_other_names_of_a_dtype_are_kept_by_its_own(tmp_path: Path, given: str, name: str, backend: str) -> None:
+    values = {"target": "/t", "output": "/o", "backend": backend}
+    recipe = make_recipe(values | {"dtype": given}, None)
+    assert recipe.dtype == name
+    assert recipe.settings()["dtype"] == name
+    assert make_recipe(values, write(tmp_path, f'dtype = "{given}"\n')) == recipe
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("fp16", "dtype 'float16' cannot be built for backend ort-cpu"), ("fp8", "dtype 'fp8' cannot be built")],
+)
+def test_a_dtype_that_a_backend_does_not_build_is_refused_by_any_name(given: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        make_recipe({"target": "/t", "output": "/o", "dtype": given}, None)
