@@ -13,7 +13,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test fuzz lint format docs clean distclean
+.PHONY: help install demo test check fuzz lint format docs clean distclean
 
 help: ## list the commands
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -25,6 +25,10 @@ demo: $(VENV)/.installed-demo ## install, build the demo bundle, generate with a
 
 test: $(VENV)/.installed-dev ## install and run the whole CPU test suite
 	$(TEST_ENV) $(PYTEST) $(PYTEST_ARGS)
+
+check: lint ## lint, types and the tests that matter while editing: the runtime's, without bundles and drawn inputs
+	$(TEST_ENV) $(PYTEST) -q -m "not slow and not fuzz and not bundle" tests/runtime tests/simulate tests/explain \
+		tests/packaging/test_imports.py $(PYTEST_ARGS)
 
 # Expands once: each expansion is another number.
 SEED ?= $(shell od -vAn -N4 -tu4 /dev/urandom | tr -d ' ')

@@ -15,6 +15,7 @@ from tiny_models import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_PAIR = ROOT / "examples" / "demo_pair"
+BUNDLES = {"demo_bundle", "tiny_bundle", "rtx_bundle"}
 
 chance.load_profile()
 
@@ -116,12 +117,14 @@ def _group(item: pytest.Item) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks that tests need not have in their files, and their order.
 
-    Property tests draw their inputs. Tests that share what takes long to make go to one worker, and what takes longest
-    comes first: at the end no worker should wait for another one.
+    Property tests draw their inputs; some tests need a bundle that is really built. Tests that share what takes long to
+    make go to one worker, and what takes longest comes first: at the end no worker should wait for another one.
     """
     for item in items:
         if hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker("fuzz")
+        if BUNDLES & set(getattr(item, "fixturenames", ())):
+            item.add_marker("bundle")
         if item.get_closest_marker("xdist_group") is None and (group := _group_of(item)):
             item.add_marker(pytest.mark.xdist_group(group))
     slow = {_group(item) for item in items if item.get_closest_marker("slow")}

@@ -22,6 +22,8 @@ from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.errors import CheckFailedError, IncompatibleError
 from tests.tiny_traces import export_once
 
+pytestmark = pytest.mark.slow
+
 RunCli = Callable[..., Result]
 Refuse = Callable[..., str]
 LIMITS = {"lookahead": 3, "max_num_seqs": 2, "max_num_tokens": 16, "max_model_len": 60}
