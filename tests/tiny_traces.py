@@ -1,13 +1,18 @@
 """The tiny models and their traces, made once in a process: to trace takes seconds, to copy a graph milliseconds."""
 
-from functools import cache
+import hashlib
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import pytest
 
 from tests.engine_harness import make_checkpoint
 from tests.tiny_models import ARCHITECTURES, make_model
 
 _TRACES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_EXPORTS: dict[str, Any] = {}
 
 
 @cache
@@ -24,3 +29,38 @@ def trace_of(model: Any) -> Any:
         _TRACES[model] = trace_checkpoint(make_checkpoint(model))
     traced = _TRACES[model]
     return traced._replace(ir_model=traced.ir_model.clone())
+
+
+def export_once(patch: pytest.MonkeyPatch) -> None:
+    """Let builds of equal checkpoints share what torch exports; all that a build checks of a model is still checked."""
+    from specexport import frontend
+
+    check_and_trace = frontend.trace_checkpoint
+
+    def trace_checkpoint(checkpoint: Any) -> Any:
+        from specexport.frontend import trace
+
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(trace, "trace_model", partial(_export, trace.trace_model))
+            return check_and_trace(checkpoint)
+
+    patch.setattr(frontend, "trace_checkpoint", trace_checkpoint)
+
+
+def _export(trace_model: Callable[..., Any], model: Any, calls: Any) -> Any:
+    key = _content(model, calls)
+    if key not in _EXPORTS:
+        _EXPORTS[key] = trace_model(model, calls)
+    traced = _EXPORTS[key]
+    return traced._replace(ir_model=traced.ir_model.clone())
+
+
+def _content(model: Any, calls: Any) -> str:
+    """Hash of a model: its class and configuration, what its layers ask of attention, and its weights."""
+    import torch
+
+    found = hashlib.sha256(f"{type(model)} {model.config.to_json_string()} {calls}".encode())
+    for name, tensor in model.state_dict().items():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -1,6 +1,6 @@
 """A tiny target and draft, and one bundle of them: made once a session and only read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,16 @@ from tiny_models import make_llama, save_checkpoint
 
 from specexport.build.pipeline import build_bundle
 from specexport.cli import main
+from tests.tiny_traces import export_once
+
+
+@pytest.fixture(autouse=True)
+def _exported_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What torch makes of a checkpoint is made once in a process: most tests are about what a build does with it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("exports") is None:
+            export_once(patch)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +38,9 @@ def tiny_bundle(session_dir: Path, tiny_pair: TinyPair) -> Path:
     folder = session_dir / "tiny-bundle"
     with locked(session_dir / "tiny-bundle.lock"):
         if not folder.is_dir():
-            build_bundle(tiny_pair.recipe(folder))
+            with pytest.MonkeyPatch.context() as patch:
+                export_once(patch)
+                build_bundle(tiny_pair.recipe(folder))
     return folder
 
 

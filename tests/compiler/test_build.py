@@ -267,6 +267,7 @@ def test_a_half_written_folder_is_no_bundle(tiny_bundle: Path, tmp_path: Path) -
         load_manifest(tmp_path / "out")
 
 
+@pytest.mark.exports
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_torch_weights_are_gone_before_the_check(
     tied: bool, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

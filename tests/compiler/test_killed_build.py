@@ -15,6 +15,8 @@ from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import BundleError
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 240
 
 

@@ -17,7 +17,7 @@ from specexport.kernels.spec import KernelSpec
 from specexport.kernels.tuning import SHARED_BYTES, TileConfig
 from specexport_runtime.errors import CheckFailedError, MissingDependencyError, UserInputError
 
-pytestmark = pytest.mark.xdist_group("kernels-compiled")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kernels-compiled")]  # slow together
 
 ROOT = Path(__file__).parents[2]
 SPEC = KernelSpec(

@@ -29,7 +29,7 @@ from tests.packaging.test_imports import HEAVY, loaded_after
 from tests.plugin.evaluator import ATTRIBUTES
 from tests.plugin.fake_tensorrt import DataType, Embedded, Given, embed, install
 
-pytestmark = pytest.mark.xdist_group("plugins-compiled")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plugins-compiled")]  # slow together
 
 CAPACITY = 100
 ATTENTION = KernelSpec(

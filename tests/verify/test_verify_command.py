@@ -28,6 +28,7 @@ def run(*args):
     return CliRunner().invoke(main, ["verify", *map(str, args)])
 
 
+@pytest.mark.slow
 def test_the_demo_bundle_is_verified(bundle, demo_pair, tmp_path):
     before = load_manifest(bundle)
     command = [sys.executable, "-c", "from specexport.cli import main; main()", "verify", str(bundle), *FAST]
