@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from copy import copy
 from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +17,24 @@ _EXPORTS: dict[str, Any] = {}
 
 
 @cache
+def keep_operator_table() -> None:
+    """Let torch read its table of operators once in a process: it does so in every export, a quarter of a tiny one."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    @cache
+    def read(opset: int) -> Any:
+        return make(opset)
+
+    def from_torchlib(_: type, opset_version: int = 18) -> Any:
+        table = copy(read(opset_version))
+        table.functions = {name: list(found) for name, found in table.functions.items()}  # an export adds its own
+        return table
+
+    make = ONNXRegistry.from_torchlib
+    ONNXRegistry.from_torchlib = classmethod(from_torchlib)
+
+
+@cache
 def tiny_model(name: str) -> Any:
     """The model of an architecture. Others use it too: who changes a model makes one with ``make_model``."""
     return make_model(*ARCHITECTURES[name])
@@ -26,6 +45,7 @@ def trace_of(model: Any) -> Any:
     from specexport.frontend import trace_checkpoint
 
     if model not in _TRACES:
+        keep_operator_table()
         _TRACES[model] = trace_checkpoint(make_checkpoint(model))
     traced = _TRACES[model]
     return traced._replace(ir_model=traced.ir_model.clone())
@@ -50,6 +70,7 @@ def export_once(patch: pytest.MonkeyPatch) -> None:
 def _export(trace_model: Callable[..., Any], model: Any, calls: Any) -> Any:
     key = _content(model, calls)
     if key not in _EXPORTS:
+        keep_operator_table()
         _EXPORTS[key] = trace_model(model, calls)
     traced = _EXPORTS[key]
     return traced._replace(ir_model=traced.ir_model.clone())

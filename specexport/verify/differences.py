@@ -2,13 +2,10 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal
 
 from specexport.verify.tolerance import NEAR_TIE_TOLERANCE, logit_scale
 from specexport_runtime.executors.base import Executor, Float32Array
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-
-DrafterKind = Literal["draft model", "lookup", "chained", "self", "scripted"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +13,7 @@ class GreedyDifference:
     """The first difference of one prompt at one lookahead.
 
     Attributes:
-        drafter: ``"draft model"``, or ``"scripted"`` (see :class:`ScriptedDrafter`).
+        drafter: in words: ``"draft model"``, ``"chained"``, or ``"scripted"`` (see :class:`ScriptedDrafter`).
         lookahead: K.
         prompt: index of the prompt.
         position: index of the token in the output.
@@ -28,7 +25,7 @@ class GreedyDifference:
         explained: both tokens lie within ``limit`` of the largest logit: float rounding decides between them.
     """
 
-    drafter: DrafterKind
+    drafter: str
     lookahead: int
     prompt: int
     position: int
@@ -45,7 +42,7 @@ def compare_outputs(
     prompts: Seq[list[int]],
     plain: Seq[list[int]],
     outputs: Seq[list[int]],
-    drafter: DrafterKind,
+    drafter: str,
     lookahead: int,
     tolerance: float = NEAR_TIE_TOLERANCE,
 ) -> list[GreedyDifference]:
@@ -89,7 +86,7 @@ def explain(
     logits: Float32Array,
     tokens: tuple[int, int],
     *,
-    drafter: DrafterKind,
+    drafter: str,
     lookahead: int,
     prompt: int,
     position: int,
@@ -113,7 +110,7 @@ def explain(
 
 
 def _length_difference(
-    expected: Seq[int], output: Seq[int], drafter: DrafterKind, lookahead: int, prompt: int, position: int
+    expected: Seq[int], output: Seq[int], drafter: str, lookahead: int, prompt: int, position: int
 ) -> GreedyDifference:
     """One output stops early: no logit gap can explain that. The missing token is reported as -1."""
     plain, other = (tokens[position] if position < len(tokens) else -1 for tokens in (expected, output))

@@ -8,13 +8,13 @@ running the sequence once more, one token at a time, and looking at the gap betw
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from specexport.verify.differences import DrafterKind, GreedyDifference, compare_outputs
+from specexport.verify.differences import GreedyDifference, compare_outputs
 from specexport.verify.scripted import ScriptedDrafter
 from specexport.verify.tolerance import NEAR_TIE_TOLERANCE
 from specexport_runtime.decoding.decoder import Decoder
-from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH
+from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.engine import SpecEngine
-from specexport_runtime.executors.base import as_gated
+from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.layer_choice import LayerRules
@@ -36,7 +36,7 @@ class GreedyRun:
         mean_accepted_length: mean tokens of a speculative round; None if no round had a draft.
     """
 
-    drafter: DrafterKind
+    drafter: str
     lookahead: int
     identical: int
     tokens_compared: int
@@ -101,8 +101,9 @@ def check_greedy(
     plain = [result.token_ids for result in engine.generate(given, params, speculation=False)]
     runs: list[GreedyRun] = []
     differences: list[GreedyDifference] = []
-    for kind, drafter, lookahead in _drafters(engine, chosen):
-        rules = _RULES if kind == "self" else None
+    for drafter, lookahead in _drafters(engine, chosen):
+        kind = drafter.replace("-", " ")
+        rules = _RULES if drafter in KINDS and KINDS[drafter].traits.takes_layers else None
         results = engine.generate(given, params, drafter=drafter, num_speculative_tokens=lookahead, layer_rules=rules)
         rounds = sum(result.stats.draft_rounds for result in results)
         accepted = sum(result.stats.accepted for result in results)
@@ -126,20 +127,30 @@ def check_greedy(
     return GreedyResult(passed, len(given), tuple(runs), tuple(differences), tolerance, compared)
 
 
-def _drafters(engine: SpecEngine, lookaheads: Seq[int]) -> list[tuple[DrafterKind, str, int]]:
-    """What drafts in each run: its name in reports, its name for the engine, and K."""
-    copied = min(DEFAULT_COPY_LENGTH, engine.lookahead)
-    runs: list[tuple[DrafterKind, str, int]] = [("lookup", "lookup", copied)]
+def _drafters(engine: SpecEngine, lookaheads: Seq[int]) -> list[tuple[str, int]]:
+    """What drafts in each run, by the engine's name for it, and K.
+
+    A drafter with a cache of its own is tried at every K: what it keeps must be taken back by any number of tokens.
+    """
+    runs = []
+    for name, kind in KINDS.items():
+        try:
+            engine.resolve_drafting(drafter=name)
+        except InvalidRequestError:  # the bundle has nothing to draft so
+            continue
+        if kind.traits.has_own_cache:
+            runs += [(name, lookahead) for lookahead in lookaheads]
+        elif kind.traits.is_free:
+            runs.append((name, min(kind.traits.default_lookahead, engine.lookahead)))
+        else:
+            runs.append((name, max(lookaheads)))
     if engine.draft is not None:
-        runs = [("draft model", "draft-model", lookahead) for lookahead in lookaheads] + runs
-        runs.append(("chained", "chained", max(lookaheads)))
-    if as_gated(engine.target) is not None:
-        runs.append(("self", "self", max(lookaheads)))
+        runs.append(("chained", max(lookaheads)))
     return runs
 
 
 def _run(
-    drafter: DrafterKind,
+    drafter: str,
     lookahead: int,
     plain: Seq[Seq[int]],
     found: Seq[GreedyDifference],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from specexport_runtime.requests.drafting import DRAFTERS
 from specexport_runtime.sampling.params import CUTS
 
 MAX_LOGPROBS = 20
@@ -51,7 +52,7 @@ class Speculative(Strict):
     """How to draft for one request; what is left out is up to the server."""
 
     num_speculative_tokens: Annotated[int, Field(ge=1, lt=2**31)] | Literal["auto"] | None = None
-    drafter: Literal["draft-model", "lookup", "self", "chained", "none"] | None = None
+    drafter: Literal[DRAFTERS] | None = None  # type: ignore[valid-type]
     reference: str | None = None
     token_origins: bool | None = None
 

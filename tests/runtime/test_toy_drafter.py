@@ -1,0 +1,100 @@
+"""A drafter takes a file and a line of the registry: a copy of the sources with both, run in another process."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUNTIME = Path(__file__).parents[2] / "runtime" / "specexport_runtime"
+DRAFTER = """
+from specexport_runtime.drafters.base import DrafterKind, DrafterTraits
+from specexport_runtime.sequences.records import Proposal
+
+
+class RepeatDrafter:
+    traits = DrafterTraits(default_lookahead=2, is_free=True)
+    engine_seconds = 0.0
+
+    def propose(self, sequences, lookaheads):
+        return [Proposal([seq.tokens[-1]] * limit) for seq, limit in zip(sequences, lookaheads, strict=True)]
+
+    def commit(self, sequences):
+        pass
+
+    def move_row(self, source, destination):
+        pass
+
+    def release_row(self, row):
+        pass
+
+
+KIND = DrafterKind(RepeatDrafter.traits, lambda parts: RepeatDrafter(), lambda offer: None, method="repeat")
+"""
+PROGRAM = """
+import json, sys
+from click.testing import CliRunner
+from specexport.bench.methods import DRAFTERS
+from specexport.verify.greedy import check_greedy
+from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.cli.command import runtime_cli
+from specexport_runtime.requests.speculative_config import parse_speculative_config
+from specexport_runtime.server.protocol import CompletionRequest
+
+bundle = sys.argv[1]
+found = {"benched": "repeat" in DRAFTERS}
+engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False)
+prompts, params = [[5, 6, 7, 7, 7, 7], [9, 8]], SamplingParams(max_tokens=24, ignore_eos=True)
+plain = engine.generate(prompts, params, drafter="none")
+for lookahead in (None, 1, 4):
+    texts = engine.generate(prompts, params, drafter="repeat", num_speculative_tokens=lookahead)
+    assert [text.token_ids for text in texts] == [text.token_ids for text in plain], lookahead
+    found[f"drafted {lookahead}"] = max(text.stats.drafted / max(text.stats.draft_rounds, 1) for text in texts)
+chained = engine.resolve_drafting(drafter="chained")
+found["chained"] = [stage.drafter for stage in chained.stages]
+result = check_greedy(engine, prompts, max_tokens=8)
+found["verified"] = [run.drafter for run in result.runs]
+assert result.passed
+engine.close()
+found["config"] = parse_speculative_config(
+    {"method": "repeat", "num_speculative_tokens": 2}, draft_source=None, built=4
+).drafter
+found["served"] = CompletionRequest(prompt="x", speculative={"drafter": "repeat"}).speculative.drafter
+asked = ["generate", bundle, "def area(", "--drafter", "repeat", "--max-tokens", "8", "--json"]
+answer = CliRunner().invoke(runtime_cli, asked)
+found["generated"] = answer.exit_code
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def found(tmp_path: Path, demo_bundle: Path) -> dict:
+    shutil.copytree(RUNTIME, tmp_path / RUNTIME.name, ignore=shutil.ignore_patterns("__pycache__"))
+    drafters = tmp_path / RUNTIME.name / "drafters"
+    (drafters / "repeat.py").write_text(DRAFTER)  # one file added
+    registry = (drafters / "registry.py").read_text()  # one file edited
+    registry = registry.replace("import lookup, model, self_draft\n", "import lookup, model, repeat, self_draft\n")
+    registry = registry.replace('"self": self_draft.KIND,\n', '"self": self_draft.KIND,\n    "repeat": repeat.KIND,\n')
+    (drafters / "registry.py").write_text(registry)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(RUNTIME.parents[1])))}
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(demo_bundle)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return dict(json.loads(run.stdout.splitlines()[-1]))
+
+
+def test_a_file_and_a_line_are_a_drafter_everywhere(found: dict) -> None:
+    assert found["drafted None"] <= 2, "its own K is the default"
+    assert 2 < found["drafted 4"] <= 4
+    assert found["chained"] == ["lookup", "repeat", "draft-model"], "the free ones come first"
+    assert set(found["verified"]) == {"draft model", "lookup", "self", "repeat", "chained", "scripted"}
+    assert (found["benched"], found["config"], found["served"], found["generated"]) == (True, "repeat", "repeat", 0)
