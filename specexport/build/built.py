@@ -3,12 +3,29 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specexport_runtime.bundle.files import FileEntry
 from specexport_runtime.bundle.manifest import ModelEntry
 
 TOKENIZER_NAME = "tokenizer.json"
+
+
+class EngineCheck(NamedTuple):
+    """What the build's check found of an engine, in the worst of its graphs and steps.
+
+    Attributes:
+        max_abs_error: largest difference from eager logits.
+        agreement: of a quantized engine, share of the positions where its best token is the float model's, of those
+            where that is decided; None if too few are.
+        divergence: of a quantized engine, mean divergence of its distributions from the float model's, in nats.
+        lost: that, over what the float model's distributions tell; see ``specexport.build.closeness``.
+    """
+
+    max_abs_error: float
+    agreement: float | None = None
+    divergence: float | None = None
+    lost: float | None = None
 
 
 @dataclass(frozen=True)
@@ -23,7 +40,7 @@ class BuiltModel:
         special_tokens: text of named special tokens.
         bos_token_id: beginning-of-sequence token, if any.
         eos_token_ids: ids that end a generation.
-        max_abs_error: largest difference from eager logits that the check found; None if it was not checked.
+        check: what the check found; None if it was not checked.
     """
 
     entry: ModelEntry
@@ -33,7 +50,7 @@ class BuiltModel:
     special_tokens: Mapping[str, str]
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    max_abs_error: float | None
+    check: EngineCheck | None
 
     def to_json(self) -> dict[str, Any]:
         """JSON form, without the tokenizer (a file of its own)."""
@@ -49,6 +66,7 @@ class BuiltModel:
         values["entry"] = ModelEntry.from_json(values["entry"])
         values["files"] = {name: FileEntry(**entry) for name, entry in values["files"].items()}
         values["eos_token_ids"] = tuple(values["eos_token_ids"])
+        values["check"] = None if values["check"] is None else EngineCheck(*values["check"])
         return cls(tokenizer_json=tokenizer_json, **values)
 
 

@@ -1,7 +1,10 @@
-"""The build's own proof: a new engine's logits against eager transformers, on a prefill and a ragged verify step.
+"""The build's own proof: a new engine's logits against eager transformers, in steps of every kind.
 
-The padded-KV graph is held to the same numbers, with padding entries in one of its two cache rows; a draft's graph for
-steps of one token a row, with such steps between.
+A prefill and a ragged verify step; then, with another cache, one token at a time. The padded-KV graph is held to the
+same numbers, with padding entries in one of its two cache rows, and so is the graph for steps of one token a row.
+
+A float engine is compared logit by logit. A quantized one is another function; what it computes is compared with the
+float model on a text, see :mod:`specexport.build.closeness`.
 
 ``specexport verify`` proves much more; this one is quick enough to run in every build and catches a wrong trace,
 pass or lowering before a bundle exists.
@@ -9,15 +12,20 @@ pass or lowering before a bundle exists.
 
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from specexport.backends.registry import find_backend
+from specexport.build.built import EngineCheck
+from specexport.build.closeness import Closeness, measure_closeness
 from specexport.recipe import BuildRecipe
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.executors.base import EngineRequest, Executor, Float32Array, Int64Array
+
+if TYPE_CHECKING:
+    from specexport_runtime.packing.batch import ModelRunner
 
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 """Largest difference of a logit by dtype, for logits of magnitude up to 1; it grows in proportion beyond (rounding).
@@ -25,51 +33,72 @@ TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 Those of the 16-bit types are a guess from their precision (11 and 8 bits): no engine of theirs was run yet.
 """
 
-QUANTIZED_LIMITS = {"int8": 0.15, "int4": 0.8}
-"""Largest unexplained share of the logits at the median position by quantization; see :func:`unexplained_shares`.
-
-Share 0 is no error, 1 what one guess for all positions leaves, 2 what logits of other positions leave. Quantized
-activations are rounded, so an error of a rounding in the float operators between them can move a value by a whole step:
-in models with large activations single positions differ wholly, and only most of them can be held to a limit.
-"""
-
-QUANTIZED_MATCHES = {"int8": 0.75, "int4": 0.4}
-"""Least share of positions whose logits are nearer to the eager ones there than to those of any other position.
-
-Gemma 3 270M, the worst of those measured, reaches 0.88 and 0.53, tiny random models 1; chance is 0.06.
-"""
-
 PREFILL_LENS = (6, 3)
 VERIFY_LENS = (3, 5)
 """Tokens of the two sequences in each step: unequal in both, so that rows, padding and positions are told apart."""
 
+TEXTS = (
+    """def read_settings(path):
+    \"\"\"Read a file of lines like `name = value` into a dictionary.\"\"\"
+    settings = {}
+    with open(path) as file:
+        for line in file:
+            name, _, value = line.partition("=")
+            settings[name.strip()] = value.strip()
+    return settings
+""",
+    "The old lighthouse stood at the end of the pier. Every evening the keeper climbed its stairs to light the lamp, "
+    "and the ships that came home from the north could see it from far away. When the storm came in the night, he did "
+    "not sleep at all.",
+)
+TEXT_LENS = (64, 48)
+"""Tokens of the texts that quantized engines read: what they lose shows only where the float model knows something."""
 
-class _Graph(NamedTuple):
-    """One graph of a model, and the steps that it is checked with.
+
+class _Run(NamedTuple):
+    """What a graph gave in steps of one kind.
 
     Attributes:
-        name: for messages.
-        unpad_kv: False for the padded-KV graph.
-        steps: tokens of the two sequences in each step.
+        name: of both, for messages.
+        logits: [n, V].
+        places: row and position of each.
     """
 
     name: str
-    unpad_kv: bool = True
-    steps: tuple[tuple[int, ...], ...] = (PREFILL_LENS, VERIFY_LENS)
-
-
-_PADDED = _Graph("engine's padded-KV graph", unpad_kv=False)
-_ONE_TOKEN = _Graph("engine's one-token graph", steps=((6, 3), (1, 1), (1, 1), (1, 1), (0, 2)))
+    logits: Float32Array
+    places: list[tuple[int, int]]
 
 
 def check_sequences(vocab_size: int) -> list[Int64Array]:
-    """The two token sequences of the check: fixed, spread over the whole vocabulary.
+    """The two token sequences that float engines are checked with: fixed, spread over the whole vocabulary.
 
     Args:
         vocab_size: V.
     """
-    generator = np.random.default_rng(20)
     lengths = [prefill + verify for prefill, verify in zip(PREFILL_LENS, VERIFY_LENS, strict=True)]
+    return _any_tokens(vocab_size, lengths)
+
+
+def text_sequences(tokenizer_json: bytes, vocab_size: int, max_positions: int | None = None) -> list[Int64Array]:
+    """The two token sequences that quantized engines are checked with: code and prose.
+
+    Args:
+        tokenizer_json: the checkpoint's ``tokenizer.json``.
+        vocab_size: V. Where the texts are too short in this vocabulary, or outside of it, any tokens take their place.
+        max_positions: most tokens that the model can read; None for no limit.
+    """
+    from tokenizers import Tokenizer
+
+    lengths = [min(length, max_positions or length) for length in TEXT_LENS]
+    tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    found = [tokenizer.encode(text).ids[:length] for text, length in zip(TEXTS, lengths, strict=True)]
+    if [len(ids) for ids in found] != lengths or max(map(max, found)) >= vocab_size:
+        return _any_tokens(vocab_size, lengths)
+    return [np.array(ids, np.int64) for ids in found]
+
+
+def _any_tokens(vocab_size: int, lengths: Seq[int]) -> list[Int64Array]:
+    generator = np.random.default_rng(20)
     return [generator.integers(0, vocab_size, length, dtype=np.int64) for length in lengths]
 
 
@@ -84,138 +113,133 @@ def check_obstacle(recipe: BuildRecipe) -> str | None:
     return find_backend(recipe.backend).check_obstacle(recipe)
 
 
-def check_engine(folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], references: Seq[Float32Array]) -> float:
-    """Run the engine on ``sequences`` and compare every logit.
+def check_engine(
+    folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], references: Seq[Float32Array]
+) -> EngineCheck:
+    """Run the engine on ``sequences`` and compare what it computes.
 
     Args:
         folder: the model's folder.
         entry: its manifest entry.
-        sequences: tokens of each sequence, as from :func:`check_sequences`.
+        sequences: tokens of each sequence: :func:`check_sequences`, or :func:`text_sequences` if it is quantized.
         references: eager logits [len, V] of each sequence.
 
-    A quantized engine is another function than the eager model, and its logits differ visibly. It is held to what a
-    wrong scale, weight or row would break: at the median position it leaves little of the logits unexplained, and at
-    nearly every position its logits are nearer to the eager ones there than to those of any other position.
-
     Returns:
-        the largest absolute difference.
+        what was found, of the graph and the steps where it was worst.
 
     Raises:
-        CheckFailedError: it is beyond the tolerance; names the sequence and the position.
+        CheckFailedError: it is beyond the tolerance; names the graph, and what of it.
     """
-    compare = _compare if entry.quantize is None else _compare_quantized
-    others = ((_PADDED, entry.padded_path), (_ONE_TOKEN, entry.one_token_path))
-    graphs = [_Graph("engine"), *(graph for graph, path in others if path is not None)]
-    errors = []
-    for graph in graphs:
-        outputs = _run(folder, entry, sequences, unpad_kv=graph.unpad_kv, steps=graph.steps)
-        errors.append(compare(entry, outputs, references, graph.name))
-    return max(errors)
+    checks = []
+    for unpad_kv in (True, False) if entry.padded_path is not None else (True,):
+        for name, found, places in _run(folder, entry, sequences, unpad_kv=unpad_kv):
+            reference = np.stack([references[row][position] for row, position in places])
+            closeness = None
+            if entry.quantize is None:
+                _compare(entry, found, reference, places, name)
+            else:
+                closeness = _compare_quantized(entry, found, reference, name)
+            checks.append((float(np.abs(found - reference).max()), closeness))
+    return _worst(checks)
 
 
-def unexplained_shares(found: Float32Array, reference: Float32Array) -> Float32Array:
-    """Squared error of each position's logits over what the mean logits of all positions leave there.
-
-    Logits have a large part that is the same at every position; an error relative to their size would hide a mix-up of
-    positions behind it.
-
-    Args:
-        found: the engine's logits [n, V].
-        reference: eager logits [n, V] at the same positions.
-
-    Returns:
-        share of each position [n].
-    """
-    spread = np.square(reference - reference.mean(axis=0)).sum(axis=-1)
-    shares: Float32Array = np.square(found - reference).sum(axis=-1) / spread
-    return shares
+def _worst(checks: Seq[tuple[float, Closeness | None]]) -> EngineCheck:
+    """The largest error and the least closeness of several runs."""
+    parts = [closeness for _, closeness in checks if closeness is not None]
+    shares = [part.agreement for part in parts if part.agreement is not None]
+    return EngineCheck(
+        max(error for error, _ in checks),
+        min(shares, default=None),
+        max((part.divergence for part in parts), default=None),
+        max((part.lost for part in parts), default=None),
+    )
 
 
-def _compare_quantized(
-    entry: ModelEntry, outputs: Seq[Float32Array], references: Seq[Float32Array], kind: str
-) -> float:
-    wanted = [(index, position) for index in range(len(outputs)) for position in _wanted(entry, index)]
-    found = np.stack([outputs[index][position] for index, position in wanted])
-    reference = np.stack([references[index][position] for index, position in wanted])
-    distances = np.stack([np.square(row - reference).sum(axis=-1) for row in found])
-    limit, least = QUANTIZED_LIMITS[str(entry.quantize)], QUANTIZED_MATCHES[str(entry.quantize)]
-    share = float(np.median(unexplained_shares(found, reference)))
-    matches = float((distances.diagonal() <= distances.min(axis=1)).mean())
-    # "Not <=": logits that are not numbers must fail.
-    if not share <= limit or not matches >= least or not np.isfinite(found).all():
+def _compare_quantized(entry: ModelEntry, found: Float32Array, reference: Float32Array, kind: str) -> Closeness:
+    closeness = measure_closeness(found, reference)
+    obstacle = closeness.obstacle(str(entry.quantize))
+    if obstacle is not None:
         raise CheckFailedError(
-            f"the {entry.architecture} {entry.quantize} {kind} is "
-            f"too far from eager transformers: {share:.3g} of the logits at the median position are unexplained (at "
-            f"most {limit:g} is allowed), and {matches:.0%} of the positions have the logits nearest to their own (at "
-            f"least {least:.0%}).",
+            f"the {entry.architecture} {entry.quantize} {kind} is too far from eager transformers: {obstacle}.",
             "report this model; `--dump-passes DIR` shows each stage. The bundle was not written.",
         )
-    return float(np.abs(found - reference).max())
+    return closeness
 
 
-def _compare(entry: ModelEntry, outputs: Seq[Float32Array], references: Seq[Float32Array], kind: str) -> float:
-    worst = 0.0
-    for index, (output, reference) in enumerate(zip(outputs, references, strict=True)):
-        # A position that is not a number must fail: compare with "not <=".
-        errors = np.abs(output - reference).max(axis=-1)[_wanted(entry, index)]
-        limit = TOLERANCES[entry.dtype] * max(1.0, float(np.abs(reference).max()))
-        bad = np.flatnonzero(~(errors <= limit))
-        if bad.size:
-            raise CheckFailedError(
-                f"the {entry.architecture} {kind} differs from eager transformers by {errors[bad[0]]:.3g} (at most "
-                f"{limit:.3g} is allowed) at position {_wanted(entry, index)[bad[0]]} of check sequence {index}.",
-                "report this model; `--dump-passes DIR` shows each stage. The bundle was not written.",
-            )
-        worst = max(worst, float(errors.max()))
-    return worst
-
-
-def _most_logits(entry: ModelEntry) -> int:
-    """Logit rows that one sequence may ask of a step: an engine with profiles computes no more than verifying needs."""
-    rows = max((profile.num_logit_rows for profile in entry.profiles), default=2 * sum(VERIFY_LENS))
-    return rows // len(VERIFY_LENS)
-
-
-def _wanted(entry: ModelEntry, index: int) -> list[int]:
-    """Positions of check sequence ``index`` whose logits are compared."""
-    positions: list[int] = []
-    start = 0
-    for count in (PREFILL_LENS[index], VERIFY_LENS[index]):
-        positions += range(start + count - min(count, _most_logits(entry)), start + count)
-        start += count
-    return positions
-
-
-def _run(
-    folder: Path,
+def _compare(
     entry: ModelEntry,
-    sequences: Seq[Int64Array],
-    *,
-    unpad_kv: bool = True,
-    steps: Seq[Seq[int]] = (PREFILL_LENS, VERIFY_LENS),
-) -> list[Float32Array]:
-    """Logits [len, V] of each sequence; NaN where none were asked for."""
-    from specexport_runtime.packing.batch import ModelRunner, RowWork
+    found: Float32Array,
+    reference: Float32Array,
+    places: Seq[tuple[int, int]],
+    kind: str,
+) -> None:
+    limit = TOLERANCES[entry.dtype] * max(1.0, float(np.abs(reference).max()))
+    # A position that is not a number must fail: compare with "not <=".
+    errors = np.abs(found - reference).max(axis=-1)
+    bad = np.flatnonzero(~(errors <= limit))
+    if bad.size:
+        row, position = places[int(bad[0])]
+        raise CheckFailedError(
+            f"the {entry.architecture} {kind} differs from eager transformers by {errors[bad[0]]:.3g} (at most "
+            f"{limit:.3g} is allowed) at position {position} of check sequence {row}.",
+            "report this model; `--dump-passes DIR` shows each stage. The bundle was not written.",
+        )
 
+
+def _wide_steps(lengths: Seq[int]) -> list[tuple[int, ...]]:
+    """New tokens of each row in each step: a prefill, and a verify step."""
+    return [tuple(np.subtract(lengths, VERIFY_LENS).tolist()), VERIFY_LENS]
+
+
+def _narrow_steps(lengths: Seq[int]) -> list[tuple[int, ...]]:
+    """A short prefill, then one token of each row for as long as both have some."""
+    left = np.subtract(lengths, PREFILL_LENS)
+    rest = tuple((left - left.min()).tolist())
+    return [PREFILL_LENS, *[(1,) * len(lengths)] * int(left.min()), *([rest] if any(rest) else [])]
+
+
+def _given(entry: ModelEntry, count: int) -> int:
+    """Tokens of ``count`` new ones that get logits: an engine with profiles computes no more than verifying needs."""
+    if not entry.profiles:
+        return count
+    return min(count, max(profile.num_logit_rows for profile in entry.profiles) // len(VERIFY_LENS))
+
+
+def _run(folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], *, unpad_kv: bool = True) -> list[_Run]:
+    """What one graph computes of the sequences, in wide steps and then one token at a time."""
+    from specexport_runtime.packing.batch import ModelRunner
+
+    lengths = [len(sequence) for sequence in sequences]
+    name = "engine" if unpad_kv else "engine's padded-KV graph"
+    narrow = "engine's one-token graph" if unpad_kv and entry.one_token_path else f"{name}, one token at a time,"
     executor = _make_executor(folder, entry, sequences, unpad_kv=unpad_kv)
     try:
         runner = ModelRunner(executor, unpad_kv=unpad_kv)
-        found = [np.full((len(sequence), entry.vocab_size), np.nan, np.float32) for sequence in sequences]
-        for counts in steps:
-            starts = [runner.kv.kv_len(row) for row in range(len(sequences))]
-            given = [min(count, _most_logits(entry)) for count in counts]
-            work = [
-                RowWork(sequence[start : start + count].tolist(), wanted)
-                for sequence, start, count, wanted in zip(sequences, starts, counts, given, strict=True)
-            ]
-            logits = np.asarray(runner.step(0, work))
-            for row, (start, count, wanted) in enumerate(zip(starts, counts, given, strict=True)):
-                runner.kv.commit(row, start + count)
-                first = runner.logit_starts[row]
-                found[row][start + count - wanted : start + count] = logits[first : first + wanted]
+        runs = [_read(runner, entry, sequences, _wide_steps(lengths), name)]
+        runner.reset()
+        runs.append(_read(runner, entry, sequences, _narrow_steps(lengths), narrow))
     finally:
         executor.close()
-    return found
+    return runs
+
+
+def _read(
+    runner: "ModelRunner", entry: ModelEntry, sequences: Seq[Int64Array], steps: Seq[Seq[int]], name: str
+) -> _Run:
+    from specexport_runtime.packing.batch import RowWork
+
+    logits: list[Float32Array] = []
+    places: list[tuple[int, int]] = []
+    for counts in steps:
+        work = []
+        for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+            start, wanted = runner.kv.kv_len(row), _given(entry, count)
+            work.append(RowWork(sequence[start : start + count].tolist(), wanted))
+            places += [(row, position) for position in range(start + count - wanted, start + count)]
+        logits.append(np.array(runner.step(0, work)))
+        for row, count in enumerate(counts):
+            runner.kv.commit(row, runner.kv.kv_len(row) + count)
+    return _Run(name, np.concatenate(logits), places)
 
 
 def _make_executor(folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], *, unpad_kv: bool) -> Executor:

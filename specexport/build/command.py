@@ -10,6 +10,7 @@ import click
 from specexport.backends.registry import DEFAULT_BACKEND
 
 if TYPE_CHECKING:
+    from specexport.build.built import EngineCheck
     from specexport.build.pipeline import BuildResult
 
 
@@ -92,6 +93,7 @@ def result_to_json(result: "BuildResult") -> dict[str, Any]:
         "seconds": dict(result.seconds),
         "total_seconds": sum(result.seconds.values()),
         "max_abs_errors": dict(result.max_abs_errors),
+        "checks": {role: None if check is None else check._asdict() for role, check in result.checks.items()},
         "files": {name: entry.size for name, entry in result.files.items()},
         "peak_memory_bytes": result.peak_memory_bytes,
     }
@@ -106,11 +108,18 @@ def summary(result: "BuildResult") -> str:
         f"Built {result.path} ({total / 1e6:.1f} MB) in {sum(result.seconds.values()):.1f} s, "
         f"peak memory {result.peak_memory_bytes / 1e6:.0f} MB."
     ]
-    for role, error in result.max_abs_errors.items():
+    for role, check in result.checks.items():
         cached = " (engine from the cache)" if role in result.reused else ""
         quantize = result.manifest.models[role].quantize
-        found = "not checked" if error is None else f"logits within {error:.1e} of eager transformers"
+        found = "not checked" if check is None else _describe(check)
         if quantize is not None:
-            found = f"{quantize}, " + ("not checked" if error is None else "close enough to eager transformers")
+            found = f"{quantize}, {found}"
         lines.append(f"  {role}: {found}{cached}")
     return "\n".join(lines)
+
+
+def _describe(check: "EngineCheck") -> str:
+    if check.divergence is None:
+        return f"logits within {check.max_abs_error:.1e} of eager transformers"
+    words = f"divergence {check.divergence:.2g} nats from eager transformers on a text"
+    return words if check.agreement is None else f"{words}, {check.agreement:.0%} of its best tokens"

@@ -10,7 +10,7 @@ from specexport.atomic import require_space
 from specexport.backends.base import Backend, BuildJob, release_weights
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.build.built import BuiltModel
-from specexport.build.check import check_engine, check_obstacle, check_sequences
+from specexport.build.check import check_engine, check_obstacle, check_sequences, text_sequences
 from specexport.progress import StageClock
 from specexport.recipe import BuildRecipe, resolve_dtype, resolve_recipe
 from specexport_runtime.abi import ITEM_BYTES
@@ -78,7 +78,7 @@ def build_model(
         require_space(folder, int(checkpoint.num_parameters * ITEM_BYTES[recipe.dtype] * copies * _SPACE_MARGIN))
     with clock.stage("reference", source.role):
         obstacle = check_obstacle(recipe)
-        reference = _eager_reference(checkpoint) if obstacle is None else None
+        reference = None if obstacle is not None else _eager_reference(checkpoint, recipe.quantization_of(source.role))
     fields = _compile(recipe, checkpoint, source.role, folder=folder, clock=clock, dump_dir=dump_dir)
     gc.collect()  # the graph is gone: its weights must not be in memory beside the check's
     entry = ModelEntry(
@@ -93,7 +93,7 @@ def build_model(
         source_sha256=source.sha256,
     )
     with clock.stage("check", source.role, obstacle or ""):
-        error = check_engine(folder, entry, *reference) if reference is not None else None
+        found = check_engine(folder, entry, *reference) if reference is not None else None
     return BuiltModel(
         entry=entry,
         files=hash_files(folder, [path.name for path in folder.iterdir()]),
@@ -102,7 +102,7 @@ def build_model(
         special_tokens=dict(checkpoint.special_tokens),
         bos_token_id=checkpoint.bos_token_id,
         eos_token_ids=tuple(checkpoint.eos_token_ids),
-        max_abs_error=error,
+        check=found,
     )
 
 
@@ -120,10 +120,13 @@ def _load(recipe: BuildRecipe, source: ModelSource) -> Any:
     return checkpoint
 
 
-def _eager_reference(checkpoint: Any) -> _Reference:
+def _eager_reference(checkpoint: Any, quantize: str | None) -> _Reference:
     from specexport.frontend import reference_logits
 
-    sequences = check_sequences(checkpoint.vocab_size)
+    if quantize is None:
+        sequences = check_sequences(checkpoint.vocab_size)
+    else:
+        sequences = text_sequences(checkpoint.tokenizer_json, checkpoint.vocab_size, checkpoint.max_positions)
     return _Reference(sequences, reference_logits(checkpoint, [ids.tolist() for ids in sequences]))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from specexport.atomic import new_folder
 from specexport.backends.registry import find_backend
-from specexport.build.built import TOKENIZER_NAME, BuiltModel
+from specexport.build.built import TOKENIZER_NAME, BuiltModel, EngineCheck
 from specexport.build.bundle import check_output, find_up_to_date, refuse_to_replace, write_bundle
 from specexport.build.cache import EngineCache
 from specexport.build.check import check_obstacle
@@ -42,7 +42,7 @@ class BuildResult:
         up_to_date: nothing had changed, so nothing was done.
         reused: roles whose engine came from the cache.
         seconds: time of each stage, ``"role.stage"`` or ``"stage"``.
-        max_abs_errors: largest logit difference that the check of each model found; None if it was not checked.
+        checks: what the check of each model found; None if it was not checked.
         peak_memory_bytes: most resident memory of this process so far.
     """
 
@@ -51,8 +51,13 @@ class BuildResult:
     up_to_date: bool
     reused: tuple[str, ...]
     seconds: Mapping[str, float]
-    max_abs_errors: Mapping[str, float | None]
+    checks: Mapping[str, EngineCheck | None]
     peak_memory_bytes: int
+
+    @property
+    def max_abs_errors(self) -> Mapping[str, float | None]:
+        """Largest logit difference that the check of each model found; None if it was not checked."""
+        return {role: None if check is None else check.max_abs_error for role, check in self.checks.items()}
 
     @property
     def files(self) -> Mapping[str, FileEntry]:
@@ -135,8 +140,8 @@ def build_bundle(
             resolved = resolve_recipe(recipe, [model.entry.max_positions for model in built.values()])
             backend.check_bundle(resolved, {role: model.entry for role, model in built.items()})
             manifest = write_bundle(folder, recipe=resolved, build_key=plan.build_key, tools=plan.tools, models=built)
-    errors = {role: model.max_abs_error for role, model in built.items()}
-    return _result(output, manifest, clock, reused=tuple(reused), max_abs_errors=errors)
+    checks = {role: model.check for role, model in built.items()}
+    return _result(output, manifest, clock, reused=tuple(reused), checks=checks)
 
 
 def _make_plan(recipe: BuildRecipe) -> _Plan:
@@ -205,7 +210,7 @@ def _build_anew(
     dump_dir = dump / model.role if dump is not None else None
     built = build_model(recipe, model, folder, clock=clock, dump_dir=dump_dir)
     # An engine that could have been checked and was not is not kept.
-    if cache is not None and (built.max_abs_error is not None or check_obstacle(replace(recipe, check=True))):
+    if cache is not None and (built.check is not None or check_obstacle(replace(recipe, check=True))):
         cache.store(key, built, folder)
     return built
 
@@ -235,7 +240,7 @@ def _result(
     *,
     up_to_date: bool = False,
     reused: tuple[str, ...] = (),
-    max_abs_errors: Mapping[str, float | None] | None = None,
+    checks: Mapping[str, EngineCheck | None] | None = None,
 ) -> BuildResult:
     return BuildResult(
         path=output,
@@ -243,6 +248,6 @@ def _result(
         up_to_date=up_to_date,
         reused=reused,
         seconds=dict(clock.seconds),
-        max_abs_errors=max_abs_errors or {},
+        checks=checks or {},
         peak_memory_bytes=peak_memory_bytes(),
     )

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pairs import TinyPair
+from pairs import TinyPair, own_logits
 from tiny_models import VOCAB, make_llama, save_checkpoint
 
+from specexport.build.built import EngineCheck
 from specexport.build.cache import EngineCache
 from specexport.build.check import TOLERANCES, check_engine, check_sequences
 from specexport.build.model import STAGES
@@ -19,6 +20,7 @@ from specexport.progress import ProgressEvent
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import BundleError, CheckFailedError, OutputExistsError
+from specexport_runtime.packing.batch import ModelRunner
 
 NUM_TOKENS = 3 + 256  # of the tiny tokenizer: special tokens and bytes
 
@@ -227,13 +229,36 @@ def test_a_wrong_engine_fails_the_check_and_leaves_nothing(
 def test_the_check_sees_every_position(tiny_bundle: Path, sequence: int, position: int, wrong: float) -> None:
     entry = load_manifest(tiny_bundle).models["draft"]
     sequences = check_sequences(entry.vocab_size)
-    # the engine's own logits stand in for the reference, then one value is made wrong
-    from specexport.build.check import _run
-
-    truth = _run(tiny_bundle, entry, sequences, unpad_kv=True)
-    assert check_engine(tiny_bundle, entry, sequences, truth) < 1e-5
+    truth = own_logits(tiny_bundle, entry, sequences)
+    assert check_engine(tiny_bundle, entry, sequences, truth).max_abs_error < 1e-5
     truth[sequence][position, 5] += np.float32(wrong)
     with pytest.raises(CheckFailedError, match=f"position {position} of check sequence {sequence}"):
+        check_engine(tiny_bundle, entry, sequences, truth)
+
+
+@pytest.mark.parametrize(
+    ("role", "padded", "where"),
+    [
+        ("target", False, "LlamaForCausalLM engine, one token at a time,"),
+        ("target", True, "engine's padded-KV graph, one token at a time,"),
+        ("draft", False, "engine's one-token graph"),
+    ],
+)
+def test_the_check_sees_what_is_wrong_one_token_at_a_time_only(
+    role: str, padded: bool, where: str, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = load_manifest(tiny_bundle).models[role]
+    sequences = check_sequences(entry.vocab_size)
+    truth = own_logits(tiny_bundle, entry, sequences)
+    right = ModelRunner.step
+
+    def step(self, first_row, work, want="logits"):
+        logits = right(self, first_row, work, want)
+        narrow = all(len(row.tokens) == 1 for row in work) and self.unpad_kv != padded
+        return logits + np.float32(0.1) * narrow
+
+    monkeypatch.setattr(ModelRunner, "step", step)
+    with pytest.raises(CheckFailedError, match=f"{where} differs from eager transformers by 0.1"):
         check_engine(tiny_bundle, entry, sequences, truth)
 
 
@@ -288,7 +313,7 @@ def test_the_torch_weights_are_gone_before_the_check(
         kinds = (torch.Tensor, torch.nn.Parameter)
         alive = [tensor for tensor in gc.get_objects() if type(tensor) in kinds and tensor.data_ptr() in addresses]
         assert not alive, f"{len(alive)} weights are in memory beside the engine's"
-        return 0.25
+        return EngineCheck(0.25)
 
     monkeypatch.setattr(frontend, "load_checkpoint", load_and_note)
     monkeypatch.setattr("specexport.build.model.check_engine", no_weight_lives)

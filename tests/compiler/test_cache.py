@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specexport.backends import trt
-from specexport.build.built import BuiltModel
+from specexport.build.built import BuiltModel, EngineCheck
 from specexport.build.bundle import write_bundle
 from specexport.build.cache import EngineCache, cache_folder
 from specexport.recipe import BuildRecipe
@@ -17,7 +17,7 @@ from specexport_runtime.bundle.manifest import ModelEntry, load_manifest
 KEY = "a" * 64
 
 
-def make_engine(folder: Path, weights: bytes = b"w" * 1000) -> BuiltModel:
+def make_engine(folder: Path, weights: bytes = b"w" * 1000, check: EngineCheck | None = None) -> BuiltModel:
     folder.mkdir(parents=True)
     (folder / "model.onnx").write_bytes(b"graph")
     (folder / "model.onnx.data").write_bytes(weights)
@@ -43,7 +43,7 @@ def make_engine(folder: Path, weights: bytes = b"w" * 1000) -> BuiltModel:
         special_tokens={"eos_token": "</s>"},
         bos_token_id=None,
         eos_token_ids=(2, 3),
-        max_abs_error=1e-6,
+        check=check,
     )
 
 
@@ -52,8 +52,11 @@ def cache(tmp_path: Path) -> EngineCache:
     return EngineCache(tmp_path / "cache")
 
 
-def test_what_was_stored_comes_back_equal(cache: EngineCache, tmp_path: Path) -> None:
-    built = make_engine(tmp_path / "one")
+@pytest.mark.parametrize(
+    "check", [None, EngineCheck(1e-6), EngineCheck(4.5, 0.98, 0.02, 0.01), EngineCheck(4.5, None, 0.02, 0.01)]
+)
+def test_what_was_stored_comes_back_equal(cache: EngineCache, tmp_path: Path, check: EngineCheck | None) -> None:
+    built = make_engine(tmp_path / "one", check=check)
     assert cache.store(KEY, built, tmp_path / "one")
     assert cache.restore(KEY, tmp_path / "two") == built
     assert hash_files(tmp_path / "two", built.files) == built.files

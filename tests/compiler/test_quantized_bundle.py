@@ -1,16 +1,21 @@
 """Quantized bundles end to end: built, checked, recorded, and as lossless as others."""
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from click.testing import Result
-from pairs import TinyPair
+from pairs import TinyPair, own_logits
 from tiny_models import ARCHITECTURES, make_model, save_checkpoint
 
-from specexport.build.check import QUANTIZED_LIMITS, check_engine, check_sequences, unexplained_shares
-from specexport.build.pipeline import build_bundle
+from specexport.build import closeness
+from specexport.build.check import TEXT_LENS, check_engine, check_sequences, text_sequences
+from specexport.build.closeness import Closeness, measure_closeness
+from specexport.build.pipeline import BuildResult, build_bundle
+from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckFailedError
@@ -48,33 +53,181 @@ def test_batched_experts_are_refused_and_nothing_is_left(tmp_path: Path, run_cli
     assert [path.name for path in tmp_path.iterdir()] == ["mixtral"]
 
 
+class Weights:
+    """The weights of an engine's graph and its subgraphs, to be damaged in place."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data = folder / "model.onnx.data"
+        graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
+        self.places = {}
+        for tensor in self._tensors(graph):
+            place = {entry.key: entry.value for entry in tensor.external_data}
+            if place:
+                self.places[tensor.name] = (int(place["offset"]), int(place["length"]))
+
+    def _tensors(self, graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+        yield from graph.initializer
+        for node in graph.node:
+            for attribute in node.attribute:
+                if attribute.type == onnx.AttributeProto.GRAPH:
+                    yield from self._tensors(attribute.g)
+
+    def change(self, ending: str, change: Callable[[np.ndarray], np.ndarray], dtype: str = "uint8") -> None:
+        """Change every weight whose name ends so."""
+        names = [name for name in self.places if name.endswith(ending)]
+        assert names
+        content = bytearray(self.data.read_bytes())
+        for name in names:
+            offset, length = self.places[name]
+            values = np.frombuffer(content[offset : offset + length], dtype)
+            content[offset : offset + length] = change(values).astype(dtype).tobytes()
+        self.data.write_bytes(content)
+
+
+INT4_DAMAGE = {
+    "codes in the other order": (".int4", lambda codes: codes >> 4 | codes << 4, "uint8"),
+    "zero points left out": (".int4_zero", lambda zeros: np.full_like(zeros, 0x88), "uint8"),
+    "zero points of another block": (".int4_zero", lambda zeros: np.roll(zeros, 1), "uint8"),
+    "scales beside their place": (".int4_scale", lambda scales: np.roll(scales.view("uint8"), 2), "float32"),
+    "scales of other columns": (".int4_scale", lambda scales: scales[::-1], "float32"),
+    "a scale that is no number": (".int4_scale", lambda scales: np.r_[np.float32("nan"), scales[1:]], "float32"),
+}
+INT8_DAMAGE = {
+    "scales beside their place": (".int8_scale", lambda scales: np.roll(scales, 1), "float32"),
+    "scales half again as large": (".int8_scale", lambda scales: scales * 1.5, "float32"),
+    "weights of other columns": (".int8", lambda weights: np.roll(weights, 1), "uint8"),
+}
+DAMAGE = [("int4", *item) for item in INT4_DAMAGE.items()] + [("int8", *item) for item in INT8_DAMAGE.items()]
+
+
+@pytest.fixture(scope="module")
+def quantized(session_dir: Path, demo_pair: Path) -> Callable[[str], tuple[BuildResult, list[np.ndarray]]]:
+    """Builds the demo target, int8 or int4, with the check on; once for this module."""
+    made: dict[str, tuple[BuildResult, list[np.ndarray]]] = {}
+
+    def build(kind: str) -> tuple[BuildResult, list[np.ndarray]]:
+        if kind not in made:
+            from specexport.frontend import load_checkpoint, reference_logits
+
+            folder = session_dir / f"demo-{kind}-checked"
+            recipe = BuildRecipe(target=str(demo_pair / "target"), output=str(folder), quantize=kind)
+            result = build_bundle(recipe, force=True)
+            checkpoint = load_checkpoint(str(demo_pair / "target"), dtype="float32")
+            sequences = text_sequences(checkpoint.tokenizer_json, checkpoint.vocab_size)
+            assert [len(ids) for ids in sequences] == list(TEXT_LENS)
+            made[kind] = result, reference_logits(checkpoint, [ids.tolist() for ids in sequences])
+        return made[kind]
+
+    return build
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "most_lost"), [("int8", 0.002), ("int4", 0.03)])
+def test_a_good_engine_is_close(
+    kind: str, most_lost: float, quantized: Callable[[str], tuple[BuildResult, list[np.ndarray]]]
+) -> None:
+    result, _ = quantized(kind)
+    check = result.checks["target"]
+    assert check is not None
+    assert check.agreement == 1.0
+    assert check.lost is not None
+    assert 0 < check.lost < most_lost, "far inside the limits, which are made for worse models"
+    assert check.divergence is not None
+    assert 0 < check.divergence < 5 * most_lost
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name", "damage"), DAMAGE, ids=[f"{kind}-{name}" for kind, name, _ in DAMAGE])
+def test_a_broken_engine_fails(
+    kind: str,
+    name: str,
+    damage: tuple[str, Callable[[np.ndarray], np.ndarray], str],
+    quantized: Callable[[str], tuple[BuildResult, list[np.ndarray]]],
+    tmp_path: Path,
+) -> None:
+    result, references = quantized(kind)
+    entry = result.manifest.models["target"]
+    shutil.copytree(result.path / "target", tmp_path / "target")
+    sequences = text_sequences((result.path / "tokenizer.json").read_bytes(), entry.vocab_size)
+    check_engine(tmp_path, entry, sequences, references)
+    Weights(tmp_path / "target").change(*damage)
+    with pytest.raises(CheckFailedError, match=f"{kind} engine is too far from eager transformers: its"):
+        check_engine(tmp_path, entry, sequences, references)
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_the_check_refuses_logits_of_other_positions_and_wrong_scales(
+def test_logits_of_other_positions_fail_for_an_untrained_model_too(
     kind: str, tmp_path: Path, tiny_pair: TinyPair
 ) -> None:
     folder = tmp_path / "bundle"
-    build_bundle(tiny_pair.recipe(folder, quantize=kind, draft=None))
-    entry = load_manifest(folder).models["target"]
-    from specexport.build import check as engine_check
-
+    result = build_bundle(tiny_pair.recipe(folder, quantize=kind, draft_quantize="int8"))
+    assert result.checks["target"] is not None
+    entry = result.manifest.models["target"]
     sequences = check_sequences(entry.vocab_size)
-    # What the engine gives stands for the eager logits: the distance between the two is then what a test adds.
-    found = engine_check._run(folder, entry, sequences, unpad_kv=True)
-    assert check_engine(folder, entry, sequences, found) < 1e-3
+    found = own_logits(folder, entry, sequences)
+    check = check_engine(folder, entry, sequences, found)
+    assert check.lost is not None
+    assert check.lost < 1e-3
     shifted = [np.roll(logits, 1, axis=0) for logits in found]
-    larger = [logits * np.float32(0.4) for logits in found]
     not_a_number = [np.where(logits == logits.max(), np.nan, logits) for logits in found]
-    for wrong in (shifted, larger, not_a_number):
+    for wrong in (shifted, not_a_number):
         with pytest.raises(CheckFailedError, match=f"{kind} engine is too far from eager transformers"):
             check_engine(folder, entry, sequences, wrong)
 
 
-def test_the_unexplained_share_tells_mean_logits_and_other_positions() -> None:
-    logits = np.random.default_rng(0).normal(size=(40, 500)).astype(np.float32)
-    common = logits + np.float32(100)  # a part that every position has must not hide errors
-    assert (unexplained_shares(common, common) == 0).all()
-    mean = np.broadcast_to(common.mean(axis=0), common.shape)
-    np.testing.assert_allclose(unexplained_shares(mean, common), 1, rtol=1e-3)
-    others = unexplained_shares(np.roll(common, 1, axis=0), common)
-    assert (others > 1.5).all()
-    assert max(QUANTIZED_LIMITS.values()) < 1
+def test_what_is_lost_does_not_depend_on_how_much_a_model_knows() -> None:
+    generator = np.random.default_rng(0)
+    logits = generator.normal(size=(60, 500)).astype(np.float32)
+    noise = generator.normal(size=logits.shape).astype(np.float32)
+    for size in (0.01, 0.1, 3):  # from an untrained model's logits to a trained one's
+        reference = logits * np.float32(size)
+        same = measure_closeness(reference, reference)
+        assert (same.divergence, same.lost) == (0, 0)
+        slight = measure_closeness(reference + noise * np.float32(0.1 * size), reference)
+        assert 0.002 < slight.lost < 0.03
+        mean = np.broadcast_to(np.log(np.exp(reference).mean(axis=0)), reference.shape)
+        assert 0.5 < measure_closeness(mean, reference).lost < 1.5
+        assert measure_closeness(np.roll(reference, 1, axis=0), reference).lost > 1.2
+        assert measure_closeness(reference + np.float32(100), reference).lost == pytest.approx(0, abs=1e-4)
+
+
+def test_best_tokens_are_compared_where_the_float_model_has_one() -> None:
+    reference = np.zeros((60, 10), np.float32)
+    reference[:30, 3] = 1.0  # decided: e times as likely as the others
+    found = reference.copy()
+    found[30:, 7] = 1e-3  # a tie is broken: no disagreement
+    assert measure_closeness(found, reference).agreement == 1
+    found[:6, 5] = 1.5
+    assert measure_closeness(found, reference).agreement == pytest.approx(0.8)
+    reference[19:, 3] = 0.0
+    assert measure_closeness(found, reference).agreement is None, "19 positions are too few"
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_is_never_close(bad: float) -> None:
+    reference = np.eye(30, dtype=np.float32)
+    found = reference.copy()
+    found[7, 7] = bad
+    for kind in ("int8", "int4"):
+        assert measure_closeness(found, reference).obstacle(kind) is not None
+        assert measure_closeness(reference, reference).obstacle(kind) is None
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_both_limits_count(kind: str) -> None:
+    least, most = closeness.LEAST_AGREEMENT[kind], closeness.MOST_LOST[kind]
+    assert Closeness(least, 0.1, most).obstacle(kind) is None
+    assert Closeness(None, 0.1, most).obstacle(kind) is None
+    assert "best token" in str(Closeness(least - 0.01, 0.1, most).obstacle(kind))
+    assert "diverge by 0.1 nats" in str(Closeness(1.0, 0.1, most * 1.01).obstacle(kind))
+
+
+def test_the_texts_are_read_in_the_models_own_tokens(demo_pair: Path) -> None:
+    from tokenizers import Tokenizer
+
+    content = (demo_pair / "target" / "tokenizer.json").read_bytes()
+    tokenizer = Tokenizer.from_buffer(content)
+    sequences = text_sequences(content, tokenizer.get_vocab_size())
+    assert tokenizer.decode(sequences[0].tolist()).startswith("def read_settings(path):")
+    assert [len(ids) for ids in text_sequences(content, 40)] == list(TEXT_LENS)
+    assert max(max(ids) for ids in text_sequences(content, 40)) < 40, "any tokens where the texts do not fit"

@@ -1,0 +1,83 @@
+"""How close a quantized engine is to the float model on a text: which token is best, and how much is lost.
+
+A largest difference of a logit says little: one logit of a hundred thousand may be far off where nothing depends on it,
+and a model whose every logit is a little wrong may be useless. What a text is made of are the best tokens and their
+probabilities.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport_runtime.executors.base import Float32Array
+
+DECIDED = float(np.log(2))
+"""A position is decided where the float model's best token is twice as likely as the next: a near-tie says nothing."""
+
+FEWEST_DECIDED = 20
+"""Fewer decided positions (an untrained model has none) are judged by what is lost alone."""
+
+LEAST_AGREEMENT = {"int8": 0.9, "int4": 0.65}
+MOST_LOST = {"int8": 0.05, "int4": 0.2}
+"""Limits by quantization, two to three times as far as the worst model measured; see ``docs/quantization.md``."""
+
+
+class Closeness(NamedTuple):
+    """A quantized engine against the float model, at some positions of a text.
+
+    Attributes:
+        agreement: share of the decided positions where both have the same best token; None if too few are decided.
+        divergence: mean Kullback-Leibler divergence of the engine's distributions from the float model's, in nats; NaN
+            if some logits are no finite numbers.
+        lost: divergence over what the float model tells at these positions: the mean divergence of its own distribution
+            over all of them. 0 is no loss, 1 what the same guess at every position would lose. Unlike the divergence it
+            means the same for a model that knows much and for an untrained one.
+    """
+
+    agreement: float | None
+    divergence: float
+    lost: float
+
+    def obstacle(self, quantize: str) -> str | None:
+        """Why an engine with weights quantized so must be broken; None if it need not be."""
+        least, most = LEAST_AGREEMENT[quantize], MOST_LOST[quantize]
+        if not self.lost <= most:  # a NaN must fail
+            return (
+                f"its distributions diverge by {self.divergence:.3g} nats, {self.lost:.3g} of what they tell (at most "
+                f"{most:g} is allowed)"
+            )
+        if self.agreement is not None and self.agreement < least:
+            return f"its best token is right at {self.agreement:.0%} of the positions (at least {least:.0%} is asked)"
+        return None
+
+
+def measure_closeness(found: Float32Array, reference: Float32Array) -> Closeness:
+    """Compare logits at the same positions.
+
+    Args:
+        found: the engine's logits [n, V].
+        reference: the float model's logits [n, V].
+    """
+    if not np.isfinite(found).all():
+        return Closeness(None, float("nan"), float("nan"))
+    everywhere = np.zeros(reference.shape[1])
+    for theirs in reference:  # row by row: float64 copies of all of them would be large
+        everywhere += np.exp(_log_softmax(theirs)) / len(reference)
+    same, divergences, told = [], [], []
+    for ours, theirs in zip(found, reference, strict=True):
+        logs = _log_softmax(theirs)
+        likely = np.exp(logs)
+        divergences.append(float(likely @ (logs - _log_softmax(ours))))
+        told.append(float(likely @ (logs - np.log(np.maximum(everywhere, np.finfo(np.float64).tiny)))))
+        second, best = np.partition(logs, -2)[-2:]
+        if best - second > DECIDED:
+            same.append(bool(ours.argmax() == theirs.argmax()))
+    agreement = float(np.mean(same)) if len(same) >= FEWEST_DECIDED else None
+    return Closeness(agreement, float(np.mean(divergences)), float(np.sum(divergences) / np.sum(told)))
+
+
+def _log_softmax(logits: Float32Array) -> npt.NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - float(logits.max())
+    logs: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return logs
