@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--lookahead", type=int, default=4)
     parser.add_argument("--max-model-len", type=int, default=1000)
-    parser.add_argument("--lowering", default="native", help="native or native-grouped [default: native]")
+    parser.add_argument("--lowering", default="native-folded", help="native-folded or native [default: native-folded]")
     parser.add_argument("--only", action="append", choices=list(SETS), help="profile sets to build [default: all]")
     options = parser.parse_args()
     options.sm = options.sm or ["89"]

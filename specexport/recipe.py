@@ -46,7 +46,7 @@ class BuildRecipe:
         trust_remote_code: let the hub's Python code run while loading.
         check: compare each engine's logits with eager transformers before the bundle is kept.
         sm: TensorRT: GPU architectures to build for, for example ``("89", "120")``; empty takes this machine's GPU.
-        lowering: TensorRT: the form of attention: ``"native"``, ``"native-grouped"``, ``"plugin"`` or ``"auto"``.
+        lowering: TensorRT: the form of attention: ``"native-folded"``, ``"native"``, ``"plugin"`` or ``"auto"``.
         max_num_seqs: most sequences at a time; None takes 8. Engines of TensorRT are built for it; elsewhere it is the
             default when the bundle is loaded.
         max_num_tokens: most tokens of one step; None takes 512. As ``max_num_seqs``.

@@ -191,7 +191,7 @@ def parse(arguments: Seq[str] | None) -> argparse.Namespace:
     runs.add_argument("--wheels", type=Path, help="folder of wheels, whole or in pieces, to install first")
     runs.add_argument("--bundles", type=Path, help="folder of bundles that `pack --with-bundles` made")
     runs.add_argument("--minutes", type=float, default=MINUTES, help="time for everything [8]")
-    runs.add_argument("--lowering", default="auto", help="TensorRT: native, native-grouped or plugin [auto]")
+    runs.add_argument("--lowering", default="auto", help="TensorRT: native-folded, native or plugin [auto]")
     packs = commands.add_parser("pack", help="fetch what a GPU machine without a network lacks")
     packs.add_argument("--out", type=Path, required=True)
     packs.add_argument("--with-bundles", action="store_true", help="build the small model's bundles too")

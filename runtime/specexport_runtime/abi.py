@@ -86,12 +86,12 @@ KV_POSITIONS = TensorSpec(
 TILE_INDEX = TensorSpec(
     "tile_index",
     "int64",
-    ("B", "Q"),
+    ("B", "W"),
     "index",
-    "TensorRT's own attention only: token of slot (b, j); rows are right-aligned, so slot Q-1 holds a row's last token",
+    "TensorRT's own attention only: token of slot (b, j); rows are right-aligned, so slot W-1 holds a row's last token",
 )
 UNTILE_INDEX = TensorSpec(
-    "untile_index", "int64", ("T",), "index", "TensorRT's own attention only: slot b*Q + j of that tile for each token"
+    "untile_index", "int64", ("T",), "index", "TensorRT's own attention only: slot b*W + j of that tile for each token"
 )
 K_CACHE = TensorSpec(
     "k_cache.{i}",
@@ -128,6 +128,14 @@ SIMILARITY = TensorSpec(
 LOGITS = TensorSpec("logits", "float32", ("R", "V"), "output", "raw logits of the selected rows")
 TOKEN_IDS = TensorSpec(
     "token_ids", "int64", ("R",), "output", "GPU engines only: argmax of each row of logits; -1 for a row with a NaN"
+)
+QUERY = TensorSpec(
+    "query.{i}",
+    "model",
+    ("B", "Hq*F", "W/F", "D"),
+    "output",
+    "TensorRT engines with folded attention only: queries of layer i, for the engine itself, which reads the caches in "
+    "place if they are an output; all layers write to the same memory, one after the other",
 )
 K_CACHE_OUT = TensorSpec("k_cache_out.{i}", "model", ("B", 1, "H", "L", "D"), "output", "same memory as k_cache.{i}")
 V_CACHE_OUT = TensorSpec("v_cache_out.{i}", "model", ("B", 1, "H", "L", "D"), "output", "same memory as v_cache.{i}")
@@ -176,6 +184,7 @@ class StepShape(NamedTuple):
         max_new_tokens: Q.
         num_logit_rows: R.
         kv_span: P; 0 for graphs without padding in the KV cache.
+        fold: slots of the attention tile come in groups of so many: W is Q, rounded up to a multiple of it.
     """
 
     first_row: int
@@ -184,9 +193,15 @@ class StepShape(NamedTuple):
     max_new_tokens: int
     num_logit_rows: int
     kv_span: int = 0
+    fold: int = 1
+
+    @property
+    def tile_width(self) -> int:
+        """W."""
+        return -(-self.max_new_tokens // self.fold) * self.fold
 
     def dim(self, word: str | int) -> int:
-        """Size of a dimension word that the host knows (``B``, ``B+1``, ``T``, ``Q``, ``R``, ``P``) or a fixed size."""
+        """Size of a dimension word (``B``, ``B+1``, ``T``, ``Q``, ``W``, ``R``, ``P``) in this step, or a size."""
         if isinstance(word, int):
             return word
         return {
@@ -194,6 +209,7 @@ class StepShape(NamedTuple):
             "B+1": self.num_seqs + 1,
             "T": self.num_tokens,
             "Q": self.max_new_tokens,
+            "W": self.tile_width,
             "R": self.num_logit_rows,
             "P": self.kv_span,
         }[word]
@@ -228,6 +244,7 @@ def format_table() -> str:
         LOGITS,
         TOKEN_IDS,
         SIMILARITY,
+        QUERY,
         *OUTPUTS[1:],
     ):
         shape = ", ".join(str(word) for word in spec.shape)

@@ -32,7 +32,9 @@ def buckets(largest: int, smallest: int = 1) -> list[int]:
     return [*sizes, largest]
 
 
-def plan_profiles(role: str, *, lookahead: int, max_num_seqs: int, max_num_tokens: int) -> tuple[Profile, ...]:
+def plan_profiles(
+    role: str, *, lookahead: int, max_num_seqs: int, max_num_tokens: int, fold: int = 1
+) -> tuple[Profile, ...]:
     """The profiles of one model: decode and verify (or catch-up) for every batch bucket, and prefill buckets.
 
     A prefill profile takes any number of rows, so it has no batch buckets: with them an engine has twice the profiles,
@@ -43,17 +45,26 @@ def plan_profiles(role: str, *, lookahead: int, max_num_seqs: int, max_num_token
         lookahead: K; the target's verify profile has exactly K+1 tokens a row.
         max_num_seqs: the largest batch bucket.
         max_num_tokens: the largest prefill bucket.
+        fold: tokens of a row that the attention takes for heads, see ``lowering.trt_native``.
     """
     batches = buckets(max_num_seqs)
-    # A draft model is fed two tokens after a round that accepted everything, and one otherwise.
-    several: tuple[ProfileKind, int] = ("verify", lookahead + 1) if role == "target" else ("catch-up", 2)
-    kinds: tuple[tuple[ProfileKind, int], ...] = (("decode", 1), several)
-    fixed = [Profile(kind, rows, new, rows * new, rows * new) for kind, new in kinds for rows in batches]
+    width = most_new_tokens(role, lookahead)
+    several: ProfileKind = "verify" if role == "target" else "catch-up"
+    kinds: tuple[tuple[ProfileKind, int], ...] = (("decode", 1), (several, width))
+    fixed = [Profile(kind, rows, new, rows * new, rows * new, fold) for kind, new in kinds for rows in batches]
     prefill = [
-        Profile("prefill", max_num_seqs, tokens, tokens, min(tokens, max_num_seqs * (lookahead + 1)))
+        Profile("prefill", max_num_seqs, tokens, tokens, min(tokens, max_num_seqs * (lookahead + 1)), fold)
         for tokens in buckets(max_num_tokens, min(SMALLEST_PREFILL, max_num_tokens))
     ]
     return (*fixed, *prefill)
+
+
+def most_new_tokens(role: str, lookahead: int) -> int:
+    """Tokens a row in the widest step that is not a prefill.
+
+    A draft model is fed two tokens after a round that accepted everything, and one otherwise.
+    """
+    return lookahead + 1 if role == "target" else 2
 
 
 def engine_kv_capacity(max_model_len: int, lookahead: int) -> int:
@@ -78,10 +89,9 @@ def input_shapes(profile: Profile, names: Seq[str], layers: Seq[LayerGeometry], 
         layers: cache sizes.
         kv_capacity: L.
     """
-    largest = StepShape(0, profile.num_seqs, profile.num_tokens, profile.max_new_tokens, profile.num_logit_rows)
-    smallest = optimum = largest
+    smallest = optimum = largest = profile.largest
     if not profile.is_fixed:
-        smallest = StepShape(0, 1, 1, 1, 1)
+        smallest = StepShape(0, 1, 1, 1, 1, fold=profile.fold)
         optimum = largest._replace(num_seqs=1, num_logit_rows=1)
     specs = {spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS)}
     found: dict[str, Shapes] = {}

@@ -1,5 +1,6 @@
 """TensorRT and TensorRT-RTX: an engine for each GPU architecture, with profiles for the steps of a round."""
 
+from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from specexport.backends.base import Backend, BuildJob, RecipeFields
 from specexport.backends.memory_plan import MemoryPlan, plan_memory, require_gpu_memory, require_host_memory
 from specexport.backends.present_gpu import gpu_check_obstacle
-from specexport.backends.profiles import engine_kv_capacity, plan_profiles
+from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, plan_profiles
 from specexport.backends.trt_package import PACKAGES, resolve_architectures
 from specexport.host import memory_bytes
 from specexport_runtime.abi import LayerGeometry
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_NUM_SEQS = 8
 DEFAULT_MAX_NUM_TOKENS = 512
+MAX_MASK_BYTES = 1 << 29
+"""Most bytes of masks that folded attention may need in the largest prefill; beyond it nothing is folded."""
 
 
 class TensorRt(Backend):
@@ -28,7 +31,7 @@ class TensorRt(Backend):
     dtypes = ("float16", "bfloat16")
     modules = ("tensorrt",)
     extra = "tensorrt"
-    lowerings: tuple[str, ...] = ("plugin", "native", "native-grouped")
+    lowerings: tuple[str, ...] = ("native-folded", "native", "plugin")
     options = ("sm", "gpu_memory_gb")
     limits = {"max_num_seqs": (1, 256), "max_num_tokens": (1, 8192)}  # noqa: RUF012 never changed
     needs_gpu = True
@@ -61,13 +64,15 @@ class TensorRt(Backend):
         from specexport.backends.trt import TrtPlan, write_trt_engines
         from specexport.lowering.step_inputs import step_inputs
         from specexport.lowering.tensorrt import lower_tensorrt
+        from specexport.lowering.trt_native import FOLDED
         from specexport.passes.linear_flatten import LinearFlattenPass
 
         recipe, role = job.recipe, job.role
         capacity = _capacity(recipe)
         with job.clock.stage("lower", role, f"{self.name}, {recipe.lowering}"):
             LinearFlattenPass()(ir_model)
-            lower_tensorrt(ir_model, lowering=recipe.lowering, kv_capacity=capacity)
+            fold = _fold(ir_model, job) if recipe.lowering == "native-folded" else 1
+            forms = lower_tensorrt(ir_model, lowering=recipe.lowering, kv_capacity=capacity, fold=fold)
             inputs = step_inputs(ir_model)
         with job.clock.stage("build", role):
             profiles = plan_profiles(
@@ -75,6 +80,7 @@ class TensorRt(Backend):
                 lookahead=recipe.lookahead,
                 max_num_seqs=int(recipe.max_num_seqs or 1),
                 max_num_tokens=int(recipe.max_num_tokens or 1),
+                fold=fold if FOLDED in forms else 1,
             )
             plan = TrtPlan(self.name, recipe.sm, profiles, job.layers, capacity)
             engines = write_trt_engines(ir_model, plan, job.folder, note=job.clock.note, names=inputs)
@@ -82,6 +88,7 @@ class TensorRt(Backend):
             "path": engines[0].path,
             "inputs": inputs,
             "lowering": recipe.lowering,
+            "fused": tuple(sorted(Counter(forms).items())),
             "engines": engines,
             "profiles": profiles,
             "kv_capacity": capacity,
@@ -107,8 +114,26 @@ class TensorRtRtx(TensorRt):
     name = "tensorrt-rtx"
     modules = ("tensorrt_rtx",)
     extra = "tensorrt-rtx"
-    lowerings = ("native", "native-grouped")
+    lowerings = ("native-folded", "native")
     needs_gpu = False
+
+
+def _fold(ir_model: "ir.Model", job: BuildJob) -> int:
+    """Tokens of a row to fold: those of a verify step, unless the masks of a prefill would be too large."""
+    from specexport.lowering.trt_native import mask_bytes
+
+    recipe = job.recipe
+    fold = most_new_tokens(job.role, recipe.lookahead)
+    rows, tokens = int(recipe.max_num_seqs or 1), int(recipe.max_num_tokens or 1)
+    needed = mask_bytes(ir_model, num_rows=rows, num_tokens=tokens, kv_capacity=_capacity(recipe), fold=fold)
+    if needed <= MAX_MASK_BYTES:
+        return fold
+    job.clock.note(
+        f"nothing is folded: a prefill of {tokens} tokens beside {rows - 1} other rows would need "
+        f"{needed / 1e9:.2f} GB of masks (at most {MAX_MASK_BYTES / 1e9:.2f} are allowed). A lower --max-num-tokens, "
+        "--max-num-seqs or --max-model-len folds."
+    )
+    return 1
 
 
 def _memory_plan(recipe: RecipeFields, num_parameters: int, layers: Seq[LayerGeometry]) -> MemoryPlan:

@@ -36,7 +36,7 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--quantize-lm-head/--no-quantize-lm-head", default=None, help="Quantize the LM head too [default: yes].")
 @click.option("--fuse/--no-fuse", default=None, help="Pack and fuse operators where that is faster [default: yes].")
 @click.option("--sm", multiple=True, metavar="NN", help="TensorRT: GPU architecture to build for; repeat for more.")
-@click.option("--lowering", help="TensorRT: attention: native, native-grouped or plugin [default: auto].")
+@click.option("--lowering", help="TensorRT: attention: native-folded, native or plugin [default: auto].")
 @click.option("--max-num-seqs", type=int, help="Most sequences at a time [default: 8].")
 @click.option("--max-num-tokens", type=int, help="Most tokens of one step [default: 512].")
 @click.option("--gpu-memory-gb", type=float, help="TensorRT: refuse what a GPU of this memory cannot hold.")

@@ -1,4 +1,4 @@
-"""Attention for TensorRT: its own operators, in two forms, or the unpadded-KV plugin."""
+"""Attention for TensorRT: its own operators, tokens folded into heads or not, or the unpadded-KV plugin."""
 
 from typing import TYPE_CHECKING
 
@@ -7,16 +7,18 @@ from specexport_runtime.errors import RecipeError
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-TENSORRT_LOWERINGS = ("plugin", "native", "native-grouped")
+TENSORRT_LOWERINGS = ("native-folded", "native", "plugin")
 
 
-def lower_tensorrt(ir_model: "ir.Model", *, lowering: str, kv_capacity: int | None) -> tuple[str, ...]:
+def lower_tensorrt(ir_model: "ir.Model", *, lowering: str, kv_capacity: int | None, fold: int = 1) -> tuple[str, ...]:
     """Give every ``UnpaddedAttention`` node its body, in place; unused step inputs leave the graph.
 
     Args:
         ir_model: the traced model.
         lowering: one of :data:`TENSORRT_LOWERINGS`.
         kv_capacity: L, the entries of a cache row, which is fixed in the engine.
+        fold: tokens of a row that lowering ``native-folded`` takes for heads: those of a verify step. The engine's
+            profiles must have the same ``fold``.
 
     Returns:
         Name of the form that each attention layer took, in order.
@@ -39,4 +41,4 @@ def lower_tensorrt(ir_model: "ir.Model", *, lowering: str, kv_capacity: int | No
         return lower_trt_plugin(ir_model, kv_capacity=kv_capacity)
     from specexport.lowering.trt_native import lower_trt_native
 
-    return lower_trt_native(ir_model, kv_capacity=kv_capacity, grouped=lowering == "native-grouped")
+    return lower_trt_native(ir_model, kv_capacity=kv_capacity, fold=fold if lowering == "native-folded" else 1)

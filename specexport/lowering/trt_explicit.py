@@ -21,31 +21,31 @@ _HIDDEN = -1.0e30  # weight exactly zero beside any real score, and finite: no i
 def emit_explicit(
     emit: Emitter, layer: "Attention", step: "AlignedStep", tile: "ir.Value", keys: "ir.Value", values: "ir.Value"
 ) -> "ir.Value":
-    """Attention of the tile; returns [B, Q, Hq, Dv].
+    """Attention of the tile; returns [B, W, Hq, Dv].
 
     Args:
         emit: writes the nodes.
         layer: the layer.
         step: what the step's masks are.
-        tile: scaled queries [B, Q, Hq*D].
+        tile: scaled queries [B, W, Hq*D].
         keys: updated cache [B, H, L, D].
         values: updated cache [B, H, L, Dv].
     """
     heads, group = layer.kv_heads, layer.num_heads // layer.kv_heads
     split = emit.reshape(tile, [0, 0, heads, group * layer.k_dim])
-    by_head = emit.op("Transpose", split, perm=[0, 2, 1, 3])  # [B, H, Q, G*D]
-    folded = emit.reshape(by_head, [0, 0, -1, layer.k_dim])  # [B, H, Q*G, D]
+    by_head = emit.op("Transpose", split, perm=[0, 2, 1, 3])  # [B, H, W, G*D]
+    folded = emit.reshape(by_head, [0, 0, -1, layer.k_dim])  # [B, H, W*G, D]
     # Keys on the left: TensorRT would write a transposed copy of the whole cache; queries and scores are small.
-    flipped = emit.op("MatMul", keys, emit.op("Transpose", folded, perm=[0, 1, 3, 2]))  # [B, H, L, Q*G]
+    flipped = emit.op("MatMul", keys, emit.op("Transpose", folded, perm=[0, 1, 3, 2]))  # [B, H, L, W*G]
     raw = emit.op("Transpose", flipped, perm=[0, 1, 3, 2])
     weights = _emit_weights(emit, layer, step, raw, int(keys.shape[2]))  # type: ignore[index, arg-type]
-    mixed = emit.op("MatMul", weights, values)  # [B, H, Q*G, Dv]
-    unfolded = emit.reshape(mixed, [0, 0, -1, group * layer.v_dim])  # [B, H, Q, G*Dv]
+    mixed = emit.op("MatMul", weights, values)  # [B, H, W*G, Dv]
+    unfolded = emit.reshape(mixed, [0, 0, -1, group * layer.v_dim])  # [B, H, W, G*Dv]
     return emit.op("Transpose", unfolded, perm=[0, 2, 1, 3])
 
 
 def _emit_weights(emit: Emitter, layer: "Attention", step: "AlignedStep", raw: "ir.Value", capacity: int) -> "ir.Value":
-    """Scores [B, H, Q*G, L] to weights of the same shape, in the model's dtype."""
+    """Scores [B, H, W*G, L] to weights of the same shape, in the model's dtype."""
     import onnx_ir as ir
 
     scores = emit.cast(raw, ir.DataType.FLOAT)
@@ -53,8 +53,8 @@ def _emit_weights(emit: Emitter, layer: "Attention", step: "AlignedStep", raw: "
         cap = emit.const(layer.softcap, "float32")
         scores = emit.op("Mul", emit.op("Tanh", emit.op("Div", scores, cap)), cap)
     group = layer.num_heads // layer.kv_heads
-    by_slot = emit.reshape(scores, [0, 0, -1, group, capacity])  # [B, H, Q, G, L]
-    mask = emit.op("Unsqueeze", step.masks[MaskKind(layer.window)], emit.const([3]))  # [B, 1, Q, 1, L]
+    by_slot = emit.reshape(scores, [0, 0, -1, group, capacity])  # [B, H, W, G, L]
+    mask = emit.op("Unsqueeze", step.masks[MaskKind(layer.window)], emit.const([3]))  # [B, 1, W, 1, L]
     seen = emit.op("Where", mask, by_slot, emit.const(_HIDDEN, "float32"))
     sinks = "sinks" in layer.tensors
     weights = _emit_sink_softmax(emit, layer, seen) if sinks else emit.op("Softmax", seen, axis=-1)

@@ -2,21 +2,24 @@
 
 Each row's new keys and values are written packed, straight to the row's own entries (``TRT_KVCacheUpdate``, form
 ``packed_nhd``). Attention has no packed form for queries that builds, so the step's tokens are gathered into a tile
-[B, Q] with rows RIGHT-aligned: slot Q-1 holds a row's last token. Slot ``j`` of row ``b`` then sees the entries up to
-``row_totals[b] - Q + j``, for rows of any length, which is TensorRT's ``lower_right`` causality over the row's length.
+[B, W] with rows RIGHT-aligned: slot W-1 holds a row's last token. Slot ``j`` of row ``b`` then sees the entries up to
+``row_totals[b] - W + j``, for rows of any length, which is TensorRT's ``lower_right`` causality over the row's length.
 
 A layer takes one of these forms (``choose_form``):
 
+``folded``        ``TRT_Attention`` over queries [B, Hq*F, W/F, D] with a Boolean mask: each head stands F times, for F
+                  tokens of a row. F is what a row has in a verify step, K+1, so that a head has one query to decode or
+                  verify, and TensorRT then reads the caches in place. In lowering ``native-folded`` only.
 ``fused-causal``  ``TRT_Attention`` with ``causal_kind=lower_right`` and the rows' lengths.
 ``fused-masked``  ``TRT_Attention`` with a Boolean mask (sliding windows), made once a step for each window.
-``fused-grouped`` the same with a mask always, and a group's query heads one behind the other as if they were tokens:
-                  only in lowering ``native-grouped``.
 ``explicit``      matmuls, masking and softmax written out (``trt_explicit``): softcap, sinks, and sizes or dtypes for
                   which there is no fused kernel.
 
-``native-grouped`` is for models whose heads share keys (grouped queries). For more than one new token a row, TensorRT
-copies a layer's keys and values before its attention reads them, repeated for every query head. Grouped, it copies them
-once; but a step of one token, which reads the caches in place otherwise, copies them too.
+In the fused forms TensorRT copies a layer's keys and values before its attention reads them, repeated for every query
+head, where a row has more than one query. Folded, nothing is copied to decode or verify, nor for a prefill from compute
+capability 8.9 on (8.0 copies). Two things are given for that. Each head needs a mask of its own, which grows with the
+tokens of a prefill (``mask_bytes``). And the queries are outputs of the graph, all in one memory: TensorRT copies the
+caches for the sake of a layout that it chooses for the queries, and cannot choose where others see them.
 
 Fused attention is emitted with ``TRT_decomposable=0``: where TensorRT has no kernel, the build fails and nothing runs
 slowly in silence. Slots before a row's first token repeat some token, may see nothing, and nobody reads them.
@@ -35,13 +38,13 @@ from specexport.lowering.trt_layer import Attention
 from specexport.lowering.trt_step import AlignedStep, MaskKind, emit_step
 from specexport.onnx_emit import Emitter
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
-from specexport_runtime.abi import OP_DOMAIN, OP_NAME
+from specexport_runtime.abi import OP_DOMAIN, OP_NAME, QUERY
 from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-FUSED_CAUSAL, FUSED_MASKED, FUSED_GROUPED, EXPLICIT = "fused-causal", "fused-masked", "fused-grouped", "explicit"
+FOLDED, FUSED_CAUSAL, FUSED_MASKED, EXPLICIT = "folded", "fused-causal", "fused-masked", "explicit"
 
 # Found by building one-layer networks with TRT_decomposable=0 in TensorRT-RTX 1.7, decode, verify and prefill profiles,
 # float16 and bfloat16, compute capabilities 8.0, 8.6, 8.9, 12.0 and 12.1, causal and masked (7.5: float16 only). The
@@ -49,40 +52,40 @@ FUSED_CAUSAL, FUSED_MASKED, FUSED_GROUPED, EXPLICIT = "fused-causal", "fused-mas
 _FUSED_MULTIPLE, _FUSED_SMALLEST, _FUSED_LARGEST = 8, 16, 256
 _FUSED_DTYPES = ("FLOAT16", "BFLOAT16")
 # Found the same way, head size 64, sm 8.9: one row of one token has no kernel for fewer than 4 query heads; one head
-# has none at all; stacked heads (more than one query a head) need two key/value heads.
-_FUSED_HEADS, _GROUPED_KV_HEADS = 4, 2
+# has none at all. Folded tokens count as heads.
+_FUSED_HEADS = 4
 _DTYPES = ("FLOAT16", "BFLOAT16", "FLOAT")
 
 
-def choose_form(attention: Attention, *, grouped: bool = False) -> str:
+def choose_form(attention: Attention, *, fold: int = 1) -> str:
     """The form of one layer.
 
     Args:
         attention: the layer.
-        grouped: keys and values are not to be repeated for query heads that share them.
+        fold: F; 1 folds nothing.
     """
     size = attention.k_dim
     fused_size = size % _FUSED_MULTIPLE == 0 and _FUSED_SMALLEST <= size <= _FUSED_LARGEST
     plain = attention.softcap == 0 and "sinks" not in attention.tensors and attention.dtype.name in _FUSED_DTYPES
-    if not (plain and fused_size and size == attention.v_dim and attention.num_heads >= _FUSED_HEADS):
+    if not (plain and fused_size and size == attention.v_dim and attention.num_heads * fold >= _FUSED_HEADS):
         return EXPLICIT
-    if grouped and attention.num_heads > attention.kv_heads >= _GROUPED_KV_HEADS:
-        return FUSED_GROUPED
+    if fold > 1:
+        return FOLDED
     return FUSED_MASKED if attention.window > 0 else FUSED_CAUSAL
 
 
 def mask_kind(attention: Attention, form: str) -> MaskKind:
     """The mask that a layer in ``form`` reads."""
-    return MaskKind(attention.window, attention.num_heads // attention.kv_heads if form == FUSED_GROUPED else 1)
+    return MaskKind(attention.window, attention.num_heads if form == FOLDED else 0)
 
 
-def lower_trt_native(ir_model: "ir.Model", *, kv_capacity: int, grouped: bool = False) -> tuple[str, ...]:
+def lower_trt_native(ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1) -> tuple[str, ...]:
     """Replace every ``UnpaddedAttention``, fix the cache shapes, add ``token_ids``, drop unread step inputs, in place.
 
     Args:
         ir_model: the traced model after the passes.
         kv_capacity: L, entries of a cache row.
-        grouped: lowering ``native-grouped``.
+        fold: F, tokens of a row that are folded; 1 for lowering ``native``.
 
     Returns:
         Form of each layer.
@@ -90,21 +93,42 @@ def lower_trt_native(ir_model: "ir.Model", *, kv_capacity: int, grouped: bool = 
     Raises:
         UnsupportedModelError: a layer has a dtype, or heads, that no form computes exactly.
     """
-    forms = replace_attention(ir_model, kv_capacity=kv_capacity, grouped=grouped)
+    forms = replace_attention(ir_model, kv_capacity=kv_capacity, fold=fold)
     add_token_ids(ir_model)
     drop_unused_step_inputs(ir_model)
     return forms
 
 
-def replace_attention(ir_model: "ir.Model", *, kv_capacity: int, grouped: bool = False) -> tuple[str, ...]:
+def replace_attention(ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1) -> tuple[str, ...]:
     """The attention part of ``lower_trt_native``, for graphs without logits; same arguments, result and errors."""
     layers = [read_attention(n, i) for i, n in enumerate(_attention_nodes(ir_model))]
-    forms = tuple(choose_form(layer, grouped=grouped) for layer in layers)
+    forms = tuple(choose_form(layer, fold=fold) for layer in layers)
     kinds = {mask_kind(layer, form) for layer, form in zip(layers, forms, strict=True) if form != FUSED_CAUSAL}
-    step = emit_step(ir_model, sorted(kinds), kv_capacity)
+    step = emit_step(ir_model, sorted(kinds), kv_capacity, fold)
     for i, (layer, form) in enumerate(zip(layers, forms, strict=True)):
-        _lower_layer(ir_model, layer, form, step, Emitter(ir_model.graph, f"attention.{i}.{form}"), kv_capacity)
+        emit = Emitter(ir_model.graph, f"attention.{i}.{form}")
+        queries = _lower_layer(ir_model, layer, form, step, emit, kv_capacity)
+        if form == FOLDED:
+            # An output only so that TensorRT does not take its layout apart: it would copy the caches to fit it.
+            queries.name = QUERY.name.format(i=i)
+            ir_model.graph.outputs.append(queries)
     return forms
+
+
+def mask_bytes(ir_model: "ir.Model", *, num_rows: int, num_tokens: int, kv_capacity: int, fold: int) -> int:
+    """Bytes of the masks of a prefill, were the layers folded: one byte a query head, slot and cache entry.
+
+    Args:
+        ir_model: before it is lowered.
+        num_rows: rows of the largest prefill.
+        num_tokens: its tokens, all of them in one row.
+        kv_capacity: L.
+        fold: F.
+    """
+    layers = [read_attention(node, i) for i, node in enumerate(_attention_nodes(ir_model))]
+    kinds = {mask_kind(layer, FOLDED) for layer in layers if choose_form(layer, fold=fold) == FOLDED}
+    width = -(-num_tokens // fold) * fold
+    return sum(kind.heads for kind in kinds) * num_rows * width * kv_capacity
 
 
 def _attention_nodes(ir_model: "ir.Model") -> "list[ir.Node]":
@@ -143,7 +167,8 @@ def read_attention(node: "ir.Node", index: int) -> Attention:
 
 def _lower_layer(
     ir_model: "ir.Model", layer: Attention, form: str, step: AlignedStep, emit: Emitter, kv_capacity: int
-) -> None:
+) -> "ir.Value":
+    """Put the layer's new nodes in the place of its node; returns the queries that its attention reads."""
     caches = []
     for name, size, output in (("k", layer.k_dim, layer.node.outputs[1]), ("v", layer.v_dim, layer.node.outputs[2])):
         cache = layer.tensors[f"{name}_cache"]
@@ -154,21 +179,23 @@ def _lower_layer(
         _take_place(ir_model, output, updated)
         _fix_shape(updated, layer.kv_heads, kv_capacity, size)
         caches.append(updated)
-    tile = emit_query_tile(emit, layer, step)
+    queries = emit_query_tile(emit, layer, step)
     if form == EXPLICIT:
-        slots = emit_explicit(emit, layer, step, tile, *caches)
-    elif form == FUSED_GROUPED:
-        slots = emit_grouped(emit, layer, step, tile, *caches)
+        slots = emit_explicit(emit, layer, step, queries, *caches)
+    elif form == FOLDED:
+        queries = emit_folded_queries(emit, layer, step, queries)
+        slots = emit_folded(emit, layer, step, queries, *caches)
     else:
-        slots = emit_fused(emit, layer, step, tile, *caches)
+        slots = emit_fused(emit, layer, step, queries, *caches)
     output = emit.op("Gather", emit.reshape(slots, [-1, layer.num_heads * layer.v_dim]), step.untile, axis=0)
     _take_place(ir_model, layer.node.outputs[0], output)
     emit.place(before=layer.node)
     ir_model.graph.remove(layer.node, safe=True)
+    return queries
 
 
 def emit_query_tile(emit: Emitter, layer: Attention, step: AlignedStep) -> "ir.Value":
-    """Scaled queries as the tile [B, Q, Hq*D], in the model's dtype.
+    """Scaled queries as the tile [B, W, Hq*D], in the model's dtype.
 
     TensorRT's attention does not scale. The product is taken in float32 and rounded once: a scale such as 96**-0.5
     would itself be rounded in half precision, and twice rounded is worse.
@@ -182,7 +209,7 @@ def emit_query_tile(emit: Emitter, layer: Attention, step: AlignedStep) -> "ir.V
 def emit_fused(
     emit: Emitter, layer: Attention, step: AlignedStep, tile: "ir.Value", keys: "ir.Value", values: "ir.Value"
 ) -> "ir.Value":
-    """``TRT_Attention`` over the tile; returns [B, Q, Hq, D]."""
+    """``TRT_Attention`` over the tile; returns [B, W, Hq, D]."""
     heads = emit.reshape(tile, [0, 0, layer.num_heads, layer.k_dim])
     queries = emit.op("Transpose", heads, perm=[0, 2, 1, 3])
     options: dict[str, Any] = {"TRT_decomposable": 0}
@@ -193,21 +220,28 @@ def emit_fused(
     return emit.op("Transpose", attended, perm=[0, 2, 1, 3])
 
 
-def emit_grouped(
-    emit: Emitter, layer: Attention, step: AlignedStep, tile: "ir.Value", keys: "ir.Value", values: "ir.Value"
-) -> "ir.Value":
-    """``TRT_Attention`` with as many query heads as keys have: a group's heads are stacked, [B, H, G*Q, D].
+def emit_folded_queries(emit: Emitter, layer: Attention, step: AlignedStep, tile: "ir.Value") -> "ir.Value":
+    """The tile with tokens as heads [B, Hq*F, W/F, D]: slot ``s*F + f`` is query ``s`` of the heads ``h*F + f``."""
+    import onnx_ir as ir
 
-    Returns:
-        [B, Q, Hq*Dv].
-    """
-    group = layer.num_heads // layer.kv_heads
-    heads = emit.reshape(tile, [0, -1, layer.kv_heads, group, layer.k_dim])  # [B, Q, H, G, D]
-    stacked = emit.reshape(emit.op("Transpose", heads, perm=[0, 2, 3, 1, 4]), [0, layer.kv_heads, -1, layer.k_dim])
-    mask = step.masks[mask_kind(layer, FUSED_GROUPED)]  # [B, 1, G*Q, L]
-    attended = emit.op("TRT_Attention", stacked, keys, values, mask, None, step.totals, TRT_decomposable=0)
-    slots = emit.reshape(attended, [0, layer.kv_heads, group, -1, layer.v_dim])
-    return emit.reshape(emit.op("Transpose", slots, perm=[0, 3, 1, 2, 4]), [0, -1, layer.num_heads * layer.v_dim])
+    heads = layer.num_heads
+    slots = emit.reshape(tile, [0, -1, step.fold, heads, layer.k_dim])  # [B, W/F, F, Hq, D]
+    by_head = emit.op("Transpose", slots, perm=[0, 1, 3, 2, 4])
+    folded = emit.reshape(by_head, [0, 0, heads * step.fold, layer.k_dim])
+    queries = emit.op("Transpose", folded, perm=[0, 2, 1, 3], dtype=layer.dtype)
+    queries.shape = ir.Shape([DIM_NAMES["B"], heads * step.fold, "num_queries", layer.k_dim])
+    return queries
+
+
+def emit_folded(
+    emit: Emitter, layer: Attention, step: AlignedStep, queries: "ir.Value", keys: "ir.Value", values: "ir.Value"
+) -> "ir.Value":
+    """``TRT_Attention`` of folded queries; returns [B, W, Hq*Dv]."""
+    mask = step.masks[mask_kind(layer, FOLDED)]
+    attended = emit.op("TRT_Attention", queries, keys, values, mask, TRT_decomposable=0)
+    by_query = emit.op("Transpose", attended, perm=[0, 2, 1, 3])
+    split = emit.reshape(by_query, [0, 0, layer.num_heads, step.fold, layer.v_dim])
+    return emit.reshape(emit.op("Transpose", split, perm=[0, 1, 3, 2, 4]), [0, -1, layer.num_heads * layer.v_dim])
 
 
 def _fix_shape(cache: "ir.Value", heads: int, capacity: int, size: int) -> None:

@@ -18,11 +18,11 @@ class MaskKind(NamedTuple):
 
     Attributes:
         window: positions a token sees, its own included; -1 for all.
-        group: query heads whose slots lie one behind the other in the tile; 1 where heads are apart.
+        heads: query heads that are folded, see ``trt_native``; 0 for a mask that all heads share.
     """
 
     window: int
-    group: int = 1
+    heads: int = 0
 
 
 class AlignedStep(NamedTuple):
@@ -32,10 +32,11 @@ class AlignedStep(NamedTuple):
         past: ``kv_lens`` as [B] int32.
         totals: ``row_totals`` as [B] int32.
         cu: ``cu_new_tokens`` [B+1] int32.
-        tile: ``tile_index`` [B, Q].
+        tile: ``tile_index`` [B, W].
         untile: ``untile_index`` [T].
-        masks: what each slot sees, [B, 1, G*Q, L] bool, by window (-1: causal) and by heads stacked in the tile (G);
-            those that a layer needs.
+        fold: F, slots of a row that are folded; W is a multiple of it.
+        masks: what each slot sees, bool, by window (-1: causal): [B, 1, W, L], or where heads are folded
+            [B, Hq*F, W/F, L]; those that a layer needs.
     """
 
     past: "ir.Value"
@@ -43,24 +44,26 @@ class AlignedStep(NamedTuple):
     cu: "ir.Value"
     tile: "ir.Value"
     untile: "ir.Value"
+    fold: int
     masks: "dict[MaskKind, ir.Value]"
 
 
-def emit_step(ir_model: "ir.Model", kinds: Seq[MaskKind], kv_capacity: int) -> AlignedStep:
+def emit_step(ir_model: "ir.Model", kinds: Seq[MaskKind], kv_capacity: int, fold: int) -> AlignedStep:
     """Add the tile's inputs to the graph, and at its top what depends on the step alone.
 
     Args:
         ir_model: the model; changed in place.
         kinds: masks that layers need.
         kv_capacity: L.
+        fold: F.
     """
     by_name = {value.name: value for value in ir_model.graph.inputs}
     tile, untile = (_add_input(ir_model, spec) for spec in (TILE_INDEX, UNTILE_INDEX))
     emit = Emitter(ir_model.graph, "step")
     past, totals = (emit.reshape(by_name[spec.name], [-1]) for spec in (KV_LENS, ROW_TOTALS))
-    masks = _emit_masks(emit, by_name, tile, kinds, kv_capacity)
+    masks = _emit_masks(emit, by_name, tile, kinds, kv_capacity, fold)
     emit.place(before=ir_model.graph[0])
-    return AlignedStep(past, totals, by_name[CU_NEW_TOKENS.name], tile, untile, masks)
+    return AlignedStep(past, totals, by_name[CU_NEW_TOKENS.name], tile, untile, fold, masks)
 
 
 def _add_input(ir_model: "ir.Model", spec: TensorSpec) -> "ir.Value":
@@ -75,9 +78,14 @@ def _first_cache(ir_model: "ir.Model") -> int:
 
 
 def _emit_masks(
-    emit: Emitter, inputs: "dict[str | None, ir.Value]", tile: "ir.Value", kinds: Seq[MaskKind], kv_capacity: int
+    emit: Emitter,
+    inputs: "dict[str | None, ir.Value]",
+    tile: "ir.Value",
+    kinds: Seq[MaskKind],
+    kv_capacity: int,
+    fold: int,
 ) -> "dict[MaskKind, ir.Value]":
-    """[B, 1, G*Q, L] for each kind.
+    """[B, 1, W, L] or [B, Hq*F, W/F, L] for each kind.
 
     Token ``t`` of row ``b`` lies in entry ``kv_lens[b] + t - cu_new_tokens[b]``. That needs no size of the step, which
     TensorRT would copy from the host. A slot that holds no token of its row is clamped into the row: it sees something.
@@ -89,18 +97,23 @@ def _emit_masks(
     one = emit.const([1], "int32")
     firsts = emit.op("Slice", inputs[CU_NEW_TOKENS.name], emit.const([0]), emit.const([-1]))
     offsets = emit.op("Sub", inputs[KV_LENS.name], emit.op("Unsqueeze", firsts, emit.const([1])))  # [B, 1]
-    entry_of = emit.op("Add", emit.cast(tile, ir.DataType.INT32), offsets)  # [B, Q]
+    entry_of = emit.op("Add", emit.cast(tile, ir.DataType.INT32), offsets)  # [B, W]
     inside_row = emit.op("Min", entry_of, emit.op("Sub", inputs[ROW_TOTALS.name], one))
-    limit = emit.op("Unsqueeze", emit.op("Max", inside_row, emit.const(0, "int32")), emit.const([1, 3]))
+    limit = emit.op("Max", inside_row, emit.const(0, "int32"))  # [B, W]
     entries = emit.const(np.arange(kv_capacity).reshape(1, 1, 1, -1), "int32")
     masks = {}
-    for group in sorted({kind.group for kind in kinds}):
-        seen_to = limit if group == 1 else emit.op("Tile", limit, emit.const([1, 1, group, 1]))
-        causal = emit.op("LessOrEqual", entries, seen_to)  # seen_to: [B, 1, G*Q, 1]
-        for window in sorted({kind.window for kind in kinds if kind.group == group}):
+    for heads in sorted({kind.heads for kind in kinds}):
+        if heads:
+            by_token = emit.op("Transpose", emit.reshape(limit, [0, -1, fold]), perm=[0, 2, 1])  # [B, F, W/F]
+            by_head = emit.op("Tile", by_token, emit.const([1, heads, 1]))  # a head's tokens one behind the other
+            seen_to = emit.op("Unsqueeze", by_head, emit.const([3]))
+        else:
+            seen_to = emit.op("Unsqueeze", limit, emit.const([1, 3]))
+        causal = emit.op("LessOrEqual", entries, seen_to)
+        for window in sorted({kind.window for kind in kinds if kind.heads == heads}):
             mask = causal
             if window > 0:
                 before = emit.op("Sub", seen_to, emit.const(window, "int32"))
                 mask = emit.op("And", causal, emit.op("Greater", entries, before))
-            masks[MaskKind(window, group)] = mask
+            masks[MaskKind(window, heads)] = mask
     return masks

@@ -36,9 +36,14 @@ def test_every_spelling_of_an_architecture(given: object) -> None:
 
 def test_the_defaults_of_a_gpu_recipe() -> None:
     recipe = resolve_recipe(make_recipe(GIVEN | {"sm": ["89", "120"]}), [None])
-    assert (recipe.dtype, recipe.lowering, recipe.max_num_seqs, recipe.max_num_tokens) == ("float16", "native", 8, 512)
+    assert (recipe.dtype, recipe.lowering, recipe.max_num_seqs, recipe.max_num_tokens) == (
+        "float16",
+        "native-folded",
+        8,
+        512,
+    )
     assert recipe.settings()["sm"] == ["89", "120"]
-    assert resolve_recipe(make_recipe(GIVEN | {"backend": "tensorrt"}), [None]).lowering == "plugin"
+    assert resolve_recipe(make_recipe(GIVEN | {"backend": "tensorrt"}), [None]).lowering == "native-folded"
 
 
 @pytest.mark.parametrize(

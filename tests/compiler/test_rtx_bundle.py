@@ -12,7 +12,7 @@ from click.testing import Result
 from pairs import TinyPair, locked
 from tiny_models import GROUPED, make_llama, make_model, save_checkpoint
 
-from specexport.backends import present_gpu
+from specexport.backends import present_gpu, tensorrt
 from specexport.backends import trt as trt_backend
 from specexport.build.pipeline import build_bundle
 from specexport.progress import ProgressEvent
@@ -58,7 +58,7 @@ def test_an_engine_for_each_architecture_in_the_manifest(rtx_bundle: Path, manif
     check_files(rtx_bundle, manifest.files)
     for role in ("target", "draft"):
         entry = manifest.models[role]
-        assert (entry.backend, entry.dtype, entry.lowering) == ("tensorrt-rtx", "float16", "native")
+        assert (entry.backend, entry.dtype, entry.lowering) == ("tensorrt-rtx", "float16", "native-folded")
         assert [engine.sm for engine in entry.engines] == ["sm89", "sm120"]
         for engine in entry.engines:
             assert engine.path == f"{role}/model.{engine.sm}.engine"
@@ -88,8 +88,8 @@ def test_inspect_tells_aliasing_fusion_and_precision(rtx_bundle: Path, run_cli: 
     target = shown["models"]["target"]
     assert [profile["kind"] for profile in target["profiles"]] == ["decode", "decode", "verify", "verify", "prefill"]
     assert {tuple(profile.values()) for profile in target["profiles"] if profile["kind"] == "verify"} == {
-        ("verify", 1, 4, 4, 4),
-        ("verify", 2, 4, 8, 8),
+        ("verify", 1, 4, 4, 4, 4),
+        ("verify", 2, 4, 8, 8, 4),
     }
     for engine in target["engines"]:
         report = engine["report"]
@@ -101,8 +101,7 @@ def test_inspect_tells_aliasing_fusion_and_precision(rtx_bundle: Path, run_cli: 
             assert row["fused_attention"] == 2, "one fused kernel a layer"
             assert row["float32_matmuls"] == []
             assert row["kernels"] > 4
-        decode = [row for row in report["profiles"] if row["profile"].startswith("decode")]
-        assert all(row["kv_copy_bytes"] == 0 for row in decode), "decoding reads the caches where they are"
+        assert all(row["kv_copy_bytes"] == 0 for row in report["profiles"]), "the caches are read where they are"
         assert report["peak_memory_bytes"] > 10**7
     text = run_cli("inspect", rtx_bundle).stdout
     assert "verify 2x4" in text
@@ -110,20 +109,30 @@ def test_inspect_tells_aliasing_fusion_and_precision(rtx_bundle: Path, run_cli: 
     assert "tile_index" in text
 
 
-def test_grouped_heads_copy_the_caches_once_and_not_for_every_head(
-    tiny_pair: TinyPair, rtx_bundle: Path, tmp_path: Path
-) -> None:
-    grouped = build_bundle(
-        rtx_recipe(tiny_pair.target, tmp_path / "out", lowering="native-grouped", max_num_seqs=1), use_cache=False
+def test_what_is_not_folded_is_copied_to_be_verified(tiny_pair: TinyPair, rtx_bundle: Path, tmp_path: Path) -> None:
+    """The bytes are really counted: without folding there are some."""
+    plain = build_bundle(
+        rtx_recipe(tiny_pair.target, tmp_path / "out", lowering="native", max_num_seqs=1), use_cache=False
     )
-    copied: dict[str, list[int]] = {}
-    for manifest in (load_manifest(rtx_bundle), grouped.manifest):
-        for row in manifest.models["target"].engines[0].report["profiles"]:
-            copied.setdefault(row["profile"], []).append(row["kv_copy_bytes"])
-    plain, once = copied["verify 1x4"]
-    assert plain == 2 * once > 0, "two query heads share a key head"
-    plain, once = copied["decode 1x1"]
-    assert plain == 0 < once
+    (engine,) = plain.manifest.models["target"].engines
+    copied = {row["profile"]: row["kv_copy_bytes"] for row in engine.report["profiles"]}
+    assert copied["decode 1x1"] == 0 < copied["verify 1x4"]
+    assert plain.manifest.models["target"].fused == (("fused-causal", 2),)
+    assert load_manifest(rtx_bundle).models["target"].fused == (("folded", 2),)
+
+
+def test_nothing_is_folded_where_the_masks_of_a_prefill_would_be_too_large(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorrt, "MAX_MASK_BYTES", 1000)
+    events: list[ProgressEvent] = []
+    result = build_bundle(
+        rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1), progress=events.append, use_cache=False
+    )
+    entry = result.manifest.models["target"]
+    assert entry.fused == (("fused-causal", 2),)
+    assert {profile.fold for profile in entry.profiles} == {1}
+    assert any("nothing is folded" in event.message and "--max-num-tokens" in event.message for event in events)
 
 
 def test_the_build_tells_its_memory_plan_and_how_far_tensorrt_is(tiny_pair: TinyPair, tmp_path: Path) -> None:

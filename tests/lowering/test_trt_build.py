@@ -18,11 +18,14 @@ trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not insta
 CAPACITY = 40
 PROFILES = (Profile("decode", 2, 1, 2, 2), Profile("verify", 2, 5, 10, 10), Profile("prefill", 2, 16, 16, 8))
 MODELS = {
-    ("llama", "float16"): ("fused-causal", "fused-causal"),
-    ("gemma3", "bfloat16"): ("fused-masked", "fused-causal"),
-    ("gemma2", "float16"): ("explicit", "explicit"),
-    ("gpt_oss", "float32"): ("explicit", "explicit"),
+    ("llama", "float16", 5): ("folded", "folded"),
+    ("llama", "float16", 1): ("fused-causal", "fused-causal"),
+    ("gemma3", "bfloat16", 5): ("folded", "folded"),
+    ("gemma3", "bfloat16", 1): ("fused-masked", "fused-causal"),
+    ("gemma2", "float16", 1): ("explicit", "explicit"),
+    ("gpt_oss", "float32", 1): ("explicit", "explicit"),
 }
+"""Forms of the layers by model, dtype and fold."""
 
 
 def geometry(model: ir.Model, layer: int) -> LayerGeometry:
@@ -31,20 +34,23 @@ def geometry(model: ir.Model, layer: int) -> LayerGeometry:
     return LayerGeometry(keys[1], keys[3], values[3])
 
 
-@pytest.mark.parametrize(("name", "dtype"), MODELS)
-def test_lowered_models_build_without_a_warning_that_matters(name: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "dtype", "fold"), MODELS)
+def test_lowered_models_build_without_a_warning_that_matters(name: str, dtype: str, fold: int, tmp_path: Path) -> None:
     from specexport.backends.trt import TrtPlan, write_trt_engines
 
     model = trace(name, dtype).ir_model.clone()
-    forms = lower_tensorrt(model, lowering="native", kv_capacity=CAPACITY)
-    assert forms == MODELS[name, dtype]
+    forms = lower_tensorrt(model, lowering="native-folded", kv_capacity=CAPACITY, fold=fold)
+    assert forms == MODELS[name, dtype, fold]
     layers = tuple(geometry(model, i) for i in range(2))
-    plan = TrtPlan("tensorrt-rtx", ("89",), PROFILES, layers, CAPACITY)
+    profiles = tuple(profile._replace(fold=fold) for profile in PROFILES)
+    plan = TrtPlan("tensorrt-rtx", ("89",), profiles, layers, CAPACITY)
     names = [spec.name for spec in ALIGNED_STEP_INPUTS]
     (engine,) = write_trt_engines(model, plan, tmp_path, note=lambda _: None, names=names)
     report: Any = engine.report
     assert (tmp_path / engine.path).stat().st_size > 100_000
     assert len(report["aliased"]) == 4, "every cache is updated in place"
+    if fold > 1:
+        assert [row["kv_copy_bytes"] for row in report["profiles"]] == [0] * len(PROFILES)
     fused = sum(form != "explicit" for form in forms)
     assert report["attention_nodes"] == fused
     assert [row["fused_attention"] for row in report["profiles"]] == [fused] * len(PROFILES)

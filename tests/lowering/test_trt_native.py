@@ -15,6 +15,7 @@ from specexport.lowering import trt_native
 from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.lowering.token_ids import add_token_ids
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
+from tests.lowering.half_models import trace
 from tests.lowering.trt_evaluator import align, make_evaluator
 from tests.ops.test_unpadded_attention import CAPACITY, CASES, Case, expect, make_inputs, one_node_model
 
@@ -64,7 +65,7 @@ def run(
     feeds = {name: array.astype(DTYPES[dtype]) if name in floats else array for name, array in feeds.items()}
     evaluator = make_evaluator(model, ("float32", "float16", "bfloat16"))
     with np.errstate(all="ignore"):
-        output, keys, values = evaluator.run(None, {name: feeds[name] for name in named if name in feeds})
+        output, keys, values, *_ = evaluator.run(None, {name: feeds[name] for name in named if name in feeds})
     return output.astype(np.float64), keys[:, None].astype(np.float64), values[:, None].astype(np.float64)
 
 
@@ -115,21 +116,36 @@ def test_fused_forms_see_exactly_the_right_entries(name: str) -> None:
 
 
 @pytest.mark.fuzz
+@pytest.mark.parametrize("fold", [2, 5])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("fused_float32")
-def test_grouped_heads_see_what_each_would_see_alone(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folded_tokens_see_what_each_would_see_alone(
+    name: str, dtype: str, fold: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = CASES[name]
-    grouped = case.heads > case.kv_heads > 1 and lower(case, dtype)[1] != "explicit"
-    monkeypatch.setattr(trt_native, "replace_attention", partial(trt_native.replace_attention, grouped=True))
-    form = check(case, dtype)
-    assert (form == "fused-grouped") == grouped
-    if grouped:
-        check(case, dtype, width=30)
+    fused = lower(case, dtype)[1] != "explicit"
+    monkeypatch.setattr(trt_native, "replace_attention", partial(trt_native.replace_attention, fold=fold))
+    width = -(-max(new for _, new in case.rows) // fold) * fold
+    form = check(case, dtype, width=width)
+    assert form == ("folded" if fused else "explicit")
+    if fused:
+        check(case, dtype, width=width + 2 * fold)
         model, _ = lower(case, dtype)
         (node,) = (node for node in model.graph if node.op_type == "TRT_Attention")
         assert node.attributes.get("causal_kind") is None
-        assert node.inputs[0].producer().inputs[1].const_value.numpy()[1] == case.kv_heads
+        assert node.inputs[0] in model.graph.outputs
+        assert (node.inputs[0].name, node.inputs[0].shape[1]) == ("query.0", case.heads * fold)
+
+
+@pytest.mark.parametrize(("window", "kinds"), [(-1, 1), (6, 2)])
+def test_masks_of_folded_layers_are_counted_before_they_are_made(window: int, kinds: int) -> None:
+    model = trace("gemma3" if window > 0 else "llama", "float16").ir_model.clone()
+    heads = {node.attributes["num_heads"].as_int() for node in model.graph if node.op_type == "UnpaddedAttention"}
+    found = trt_native.mask_bytes(model, num_rows=3, num_tokens=16, kv_capacity=CAPACITY, fold=5)
+    assert found == kinds * heads.pop() * 3 * 20 * CAPACITY
+    trt_native.replace_attention(model, kv_capacity=CAPACITY, fold=5)
+    assert len({id(node.inputs[3]) for node in model.graph if node.op_type == "TRT_Attention"}) == kinds
 
 
 @pytest.mark.fuzz

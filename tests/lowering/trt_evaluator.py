@@ -33,7 +33,9 @@ def _kv_cache_update(
     return result
 
 
-def _hidden(row: int, slot: int, width: int, length: int, capacity: int, mask: np.ndarray | None) -> np.ndarray:
+def _hidden(
+    row: int, head: int, slot: int, width: int, length: int, capacity: int, mask: np.ndarray | None
+) -> np.ndarray:
     """What is added to a slot's scores: 0, or -inf where it does not see.
 
     Without a mask: up to its place on the diagonal that ends at the row's length. With one, lengths are not read (the
@@ -42,7 +44,7 @@ def _hidden(row: int, slot: int, width: int, length: int, capacity: int, mask: n
     if mask is None:
         return np.zeros(max(0, length - width + slot + 1))
     assert mask.shape[-1] == capacity
-    return np.where(mask[row, 0, slot], 0, -np.inf)
+    return np.where(mask[row, head % mask.shape[1], slot], 0, -np.inf)
 
 
 def _attention(
@@ -50,8 +52,8 @@ def _attention(
     keys: np.ndarray,
     values: np.ndarray,
     mask: np.ndarray | None,
-    query_lengths: np.ndarray | None,
-    kv_lengths: np.ndarray,
+    query_lengths: np.ndarray | None = None,
+    kv_lengths: np.ndarray | None = None,
     *,
     fused_dtypes: Seq[str],
     **attributes: Any,
@@ -67,13 +69,17 @@ def _attention(
     assert 16 <= size <= 256, "no fused kernel"
     assert queries.dtype == keys.dtype == values.dtype
     assert str(queries.dtype) in fused_dtypes
+    if kv_lengths is None:
+        assert mask is not None, "nothing says what is seen"
+        kv_lengths = np.full(batch, capacity, np.int32)
     assert (kv_lengths.shape, kv_lengths.dtype) == ((batch,), np.int32)
     assert (kv_lengths >= 1).all()
     assert (kv_lengths <= capacity).all()
-    assert mask is None or (mask.dtype == bool and mask.ndim == 4)
+    assert mask is None or mask.dtype == bool
+    assert mask is None or mask.shape in ((batch, 1, width, capacity), (batch, heads, width, capacity))
     result = np.full(queries.shape, NAN)
     for row, head, slot in np.ndindex(batch, heads, width):
-        added = _hidden(row, slot, width, int(kv_lengths[row]), capacity, mask)
+        added = _hidden(row, head, slot, width, int(kv_lengths[row]), capacity, mask)
         if len(added):
             seen_keys, seen_values = (
                 cache[row, head * kv_heads // heads, : len(added)].astype(np.float64) for cache in (keys, values)
@@ -123,7 +129,7 @@ def make_evaluator(model: Any, fused_dtypes: Seq[str] = ("float16", "bfloat16"))
 
 
 def align(pasts: Seq[int], counts: Seq[int], *, width: int = 0) -> dict[str, np.ndarray]:
-    """The index inputs of a step with right-aligned rows.
+    """The index inputs of a step with right-aligned rows, all slots of a tile as wide as the caller likes.
 
     Args:
         pasts: committed entries of each row.

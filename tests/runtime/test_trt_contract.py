@@ -10,7 +10,7 @@ from specexport.backends.profiles import engine_kv_capacity, input_shapes, plan_
 from specexport_runtime.abi import StepShape, kv_slack
 from specexport_runtime.bundle.profiles import choose_profile
 from specexport_runtime.executors.trt_load import size_engine
-from specexport_runtime.executors.trt_memory import largest_shape, lay_out_inputs
+from specexport_runtime.executors.trt_memory import lay_out_inputs
 from specexport_runtime.executors.trt_pack import place_step, plan_step
 
 
@@ -52,7 +52,7 @@ def test_steps_lie_inside_their_profiles(data):
     for tensor in tensors:
         low, _, high = limits[tensor.name]
         assert all(a <= b <= c for a, b, c in zip(low, tensor.shape, high, strict=True)), (tensor, profile)
-    assert num_bytes <= lay_out_inputs(entry.inputs, largest_shape(profile))[1]
+    assert num_bytes <= lay_out_inputs(entry.inputs, profile.largest)[1]
     plan = plan_step(window, counts, np.arange(sum(logits)), entry.inputs)
     assert {name: array.shape for name, array in plan.constants.items()}.items() <= {
         t.name: t.shape for t in tensors

@@ -58,9 +58,9 @@ class GraphContext(FakeContext):
             gpu.array(addresses[name], array.shape, str(array.dtype))[:] = array
 
 
-def open_lowered(folder, traced, gpu):
+def open_lowered(folder, traced, gpu, fold):
     model = traced.ir_model.clone()
-    lower_tensorrt(model, lowering="native", kv_capacity=CAPACITY)
+    lower_tensorrt(model, lowering="native-folded", kv_capacity=CAPACITY, fold=fold)
     caches = {str(value.name): value.shape for value in model.graph.inputs if "cache" in str(value.name)}
     layers = tuple(
         LayerGeometry(caches[f"k_cache.{i}"][1], caches[f"k_cache.{i}"][3], caches[f"v_cache.{i}"][3])
@@ -73,7 +73,7 @@ def open_lowered(folder, traced, gpu):
         vocab_size=VOCAB,
         layers=layers,
         inputs=tuple(str(value.name) for value in model.graph.inputs if "cache" not in str(value.name)),
-        profiles=make_profiles(LOOKAHEAD, ROWS, 32),
+        profiles=tuple(profile._replace(fold=fold) for profile in make_profiles(LOOKAHEAD, ROWS, 32)),
         kv_capacity=CAPACITY,
         max_positions=256,
     )
@@ -85,12 +85,13 @@ def open_lowered(folder, traced, gpu):
 
 
 @pytest.mark.fuzz
+@pytest.mark.parametrize("fold", [1, LOOKAHEAD + 1])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_every_kind_of_step_gives_eager_logits(tmp_path, monkeypatch, name):
+def test_every_kind_of_step_gives_eager_logits(tmp_path, monkeypatch, name, fold):
     """Prefill in chunks, verification, decoding, holes, windows at the arena's end; graphs replayed throughout."""
     monkeypatch.setattr(trt_native, "_FUSED_DTYPES", ("FLOAT",))
     traced = trace(name, "float32")
-    executor, engine = open_lowered(tmp_path, traced, FakeGpu(1 << 26))
+    executor, engine = open_lowered(tmp_path, traced, FakeGpu(1 << 26), fold)
     executor.capture(executor.fixed_shapes())
     random = np.random.default_rng(chance.seed(3))
     texts = [random.integers(3, VOCAB, 50).tolist() for _ in range(ROWS)]

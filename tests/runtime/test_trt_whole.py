@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specexport.backends.profiles import engine_kv_capacity, plan_profiles
+from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, plan_profiles
 from specexport.frontend import reference_logits
 from specexport.lowering import trt_native
 from specexport.lowering.step_inputs import step_inputs
@@ -80,11 +80,13 @@ def open_model(name: str, role: str, folder: Path, lowering: str = "native") -> 
     """A ``TrtExecutor`` on the graph that a build of tiny model ``name`` would make an engine of."""
     model = trace(name, "float32").ir_model.clone()
     capacity = engine_kv_capacity(MAX_MODEL_LEN, LOOKAHEAD)
-    lower_tensorrt(model, lowering=lowering, kv_capacity=capacity)
+    fold = most_new_tokens(role, LOOKAHEAD) if lowering == "native-folded" else 1
+    forms = lower_tensorrt(model, lowering=lowering, kv_capacity=capacity, fold=fold)
+    assert ("folded" in forms) == (fold > 1)
     caches = [value for value in model.graph.inputs if "cache" in str(value.name)]
     sizes = [(int(value.shape[1]), int(value.shape[3])) for value in caches]
     layers = [LayerGeometry(k[0], k[1], v[1]) for k, v in zip(sizes[::2], sizes[1::2], strict=True)]
-    profiles = plan_profiles(role, lookahead=LOOKAHEAD, max_num_seqs=ROWS, max_num_tokens=24)
+    profiles = plan_profiles(role, lookahead=LOOKAHEAD, max_num_seqs=ROWS, max_num_tokens=24, fold=fold)
     entry = make_entry(
         LOOKAHEAD, ROWS, MAX_MODEL_LEN, dtype="float32", layers=tuple(layers), profiles=profiles,
         vocab_size=VOCAB, inputs=step_inputs(model), kv_capacity=capacity,
@@ -103,13 +105,19 @@ def is_greedy(name: str, prompt: Seq[int], tokens: Seq[int]) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "lowering"),
-    [("llama", "native"), ("gemma3", "native"), ("gemma2", "native"), ("gemma3", "native-grouped")],
+    [
+        ("llama", "native"),
+        ("gemma3", "native"),
+        ("gemma2", "native"),
+        ("llama", "native-folded"),
+        ("gemma3", "native-folded"),
+    ],
 )
 def test_speculative_decoding_over_the_lowered_graph_is_greedy_eager_decoding(
     name: str, lowering: str, tmp_path: Path
 ) -> None:
     target, target_engine = open_model(name, "target", tmp_path / "target", lowering)
-    draft, draft_engine = open_model("llama", "draft", tmp_path / "draft")
+    draft, draft_engine = open_model("llama", "draft", tmp_path / "draft", lowering)
     decoder = make_decoder(target, draft, LOOKAHEAD, max_chunk=16)
     sequences = [
         Sequence(i, list(prompt), SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True),

@@ -24,7 +24,6 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.gpu import ALIGNMENT, GpuInfo, out_of_memory
 from specexport_runtime.executors.trt import TrtExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor
-from specexport_runtime.executors.trt_memory import largest_shape
 from specexport_runtime.executors.trt_pack import SPECS
 
 BASE = 0x7F0000000000
@@ -270,7 +269,7 @@ class FakeContext:
         assert len(shape) == len(tensor.shape)
         assert all(known in (-1, size) for size, known in zip(shape, tensor.shape, strict=True)), (name, shape)
         if name in SPECS:
-            most = largest_shape(self.profile).shape_of(SPECS[name])
+            most = self.profile.largest.shape_of(SPECS[name])
             assert all(size <= limit for size, limit in zip(shape, most, strict=True)), (name, shape, self.profile)
             if self.profile.is_fixed:
                 assert shape == most, (name, shape, self.profile)
@@ -305,7 +304,7 @@ class FakeContext:
             assert shapes[name][0] == num_seqs
             assert addresses[name] == addresses[f"{kind}_cache_out.0"]
             caches.append(gpu.array(addresses[name], (num_seqs, capacity, 128), "float16"))
-        attend = self.attend_native if engine.entry.lowering == "native" else self.attend_packed
+        attend = self.attend_packed if engine.entry.lowering == "plugin" else self.attend_native
         seen = attend(step, *caches, num_tokens)
         logits = np.full((len(step["logit_rows"]), engine.entry.vocab_size), np.nan, np.float32)
         for i, token in enumerate(step["logit_rows"].tolist()):

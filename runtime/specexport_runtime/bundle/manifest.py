@@ -89,7 +89,7 @@ class ModelEntry:
         padded_path: graph for caches that hold padding entries, over the same weights; None if there is none.
         padded_inputs: step inputs that graph takes.
         lowering: what stands behind attention: ``"function"`` (ort-cpu), ``"paged"`` (ort-cuda), or for TensorRT
-            ``"native"``, ``"native-grouped"`` or ``"plugin"``.
+            ``"native-folded"``, ``"native"`` or ``"plugin"``; in older bundles ``"native-grouped"`` too.
         engines: engine files by GPU architecture; empty where ``path`` is the one engine. ``path`` is the first then.
         profiles: step sizes the engines were built for, in their order; empty where any size runs.
         kv_capacity: L, entries of a cache row, where the engine fixes it; None where the arena decides.
@@ -225,7 +225,8 @@ class Manifest:
 _COUNT = whole(0, 1 << 62)
 _SIZE = whole(1, 1 << 20)
 _PASSES = list_of(tuple_of(text, _COUNT))
-_PROFILE = tuple_of(one_of("decode", "verify", "catch-up", "prefill"), _SIZE, _SIZE, _SIZE, _SIZE)
+_KIND = one_of("decode", "verify", "catch-up", "prefill")
+_PROFILE = tuple_of(_KIND, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, optional=1)  # older bundles fold nothing
 _LAYERS = list_of(tuple_of(_SIZE, _SIZE, _SIZE))
 _REPORT_ROW = record({"fused_attention": _COUNT, "float32_matmuls": list_of(anything)}, more=True)
 _REPORT = {"aliased": list_of(anything), "profiles": list_of(_REPORT_ROW)}

@@ -25,6 +25,7 @@ class Profile(NamedTuple):
         max_new_tokens: Q, likewise.
         num_tokens: T, likewise; B*Q in a fixed profile, where every row is padded to Q tokens.
         num_logit_rows: R, likewise.
+        fold: tokens of a row that the attention takes for heads: the width of its tile is a multiple of it.
     """
 
     kind: ProfileKind
@@ -32,6 +33,12 @@ class Profile(NamedTuple):
     max_new_tokens: int
     num_tokens: int
     num_logit_rows: int
+    fold: int = 1
+
+    @property
+    def largest(self) -> StepShape:
+        """The largest step."""
+        return StepShape(0, self.num_seqs, self.num_tokens, self.max_new_tokens, self.num_logit_rows, fold=self.fold)
 
     @property
     def is_fixed(self) -> bool:

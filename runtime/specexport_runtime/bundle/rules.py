@@ -87,13 +87,13 @@ def list_of(rule: Rule) -> Rule:
     return check
 
 
-def tuple_of(*rules: Rule) -> Rule:
-    """A list of fixed length, each item with its own rule."""
+def tuple_of(*rules: Rule, optional: int = 0) -> Rule:
+    """A list of fixed length, each item with its own rule; the last ``optional`` ones may be lacking."""
 
     def check(value: Any, where: str) -> None:
-        if not isinstance(value, list) or len(value) != len(rules):
+        if not isinstance(value, list) or not len(rules) - optional <= len(value) <= len(rules):
             raise MisfitError(where, value, f"a list of {len(rules)}")
-        for i, (item, rule) in enumerate(zip(value, rules, strict=True)):
+        for i, (item, rule) in enumerate(zip(value, rules, strict=False)):
             rule(item, f"{where}[{i}]")
 
     return check

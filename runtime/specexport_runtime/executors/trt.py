@@ -21,7 +21,6 @@ from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.trt_engine import EngineContext, load_engine
 from specexport_runtime.executors.trt_graphs import GraphKey
 from specexport_runtime.executors.trt_load import EngineLoader, TrtParts, load_parts
-from specexport_runtime.executors.trt_memory import largest_shape
 from specexport_runtime.executors.trt_pack import Plan, fill_step, place_step, plan_step, start_plan
 from specexport_runtime.executors.trt_step import PlacedStep, make_buffers
 
@@ -153,7 +152,7 @@ class TrtExecutor:
 
     def fixed_shapes(self) -> list[StepShape]:
         """The step of each fixed profile on the first rows, for :meth:`capture`."""
-        return [largest_shape(profile) for _, profile in self._sizes.profiles if profile.is_fixed]
+        return [profile.largest for _, profile in self._sizes.profiles if profile.is_fixed]
 
     def move_row(self, source: int, destination: int, kv_len: int) -> None:
         """Copy the first ``kv_len`` cache entries of a row to another, in every layer."""

@@ -3,20 +3,21 @@
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from specexport_runtime.abi import LOGITS, TOKEN_IDS, StepShape
+from specexport_runtime.abi import LOGITS, QUERY, TOKEN_IDS, StepShape
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.gpu import GpuDriver
-from specexport_runtime.executors.trt_engine import Engine, EngineContext, odd_tensors
+from specexport_runtime.executors.trt_engine import Engine, EngineContext, EngineTensor, odd_tensors
 from specexport_runtime.executors.trt_memory import CacheTensor, InputTensor, KvMemory
 
 
 class DeviceAddresses(NamedTuple):
-    """Where an executor's tensors lie on the device."""
+    """Where an executor's tensors lie on the device; ``queries`` is 0 where the engine gives none out."""
 
     activations: int
     inputs: int
     logits: int
     token_ids: int
+    queries: int
 
 
 class ContextPool:
@@ -57,6 +58,8 @@ class ContextPool:
         context = self._engine.make_context(profile, self._at.activations, self._driver.stream, is_fixed=is_fixed)
         context.set_address(LOGITS.name, self._at.logits)
         context.set_address(TOKEN_IDS.name, self._at.token_ids)
+        for tensor in query_tensors(self._engine):
+            context.set_address(tensor.name, self._at.queries)
         self._contexts[profile] = context
         return context
 
@@ -66,13 +69,19 @@ class ContextPool:
         self._bound.clear()
 
 
+def query_tensors(engine: Engine) -> list[EngineTensor]:
+    """The queries that an engine gives out, [B, Hq*F, W/F, D] each."""
+    prefix = QUERY.name.format(i="")
+    return [tensor for tensor in engine.tensors if tensor.name.startswith(prefix) and not tensor.is_input]
+
+
 def check_tensors(engine: Engine, what: str, inputs: Seq[str], caches: Seq[CacheTensor]) -> None:
     """Compare an engine's tensors with its manifest's.
 
     Raises:
         IncompatibleError: names of tensors, or sizes of caches, differ.
     """
-    names = [*inputs, LOGITS.name, TOKEN_IDS.name]
+    names = [*inputs, LOGITS.name, TOKEN_IDS.name, *(tensor.name for tensor in query_tensors(engine))]
     for cache in caches:
         names += [cache.name, cache.out_name]
     odd = odd_tensors(engine, names)

@@ -14,7 +14,7 @@ from specexport_runtime.bundle.manifest import EngineFile, ModelEntry
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.gpu import GpuDriver
-from specexport_runtime.executors.trt_contexts import ContextPool, DeviceAddresses, check_tensors
+from specexport_runtime.executors.trt_contexts import ContextPool, DeviceAddresses, check_tensors, query_tensors
 from specexport_runtime.executors.trt_engine import Engine, load_engine
 from specexport_runtime.executors.trt_graphs import GraphPool
 from specexport_runtime.executors.trt_memory import (
@@ -22,7 +22,6 @@ from specexport_runtime.executors.trt_memory import (
     HostOutput,
     KvMemory,
     MemoryPlan,
-    largest_shape,
     lay_out_caches,
     lay_out_inputs,
 )
@@ -139,7 +138,7 @@ def plan_memory(entry: ModelEntry, sizes: EngineSizes, weights: int, activations
 
 
 def _input_bytes(names: Seq[str], sizes: EngineSizes) -> int:
-    return max(lay_out_inputs(names, largest_shape(profile))[1] for _, profile in sizes.profiles)
+    return max(lay_out_inputs(names, profile.largest)[1] for _, profile in sizes.profiles)
 
 
 def _allocate(
@@ -165,12 +164,14 @@ def _allocate(
         stack.callback(driver.free, address)
         return address
 
+    queries = _query_bytes(engine, sizes, ITEM_BYTES[entry.dtype])
     kv = KvMemory(driver, caches, kv_bytes, allocate(kv_bytes, f"the KV cache of {sizes.arena_rows} rows"))
     at = DeviceAddresses(
         allocate(engine.activation_bytes, "activations"),
         allocate(_input_bytes(entry.inputs, sizes), "step inputs"),
         allocate(sizes.max_logit_rows * entry.vocab_size * 4, "logits"),
         allocate(sizes.max_logit_rows * 8, "token ids"),
+        allocate(queries, "queries") if queries else 0,
     )
     logits = HostOutput(driver, (sizes.max_logit_rows, entry.vocab_size), "float32")
     token_ids = HostOutput(driver, (sizes.max_logit_rows,), "int64")
@@ -184,6 +185,13 @@ def _allocate(
     return TrtParts(stack, sizes, driver, kv, at, contexts, graphs, logits, token_ids, blocks)
 
 
+def _query_bytes(engine: Engine, sizes: EngineSizes, item_bytes: int) -> int:
+    """Bytes of the largest queries of any layer and profile. Layers run one after the other: they share the memory."""
+    largest = [profile.largest for _, profile in sizes.profiles]
+    slots = max(shape.num_seqs * shape.tile_width // shape.fold for shape in largest)
+    return max((tensor.shape[1] * tensor.shape[3] for tensor in query_tensors(engine)), default=0) * slots * item_bytes
+
+
 def _make_blocks(names: Seq[str], sizes: EngineSizes, driver: GpuDriver, stack: ExitStack) -> dict[int, HostBlock]:
     def make(num_bytes: int) -> HostBlock:
         memory = driver.allocate_host(num_bytes)
@@ -193,6 +201,6 @@ def _make_blocks(names: Seq[str], sizes: EngineSizes, driver: GpuDriver, stack: 
     # One block for all ranged profiles: their steps have many sizes, and each is written whole.
     shared = make(_input_bytes(names, sizes))
     return {
-        i: make(lay_out_inputs(names, largest_shape(profile))[1]) if profile.is_fixed else shared
+        i: make(lay_out_inputs(names, profile.largest)[1]) if profile.is_fixed else shared
         for i, profile in sizes.profiles
     }

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.abi import K_CACHE, K_CACHE_OUT, V_CACHE, V_CACHE_OUT, LayerGeometry, StepShape
-from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.gpu import ALIGNMENT, MEMORY_HINT, ByteArray, GpuDriver, GpuInfo, gib
 from specexport_runtime.executors.trt_pack import SPECS
@@ -171,11 +170,6 @@ def lay_out_inputs(names: Seq[str], shape: StepShape) -> tuple[tuple[InputTensor
         tensors.append(InputTensor(name, size, SPECS[name].dtype, offset))
         offset += aligned(int(np.prod(size)) * np.dtype(SPECS[name].dtype).itemsize)
     return tuple(tensors), offset
-
-
-def largest_shape(profile: Profile) -> StepShape:
-    """The largest step of a profile."""
-    return StepShape(0, profile.num_seqs, profile.num_tokens, profile.max_new_tokens, profile.num_logit_rows)
 
 
 class HostBlock:

@@ -79,11 +79,9 @@ def place_step(shape: StepShape, profile: Profile, num_rows: int, *, packed: boo
         packed: what a fixed profile is filled with, see the module.
     """
     if not profile.is_fixed:
-        return Window("ranged", shape, 0)
+        return Window("ranged", shape._replace(fold=profile.fold), 0)
     first = min(shape.first_row, num_rows - profile.num_seqs)
-    engine = StepShape(
-        first, profile.num_seqs, profile.num_tokens, profile.max_new_tokens, profile.num_logit_rows, shape.kv_span
-    )
+    engine = profile.largest._replace(first_row=first, kv_span=shape.kv_span)
     return Window("packed" if packed else "dense", engine, shape.first_row - first)
 
 
@@ -123,24 +121,24 @@ def index_inputs(counts: Int64Array, shape: StepShape) -> dict[str, npt.NDArray[
         counts: new tokens of each row [B]; at most T in all, and what is left belongs to no row.
         shape: sizes.
     """
-    width, last = shape.max_new_tokens, shape.num_tokens - 1
+    left_width, width, last = shape.max_new_tokens, shape.tile_width, shape.num_tokens - 1
     cu = np.concatenate([[0], np.cumsum(counts)])
     starts = np.minimum(cu[:-1], last)[:, None]
     ends = np.maximum(cu[1:, None], starts + 1)
-    slots, rows = np.arange(width), np.arange(len(counts))
+    rows = np.arange(len(counts))
     owner = np.repeat(rows, counts)
     within = np.arange(cu[-1]) - cu[owner]
     left, right = np.zeros((2, shape.num_tokens), np.int64)
-    left[: len(owner)] = owner * width + within
+    left[: len(owner)] = owner * left_width + within
     right[: len(owner)] = owner * width + within + width - counts[owner]
     return {
         "cu_new_tokens": cu.astype(np.int32),
         "row_starts": starts,
         "row_ends": ends,
-        "pad_index": np.minimum(starts + slots, ends - 1)[:, None],
+        "pad_index": np.minimum(starts + np.arange(left_width), ends - 1)[:, None],
         "unpad_index": left,
-        # Right-aligned: slot Q-1 holds a row's last token. Slots before its first token repeat it.
-        "tile_index": np.maximum(ends - width + slots, starts),
+        # Right-aligned: slot W-1 holds a row's last token. Slots before its first token repeat it.
+        "tile_index": np.maximum(ends - width + np.arange(width), starts),
         "untile_index": right,
     }
 
