@@ -77,8 +77,8 @@ class CudaDevice:
 class HostGpu:
     """A ``GpuDriver`` and a ``Device`` on the CPU, for dry runs and tests: kernels are interpreted.
 
-    Memory is poisoned where it is allocated (NaN in every float type), addresses outside of it are errors, and work runs
-    when the stream is synchronized. A recorded graph is the list of what was put on the stream meanwhile.
+    Memory is poisoned where it is allocated (NaN in every float type), addresses outside of it are errors, and work
+    runs when the stream is synchronized. A recorded graph is the list of what was put on the stream meanwhile.
 
     Args:
         total_bytes: its memory.

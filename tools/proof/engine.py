@@ -75,11 +75,13 @@ class ProofEngine:
             for tensors, is_input in ((graph.inputs, True), (graph.outputs, False))
             for tensor in tensors
         )
+        self.steps = plan_steps(graph)
+        read = {name for step in self.steps for name in step.inputs}  # shapes and axes are bound already
         self.constants: dict[str, Tensor] = {}
         for name in (*graph.constants, *graph.weights):
             array = graph.constants[name] if name in graph.constants else weights.pop(name)
-            self.constants[name] = torch.from_numpy(np.array(array)).to(device.name)
-        self.steps = plan_steps(graph)
+            if name in read:
+                self.constants[name] = torch.from_numpy(np.array(array)).to(device.name)
 
     def make_context(self, profile: int, activations: int, stream: int, *, is_fixed: bool) -> "ProofContext":  # noqa: ARG002
         """See ``trt_engine.Engine.make_context``; every context takes any size."""
@@ -126,7 +128,9 @@ class ProofContext:
         except SpecexportError:
             raise
         except Exception as error:
-            raise SpecexportError(f"the proof engine could not run the step: {type(error).__name__}: {error}") from error
+            raise SpecexportError(
+                f"the proof engine could not run the step: {type(error).__name__}: {error}"
+            ) from error
 
     def _bind(self) -> Callable[[], None]:
         """The step as it is bound now: what is bound later changes nothing in a graph that was recorded."""

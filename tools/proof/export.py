@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,11 +28,12 @@ MOST_CONSTANT = 256
 
 def to_graph(ir_model: "ir.Model") -> tuple[Graph, dict[str, Array]]:
     """A lowered model's graph, and its weights by initializer."""
+    import onnx_ir as ir
+
     constants: dict[str, Array] = {}
     weights: dict[str, Array] = {}
     for name, value in ir_model.graph.initializers.items():
-        assert value.const_value is not None
-        array = value.const_value.numpy()
+        array = ir.convenience.get_const_tensor(value).numpy()  # type: ignore[union-attr]  # it has one
         (constants if array.size <= MOST_CONSTANT and "norm" not in name else weights)[name] = array
     nodes = [_to_node(node) for node in ir_model.graph]
     inputs, outputs = (
@@ -42,8 +43,8 @@ def to_graph(ir_model: "ir.Model") -> tuple[Graph, dict[str, Array]]:
 
 
 def _to_tensor(value: "ir.Value") -> Tensor:
-    assert value.shape is not None
-    assert value.dtype is not None
+    if value.shape is None or value.dtype is None:
+        raise ValueError(f"{value.name} has no type or shape.")
     shape = tuple(size if isinstance(size, int) else -1 for size in value.shape)
     return Tensor(str(value.name), str(value.dtype.numpy()), shape)
 
@@ -103,17 +104,21 @@ def lower(ir_model: "ir.Model", capacity: int, num_splits: int | None = None) ->
     return ir_model
 
 
-def export_pair(model: str, work: Path) -> dict[str, str]:
-    """JSON of a pair's graphs by role."""
+def export_role(model: str, role: str, work: Path) -> str:
+    """JSON of the graph of one model of a pair.
+
+    Args:
+        model: one of ``PLANS``.
+        role: ``"target"`` or ``"draft"``.
+        work: folder for checkpoints.
+    """
     from safetensors.numpy import load_file
 
     plan = PLANS[model]
-    folders = ensure_pair(work, model, decisive=plan.is_decisive)
-    texts = {}
-    for role, folder in zip(("target", "draft"), folders, strict=True):
-        graph, weights = to_graph(lower_checkpoint(folder, kv_capacity(plan)))
-        texts[role] = to_json(name_weights(graph, weights, load_file(folder / "model.safetensors")))
-    return texts
+    target, draft = ensure_pair(work, model, decisive=plan.is_decisive)
+    folder = target if role == "target" else draft
+    graph, weights = to_graph(lower_checkpoint(folder, kv_capacity(plan)))
+    return to_json(name_weights(graph, weights, load_file(folder / "model.safetensors")))
 
 
 def main(arguments: Seq[str]) -> None:
@@ -121,7 +126,8 @@ def main(arguments: Seq[str]) -> None:
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
         for model in arguments or tuple(PLANS):
-            for role, text in export_pair(model, Path(work)).items():
+            for role in ("target", "draft"):
+                text = export_role(model, role, Path(work))
                 (FOLDER / f"{model}-{role}.json").write_text(text, encoding="utf-8")
                 print(f"{model}-{role}.json: {len(text)} bytes")
 

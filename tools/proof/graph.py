@@ -1,7 +1,7 @@
 """The file of a proof engine: a lowered graph as JSON, and its weights beside it. Needs numpy only.
 
-A machine with a GPU often lacks all that a graph is traced with, so the graphs of the models that ``gpu_check`` runs are
-kept in ``graphs/`` and their weights are made on the spot (``gpu_check_lib.models``).
+A machine with a GPU often lacks all that a graph is traced with, so the graphs of the models that ``gpu_check`` runs
+are kept in ``graphs/``, and their weights are made on the spot (``gpu_check_lib.models``).
 """
 
 import json
@@ -78,14 +78,12 @@ def to_json(graph: Graph) -> str:
 def from_json(text: str) -> Graph:
     """The inverse of :func:`to_json`."""
     data = json.loads(text)
-    return Graph(
-        *(tuple(Tensor(name, dtype, tuple(shape)) for name, dtype, shape in data[key]) for key in ("inputs", "outputs")),
-        nodes=tuple(Node(op, tuple(given), tuple(made), rest) for op, given, made, rest in data["nodes"]),
-        constants={
-            name: np.array(values, dtype).reshape(shape) for name, dtype, shape, values in data["constants"]
-        },
-        weights=dict(data["weights"]),
-    )  # fmt: skip
+    inputs, outputs = (
+        tuple(Tensor(name, dtype, tuple(shape)) for name, dtype, shape in data[key]) for key in ("inputs", "outputs")
+    )
+    nodes = tuple(Node(op, tuple(given), tuple(made), rest) for op, given, made, rest in data["nodes"])
+    constants = {name: np.array(values, dtype).reshape(shape) for name, dtype, shape, values in data["constants"]}
+    return Graph(inputs, outputs, nodes, constants, dict(data["weights"]))
 
 
 def shipped_graph(model: str, role: str) -> Graph:
@@ -104,8 +102,9 @@ def write_engine(path: Path, graph: Graph, weights: Mapping[str, Array]) -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     text = np.frombuffer(to_json(graph).encode(), np.uint8)
+    arrays: dict[str, Array] = {_GRAPH: text} | {name: weights[name] for name in graph.weights}
     with part.open("wb") as file:
-        np.savez(file, **{_GRAPH: text}, **{name: weights[name] for name in graph.weights})
+        np.savez(file, **arrays)  # type: ignore[arg-type]  # no array is called allow_pickle
     part.replace(path)
 
 

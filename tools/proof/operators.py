@@ -93,7 +93,8 @@ def _squeeze(x: "Tensor", axes: Ints | None = None) -> "Tensor":
 
 
 def _split(x: "Tensor", sizes: Ints | None = None, *, axis: int = 0, num_outputs: int = 0) -> "tuple[Tensor, ...]":
-    return x.split(sizes if sizes else math.ceil(x.shape[axis] / num_outputs), dim=axis)
+    parts: tuple[Tensor, ...] = x.split(sizes if sizes else math.ceil(x.shape[axis] / num_outputs), dim=axis)
+    return parts
 
 
 def _reduce_sum(x: "Tensor", axes: Ints | None = None, *, keepdims: int = 1) -> "Tensor":

@@ -1,6 +1,6 @@
 """Greedy texts of the CPU engine, kept beside the graphs: a machine that cannot trace has nothing to compare with else.
 
-    python -m tools.proof.texts            # write them anew with ``ort-cpu``, float32; needs the export stack
+python -m tools.proof.texts            # write them anew with ``ort-cpu``, float32; needs the export stack
 """
 
 import json
@@ -84,7 +84,9 @@ def main() -> None:
     """Write the file."""
     with tempfile.TemporaryDirectory() as work:
         found = {model: generate(model, Path(work)) for model in NUM_TOKENS}
-    lines = (f'"{model}": [\n{",".join(chr(10) + json.dumps(text) for text in texts)}\n]' for model, texts in found.items())
+    lines = (
+        f'"{model}": [\n{",".join(chr(10) + json.dumps(text) for text in texts)}\n]' for model, texts in found.items()
+    )
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
