@@ -1,4 +1,4 @@
-"""The proof engine, interpreted: executor and decoding loop over the plugin lowering's graph give eager greedy texts."""
+"""The proof engine, interpreted: executor and loop over the plugin lowering's graph give eager greedy texts."""
 
 import json
 import os
@@ -15,7 +15,10 @@ from specexport_runtime.errors import SpecexportError, UnsupportedModelError
 from tests.engine_harness import make_checkpoint
 from tests.lowering.half_models import trace
 from tests.tiny_traces import tiny_model
+from tools.gpu_check_lib import loop
+from tools.gpu_check_lib.context import Context, run_guarded
 from tools.gpu_check_lib.models import SIZES, ensure_pair, make_tensors
+from tools.gpu_check_lib.rows import read_rows
 from tools.proof import export, texts
 from tools.proof.devices import HostGpu
 from tools.proof.engine import ProofContext, ProofEngine, plan_steps, run_steps
@@ -158,6 +161,29 @@ def test_the_kept_texts_are_eager_transformers(model: str, checkpoints: Path) ->
         assert float(np.abs(chosen).max()) == pytest.approx(text.scale, abs=0.01)
 
 
+# the section
+
+
+def test_a_text_may_part_from_the_cpu_engines_only_where_that_was_nearly_a_tie(context: Context) -> None:
+    kept = [texts.Text([1], [5, 6, 7], [0.5, gap, 0.5], 2.0) for gap in (0.5, 0.01)]
+    for what, outputs in (("same", [5, 6, 7]), ("apart", [5, 8, 7])):
+        for i, text in enumerate(kept):
+            loop.report_texts(context, f"{what} {i}", [text], [outputs], None)
+    found = {row.what: row for row in read_rows(context.recorder.path)}
+    assert {what: row.verdict for what, row in found.items()} == {
+        "same 0": "ok", "same 1": "ok", "apart 0": "missed", "apart 1": "ok",
+    }  # fmt: skip
+    assert found["apart 1"].data["equal"] == 1
+    assert found["apart 0"].data["worst"] == 0.25
+
+
+def test_the_section_is_skipped_without_a_gpu(context: Context) -> None:
+    run_guarded(context, "loop.greedy", loop.check_greedy)
+    (row,) = read_rows(context.recorder.path)
+    assert row.verdict == "skipped"
+    assert "sees no GPU" in row.value
+
+
 # the engine
 
 
@@ -253,6 +279,7 @@ def test_work_on_a_gpu_is_on_the_stream_and_in_the_engines_pool(monkeypatch: pyt
         calls.append("end")
 
     for name, value in {
+        "init": lambda: None,
         "MemPool": lambda: "pool",
         "ExternalStream": lambda handle: f"stream {handle}",
         "stream": inside,

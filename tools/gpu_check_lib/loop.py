@@ -68,7 +68,7 @@ def check_greedy(context: Context) -> None:
                 chosen = texts[:batch]
                 prompts = [text.prompt for text in chosen]
                 found = decode(target, prompts, count, draft=drafts, lookahead=lookahead, rate=None)
-                _report_texts(context, what, chosen, found.outputs, found.acceptance)
+                report_texts(context, what, chosen, found.outputs, found.acceptance)
     context.recorder.row(
         "proof: CUDA graphs",
         f"{len(target.graphs.keys)} and {len(draft.graphs.keys)} recorded, replayed {target.graphs.replays} and "
@@ -80,10 +80,18 @@ def check_greedy(context: Context) -> None:
     target.close()
 
 
-def _report_texts(
+def report_texts(
     context: Context, what: str, texts: list[Text], outputs: list[list[int]], acceptance: float | None
 ) -> None:
-    """One row: tokens that are equal, and how narrowly the CPU engine decided where a text parts first."""
+    """One row: tokens that are equal, and how narrowly the CPU engine decided where a text parts first.
+
+    Args:
+        context: takes the row.
+        what: its name.
+        texts: the CPU engine's.
+        outputs: the proof engine's, as long or shorter.
+        acceptance: share of draft tokens that were accepted, if there was a draft.
+    """
     equal, total, worst = 0, 0, 0.0
     for text, output in zip(texts, outputs, strict=True):
         same = next((i for i, token in enumerate(output) if token != text.tokens[i]), len(output))

@@ -50,6 +50,7 @@ class CudaDevice:
     def __init__(self) -> None:
         import torch
 
+        torch.cuda.init()
         self._pool = torch.cuda.MemPool()
         self._streams: dict[int, Any] = {}
 
