@@ -50,8 +50,7 @@ def load_float32(folder: Path) -> Any:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the engine files of the tiny pair."""
     folder = tmp_path_factory.mktemp("proof")
-    for role in ("target", "draft"):
-        ensure_engine(folder, "tiny", role)
+    ensure_engine(folder, "tiny", "target")
     return folder
 
 
@@ -145,6 +144,23 @@ def test_larger_kept_graphs_are_the_tiny_one_with_more_layers(model: str) -> Non
     assert len(shipped_graph(model, "target").caches) // 2 == SIZES[model].layers
 
 
+def test_every_timed_step_has_a_fixed_profile() -> None:
+    """A ranged one runs node by node, and that times Python."""
+    from specexport_runtime.abi import StepShape
+    from specexport_runtime.bundle.profiles import choose_profile
+    from tools.gpu_check_lib.bundles import large_profiles
+
+    profiles = large_profiles("target")
+    for groups in loop.STEPS.values():
+        for batches in groups:
+            for batch in batches:
+                for k in (0, *(loop.LOOKAHEADS if batches == (1,) else loop.LARGE.lookaheads)):
+                    shape = StepShape(0, batch, batch * (k + 1), k + 1, batch * (k + 1))
+                    assert profiles[choose_profile(profiles, shape)].is_fixed, shape
+    plan = PLANS[loop.LARGE.bundle]
+    assert max(loop.STEPS) + max(loop.LOOKAHEADS) + 1 <= plan.max_model_len
+
+
 @pytest.mark.parametrize("model", list(texts.NUM_TOKENS))
 def test_the_kept_texts_are_eager_transformers(model: str, checkpoints: Path) -> None:
     """The CPU engine's, that is: a near tie may be decided otherwise here."""
@@ -177,11 +193,27 @@ def test_a_text_may_part_from_the_cpu_engines_only_where_that_was_nearly_a_tie(c
     assert found["apart 0"].data["worst"] == 0.25
 
 
-def test_the_section_is_skipped_without_a_gpu(context: Context) -> None:
+def test_the_section_is_skipped_without_a_gpu(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run_guarded(context, "loop.greedy", loop.check_greedy)
     (row,) = read_rows(context.recorder.path)
     assert row.verdict == "skipped"
     assert "sees no GPU" in row.value
+
+
+@pytest.mark.gpu
+def test_the_section_on_a_gpu(context: Context) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    context.tiny = True
+    loop.check_greedy(context)
+    loop.check_graphs(context)
+    rows = read_rows(context.recorder.path)
+    assert {row.verdict for row in rows} == {"ok"}, rows
 
 
 # the engine

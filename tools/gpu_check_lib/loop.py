@@ -13,11 +13,12 @@ from tools.gpu_check_lib.speed import Plan
 from tools.proof.texts import Text
 
 ROWS = 4
-STEPS = {256: (1, 8, 32), 2048: (1, 8), 8192: (1, 8)}
-"""Batches of the timed steps, by entries of each row."""
+STEPS = {256: ((1,), (8, 32)), 2048: ((1,), (8,)), 8192: ((1,), (8,))}
+"""Batches of the timed steps by entries of each row: alone with every K, together with K=4, which have a profile."""
 
 TINY_TOKENS = 5
-LARGE = Plan("large", (1, 8), (4, 2, 8), (0.8,), 256, 32, 128, 50)
+LARGE = Plan("large", (1, 8), (4,), (0.8,), 256, 32, 128, 50)
+LOOKAHEADS = (4, 2, 8)
 TINY = Plan("tiny", (1,), (4,), (0.8,), 8, 4, 6, 1)
 
 
@@ -134,8 +135,8 @@ def measure_loop(context: Context) -> None:
     from tools.gpu_check_lib.speed import measure_decoding, measure_steps
 
     plan = TINY if context.tiny else LARGE
-    steps = {plan.past: plan.batches} if context.tiny else STEPS
-    rows = max(max(batches) for batches in steps.values())
+    steps = {plan.past: (plan.batches,)} if context.tiny else STEPS
+    rows = max(batch for groups in steps.values() for batches in groups for batch in batches)
     target, draft = (
         open_role(
             context, plan.bundle, role, graphs=True, num_rows=rows,
@@ -143,9 +144,13 @@ def measure_loop(context: Context) -> None:
         )
         for role in ("target", "draft")
     )  # fmt: skip
-    for past, batches in steps.items():
-        with context.part(f"proof, {past} past: steps"):
-            measure_steps(context, f"proof, {past} past", target, plan._replace(past=past, batches=batches))
+    for past, groups in steps.items():
+        for batches in groups:
+            lookaheads = LOOKAHEADS if batches == (1,) and not context.tiny else plan.lookaheads
+            what = f"proof, {past} past"
+            with context.part(f"{what}: steps"):
+                chosen = plan._replace(past=past, batches=batches, lookaheads=lookaheads)
+                measure_steps(context, what, target, chosen)
     if not context.tiny:  # the same over ``ort-cpu`` is in every dry run
         with context.part("proof: decoding"):
             measure_decoding(context, "proof", target, draft, plan)

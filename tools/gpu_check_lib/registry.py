@@ -33,7 +33,7 @@ _BEFORE = {
     "kernels.speed": ("kernel_speed", "measure_kernels", 80, 20),
     "loop.greedy": ("loop", "check_greedy", 60, 15),
     "loop.graphs": ("loop", "check_graphs", 60, 15),
-    "loop.speed": ("loop", "measure_loop", 120, 30),
+    "loop.speed": ("loop", "measure_loop", 150, 40),
 }
 _PER_BACKEND = {
     "outputs.{}": ("outputs", "task", 60, 10),

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from specexport_runtime.abi import CU_NEW_TOKENS, INPUT_IDS
 from specexport_runtime.bundle.manifest import EngineFile
 from specexport_runtime.errors import SpecexportError, UnsupportedModelError
@@ -81,7 +79,7 @@ class ProofEngine:
         for name in (*graph.constants, *graph.weights):
             array = graph.constants[name] if name in graph.constants else weights.pop(name)
             if name in read:
-                self.constants[name] = torch.from_numpy(np.array(array)).to(device.name)
+                self.constants[name] = torch.from_numpy(array).to(device.name)
 
     def make_context(self, profile: int, activations: int, stream: int, *, is_fixed: bool) -> "ProofContext":  # noqa: ARG002
         """See ``trt_engine.Engine.make_context``; every context takes any size."""

@@ -44,14 +44,14 @@ def kv_capacity(plan: Plan) -> int:
 
 
 def ensure_engine(folder: Path, model: str, role: str) -> Path:
-    """The engine file of one model of a pair; written unless it is there."""
-    path = folder / f"{model}-{role}.npz"
-    if not path.is_file():
-        size, plan = SIZES[model], PLANS[model]
-        tensors = dict(make_tensors(size, seed=SEED, decisive=plan.is_decisive))
-        graph = shipped_graph(model, role)
-        write_engine(path, graph, {name: tensors[key] for name, key in graph.weights.items()})
-    return path
+    """The engine file of one model of a pair; both are written unless they are there."""
+    paths = {each: folder / f"{model}-{each}.npz" for each in ("target", "draft")}
+    if not all(path.is_file() for path in paths.values()):
+        tensors = dict(make_tensors(SIZES[model], seed=SEED, decisive=PLANS[model].is_decisive))
+        for each, path in paths.items():
+            graph = shipped_graph(model, each)
+            write_engine(path, graph, {name: tensors[key] for name, key in graph.weights.items()})
+    return paths[role]
 
 
 def plan_entry(graph: Graph, path: Path, profiles: tuple[Profile, ...], sm: str) -> ModelEntry:
