@@ -187,6 +187,13 @@ def test_dry_run_of_every_section(tmp_path: Path) -> None:
         assert row.data["same_texts"] == (4 if "batch 4" in row.what else 1)
     assert found["ort-cpu: steps, batch 1"].data["ratios"].keys() == {"1", "4"}
     assert any("largest error" in row.value for row in rows if row.what.startswith("kernels, float16"))
+    loop = {row.what: row for row in rows if row.what.startswith("proof")}
+    for how in ("plain", "draft model, K=4"):
+        text = loop[f"proof: greedy, 4 at a time, {how}"]
+        assert text.data["equal"] == text.data["total"] == 20
+    assert loop["proof: CUDA graphs"].verdict == "ok"
+    assert loop["proof: logits of graph and eager, 2 ragged steps"].value == "equal"
+    assert loop["proof, 8 past: steps, batch 1"].data["ratios"].keys() == {"4"}
 
 
 # the sections of GPU backends, on a fake GPU

@@ -133,7 +133,7 @@ def decode(
     *,
     draft: Executor | None = None,
     lookahead: int = 0,
-    rate: float = 1.0,
+    rate: float | None = 1.0,
     continuations: Seq[Seq[int]] = (),
 ) -> Decoded:
     """Decode a batch greedily; with ``draft`` and ``lookahead``, speculatively at a forced acceptance rate.
@@ -144,15 +144,17 @@ def decode(
         num_tokens: tokens to generate for each.
         draft: the draft's executor.
         lookahead: K; 0 decodes plainly.
-        rate: probability that a draft token is right.
-        continuations: what plain decoding generated for each prompt; needed with a draft.
+        rate: probability that a draft token is right; None lets the draft say what it wants to.
+        continuations: what plain decoding generated for each prompt; needed with a draft and a rate.
     """
     drafters: dict[str, Drafter] = {}
     forced: ForcedDrafter | None = None
     if draft is not None and lookahead:
         inner = ModelDrafter(ModelRunner(draft), vocab_size=draft.vocab_size, max_backlog=32)
-        forced = ForcedDrafter(inner, dict(enumerate(continuations)), rate, target.vocab_size)
-        drafters["draft-model"] = forced
+        drafters["draft-model"] = inner
+        if rate is not None:
+            forced = ForcedDrafter(inner, dict(enumerate(continuations)), rate, target.vocab_size)
+            drafters["draft-model"] = forced
     plan = (DraftStage("draft-model", lookahead),) if drafters else ()
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     sequences = [

@@ -1,4 +1,4 @@
-"""Section 4: recorded CUDA graphs against one kernel at a time, and what the host costs."""
+"""Section 5: recorded CUDA graphs against one kernel at a time, and what the host costs."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -27,11 +27,22 @@ def compare_graphs(context: Context, backend: str) -> None:
     from tools.gpu_check_lib.bundles import get_bundle, open_executor
 
     bundle = get_bundle(context, "tiny" if context.tiny else "small", backend)
+    compare(context, backend, lambda graphs: open_executor(context, bundle, "target", graphs=graphs))
+
+
+def compare(context: Context, backend: str, open_engine: Callable[[bool], Executor]) -> None:
+    """The rows of one backend.
+
+    Args:
+        context: of the task.
+        backend: its name.
+        open_engine: opens its executor of four rows or more, with recorded graphs or without.
+    """
     found: dict[bool, Measured] = {}
     for graphs in (False, True):
         name = f"{backend}: {'graphs' if graphs else 'eager'}"
         with context.part(name):
-            executor = open_executor(context, bundle, "target", graphs=graphs)
+            executor = open_engine(graphs)
             try:
                 found[graphs] = measure(executor, context.tiny)
             finally:

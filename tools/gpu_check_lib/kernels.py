@@ -179,7 +179,7 @@ def _equal(one: "Tensor", other: "Tensor") -> bool:
 
 def check_all(context: Context) -> None:
     """One row for each case and element type."""
-    device = _device(context)
+    device = require_device(context)
     dtypes = list(TOLERANCES)
     if device == "cpu":
         dtypes.remove("bfloat16")
@@ -196,7 +196,12 @@ def check_all(context: Context) -> None:
                 context.recorder.row(what, value, target=target, verdict=found.verdict, error=found.error)
 
 
-def _device(context: Context) -> str:
+def require_device(context: Context) -> str:
+    """Where kernels run: ``"cuda"``, or ``"cpu"`` in a dry run that interprets them.
+
+    Raises:
+        SkipTaskError: neither.
+    """
     from tools.gpu_check_lib.machine import require_modules
 
     require_modules("torch", "triton")

@@ -14,8 +14,9 @@ SECTIONS = {
     "machine": "1. machine and backends",
     "outputs": "2. engine output against the CPU engine",
     "kernels": "3. attention kernels",
-    "graphs": "4. graph replay against eager",
-    "speed": "5. speed of a model of 1 B parameters",
+    "loop": "4. executor and decoding loop over a proof engine",
+    "graphs": "5. graph replay against eager",
+    "speed": "6. speed of a model of 1 B parameters",
 }
 """Headings by name."""
 
@@ -30,6 +31,9 @@ _BEFORE = {
     "machine.triton": ("machine", "triton", 60, 10),
     "kernels.correct": ("kernels", "check_all", 80, 15),
     "kernels.speed": ("kernel_speed", "measure_kernels", 80, 20),
+    "loop.greedy": ("loop", "check_greedy", 60, 15),
+    "loop.graphs": ("loop", "check_graphs", 60, 15),
+    "loop.speed": ("loop", "measure_loop", 150, 40),
 }
 _PER_BACKEND = {
     "outputs.{}": ("outputs", "task", 60, 10),

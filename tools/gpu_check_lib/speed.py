@@ -1,4 +1,4 @@
-"""Section 5: a model of over a billion parameters, plain and speculative, at forced acceptance rates."""
+"""Section 6: a model of over a billion parameters, plain and speculative, at forced acceptance rates."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple

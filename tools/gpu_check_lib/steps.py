@@ -84,7 +84,8 @@ class Comparison(NamedTuple):
 
 
 # (tokens of each row, tokens of each that are kept): a prefill, then ragged verify steps of four rows, one of them idle
-SCRIPT = (
+Script = Seq[tuple[str, tuple[int, ...], tuple[int, ...]]]
+SCRIPT: Script = (
     ("prefill 17, 5, 40, 1", (17, 5, 40, 1), (17, 5, 40, 1)),
     ("verify 5, 1, 3, 5", (5, 1, 3, 5), (2, 1, 3, 5)),
     ("verify 1, 5, 0, 4", (1, 5, 0, 4), (1, 3, 0, 1)),
@@ -93,12 +94,12 @@ SCRIPT = (
 )
 
 
-def compare_steps(reference: Executor, other: Executor) -> list[Comparison]:
+def compare_steps(reference: Executor, other: Executor, script: Script = SCRIPT) -> list[Comparison]:
     """Run the same script of prefill and ragged verify steps on both, and compare every logit."""
     runners = [ModelRunner(reference), ModelRunner(other)]
     random = np.random.default_rng(11)
     found = []
-    for what, counts, kept in SCRIPT:
+    for what, counts, kept in script:
         # Few rows of logits a prompt, as engines with profiles have few; every row of a verify step.
         wanted = [min(count, 5) for count in counts]
         tokens = [random.integers(0, reference.vocab_size, count).tolist() for count in counts]

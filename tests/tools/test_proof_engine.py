@@ -1,0 +1,324 @@
+"""The proof engine, interpreted: executor and loop over the plugin lowering's graph give eager greedy texts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specexport.frontend import reference_logits
+from specexport_runtime.errors import SpecexportError, UnsupportedModelError
+from tests.engine_harness import make_checkpoint
+from tests.lowering.half_models import trace
+from tests.tiny_traces import tiny_model
+from tools.gpu_check_lib import loop
+from tools.gpu_check_lib.context import Context, run_guarded
+from tools.gpu_check_lib.models import SIZES, ensure_pair, make_tensors
+from tools.gpu_check_lib.rows import read_rows
+from tools.proof import export, texts
+from tools.proof.devices import HostGpu
+from tools.proof.engine import ProofContext, ProofEngine, plan_steps, run_steps
+from tools.proof.graph import Graph, Node, Tensor, from_json, read_engine, shipped_graph, to_json, write_engine
+from tools.proof.models import PLANS, ensure_engine, kv_capacity
+
+WORKER = Path(__file__).parent / "proof_worker.py"
+HALF_NOISE = 2.5e-3  # of the largest logit: transformers' own float16 is up to 1.9e-3 off in two layers
+
+
+def run_worker(folder: Path, *scenarios: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(WORKER), str(folder), *scenarios],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def load_float32(folder: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return make_checkpoint(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the engine files of the tiny pair."""
+    folder = tmp_path_factory.mktemp("proof")
+    ensure_engine(folder, "tiny", "target")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def decoded(pair: Path) -> Any:
+    return run_worker(pair, "plain", "drafted", "itself")
+
+
+@pytest.fixture(scope="module")
+def eager(checkpoints: Path) -> Any:
+    target, _ = ensure_pair(checkpoints, "tiny", decisive=False)
+    return load_float32(target)
+
+
+def require_greedy(eager: Any, prompt: list[int], tokens: list[int]) -> None:
+    """Each token is eager transformers' best one, and ahead of all others by more than float16 can hide."""
+    (logits,) = reference_logits(eager, [[*prompt, *tokens]])
+    rows = logits[len(prompt) - 1 : -1]
+    assert rows.argmax(1).tolist() == tokens
+    second, best = np.partition(rows, -2, axis=1)[:, -2:].T
+    assert (best - second).min() > 2 * HALF_NOISE * np.abs(logits).max(), "another prompt: rounding may decide here"
+
+
+@pytest.mark.parametrize("scenario", ["plain", "drafted", "itself"])
+def test_greedy_texts_are_eager_transformers(scenario: str, decoded: Any, eager: Any) -> None:
+    from tests.tools.proof_worker import PROMPTS
+
+    prompts = {"plain": PROMPTS[:1], "drafted": PROMPTS, "itself": PROMPTS[1:2]}[scenario]
+    found = decoded[scenario]
+    assert len(found["outputs"]) == len(prompts)
+    for prompt, tokens in zip(prompts, found["outputs"], strict=True):
+        require_greedy(eager, prompt, tokens)
+
+
+def test_drafts_are_refused_and_accepted_and_graphs_replayed(decoded: Any) -> None:
+    assert decoded["plain"]["replays"] == [0]
+    assert decoded["drafted"]["acceptance"] < 0.5
+    assert decoded["itself"]["acceptance"] == 1.0
+    assert decoded["itself"]["rounds"] == 2  # the first token, then 5 and 5
+    assert all(min(decoded[name]["replays"]) >= 2 for name in ("drafted", "itself"))
+
+
+@pytest.mark.parametrize("name", ["gemma2"])
+def test_windows_softcap_and_splits_are_right_in_ragged_steps(name: str, tmp_path: Path) -> None:
+    half = trace(name, "float16")
+    graph, weights = export.to_graph(export.lower(half.ir_model.clone(), kv_capacity(PLANS["tiny"]), num_splits=2))
+    kernels = {node.op.partition("_float16")[0] for node in graph.nodes}
+    assert kernels >= {"kv_append", "ragged_attention", "combine_splits"}
+    write_engine(tmp_path / "traced.npz", graph, weights)
+    found = run_worker(tmp_path, "logits")["logits"]
+    right = reference_logits(make_checkpoint(tiny_model(name)), found["texts"])
+    for logits, wanted in zip(found["logits"], right, strict=True):
+        assert np.shape(logits) == wanted.shape
+        assert np.abs(np.array(logits) - wanted).max() < HALF_NOISE * np.abs(wanted).max()
+
+
+# what the repository keeps
+
+
+def test_a_kept_graph_is_what_the_compiler_makes(checkpoints: Path) -> None:
+    """The others are told from it below: a trace takes seconds, that of the large model a minute."""
+    text = export.export_role("tiny", "target", checkpoints)
+    assert (export.FOLDER / "tiny-target.json").read_text() == text, "python -m tools.proof.export"
+    assert to_json(from_json(text)) == text
+
+
+def pattern(graph: Graph) -> list[str]:
+    """Operators, plugins without their sizes, and without splits."""
+    ops = [node.op.partition("_float16")[0] for node in graph.nodes]
+    return [op for op in ops if op != "combine_splits"]
+
+
+@pytest.mark.parametrize("model", list(PLANS))
+def test_larger_kept_graphs_are_the_tiny_one_with_more_layers(model: str) -> None:
+    two, one = (pattern(shipped_graph("tiny", role)) for role in ("target", "draft"))
+    start = next(i for i, (a, b) in enumerate(zip(two, one, strict=False)) if a != b)
+    layer = two[start : start + len(two) - len(one)]
+    for role in ("target", "draft"):
+        graph = shipped_graph(model, role)
+        layers = len(graph.caches) // 2
+        assert pattern(graph) == one[:start] + layer * (layers - 1) + one[start:]
+        assert graph.caches[0].shape[2] == kv_capacity(PLANS[model])
+        assert any(node.op.startswith("combine_splits") for node in graph.nodes) == (model != "tiny")
+        tensors = dict.fromkeys(key for key, _ in make_tensors(SIZES["tiny"], seed=1, decisive=False))
+        assert {key for key in graph.weights.values() if ".0." in key or "layers" not in key} <= set(tensors)
+    assert len(shipped_graph(model, "target").caches) // 2 == SIZES[model].layers
+
+
+def test_every_timed_step_has_a_fixed_profile() -> None:
+    """A ranged one runs node by node, and that times Python."""
+    from specexport_runtime.abi import StepShape
+    from specexport_runtime.bundle.profiles import choose_profile
+    from tools.gpu_check_lib.bundles import large_profiles
+
+    profiles = large_profiles("target")
+    for groups in loop.STEPS.values():
+        for batches in groups:
+            for batch in batches:
+                for k in (0, *(loop.LOOKAHEADS if batches == (1,) else loop.LARGE.lookaheads)):
+                    shape = StepShape(0, batch, batch * (k + 1), k + 1, batch * (k + 1))
+                    assert profiles[choose_profile(profiles, shape)].is_fixed, shape
+    plan = PLANS[loop.LARGE.bundle]
+    assert max(loop.STEPS) + max(loop.LOOKAHEADS) + 1 <= plan.max_model_len
+
+
+@pytest.mark.parametrize("model", list(texts.NUM_TOKENS))
+def test_the_kept_texts_are_eager_transformers(model: str, checkpoints: Path) -> None:
+    """The CPU engine's, that is: a near tie may be decided otherwise here."""
+    target, _ = ensure_pair(checkpoints, model, decisive=False)
+    kept = texts.read_texts(model)
+    assert [text.prompt for text in kept] == texts.prompts_of(model)
+    rows = reference_logits(load_float32(target), [[*text.prompt, *text.tokens] for text in kept])
+    for text, logits in zip(kept, rows, strict=True):
+        chosen = logits[len(text.prompt) - 1 : -1]
+        best = chosen[np.arange(len(text.tokens)), text.tokens]
+        others = chosen.copy()
+        others[np.arange(len(text.tokens)), text.tokens] = -np.inf
+        np.testing.assert_allclose(best - others.max(1), text.gaps, atol=2e-4)
+        assert float(np.abs(chosen).max()) == pytest.approx(text.scale, abs=0.01)
+
+
+# the section
+
+
+def test_a_text_may_part_from_the_cpu_engines_only_where_that_was_nearly_a_tie(context: Context) -> None:
+    kept = [texts.Text([1], [5, 6, 7], [0.5, gap, 0.5], 2.0) for gap in (0.5, 0.01)]
+    for what, outputs in (("same", [5, 6, 7]), ("apart", [5, 8, 7])):
+        for i, text in enumerate(kept):
+            loop.report_texts(context, f"{what} {i}", [text], [outputs], None)
+    found = {row.what: row for row in read_rows(context.recorder.path)}
+    assert {what: row.verdict for what, row in found.items()} == {
+        "same 0": "ok", "same 1": "ok", "apart 0": "missed", "apart 1": "ok",
+    }  # fmt: skip
+    assert found["apart 1"].data["equal"] == 1
+    assert found["apart 0"].data["worst"] == 0.25
+
+
+def test_the_section_is_skipped_without_a_gpu(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run_guarded(context, "loop.greedy", loop.check_greedy)
+    (row,) = read_rows(context.recorder.path)
+    assert row.verdict == "skipped"
+    assert "sees no GPU" in row.value
+
+
+@pytest.mark.gpu
+def test_the_section_on_a_gpu(context: Context) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    context.tiny = True
+    loop.check_greedy(context)
+    loop.check_graphs(context)
+    rows = read_rows(context.recorder.path)
+    assert {row.verdict for row in rows} == {"ok"}, rows
+
+
+# the engine
+
+
+def test_no_operator_reads_what_is_on_the_device(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole step on torch's device without contents: to ask for a number, or to mix devices, is an error there."""
+    import torch
+
+    from tools.proof import plugins
+
+    graph, weights = read_engine(pair / "tiny-target.npz")
+    monkeypatch.setattr(plugins, "launch", lambda *_: None)
+    device = HostGpu()
+    device.name = "meta"
+    engine = ProofEngine(graph, dict(weights), device)
+    values = dict(engine.constants)
+    step = {"input_ids": (9,), "positions": (9,), "logit_rows": (4,), "kv_lens": (3, 1), "cu_new_tokens": (4,)}
+    for tensor in graph.inputs:
+        shape = step.get(tensor.name, (3, *tensor.shape[1:]))
+        values[tensor.name] = torch.empty(shape, dtype=getattr(torch, tensor.dtype), device="meta")
+    made = run_steps(engine.steps, values, 3)
+    assert set(made) == {tensor.name for tensor in graph.outputs}  # nothing else stays in memory
+    for tensor in graph.outputs:
+        assert str(made[tensor.name].dtype) == f"torch.{tensor.dtype}"
+        assert made[tensor.name].shape[1:] == tensor.shape[1:]
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        made["token_ids"].tolist()
+
+
+def tiny_graph(*nodes: Node) -> Graph:
+    shape = np.array([2], np.int64)
+    return Graph((Tensor("x", "float32", (-1,)),), (Tensor("y", "float32", (-1,)),), nodes, {"shape": shape}, {})
+
+
+def test_what_the_engine_cannot_run_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match="no operator Einsum, which y comes from"):
+        plan_steps(tiny_graph(Node("Einsum", ("x",), ("y",), {})))
+    with pytest.raises(UnsupportedModelError, match="Reshape y takes a shape that the graph computes"):
+        plan_steps(tiny_graph(Node("Reshape", ("x", "x"), ("y",), {})))
+    (step,) = plan_steps(tiny_graph(Node("Reshape", ("x", "shape"), ("y",), {})))
+    assert step.inputs == ("x",)
+
+
+def test_a_cache_that_is_not_updated_in_place_is_refused() -> None:
+    cache, out = Tensor("k_cache.0", "float16", (-1, 2)), Tensor("k_cache_out.0", "float16", (-1, 2))
+    rows = Tensor("logit_rows", "int64", (-1,))
+    gpu = HostGpu()
+    context = ProofContext(ProofEngine(Graph((rows, cache), (out,), (), {}, {}), {}, gpu))
+    for name, shape in (("logit_rows", (1,)), ("k_cache.0", (1, 2))):
+        context.set_shape(name, shape)
+        context.set_address(name, gpu.allocate(64, name))
+    context.set_address("k_cache_out.0", gpu.allocate(64, "another"))
+    with pytest.raises(SpecexportError, match=r"k_cache_out\.0 must be the memory of k_cache\.0"):
+        context.enqueue(gpu.stream)
+
+
+def test_the_played_gpu_is_strict() -> None:
+    gpu = HostGpu(1 << 12)
+    address = gpu.allocate(100, "something")
+    assert gpu.view(address, (10,), "float16").isnan().all()
+    with pytest.raises(SpecexportError, match="no memory"):
+        gpu.view(address, (60,), "float16")
+    with pytest.raises(SpecexportError, match="not this driver's"):
+        gpu.put(5, lambda: None)
+    with pytest.raises(SpecexportError, match="GPU memory"):
+        gpu.allocate(1 << 12, "too much")
+    ran: list[int] = []
+    gpu.begin_capture()
+    gpu.put(gpu.stream, lambda: ran.append(1))
+    with pytest.raises(SpecexportError, match="breaks a recording"):
+        gpu.synchronize()
+    graph = gpu.end_capture()
+    gpu.synchronize()
+    assert not ran
+    gpu.launch(graph)
+    gpu.synchronize()
+    assert ran == [1]
+
+
+def test_work_on_a_gpu_is_on_the_stream_and_in_the_engines_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On no GPU, so only the order of calls: the stream that the executor gave, the pool, the work, and no waiting."""
+    import contextlib
+
+    import torch
+
+    from tools.proof.devices import CudaDevice
+
+    calls: list[Any] = []
+
+    @contextlib.contextmanager
+    def inside(what: Any) -> Any:
+        calls.append(what)
+        yield
+        calls.append("end")
+
+    for name, value in {
+        "init": lambda: None,
+        "MemPool": lambda: "pool",
+        "ExternalStream": lambda handle: f"stream {handle}",
+        "stream": inside,
+        "use_mem_pool": inside,
+        "synchronize": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    device = CudaDevice()
+    device.put(77, lambda: calls.append("work"))
+    assert calls == ["stream 77", "pool", "work", "end", "end"]

@@ -1,0 +1,136 @@
+"""From a lowered ``onnx_ir`` model to a proof engine's graph, and the graphs that the repository keeps.
+
+    python -m tools.proof.export               # write them all anew: about ten minutes, 8 GB of memory
+    python -m tools.proof.export tiny small
+
+Needs the export stack. A test writes the tiny ones anew and compares.
+"""
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tools.gpu_check_lib.models import ensure_pair
+from tools.proof.graph import FOLDER, Array, Graph, Node, Tensor, to_json
+from tools.proof.models import PLANS, kv_capacity
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+MOST_CONSTANT = 256
+"""Elements of the largest initializer that is kept in the graph."""
+
+
+def to_graph(ir_model: "ir.Model") -> tuple[Graph, dict[str, Array]]:
+    """A lowered model's graph, and its weights by initializer."""
+    import onnx_ir as ir
+
+    constants: dict[str, Array] = {}
+    weights: dict[str, Array] = {}
+    for name, value in ir_model.graph.initializers.items():
+        array = ir.convenience.get_const_tensor(value).numpy()  # type: ignore[union-attr]  # it has one
+        (constants if array.size <= MOST_CONSTANT and "norm" not in name else weights)[name] = array
+    nodes = [_to_node(node) for node in ir_model.graph]
+    inputs, outputs = (
+        tuple(_to_tensor(value) for value in values) for values in (ir_model.graph.inputs, ir_model.graph.outputs)
+    )
+    return Graph(inputs, outputs, tuple(nodes), constants, dict.fromkeys(weights, "")), weights
+
+
+def _to_tensor(value: "ir.Value") -> Tensor:
+    if value.shape is None or value.dtype is None:
+        raise ValueError(f"{value.name} has no type or shape.")
+    shape = tuple(size if isinstance(size, int) else -1 for size in value.shape)
+    return Tensor(str(value.name), str(value.dtype.numpy()), shape)
+
+
+def _to_node(node: "ir.Node") -> Node:
+    attributes = {
+        name: list(item.value) if isinstance(item.value, (tuple, list)) else item.value
+        for name, item in node.attributes.items()
+        if not name.startswith("plugin_") and name != "aot"
+    }
+    inputs, outputs = (
+        tuple("" if value is None else str(value.name) for value in values) for values in (node.inputs, node.outputs)
+    )
+    return Node(node.op_type, inputs, outputs, attributes)
+
+
+def name_weights(graph: Graph, weights: Mapping[str, Array], tensors: Mapping[str, Array]) -> Graph:
+    """Say which tensor of a checkpoint each weight is: the one of its name, or else the one that is equal.
+
+    Raises:
+        ValueError: there is none; the passes have made a weight of their own.
+    """
+    found = {}
+    for name, array in weights.items():
+        same = name.removeprefix("model.")
+        if same not in tensors:
+            same = next((key for key, tensor in tensors.items() if np.array_equal(tensor, array)), "")
+        if not same or not np.array_equal(tensors[same], array):
+            raise ValueError(f"{name} {array.shape} is no tensor of the checkpoint.")
+        found[name] = same
+    return graph._replace(weights=found)
+
+
+def lower_checkpoint(checkpoint: Path, capacity: int, num_splits: int | None = None) -> "ir.Model":
+    """A checkpoint as a build for ``tensorrt`` lowers it, float16."""
+    from specexport.frontend import load_checkpoint, trace_checkpoint
+    from specexport.passes import default_passes, run_passes
+
+    traced = trace_checkpoint(load_checkpoint(str(checkpoint), dtype="float16"))
+    run_passes(traced.ir_model, default_passes(_Recipe()))
+    return lower(traced.ir_model, capacity, num_splits)
+
+
+class _Recipe:
+    dtype = "float16"
+
+
+def lower(ir_model: "ir.Model", capacity: int, num_splits: int | None = None) -> "ir.Model":
+    """What a build does with a traced model after the passes, lowering ``plugin``; in place."""
+    from specexport.lowering.norms import unify_norm_types
+    from specexport.lowering.trt_plugin import lower_trt_plugin
+    from specexport.passes.linear_flatten import LinearFlattenPass
+
+    LinearFlattenPass()(ir_model)
+    unify_norm_types(ir_model)
+    lower_trt_plugin(ir_model, kv_capacity=capacity, num_splits=num_splits)
+    return ir_model
+
+
+def export_role(model: str, role: str, work: Path) -> str:
+    """JSON of the graph of one model of a pair.
+
+    Args:
+        model: one of ``PLANS``.
+        role: ``"target"`` or ``"draft"``.
+        work: folder for checkpoints.
+    """
+    from safetensors.numpy import load_file
+
+    plan = PLANS[model]
+    target, draft = ensure_pair(work, model, decisive=plan.is_decisive)
+    folder = target if role == "target" else draft
+    graph, weights = to_graph(lower_checkpoint(folder, kv_capacity(plan)))
+    return to_json(name_weights(graph, weights, load_file(folder / "model.safetensors")))
+
+
+def main(arguments: Seq[str]) -> None:
+    """Write the graphs of the named models."""
+    FOLDER.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as work:
+        for model in arguments or tuple(PLANS):
+            for role in ("target", "draft"):
+                text = export_role(model, role, Path(work))
+                (FOLDER / f"{model}-{role}.json").write_text(text, encoding="utf-8")
+                print(f"{model}-{role}.json: {len(text)} bytes")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,83 @@
+"""The models of section ``loop``: which, how large, and their engine files. Needs numpy only."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from specexport.backends.profiles import engine_kv_capacity, plan_profiles
+from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.bundle.manifest import EngineFile, ModelEntry
+from specexport_runtime.bundle.profiles import Profile
+from tools.gpu_check_lib.models import SIZES, make_tensors
+from tools.proof.graph import Graph, shipped_graph, write_engine
+
+SEED = 7  # that of ``ensure_pair``
+MAX_NUM_TOKENS = 512
+
+
+class Plan(NamedTuple):
+    """One pair.
+
+    Attributes:
+        is_decisive: see ``make_tensors``.
+        lookahead: K.
+        max_model_len: most tokens of a sequence.
+        max_num_seqs: cache rows.
+    """
+
+    is_decisive: bool
+    lookahead: int
+    max_model_len: int
+    max_num_seqs: int
+
+
+PLANS = {
+    "tiny": Plan(False, 4, 256, 4),
+    "small": Plan(False, 4, 4096, 4),  # long enough for several splits
+    "large": Plan(True, 8, 8704, 8),
+}
+"""By name of their sizes in ``gpu_check_lib.models``."""
+
+
+def kv_capacity(plan: Plan) -> int:
+    """Entries of a cache row, as a build would have it."""
+    return engine_kv_capacity(plan.max_model_len, plan.lookahead)
+
+
+def ensure_engine(folder: Path, model: str, role: str) -> Path:
+    """The engine file of one model of a pair; both are written unless they are there."""
+    paths = {each: folder / f"{model}-{each}.npz" for each in ("target", "draft")}
+    if not all(path.is_file() for path in paths.values()):
+        tensors = dict(make_tensors(SIZES[model], seed=SEED, decisive=PLANS[model].is_decisive))
+        for each, path in paths.items():
+            graph = shipped_graph(model, each)
+            write_engine(path, graph, {name: tensors[key] for name, key in graph.weights.items()})
+    return paths[role]
+
+
+def plan_entry(graph: Graph, path: Path, profiles: tuple[Profile, ...], sm: str) -> ModelEntry:
+    """What a manifest would say of an engine.
+
+    Args:
+        graph: its graph.
+        path: its file.
+        profiles: step sizes it is to run.
+        sm: architecture of the GPU, such as ``"sm90"``.
+    """
+    sizes = [tensor.shape for tensor in graph.caches]
+    logits = next(tensor for tensor in graph.outputs if tensor.name == "logits")
+    return ModelEntry(
+        path=path.name, backend="tensorrt", architecture="proof", dtype=graph.caches[0].dtype,
+        vocab_size=logits.shape[1],
+        layers=tuple(LayerGeometry(k[1], k[3], v[3]) for k, v in zip(sizes[::2], sizes[1::2], strict=True)),
+        inputs=tuple(tensor.name for tensor in graph.inputs if tensor not in graph.caches),
+        num_parameters=path.stat().st_size // 2, max_positions=None, source=path.stem, source_sha256="",
+        lowering="plugin", engines=(EngineFile(path.name, sm, "proof", "0", 0),), profiles=profiles,
+        kv_capacity=sizes[0][2], max_num_seqs=max(profile.num_seqs for profile in profiles),
+    )  # fmt: skip
+
+
+def profiles_of(model: str, role: str) -> tuple[Profile, ...]:
+    """The profiles that a build would plan."""
+    plan = PLANS[model]
+    tokens = min(MAX_NUM_TOKENS, plan.max_model_len)
+    return plan_profiles(role, lookahead=plan.lookahead, max_num_seqs=plan.max_num_seqs, max_num_tokens=tokens)
