@@ -173,7 +173,7 @@ def run_pack(options: argparse.Namespace) -> int:
                 sm = (bundles.FALLBACK_SM,) if backend == "tensorrt-rtx" else ()
                 bundles.build(Path(work), "small", backend, sm=sm, output=options.out / f"small-{backend}")
     for path in files:
-        print(f"{path.stat().st_size / 1e6:7.1f} MB  {path.name}")
+        print(f"{path.stat().st_size / 1e6:7.1f} MB  {path.relative_to(options.out)}")
     return 0 if files else 1
 
 

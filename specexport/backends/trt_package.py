@@ -105,7 +105,9 @@ def resolve_architectures(package: TrtPackage, asked: Seq[str]) -> tuple[str, ..
     return chosen
 
 
-def configure(trt: Any, package: TrtPackage, config: Any, sm: str, timing_cache: bytes | None) -> None:
+def configure(
+    trt: Any, package: TrtPackage, config: Any, sm: str, timing_cache: bytes | None, *, has_plugins: bool = False
+) -> None:
     """Set what the packages spell differently on a builder config: the architecture, and the timing cache.
 
     Args:
@@ -114,12 +116,14 @@ def configure(trt: Any, package: TrtPackage, config: Any, sm: str, timing_cache:
         config: ``IBuilderConfig``.
         sm: architecture to build for.
         timing_cache: content of the timing cache, empty for a new one; None for none.
+        has_plugins: the network has plugins that carry their kernels with them.
     """
     if package.cross_builds:
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), 0)
     # Activations come from the runtime alone, or a step could not be recorded into a CUDA graph.
-    config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    if not has_plugins:  # NVIDIA: incompatible with quickly deployable plugins
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if package.times_kernels and timing_cache is not None:
         config.set_timing_cache(config.create_timing_cache(timing_cache), ignore_mismatch=False)
 

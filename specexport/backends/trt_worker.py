@@ -103,7 +103,7 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     cache = Path(job.timing_cache) if job.timing_cache else None
-    configure(trt, package, config, job.sm, _read(cache))
+    configure(trt, package, config, job.sm, _read(cache), has_plugins=bool(job.plugins))
     if job.plugins:
         config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     _add_profiles(builder, network, config, job, log)

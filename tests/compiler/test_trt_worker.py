@@ -176,6 +176,9 @@ def test_the_two_packages_differ_in_architecture_and_timing_cache() -> None:
     assert rtx.calls == [("89!", 0), "user"]
     assert rtx.num_compute_capabilities == 1
     assert full.calls == ["user", ("cache of b'old'", False)]
+    plugins = Config()
+    configure(trt, TENSORRT, plugins, "90", None, has_plugins=True)
+    assert plugins.calls == [], "the flag is incompatible with plugins that carry their kernels"
     assert timing_cache_bytes(TENSORRT_RTX, rtx) is None
     assert timing_cache_bytes(TENSORRT, full) == b"timings"
 

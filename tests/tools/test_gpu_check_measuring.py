@@ -282,6 +282,36 @@ def test_missing_and_altered_pieces_are_named(tmp_path: Path, damage: str) -> No
     assert not list(target.iterdir())
 
 
+CHECKOUT = pytest.mark.skipif(not (packages.ROOT / ".git").exists(), reason="no git checkout: nothing is carried")
+
+
+@CHECKOUT
+def test_the_checkout_and_a_folder_of_pieces_fit_into_one_transfer(tmp_path: Path) -> None:
+    room = packages.room_beside(packages.ROOT)
+    assert 20 << 20 < room < packages.CARRY_BYTES, "a piece is no crumb"
+    generator = np.random.default_rng(1)
+    contents = {f"wheel{i}.whl": generator.bytes(size) for i, size in enumerate((2500, 990, 700, 300, 10, 5))}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    files = packages.sort_into_folders(tmp_path, 1000)
+    assert not [path for path in tmp_path.iterdir() if path.is_file()]
+    for folder in tmp_path.iterdir():
+        assert sum(path.stat().st_size for path in folder.iterdir()) <= 1000
+    assert len(list(tmp_path.iterdir())) == 5, "4,505 bytes need no more"
+    joined = tmp_path.parent / "joined"
+    joined.mkdir()
+    (whole,) = packages.join_pieces(tmp_path, joined)
+    assert whole.read_bytes() == contents["wheel0.whl"]
+    assert len(files) == 3 + 5
+
+
+@CHECKOUT
+def test_a_checkout_that_leaves_no_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "CARRY_BYTES", 10 << 20)
+    with pytest.raises(ValueError, match="the checkout has"):
+        packages.room_beside(packages.ROOT)
+
+
 def make_wheel(folder: Path, name: str, content: str, module: str) -> Path:
     path = folder / f"{name}-1.0-py3-none-any.whl"
     info = f"{name}-1.0.dist-info"

@@ -36,6 +36,13 @@ def test_every_task_has_code() -> None:
         assert callable(registry.function_of(task.name)), task
 
 
+def test_what_needs_no_carried_package_comes_first() -> None:
+    names = [task.name for task in registry.list_tasks(registry.GPU_BACKENDS)]
+    carried = [number for number, name in enumerate(names) if name.rpartition(".")[2].endswith(("ort-cuda", "rtx"))]
+    assert max(names.index(name) for name in ("kernels.speed", "loop.speed", "machine.triton")) < min(carried)
+    assert names.index("machine.ort-cuda") < names.index("machine.rtx-probe"), "RTX need not run on such a GPU at all"
+
+
 def test_only_chooses_sections_and_tasks() -> None:
     chosen = registry.list_tasks(registry.GPU_BACKENDS, ["graphs", "machine.info"])
     assert [task.name for task in chosen] == ["machine.info", *(f"graphs.{b}" for b in registry.GPU_BACKENDS)]

@@ -7,8 +7,12 @@ import zipfile
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
-PIECE_BYTES = 55_000_000
+CARRY_BYTES = 64 << 20
+"""Most that one transfer to the GPU machine holds: the checkout's tracked files, and one folder of pieces."""
+SPARE_BYTES = 1 << 20
+"""Of that for names, and for files that are edited meanwhile."""
 MARK = ".part-"
+ROOT = Path(__file__).resolve().parents[2]
 WHEELS = (
     "onnxruntime-gpu>=1.31,<1.32", "tensorrt-rtx-cu13-libs>=1.7,<1.8", "tensorrt-rtx-cu13-bindings>=1.7,<1.8",
     "cuda-bindings>=13,<13.5", "cuda-pathfinder>=1,<2", "onnx>=1.23,<1.24", "onnxscript>=0.7,<0.8", "onnx-ir>=1.1,<1.2",
@@ -24,7 +28,22 @@ PLATFORMS = (
 )
 
 
-def split_file(path: Path, folder: Path, piece_bytes: int = PIECE_BYTES) -> list[Path]:
+def room_beside(root: Path) -> int:
+    """Bytes that a folder of pieces may have beside the tracked files of a checkout.
+
+    Raises:
+        ValueError: the checkout alone is too large.
+    """
+    command = ["git", "-C", str(root), "ls-files", "-z"]
+    names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\0")
+    tree = sum((root / name).lstat().st_size for name in names if name and (root / name).is_file())
+    room = CARRY_BYTES - SPARE_BYTES - tree
+    if room < SPARE_BYTES:
+        raise ValueError(f"the checkout has {tree / 1e6:.0f} MB of {CARRY_BYTES / 1e6:.0f} that a transfer may hold.")
+    return room
+
+
+def split_file(path: Path, folder: Path, piece_bytes: int) -> list[Path]:
     """Cut a file into pieces ``NAME.part-00``, ``NAME.part-01`` …; the last piece's name ends in the file's hash.
 
     Args:
@@ -50,7 +69,7 @@ def split_file(path: Path, folder: Path, piece_bytes: int = PIECE_BYTES) -> list
 
 
 def join_pieces(folder: Path, target: Path) -> list[Path]:
-    """Put every split file of ``folder`` together in ``target``, and check it against its hash.
+    """Put every split file of ``folder`` and its subfolders together in ``target``, checked against its hash.
 
     Returns:
         the joined files.
@@ -59,9 +78,9 @@ def join_pieces(folder: Path, target: Path) -> list[Path]:
         ValueError: a piece is missing or altered; names it.
     """
     joined = []
-    names = sorted({path.name.partition(MARK)[0] for path in folder.iterdir() if MARK in path.name})
-    for name in names:
-        pieces = sorted(folder.glob(f"{name}{MARK}*"))
+    found = sorted((path for path in folder.rglob(f"*{MARK}*")), key=lambda path: path.name)
+    for name in dict.fromkeys(path.name.partition(MARK)[0] for path in found):
+        pieces = [path for path in found if path.name.startswith(f"{name}{MARK}")]
         number, _, end = pieces[-1].name.partition(MARK)[2].partition("-of-")
         total, _, expected = end.partition("-")
         if not end or int(number) + 1 != len(pieces):
@@ -102,13 +121,45 @@ def build_command(requirements: Seq[str], folder: Path) -> list[str]:
     return [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder), *requirements]
 
 
-def pack(folder: Path, requirements: Seq[str] = WHEELS, sources: Seq[str] = SOURCES) -> list[Path]:
-    """Fetch the wheels and split the large ones. Needs an index.
+def sort_into_folders(folder: Path, most_bytes: int) -> list[Path]:
+    """Move the files of a folder to ``piece-00``, ``piece-01`` …, of at most so many bytes each; large ones are split.
+
+    Args:
+        folder: wheels.
+        most_bytes: of the files in one folder.
+
+    Returns:
+        the files, in their folders.
+    """
+    for path in sorted(folder.glob("*.whl")):
+        if path.stat().st_size > most_bytes:
+            split_file(path, folder, most_bytes)
+            path.unlink()
+    filled: list[int] = []
+    moved = []
+    sizes = {path: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    for path in sorted(sizes, key=lambda path: (-sizes[path], path.name)):  # the largest first: fewer folders
+        fitting = [number for number, size in enumerate(filled) if size + sizes[path] <= most_bytes]
+        if not fitting:
+            filled.append(0)
+        number = fitting[0] if fitting else len(filled) - 1
+        filled[number] += sizes[path]
+        place = folder / f"piece-{number:02}"
+        place.mkdir(exist_ok=True)
+        moved.append(path.rename(place / path.name))
+    return sorted(moved)
+
+
+def pack(
+    folder: Path, requirements: Seq[str] = WHEELS, sources: Seq[str] = SOURCES, *, root: Path = ROOT
+) -> list[Path]:
+    """Fetch the wheels, in folders that can be carried one at a time. Needs an index.
 
     Args:
         folder: where they go; made.
         requirements: wheels to fetch.
         sources: what to build wheels of.
+        root: the checkout that is carried too.
 
     Returns:
         the files to carry; what pip could not get is not among them, and pip has said why.
@@ -120,11 +171,7 @@ def pack(folder: Path, requirements: Seq[str] = WHEELS, sources: Seq[str] = SOUR
     for requirement, command in commands.items():
         if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
             print(f"{requirement} could not be fetched; its checks will say that it is missing.", file=sys.stderr)
-    for wheel in sorted(folder.glob("*.whl")):
-        if wheel.stat().st_size > PIECE_BYTES:
-            split_file(wheel, folder)
-            wheel.unlink()
-    return sorted(path for path in folder.iterdir() if path.is_file())
+    return sort_into_folders(folder, room_beside(root))
 
 
 def install(folder: Path, work: Path) -> tuple[Path, str]:
@@ -145,7 +192,7 @@ def install(folder: Path, work: Path) -> tuple[Path, str]:
         joined = join_pieces(folder, whole)
     except ValueError as error:
         joined, problems = [], [str(error)]
-    for wheel in (*sorted(folder.glob("*.whl")), *joined):
+    for wheel in (*sorted(folder.rglob("*.whl")), *joined):
         if _is_installed(wheel, site):
             continue
         try:

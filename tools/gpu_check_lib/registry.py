@@ -9,7 +9,7 @@ from tools.gpu_check_lib.context import Context
 from tools.gpu_check_lib.runner import Task
 
 CPU = "ort-cpu"
-GPU_BACKENDS = ("tensorrt-rtx", "ort-cuda", "tensorrt")
+GPU_BACKENDS = ("ort-cuda", "tensorrt-rtx", "tensorrt")
 SECTIONS = {
     "machine": "1. machine and backends",
     "outputs": "2. engine output against the CPU engine",
@@ -22,18 +22,19 @@ SECTIONS = {
 
 # task: (module, function or factory, seconds, needed to start). The order is that of running.
 _BEFORE = {
+    # What needs no carried package comes first.
     "machine.info": ("machine", "info", 30, 5),
-    "machine.ort-cpu": ("machine", "backend_task", 75, 15),
-    "machine.rtx-probe": ("rtx_probe", "probe", 90, 15),
-    "machine.tensorrt-rtx": ("machine", "backend_task", 90, 15),
-    "machine.ort-cuda": ("machine", "backend_task", 75, 15),
-    "machine.tensorrt": ("machine", "backend_task", 75, 15),
     "machine.triton": ("machine", "triton", 60, 10),
     "kernels.correct": ("kernels", "check_all", 80, 15),
     "kernels.speed": ("kernel_speed", "measure_kernels", 80, 20),
     "loop.greedy": ("loop", "check_greedy", 60, 15),
     "loop.graphs": ("loop", "check_graphs", 60, 15),
     "loop.speed": ("loop", "measure_loop", 150, 40),
+    "machine.ort-cpu": ("machine", "backend_task", 75, 15),
+    "machine.ort-cuda": ("machine", "backend_task", 75, 15),
+    "machine.rtx-probe": ("rtx_probe", "probe", 90, 15),
+    "machine.tensorrt-rtx": ("machine", "backend_task", 90, 15),
+    "machine.tensorrt": ("machine", "backend_task", 75, 15),
 }
 _PER_BACKEND = {
     "outputs.{}": ("outputs", "task", 60, 10),
