@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from specexport.backends.base import AUTO_MODEL_LEN
+from specexport.backends.base import ANY_ARCHITECTURE, AUTO_MODEL_LEN
 from specexport.backends.registry import BACKENDS, DEFAULT_BACKEND, backends_with, find_backend
 from specexport_runtime.bundle.manifest import MAX_LOOKAHEAD, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_TOKENS
 from specexport_runtime.cli.errors import suggest
@@ -316,7 +316,7 @@ def resolve_recipe(recipe: BuildRecipe, max_positions: Iterable[int | None]) -> 
 
 
 def normalize_architectures(values: object) -> tuple[str, ...]:
-    """GPU architectures as plain digits, each once: ``89``, ``"sm_89"`` and ``"8.9"`` are all ``"89"``.
+    """GPU architectures as plain digits, each once: ``89``, ``"sm_89"`` and ``"8.9"`` are all ``"89"``; or ``"any"``.
 
     Raises:
         RecipeError: a value is no compute capability.
@@ -324,8 +324,13 @@ def normalize_architectures(values: object) -> tuple[str, ...]:
     items: Iterable[Any] = values if isinstance(values, (list, tuple)) else [values]
     found = []
     for item in items:
+        if item == ANY_ARCHITECTURE:
+            found.append(ANY_ARCHITECTURE)
+            continue
         match = _SM.fullmatch(str(item))
         if match is None or isinstance(item, bool):
-            raise RecipeError(f"sm {item!r} is not a compute capability.", "give one like 89 (8.9 and sm89 work too).")
+            raise RecipeError(
+                f"sm {item!r} is not a compute capability.", "give one like 89 (8.9 and sm89 work too), or any."
+            )
         found.append(match[1] + match[2])
     return tuple(dict.fromkeys(found))

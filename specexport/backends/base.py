@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from specexport_runtime.bundle.manifest import ModelEntry
 
 
+ANY_ARCHITECTURE = "any"
+"""``sm`` of a portable engine, for GPUs of several architectures."""
 AUTO_MODEL_LEN = 4096
 """``max_model_len = "auto"`` takes what the models support, but no more than this: the KV cache grows with it."""
 

@@ -2,7 +2,7 @@
 
 import subprocess
 
-from specexport.backends.base import RecipeFields
+from specexport.backends.base import ANY_ARCHITECTURE, RecipeFields
 from specexport.host import query_gpus
 
 
@@ -24,7 +24,7 @@ def gpu_check_obstacle(recipe: RecipeFields) -> str | None:
     present = present_architecture()
     if present is None:
         return f"not checked: a {recipe.backend} engine runs on a GPU only, and there is none here"
-    if recipe.sm and present not in recipe.sm:
+    if recipe.sm and present not in recipe.sm and ANY_ARCHITECTURE not in recipe.sm:
         return f"not checked: no engine is for this machine's GPU (sm{present})"
     if recipe.max_num_seqs == 1:
         return "not checked: the check runs two sequences, the engine takes one"

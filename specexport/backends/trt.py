@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from specexport.backends.base import ANY_ARCHITECTURE
 from specexport.backends.profiles import input_shapes
 from specexport.backends.trt_package import PACKAGES
 from specexport.plugin.naming import plugin_names
@@ -53,9 +54,14 @@ class TrtPlan(NamedTuple):
     kv_capacity: int
 
 
+def label(sm: str) -> str:
+    """An architecture as the manifest, messages and file names have it: ``"sm89"``, or ``"any"``."""
+    return sm if sm == ANY_ARCHITECTURE else f"sm{sm}"
+
+
 def engine_name(sm: str) -> str:
     """File name of the engine for an architecture."""
-    return f"model.sm{sm}.engine"
+    return f"model.{label(sm)}.engine"
 
 
 def write_trt_engines(
@@ -90,7 +96,7 @@ def write_trt_engines(
             value.const_value = None
         engines = []
         for sm in plan.architectures:
-            note(f"sm{sm}: {len(plan.profiles)} profiles")
+            note(f"{label(sm)}: {len(plan.profiles)} profiles")
             job = {
                 "backend": plan.backend,
                 "model": str(model),
@@ -98,7 +104,7 @@ def write_trt_engines(
                 "profiles": [profile.name for profile in plan.profiles],
                 "shapes": shapes,
                 "engine": str(folder / engine_name(sm)),
-                "log": str(folder / f"model.sm{sm}.log"),
+                "log": str(folder / f"model.{label(sm)}.log"),
                 "timing_cache": _timing_cache(plan.backend, sm),
                 "num_layers": len(plan.layers),
                 "float32_products": products,
@@ -115,21 +121,21 @@ def _is_float32_product(node: "ir.Node") -> bool:
 
 
 def _note_for(note: Callable[[str], None], sm: str, text: str) -> None:
-    note(f"sm{sm}: {text}")
+    note(f"{label(sm)}: {text}")
 
 
 def _timing_cache(backend: str, sm: str) -> str:
     if not PACKAGES[backend].times_kernels:
         return ""
     folder = cache_folder("timing")  # None where others may write: the builder would read what they left
-    return "" if folder is None else str(folder / f"{backend}-sm{sm}.cache")
+    return "" if folder is None else str(folder / f"{backend}-{label(sm)}.cache")
 
 
 def _engine_file(backend: str, sm: str, report: Mapping[str, Any]) -> EngineFile:
     kept = {key: value for key, value in report.items() if key not in ("version", "activation_bytes")}
     return EngineFile(
         path=engine_name(sm),
-        sm=f"sm{sm}",
+        sm=label(sm),
         builder=backend,
         builder_version=str(report["version"]),
         memory_bytes=report["activation_bytes"],
@@ -188,7 +194,9 @@ def _tail(text: str) -> str:
 def _died(code: int | None, job: Mapping[str, Any], said: str) -> SpecexportError:
     if code == -9:  # the kernel ends processes when memory runs out
         return IncompatibleError(
-            f"the TensorRT builder for sm{job['sm']} was killed: this machine has too little memory.",
+            f"the TensorRT builder for {label(job['sm'])} was killed: this machine has too little memory.",
             "close other programs, or build on a machine with more memory.",
         )
-    return CheckFailedError(f"the TensorRT builder for sm{job['sm']} ended with code {code}: {said or 'no message'}.")
+    return CheckFailedError(
+        f"the TensorRT builder for {label(job['sm'])} ended with code {code}: {said or 'no message'}."
+    )

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 from specexport.backends import present_gpu
+from specexport.backends.base import ANY_ARCHITECTURE
 from specexport_runtime.errors import IncompatibleError, MissingDependencyError, RecipeError
 
 
@@ -96,7 +97,8 @@ def resolve_architectures(package: TrtPackage, asked: Seq[str]) -> tuple[str, ..
                 f"name one or more of {', '.join(known)} with --sm.",
             )
         chosen = (str(present),)
-    unknown = [sm for sm in chosen if sm not in known]
+    portable = (ANY_ARCHITECTURE,) if package.cross_builds else ()
+    unknown = [sm for sm in chosen if sm not in (*known, *portable)]
     if unknown:
         raise RecipeError(
             f"--sm {unknown[0]} is not an architecture that {package.backend} builds for here.",
@@ -114,11 +116,11 @@ def configure(
         trt: the package's module.
         package: which one it is.
         config: ``IBuilderConfig``.
-        sm: architecture to build for.
+        sm: architecture to build for; ``"any"`` for a portable engine.
         timing_cache: content of the timing cache, empty for a new one; None for none.
         has_plugins: the network has plugins that carry their kernels with them.
     """
-    if package.cross_builds:
+    if package.cross_builds and sm != ANY_ARCHITECTURE:
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), 0)
     # Activations come from the runtime alone, or a step could not be recorded into a CUDA graph.

@@ -115,7 +115,7 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
         done = builder.build_serialized_network_to_stream(network, config, _make_writer(trt, file))
     if not done:
         said = "; ".join(logger.errors[:2]) or "it gives no reason"
-        raise CheckFailedError(f"TensorRT cannot build this graph for sm{job.sm}: {said}")
+        raise CheckFailedError(f"TensorRT cannot build this graph for sm {job.sm}: {said}")
     _refuse_warnings(logger)
     os.replace(temporary_name(Path(job.engine)), job.engine)
     kept = timing_cache_bytes(package, config)

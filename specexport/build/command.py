@@ -35,7 +35,9 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--draft-quantize", metavar="int8|int4", help="Quantize the draft's linear layers (ort-cpu).")
 @click.option("--quantize-lm-head/--no-quantize-lm-head", default=None, help="Quantize the LM head too [default: yes].")
 @click.option("--fuse/--no-fuse", default=None, help="Pack and fuse operators where that is faster [default: yes].")
-@click.option("--sm", multiple=True, metavar="NN", help="TensorRT: GPU architecture to build for; repeat for more.")
+@click.option(
+    "--sm", multiple=True, metavar="NN", help="TensorRT: GPU architecture to build for, or any; repeat for more."
+)
 @click.option("--lowering", help="TensorRT: attention: native-folded, native or plugin [default: auto].")
 @click.option("--max-num-seqs", type=int, help="Most sequences at a time [default: 8].")
 @click.option("--max-num-tokens", type=int, help="Most tokens of one step [default: 512].")

@@ -29,6 +29,12 @@ def without_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorrt" else find(name))
 
 
+def test_a_portable_engine_is_an_architecture_of_its_own() -> None:
+    assert resolve_recipe(make_recipe(GIVEN | {"sm": ["any", "89", "any"]}), [None]).sm == ("any", "89")
+    with pytest.raises(RecipeError, match="or any"):
+        make_recipe(GIVEN | {"sm": ["all"]})
+
+
 @pytest.mark.parametrize("given", ["89", 89, "sm89", "SM_89", "8.9", ["89", 89, "8.9"]])
 def test_every_spelling_of_an_architecture(given: object) -> None:
     assert make_recipe(GIVEN | {"sm": given}).sm == ("89",)

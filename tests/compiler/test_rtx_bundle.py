@@ -121,6 +121,15 @@ def test_what_is_not_folded_is_copied_to_be_verified(tiny_pair: TinyPair, rtx_bu
     assert load_manifest(rtx_bundle).models["target"].fused == (("folded", 2),)
 
 
+def test_a_portable_engine_verifies_in_place_too(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    result = build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", sm=["any"], max_num_seqs=1), use_cache=False)
+    (engine,) = result.manifest.models["target"].engines
+    assert (engine.sm, engine.path) == ("any", "target/model.any.engine")
+    assert (tmp_path / "out" / "target" / "model.any.log").is_file()
+    copied = {row["profile"]: row["kv_copy_bytes"] for row in engine.report["profiles"]}
+    assert copied["decode 1x1"] == copied["verify 1x4"] == 0
+
+
 def test_nothing_is_folded_where_the_masks_of_a_prefill_would_be_too_large(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

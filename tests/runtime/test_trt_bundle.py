@@ -14,7 +14,9 @@ from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError, SpecexportError
 from specexport_runtime.executors import cuda_driver, trt_engine
+from specexport_runtime.executors.gpu import GpuInfo
 from specexport_runtime.executors.open import open_executor
+from specexport_runtime.executors.trt_open import choose_engine
 
 LOOKAHEAD, ROWS = 4, 4
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1], [4] * 50]
@@ -105,6 +107,15 @@ def test_a_loaded_bundle_generates_what_the_model_does(bundle, machine, drafter)
     engine.close()
     assert [gpu.in_use for gpu in machine.gpus] == [0, 0]
     assert all(made.closed for made in machine.engines)
+
+
+@pytest.mark.parametrize(("built", "gpu", "chosen"), [
+    (("any", "sm89"), "sm89", "sm89"), (("any", "sm89"), "sm90", "any"), (("sm89", "any"), "sm120", "any"),
+])  # fmt: skip
+def test_a_portable_engine_is_for_gpus_that_have_none_of_their_own(built, gpu, chosen):
+    engines = tuple(EngineFile(f"model.{sm}.engine", sm, "tensorrt-rtx", "1.7") for sm in built)
+    found = choose_engine(make_entry(engines=engines), "the target", GpuInfo("GPU", gpu, 1, 1))
+    assert found.sm == chosen
 
 
 def test_graphs_are_recorded_at_load_the_largest_first(bundle, machine):

@@ -54,7 +54,7 @@ class EngineFile:
 
     Attributes:
         path: engine file, relative to the bundle folder.
-        sm: architecture, for example ``"sm89"``.
+        sm: architecture, for example ``"sm89"``; ``"any"`` for a portable engine.
         builder: package that built it and can load it: ``"tensorrt"`` or ``"tensorrt-rtx"``.
         builder_version: its version; an engine loads only under the version that built it.
         memory_bytes: device memory that the largest profile needs for activations; None where the builder did not say.

@@ -43,7 +43,7 @@ def open_trt_executor(request: EngineRequest) -> TrtExecutor:
 
 
 def choose_engine(entry: ModelEntry, what: str, gpu: GpuInfo) -> EngineFile:
-    """The engine file for a GPU; engines run on the architecture they were built for and on no other.
+    """The engine file for a GPU: one built for its architecture, which no other runs, else a portable one.
 
     Args:
         entry: manifest entry of a TensorRT engine.
@@ -53,9 +53,10 @@ def choose_engine(entry: ModelEntry, what: str, gpu: GpuInfo) -> EngineFile:
     Raises:
         IncompatibleError: there is none; names the GPU's architecture and those that there are.
     """
-    for file in entry.engines:
-        if file.sm == gpu.sm:
-            return file
+    for sm in (gpu.sm, "any"):
+        for file in entry.engines:
+            if file.sm == sm:
+                return file
     built = ", ".join(file.sm for file in entry.engines) or "none"
     raise IncompatibleError(
         f"{what} has engines for {built}; {gpu.name} is {gpu.sm}.",
