@@ -195,7 +195,7 @@ def _effects(
 
 
 def mean_divergence(right: Float32Array, wrong: Float32Array) -> float:
-    """Mean over rows of the Kullback-Leibler divergence of two next-token distributions, from logits [R, V], in nats."""
+    """Mean Kullback-Leibler divergence, in nats, of the next-token distributions that logits [R, V] stand for."""
     total = 0.0
     for first, second in zip(right, wrong, strict=True):
         p, q = _log_softmax(first), _log_softmax(second)

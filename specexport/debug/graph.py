@@ -62,6 +62,9 @@ def load_graph(path: Path) -> EngineGraph:
     gates = {spec.name for spec in GATE_INPUTS}
     for value in [value for value in graph.inputs if value.name in gates]:
         graph.inputs.remove(value)
+    for name, weight in list(graph.initializers.items()):  # ONNX Runtime warns of each
+        if not weight.uses():
+            del graph.initializers[name]
     return EngineGraph(model, path.parent, streams)
 
 

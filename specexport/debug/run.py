@@ -107,6 +107,7 @@ def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: 
     require_polygraphy()
     from specexport.debug.capture import capture_step
     from specexport.debug.compare import compare_graphs
+    from specexport.debug.points import pair_points
     from specexport.debug.save import save_graphs
     from specexport_runtime.bundle.opened import load_bundle
     from specexport_runtime.machine import available_cores
@@ -123,6 +124,7 @@ def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: 
         looked_at = _load(folder, entries[0], options.graph)
         reference = _load(options.against or folder, entries[1], kind)
         tokens = bundle.tokenizer.encode(prompt).ids
+    same_names = all(manifest.tools.get(name) == other_manifest.tools.get(name) for name in _TRACING)
     threads = options.num_threads or available_cores()
     with clock.stage("decode", options.role, f"to a {options.step} step"):
         # The cache rows hold what this decode needs, and no more: they are inputs of every run.
@@ -137,14 +139,17 @@ def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: 
         )
     if options.save is not None:
         with clock.stage("save"):
-            save_graphs(options.save, {"reference": reference, "debugged": looked_at}, step)
+            pairs = pair_points(reference, looked_at, same_names=same_names)
+            outputs = [pair.reference.name for pair in pairs], [pair.name for pair in pairs]
+            names = ("reference", "debugged")
+            save_graphs(options.save, dict(zip(names, zip((reference, looked_at), outputs), strict=True)), step)
     with clock.stage("compare", options.role):
         found = compare_graphs(
             reference,
             looked_at,
             step,
             tolerance=options.tolerance or max(TOLERANCES[entry.quantize] for entry in entries),
-            same_names=all(manifest.tools.get(name) == other_manifest.tools.get(name) for name in _TRACING),
+            same_names=same_names,
             layers=options.layers,
             num_threads=threads,
             on_layer=lambda label, number, count: clock.note(f"{label} ({number} of {count})"),

@@ -3,8 +3,8 @@
 Three questions about graph B beside its reference A, in a step whose inputs are given:
 
 1. *How far is B from A?* Both run with every common tensor as an output; errors pile up from layer to layer.
-2. *Whose error is it?* B runs once more, and every common tensor that a node reads is A's. What then differs in a tensor
-   was made between it and the tensors before it.
+2. *Whose error is it?* B runs once more, and every common tensor that a node reads is A's. What then differs in a
+   tensor was made between it and the tensors before it.
 3. *What does it cost?* A runs once for each layer, with that layer's own error added. The logits are then those of a
    model in which only this layer is B's.
 """

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from specexport.atomic import new_folder
@@ -11,12 +12,12 @@ from specexport.debug.graph import EngineGraph
 MODEL, INPUTS = "model.onnx", "inputs.json"
 
 
-def save_graphs(folder: Path, graphs: Mapping[str, EngineGraph], step: CapturedStep) -> None:
+def save_graphs(folder: Path, graphs: Mapping[str, tuple[EngineGraph, Seq[str]]], step: CapturedStep) -> None:
     """Write a subfolder for each graph: the model, a copy of its weights, and the inputs of the step.
 
     Args:
         folder: where to; must not be there yet.
-        graphs: graphs by the name of their subfolder.
+        graphs: graphs and the tensors that they give, by the name of their subfolder.
         step: the step.
 
     Raises:
@@ -24,14 +25,17 @@ def save_graphs(folder: Path, graphs: Mapping[str, EngineGraph], step: CapturedS
         UserInputError: it cannot be written.
     """
     import onnx
+    import onnx.inliner
+    from polygraphy.backend.onnx import modify_outputs
     from polygraphy.json import save_json
 
     with new_folder(folder) as made:
-        for name, graph in graphs.items():
-            place, proto = made / name, graph.to_proto()
+        for name, (graph, outputs) in graphs.items():
+            place, proto = made / name, modify_outputs(graph.to_proto(), outputs=list(outputs))
             place.mkdir()
             entries = [entry for tensor in proto.graph.initializer for entry in tensor.external_data]
             for location in {entry.value for entry in entries if entry.key == "location"}:
                 shutil.copyfile(graph.folder / location, place / location)
-            onnx.save(proto, str(place / MODEL))
+            # graphsurgeon, by which polygraphy changes graphs, does not keep the types of model-local functions apart.
+            onnx.save(onnx.inliner.inline_local_functions(proto), str(place / MODEL))
             save_json([step.feeds_of(graph.inputs())], str(place / INPUTS))
