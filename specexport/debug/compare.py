@@ -198,16 +198,11 @@ def mean_divergence(right: Float32Array, wrong: Float32Array) -> float:
     """Mean Kullback-Leibler divergence, in nats, of the next-token distributions that logits [R, V] stand for."""
     total = 0.0
     for first, second in zip(right, wrong, strict=True):
-        p, q = _log_softmax(first), _log_softmax(second)
-        total += float((np.exp(p) * (p - q)).sum())
+        p, q = (row.astype(np.float64) - row.max() for row in (first, second))
+        weights = np.exp(p)
+        size = weights.sum()
+        total += float(weights @ (p - q) / size + np.log(np.exp(q).sum() / size))
     return total / len(right)
-
-
-def _log_softmax(row: Float32Array) -> np.ndarray:
-    wide = row.astype(np.float64)
-    wide -= wide.max()
-    shifted: np.ndarray = wide - np.log(np.exp(wide).sum())
-    return shifted
 
 
 def _relative(right: Float32Array, wrong: Float32Array) -> float:

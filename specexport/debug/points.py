@@ -117,7 +117,7 @@ def _linears(graph: ir.Graph, packs: dict[str, list[str]]) -> Iterator[Point]:
         base, packed = _base(str(weight.name))
         end, has_bias = _end(node)
         kind = "packed" if packed else "linear"
-        label = _label([base, *packs.get(base, [])[1:]])
+        label = _label([base, *(packs.get(base, [base, "others"])[1:] if packed else [])])
         bias = ("bias",) if has_bias else ()
         yield Point((kind, base, *bias, base), label, "linear", str(end.name), _layer_of(base))
         for name in packs.get(base, ()) if packed else ():

@@ -140,9 +140,14 @@ def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: 
     if options.save is not None:
         with clock.stage("save"):
             pairs = pair_points(reference, looked_at, same_names=same_names)
-            outputs = [pair.reference.name for pair in pairs], [pair.name for pair in pairs]
-            names = ("reference", "debugged")
-            save_graphs(options.save, dict(zip(names, zip((reference, looked_at), outputs), strict=True)), step)
+            save_graphs(
+                options.save,
+                {
+                    "reference": (reference, [pair.reference.name for pair in pairs]),
+                    "debugged": (looked_at, [pair.name for pair in pairs]),
+                },
+                step,
+            )
     with clock.stage("compare", options.role):
         found = compare_graphs(
             reference,
