@@ -27,16 +27,21 @@ class CapturedStep(NamedTuple):
     Attributes:
         kind: what the step was for.
         tokens: its new tokens.
-        past: cache entries that were there before.
+        context: the tokens before them, whose entries the cache holds.
         feeds: every input of the graph contract by name, those of padded-KV graphs included; gates are left out.
         logits: what the engine gave, [R, V].
     """
 
     kind: StepKind
     tokens: tuple[int, ...]
-    past: int
+    context: tuple[int, ...]
     feeds: Feeds
     logits: Float32Array
+
+    @property
+    def past(self) -> int:
+        """Cache entries that were there before."""
+        return len(self.context)
 
     def feeds_of(self, inputs: dict[str, int]) -> Feeds:
         """The feeds of a graph, by the names and ranks of its inputs; one-token graphs have caches of four."""
@@ -105,11 +110,12 @@ def capture_step(
 def _decode(executor: Executor, prompt: list[int], kind: StepKind, after: int, lookahead: int) -> CapturedStep:
     recorder = _Recorder(executor)
     runner = ModelRunner(recorder)  # type: ignore[arg-type]  # it passes on what it does not have
+    text: list[int] = []
     if kind == "prefill":
         tokens = prompt[: runner.max_chunk]
     else:
-        tokens = [_greedy(runner, prompt, after)]
-        past = runner.kv.kv_len(0)
+        text = _greedy(runner, prompt, after)
+        tokens, past = [text.pop()], runner.kv.kv_len(0)
         for _ in range(lookahead if kind == "verify" else 0):
             tokens.append(_next(runner, tokens[-1]))
         runner.kv.commit(0, past)  # rolls the draft back
@@ -119,16 +125,16 @@ def _decode(executor: Executor, prompt: list[int], kind: StepKind, after: int, l
     capacity = next(feed.shape[3] for name, feed in feeds.items() if name.startswith("k_cache."))
     positions = np.arange(capacity, dtype=KV_POSITIONS.dtype)
     feeds[KV_POSITIONS.name] = np.where(positions < past + len(tokens), positions, -1)[None, None]
-    return CapturedStep(kind, tuple(tokens), past, feeds, logits)
+    return CapturedStep(kind, tuple(tokens), tuple(text), feeds, logits)
 
 
-def _greedy(runner: ModelRunner, prompt: list[int], after: int) -> int:
-    """Prefill, and decode ``after`` tokens; returns the last token, which is not in the cache yet."""
+def _greedy(runner: ModelRunner, prompt: list[int], after: int) -> list[int]:
+    """Prefill, and decode ``after`` tokens; returns the whole text, whose last token is not in the cache yet."""
     runner.prefill(0, prompt[:-1])
-    token = prompt[-1]
+    text = list(prompt)
     for _ in range(after):
-        token = _next(runner, token)
-    return token
+        text.append(_next(runner, text[-1]))
+    return text
 
 
 def _next(runner: ModelRunner, token: int) -> int:

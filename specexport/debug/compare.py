@@ -29,7 +29,7 @@ class LayerRow:
         layer: number of the transformer layer; None outside of them.
         error: relative error (root mean square) where everything before it is of the graph that is looked at.
         within: ``error`` is within the tolerance.
-        own_error: the same where everything before it is the reference's.
+        own_error: the same where everything before it is the reference's; None if that cannot be told.
         divergence: mean Kullback-Leibler divergence of the next-token distributions, in nats, if only this layer is of
             the graph that is looked at; None if its own error is too small to be looked at, or it was not asked for.
     """
@@ -39,7 +39,7 @@ class LayerRow:
     layer: int | None
     error: float
     within: bool
-    own_error: float
+    own_error: float | None
     divergence: float | None
 
 
@@ -55,7 +55,7 @@ class Comparison:
         divergence: mean Kullback-Leibler divergence of the logits of the whole graphs, in nats.
         same_token: share of the step's logit rows whose likeliest token is the same.
         replayed_error: relative error of the graph's logits to those that the engine itself gave in this step: graphs
-            with all their layers as outputs are optimized less.
+            with all their layers as outputs are optimized less. None if no graph was replayed.
     """
 
     rows: tuple[LayerRow, ...]
@@ -64,7 +64,7 @@ class Comparison:
     tolerance: float
     divergence: float
     same_token: float
-    replayed_error: float
+    replayed_error: float | None
 
     def row(self, label: str) -> LayerRow:
         """The row of a label."""

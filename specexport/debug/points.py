@@ -41,6 +41,7 @@ class Point(NamedTuple):
         op: the operator or the kind of layer that gives it.
         name: its name in this graph.
         layer: number of the transformer layer; None outside of them.
+        whole: key of the packed layer that it is a part of; None for what is whole.
     """
 
     key: Key
@@ -48,6 +49,7 @@ class Point(NamedTuple):
     op: str
     name: str
     layer: int | None
+    whole: Key | None = None
 
 
 class Pair(NamedTuple):
@@ -78,8 +80,7 @@ def pair_points(reference: EngineGraph, other: EngineGraph, *, same_names: bool)
         first, second = _with_names(reference, other, first, second)
     common = first.keys() & second.keys()
     # Parts of a packed layer say nothing that the whole does not.
-    whole = {key[1] for key in common if key[0] == "packed"}
-    common = {key for key in common if not (key[0] == "linear" and key[-1] in whole)}
+    common = {key for key in common if first[key].whole not in common}
     places = {str(value.name): at for at, node in enumerate(reference.model.graph) for value in node.outputs}
     points = sorted((first[key] for key in common), key=lambda point: places[point.name])
     # In one-token graphs the parts of a packed layer have no names.
@@ -119,11 +120,12 @@ def _linears(graph: ir.Graph, packs: dict[str, list[str]]) -> Iterator[Point]:
         kind = "packed" if packed else "linear"
         label = _label([base, *(packs.get(base, [base, "others"])[1:] if packed else [])])
         bias = ("bias",) if has_bias else ()
-        yield Point((kind, base, *bias, base), label, "linear", str(end.name), _layer_of(base))
+        key = (kind, base, *bias)
+        yield Point(key, label, "linear", str(end.name), _layer_of(base))
         for name in packs.get(base, ()) if packed else ():
             part = next((str(use.name) for use in _parts(end) if _base(str(use.name))[0] == name), None)
             if part is not None:
-                yield Point(("linear", name, *bias, base), _label([name]), "linear", part, _layer_of(name))
+                yield Point(("linear", name, *bias), name, "linear", part, _layer_of(name), key)
 
 
 def _base(weight: str) -> tuple[str, bool]:

@@ -34,7 +34,8 @@ def make_table(found: Comparison, top: int) -> "Table":
     for row in rows[:top]:
         effect = row.divergence or 0.0
         share = f"{effect / total:.1%}" if total > 0 else "-"
-        table.add_row(row.label, f"{effect:.2e}", share, f"{row.own_error:.2e}", f"{row.error:.2e}")
+        own = "-" if row.own_error is None else f"{row.own_error:.2e}"
+        table.add_row(row.label, f"{effect:.2e}", share, own, f"{row.error:.2e}")
     return table
 
 
@@ -50,10 +51,10 @@ def summary_lines(found: Comparison, top: int) -> Iterator[str]:
         )
     if len(found.ranking) > top:
         yield f"{len(found.ranking) - top} more layers differ; --top shows them"
-    if not found.ranking:
+    if not found.ranking and all(row.own_error is not None for row in found.rows):
         yield "no layer has an error of its own beyond the order of additions"
     yield (
         f"all together: KL {found.divergence:.2e}, the same likeliest token in {found.same_token:.0%} of the logit rows"
     )
-    if found.replayed_error > 0:
+    if found.replayed_error:
         yield f"the graph with its layers as outputs gives the engine's own logits up to {found.replayed_error:.1e}"

@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from specexport.debug.capture import CapturedStep, StepKind
     from specexport.debug.compare import Comparison
     from specexport.debug.graph import EngineGraph
+    from specexport_runtime.bundle.opened import Bundle
 
 BACKEND = "ort-cpu"
+CACHE_BACKENDS = ("tensorrt", "tensorrt-rtx")
+"""Their engines show what they leave in the caches."""
 GraphKind = Literal["engine", "padded", "one-token"]
-TOLERANCES = {None: 1e-4, "int8": 0.1, "int4": 0.5}
-"""Default tolerance by how the weights of the less exact graph are quantized."""
+TOLERANCES = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1, "int8": 0.1, "int4": 0.5}
+"""Default tolerance by the dtype of the less exact graph, or by how its weights are quantized."""
 _TRACING = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
 
 
@@ -112,13 +115,20 @@ def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: 
     from specexport_runtime.bundle.opened import load_bundle
     from specexport_runtime.machine import available_cores
 
-    clock = StageClock(progress, num_steps=3 + (options.save is not None))
+    clock = StageClock(progress, num_steps=4 + (options.save is not None))
     with clock.stage("load"):
         bundle = load_bundle(folder, max_num_seqs=1)
         manifest = bundle.manifest
         other_manifest = manifest if options.against is None else load_manifest(options.against)
-        entries = [_entry(manifest, folder, options), _entry(other_manifest, options.against or folder, options)]
+        entries = [
+            _entry(manifest, folder, options),
+            _entry(other_manifest, None if options.against else folder, options),
+        ]
         _check_same_checkpoint(folder, entries[0], options, entries[1])
+        tolerance = options.tolerance or max(TOLERANCES[entry.quantize or entry.dtype] for entry in entries)
+    if entries[0].backend != BACKEND:
+        return _debug_engine(bundle, entries, prompt, options, tolerance, clock)
+    with clock.stage("read", options.role):
         # Without another bundle, the engine's own graph is the reference.
         kind: GraphKind = options.graph if options.against is not None else "engine"
         looked_at = _load(folder, entries[0], options.graph)
@@ -153,7 +163,7 @@ def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: 
             reference,
             looked_at,
             step,
-            tolerance=options.tolerance or max(TOLERANCES[entry.quantize] for entry in entries),
+            tolerance=tolerance,
             same_names=same_names,
             layers=options.layers,
             num_threads=threads,
@@ -163,14 +173,50 @@ def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: 
     return DebugReport(manifest.name, what, options.role, options.graph, step, found)
 
 
-def _entry(manifest: Manifest, folder: Path, options: DebugOptions) -> ModelEntry:
-    entry = manifest.models.get(options.role)
+def _debug_engine(
+    bundle: "Bundle", entries: Seq[ModelEntry], prompt: str, options: DebugOptions, tolerance: float, clock: StageClock
+) -> DebugReport:
+    """Hold an engine without layers against the graph of another bundle."""
+    from specexport.debug.capture import capture_step
+    from specexport.debug.engines import compare_engines
+    from specexport_runtime.bundle.opened import load_bundle
+
+    if options.save is not None or options.layers:
+        raise InvalidRequestError(
+            f"{bundle.folder}: an engine of {entries[0].backend} does not show its layers.",
+            "leave out --save and --layer.",
+        )
+    assert options.against is not None  # noqa: S101 - _entry has seen it
+    tokens = bundle.tokenizer.encode(prompt).ids
+    reference = load_bundle(options.against, max_num_seqs=1)
+    needed = min(reference.max_model_len, len(tokens) + options.after + reference.manifest.lookahead + 1)
+    reference = reference._replace(max_model_len=needed)
+    with clock.stage("decode", options.role, f"to a {options.step} step"):
+        step = capture_step(reference, options.role, tokens, options.step, after=options.after)
+    with clock.stage("compare", options.role):
+        found = compare_engines(
+            reference, bundle, options.role, step, tolerance=tolerance, num_threads=options.num_threads
+        )
+    what = f"bundle {reference.manifest.name}"
+    return DebugReport(bundle.manifest.name, what, options.role, options.graph, step, found)
+
+
+def _entry(manifest: Manifest, folder: Path | None, options: DebugOptions) -> ModelEntry:
+    """The entry of the model in one of the bundles.
+
+    Args:
+        manifest: the bundle's.
+        folder: the bundle that is looked at; None for the one that it is held against.
+        options: the role, the graph, and where the other bundle is.
+    """
+    entry, where = manifest.models.get(options.role), folder or options.against
     if entry is None:
-        raise InvalidRequestError(f"{folder} has no {options.role} model.", f"leave out --role {options.role}.")
-    if entry.backend != BACKEND:
+        raise InvalidRequestError(f"{where} has no {options.role} model.", f"leave out --role {options.role}.")
+    has_traces = entry.backend in CACHE_BACKENDS and folder is not None and options.against is not None
+    if entry.backend != BACKEND and not (has_traces and options.graph == "engine"):
         raise IncompatibleError(
-            f"{folder}: the {options.role} was built for {entry.backend}, whose engines do not show their layers.",
-            f"build it with --backend {BACKEND}.",
+            f"{where}: the {options.role} was built for {entry.backend}, whose engines do not show their layers.",
+            f"build it with --backend {BACKEND}; a TensorRT engine can be held --against such a bundle.",
         )
     return entry
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import onnx
@@ -17,12 +17,16 @@ from pairs import TinyPair, locked
 from specexport.build.pipeline import build_bundle
 from specexport.debug.capture import capture_step
 from specexport.debug.compare import mean_divergence
+from specexport.debug.engines import compare_engines
 from specexport.debug.graph import load_graph
 from specexport.debug.points import pair_points
+from specexport.debug.report import summary_lines
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
+from specexport_runtime.errors import IncompatibleError
+from specexport_runtime.executors import cuda_driver
 from tests.tiny_traces import export_once
 
 PROMPT = "a quick brown fox"
@@ -151,8 +155,9 @@ def test_lowerings_of_one_model_agree(
 def test_layers_that_only_one_graph_has_packed_are_still_paired(bundles: dict[str, Path], tiny_bundle: Path) -> None:
     graphs = [load_graph(folder / "target" / "model.onnx") for folder in (bundles["plain"], tiny_bundle)]
     pairs = pair_points(*graphs, same_names=False)
-    expected = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "attention", "self_attn.o_proj"]
-    expected += ["residual.attention", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "residual.mlp"]
+    # The packed query, key and value are read by attention as one, so that none of them is in that graph.
+    expected = ["attention", "self_attn.o_proj", "residual.attention"]
+    expected += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "residual.mlp"]
     found = [pair.label for pair in pairs]
     assert sorted(found) == sorted([f"layers.{layer}.{name}" for layer in range(2) for name in expected] + ["lm_head"])
     assert found.index("layers.0.residual.mlp") < found.index("layers.1.attention") < found.index("lm_head")
@@ -248,3 +253,40 @@ def test_without_the_extra_the_command_says_what_to_install(
     line = refuse_cli("debug", tiny_bundle, PROMPT, "--graph", "padded", "-q")
     assert "`specexport debug` needs polygraphy" in line
     assert "pip install 'specexport[debug,export,cpu]'" in line
+
+
+def test_engines_without_layers_are_told_apart_by_their_caches(tiny_bundle: Path, tmp_path: Path) -> None:
+    damaged = load_bundle(damage(tiny_bundle, tmp_path / "damaged", "layers.0.mlp.down_proj"), max_num_seqs=1)
+    bundle = load_bundle(tiny_bundle, max_num_seqs=1)
+    step = capture_step(bundle, "target", bundle.tokenizer.encode(PROMPT).ids, "verify")
+    limits = {"tolerance": 1e-4, "num_threads": 1}
+    same = compare_engines(bundle, bundle, "target", step, **limits)
+    assert (same.first, same.divergence, same.rows[-1].error) == (None, 0, 0)
+    assert [row.label for row in same.rows] == [
+        "layers.0.keys", "layers.0.values", "layers.1.keys", "layers.1.values", "logits",
+    ]  # fmt: skip
+    found = compare_engines(bundle, damaged, "target", step, **limits)
+    assert found.first == "layers.1.keys"  # layer 0 wrote its own before its MLP went wrong
+    assert [row.within for row in found.rows] == [True, True, False, False, False]
+    lines = list(summary_lines(found, 10))
+    assert "first beyond the tolerance of 0.0001: layers.1.keys" in lines[0]
+    assert len(lines) == 2
+
+
+def test_a_tensorrt_engine_is_refused_where_there_is_no_gpu(
+    tiny_bundle: Path, tmp_path: Path, refuse_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_gpu() -> NoReturn:
+        raise IncompatibleError("there is no NVIDIA GPU.", "run it where there is one.")
+
+    monkeypatch.setattr(cuda_driver, "CudaDriver", no_gpu)
+    engine = tmp_path / "rtx"
+    shutil.copytree(tiny_bundle, engine)
+    rewrite_manifest(engine, backend="tensorrt-rtx")
+    line = refuse_cli("debug", engine, PROMPT, "--against", tiny_bundle, "-q", exit_code=3)
+    assert "there is no NVIDIA GPU" in line
+    line = refuse_cli("debug", engine, PROMPT, "--graph", "padded", "-q", exit_code=3)
+    assert "was built for tensorrt-rtx, whose engines do not show their layers" in line
+    line = refuse_cli("debug", tiny_bundle, PROMPT, "--against", engine, "-q", exit_code=3)
+    assert "was built for tensorrt-rtx, whose engines do not show their layers" in line
+    assert "--layer" in refuse_cli("debug", engine, PROMPT, "--against", tiny_bundle, "--layer", "lm_head", "-q")

@@ -171,6 +171,10 @@ class OrtExecutor:
         first, count = binding.shape.first_row, binding.shape.num_seqs
         return arrays | {name: cache[first : first + count].copy() for name, cache in self._caches.items()}
 
+    def cache_entries(self, row: int, start: int, stop: int) -> dict[str, npt.NDArray[Any]]:
+        """Copies of the entries ``[start, stop)`` of a row, [H, entries, D] for each cache by the name of its input."""
+        return {name: cache[row, 0, :, start:stop].copy() for name, cache in self._caches.items()}
+
     def set_layers(self, mask: BoolArray | None) -> None:
         """See ``GatedExecutor.set_layers``."""
         self._gates.set_layers(mask)
