@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import onnx_ir as ir
 
 from specexport.debug.graph import EngineGraph, values_by_name
-from specexport_runtime.abi import K_CACHE, LOGITS, OP_DOMAIN
+from specexport.passes.residual_blocks import cache_writers
+from specexport_runtime.abi import LOGITS
 
 _PRODUCTS = ("MatMul", "Gemm", "MatMulInteger", "MatMulNBits")
 _SCALINGS = {"MatMulInteger": 2}  # products behind it that bring back the scales of the row and of the weight
@@ -95,11 +96,9 @@ def find_points(source: EngineGraph) -> dict[Key, Point]:
     packs = _packs(graph)
     found = list(_linears(graph, packs))
     names = values_by_name(source.model)
-    for node in graph:
-        for value in node.inputs:
-            if node.domain == OP_DOMAIN and value is not None and (layer := _cache_layer(str(value.name))) is not None:
-                label = f"layers.{layer}.attention"
-                found.append(Point(("attention", str(layer)), label, "attention", str(node.outputs[0].name), layer))
+    for layer, node in enumerate(cache_writers(graph)):
+        label = f"layers.{layer}.attention"
+        found.append(Point(("attention", str(layer)), label, "attention", str(node.outputs[0].name), layer))
     for (layer, part), name in source.streams.items():
         label = f"layers.{layer}.residual.{part}"
         if name in names:
@@ -173,11 +172,6 @@ def _other(node: ir.Node, value: ir.Value) -> ir.Value | None:
 
 def _is_vector(value: ir.Value | None) -> bool:
     return value is not None and value.is_initializer() and value.shape is not None and len(value.shape) == 1
-
-
-def _cache_layer(name: str) -> int | None:
-    stem = K_CACHE.name.format(i="")
-    return int(name.removeprefix(stem)) if name.startswith(stem) else None
 
 
 def _label(names: list[str]) -> str:
