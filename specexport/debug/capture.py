@@ -109,7 +109,7 @@ def capture_step(
 
 def _decode(executor: Executor, prompt: list[int], kind: StepKind, after: int, lookahead: int) -> CapturedStep:
     recorder = _Recorder(executor)
-    runner = ModelRunner(recorder)  # type: ignore[arg-type]  # it passes on what it does not have
+    runner = ModelRunner(recorder)
     text: list[int] = []
     if kind == "prefill":
         tokens = prompt[: runner.max_chunk]

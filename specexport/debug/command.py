@@ -73,10 +73,9 @@ def _record(found: "DebugReport") -> dict[str, Any]:
 
 
 def _print(found: "DebugReport", top: int, saved: Path | None) -> None:
-    from specexport.debug.report import make_table, summary_lines
-    from specexport.explain.report import make_console
+    from specexport.debug.report import make_console, make_table, summary_lines
 
-    console, step = make_console(None), found.step
+    console, step = make_console(), found.step
     graph = "" if found.graph == "engine" else f", {found.graph} graph"
     lines = [
         f"{found.bundle}: {found.role}{graph}, against {found.reference}, in a {step.kind} step of {len(step.tokens)} "
