@@ -13,7 +13,7 @@ RUNTIME = ROOT / "runtime" / "specexport_runtime"
 COMPILER = ROOT / "specexport"
 
 HEAVY = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "tensorrt", "tensorrt_rtx", "triton"}
-HEAVY |= {"matplotlib", "scipy"}
+HEAVY |= {"matplotlib", "polygraphy", "scipy"}
 SERVING = {"fastapi", "starlette", "pydantic", "uvicorn", "uvloop", "prometheus_client", "opentelemetry", "ray"}
 """Of the extras `serve` and `ray`: only what serves may name them."""
 # What the runtime may name at all. onnxruntime, google (protobuf, which it brings), tensorrt and cuda only inside
@@ -39,7 +39,7 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.executors.open",  # what a backend gives, for `inspect`
     "specexport_runtime.executors.paged",  # how ort-cuda's caches are laid out in blocks
 }
-DRIVES_THE_RUNTIME = ("cli.py", "demo.py", "doctor.py", "build/check.py", "verify", "bench", "tune", "explain")
+DRIVES_THE_RUNTIME = ("cli.py", "demo.py", "doctor.py", "build/check.py", "verify", "bench", "tune", "explain", "debug")
 
 
 def modules_of(package: Path) -> list[str]:

@@ -489,3 +489,19 @@ def test_a_row_that_ends_leaves_no_value_behind(tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits[0], model.logits_after([7, 8]))
     assert runner.step(1, [RowWork([9], 1)])[0].argmax() == model.logits_after([3, 4, 5, 9]).argmax()
     executor.close()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_cache_entries_are_read_as_float32(tmp_path, dtype):
+    executor, gpu, _ = open_one(tmp_path, make_entry(rows=ROWS, dtype=dtype))
+    (heads, k_dim, _), row = LAYERS[0], 2
+    values = np.arange(heads * executor._parts.sizes.kv_capacity * k_dim, dtype=np.float32) % 128  # exact in all three
+    cache, address = next(executor._parts.kv.addresses(row))
+    stored = (values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else values.astype(dtype)
+    gpu.synchronize()  # the arena was still to be cleared
+    gpu.view(address, cache.row_bytes)[:] = stored.view(np.uint8)
+    found = executor.cache_entries(row, 3, 8)
+    assert list(found) == [f"{kind}_cache.{layer}" for layer in range(len(LAYERS)) for kind in "kv"]
+    expected = values.reshape(cache.shape)[:, 3:8]
+    assert found[cache.name].dtype == np.float32
+    np.testing.assert_array_equal(found[cache.name], expected)

@@ -49,6 +49,7 @@ MAX_BINDINGS = 256
 class _Binding(NamedTuple):
     """Everything of one step shape that stays the same from step to step."""
 
+    shape: StepShape
     session: Any
     io: Any
     buffers: StepBuffers
@@ -161,6 +162,19 @@ class OrtExecutor:
         self._similarity = binding.similarity
         return binding.logits if want == "logits" else argmax_ids(binding.logits)
 
+    def step_inputs(self) -> dict[str, npt.NDArray[Any]]:
+        """Copies of what the prepared step gives to a graph, by name: all step inputs, read or not, and the caches."""
+        binding = self._current
+        if binding is None:
+            raise SpecexportError("step_inputs() was called before prepare().")
+        arrays = {name: array.copy() for name, array in binding.buffers._asdict().items() if array is not None}
+        first, count = binding.shape.first_row, binding.shape.num_seqs
+        return arrays | {name: cache[first : first + count].copy() for name, cache in self._caches.items()}
+
+    def cache_entries(self, row: int, start: int, stop: int) -> dict[str, npt.NDArray[Any]]:
+        """Copies of the entries ``[start, stop)`` of a row, [H, entries, D] for each cache by the name of its input."""
+        return {name: cache[row, 0, :, start:stop].copy() for name, cache in self._caches.items()}
+
     def set_layers(self, mask: BoolArray | None) -> None:
         """See ``GatedExecutor.set_layers``."""
         self._gates.set_layers(mask)
@@ -228,7 +242,9 @@ class OrtExecutor:
             io.bind_ortvalue_output(out_name, rows)
         logits = self._logits[: shape.num_logit_rows]
         io.bind_output(LOGITS.name, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        binding = _Binding(graph.session, io, StepBuffers(**arrays), logits, self._gates.bind(io, shape, measured))
+        binding = _Binding(
+            shape, graph.session, io, StepBuffers(**arrays), logits, self._gates.bind(io, shape, measured)
+        )
         self._bindings[shape, measured] = binding
         return binding
 

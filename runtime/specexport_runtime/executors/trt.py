@@ -16,7 +16,7 @@ from specexport_runtime.abi import StepShape
 from specexport_runtime.bundle.manifest import EngineFile, ModelEntry
 from specexport_runtime.bundle.profiles import choose_profile
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Int32Array, Int64Array, StepBuffers, StepOutput, Want
+from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Array, StepBuffers, StepOutput, Want
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.trt_engine import EngineContext, load_engine
 from specexport_runtime.executors.trt_graphs import GraphKey
@@ -78,7 +78,7 @@ class TrtExecutor:
         self.engine_seconds = 0.0
         self.graphs = self._parts.graphs
         self._sizes, self._names = sizes, entry.inputs
-        self._packed = entry.lowering == "plugin"
+        self._packed, self._dtype = entry.lowering == "plugin", entry.dtype
         self._ends: Int32Array = np.zeros((sizes.arena_rows, 1), np.int32)
         self._last_position = (entry.max_positions or sizes.kv_capacity) - 1
         self._steps: OrderedDict[StepShape, PlacedStep] = OrderedDict()
@@ -153,6 +153,10 @@ class TrtExecutor:
     def fixed_shapes(self) -> list[StepShape]:
         """The step of each fixed profile on the first rows, for :meth:`capture`."""
         return [profile.largest for _, profile in self._sizes.profiles if profile.is_fixed]
+
+    def cache_entries(self, row: int, start: int, stop: int) -> dict[str, Float32Array]:
+        """Entries ``[start, stop)`` of a row, float32 [H, entries, D] for each cache by the name of its input."""
+        return self._parts.kv.read_entries(row, start, stop, self._dtype)
 
     def move_row(self, source: int, destination: int, kv_len: int) -> None:
         """Copy the first ``kv_len`` cache entries of a row to another, in every layer."""

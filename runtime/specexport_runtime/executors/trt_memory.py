@@ -145,12 +145,40 @@ class KvMemory:
         for cache, address in self.addresses(row):
             self._driver.clear(address, cache.row_bytes)
 
+    def read_entries(self, row: int, start: int, stop: int, dtype: str) -> dict[str, npt.NDArray[np.float32]]:
+        """The entries ``[start, stop)`` of a row, float32 [H, entries, D] for each cache by the name of its input.
+
+        Args:
+            row: cache row.
+            start: first entry.
+            stop: one past the last.
+            dtype: of the caches.
+        """
+        found = {}
+        for cache, address in self.addresses(row):
+            size = (stop - start) * cache.entry_bytes
+            memory = self._driver.allocate_host(cache.heads * size)
+            for head in range(cache.heads):
+                source = address + head * cache.head_bytes + start * cache.entry_bytes
+                self._driver.copy_out(int(memory.ctypes.data) + head * size, source, size)
+            self._driver.synchronize()
+            found[cache.name] = _as_float32(memory, dtype).reshape(cache.heads, stop - start, cache.shape[2])
+            self._driver.free_host(memory)
+        return found
+
     def copy_row(self, source: int, destination: int, kv_len: int) -> None:
         """Copy the first ``kv_len`` entries of a row to another, in every cache."""
         if not kv_len:
             return
         for (cache, begin), (_, end) in zip(self.addresses(source), self.addresses(destination), strict=True):
             self._driver.copy_rows(end, begin, kv_len * cache.entry_bytes, cache.heads, cache.head_bytes)
+
+
+def _as_float32(memory: ByteArray, dtype: str) -> npt.NDArray[np.float32]:
+    """A copy of what lies in ``memory``; numpy has no bfloat16, which is the upper half of a float32."""
+    if dtype == "bfloat16":
+        return (memory.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return memory.view(dtype).astype(np.float32)
 
 
 class InputTensor(NamedTuple):

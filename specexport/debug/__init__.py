@@ -1,0 +1,1 @@
+"""``specexport debug``: one step of a decode through two graphs of a model, compared layer by layer."""

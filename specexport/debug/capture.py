@@ -1,0 +1,144 @@
+"""A step of a running decode, with everything that its graph was given.
+
+The decode is the runtime's own: prompts are prefilled in chunks, tokens are committed, and the step that is looked at
+goes through the executor. Its inputs are copied just before ONNX Runtime gets them.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport_runtime.abi import KV_POSITIONS
+from specexport_runtime.bundle.opened import Bundle
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.executors.base import Executor, Float32Array, StepOutput, Want
+from specexport_runtime.executors.open import open_executor
+from specexport_runtime.packing.batch import ModelRunner, RowWork
+
+StepKind = Literal["prefill", "decode", "verify"]
+Feeds = dict[str, npt.NDArray[Any]]
+
+
+class CapturedStep(NamedTuple):
+    """One step of one sequence.
+
+    Attributes:
+        kind: what the step was for.
+        tokens: its new tokens.
+        context: the tokens before them, whose entries the cache holds.
+        feeds: every input of the graph contract by name, those of padded-KV graphs included; gates are left out.
+        logits: what the engine gave, [R, V].
+    """
+
+    kind: StepKind
+    tokens: tuple[int, ...]
+    context: tuple[int, ...]
+    feeds: Feeds
+    logits: Float32Array
+
+    @property
+    def past(self) -> int:
+        """Cache entries that were there before."""
+        return len(self.context)
+
+    def feeds_of(self, inputs: dict[str, int]) -> Feeds:
+        """The feeds of a graph, by the names and ranks of its inputs; one-token graphs have caches of four."""
+        return {
+            name: feed[:, 0] if rank == 4 and (feed := self.feeds[name]).ndim == 5 else self.feeds[name]
+            for name, rank in inputs.items()
+        }
+
+
+class _Recorder:
+    """An executor that keeps the inputs of its last step.
+
+    Args:
+        executor: what runs the steps.
+    """
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+        self.feeds: Feeds = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def execute(self, want: Want = "logits") -> StepOutput:
+        self.feeds = self._executor.step_inputs()
+        output: StepOutput = self._executor.execute(want)
+        return output
+
+
+def capture_step(
+    bundle: Bundle, role: str, prompt: Seq[int], kind: StepKind, *, after: int = 0, num_threads: int | None = None
+) -> CapturedStep:
+    """Decode until the wanted step, and run it.
+
+    A verify step holds the next token and, as its draft, the K tokens that greedy decoding goes on with.
+
+    Args:
+        bundle: the bundle, with cache rows that are long enough.
+        role: ``"target"`` or ``"draft"``.
+        prompt: its tokens.
+        kind: the step. A prefill step takes the first chunk of the prompt, with the logits of every token.
+        after: tokens decoded before it.
+        num_threads: compute threads.
+
+    Raises:
+        InvalidRequestError: the prompt is empty or too long.
+        IncompatibleError, BundleError: the engine cannot be opened.
+    """
+    lookahead = bundle.manifest.lookahead
+    if not prompt:
+        raise InvalidRequestError("the prompt has no tokens.", "give some text.")
+    needed = len(prompt) + after + lookahead + 1
+    if needed > bundle.max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {len(prompt)} tokens; with what is decoded behind it that is {needed}, and this bundle "
+            f"takes {bundle.max_model_len}.",
+            "give a shorter prompt, or a smaller --after.",
+        )
+    executor = open_executor(bundle, role, num_threads=num_threads, spin=False, prepacked=False)
+    try:
+        return _decode(executor, list(prompt), kind, after, lookahead)
+    finally:
+        executor.close()
+
+
+def _decode(executor: Executor, prompt: list[int], kind: StepKind, after: int, lookahead: int) -> CapturedStep:
+    recorder = _Recorder(executor)
+    runner = ModelRunner(recorder)
+    text: list[int] = []
+    if kind == "prefill":
+        tokens = prompt[: runner.max_chunk]
+    else:
+        text = _greedy(runner, prompt, after)
+        tokens, past = [text.pop()], runner.kv.kv_len(0)
+        for _ in range(lookahead if kind == "verify" else 0):
+            tokens.append(_next(runner, tokens[-1]))
+        runner.kv.commit(0, past)  # rolls the draft back
+    past = runner.kv.kv_len(0)
+    logits = runner.step(0, [RowWork(tokens, len(tokens))]).copy()
+    feeds = recorder.feeds
+    capacity = next(feed.shape[3] for name, feed in feeds.items() if name.startswith("k_cache."))
+    positions = np.arange(capacity, dtype=KV_POSITIONS.dtype)
+    feeds[KV_POSITIONS.name] = np.where(positions < past + len(tokens), positions, -1)[None, None]
+    return CapturedStep(kind, tuple(tokens), tuple(text), feeds, logits)
+
+
+def _greedy(runner: ModelRunner, prompt: list[int], after: int) -> list[int]:
+    """Prefill, and decode ``after`` tokens; returns the whole text, whose last token is not in the cache yet."""
+    runner.prefill(0, prompt[:-1])
+    text = list(prompt)
+    for _ in range(after):
+        text.append(_next(runner, text[-1]))
+    return text
+
+
+def _next(runner: ModelRunner, token: int) -> int:
+    """Commit ``token``; returns the one that greedy decoding puts behind it."""
+    (found,) = runner.step(0, [RowWork([token], 1)], "token_ids").tolist()
+    runner.kv.commit(0, runner.kv.kv_len(0) + 1)
+    return int(found)

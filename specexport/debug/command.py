@@ -1,0 +1,90 @@
+"""``specexport debug``: which layer of a graph goes wrong, and what it costs."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from specexport.debug.run import DebugReport
+
+_ROLES, _GRAPHS, _STEPS = ("target", "draft"), ("engine", "padded", "one-token"), ("prefill", "decode", "verify")
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("prompt", required=False)
+@click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a UTF-8 text file.")
+@click.option("--against", type=click.Path(path_type=Path), help="Bundle of the same checkpoint: the reference.")
+@click.option(
+    "--graph", type=click.Choice(_GRAPHS), default="engine", show_default=True, help="Which graph of the model."
+)
+@click.option("--role", type=click.Choice(_ROLES), default="target", show_default=True, help="Which model.")
+@click.option("--step", type=click.Choice(_STEPS), default="verify", show_default=True, help="Which kind of step.")
+@click.option("--after", type=int, default=0, show_default=True, help="Tokens to decode before the step.")
+@click.option("--tolerance", type=float, help="Largest relative error.  [default: 1e-4; int8: 0.1; int4: 0.5]")
+@click.option("--layer", "layers", multiple=True, help="Rank these layers only; * stands for anything. Repeatable.")
+@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Rows of the table.")
+@click.option("--save", type=click.Path(path_type=Path), help="New folder: both models and the step, for polygraphy.")
+@click.option("--threads", "num_threads", type=int, help="Compute threads.  [default: the cores available]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
+def debug(
+    bundle: Path, prompt: str | None, *, prompt_file: Path | None, top: int, as_json: bool, quiet: bool, **options: Any
+) -> None:
+    """Compare all layers of a step of BUNDLE with a reference, and rank those that hurt most.
+
+    A decode behind PROMPT (built in, if none is given) is stopped at a step, and two graphs get its inputs: that of
+    BUNDLE and that of --against, or, without it, another graph of BUNDLE and its engine's own.
+    """
+    from specexport.debug.run import DebugOptions, debug_bundle
+    from specexport.progress import show_progress
+    from specexport.verify.prompts import DEFAULT_PROMPTS
+    from specexport_runtime.cli.prompts import read_prompts
+    from specexport_runtime.executors.open import check_threads
+
+    check_threads(options["num_threads"], "--threads")
+    asked = DebugOptions(**options)
+    if prompt is None and prompt_file is None:
+        prompt = DEFAULT_PROMPTS[0]
+    (item,) = read_prompts(prompt, prompt_file, None)
+    with show_progress(sys.stderr, quiet=quiet) as progress:
+        found = debug_bundle(bundle, item.text, asked, progress=progress)
+    if as_json:
+        click.echo(json.dumps(_record(found)))
+    else:
+        _print(found, top, asked.save)
+
+
+def _record(found: "DebugReport") -> dict[str, Any]:
+    from specexport.debug.report import to_json
+
+    step = found.step
+    return {
+        "bundle": found.bundle,
+        "reference": found.reference,
+        "role": found.role,
+        "graph": found.graph,
+        "step": {"kind": step.kind, "tokens": list(step.tokens), "past": step.past},
+        **to_json(found.comparison),
+    }
+
+
+def _print(found: "DebugReport", top: int, saved: Path | None) -> None:
+    from specexport.debug.report import make_console, make_table, summary_lines
+
+    console, step = make_console(), found.step
+    graph = "" if found.graph == "engine" else f", {found.graph} graph"
+    lines = [
+        f"{found.bundle}: {found.role}{graph}, against {found.reference}, in a {step.kind} step of {len(step.tokens)} "
+        f"tokens behind {step.past}"
+    ]
+    console.print(lines[0], markup=False, soft_wrap=True)
+    if found.comparison.ranking:
+        console.print(make_table(found.comparison, top))
+    for line in summary_lines(found.comparison, top):
+        console.print(line, markup=False, soft_wrap=True)
+    if saved is not None:
+        console.print(f"saved in {saved}: reference and debugged, each with model.onnx and inputs.json", soft_wrap=True)

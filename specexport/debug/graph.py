@@ -1,0 +1,135 @@
+"""A graph of a bundle's engine, made so that each of its tensors can be looked at and replaced.
+
+Layers that can be switched off lie in branches of ``If`` nodes, where nothing can be an output of the graph. The
+branches that run are put in the place of those nodes. Weights stay in the engine's own file.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import onnx_ir as ir
+
+from specexport.lowering.fuse import remove_dead_nodes
+from specexport.onnx_emit import Emitter
+from specexport_runtime.abi import GATE_INPUTS, SIMILARITY
+from specexport_runtime.errors import BundleError
+
+_GATE = "gate."
+IN, NUDGE, NUDGED = "@in", "@nudge", "@nudged"
+
+
+class EngineGraph(NamedTuple):
+    """A graph without gates.
+
+    Attributes:
+        model: the graph.
+        folder: where its weights lie.
+        streams: names of the residual stream behind the parts that had gates, by ``(layer, part)``.
+    """
+
+    model: ir.Model
+    folder: Path
+    streams: dict[tuple[int, str], str]
+
+    def inputs(self) -> dict[str, int]:
+        """Names and ranks of the inputs."""
+        return {str(value.name): len(value.shape or ()) for value in self.model.graph.inputs}
+
+    def to_proto(self) -> Any:
+        """The graph as an ``onnx.ModelProto`` that names its weights but does not hold them."""
+        return ir.to_proto(self.model)
+
+
+def load_graph(path: Path) -> EngineGraph:
+    """Read a graph, and put the branches that run in the place of their gates.
+
+    Raises:
+        BundleError: it cannot be read.
+    """
+    try:
+        model = ir.load(path)
+    except Exception as error:  # onnx raises protobuf's own types
+        raise BundleError(f"{path} cannot be read as ONNX ({error}).", "build the bundle again.") from error
+    graph, streams = model.graph, {}
+    for node in [node for node in graph if node.op_type == "If" and str(node.name).startswith(_GATE)]:
+        _, layer, *part = str(node.name).split(".")
+        if part[-1] != "similarity":
+            streams[int(layer), part[0]] = str(node.outputs[0].name)
+            _inline(graph, node)
+    for value in [value for value in graph.outputs if value.name == SIMILARITY.name]:
+        graph.outputs.remove(value)
+    remove_dead_nodes(model)
+    gates = {spec.name for spec in GATE_INPUTS}
+    for value in [value for value in graph.inputs if value.name in gates]:
+        graph.inputs.remove(value)
+    for name, weight in list(graph.initializers.items()):  # ONNX Runtime warns of each
+        if not weight.uses():
+            del graph.initializers[name]
+    return EngineGraph(model, path.parent, streams)
+
+
+def _inline(graph: ir.Graph, node: ir.Node) -> None:
+    """Put the nodes of the branch that runs before ``node``, and drop it."""
+    branch = node.attributes["then_branch"].as_graph()
+    results = list(branch.outputs)
+    nodes = list(branch)
+    branch.outputs.clear()
+    branch.remove(nodes)
+    graph.insert_before(node, nodes)
+    for old, new in zip(node.outputs, results, strict=True):
+        name, old.name = old.name, None
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        new.name = name
+    graph.remove(node, safe=True)
+
+
+def values_by_name(model: ir.Model) -> dict[str, ir.Value]:
+    """What the nodes of the graph give, by name."""
+    return {str(value.name): value for node in model.graph for value in node.outputs if value.name}
+
+
+def cut_graph(source: EngineGraph, ranks: dict[str, int]) -> EngineGraph:
+    """A copy in which whoever reads one of some tensors reads an input ``…@in`` instead.
+
+    Args:
+        source: the graph; not changed.
+        ranks: names of the tensors, with their ranks.
+    """
+    copy = source._replace(model=source.model.clone())
+    graph, values = copy.model.graph, values_by_name(copy.model)
+    for name, rank in ranks.items():
+        fed = _new_input(graph, name + IN, values[name], rank)
+        for use in list(values[name].uses()):
+            use.node.replace_input_with(use.idx, fed)
+    return copy
+
+
+def nudge_graph(source: EngineGraph, ranks: dict[str, int], output: str) -> tuple[EngineGraph, str]:
+    """A copy in which an input ``…@nudge`` is added to each of some tensors.
+
+    Args:
+        source: the graph; not changed.
+        ranks: names of the tensors, with their ranks.
+        output: name of the one output that the copy keeps.
+
+    Returns:
+        the copy, and what that output is called in it.
+    """
+    copy = source._replace(model=source.model.clone())
+    graph, values = copy.model.graph, values_by_name(copy.model)
+    for name, rank in ranks.items():
+        value, emit = values[name], Emitter(graph)
+        fed = _new_input(graph, name + NUDGE, value, rank)
+        total = emit.op("Add", value, fed, dtype=ir.DataType.FLOAT, shape=value.shape)
+        total.name = name + NUDGED
+        readers = [(use.node, use.idx) for use in value.uses() if use.node is not emit.nodes[0]]
+        emit.place(after=value.producer())
+        for node, at in readers:
+            node.replace_input_with(at, total)
+    return copy, output + NUDGED if output in ranks else output
+
+
+def _new_input(graph: ir.Graph, name: str, like: ir.Value, rank: int) -> ir.Value:
+    value = ir.Value(name=name, type=like.type or ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([None] * rank))
+    graph.inputs.append(value)
+    return value

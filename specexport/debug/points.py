@@ -1,0 +1,225 @@
+"""Where two graphs of a model can be compared: tensors that mean the same in both.
+
+Graphs of one checkpoint differ by what passes and lowerings make of it: a product of floats may be one of integers with
+scales behind it, three linear layers may be one, attention may be another function. So a tensor is known by
+
+- the weight of the linear layer that gives it;
+- the cache of the attention that gives it;
+- its place in the residual stream, where layers have gates;
+- its own name, if the same operator gives a tensor of that name in the other graph. Names come from tracing; a graph
+  that was traced with other tools has others, so this counts only if both were built with the same ones.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import onnx_ir as ir
+
+from specexport.debug.graph import EngineGraph, values_by_name
+from specexport.passes.residual_blocks import cache_writers
+from specexport_runtime.abi import LOGITS
+
+_PRODUCTS = ("MatMul", "Gemm", "MatMulInteger", "MatMulNBits")
+_SCALINGS = {"MatMulInteger": 2}  # products behind it that bring back the scales of the row and of the weight
+_FORMS = re.compile(r"(\.(int8|int4|transposed|weight))+$")
+_PART = ".part"
+_PACKED = ".packed"
+_STEM = re.compile(r"^(model\.)+")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_VIEWS = {"Cast", "Identity", "Reshape", "Split", "Squeeze", "Transpose", "Unsqueeze"}
+_NUMBERED = re.compile(r"^(val|node)_")  # numbered anew by whatever makes them
+
+Key = tuple[str, ...]
+
+
+class Point(NamedTuple):
+    """One tensor of a graph.
+
+    Attributes:
+        key: what it is, the same in every graph of the model.
+        label: what to call it.
+        op: the operator or the kind of layer that gives it.
+        name: its name in this graph.
+        layer: number of the transformer layer; None outside of them.
+        whole: key of the packed layer that it is a part of; None for what is whole.
+    """
+
+    key: Key
+    label: str
+    op: str
+    name: str
+    layer: int | None
+    whole: Key | None = None
+
+
+class Pair(NamedTuple):
+    """A tensor of the reference graph, and the same of the graph that is looked at."""
+
+    reference: Point
+    name: str
+
+    @property
+    def label(self) -> str:
+        """What to call it."""
+        return self.reference.label
+
+
+def pair_points(reference: EngineGraph, other: EngineGraph, *, same_names: bool) -> list[Pair]:
+    """The tensors that two graphs of a model have in common, in the order of the reference graph; logits come last.
+
+    Args:
+        reference: one graph.
+        other: the other.
+        same_names: whether names that tracing gave mean the same in both.
+    """
+    if same_names:  # only one of the graphs may have gates to tell its stream by
+        streams = reference.streams | other.streams
+        reference, other = reference._replace(streams=streams), other._replace(streams=streams)
+    first, second = find_points(reference), find_points(other)
+    if same_names:
+        first, second = _with_names(reference, other, first, second)
+    common = first.keys() & second.keys()
+    # Parts of a packed layer say nothing that the whole does not.
+    common = {key for key in common if first[key].whole not in common}
+    places = {str(value.name): at for at, node in enumerate(reference.model.graph) for value in node.outputs}
+    points = sorted((first[key] for key in common), key=lambda point: places[point.name])
+    # In one-token graphs the parts of a packed layer have no names.
+    labels = {key: max(first[key].label, second[key].label, key=len) for key in common}
+    once = {point.name: point for point in points}
+    return [Pair(point, second[point.key].name) for point in _numbered(list(once.values()), labels)]
+
+
+def find_points(source: EngineGraph) -> dict[Key, Point]:
+    """Linear layers, attention and the residual stream of a graph."""
+    graph = source.model.graph
+    packs = _packs(graph)
+    found = list(_linears(graph, packs))
+    names = values_by_name(source.model)
+    for layer, node in enumerate(cache_writers(graph)):
+        label = f"layers.{layer}.attention"
+        found.append(Point(("attention", str(layer)), label, "attention", str(node.outputs[0].name), layer))
+    for (layer, part), name in source.streams.items():
+        label = f"layers.{layer}.residual.{part}"
+        if name in names:
+            found.append(Point(("residual", str(layer), part), label, "residual", name, layer))
+    return {point.key: point for point in found if point.name}
+
+
+def _linears(graph: ir.Graph, packs: dict[str, list[str]]) -> Iterator[Point]:
+    initializers = graph.initializers
+    for node in graph:
+        if node.op_type not in _PRODUCTS:
+            continue
+        weight = node.inputs[1]
+        if weight is None or weight.name not in initializers or weight.shape is None or len(weight.shape) < 2:
+            continue
+        base, packed = _base(str(weight.name))
+        end, has_bias = _end(node)
+        kind = "packed" if packed else "linear"
+        label = _label([base, *(packs.get(base, [base, "others"])[1:] if packed else [])])
+        bias = ("bias",) if has_bias else ()
+        key = (kind, base, *bias)
+        yield Point(key, label, "linear", str(end.name), _layer_of(base))
+        for name in packs.get(base, ()) if packed else ():
+            part = next((str(use.name) for use in _parts(end) if _base(str(use.name))[0] == name), None)
+            if part is not None:
+                yield Point(("linear", name, *bias), name, "linear", part, _layer_of(name), key)
+
+
+def _base(weight: str) -> tuple[str, bool]:
+    """A weight's name without the forms that passes have put it in; whether it holds several layers."""
+    name = _FORMS.sub("", weight.removesuffix(_PART))
+    packed = name.endswith(_PACKED)
+    return _STEM.sub("", _FORMS.sub("", name.removesuffix(_PACKED))), packed
+
+
+def _packs(graph: ir.Graph) -> dict[str, list[str]]:
+    """Layers that were joined, by the first of them."""
+    found = {}
+    for node in graph:
+        names = [str(value.name) for value in node.outputs]
+        if node.op_type == "Split" and names and all(name.endswith(_PART) for name in names):
+            parts = [_base(name)[0] for name in names]
+            found[parts[0]] = parts
+    return found
+
+
+def _parts(packed: ir.Value) -> Iterable[ir.Value]:
+    return next((use.node.outputs for use in packed.uses() if use.node.op_type == "Split"), ())
+
+
+def _end(node: ir.Node) -> tuple[ir.Value, bool]:
+    """The tensor that a linear layer gives, behind scales and bias, and whether a bias was added."""
+    value, scalings = node.outputs[0], _SCALINGS.get(node.op_type, 0)
+    has_bias = node.op_type == "Gemm" and len(node.inputs) > 2
+    while len(uses := list(value.uses())) == 1 and not value.is_graph_output():
+        after, other = uses[0].node, _other(uses[0].node, value)
+        if after.op_type == "Cast" and scalings:
+            value = after.outputs[0]
+        elif after.op_type == "Mul" and scalings:
+            value, scalings = after.outputs[0], scalings - 1
+        elif after.op_type == "Add" and not has_bias and _is_vector(other):
+            value, has_bias = after.outputs[0], True
+        else:
+            break
+    return value, has_bias
+
+
+def _other(node: ir.Node, value: ir.Value) -> ir.Value | None:
+    return next((item for item in node.inputs if item is not value), None)
+
+
+def _is_vector(value: ir.Value | None) -> bool:
+    return value is not None and value.is_initializer() and value.shape is not None and len(value.shape) == 1
+
+
+def _label(names: list[str]) -> str:
+    """One name for layers that were joined: ``layers.0.self_attn.q_proj+k_proj+v_proj``."""
+    return "+".join([names[0], *(name.rpartition(".")[2] for name in names[1:])])
+
+
+def _layer_of(name: str) -> int | None:
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None
+
+
+def _with_names(
+    reference: EngineGraph, other: EngineGraph, first: dict[Key, Point], second: dict[Key, Point]
+) -> tuple[dict[Key, Point], dict[Key, Point]]:
+    """The points of both graphs with the tensors that have one name and one operator in both."""
+    nodes = [_givers(graph.model.graph) for graph in (reference, other)]
+    taken = [{point.name for point in points.values()} for points in (first, second)]
+    added: dict[Key, Point] = {}
+    for name, node in nodes[0].items():
+        twin = nodes[1].get(name)
+        if twin is None or twin.op_type != node.op_type or any(name in names for names in taken):
+            continue
+        added["name", name] = Point(("name", name), name, node.op_type, name, None)
+    return first | added, second | added
+
+
+def _givers(graph: ir.Graph) -> dict[str, ir.Node]:
+    """The node of each float tensor that may be compared by its name."""
+    found = {}
+    for node in graph:
+        for value in node.outputs if node.op_type not in _VIEWS else ():
+            name = str(value.name or "")
+            is_float = value.dtype in (None, ir.DataType.FLOAT) and (value.dtype or name == LOGITS.name)
+            if name and is_float and not _NUMBERED.match(name) and "_cache_out." not in name:
+                found[name] = node
+    return found
+
+
+def _numbered(points: list[Point], labels: dict[Key, str]) -> list[Point]:
+    """The points with their labels; one that is known by its name alone belongs to the layer of the next known one."""
+    placed: list[Point] = []
+    layer: Any = None
+    for point in reversed(points):
+        if point.key[0] != "name":
+            layer = point.layer
+            placed.append(point._replace(label=labels[point.key]))
+        else:
+            where = f"layers.{layer}." if layer is not None else ""
+            placed.append(point._replace(label=f"{where}{point.op}({point.name})", layer=layer))
+    return placed[::-1]

@@ -1,0 +1,240 @@
+"""From two bundles, or two graphs of one, to a comparison: what may be compared, and what not."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from specexport.progress import Progress, StageClock
+from specexport_runtime.bundle.manifest import Manifest, ModelEntry, load_manifest
+from specexport_runtime.errors import IncompatibleError, InvalidRequestError, OutputExistsError
+
+if TYPE_CHECKING:
+    from specexport.debug.capture import CapturedStep, StepKind
+    from specexport.debug.compare import Comparison
+    from specexport.debug.graph import EngineGraph
+    from specexport_runtime.bundle.opened import Bundle
+
+BACKEND = "ort-cpu"
+CACHE_BACKENDS = ("tensorrt", "tensorrt-rtx")
+"""Their engines show what they leave in the caches."""
+GraphKind = Literal["engine", "padded", "one-token"]
+TOLERANCES = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1, "int8": 0.1, "int4": 0.5}
+"""Default tolerance by the dtype of the less exact graph, or by how its weights are quantized."""
+_TRACING = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
+
+
+@dataclass(frozen=True)
+class DebugOptions:
+    """What to compare, and in which step.
+
+    Attributes:
+        against: bundle whose graph is the reference; None takes the engine's own graph of the same bundle.
+        graph: which graph of a model: its engine, the one for padded caches, or the one for steps of one token.
+        role: ``"target"`` or ``"draft"``.
+        step: kind of step.
+        after: tokens decoded before it.
+        tolerance: largest relative error of a tensor; None takes the default.
+        layers: patterns of layers whose effect on the logits is measured; empty takes all.
+        save: folder to write both graphs and the step to.
+        num_threads: compute threads; None takes the cores available.
+    """
+
+    against: Path | None = None
+    graph: GraphKind = "engine"
+    role: str = "target"
+    step: "StepKind" = "verify"
+    after: int = 0
+    tolerance: float | None = None
+    layers: Seq[str] = ()
+    save: Path | None = None
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.against is None and self.graph == "engine":
+            raise InvalidRequestError(
+                "there is nothing to compare the engine with.",
+                "give --against a bundle of the same checkpoint, or --graph padded.",
+            )
+        if self.tolerance is not None and not 0 < self.tolerance < float("inf"):
+            raise InvalidRequestError(f"--tolerance is {self.tolerance}.", "give a number above 0, for example 0.01.")
+        if self.after < 0:
+            raise InvalidRequestError(f"--after is {self.after}.", "give 0 or more tokens.")
+        if self.graph == "one-token" and self.step != "decode":
+            raise InvalidRequestError(
+                f"the one-token graph takes no {self.step} step of several tokens.", "add --step decode."
+            )
+        if self.save is not None and self.save.exists():
+            raise OutputExistsError(f"--save {self.save}: it exists.", "name another folder, or delete it.")
+
+
+@dataclass(frozen=True)
+class DebugReport:
+    """What was compared, and what was found.
+
+    Attributes:
+        bundle: name of the bundle that was looked at.
+        reference: what it was compared with, in words.
+        role: the model.
+        graph: its graph.
+        step: the step.
+        comparison: what was found.
+    """
+
+    bundle: str
+    reference: str
+    role: str
+    graph: GraphKind
+    step: "CapturedStep"
+    comparison: "Comparison"
+
+
+def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: Progress | None = None) -> DebugReport:
+    """Decode up to the wanted step, and compare two graphs in it.
+
+    Args:
+        folder: the bundle.
+        prompt: text to decode behind.
+        options: what to compare.
+        progress: called as each stage begins.
+
+    Raises:
+        MissingDependencyError: polygraphy is not installed.
+        InvalidRequestError: the bundles are of different checkpoints, a model or a graph is not there, a pattern fits
+            no layer, or the prompt is too long.
+        IncompatibleError: a graph is not one of ONNX Runtime on a CPU.
+        BundleError: a bundle cannot be loaded.
+    """
+    from specexport.debug.runs import require_polygraphy
+
+    require_polygraphy()
+    from specexport.debug.capture import capture_step
+    from specexport.debug.compare import compare_graphs
+    from specexport.debug.points import pair_points
+    from specexport.debug.save import save_graphs
+    from specexport_runtime.bundle.opened import load_bundle
+    from specexport_runtime.machine import available_cores
+
+    clock = StageClock(progress, num_steps=4 + (options.save is not None))
+    with clock.stage("load"):
+        bundle = load_bundle(folder, max_num_seqs=1)
+        manifest = bundle.manifest
+        other_manifest = manifest if options.against is None else load_manifest(options.against)
+        entries = [
+            _entry(manifest, folder, options),
+            _entry(other_manifest, None if options.against else folder, options),
+        ]
+        _check_same_checkpoint(folder, entries[0], options, entries[1])
+        tolerance = options.tolerance or max(TOLERANCES[entry.quantize or entry.dtype] for entry in entries)
+    if entries[0].backend != BACKEND:
+        return _debug_engine(bundle, entries, prompt, options, tolerance, clock)
+    with clock.stage("read", options.role):
+        # Without another bundle, the engine's own graph is the reference.
+        kind: GraphKind = options.graph if options.against is not None else "engine"
+        looked_at = _load(folder, entries[0], options.graph)
+        reference = _load(options.against or folder, entries[1], kind)
+        tokens = bundle.tokenizer.encode(prompt).ids
+    same_names = all(manifest.tools.get(name) == other_manifest.tools.get(name) for name in _TRACING)
+    threads = options.num_threads or available_cores()
+    with clock.stage("decode", options.role, f"to a {options.step} step"):
+        # The cache rows hold what this decode needs, and no more: they are inputs of every run.
+        needed = min(manifest.max_model_len, len(tokens) + options.after + manifest.lookahead + 1)
+        step = capture_step(
+            bundle._replace(max_model_len=needed),
+            options.role,
+            tokens,
+            options.step,
+            after=options.after,
+            num_threads=threads,
+        )
+    if options.save is not None:
+        with clock.stage("save"):
+            pairs = pair_points(reference, looked_at, same_names=same_names)
+            save_graphs(
+                options.save,
+                {
+                    "reference": (reference, [pair.reference.name for pair in pairs]),
+                    "debugged": (looked_at, [pair.name for pair in pairs]),
+                },
+                step,
+            )
+    with clock.stage("compare", options.role):
+        found = compare_graphs(
+            reference,
+            looked_at,
+            step,
+            tolerance=tolerance,
+            same_names=same_names,
+            layers=options.layers,
+            num_threads=threads,
+            on_layer=lambda label, number, count: clock.note(f"{label} ({number} of {count})"),
+        )
+    what = "the engine's own graph" if options.against is None else f"bundle {other_manifest.name}"
+    return DebugReport(manifest.name, what, options.role, options.graph, step, found)
+
+
+def _debug_engine(
+    bundle: "Bundle", entries: Seq[ModelEntry], prompt: str, options: DebugOptions, tolerance: float, clock: StageClock
+) -> DebugReport:
+    """Hold an engine without layers against the graph of another bundle."""
+    from specexport.debug.capture import capture_step
+    from specexport.debug.engines import compare_engines
+    from specexport_runtime.bundle.opened import load_bundle
+
+    if options.save is not None or options.layers:
+        raise InvalidRequestError(
+            f"{bundle.folder}: an engine of {entries[0].backend} does not show its layers.",
+            "leave out --save and --layer.",
+        )
+    assert options.against is not None  # noqa: S101 - _entry has seen it
+    tokens = bundle.tokenizer.encode(prompt).ids
+    reference = load_bundle(options.against, max_num_seqs=1)
+    needed = min(reference.max_model_len, len(tokens) + options.after + reference.manifest.lookahead + 1)
+    reference = reference._replace(max_model_len=needed)
+    with clock.stage("decode", options.role, f"to a {options.step} step"):
+        step = capture_step(reference, options.role, tokens, options.step, after=options.after)
+    with clock.stage("compare", options.role):
+        found = compare_engines(
+            reference, bundle, options.role, step, tolerance=tolerance, num_threads=options.num_threads
+        )
+    what = f"bundle {reference.manifest.name}"
+    return DebugReport(bundle.manifest.name, what, options.role, options.graph, step, found)
+
+
+def _entry(manifest: Manifest, folder: Path | None, options: DebugOptions) -> ModelEntry:
+    """The entry of the model in one of the bundles.
+
+    Args:
+        manifest: the bundle's.
+        folder: the bundle that is looked at; None for the one that it is held against.
+        options: the role, the graph, and where the other bundle is.
+    """
+    entry, where = manifest.models.get(options.role), folder or options.against
+    if entry is None:
+        raise InvalidRequestError(f"{where} has no {options.role} model.", f"leave out --role {options.role}.")
+    has_traces = entry.backend in CACHE_BACKENDS and folder is not None and options.against is not None
+    if entry.backend != BACKEND and not (has_traces and options.graph == "engine"):
+        raise IncompatibleError(
+            f"{where}: the {options.role} was built for {entry.backend}, whose engines do not show their layers.",
+            f"build it with --backend {BACKEND}; a TensorRT engine can be held --against such a bundle.",
+        )
+    return entry
+
+
+def _check_same_checkpoint(folder: Path, entry: ModelEntry, options: DebugOptions, other: ModelEntry) -> None:
+    if entry.source_sha256 != other.source_sha256:
+        raise InvalidRequestError(
+            f"--against {options.against}: its {options.role} was built from {other.source} "
+            f"({other.source_sha256[:12]}), and that of {folder} from {entry.source} ({entry.source_sha256[:12]}).",
+            "give a bundle of the same checkpoint.",
+        )
+
+
+def _load(folder: Path, entry: ModelEntry, kind: GraphKind) -> "EngineGraph":
+    from specexport.debug.graph import load_graph
+
+    path = {"engine": entry.path, "padded": entry.padded_path, "one-token": entry.one_token_path}[kind]
+    if path is None:
+        hint = "only small drafts have one: add --role draft." if kind == "one-token" else "build it again."
+        raise InvalidRequestError(f"{folder}: this model has no {kind} graph.", hint)
+    return load_graph(folder / path)
