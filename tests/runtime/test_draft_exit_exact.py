@@ -18,6 +18,8 @@ from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sequences.sequence import Sequence
 
+pytestmark = pytest.mark.slow
+
 
 class Rules:
     """Draft exit as it is."""

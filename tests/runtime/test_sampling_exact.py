@@ -20,6 +20,8 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import Draws, RandomStream
 from specexport_runtime.sampling.sampler import Sampler
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 6
 PROMPT = (2, 4)
 P_VALUE = 1e-5  # hundreds of fixed cases: a correct procedure stays above this, a wrong one falls far below

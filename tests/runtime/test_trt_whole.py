@@ -28,6 +28,8 @@ from tests.runtime.loop import make_decoder, run
 from tests.runtime.trt_fakes import FakeContext, FakeEngine, FakeGpu, make_entry, open_fake
 from tests.tiny_models import VOCAB
 
+pytestmark = pytest.mark.slow
+
 ROWS, LOOKAHEAD, MAX_MODEL_LEN = 3, 3, 40
 PROMPTS = ([5, 9, 14, 3, 200, 31, 77], [40, 41, 42], [7] * 12)
 
