@@ -6,6 +6,8 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from specexport.atomic import require_space
 from specexport.backends.base import Backend, BuildJob, release_weights
 from specexport.backends.registry import BACKENDS, find_backend
@@ -16,7 +18,7 @@ from specexport.recipe import BuildRecipe, resolve_dtype, resolve_recipe
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import ModelEntry
-from specexport_runtime.errors import CheckpointError, MissingDependencyError
+from specexport_runtime.errors import CheckpointError, MissingDependencyError, UnsupportedModelError
 from specexport_runtime.executors.base import Float32Array, Int64Array
 
 STAGES = ("load", "reference", "trace", "passes", "lower", "build", "check")
@@ -79,6 +81,8 @@ def build_model(
     with clock.stage("reference", source.role):
         obstacle = check_obstacle(recipe)
         reference = None if obstacle is not None else _eager_reference(checkpoint, recipe.quantization_of(source.role))
+        if recipe.check and recipe.dtype == "float16":
+            _refuse_overflow(checkpoint, reference)
     fields = _compile(recipe, checkpoint, source.role, folder=folder, clock=clock, dump_dir=dump_dir)
     gc.collect()  # the graph is gone: its weights must not be in memory beside the check's
     entry = ModelEntry(
@@ -118,6 +122,21 @@ def _load(recipe: BuildRecipe, source: ModelSource) -> Any:
     if checkpoint.source_sha256 != source.sha256:
         raise CheckpointError(f"checkpoint {source.name} changed while it was read.", "build again.")
     return checkpoint
+
+
+def _refuse_overflow(checkpoint: Any, reference: _Reference | None) -> None:
+    """Refuse a model whose activations exceed float16. No GPU is needed to find out, and no engine to be built.
+
+    Raises:
+        UnsupportedModelError: it has logits that are no finite numbers.
+    """
+    found = reference or _eager_reference(checkpoint, None)
+    if not all(np.isfinite(logits).all() for logits in found.logits):
+        raise UnsupportedModelError(
+            f"{checkpoint.architecture} cannot be computed in float16: activations exceed its range, and logits are no "
+            "finite numbers in eager transformers either.",
+            "use --dtype bfloat16.",
+        )
 
 
 def _eager_reference(checkpoint: Any, quantize: str | None) -> _Reference:

@@ -121,6 +121,23 @@ def test_what_is_not_folded_is_copied_to_be_verified(tiny_pair: TinyPair, rtx_bu
     assert load_manifest(rtx_bundle).models["target"].fused == (("folded", 2),)
 
 
+def test_a_model_that_float16_cannot_hold_is_refused_before_an_engine_is_built(
+    tiny_pair: TinyPair, tmp_path: Path, refuse_cli: Refuse, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Gemma 3 270M is such a model. bfloat16 has float32's range, so it builds."""
+    folder = tmp_path_factory.mktemp("large")
+    model = make_llama(0)
+    for weights, factor in ((model.model.layers[0].mlp.up_proj, 1e4), (model.model.layers[0].mlp.down_proj, 1e5)):
+        weights.weight.data *= factor  # all weights are in range, and their products are not
+    save_checkpoint(model, folder)
+    flags = ("--backend", "tensorrt-rtx", "--sm", "89", "--max-num-seqs", "1", "--max-num-tokens", "16")
+    line = refuse_cli("build", folder, "-o", tmp_path / "out", "-q", *flags)
+    assert "LlamaForCausalLM cannot be computed in float16" in line
+    assert "use --dtype bfloat16" in line
+    recipe = rtx_recipe(folder, tmp_path / "out", dtype="bfloat16", max_num_seqs=1)
+    assert build_bundle(recipe, use_cache=False).manifest.models["target"].dtype == "bfloat16"
+
+
 def test_a_portable_engine_verifies_in_place_too(tiny_pair: TinyPair, tmp_path: Path) -> None:
     result = build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", sm=["any"], max_num_seqs=1), use_cache=False)
     (engine,) = result.manifest.models["target"].engines
