@@ -77,6 +77,12 @@ def measure_closeness(found: Float32Array, reference: Float32Array) -> Closeness
     return Closeness(agreement, float(np.mean(divergences)), float(np.sum(divergences) / np.sum(told)))
 
 
+def divergence(found: Float32Array, reference: Float32Array) -> float:
+    """Kullback-Leibler divergence of the distribution of logits [V] from that of the reference's, in nats."""
+    logs = _log_softmax(reference)
+    return float(np.exp(logs) @ (logs - _log_softmax(found)))
+
+
 def _log_softmax(logits: Float32Array) -> npt.NDArray[np.float64]:
     shifted = logits.astype(np.float64) - float(logits.max())
     logs: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())

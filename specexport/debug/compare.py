@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 
 import numpy as np
 
+from specexport.build.closeness import divergence
 from specexport.debug.capture import CapturedStep
 from specexport.debug.graph import IN, NUDGE, EngineGraph, cut_graph, nudge_graph
 from specexport.debug.points import Pair, pair_points
@@ -196,13 +197,7 @@ def _effects(
 
 def mean_divergence(right: Float32Array, wrong: Float32Array) -> float:
     """Mean Kullback-Leibler divergence, in nats, of the next-token distributions that logits [R, V] stand for."""
-    total = 0.0
-    for first, second in zip(right, wrong, strict=True):
-        p, q = (row.astype(np.float64) - row.max() for row in (first, second))
-        weights = np.exp(p)
-        size = weights.sum()
-        total += float(weights @ (p - q) / size + np.log(np.exp(q).sum() / size))
-    return total / len(right)
+    return float(np.mean([divergence(second, first) for first, second in zip(right, wrong, strict=True)]))
 
 
 def _relative(right: Float32Array, wrong: Float32Array) -> float:

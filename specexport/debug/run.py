@@ -192,7 +192,9 @@ def _debug_engine(
     needed = min(reference.max_model_len, len(tokens) + options.after + reference.manifest.lookahead + 1)
     reference = reference._replace(max_model_len=needed)
     with clock.stage("decode", options.role, f"to a {options.step} step"):
-        step = capture_step(reference, options.role, tokens, options.step, after=options.after)
+        step = capture_step(
+            reference, options.role, tokens, options.step, after=options.after, num_threads=options.num_threads
+        )
     with clock.stage("compare", options.role):
         found = compare_engines(
             reference, bundle, options.role, step, tolerance=tolerance, num_threads=options.num_threads

@@ -139,7 +139,7 @@ def test_the_manifest_of_these_tests_loads(tmp_path):
         (("vocabulary", "eos_token_ids"), 2, "vocabulary.eos_token_ids is 2, not a list"),
         (("vocabulary", "special_tokens"), {"eos_token": 3}, "vocabulary.special_tokens.eos_token is 3, not a text"),
         (("models", "target", "path"), "../model.onnx", "it lies outside the bundle"),
-        (("models", "target", "path"), "/tmp/model.onnx", "it lies outside the bundle"),
+        (("models", "target", "path"), "/elsewhere/model.onnx", "it lies outside the bundle"),
         (("models", "target", "path"), "target\\..\\..\\x", "it lies outside the bundle"),
         (("models", "target", "path"), "target/other.onnx", "'target/other.onnx', not among the files"),
         (("models", "target", "one_token_path"), "C:/x", "models.target.one_token_path is 'C:/x'"),

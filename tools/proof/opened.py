@@ -5,6 +5,7 @@ from pathlib import Path
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.trt import TrtExecutor
+from specexport_runtime.executors.trt_open import record_fixed
 from tools.proof.devices import CudaDevice, Device, HostGpu
 from tools.proof.engine import proof_loader
 from tools.proof.graph import read_engine
@@ -41,10 +42,4 @@ def open_engine(
         entry, entry.engines[0], path.parent, num_rows=num_rows, driver=driver, use_graphs=graphs,
         load=proof_loader(device),
     )  # fmt: skip
-    if graphs:
-        try:
-            executor.capture(executor.fixed_shapes())
-        except BaseException:
-            executor.close()
-            raise
-    return executor
+    return record_fixed(executor) if graphs else executor

@@ -33,12 +33,20 @@ def open_trt_executor(request: EngineRequest) -> TrtExecutor:
         use_graphs=use_graphs,
         load=trt_engine.load_engine,
     )
-    if use_graphs:
-        try:
-            executor.capture(executor.fixed_shapes())
-        except BaseException:
-            executor.close()
-            raise
+    return record_fixed(executor) if use_graphs else executor
+
+
+def record_fixed(executor: TrtExecutor) -> TrtExecutor:
+    """Record the steps of all fixed profiles; an executor that cannot be recorded is closed.
+
+    Raises:
+        SpecexportError: the GPU or TensorRT failed.
+    """
+    try:
+        executor.capture(executor.fixed_shapes())
+    except BaseException:
+        executor.close()
+        raise
     return executor
 
 
