@@ -1,15 +1,11 @@
 """A drafter takes a file and a line of the registry: a copy of the sources with both, run in another process."""
 
-import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-RUNTIME = Path(__file__).parents[2] / "runtime" / "specexport_runtime"
+from tests.runtime.edited_copy import copy_runtime, edit, run_with
+
 DRAFTER = """
 from specexport_runtime.drafters.base import DrafterKind, DrafterTraits
 from specexport_runtime.sequences.records import Proposal
@@ -72,24 +68,16 @@ print(json.dumps(found))
 
 @pytest.fixture
 def found(tmp_path: Path, demo_bundle: Path) -> dict:
-    shutil.copytree(RUNTIME, tmp_path / RUNTIME.name, ignore=shutil.ignore_patterns("__pycache__"))
-    drafters = tmp_path / RUNTIME.name / "drafters"
-    (drafters / "repeat.py").write_text(DRAFTER)  # one file added
-    registry = (drafters / "registry.py").read_text()  # one file edited
-    registry = registry.replace("import lookup, model, self_draft\n", "import lookup, model, repeat, self_draft\n")
-    registry = registry.replace('"self": self_draft.KIND,\n', '"self": self_draft.KIND,\n    "repeat": repeat.KIND,\n')
-    (drafters / "registry.py").write_text(registry)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(RUNTIME.parents[1])))}
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(demo_bundle)],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
+    package = copy_runtime(tmp_path)
+    (package / "drafters" / "repeat.py").write_text(DRAFTER)  # one file added
+    edit(  # one file edited
+        package / "drafters" / "registry.py",
+        {
+            "import lookup, model, self_draft\n": "import lookup, model, repeat, self_draft\n",
+            '"self": self_draft.KIND,\n': '"self": self_draft.KIND,\n    "repeat": repeat.KIND,\n',
+        },
     )
-    assert run.returncode == 0, run.stderr
-    return dict(json.loads(run.stdout.splitlines()[-1]))
+    return run_with(package, PROGRAM, demo_bundle)
 
 
 def test_a_file_and_a_line_are_a_drafter_everywhere(found: dict) -> None:

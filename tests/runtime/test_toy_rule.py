@@ -1,15 +1,11 @@
 """A sampling rule takes a file and a field: a copy of the sources with both, run in another process."""
 
-import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-RUNTIME = Path(__file__).parents[2] / "runtime" / "specexport_runtime"
+from tests.runtime.edited_copy import copy_runtime, edit, run_with
+
 RULE = """
 import numpy as np
 
@@ -50,19 +46,16 @@ print(json.dumps(found))
 
 @pytest.fixture
 def found(tmp_path: Path) -> dict:
-    shutil.copytree(RUNTIME, tmp_path / RUNTIME.name, ignore=shutil.ignore_patterns("__pycache__"))
-    sampling = tmp_path / RUNTIME.name / "sampling"
-    (sampling / "gap.py").write_text(RULE)  # one file added
-    params = (sampling / "params.py").read_text()  # one file edited
-    params = params.replace("import MIN_P\n", "import MIN_P\nfrom specexport_runtime.sampling.gap import GAP\n")
-    params = params.replace("cut_field(MIN_P)\n", "cut_field(MIN_P)\n    gap: float = cut_field(GAP)\n")
-    (sampling / "params.py").write_text(params)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False, cwd=tmp_path
+    package = copy_runtime(tmp_path)
+    (package / "sampling" / "gap.py").write_text(RULE)  # one file added
+    edit(  # one file edited
+        package / "sampling" / "params.py",
+        {
+            "import MIN_P\n": "import MIN_P\nfrom specexport_runtime.sampling.gap import GAP\n",
+            "cut_field(MIN_P)\n": "cut_field(MIN_P)\n    gap: float = cut_field(GAP)\n",
+        },
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_with(package, PROGRAM)
 
 
 def test_a_rule_is_applied_checked_offered_and_served(found: dict) -> None:
