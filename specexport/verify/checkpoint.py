@@ -8,6 +8,7 @@ import gc
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import Any
 
 from specexport.verify.perplexity import reference_loss
 from specexport_runtime.bundle.manifest import Manifest
@@ -77,16 +78,33 @@ def eager_references(
 ) -> list[Float32Array]:
     """Logits [len, V] of each sequence from eager transformers; the model is freed before this returns.
 
+    Args:
+        source: the checkpoint.
+        revision: its hub revision.
+        sequences: token ids.
+        dtype: dtype that the engine holds weights in. They are rounded to it and computed with in float32, so that the
+            engine's arithmetic is all that differs.
+        trust_remote_code: let Python code from the checkpoint run.
+
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
     """
     from specexport.frontend import load_checkpoint, reference_logits
 
     checkpoint = load_checkpoint(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    widen_weights(checkpoint.model)
     references = reference_logits(checkpoint, [list(sequence) for sequence in sequences])
     del checkpoint
     gc.collect()
     return references
+
+
+def widen_weights(model: Any) -> None:
+    """Hold a torch model's parameters in float32, with the values that they have; a tensor at a time."""
+    import torch
+
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32)
 
 
 def eager_loss(
@@ -100,6 +118,7 @@ def eager_loss(
     from specexport.frontend import load_checkpoint, reference_logits
 
     checkpoint = load_checkpoint(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    widen_weights(checkpoint.model)
     # One window at a time: the logits of a large vocabulary are kept for no longer than they are read.
     logits = (reference_logits(checkpoint, [list(window)])[0] for window in windows)
     loss = reference_loss(logits, windows)

@@ -39,7 +39,10 @@ def _describe_tensors(result: TensorResult) -> Iterator[str]:
     for case in result.cases:
         if not case.passed:
             agreement = f"argmax agrees in {case.argmax_agreement:.1%} of {case.rows} rows"
-            yield f"  FAILED {result.role}, {case.name}: {case.max_relative:.3g} of the logit scale; {agreement}"
+            yield (
+                f"  FAILED {result.role}, {case.name}: {case.max_relative:.3g} of the logit scale, root mean square of "
+                f"a row {case.max_rms:.3g}; {agreement}"
+            )
 
 
 def _describe_perplexity(result: PerplexityResult) -> Iterator[str]:

@@ -82,6 +82,7 @@ def check_neighbours(
     *,
     lookahead: int,
     dtype: str = "float32",
+    num_layers: int = 1,
 ) -> NeighbourResult:
     """Step the end of ``sequences[0]`` alone and in company, and compare the logits.
 
@@ -91,7 +92,8 @@ def check_neighbours(
         sequences: token ids; the first is the subject, the others keep it company. At least 3 tokens each, none longer
             than a cache row less K+1 entries.
         lookahead: K.
-        dtype: the engine's dtype, which decides the tolerance.
+        dtype: the engine's dtype, which decides the tolerance together with
+        num_layers: L, attention layers of the model.
 
     Raises:
         InvalidRequestError: there is no subject, or a sequence is too short.
@@ -99,7 +101,7 @@ def check_neighbours(
     """
     if not sequences or min(map(len, sequences)) < 3:
         raise InvalidRequestError("the neighbours part needs sequences of 3 tokens or more.", "give longer prompts.")
-    tolerance = neighbour_tolerance(dtype)
+    tolerance = neighbour_tolerance(dtype, num_layers).largest
     company = [list(ids) for ids in sequences[1 : min(_NUM_ROWS, executor.num_rows)]]
     subject = _Subject(executor, list(sequences[0]))
     width = min(lookahead + 1, len(subject.tokens))

@@ -13,6 +13,7 @@ from specexport.verify.references import References, roles_of
 from specexport.verify.report import Part, PartStatus
 from specexport.verify.sampling import check_sampling
 from specexport.verify.tensors import TensorResult, check_tensors, make_sequences
+from specexport.verify.tolerance import NEAR_TIE_TOLERANCE, perplexity_limit
 from specexport_runtime.bundle.manifest import Manifest
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import CheckFailedError, UserInputError
@@ -37,10 +38,16 @@ def run_tensors(engine: SpecEngine, manifest: Manifest, references: References, 
         if executor is None or reference is None:
             continue
         with clock.stage("tensors", role):
-            dtype = manifest.models[role].dtype
+            entry = manifest.models[role]
             results.append(
                 check_tensors(
-                    role, executor, reference.sequences, reference.logits, lookahead=manifest.lookahead, dtype=dtype
+                    role,
+                    executor,
+                    reference.sequences,
+                    reference.logits,
+                    lookahead=manifest.lookahead,
+                    dtype=entry.dtype,
+                    num_layers=len(entry.layers),
                 )
             )
     missing = [references.missing[role] for role in roles if role in references.missing]
@@ -65,13 +72,15 @@ def run_perplexity(
             continue
         with clock.stage("perplexity", role):
             loss = engine_loss(executor, windows, lookahead=manifest.lookahead)
+        entry = manifest.models[role]
         results.append(
             compare_perplexity(
                 role,
                 loss,
                 reference.loss,
                 count_predicted(windows),
-                quantize=manifest.models[role].quantize,
+                quantize=entry.quantize,
+                limit=perplexity_limit(entry.quantize, entry.dtype, len(entry.layers)),
                 reference=reference.source,
             )
         )
@@ -89,7 +98,14 @@ def run_neighbours(engine: SpecEngine, manifest: Manifest, prompts: Seq[Seq[int]
         sequences = make_sequences(
             prompts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
         )
-        result = check_neighbours("target", engine.target, sequences, lookahead=manifest.lookahead, dtype=entry.dtype)
+        result = check_neighbours(
+            "target",
+            engine.target,
+            sequences,
+            lookahead=manifest.lookahead,
+            dtype=entry.dtype,
+            num_layers=len(entry.layers),
+        )
     return Part("neighbours", _status([result], ()), None, (result,))
 
 
@@ -109,10 +125,11 @@ def run_greedy(
     clock: StageClock,
     *,
     max_tokens: int,
+    tolerance: float = NEAR_TIE_TOLERANCE,
 ) -> Part:
     """Compare speculative with plain greedy decoding."""
     with clock.stage("greedy"):
-        result, reason = _attempt(lambda: check_greedy(engine, prompts, max_tokens=max_tokens))
+        result, reason = _attempt(lambda: check_greedy(engine, prompts, max_tokens=max_tokens, tolerance=tolerance))
     if result is None:
         return Part("greedy", "failed", reason, ())
     return Part("greedy", "passed" if result.passed else "failed", None, (result,))

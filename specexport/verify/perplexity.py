@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specexport.verify.tolerance import perplexity_limit
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import Executor, Float32Array
 from specexport_runtime.packing.batch import ModelRunner, RowWork
@@ -155,14 +154,9 @@ def count_predicted(windows: Seq[Seq[int]]) -> int:
 
 
 def compare_perplexity(
-    role: str, loss: float, float_loss: float, num_tokens: int, *, quantize: str | None, reference: str
+    role: str, loss: float, float_loss: float, num_tokens: int, *, quantize: str | None, limit: float, reference: str
 ) -> PerplexityResult:
-    """Judge a mean loss by the float model's, both in nats per token.
-
-    Raises:
-        IncompatibleError: no limit is known for ``quantize``.
-    """
-    limit = perplexity_limit(quantize)
+    """Judge a mean loss by the float model's, both in nats per token, by the largest relative rise allowed."""
     change = math.expm1(loss - float_loss) if abs(loss - float_loss) < 700 else math.inf
     return PerplexityResult(
         role,

@@ -17,6 +17,7 @@ from specexport.verify.prompts import DEFAULT_PROMPTS, encode_prompts
 from specexport.verify.references import EAGER, References, collect_references, roles_of, wants_loss
 from specexport.verify.report import VerifyReport
 from specexport.verify.tensors import LONGEST_SEQUENCE
+from specexport.verify.tolerance import near_tie_tolerance
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.engine import SpecEngine
@@ -39,16 +40,18 @@ def verify_bundle(bundle: Path, options: VerifyOptions, *, progress: Progress | 
     # Plan, load, neighbours, greedy, sampling; a reference, and tensors or perplexity for each model.
     clock = StageClock(progress, num_steps=2 * len(roles) + 5 + len(read) * (options.reference is not None))
     with clock.stage("plan"):
-        prompts, windows = _encode(bundle, manifest, options)
+        prompts, windows = _encode(bundle, manifest, options, with_text=bool(read))
     references = collect_references(bundle, manifest, prompts, windows, options, clock)
     with clock.stage("load"):
         engine = _load_engine(bundle, manifest, [*prompts, *(windows if read else ())], options)
+    target = manifest.models["target"]
+    near_tie = near_tie_tolerance(target.dtype, len(target.layers))
     try:
         found = (
             run_tensors(engine, manifest, references, clock),
             run_perplexity(engine, manifest, references, read, windows, clock),
             run_neighbours(engine, manifest, prompts, clock),
-            run_greedy(engine, prompts, clock, max_tokens=options.max_tokens),
+            run_greedy(engine, prompts, clock, max_tokens=options.max_tokens, tolerance=near_tie),
             run_sampling(engine, manifest, prompts, clock, num_samples=options.num_samples, seed=options.seed),
         )
     finally:
@@ -71,8 +74,10 @@ def verify_bundle(bundle: Path, options: VerifyOptions, *, progress: Progress | 
     )
 
 
-def _encode(bundle: Path, manifest: Manifest, options: VerifyOptions) -> tuple[list[list[int]], list[list[int]]]:
-    """Check the bundle's files; encode the prompts, and the windows of the text, with its tokenizer."""
+def _encode(
+    bundle: Path, manifest: Manifest, options: VerifyOptions, *, with_text: bool
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Check the bundle's files; encode the prompts, and the windows of the text if asked for, with its tokenizer."""
     tokenizer, vocab_size = load_bundle(bundle).tokenizer, manifest.models["target"].vocab_size
     prompts = encode_prompts(
         (options.prompts or DEFAULT_PROMPTS)[: options.max_prompts],
@@ -81,6 +86,8 @@ def _encode(bundle: Path, manifest: Manifest, options: VerifyOptions) -> tuple[l
         max_model_len=manifest.max_model_len,
         shorten=options.prompts is None,
     )
+    if not with_text:
+        return prompts, []
     texts = options.texts or [prompt.text for prompt in read_builtin(())]
     smallest = min(entry.vocab_size for entry in manifest.models.values())
     windows = make_windows(texts, tokenizer, vocab_size=smallest, max_model_len=manifest.max_model_len)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specexport.verify.tolerance import engine_tolerance, logit_scale
+from specexport.rounding import LogitTolerance, logit_tolerance
+from specexport.verify.tolerance import logit_scale
 from specexport_runtime.executors.base import Executor, Float32Array
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 
@@ -35,6 +36,7 @@ class TensorCase:
         rows: logit rows compared.
         max_abs: largest absolute difference of a logit.
         max_relative: largest difference over the logit scale of its sequence.
+        max_rms: largest root mean square of a row's differences, over the same.
         argmax_agreement: share of rows with the same most likely token.
         passed: every difference is within the tolerance.
     """
@@ -43,6 +45,7 @@ class TensorCase:
     rows: int
     max_abs: float
     max_relative: float
+    max_rms: float
     argmax_agreement: float
     passed: bool
 
@@ -56,6 +59,7 @@ class TensorResult:
         passed: every case passed.
         cases: one for each kind of step.
         tolerance: largest difference allowed, relative to the logit scale.
+        rms_tolerance: largest root mean square of a row's differences allowed, relative to the logit scale.
         compared: what was compared, in words.
     """
 
@@ -63,6 +67,7 @@ class TensorResult:
     passed: bool
     cases: tuple[TensorCase, ...]
     tolerance: float
+    rms_tolerance: float
     compared: str
 
     @property
@@ -112,32 +117,33 @@ def _cycle(pool: Seq[int], start: int, length: int) -> list[int]:
 class _Comparison:
     """Collects rows of logits and their references under the names of cases."""
 
-    def __init__(self, tolerance: float, references: Seq[Float32Array]) -> None:
+    def __init__(self, tolerance: LogitTolerance, references: Seq[Float32Array]) -> None:
         self._tolerance = tolerance
         self._references = references
         self._scales = [logit_scale(reference) for reference in references]
-        self._rows: dict[str, list[tuple[float, float, bool]]] = {}
+        self._rows: dict[str, list[tuple[float, float, float, bool]]] = {}
 
     def add(self, case: str, sequence: int, start: int, logits: Float32Array) -> None:
         """Compare ``logits`` [n, V] with the reference of positions start … start+n-1 of a sequence."""
         reference = self._references[sequence][start : start + len(logits)]
         with np.errstate(invalid="ignore"):  # infinities that should not be there become NaN, which fails
-            errors = np.abs(logits - reference).max(axis=1)
+            differences = np.abs(logits - reference)
+            errors, rms = differences.max(axis=1), np.sqrt(np.square(differences).mean(axis=1))
         same = logits.argmax(axis=1) == reference.argmax(axis=1)
         scale = self._scales[sequence]
         self._rows.setdefault(case, []).extend(
-            (float(error), float(error) / scale, bool(agrees)) for error, agrees in zip(errors, same, strict=True)
+            (float(error), float(error) / scale, float(mean) / scale, bool(agrees))
+            for error, mean, agrees in zip(errors, rms, same, strict=True)
         )
 
     def cases(self) -> tuple[TensorCase, ...]:
         found = []
         for name, rows in self._rows.items():
-            absolute, relative, same = (np.array(column) for column in zip(*rows, strict=True))
+            absolute, relative, rms, same = (np.array(column) for column in zip(*rows, strict=True))
             # NaN must fail: it is not at most the tolerance.
-            passed = bool(relative.max() <= self._tolerance)
-            found.append(
-                TensorCase(name, len(rows), float(absolute.max()), float(relative.max()), float(same.mean()), passed)
-            )
+            passed = bool(relative.max() <= self._tolerance.largest and rms.max() <= self._tolerance.rms)
+            largest, furthest, typical = (float(column.max()) for column in (absolute, relative, rms))
+            found.append(TensorCase(name, len(rows), largest, furthest, typical, float(same.mean()), passed))
         return tuple(found)
 
 
@@ -149,6 +155,7 @@ def check_tensors(
     *,
     lookahead: int,
     dtype: str = "float32",
+    num_layers: int = 1,
 ) -> TensorResult:
     """Compare an engine with reference logits.
 
@@ -158,12 +165,13 @@ def check_tensors(
         sequences: token ids, one sequence for each cache row used; none longer than a cache row less K+1 entries.
         references: [len, V] logits of each sequence.
         lookahead: K; widths 1 … K+1 are checked.
-        dtype: the engine's dtype, which decides the tolerance.
+        dtype: the engine's dtype, which decides the tolerance together with
+        num_layers: L, attention layers of the model.
 
     Raises:
         IncompatibleError: no tolerance is known for ``dtype``.
     """
-    tolerance = engine_tolerance(dtype)
+    tolerance = logit_tolerance(dtype, num_layers)
     comparison = _Comparison(tolerance, references)
     _check_prefill(executor, sequences[0], lookahead, comparison)
     _check_widths(executor, sequences[0], lookahead, comparison)
@@ -174,7 +182,7 @@ def check_tensors(
         f"all logits of {sum(case.rows for case in cases)} rows: prefill of {len(sequences[0])} tokens, steps of 1 to "
         f"{lookahead + 1} tokens, ragged steps of {len(sequences)} sequences, each after rollbacks"
     )
-    return TensorResult(role, all(case.passed for case in cases), cases, tolerance, compared)
+    return TensorResult(role, all(case.passed for case in cases), cases, *tolerance, compared)
 
 
 def _check_prefill(executor: Executor, sequence: Seq[int], lookahead: int, comparison: _Comparison) -> None:

@@ -11,12 +11,14 @@ import pytest
 from pairs import TinyPair, own_logits
 from tiny_models import VOCAB, make_llama, save_checkpoint
 
+from specexport.build import check
 from specexport.build.built import EngineCheck
 from specexport.build.cache import EngineCache
-from specexport.build.check import TOLERANCES, check_engine, check_sequences
+from specexport.build.check import check_engine, check_sequences
 from specexport.build.model import STAGES
 from specexport.build.pipeline import build_bundle
 from specexport.progress import ProgressEvent
+from specexport.rounding import LogitTolerance
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import BundleError, CheckFailedError, OutputExistsError
@@ -216,7 +218,7 @@ def test_a_wrong_padded_graph_fails_the_check_too(
 def test_a_wrong_engine_fails_the_check_and_leaves_nothing(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(TOLERANCES, "float32", 0.0)
+    monkeypatch.setattr(check, "logit_tolerance", lambda dtype, num_layers: LogitTolerance(0.0, 0.0))
     recipe = tiny_pair.recipe(tmp_path / "out", target=str(tiny_pair.draft), draft=None)
     with pytest.raises(CheckFailedError, match="LlamaForCausalLM engine differs from eager transformers") as caught:
         build_bundle(recipe, use_cache=False)

@@ -199,6 +199,14 @@ def test_dry_run_of_every_section(tmp_path: Path) -> None:
         text = loop[f"proof: greedy, 4 at a time, {how}"]
         assert text.data["equal"] == text.data["total"] == 20
     assert loop["proof: CUDA graphs"].verdict == "ok"
+    assert loop["proof: verify, greedy"].data["drafters"] == [
+        "draft model, K=2",
+        "lookup, K=2",
+        "chained, K=2",
+        "scripted, K=2",
+    ]
+    for part in ("tensors", "neighbours", "greedy", "sampling"):
+        assert found[f"ort-cpu: verify, {part}"].verdict == "ok"
     assert loop["proof: logits of graph and eager, 2 ragged steps"].value == "equal"
     assert loop["proof, 8 past: steps, batch 1"].data["ratios"].keys() == {"4"}
 

@@ -16,6 +16,7 @@ from specexport.verify.perplexity import (
     read_text,
     reference_loss,
 )
+from specexport.verify.tolerance import perplexity_limit
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError
 
 WINDOWS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [4, 4], [9, 8, 7]]
@@ -84,7 +85,8 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, content, message):
 
 
 def judge(loss, quantize="int8"):
-    return compare_perplexity("target", loss, 2.0, 100, quantize=quantize, reference="eager transformers")
+    limit = perplexity_limit(quantize, "float32", 2)
+    return compare_perplexity("target", loss, 2.0, 100, quantize=quantize, limit=limit, reference="eager transformers")
 
 
 def test_the_change_is_judged_by_the_limit_of_the_quantization():

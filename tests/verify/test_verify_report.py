@@ -19,8 +19,10 @@ from specexport_runtime.bundle.files import check_files, hash_files
 from specexport_runtime.bundle.manifest import Manifest, VocabularyInfo, load_manifest
 from specexport_runtime.errors import BundleError, UserInputError
 
-GOOD = TensorResult("target", True, (TensorCase("prefill", 9, 1e-6, 1e-7, 1.0, True),), 1e-4, "all of it")
-BAD = TensorResult("draft", False, (TensorCase("ragged", 9, math.nan, math.nan, 0.5, False),), 1e-4, "all of it")
+GOOD = TensorResult("target", True, (TensorCase("prefill", 9, 1e-6, 1e-7, 1e-8, 1.0, True),), 1e-4, 1e-4, "all of it")
+BAD = TensorResult(
+    "draft", False, (TensorCase("ragged", 9, math.nan, math.nan, math.nan, 0.5, False),), 1e-4, 1e-4, "all of it"
+)
 
 
 def make_report(*parts, **changes):

@@ -129,6 +129,18 @@ def check_graphs(context: Context) -> None:
     replayed.close()
 
 
+def verify_loop(context: Context) -> None:
+    """Parts of ``specexport verify`` that compare an engine with itself."""
+    from tools.gpu_check_lib.models import SIZES
+    from tools.gpu_check_lib.verify import check_loop
+
+    model = "tiny" if context.tiny else "small"
+    target, draft = (open_role(context, model, role, graphs=not context.tiny) for role in ("target", "draft"))
+    check_loop(context, target, draft, num_layers=SIZES[model].layers)
+    draft.close()
+    target.close()
+
+
 def measure_loop(context: Context) -> None:
     """verify(K+1)/decode(1) at several lengths, host time of a round, and tokens a second at a forced acceptance."""
     from tools.gpu_check_lib.bundles import large_profiles

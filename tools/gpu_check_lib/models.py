@@ -123,12 +123,14 @@ def write_checkpoint(folder: Path, size: LlamaSize, tensors: dict[str, Float16Ar
         tensors: its weights.
     """
     from safetensors.numpy import save_file
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     words = {f"t{i}": i for i in range(size.vocab)}
-    Tokenizer(models.WordLevel(words, unk_token="t0")).save(str(folder / "tokenizer.json"))  # noqa: S106
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))  # noqa: S106
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config_of(size)), encoding="utf-8")

@@ -30,6 +30,7 @@ _BEFORE = {
     "loop.greedy": ("loop", "check_greedy", 60, 15),
     "loop.graphs": ("loop", "check_graphs", 60, 15),
     "loop.speed": ("loop", "measure_loop", 150, 40),
+    "loop.verify": ("loop", "verify_loop", 60, 15),
     "machine.ort-cpu": ("machine", "backend_task", 75, 15),
     "machine.ort-cuda": ("machine", "backend_task", 75, 15),
     "machine.rtx-probe": ("rtx_probe", "probe", 90, 15),
@@ -38,12 +39,13 @@ _BEFORE = {
 }
 _PER_BACKEND = {
     "outputs.{}": ("outputs", "task", 60, 10),
+    "outputs.verify-{}": ("verify", "verify_task", 90, 20),
     "graphs.{}": ("graphs", "task", 45, 10),
     "speed.build-{}": ("speed", "build_task", 180, 30),
     "speed.measure-{}": ("speed", "measure_task", 150, 15),
 }
 _AFTER = {"kernels.flex": ("torch_attention", "measure_flex", 60, 20)}
-_FACTORIES = ("backend_task", "task", "build_task", "measure_task")
+_FACTORIES = ("backend_task", "task", "verify_task", "build_task", "measure_task")
 
 
 def _entries(backends: Seq[str]) -> dict[str, tuple[str, str, int, int, str]]:
@@ -57,7 +59,7 @@ def _entries(backends: Seq[str]) -> dict[str, tuple[str, str, int, int, str]]:
             found[name] = (*entry, backend)
     # The comparison of a backend with itself is a dry run's only.
     speeds = [key for key in _PER_BACKEND if key.startswith("speed")]
-    for key in ("outputs.{}", "graphs.{}"):
+    for key in ("outputs.{}", "outputs.verify-{}", "graphs.{}"):
         found |= {key.format(backend): (*_PER_BACKEND[key], backend) for backend in gpu or backends}
     for backend in gpu or backends:
         found |= {key.format(backend): (*_PER_BACKEND[key], backend) for key in speeds}
