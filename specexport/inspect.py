@@ -143,9 +143,15 @@ def _attention(engine: EngineFile, num_layers: int) -> str:
     rows = report.get("profiles", ())
     fused = sum(row["fused_attention"] >= num_layers for row in rows)
     wide = sum(len(row["float32_matmuls"]) for row in rows)
+    products = sorted({row.get("quantized_products", 0) for row in rows})
+    expanded = sum(row.get("expanded_weights", 0) for row in rows)
+    quantized = ""
+    if products[-1:] > [0] or expanded:
+        quantized = f"; {' to '.join(map(str, {products[0]: 0, products[-1]: 0}))} products of quantized weights a step"
+        quantized += f", {expanded} weights made float by kernels of their own" if expanded else ""
     return (
         f"{aliased} of {2 * num_layers} caches in place; attention fused in {fused} of {len(rows)} profiles; "
-        f"{wide} float32 matrix products"
+        f"{wide} float32 matrix products{quantized}"
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specexport.backends.base import ANY_ARCHITECTURE, AUTO_MODEL_LEN
-from specexport.backends.registry import BACKENDS, DEFAULT_BACKEND, backends_with, find_backend
+from specexport.backends.registry import BACKENDS, DEFAULT_BACKEND, find_backend
 from specexport_runtime.bundle.manifest import MAX_LOOKAHEAD, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_TOKENS
 from specexport_runtime.cli.errors import suggest
 from specexport_runtime.errors import RecipeError
@@ -51,7 +51,7 @@ class BuildRecipe:
             default when the bundle is loaded.
         max_num_tokens: most tokens of one step; None takes 512. As ``max_num_seqs``.
         gpu_memory_gb: TensorRT: refuse engines and caches that a GPU of this memory (GB) cannot hold.
-        quantize: ort-cpu: weights of the target's linear layers: ``"int8"``, ``"int4"`` or None (as they are).
+        quantize: weights of the target's linear layers: ``"int8"`` (ort-cpu), ``"int4"`` (TensorRT too) or None.
         draft_quantize: the same for the draft.
         quantize_lm_head: whether quantization takes the LM head too.
         fuse: ort-cpu: pack and fuse operators where that is faster; off is for comparison.
@@ -120,9 +120,12 @@ class BuildRecipe:
             if value not in known:
                 raise RecipeError(f"{key} is {value!r}.", f"use one of: {', '.join(known)}; or leave it out.")
             if value not in find_backend(self.backend).quantizations:
+                own = find_backend(self.backend).quantizations
+                able = [backend.name for backend in BACKENDS.values() if value in backend.quantizations]
+                has = f"{' and '.join(own)} only" if own else "no quantized engines"
                 raise RecipeError(
-                    f"{key} is {value!r}, and backend {self.backend} has no quantized engines.",
-                    f"build with `--backend {backends_with('quantizations')}`, or leave it out.",
+                    f"{key} is {value!r}, and backend {self.backend} has {has}.",
+                    f"build with `--backend {' or '.join(able)}`, or leave it out.",
                 )
         if self.draft is None and self.draft_quantize is not None:
             raise RecipeError("draft_quantize is given and draft is not.", "give the draft, or leave both out.")

@@ -21,8 +21,3 @@ def find_backend(name: str) -> Backend:
     if backend is None:
         raise RecipeError(f"backend {name!r} is not in this release.", f"use one of: {', '.join(BACKENDS)}.")
     return backend
-
-
-def backends_with(trait: str) -> str:
-    """Names of the backends for which a trait of :class:`Backend` holds, for messages."""
-    return ", ".join(name for name, backend in BACKENDS.items() if getattr(backend, trait))

@@ -36,7 +36,11 @@ class TensorRt(Backend):
     limits = {"max_num_seqs": (1, 256), "max_num_tokens": (1, 8192)}  # noqa: RUF012 never changed
     needs_gpu = True
     # Engines are built for step sizes and architectures.
-    key_fields = ("sm", "lowering", "lookahead", "max_model_len", "max_num_seqs", "max_num_tokens")
+    key_fields = (
+        "sm", "lowering", "lookahead", "max_model_len", "max_num_seqs", "max_num_tokens", "quantize_lm_head",
+    )  # fmt: skip
+    quantizations = ("int4",)
+    quantize_block = 64
 
     def defaults(self, recipe: RecipeFields) -> dict[str, Any]:
         """See ``Backend.defaults``."""
@@ -88,6 +92,7 @@ class TensorRt(Backend):
             "path": engines[0].path,
             "inputs": inputs,
             "lowering": recipe.lowering,
+            "quantize": recipe.quantization_of(role),
             "fused": tuple(sorted(Counter(forms).items())),
             "engines": engines,
             "profiles": profiles,
@@ -115,6 +120,7 @@ class TensorRtRtx(TensorRt):
     modules = ("tensorrt_rtx",)
     extra = "tensorrt-rtx"
     lowerings = ("native-folded", "native")
+    quantize_block = 32  # twice as many scales lose a fifth less; that the full TensorRT takes them is not known
     needs_gpu = False
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 _LAYER = re.compile(
-    r"^Name: (?P<name>[^,]+), LayerType: (?P<type>\w+), Inputs: (?P<inputs>.*?), Constants: .*?, "
+    r"^Name: (?P<name>[^,]+), LayerType: (?P<type>\w+), Inputs: (?P<inputs>.*?), Constants: (?P<constants>.*?), "
     r"Outputs: (?P<outputs>.*?), TacticName",
     re.MULTILINE,
 )
@@ -20,6 +20,7 @@ _SUBGRAPH = re.compile(r"_myl(\d+)_\d+$")
 _PROFILE = re.compile(r"\[profile (\d+)\]")
 _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 _WEIGHTS = re.compile(r"Total Weights Memory: (\d+) bytes")
+_LOW_BITS = {"Int4", "FP8"}
 _APPEND_PLUGIN = ".kv_append"
 _ITEM_BYTES = {"Half": 2, "BF16": 2, "BFloat16": 2, "Float": 4, "Int32": 4, "Int64": 8, "Bool": 1}
 
@@ -46,6 +47,7 @@ class Layer(NamedTuple):
         profile: index of the profile that it belongs to.
         inputs: what it reads.
         outputs: what it writes.
+        constants: weights that it reads.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Layer(NamedTuple):
     profile: int
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+    constants: tuple[Tensor, ...] = ()
 
     @property
     def is_attention(self) -> bool:
@@ -79,7 +82,8 @@ def parse_layers(texts: Iterable[str]) -> list[Layer]:
             subgraph = number[1] if number else ""
             if mark := _PROFILE.search(match[0]):
                 profiles[subgraph] = int(mark[1])
-            layer = Layer(match["name"], match["type"], 0, _tensors(match["inputs"]), _tensors(match["outputs"]))
+            tensors = (_tensors(match[part]) for part in ("inputs", "outputs", "constants"))
+            layer = Layer(match["name"], match["type"], 0, *tensors)
             found.append((subgraph, layer))
     return [layer._replace(profile=profiles.get(subgraph, 0)) for subgraph, layer in found]
 
@@ -98,6 +102,8 @@ def _tensors(text: str) -> tuple[Tensor, ...]:
 def summarize(layers: Seq[Layer], profiles: Seq[str]) -> list[dict[str, Any]]:
     """For each profile: kernels, fused attention kernels, float32 matrix products, and bytes of copied KV cache.
 
+    Of quantized weights: products that read them as they are stored, and kernels that make them float for another.
+
     A copy is a kernel that reads an updated cache, writes a tensor with its entries, and is no append. Where the number
     of rows is not fixed, one is counted.
     """
@@ -111,6 +117,8 @@ def summarize(layers: Seq[Layer], profiles: Seq[str]) -> list[dict[str, Any]]:
                 "fused_attention": sum(layer.is_attention for layer in own),
                 "float32_matmuls": [layer.name for layer in own if _is_float32_matmul(layer)],
                 "kv_copy_bytes": sum(_copied_bytes(layer) for layer in own),
+                "quantized_products": sum(_reads_low_bits(layer) and not _expands(layer) for layer in own),
+                "expanded_weights": sum(_reads_low_bits(layer) and _expands(layer) for layer in own),
             }
         )
     return rows
@@ -119,6 +127,15 @@ def summarize(layers: Seq[Layer], profiles: Seq[str]) -> list[dict[str, Any]]:
 def _is_float32_matmul(layer: Layer) -> bool:
     operands = [tensor for tensor in layer.inputs if len(tensor.dims) > 1 and tensor.values > 1]
     return layer.is_matmul and any(tensor.dtype == "Float" for tensor in operands[:2])
+
+
+def _reads_low_bits(layer: Layer) -> bool:
+    return any(tensor.dtype in _LOW_BITS for tensor in layer.constants)
+
+
+def _expands(layer: Layer) -> bool:
+    """Whether a kernel reads nothing but weights: then it makes them float for a product in another kernel."""
+    return not layer.inputs
 
 
 def _copied_bytes(layer: Layer) -> int:

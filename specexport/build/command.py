@@ -31,8 +31,8 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--name", help="Name of the bundle [default: the output folder's name].")
 @click.option("--backend", help=f"What runs the engines [default: {DEFAULT_BACKEND}].")
 @click.option("--dtype", help="Dtype of weights and KV caches, as float16 or fp16 [default: auto].")
-@click.option("--quantize", metavar="int8|int4", help="Quantize the target's linear layers (ort-cpu).")
-@click.option("--draft-quantize", metavar="int8|int4", help="Quantize the draft's linear layers (ort-cpu).")
+@click.option("--quantize", metavar="int8|int4", help="Quantize the target's linear layers (int8: ort-cpu only).")
+@click.option("--draft-quantize", metavar="int8|int4", help="The same for the draft's.")
 @click.option("--quantize-lm-head/--no-quantize-lm-head", default=None, help="Quantize the LM head too [default: yes].")
 @click.option("--fuse/--no-fuse", default=None, help="Pack and fuse operators where that is faster [default: yes].")
 @click.option(

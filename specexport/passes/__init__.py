@@ -23,12 +23,19 @@ class PassRecipe(Protocol):
 
 
 def default_passes(
-    recipe: PassRecipe, *, pack: bool = False, quantize: str | None = None, quantize_lm_head: bool = True
+    recipe: PassRecipe,
+    *,
+    pack: bool = False,
+    quantize: str | None = None,
+    quantize_lm_head: bool = True,
+    quantize_block: int = 0,
 ) -> "list[CountingPass]":
     """The passes of one model's build, in order, each with its reason; see ``pipeline.list_passes``."""
     from specexport.passes.pipeline import list_passes
 
-    return list_passes(recipe.dtype, pack=pack, quantize=quantize, quantize_lm_head=quantize_lm_head)
+    return list_passes(
+        recipe.dtype, pack=pack, quantize=quantize, quantize_lm_head=quantize_lm_head, quantize_block=quantize_block
+    )
 
 
 def run_passes(

@@ -15,6 +15,7 @@ from tiny_models import GROUPED, make_llama, make_model, save_checkpoint
 from specexport.backends import present_gpu, tensorrt
 from specexport.backends import trt as trt_backend
 from specexport.build.pipeline import build_bundle
+from specexport.inspect import describe
 from specexport.progress import ProgressEvent
 from specexport.recipe import BuildRecipe, make_recipe
 from specexport_runtime.bundle.files import check_files
@@ -211,6 +212,29 @@ def test_other_attention_builds_too(
     (engine,) = result.manifest.models["target"].engines
     assert len(engine.report["aliased"]) == 4
     assert all(row["float32_matmuls"] == [] for row in engine.report["profiles"])
+
+
+def test_int4_weights_are_read_by_the_products_themselves(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "vocab_size": 640}
+    save_checkpoint(make_llama(0, **sizes), tmp_path / "target")
+    save_checkpoint(make_llama(1, **sizes, num_hidden_layers=1), tmp_path / "draft")
+    recipe = rtx_recipe(
+        tmp_path / "target", tmp_path / "out", draft=str(tmp_path / "draft"), max_num_seqs=1, lookahead=1,
+        quantize="int4",
+    )  # fmt: skip
+    models = build_bundle(recipe, use_cache=False).manifest.models
+    assert [models[role].quantize for role in ("target", "draft")] == ["int4", None]
+    assert dict(models["target"].passes)["int4-weights"] == 15
+    (engine,), (draft,) = (models[role].engines for role in ("target", "draft"))
+    for row in engine.report["profiles"]:
+        # query, key and value are one product, and so are gate and up
+        assert (row["quantized_products"], row["expanded_weights"]) == (9, 0)
+    assert all(row["quantized_products"] == 0 for row in draft.report["profiles"])
+    linear = 2 * (256 * (256 + 2 * 128 + 256) + 3 * 256 * 384) + 256 * 640
+    # And the embedding in 16 bits, and 0.3 MB of tables, which are little beside a model that is not tiny.
+    assert engine.report["weight_bytes"] < 0.27 * 2 * linear + 2 * 256 * 640 + 350_000
+    lines = list(describe(load_manifest(tmp_path / "out")))
+    assert sum("9 products of quantized weights a step" in line for line in lines) == 1
 
 
 def test_a_builder_that_fails_leaves_nothing_and_says_what_tensorrt_said(

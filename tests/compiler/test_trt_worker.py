@@ -103,7 +103,12 @@ def test_a_hidden_float32_product_is_refused_and_one_of_the_model_is_not(tmp_pat
         build(make_job(tmp_path, model, shapes | {"surplus": fixed(1)}, float32_products=["router"]), io.StringIO())
 
 
-def layer_text(name: str, inputs: list[tuple[str, str, str]], outputs: list[tuple[str, str, str]]) -> str:
+def layer_text(
+    name: str,
+    inputs: list[tuple[str, str, str]],
+    outputs: list[tuple[str, str, str]],
+    constants: list[tuple[str, str, str]] | None = None,
+) -> str:
     def tensors(values: list[tuple[str, str, str]]) -> str:
         return ", ".join(
             f"{{ Name: {n}, Dimensions: [{d}], Strides: [1], Datatype: {t}, Format: x }}" for n, d, t in values
@@ -111,7 +116,8 @@ def layer_text(name: str, inputs: list[tuple[str, str, str]], outputs: list[tupl
 
     kind = "gemm" if "gemm" in name else "kgen"
     return (
-        f"Name: {name}, LayerType: {kind}, Inputs: [ {tensors(inputs)}], Constants: [], "
+        f"Name: {name}, LayerType: {kind}, Inputs: [ {tensors(inputs)}], "
+        f"Constants: [ {tensors(constants or [])}], "
         f"Outputs: [ {tensors(outputs)}], TacticName: t, StreamId: 0, Metadata: \n"
     )
 
@@ -139,8 +145,25 @@ def test_layers_are_read_and_given_to_their_profiles() -> None:
         "fused_attention": 1,
         "float32_matmuls": ["wide_gemm_myl0_3"],
         "kv_copy_bytes": 4 * 64 * 16 * 2,
+        "quantized_products": 0,
+        "expanded_weights": 0,
     }
     assert second["kv_copy_bytes"] == 2 * 64 * 16 * 2, "one row, where their number is not fixed"
+
+
+def test_products_of_quantized_weights_are_told_from_kernels_that_make_them_float() -> None:
+    scales, codes = ("s", "4,64", "Half"), ("w", "512,64", "Int4")
+    wide = layer_text("__myl_Fc_myl0_0", [("x", "600,512", "Half")], [("y", "600,64", "Half")], [codes, scales])
+    text = "Layers:\n" + "".join(
+        [
+            wide,
+            layer_text("__myl_Fc_myl0_1", [("x", "5,64", "Half")], [("y", "5,8", "Half")], [("v", "64,8", "FP8")]),
+            layer_text("__myl_CastMul_myl0_2", [], [("w", "512,64", "Half")], [codes, scales]),
+            layer_text("some_gemm_myl0_3", [("x", "5,512", "Half"), ("w", "512,64", "Half")], [("y", "5,64", "Half")]),
+        ]
+    )
+    (row,) = summarize(parse_layers([text]), ["verify 1x5"])
+    assert (row["quantized_products"], row["expanded_weights"]) == (2, 1)
 
 
 class Config:

@@ -1,0 +1,120 @@
+"""Linear layers with int4 weights that the graph makes float again: TensorRT fuses that with the product."""
+
+from collections.abc import Sequence as Seq
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from specexport.onnx_emit import Emitter, constant, lazy_weight
+from specexport.passes.base import CountingPass
+from specexport.passes.quantize_graph import put_in_place
+from specexport.passes.quantize_sites import LinearSite, find_sites
+from specexport_runtime.errors import UnsupportedModelError
+
+_LEAST, _MOST = -8, 7
+_SHRINK = (1.0, 0.93, 0.86, 0.79)
+"""Shares of a block's largest weight that are tried as the largest code: the one with the least squared error stays."""
+_CHUNK = 1 << 22  # weight elements worked on at a time
+
+
+class Int4WeightPass(CountingPass):
+    """Store weights in 4 bits, symmetric, with a scale for every block of inputs of each output.
+
+    ::
+
+        MatMul(x, W)   becomes   MatMul(x, DequantizeLinear(codes [K, N], scales [K / block, N]))
+
+    Activations keep their type. A layer whose inputs the block does not divide keeps its weights. The LM head is taken
+    too, unless asked otherwise. Counts the layers. (Float8 weights are not offered: TensorRT-RTX 1.7 makes most of them
+    float in kernels of their own, in every step, which reads more memory than weights that are float already.)
+
+    Args:
+        block: inputs that share a scale.
+        lm_head: quantize the LM head too.
+    """
+
+    name = "int4-weights"
+    reason = "memory: a GPU reads a quarter of the bytes, and makes them float inside the product's kernel"
+
+    def __init__(self, *, block: int, lm_head: bool) -> None:
+        self._block, self._lm_head = block, lm_head
+
+    def rewrite(self, model: ir.Model) -> int:
+        """Quantize every linear layer whose inputs the block divides.
+
+        Raises:
+            UnsupportedModelError: a layer's weights are no matrix, or the block divides no layer's inputs.
+        """
+        sites = find_sites(model, "int4", lm_head=self._lm_head)
+        chosen = [site for site in sites if site.depth % self._block == 0]
+        if not chosen:
+            raise UnsupportedModelError(
+                f"int4 was asked for, and no linear layer has a multiple of {self._block} inputs.",
+                "build without --quantize (for a draft: --draft-quantize).",
+            )
+        for site in chosen:
+            _replace(model.graph, site, self._block)
+        return len(chosen)
+
+
+def _replace(graph: ir.Graph, site: LinearSite, block: int) -> None:
+    dtype, name = site.tensor.dtype, f"{site.weight.name}.int4"
+    make = partial(_part, site.tensor, site.turned, block)
+    sizes, scale_sizes = [site.depth, site.width], [site.depth // block, site.width]
+    codes = lazy_weight(graph, name, ir.DataType.INT4, sizes, partial(make, 0, np.dtype(ml_dtypes.int4)))
+    scales = lazy_weight(graph, f"{name}_scale", dtype, scale_sizes, partial(make, 1, dtype.numpy()))
+    emit = Emitter(graph)
+    weight = emit.op("DequantizeLinear", codes, scales, dtype=dtype, shape=sizes, axis=0, block_size=block)
+    source, shape = site.source, site.node.outputs[0].shape
+    if source.shape is not None and len(source.shape) == 3:  # [1, T, K]: the weight would be kept twice
+        tokens = source.shape[1]
+        depths = constant(graph, f"{name}.flat", np.array([-1, site.depth], np.int64))
+        flat = emit.op("Reshape", source, depths, dtype=dtype, shape=[tokens, site.depth])
+        product = emit.op("MatMul", flat, weight, dtype=dtype, shape=[tokens, site.width])
+        widths = constant(graph, f"{name}.batch", np.array([1, -1, site.width], np.int64))
+        result = emit.op("Reshape", product, widths, dtype=dtype, shape=shape)
+    else:
+        result = emit.op("MatMul", source, weight, dtype=dtype, shape=shape)
+    put_in_place(emit, site, result)
+
+
+def _part(tensor: ir.TensorProtocol, turned: bool, block: int, index: int, dtype: np.dtype) -> np.ndarray:
+    """Codes [K, N] (0) or scales [K / block, N] (1) of a matrix; some outputs at a time, to save memory."""
+    matrix = tensor.numpy().T if turned else tensor.numpy()
+    step = max(1, _CHUNK // matrix.shape[0])
+    starts: Seq[int] = range(0, matrix.shape[1], step)
+    parts = [quantize_blocks(matrix[:, start : start + step].astype(np.float32), block)[index] for start in starts]
+    return np.concatenate(parts, axis=1).astype(dtype)
+
+
+def quantize_blocks(matrix: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes from -8 to 7 and scales of a float matrix: ``value = code * scale``.
+
+    The largest weight of a block is given -8, the code that has no opposite; or the scale is a little smaller, where
+    that costs less over the block. Scales are rounded to float16 before the codes are chosen.
+
+    Args:
+        matrix: float32 [K, N].
+        block: inputs that share a scale; divides K.
+
+    Returns:
+        codes, int4 [K, N]; scales, float32 [K / block, N], some negative.
+    """
+    depth, width = matrix.shape
+    values = matrix.reshape(depth // block, block, width)
+    largest = np.take_along_axis(values, np.abs(values).argmax(axis=1, keepdims=True), axis=1)
+    tried = [_round_to(values, largest * np.float32(share / _LEAST)) for share in _SHRINK]
+    best = np.argmin([error for _, _, error in tried], axis=0)
+    codes = np.choose(best, [found for found, _, _ in tried])
+    scales = np.choose(best, [scale for _, scale, _ in tried])
+    return codes.reshape(depth, width).astype(ml_dtypes.int4), scales[:, 0]
+
+
+def _round_to(values: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes of blocks [n, block, N] with given scales [n, 1, N], the scales as they are stored, and squared errors."""
+    scales = scales.astype(np.float16).astype(np.float32)
+    scales = np.where(scales == 0, np.float32(1), scales)
+    codes = np.clip(np.rint(values / scales), _LEAST, _MOST)
+    return codes, scales, np.square(codes * scales - values).sum(axis=1, keepdims=True)

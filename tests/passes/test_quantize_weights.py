@@ -1,0 +1,115 @@
+"""Int4 weights for GPUs: which layers, what is stored, and that the graph computes with what it stands for."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from specexport.passes import default_passes, run_passes
+from specexport.passes.quantize import quantizing_passes
+from specexport.passes.quantize_weights import quantize_blocks
+from specexport_runtime.errors import RecipeError, UnsupportedModelError
+from tests import engine_harness as harness
+from tests.engine_harness import Recipe
+from tests.passes.test_quantize import build, verify_logits, worst_row
+from tests.tiny_models import make_llama
+from tests.tiny_traces import tiny_model, trace_of
+
+NUM_LINEAR = 13
+"""Two layers of 7 and the LM head, less the two of 96 inputs, which blocks of 64 do not divide."""
+MATRIX = np.random.default_rng(5).standard_normal((256, 40)).astype(np.float32)
+
+
+def values_of(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    wide = codes.astype(np.float32).reshape(len(scales), -1, codes.shape[1])
+    return (wide * scales[:, None]).reshape(codes.shape)
+
+
+def rounded_llama() -> Any:
+    """The tiny Llama with each weight rounded to what its code stands for."""
+    import torch
+
+    model = deepcopy(tiny_model("llama"))
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module.in_features == 64:
+            found = values_of(*quantize_blocks(module.weight.detach().numpy().T, 64))
+            module.weight = torch.nn.Parameter(torch.tensor(found.T), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("block", [32, 128])
+def test_codes_are_within_half_a_step_and_nearer_than_the_largest_weight_alone_makes_them(block: int) -> None:
+    codes, scales = quantize_blocks(MATRIX, block)
+    assert codes.dtype == ml_dtypes.int4
+    assert scales.shape == (256 // block, 40)
+    assert np.array_equal(scales, scales.astype(np.float16)), "scales are stored in 16 bits"
+    assert codes.astype(np.int8).min() == -8, "the code that has no opposite is used"
+    found = values_of(codes, scales)
+    steps = np.repeat(np.abs(scales), block, axis=0)
+    inside = np.abs(codes.astype(np.float32)) < 7  # the others may have been cut off
+    assert (np.abs(found - MATRIX) <= steps * 0.5001)[inside].all()
+    wide = MATRIX.reshape(-1, block, 40)
+    plain = np.abs(wide).max(axis=1, keepdims=True) / 7
+    rounded = np.clip(np.rint(wide / plain), -8, 7) * plain
+    assert np.square(found - MATRIX).mean() < 0.85 * np.square(rounded - wide).mean()
+
+
+def test_zeros_stay_zeros() -> None:
+    matrix = MATRIX.copy()
+    matrix[:128, 3] = 0
+    found = values_of(*quantize_blocks(matrix, 128))
+    assert np.isfinite(found).all()
+    assert not found[:128, 3].any()
+
+
+def test_the_graph_computes_with_what_the_codes_stand_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime's CPU computes the graph as it stands, if it is not let join the two nodes into one of its own."""
+    import onnxruntime as ort
+
+    def options() -> Any:
+        made = make()
+        made.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        return made
+
+    make = ort.SessionOptions
+    monkeypatch.setattr(ort, "SessionOptions", options)
+    _, layers, _ = build("llama", tmp_path / "float", None)
+    exact = verify_logits(tmp_path / "float", layers, [0, 1])
+    graph, layers, report = build("llama", tmp_path / "int4", "int4", quantize_block=64)
+    assert report["int4-weights"] == NUM_LINEAR
+    found = verify_logits(tmp_path / "int4", layers, [0, 1])
+    harness.build(rounded_llama(), tmp_path / "rounded")
+    assert worst_row(found, verify_logits(tmp_path / "rounded", layers, [0, 1])) < 1e-5
+    assert worst_row(found, exact) > 1e-2
+    stored = [value for value in graph.graph.initializers.values() if str(value.name).endswith(".int4")]
+    assert len(stored) == NUM_LINEAR
+    for value in stored:
+        (use,) = value.uses()
+        (product,) = use.node.outputs[0].uses()
+        assert (use.node.op_type, product.node.op_type) == ("DequantizeLinear", "MatMul")
+        assert len(product.node.inputs[0].shape) == 2, "with a batch axis the weight would be kept twice"
+    floats = [value for value in graph.graph.initializers.values() if value.dtype == ir.DataType.FLOAT]
+    matrices = {tuple(map(int, v.shape)) for v in floats if len(v.shape) == 2 and not str(v.name).endswith("_scale")}
+    assert matrices == {(320, 64), (96, 64)}, "the embedding, and what the block does not divide"
+
+
+def test_the_lm_head_can_stay_as_it_is() -> None:
+    model = trace_of(make_llama(0)).ir_model
+    passes = default_passes(Recipe(), quantize="int4", quantize_block=64, quantize_lm_head=False)
+    assert dict(run_passes(model, passes))["int4-weights"] == NUM_LINEAR - 1
+
+
+def test_a_model_that_no_block_divides_is_refused() -> None:
+    model = trace_of(make_llama(0, hidden_size=48, intermediate_size=72)).ir_model
+    with pytest.raises(UnsupportedModelError, match="multiple of 64 inputs"):
+        run_passes(model, default_passes(Recipe(), quantize="int4", quantize_block=64))
+
+
+@pytest.mark.parametrize(("kind", "block"), [("int8", 64), ("fp8", 64), ("fp8", 0)])
+def test_what_engines_lack_is_refused(kind: str, block: int) -> None:
+    with pytest.raises(RecipeError, match=kind):
+        quantizing_passes(kind, lm_head=True, block=block)
