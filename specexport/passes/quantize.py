@@ -28,4 +28,4 @@ def quantizing_passes(kind: str, *, lm_head: bool, block: int = 0) -> list[Count
         from specexport.passes.quantize_weights import Int4WeightPass
 
         return [Int4WeightPass(block=block, lm_head=lm_head)]
-    raise RecipeError(f"there is no quantization {kind!r} for this backend.", "`specexport build --help` lists them.")
+    raise RecipeError(f"there is no quantization {kind!r} for this backend.", "use int8 or int4, or leave it out.")

@@ -232,7 +232,7 @@ def test_int4_weights_are_read_by_the_products_themselves(tmp_path: Path) -> Non
     assert all(row["quantized_products"] == 0 for row in draft.report["profiles"])
     linear = 2 * (256 * (256 + 2 * 128 + 256) + 3 * 256 * 384) + 256 * 640
     # And the embedding in 16 bits, and 0.3 MB of tables, which are little beside a model that is not tiny.
-    assert engine.report["weight_bytes"] < 0.27 * 2 * linear + 2 * 256 * 640 + 350_000
+    assert engine.report["weight_bytes"] < 0.29 * 2 * linear + 2 * 256 * 640 + 350_000
     lines = list(describe(load_manifest(tmp_path / "out")))
     assert sum("9 products of quantized weights a step" in line for line in lines) == 1
 
