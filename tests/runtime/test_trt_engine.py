@@ -1,6 +1,8 @@
 """Loading a TensorRT engine file, with the real package where it is installed, and a stand-in for the rest."""
 
+import gc
 import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -66,6 +68,51 @@ def test_a_whole_file_without_a_gpu_is_the_machines_fault(tiny_engine, tmp_path)
         load_engine(path, file_for(version=version), "NVIDIA L4")
 
 
+LEFT_OVER = """
+import gc, sys
+from pathlib import Path
+import tensorrt_rtx as trt
+from specexport_runtime.bundle.manifest import EngineFile
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.trt_engine import load_engine
+
+make, quiet = trt.Runtime, trt.Logger(trt.Logger.ERROR)
+
+def with_a_left_over(logger):
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.collect()
+    cycle = [make(quiet)]
+    cycle.append(cycle)
+    del cycle
+    gc.set_threshold(gc.get_count()[0] + more)
+    if was_enabled:
+        gc.enable()
+    return make(logger)
+
+trt.Runtime = with_a_left_over
+path, version = Path(sys.argv[1]), sys.argv[2]
+for more in range(1, 30):  # one of them begins a collection in the logger
+    try:
+        load_engine(path, EngineFile(path.name, "sm89", "tensorrt-rtx", version), "NVIDIA L4")
+    except SpecexportError as error:
+        print(type(error).__name__, gc.isenabled())
+"""
+
+
+def test_a_runtime_left_to_the_garbage_collector_does_not_block_the_next_load(tiny_engine, tmp_path):
+    """TensorRT logs under a lock that releasing a runtime waits for, and a collection may begin in our logger."""
+    if has_gpu():
+        pytest.skip("this machine has a GPU")
+    version, data = tiny_engine
+    (tmp_path / "model.sm89.engine").write_bytes(data)
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OVER, str(tmp_path / "model.sm89.engine"), version],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.split() == ["IncompatibleError", "True"] * 29, done.stderr[-1000:]
+
+
 def test_another_version_names_both_and_the_rebuild_command(tmp_path):
     trt = pytest.importorskip("tensorrt_rtx")
     with pytest.raises(IncompatibleError) as caught:
@@ -108,10 +155,12 @@ class StandIn:
         self.works = True
 
     def Runtime(self, logger):
+        assert not gc.isenabled()
         self.logger = logger
         return self
 
     def deserialize_cuda_engine(self, data):
+        assert not gc.isenabled()
         if self.complaint:
             self.logger.log(2, "a warning")
             self.logger.log(1, self.complaint)
@@ -147,6 +196,7 @@ class StandIn:
         return self.kernels
 
     def create_execution_context(self, config):
+        assert not gc.isenabled()
         self.told.append(("context", config))
         return self
 

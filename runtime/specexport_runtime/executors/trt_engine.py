@@ -4,8 +4,11 @@ Both packages have one API; they differ in their names and in what RTX adds: it 
 meets a shape (``rtx_kernels``). Imports either package when an engine is loaded.
 """
 
+import gc
 import importlib
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +19,24 @@ from specexport_runtime.executors.rtx_kernels import RtxKernels
 
 RTX = "tensorrt-rtx"
 _MODULES = {"tensorrt": "tensorrt", RTX: "tensorrt_rtx"}
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Make or release objects of TensorRT with no other being released meanwhile.
+
+    TensorRT holds a lock of its own while it does either, and logs under it. Our logger is Python: a garbage collection
+    in it, or another thread, that released a runtime left over from before would wait for that lock for ever.
+    """
+    with _LOCK:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 class EngineTensor(NamedTuple):
@@ -89,9 +110,12 @@ def load_engine(path: Path, file: EngineFile, gpu_name: str) -> Engine:
     trt = _import_package(file)
     messages: list[str] = []
     logger = _make_logger(trt, messages)
-    runtime = trt.Runtime(logger)
     data = path.read_bytes()
-    engine = runtime.deserialize_cuda_engine(data) if data else None
+    with _undisturbed():
+        runtime = trt.Runtime(logger)
+        engine = runtime.deserialize_cuda_engine(data) if data else None
+        if engine is None:
+            del runtime  # or the error's traceback would keep it, to be released at any time
     if engine is None:
         raise _refusal(
             f"{path}: {file.builder} {trt.__version__} cannot load this engine of {len(data)} bytes", messages
@@ -174,13 +198,14 @@ class LoadedEngine:
     def make_context(self, profile: int, activations: int, stream: int, *, is_fixed: bool) -> "LoadedContext":
         """See ``Engine.make_context``."""
         ours = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        if self._kernels is None:
-            context = self._engine.create_execution_context(ours)
-        else:
-            config = self._engine.create_runtime_config()
-            config.set_execution_context_allocation_strategy(ours)
-            self._kernels.configure(self._trt, config, is_fixed=is_fixed)
-            context = self._engine.create_execution_context(config)
+        with _undisturbed():
+            if self._kernels is None:
+                context = self._engine.create_execution_context(ours)
+            else:
+                config = self._engine.create_runtime_config()
+                config.set_execution_context_allocation_strategy(ours)
+                self._kernels.configure(self._trt, config, is_fixed=is_fixed)
+                context = self._engine.create_execution_context(config)
         if context is None:
             raise SpecexportError(f"TensorRT cannot make a context: {_why(self._messages)}")
         context.set_device_memory(activations, self.activation_bytes)
@@ -192,7 +217,8 @@ class LoadedEngine:
         """See ``Engine.close``; keeps the kernels that RTX compiled."""
         if self._kernels is not None:
             self._kernels.save()
-        self._kernels = self._engine = self._runtime = None
+        with _undisturbed():
+            self._kernels = self._engine = self._runtime = None
 
 
 class LoadedContext:
