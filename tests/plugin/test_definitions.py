@@ -1,10 +1,10 @@
 """The plugins' definitions, driven as TensorRT's builder drives them, with the kernels compiled for real.
 
-Runs against the fake ``tensorrt.plugin``, or against NVIDIA's own Python sources of it where the environment variable
-``SPECEXPORT_TENSORRT_PLUGIN`` names a folder that holds them as ``plugin`` (its C++ side stays the fake one).
+Runs against the fake ``tensorrt.plugin``, and against NVIDIA's own Python sources of it, which the wheel of the
+bindings holds. The C++ side is the fake one in both: its libraries are not needed.
 """
 
-import os
+import importlib.util
 import re
 import sys
 import types
@@ -64,11 +64,16 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def trt(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+@pytest.fixture(params=["fake", "nvidia"])
+def trt(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> types.ModuleType:
     """A process in which nothing is registered yet."""
     monkeypatch.setattr(definitions, "_KERNELS", {})
-    return install(monkeypatch, os.environ.get("SPECEXPORT_TENSORRT_PLUGIN", ""))
+    if request.param == "fake":
+        return install(monkeypatch)
+    found = importlib.util.find_spec("tensorrt_bindings")  # importing it would need the libraries
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("tensorrt-cu13-bindings is not installed")
+    return install(monkeypatch, found.submodule_search_locations[0])
 
 
 def sizes_of(spec: KernelSpec) -> dict[str, int]:

@@ -48,6 +48,9 @@ def compare(context: Context, backend: str, open_engine: Callable[[bool], Execut
             finally:
                 executor.close()
     if len(found) < 2:
+        for key, milliseconds in (found[False].steps if False in found else {}).items():
+            context.recorder.row(f"{backend}: step of {key[0]} x {key[1]} tokens, eager, for want of graphs",
+                                 f"{milliseconds:.3f} ms", eager_ms=milliseconds)  # fmt: skip
         return
     for key, eager in found[False].steps.items():
         replayed = found[True].steps[key]

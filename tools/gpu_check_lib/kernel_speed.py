@@ -12,6 +12,8 @@ from tools.gpu_check_lib.timing import copy_bandwidth, gigabytes_per_second, kv_
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from specexport.kernels.tuning import TileConfig
+
 NUM_SEQS, NEW_TOKENS, HEADS, KV_HEADS, HEAD_SIZE = 8, 5, 32, 8, 128
 PASTS = (4096, 8192, 16384)
 COPY_TARGET, TORCH_TARGET = 0.8, 1.0
@@ -27,21 +29,31 @@ def case_of(past: int) -> Case:
 
 def measure_kernels(context: Context) -> None:
     """The table of the attention kernel."""
-    from tools.gpu_check_lib.machine import require_modules
-
-    require_modules("torch", "triton")
     import torch
 
-    from tools.gpu_check_lib.context import SkipTaskError
-
-    if not torch.cuda.is_available():
-        raise SkipTaskError(f"torch {torch.__version__} sees no GPU")
+    require_gpu()
     for past in PASTS:
         what = f"attention, B={NUM_SEQS}, {NEW_TOKENS} new tokens, {past} past, bfloat16"
         with context.part(what):
             if context.has_time(what, 10):
                 measure_past(context, what, past)
         torch.cuda.empty_cache()
+
+
+def require_gpu() -> None:
+    """Skip the task without torch, Triton and a GPU that torch sees.
+
+    Raises:
+        SkipTaskError: one of them is missing.
+    """
+    from tools.gpu_check_lib.context import SkipTaskError
+    from tools.gpu_check_lib.machine import require_modules
+
+    require_modules("torch", "triton")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SkipTaskError(f"torch {torch.__version__} sees no GPU")
 
 
 def measure_past(context: Context, what: str, past: int) -> None:
@@ -52,12 +64,12 @@ def measure_past(context: Context, what: str, past: int) -> None:
     cache_bytes = int(getattr(device, "L2_cache_size", 0)) or 64 * 2**20
     case = case_of(past)
     num_bytes = kv_step_bytes(NUM_SEQS, KV_HEADS, past + NEW_TOKENS, HEAD_SIZE, 2)
-    sets = [_filled(case) for _ in range(num_sets(num_bytes, cache_bytes))]
+    sets = [filled(case) for _ in range(num_sets(num_bytes, cache_bytes))]
     right = expected(case, sets[0]["q"], sets[0]["k_cache"], sets[0]["v_cache"], HEAD_SIZE**-0.5)
     sm = 10 * device.major + device.minor
     chosen = _chosen_splits(sm, past, device.multi_processor_count)
-    ours, how = time_rotating([_call(tensors, chosen) for tensors in sets])
-    _require_right(_call(sets[0], chosen)(), right)
+    ours, how = time_rotating([call(tensors, chosen) for tensors in sets])
+    require_right(call(sets[0], chosen)(), right)
     copied = copy_bandwidth(num_bytes, cache_bytes)
     achieved = gigabytes_per_second(num_bytes, ours)
     row = context.recorder.row
@@ -71,7 +83,7 @@ def measure_past(context: Context, what: str, past: int) -> None:
     _try_splits(context, what, sets, chosen)
 
 
-def _filled(case: Case) -> "dict[str, Tensor]":
+def filled(case: Case) -> "dict[str, Tensor]":
     """Inputs whose caches hold the step's entries already, the rest zero: no NaN for kernels that do not mask loads."""
     inputs = make_inputs(case, "bfloat16", "cuda")
     for name in ("k_cache", "v_cache"):
@@ -89,19 +101,32 @@ def _chosen_splits(sm: int, past: int, multiprocessors: int) -> int:
     return spec.with_splits(sm, num_seqs=NUM_SEQS, kv_len=past, multiprocessors=multiprocessors).num_splits
 
 
-def _call(tensors: Tensors, splits: int) -> "Callable[[], Tensor]":
+def call(tensors: Tensors, splits: int, tiles: "TileConfig | None" = None) -> "Callable[[], Tensor]":
+    """Our kernel on the inputs of a step, to be called.
+
+    Args:
+        tensors: from :func:`filled`.
+        splits: parts of the entries.
+        tiles: None for the tuning table's.
+    """
     from specexport.kernels import launch
 
     def run() -> "Tensor":
         names = ("q", "k_cache", "v_cache", "kv_lens", "cu_new_tokens")
         return launch.ragged_attention(
-            *(tensors[name] for name in names), scale=HEAD_SIZE**-0.5, num_splits=splits, new_tokens=NEW_TOKENS
-        )
+            *(tensors[name] for name in names), scale=HEAD_SIZE**-0.5, num_splits=splits, new_tokens=NEW_TOKENS,
+            tiles=tiles,
+        )  # fmt: skip
 
     return run
 
 
-def _require_right(output: "Tensor", right: "Tensor") -> None:
+def require_right(output: "Tensor", right: "Tensor") -> None:
+    """Refuse a result that is not the reference's.
+
+    Raises:
+        CheckFailedError: it is off by more than rounding.
+    """
     from specexport_runtime.errors import CheckFailedError
 
     error = float((output[: len(right)].float() - right).abs().max())
@@ -117,7 +142,7 @@ def _measure_torch(context: Context, what: str, sets: "list[dict[str, Tensor]]",
     for name, make in ways().items():
         try:
             calls = [make(tensors) for tensors in sets]
-            _require_right(calls[0](), right)
+            require_right(calls[0](), right)
             times[name], _ = time_rotating(calls)
             value = f"{1e3 * times[name]:.1f} us"
         except Exception as error:  # a way that torch does not take here
@@ -141,6 +166,6 @@ def _try_splits(context: Context, what: str, sets: "list[dict[str, Tensor]]", ch
     found = []
     for splits in (1, 2, 4, 8, 16):
         if splits != chosen and context.left > 8:
-            milliseconds, _ = time_rotating([_call(tensors, splits) for tensors in sets])
+            milliseconds, _ = time_rotating([call(tensors, splits) for tensors in sets])
             found.append(f"{splits}: {1e3 * milliseconds:.1f} us")
     context.recorder.row(f"{what}: other splits", ", ".join(found) or "no time", is_detail=True)

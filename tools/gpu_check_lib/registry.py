@@ -31,6 +31,7 @@ _BEFORE = {
     "loop.graphs": ("loop", "check_graphs", 60, 15),
     "loop.speed": ("loop", "measure_loop", 150, 40),
     "loop.verify": ("loop", "verify_loop", 60, 15),
+    "kernels.sweep": ("kernel_sweep", "sweep", 120, 40),
     "machine.ort-cpu": ("machine", "backend_task", 75, 15),
     "machine.ort-cuda": ("machine", "backend_task", 75, 15),
     "machine.rtx-probe": ("rtx_probe", "probe", 90, 15),

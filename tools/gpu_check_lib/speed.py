@@ -7,6 +7,7 @@ from specexport_runtime.executors.base import Executor
 from specexport_runtime.packing.batch import ModelRunner, RowWork, step_shape
 from tools.gpu_check_lib.context import Context
 from tools.gpu_check_lib.forced import Decoded, decode
+from tools.gpu_check_lib.rows import reason_of
 from tools.gpu_check_lib.steps import fill, random_tokens, time_step
 
 RATIO_TARGET = 1.15
@@ -83,11 +84,15 @@ def measure_speed(context: Context, backend: str) -> None:
 
     plan = plan_of(context)
     bundle = get_bundle(context, plan.bundle, backend)
-    target = open_executor(context, bundle, "target", graphs=True)
+    target = open_or_eager(
+        context, f"{backend}: target", lambda graphs: open_executor(context, bundle, "target", graphs=graphs)
+    )
     try:
         with context.part(f"{backend}: steps"):
             measure_steps(context, backend, target, plan)
-        draft = open_executor(context, bundle, "draft", graphs=True)
+        draft = open_or_eager(
+            context, f"{backend}: draft", lambda graphs: open_executor(context, bundle, "draft", graphs=graphs)
+        )
         try:
             with context.part(f"{backend}: decoding"):
                 measure_decoding(context, backend, target, draft, plan)
@@ -95,6 +100,28 @@ def measure_speed(context: Context, backend: str) -> None:
             draft.close()
     finally:
         target.close()
+
+
+def open_or_eager(context: Context, what: str, open_engine: Callable[[bool], Executor]) -> Executor:
+    """An executor with recorded CUDA graphs; one kernel at a time where recording them is refused, which a row says.
+
+    Args:
+        context: takes the row.
+        what: whose.
+        open_engine: opens it, with graphs or without.
+    """
+    try:
+        executor = open_engine(True)
+        executor.capture([step_shape(0, [RowWork([0], 1)])])
+    except Exception as error:  # whatever it is, what follows is worth more than nothing
+        context.recorder.row(f"{what}: CUDA graphs", f"refused, goes on one kernel at a time: {reason_of(error)}",
+                             target="recorded", verdict="missed")  # fmt: skip
+        return open_engine(False)
+    pool = getattr(executor, "graphs", None)
+    if pool is not None and not pool.enabled:  # it has said so in the log, and goes on by itself
+        context.recorder.row(f"{what}: CUDA graphs", "refused, goes on one kernel at a time", target="recorded",
+                             verdict="missed")  # fmt: skip
+    return executor
 
 
 def measure_steps(context: Context, backend: str, target: Executor, plan: Plan) -> None:

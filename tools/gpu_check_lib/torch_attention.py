@@ -116,7 +116,7 @@ def measure_flex(context: Context) -> None:
     """``flex_attention`` for the shortest of the lengths: it compiles for a while, so it is a task of its own."""
     import torch
 
-    from tools.gpu_check_lib.kernel_speed import PASTS, _filled, _require_right, case_of
+    from tools.gpu_check_lib.kernel_speed import PASTS, case_of, filled, require_right
     from tools.gpu_check_lib.kernels import expected
     from tools.gpu_check_lib.timing import time_rotating
 
@@ -126,7 +126,7 @@ def measure_flex(context: Context) -> None:
 
     past = PASTS[0]
     case = case_of(past)
-    sets = [_filled(case) for _ in range(3)]
+    sets = [filled(case) for _ in range(3)]
     rows, _, _, entries = _shapes(sets[0])
     new = entries - past
     block_mask = create_block_mask(lambda _b, _h, i, j: j <= i + past, rows, None, new, entries, device="cuda")
@@ -138,7 +138,7 @@ def measure_flex(context: Context) -> None:
 
     calls = [make(tensors) for tensors in sets]
     right = expected(case, sets[0]["q"], sets[0]["k_cache"], sets[0]["v_cache"], case.head_size**-0.5)
-    _require_right(calls[0](), right)
+    require_right(calls[0](), right)
     milliseconds, how = time_rotating(calls)
     ours = context.recall(f"kernel-ms-{past}")
     ratio = f"; ours is {milliseconds / ours:.2f}x as fast" if ours else ""
