@@ -36,6 +36,23 @@ def test_a_section_goes_on_without_graphs_and_says_so(context: Context) -> None:
     assert all(row.data["eager_ms"] > 0 for row in eager)
 
 
+def test_an_engine_that_opened_and_cannot_be_recorded_is_closed_first(context: Context) -> None:
+    closed: list[bool] = []
+
+    class Unrecordable(FakeExecutor):
+        def capture(self, shapes: Any) -> None:
+            raise RuntimeError("no")
+
+        def close(self) -> None:
+            closed.append(True)
+
+    def open_one(graphs: bool) -> FakeExecutor:
+        assert graphs or closed == [True], "both would hold the weights"
+        return (Unrecordable if graphs else FakeExecutor)(61, 4, 300)
+
+    assert type(speed.open_or_eager(context, "w", open_one)) is FakeExecutor
+
+
 def test_a_pool_that_gave_up_is_told_too(context: Context) -> None:
     executor = FakeExecutor(61, 4, 300)
     executor.graphs = SimpleNamespace(enabled=False)  # type: ignore[attr-defined]

@@ -110,12 +110,15 @@ def open_or_eager(context: Context, what: str, open_engine: Callable[[bool], Exe
         what: whose.
         open_engine: opens it, with graphs or without.
     """
+    executor = None
     try:
         executor = open_engine(True)
         executor.capture([step_shape(0, [RowWork([0], 1)])])
     except Exception as error:  # whatever it is, what follows is worth more than nothing
         context.recorder.row(f"{what}: CUDA graphs", f"refused, goes on one kernel at a time: {reason_of(error)}",
                              target="recorded", verdict="missed")  # fmt: skip
+        if executor is not None:  # or both would hold the weights
+            executor.close()
         return open_engine(False)
     pool = getattr(executor, "graphs", None)
     if pool is not None and not pool.enabled:  # it has said so in the log, and goes on by itself
