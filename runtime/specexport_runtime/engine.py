@@ -1,5 +1,6 @@
 """Public API: load a bundle, generate, stream. Imports onnxruntime and tokenizers when an engine is made."""
 
+import logging
 import threading
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -41,8 +42,10 @@ if TYPE_CHECKING:
 
     from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.costs.tune_profile import TuneProfile
+    from specexport_runtime.drafters.suffix_open import KeptSuffixes
 
 DEFAULT_BATCHED_TOKENS = 512
+_log = logging.getLogger(__name__)
 
 
 class SpecEngine:
@@ -72,6 +75,7 @@ class SpecEngine:
         tune_profile: bounds the K that is chosen.
         self_obstacle: why the target cannot draft with its own layers, for messages; None finds out.
         drafters: drafters of the user's own, by the names that requests use.
+        suffixes: what was generated earlier; None begins with nothing.
         fingerprint: identifies weights, recipe and compiler; None if they are not known.
     """
 
@@ -95,6 +99,7 @@ class SpecEngine:
         tune_profile: "TuneProfile | None" = None,
         self_obstacle: Obstacle | None = None,
         drafters: Mapping[str, DrafterFactory] | None = None,
+        suffixes: "KeptSuffixes | None" = None,
         fingerprint: str | None = None,
     ) -> None:
         if max_num_batched_tokens < 1:
@@ -113,7 +118,11 @@ class SpecEngine:
         layers_obstacle = self_obstacle or self_draft_obstacle(runner)
         offer = DraftOffer(draft is not None, layers_obstacle)
         parts = DrafterParts(
-            runner, self._draft_runner, draft_vocab_size or target.vocab_size, draft_defaults.match_length
+            runner,
+            self._draft_runner,
+            draft_vocab_size or target.vocab_size,
+            draft_defaults.match_length,
+            None if suffixes is None else suffixes.store,
         )
         made = make_drafters(parts, offer, drafters)
         weighed = weigh_drafters(made, cost_curves)
@@ -146,6 +155,7 @@ class SpecEngine:
         self._special_tokens = dict(special_tokens or {})
         self._release_lock = threading.Lock()
         self._released = False
+        self._suffixes = suffixes
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -248,6 +258,7 @@ class SpecEngine:
             tune_profile=parts.profile,
             self_obstacle=parts.self_obstacle,
             drafters=drafters,
+            suffixes=parts.suffixes,
             fingerprint=manifest.build_key,
         )
 
@@ -418,6 +429,11 @@ class SpecEngine:
             if self._released:
                 return
             self._released = True
+            if self._suffixes is not None:
+                try:
+                    self._suffixes.save()
+                except OSError as error:  # everything else is to be released all the same
+                    _log.warning("What was generated could not be kept in %s: %s", self._suffixes.file, error)
             self.target.close()
             if self.draft is not None:
                 self.draft.close()

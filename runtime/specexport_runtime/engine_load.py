@@ -12,6 +12,7 @@ from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.base import Drafter, DrafterFactory, DrafterParts, DraftOffer, Obstacle
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.registry import KINDS
+from specexport_runtime.drafters.suffix_open import KeptSuffixes, SuffixOptions, open_suffixes
 from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors.base import Executor, as_gated
@@ -36,6 +37,7 @@ class EngineParts(NamedTuple):
         self_obstacle: why the target cannot draft with its own layers; None if it can.
         curves: what steps cost; None unless the engine is to be adaptive.
         profile: the tune profile, if there is one that fits.
+        suffixes: what was generated earlier.
     """
 
     bundle: Bundle
@@ -45,6 +47,7 @@ class EngineParts(NamedTuple):
     self_obstacle: Obstacle | None
     curves: CostCurves | None = None
     profile: TuneProfile | None = None
+    suffixes: KeptSuffixes | None = None
 
 
 def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
@@ -102,7 +105,18 @@ def _with_costs(
     offer = DraftOffer(draft is not None, obstacle)
     if defaults.drafter not in (None, "none"):
         stage_names(defaults.drafter, describe_abilities(offer, {}, lookahead=bundle.manifest.lookahead))
-    parts = EngineParts(bundle, target, draft, defaults, obstacle)
+    vocabulary = bundle.manifest.vocabulary
+    suffixes = open_suffixes(
+        SuffixOptions(
+            options.suffix_memory_mb,
+            None if options.corpus is None else Path(options.corpus),
+            options.suffix_file,
+        ),
+        bundle.tokenizer,
+        tokenizer_sha256=vocabulary.tokenizer_sha256,
+        vocab_size=vocabulary.size,
+    )
+    parts = EngineParts(bundle, target, draft, defaults, obstacle, suffixes=suffixes)
     if not options.adaptive and defaults.lookahead != "auto":
         return parts
     curves = load_or_measure(

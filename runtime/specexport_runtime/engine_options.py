@@ -28,6 +28,10 @@ class EngineOptions:
         adaptive: let requests ask for ``num_speculative_tokens="auto"``: measures what steps cost, at the first load of
             a bundle on this machine, and keeps that in the user's cache.
         tune_profile: profile that ``specexport tune`` wrote; None takes the bundle's own, if it has one.
+        suffix_memory_mb: megabytes for what drafter ``suffix`` keeps of earlier texts: 16 bytes a token.
+        corpus: folder of text files that drafter ``suffix`` may copy from in every request.
+        suffix_file: file that keeps the texts of drafter ``suffix`` from one engine to the next, or ``"cache"`` for one
+            in the user's cache; None forgets them.
         prepacked: on the CPU, keep packed weights in the user's cache, where later loads and other processes map them.
     """
 
@@ -44,6 +48,9 @@ class EngineOptions:
     adaptive: bool = False
     tune_profile: str | Path | None = None
     prepacked: bool = True
+    suffix_memory_mb: int = 16
+    corpus: str | Path | None = None
+    suffix_file: str | Path | None = None
 
 
 OPTION_NAMES = tuple(field.name for field in fields(EngineOptions))

@@ -280,4 +280,4 @@ def test_bad_batch_and_drafter_options_are_refused(run, options, words):
 
 def test_a_reference_without_lookup_is_refused(run, tmp_path):
     (tmp_path / "r.txt").write_text("text")
-    assert "lookup only" in refuse(run, PROMPT, "--reference", tmp_path / "r.txt")
+    assert "does not copy" in refuse(run, PROMPT, "--reference", tmp_path / "r.txt")

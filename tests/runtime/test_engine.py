@@ -19,11 +19,15 @@ def engine():
     return make_engine()
 
 
-def make_engine(kind: str | None = "good", **options) -> SpecEngine:
+def make_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def make_engine(kind: str | None = "good", **options) -> SpecEngine:
     draft = make_draft(kind) if kind else None
-    return SpecEngine(make_target(), tokenizer, draft=draft, max_model_len=MAX_MODEL_LEN, **options)
+    return SpecEngine(make_target(), make_tokenizer(), draft=draft, max_model_len=MAX_MODEL_LEN, **options)
 
 
 def test_results_come_in_the_order_of_the_prompts(engine):

@@ -218,7 +218,7 @@ def test_a_reference_that_holds_the_answer_is_copied_from(engine):
 def test_references_are_checked(engine):
     with pytest.raises(InvalidRequestError, match="999 of the reference"):
         engine.submit([1], drafter="lookup", reference=[999])
-    with pytest.raises(InvalidRequestError, match="lookup only"):
+    with pytest.raises(InvalidRequestError, match="does not copy"):
         engine.submit([1], reference=[1])
     with pytest.raises(InvalidRequestError, match="2 references"):
         engine.generate(["w1"], drafter="lookup", references=["w2", "w3"])

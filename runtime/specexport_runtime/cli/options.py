@@ -24,6 +24,9 @@ LIMITS = (
     "cuda_graphs",
     "tune_profile",
     "prepacked",
+    "suffix_memory_mb",
+    "corpus",
+    "suffix_file",
 )
 """Options that ``SpecEngine.load`` takes."""
 
@@ -127,6 +130,27 @@ def batch_options(command: Any) -> Any:
             show_default=True,
             help="Keep packed weights in the user's cache, for later loads and other processes (CPU).",
         ),
+        click.option(
+            "--corpus",
+            type=click.Path(path_type=Path),
+            metavar="DIR",
+            help="Folder of text files that drafter suffix may copy from.",
+        ),
+        click.option(
+            "--suffix-file",
+            type=click.Path(),
+            metavar="FILE|cache",
+            help="Keep what drafter suffix learns in this file, or in the user's cache.",
+        ),
+        click.option(
+            "--suffix-memory",
+            "suffix_memory_mb",
+            type=int,
+            default=16,
+            show_default=True,
+            metavar="MB",
+            help="Memory for what drafter suffix learns: 16 bytes a token.",
+        ),
         click.option("--match-length", type=int, help="Fewest tokens that lookup must match.  [default: 2]"),
     ]
     return _add(command, options)
@@ -138,8 +162,8 @@ def drafting_options(command: Any) -> Any:
         click.option(
             "--drafter",
             metavar="NAME",
-            help="draft-model, lookup (copy from the text so far), self (some of the target's own layers), chained "
-            "(lookup, then the draft model or the own layers) or none.  [default: the bundle's draft model, if any]",
+            help="draft-model, lookup (copy from the text so far), suffix (and from earlier answers), self (some of "
+            "the target's own layers), chained (lookup, then the draft model or the own layers) or none.  [default: the bundle's draft model, if any]",
         ),
         click.option(
             "--num-speculative-tokens",

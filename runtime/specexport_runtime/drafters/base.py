@@ -12,6 +12,7 @@ from specexport_runtime.sequences.records import DrafterTraits, Proposal
 
 if TYPE_CHECKING:
     from specexport_runtime.costs.curves import CostCurves
+    from specexport_runtime.drafters.suffix_store import SuffixStore
     from specexport_runtime.executors.base import Float32Array
     from specexport_runtime.lookahead.draft_cost import DraftCost
     from specexport_runtime.packing.batch import ModelRunner
@@ -119,12 +120,14 @@ class DrafterParts(NamedTuple):
         draft: the draft model; None if there is none.
         vocab_size: ids below it may be drafted.
         match_length: fewest tokens that a copy must match.
+        store: what was generated before; None lets the drafter that remembers begin with nothing.
     """
 
     target: "ModelRunner"
     draft: "ModelRunner | None"
     vocab_size: int
     match_length: int
+    store: "SuffixStore | None" = None
 
 
 DrafterFactory = Callable[[DrafterParts], Drafter]

@@ -103,7 +103,7 @@ class RequestBuilder:
         traits = [self.abilities.drafters[stage.drafter] for stage in plan.stages]
         if reference is not None and not any(each.takes_reference for each in traits):
             raise InvalidRequestError(
-                "a reference is copied from by lookup only.", "use drafter 'lookup' or 'chained'."
+                "this drafter does not copy from a reference.", "use drafter 'lookup', 'suffix' or 'chained'."
             )
         rules = options.layer_rules or self.defaults.layer_rules
         if any(each.takes_layers for each in traits):
@@ -129,6 +129,7 @@ class RequestBuilder:
             draft_exit=None if exit_params is None else DraftExit(exit_params),
             layer_rules=rules,
             trace=options.trace,
+            scope=_scope(options) if any(each.remembers for each in traits) else None,
         )
 
     def _exit_params(self, options: RequestOptions, plan: DraftPlan) -> DraftExitParams | None:
@@ -143,6 +144,18 @@ class RequestBuilder:
                 "a draft exit ends drafts of models, and none drafts here.", "use drafter 'draft-model' or 'self'."
             )
         return DraftExitParams() if options.draft_exit is True else options.draft_exit
+
+
+def _scope(options: RequestOptions) -> str | None:
+    """Who shares what is kept of a request; None for nobody.
+
+    Raises:
+        InvalidRequestError: the salt is no text, or of no use.
+    """
+    salt = options.cache_salt
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise InvalidRequestError(f"cache_salt is {salt!r}.", "give a text, or leave it out.")
+    return (salt or "") if options.remember else None
 
 
 def _plain(ids: Seq[int]) -> list[int]:

@@ -17,7 +17,8 @@ from specexport_runtime.sequences.results import Prompt
 
 DRAFTERS = (*KINDS, "chained", "none")
 """Ways to draft that every request can name. ``self`` drafts with some of the target's own layers; ``chained`` asks
-lookup first and, where it finds nothing, the draft model, or the target's own layers if there is no draft model."""
+lookup first and, where it finds nothing, the draft model, or the target's own layers if there is no draft model.
+``suffix`` copies as lookup does, and from what earlier requests were given."""
 
 Lookahead = int | Literal["auto"]
 """Draft tokens a round, or ``"auto"``: chosen in every round for the most expected tokens per second."""
@@ -36,6 +37,8 @@ class Drafting(TypedDict, total=False):
         layer_rules: which layers ``"self"`` leaves out.
         draft_exit: end a model's draft when it is no longer sure: True, False or the parameters of the threshold.
         trace: keep what each round did.
+        cache_salt: who may see what is kept of this request, and whose kept texts it may see: those with the same salt.
+        remember: False keeps nothing of this request for later ones, and shows it nothing of earlier ones.
     """
 
     drafter: str | None
@@ -44,6 +47,8 @@ class Drafting(TypedDict, total=False):
     layer_rules: LayerRules | None
     draft_exit: DraftExitParams | bool | None
     trace: bool
+    cache_salt: str | None
+    remember: bool
 
 
 class RequestOptions(NamedTuple):
@@ -55,6 +60,8 @@ class RequestOptions(NamedTuple):
     layer_rules: LayerRules | None = None
     draft_exit: DraftExitParams | bool | None = None
     trace: bool = False
+    cache_salt: str | None = None
+    remember: bool = True
 
 
 class DraftDefaults(NamedTuple):
@@ -202,7 +209,8 @@ def stage_names(drafter: str, abilities: Abilities) -> tuple[str, ...]:
     if drafter == "chained":
         models = [name for name in KINDS if not KINDS[name].traits.is_free]
         usable = [name for name in models if name not in abilities.obstacles]
-        names = (*(name for name in KINDS if KINDS[name].traits.is_free), (usable or models)[0])
+        copying = (name for name, kind in KINDS.items() if kind.traits.is_free and not kind.traits.remembers)
+        names = (*copying, (usable or models)[0])
     for name in names:
         if name in abilities.obstacles:
             raise InvalidRequestError(*abilities.obstacles[name])

@@ -43,6 +43,7 @@ class DrafterTraits(NamedTuple):
         can_exit: it drafts token by token, and ends a draft that it is no longer sure of (``Sequence.draft_exit``).
         takes_reference: it copies from the text that a request brings along.
         takes_layers: it leaves out layers of the target, by a request's layer rules.
+        remembers: it keeps what sequences with a ``scope`` were given, and drafts from it for later ones.
     """
 
     default_lookahead: int
@@ -51,6 +52,7 @@ class DrafterTraits(NamedTuple):
     can_exit: bool = False
     takes_reference: bool = False
     takes_layers: bool = False
+    remembers: bool = False
 
 
 LengthReason = Literal["fixed", "goodput", "tuned", "probe", "bypass", "room"]

@@ -46,6 +46,7 @@ class Sequence:
         draft_exit: ends drafts of models that are no longer sure; None never does.
         layer_rules: which layers a draft out of the target itself leaves out; None for the defaults.
         trace: keep what each round did, in :attr:`trace`.
+        scope: who may see what is kept of it, and whose kept texts it may see; None: nothing is kept and none seen.
 
     Attributes:
         tokens: prompt and committed output.
@@ -74,6 +75,7 @@ class Sequence:
         draft_exit: "DraftExit | None" = None,
         layer_rules: LayerRules | None = None,
         trace: bool = False,
+        scope: str | None = None,
     ) -> None:
         self.index = index
         self.params = params
@@ -93,6 +95,7 @@ class Sequence:
         self.draft_exit = draft_exit
         self.layer_rules = DEFAULT_RULES if layer_rules is None else layer_rules
         self.trace: list[RoundTrace] | None = [] if trace else None
+        self.scope = scope
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         now = time.perf_counter()
         self.stats = SequenceStats(num_prompt_tokens=len(prompt), submit_time=now, start_time=now)

@@ -33,8 +33,11 @@ class Admission:
         # Where a key is needed no web page gets in without one, whatever name it gives to this address.
         self._checks_host = not config.api_keys and (config.is_loopback or bool(config.allowed_hosts))
 
-    def check(self, scope: Scope, state: ServerState) -> None:
+    def check(self, scope: Scope, state: ServerState) -> str:
         """Let a request pass.
+
+        Returns:
+            a digest of its API key; empty where no key is needed.
 
         Raises:
             ApiError: says why not.
@@ -42,13 +45,15 @@ class Admission:
         headers: Headers = scope["headers"]
         if self._checks_host:
             self._check_host(headers)
+        owner = ""
         if self._digests and scope["path"] not in PUBLIC_PATHS:
-            self._check_key(headers)
+            owner = self._check_key(headers)
         if has_body(headers):
             check_content(headers)
             self._check_length(headers)
         if scope["method"] == "POST":
             check_state(state)
+        return owner
 
     def _check_host(self, headers: Headers) -> None:
         names = [host_name(value) for value in _all(headers, b"host")]
@@ -60,7 +65,7 @@ class Admission:
                 code="wrong_host",
             )
 
-    def _check_key(self, headers: Headers) -> None:
+    def _check_key(self, headers: Headers) -> str:
         given = _all(headers, b"authorization")
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         digest = hashlib.sha256(key.strip()).digest()
@@ -73,6 +78,7 @@ class Admission:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        return digest.hex()
 
     def _check_length(self, headers: Headers) -> None:
         for value in _all(headers, b"content-length"):

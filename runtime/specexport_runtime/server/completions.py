@@ -32,7 +32,7 @@ async def create_completion(request: Request) -> Response:
     state = state_of(request)
     engine = ready_engine(state)
     body = await parse_body(request, CompletionRequest)
-    plan = await plan_completion(body, engine, state.config)
+    plan = await plan_completion(body, engine, state.config, owner_of(request))
     note_request(request, state, plan, body.user)
     return make_answer(request, state, engine, plan, "cmpl", CompletionFormat)
 
@@ -48,6 +48,11 @@ def ready_engine(state: ServerState) -> AsyncSpecEngine:
     if state.engine is None:
         raise unavailable("loading", "The model is being loaded.")
     return state.engine
+
+
+def owner_of(request: Request) -> str:
+    """Who asks: a digest of the API key; empty where everybody may."""
+    return getattr(request.state, "owner", "")
 
 
 def note_request(request: Request, state: ServerState, plan: Plan, user: str | None) -> None:

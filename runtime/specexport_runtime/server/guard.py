@@ -44,7 +44,8 @@ def add_guards(app: FastAPI, config: ServerConfig) -> None:
 class Guard:
     """ASGI middleware: request id, admission, bounded body, deadline, headers, and an answer to whatever is raised.
 
-    Sets ``scope["state"]["request_id"]``, and ``["status"]`` once the answer has begun.
+    Sets ``scope["state"]["request_id"]``, ``["owner"]`` (a digest of the API key) and, once the answer has begun,
+    ``["status"]``.
 
     Args:
         app: what comes next.
@@ -63,7 +64,7 @@ class Guard:
             return
         exchange = _Exchange(scope, send, self._state)
         try:
-            self._admission.check(scope, self._state)
+            scope["state"]["owner"] = self._admission.check(scope, self._state)
             if has_body(scope["headers"]):
                 receive = replay(await read_body(receive, self._config), receive)
             await self._run(exchange, receive)

@@ -15,6 +15,7 @@ MAX_LOGPROBS = 20
 MAX_ITEMS = 4096
 """Longest list of texts, messages or parts: what a body may hold of each is looked at before anything else runs."""
 MAX_STOP_CHARS = 256
+MAX_SALT_CHARS = 256
 
 Text = Annotated[str, Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -55,6 +56,7 @@ class Speculative(Strict):
     drafter: Literal[DRAFTERS] | None = None  # type: ignore[valid-type]
     reference: str | None = None
     token_origins: bool | None = None
+    remember: bool | None = None
 
 
 class _Sampling(Strict):
@@ -81,6 +83,7 @@ class _Sampling(Strict):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     speculative: Speculative | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     min_tokens: Refused[Literal[0]] = None
     use_beam_search: Refused[Literal[False]] = None
     prompt_logprobs: Refused[None] = None

@@ -59,8 +59,10 @@ class Plan(NamedTuple):
     logprobs: int | None
 
 
-async def plan_completion(body: CompletionRequest, service: AsyncSpecEngine, config: ServerConfig) -> Plan:
-    """The requests of a body of ``/v1/completions``.
+async def plan_completion(
+    body: CompletionRequest, service: AsyncSpecEngine, config: ServerConfig, owner: str = ""
+) -> Plan:
+    """The requests of a body of ``/v1/completions``; ``owner`` keeps what is remembered apart.
 
     Raises:
         ApiError: 400; names the parameter.
@@ -78,11 +80,11 @@ async def plan_completion(body: CompletionRequest, service: AsyncSpecEngine, con
     skip = body.skip_special_tokens is not False
     echoes = [decode(engine, prompt, skip_special_tokens=skip) if body.echo else "" for prompt in prompts]
     limit = ("max_tokens", body.max_tokens)
-    return await _plan(body, service, config, "prompt", ids, echoes, limit, DEFAULT_MAX_TOKENS)
+    return await _plan(body, service, config, owner, "prompt", ids, echoes, limit, DEFAULT_MAX_TOKENS)
 
 
-async def plan_chat(body: ChatRequest, service: AsyncSpecEngine, config: ServerConfig) -> Plan:
-    """The requests of a body of ``/v1/chat/completions``.
+async def plan_chat(body: ChatRequest, service: AsyncSpecEngine, config: ServerConfig, owner: str = "") -> Plan:
+    """The requests of a body of ``/v1/chat/completions``; ``owner`` keeps what is remembered apart.
 
     Raises:
         ApiError: 400; names the parameter.
@@ -105,13 +107,14 @@ async def plan_chat(body: ChatRequest, service: AsyncSpecEngine, config: ServerC
     except InvalidRequestError as error:
         raise invalid("messages", f"messages: {error}") from None
     limit = given[0] if given else ("max_tokens", None)
-    return await _plan(body, service, config, "messages", [ids], [""], limit, engine.max_model_len)
+    return await _plan(body, service, config, owner, "messages", [ids], [""], limit, engine.max_model_len)
 
 
 async def _plan(
     body: CompletionRequest | ChatRequest,
     service: AsyncSpecEngine,
     config: ServerConfig,
+    owner: str,
     source: str,
     prompts: list[list[int]],
     echoes: list[str],
@@ -122,7 +125,7 @@ async def _plan(
     n = body.n or 1
     engine = service.engine
     reference = await _reference(body, service)
-    drafting = _drafting(body, engine, reference)
+    drafting = _drafting(body, engine, reference, owner)
     common, alternatives = _sampling(body), _alternatives(body)
     if alternatives is not None:
         common["logprobs"] = alternatives
@@ -191,7 +194,7 @@ async def _reference(body: CompletionRequest | ChatRequest, service: AsyncSpecEn
     return ids
 
 
-def _drafting(body: Sampling, engine: SpecEngine, reference: list[int] | None) -> dict[str, Any]:
+def _drafting(body: Sampling, engine: SpecEngine, reference: list[int] | None, owner: str) -> dict[str, Any]:
     """How to draft; a reference implies that it is copied from."""
     asked = body.speculative
     drafting: dict[str, Any] = {}
@@ -201,4 +204,8 @@ def _drafting(body: Sampling, engine: SpecEngine, reference: list[int] | None) -
         drafting["drafter"] = asked.drafter
     if asked is not None and asked.num_speculative_tokens is not None:
         drafting["num_speculative_tokens"] = asked.num_speculative_tokens
+    if asked is not None and asked.remember is not None:
+        drafting["remember"] = asked.remember
+    if owner or body.cache_salt is not None:  # a key's digest has no slash: nobody can name another's scope
+        drafting["cache_salt"] = f"{owner}/{body.cache_salt or ''}"
     return drafting

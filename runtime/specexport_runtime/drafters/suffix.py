@@ -1,0 +1,94 @@
+"""Suffix drafting: copy what followed the same words before, in this text and in those that were generated earlier.
+
+Source: SuffixDecoding (Oliaro et al. 2024, "SuffixDecoding: A Model-Free Approach to Speeding Up Large Language Model
+Inference"). A request's own text is searched as by lookup; what earlier requests of the same scope were given, and the
+corpus that the engine was loaded with, in a :class:`SuffixStore` (REST, He et al. 2023, drafts from a corpus alone).
+"""
+
+from collections.abc import Sequence as Seq
+
+from specexport_runtime.drafters.base import DrafterKind, DrafterTraits
+from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH, LookupDrafter
+from specexport_runtime.drafters.suffix_path import best_path
+from specexport_runtime.drafters.suffix_segment import DEPTH
+from specexport_runtime.drafters.suffix_store import SuffixStore
+from specexport_runtime.sequences.records import Proposal
+from specexport_runtime.sequences.sequence import Sequence
+
+SUFFIX = "suffix"
+"""Name of this drafter in draft plans."""
+DEFAULT_STORE_TOKENS = 1 << 20
+_FACTOR, _OFFSET = 1.0, 0.0
+"""A draft from the store has at most ``factor · match + offset`` tokens (SuffixDecoding, section 4: alpha · p)."""
+_LEAST_CHANCE = 0.1  # a draft ends before a token that is less likely than this to be reached
+_MOST_PLACES = 64  # newest continuations that a path is chosen from
+_LEAST_MATCH = 2  # of the store: a single token is followed by anything
+
+
+class SuffixDrafter:
+    """Drafts what followed the longest earlier occurrence of a sequence's last tokens, wherever that was.
+
+    - The sequence's own text and reference are searched as by :class:`LookupDrafter`. Where the store knows a longer
+      suffix, the draft is the path through what followed there that promises the most accepted tokens.
+    - A sequence with a ``scope`` finds what earlier sequences of the same scope were given, and the corpus. What it is
+      given is kept in its turn, when it has finished. One without finds the corpus alone and leaves nothing behind.
+    - Drafts have no distribution: the proposal is one-hot, for sampled sequences too, so acceptance stays exact.
+    - How long a draft may be follows from the length of the match. Of an adaptive sequence as much is tested as what
+      became of earlier drafts promises.
+
+    Args:
+        store: what was generated before.
+        match_length: fewest tokens that must match.
+    """
+
+    traits = DrafterTraits(default_lookahead=DEFAULT_COPY_LENGTH, is_free=True, takes_reference=True, remembers=True)
+    engine_seconds = 0.0
+
+    def __init__(self, store: SuffixStore, *, match_length: int = _LEAST_MATCH) -> None:
+        self.store = store
+        self._own = LookupDrafter(match_length)
+        self._least = max(match_length, _LEAST_MATCH)
+
+    def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
+        """Up to ``lookaheads[i]`` tokens for each sequence; see ``Drafter.propose``."""
+        own = self._own.propose(sequences, lookaheads)
+        return [
+            self._longer(seq, lookahead, proposal) if lookahead > 0 else proposal
+            for seq, lookahead, proposal in zip(sequences, lookaheads, own, strict=True)
+        ]
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        """Keep what finished sequences were given, each with the end of its prompt, by which it will be found."""
+        self._own.commit(sequences)
+        for seq in sequences:
+            if seq.finish_reason is not None and seq.scope is not None:
+                self.store.add(seq.scope, seq.tokens[-(seq.num_generated + DEPTH) :])
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Nothing to move: state belongs to sequences, not to rows."""
+
+    def release_row(self, row: int) -> None:
+        """Nothing to drop: state belongs to sequences, not to rows."""
+
+    def _longer(self, seq: Sequence, lookahead: int, own: Proposal) -> Proposal:
+        """The sequence's own draft, or one from the store if more tokens match there."""
+        least = max(self._least, own.match_length + 1)
+        if least > DEPTH:
+            return own._replace(drafter=SUFFIX) if own.tokens else own
+        found = self.store.find(seq.scope, seq.tokens, least=least, most=_MOST_PLACES, width=lookahead)
+        if found is not None:
+            path = best_path(found.continuations)
+            most = lookahead if seq.adaptive else min(lookahead, int(_FACTOR * found.length + _OFFSET))
+            tokens = path.tokens[: min(most, sum(chance >= _LEAST_CHANCE for chance in path.chances))]
+            if tokens:
+                return Proposal(tokens, None, "lookahead" if len(tokens) == most else "text", SUFFIX, found.length)
+        return own._replace(drafter=SUFFIX) if own.tokens else own
+
+
+KIND = DrafterKind(
+    SuffixDrafter.traits,
+    lambda parts: SuffixDrafter(parts.store or SuffixStore(DEFAULT_STORE_TOKENS), match_length=parts.match_length),
+    lambda _offer: None,
+    method="suffix",
+    config_keys=frozenset(["prompt_lookup_min"]),
+)

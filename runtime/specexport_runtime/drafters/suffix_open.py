@@ -1,0 +1,202 @@
+"""The store of earlier texts as an engine is loaded with it: a bound, a corpus of files, and a file to keep it in."""
+
+import contextlib
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from specexport_runtime.drafters.suffix_segment import BYTES_PER_TOKEN, SEPARATOR
+from specexport_runtime.drafters.suffix_store import SuffixStore
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.user_cache import cache_folder, is_private
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SCHEMA = "specexport.suffixes/1"
+CACHE = "cache"
+"""In place of a path: a file in the user's cache, one for each tokenizer."""
+DEFAULT_MEMORY_MB = 16
+_LARGEST_MB = 32_000  # 2^31 tokens: places are 32-bit numbers
+_LARGEST_FILE = 4 << 20  # bytes of a corpus file; larger ones are data, not text to write like
+_TOKENS_PER_MB = 1_000_000 // BYTES_PER_TOKEN
+
+
+class SuffixOptions(NamedTuple):
+    """What an engine keeps of earlier texts.
+
+    Attributes:
+        memory_mb: most megabytes (10^6 bytes) of texts and their order.
+        corpus: folder of text files that every request may copy from.
+        file: file that the store begins with and is written to in the end, or ``"cache"``; None for neither.
+    """
+
+    memory_mb: int = DEFAULT_MEMORY_MB
+    corpus: Path | None = None
+    file: Path | str | None = None
+
+
+class KeptSuffixes(NamedTuple):
+    """A store, and where it is kept.
+
+    Attributes:
+        store: the store.
+        file: its file; None if it ends with the engine.
+        tokenizer_sha256: hash of the tokenizer, which gives ids their meaning.
+    """
+
+    store: SuffixStore
+    file: Path | None
+    tokenizer_sha256: str
+
+    def save(self) -> None:
+        """Write the store to its file in one step, readable by this user only.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self.file is not None:
+            _write(self.file, self.store, self.tokenizer_sha256)
+
+
+def open_suffixes(
+    options: SuffixOptions, tokenizer: "Tokenizer", *, tokenizer_sha256: str, vocab_size: int
+) -> KeptSuffixes:
+    """Make the store of an engine.
+
+    Args:
+        options: what to keep.
+        tokenizer: the bundle's.
+        tokenizer_sha256: its hash.
+        vocab_size: ids from here on are none.
+
+    Raises:
+        InvalidRequestError: the bound is out of range or more than the machine has, the corpus is no folder with text
+            or does not fit, or the file is damaged or belongs to another tokenizer.
+    """
+    size = _check_memory(options.memory_mb)
+    corpus = () if options.corpus is None else _read_corpus(Path(options.corpus), tokenizer)
+    try:
+        store = SuffixStore(size, corpus)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"corpus {options.corpus}: {error.args[0].rstrip('.')}, which is what {options.memory_mb} MB hold.",
+            "give a smaller corpus, or more memory with --suffix-memory.",
+        ) from None
+    file = _place(options.file, tokenizer_sha256)
+    if file is not None and file.exists():
+        for scope, texts in _read(file, tokenizer_sha256, vocab_size, trusted=options.file != CACHE):
+            for text in texts:
+                store.add(scope, text)
+    return KeptSuffixes(store, file, tokenizer_sha256)
+
+
+def _check_memory(megabytes: int) -> int:
+    """Tokens that so much memory holds."""
+    if not 1 <= megabytes <= _LARGEST_MB:
+        raise InvalidRequestError(f"suffix_memory_mb is {megabytes}.", f"give a number from 1 to {_LARGEST_MB}.")
+    if hasattr(os, "sysconf"):
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 1_000_000
+        if 0 < free < megabytes:
+            raise InvalidRequestError(
+                f"suffix_memory_mb is {megabytes}, and this machine has {free} MB of memory.", "give less."
+            )
+    return megabytes * _TOKENS_PER_MB
+
+
+def _read_corpus(folder: Path, tokenizer: "Tokenizer") -> Iterator[list[int]]:
+    """Token ids of a folder's text files, in the order of their names; hidden, large and binary files are left out."""
+    if not folder.is_dir():
+        raise InvalidRequestError(f"corpus {folder} is no folder.", "give a folder with text files.")
+    found = False
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if hidden or not path.is_file() or path.stat().st_size > _LARGEST_FILE:
+            continue
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if "\0" not in text and text.strip():
+            found = True
+            yield tokenizer.encode(text, add_special_tokens=False).ids
+    if not found:
+        raise InvalidRequestError(
+            f"corpus {folder} has no text.", f"give a folder with UTF-8 files of up to {_LARGEST_FILE >> 20} MiB."
+        )
+
+
+def _place(file: Path | str | None, tokenizer_sha256: str) -> Path | None:
+    if file is None:
+        return None
+    if file == CACHE:
+        folder = cache_folder("suffixes")
+        return None if folder is None else folder / f"{tokenizer_sha256[:32]}.npz"
+    return Path(file)
+
+
+def _write(path: Path, store: SuffixStore, tokenizer_sha256: str) -> None:
+    scopes, ids = [], []
+    for scope, texts in store.items():
+        kept = [token for text in texts for token in (*text, SEPARATOR)]
+        scopes.append({"scope": scope, "num_tokens": len(kept)})
+        ids.append(np.array(kept, np.int32))
+    head = json.dumps({"schema": SCHEMA, "tokenizer_sha256": tokenizer_sha256, "scopes": scopes}).encode()
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            tokens = np.concatenate([np.zeros(0, np.int32), *ids])
+            np.savez_compressed(stream, head=np.frombuffer(head, np.uint8), tokens=tokens)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _read(
+    path: Path, tokenizer_sha256: str, vocab_size: int, *, trusted: bool
+) -> Iterator[tuple[str, list[list[int]]]]:
+    """Scopes and texts of a file; a file of the cache that others may have written counts as damaged."""
+    fix = "name another file, or delete this one: it is made again."
+    try:
+        with path.open("rb") as stream:
+            if not trusted and not is_private(os.fstat(stream.fileno())):
+                raise ValueError("others may write to it")
+            with np.load(stream, allow_pickle=False) as data:
+                head: Any = json.loads(data["head"].tobytes())
+                tokens = data["tokens"]
+        if head["schema"] != SCHEMA or tokens.dtype != np.int32 or tokens.ndim != 1:
+            raise ValueError("it has another form")
+        sizes = [(str(each["scope"]), int(each["num_tokens"])) for each in head["scopes"]]
+        if any(size < 0 for _, size in sizes) or sum(size for _, size in sizes) != len(tokens):
+            raise ValueError("its sizes do not add up")
+        if len(tokens) and not (tokens.min() >= SEPARATOR and tokens.max() < vocab_size):
+            raise ValueError("it has token ids that this bundle does not know")
+        owner = str(head["tokenizer_sha256"])
+    except OSError as error:
+        raise InvalidRequestError(f"suffix file {path} cannot be read ({error.strerror or error}).", fix) from error
+    except (ValueError, KeyError, TypeError, EOFError, RecursionError, zipfile.BadZipFile) as error:
+        raise InvalidRequestError(f"suffix file {path} is damaged: {error}.", fix) from error
+    if owner != tokenizer_sha256:
+        raise InvalidRequestError(f"suffix file {path} was written with another tokenizer.", fix)
+    start = 0
+    for scope, size in sizes:
+        yield scope, _split(tokens[start : start + size].tolist())
+        start += size
+
+
+def _split(ids: list[int]) -> list[list[int]]:
+    texts: list[list[int]] = [[]]
+    for token in ids:
+        if token == SEPARATOR:
+            texts.append([])
+        else:
+            texts[-1].append(token)
+    return texts[:-1]

@@ -1,0 +1,176 @@
+"""A text in which the places that follow a given context are found at once: all of its contexts, sorted.
+
+A suffix array of the reversed text (Manber and Myers 1990, "Suffix arrays: a new method for on-line string searches"):
+the node of a suffix trie that a context leads to is a range of the array, and the count of a node is the range's
+width. So 16 bytes a token hold what a trie of linked nodes needs hundreds for, and sorting is the only work.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+SEPARATOR = -1
+"""Between texts; it is no token id, and no match and no continuation goes across it."""
+DEPTH = 32
+"""Tokens of a context that are told apart; of longer matches nobody needs to know how long they are."""
+BYTES_PER_TOKEN = 16
+_BITS = 21  # of a token id in a key of three
+_TOKEN_LIMIT = (1 << _BITS) - 2
+
+TokenArray = npt.NDArray[np.int32]
+
+
+class Match(NamedTuple):
+    """Places of a segment that follow the longest known suffix of a context.
+
+    Attributes:
+        length: tokens of that suffix; at most ``DEPTH``.
+        first: the first place in the sorted order.
+        last: behind the last one.
+    """
+
+    length: int
+    first: int
+    last: int
+
+
+class SuffixSegment:
+    """Texts that do not change any more.
+
+    Args:
+        tokens: int32 [n]: token ids, and a ``SEPARATOR`` behind each text.
+
+    Raises:
+        ValueError: a token id is out of range.
+    """
+
+    def __init__(self, tokens: TokenArray) -> None:
+        if len(tokens) and (int(tokens.min()) < SEPARATOR or int(tokens.max()) > _TOKEN_LIMIT):
+            raise ValueError(f"token ids must lie between 0 and {_TOKEN_LIMIT}.")
+        self.tokens = tokens
+        codes = tokens.astype(np.int64) + 1  # 0 is the separator, and what lies before the text
+        places = _sort_contexts(codes)
+        follows = np.append(tokens[1:], SEPARATOR) != SEPARATOR
+        places = places[follows[places] & (codes[places] > 0)]
+        padded = np.concatenate([np.zeros(2, np.int64), codes])
+        self._keys = (padded[places + 2] << 2 * _BITS) | (padded[places + 1] << _BITS) | padded[places]
+        self._places = places.astype(np.int32)
+        # Single items of a memoryview are read several times as fast as those of an array.
+        self._token_at, self._place_at = tokens.data, self._places.data
+
+    def __len__(self) -> int:
+        """Tokens, separators included."""
+        return len(self.tokens)
+
+    def find(self, recent: Seq[int], least: int) -> Match | None:
+        """The longest suffix of a context that occurs here, and what follows it.
+
+        Args:
+            recent: newest tokens of the context, the newest first; at most ``DEPTH`` count.
+            least: fewest tokens that a match must have; 2 or more.
+
+        Returns:
+            None if there is no such match.
+        """
+        if len(recent) < least:
+            return None
+        pair = (recent[0] + 1) << 2 * _BITS | (recent[1] + 1) << _BITS
+        third = pair | (recent[2] + 1 if len(recent) > 2 else 0)
+        bounds = self._keys.searchsorted(np.array([pair, pair + (1 << _BITS), third, third + 1]))
+        first, last, low, high = bounds.tolist()
+        length = 2
+        if first == last or (low == high and least > length):
+            return None
+        if low < high and len(recent) > 2:
+            first, last, length = low, high, 3
+            length, first, last = self._deepen(recent[:DEPTH], length, first, last)
+        return Match(length, first, last) if length >= least else None
+
+    def _deepen(self, recent: Seq[int], length: int, first: int, last: int) -> tuple[int, int, int]:
+        """Follow the context further back for as long as places are left."""
+        tokens, places = self._token_at, self._place_at
+        while length < len(recent):
+            wanted = recent[length]
+            if last - first == 1:
+                at = places[first] - length
+                if at < 0 or tokens[at] != wanted:
+                    break
+                length += 1
+                continue
+
+            def before(i: int, back: int = length) -> int:
+                at = places[i] - back
+                return tokens[at] if at >= 0 else SEPARATOR
+
+            inside = range(first, last)
+            low = first + bisect_left(inside, wanted, key=before)
+            high = first + bisect_right(inside, wanted, low - first, key=before)
+            if low == high:
+                break
+            first, last, length = low, high, length + 1
+        return length, first, last
+
+    def newest(self, match: Match, count: int) -> list[int]:
+        """Where the newest ``count`` continuations of a match begin, the newest first."""
+        places = self._places[match.first : match.last]
+        if len(places) > count:
+            places = np.partition(places, len(places) - count)[-count:]
+        return sorted([place + 1 for place in places.tolist()], reverse=True)
+
+    def read(self, start: int, count: int) -> list[int]:
+        """Up to ``count`` tokens from ``start`` on, up to the end of their text."""
+        found: list[int] = self._token_at[start : start + count].tolist()
+        return found[: found.index(SEPARATOR)] if SEPARATOR in found else found
+
+    def texts(self) -> Iterator[list[int]]:
+        """The texts, in order."""
+        ends = np.flatnonzero(self.tokens == SEPARATOR)
+        start = 0
+        for end in ends.tolist():
+            yield self._token_at[start:end].tolist()
+            start = end + 1
+
+
+def join_segments(segments: Seq[SuffixSegment]) -> SuffixSegment:
+    """One segment of the texts of several, in their order."""
+    return SuffixSegment(np.concatenate([segment.tokens for segment in segments]))
+
+
+def segment_of(texts: Seq[Seq[int]]) -> SuffixSegment:
+    """A segment of some texts.
+
+    Raises:
+        ValueError: a token id is out of range.
+    """
+    ids = [token for text in texts for token in (*text, SEPARATOR)]
+    if any(token < 0 for text in texts for token in text):
+        raise ValueError("token ids must not be negative.")
+    return SuffixSegment(np.array(ids, np.int32))
+
+
+def _sort_contexts(codes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Positions of a text sorted by what they end: by their own token, then the one before it, and so on.
+
+    Prefix doubling (Manber and Myers 1990): ranks by 2 d tokens follow from ranks by d tokens.
+    """
+    size = len(codes)
+    if size < 2:
+        return np.arange(size)
+    ranks, step, num_ranks = codes, 1, int(codes.max()) + 1
+    while True:
+        keys = ranks * (num_ranks + 1)
+        keys[step:] += ranks[:-step] + 1
+        order = np.argsort(keys)
+        ordered = keys[order]
+        changes = ordered[1:] != ordered[:-1]
+        num_ranks = int(np.count_nonzero(changes)) + 1
+        step *= 2
+        if num_ranks == size or step >= min(DEPTH, size):
+            return order
+        ranks = np.empty(size, np.int64)
+        ranks[order[0]] = 0
+        ranks[order[1:]] = np.cumsum(changes)

@@ -1,0 +1,229 @@
+"""What was generated before, kept by who may see it, in bounded memory."""
+
+import threading
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from itertools import count
+from typing import NamedTuple
+
+from specexport_runtime.drafters.suffix_segment import (
+    BYTES_PER_TOKEN,
+    DEPTH,
+    Match,
+    SuffixSegment,
+    join_segments,
+    segment_of,
+)
+
+_FAN = 8
+"""Neighbours of a size that are joined: a token is sorted anew once for each power of it."""
+_SMALLEST = 256  # tokens of the smallest size
+_LARGEST = 1 << 18  # tokens of a segment that is not joined any more
+_INLINE = 1 << 13
+"""Tokens that are sorted at once, within a few milliseconds; more are sorted beside the decoding thread."""
+_LARGEST_SHARE = 8  # of the bound: one segment is forgotten at a time
+
+
+class Found(NamedTuple):
+    """Continuations of the longest match.
+
+    Attributes:
+        length: tokens that matched.
+        places: how many places matched.
+        continuations: what followed at the newest of them, the newest first.
+    """
+
+    length: int
+    places: int
+    continuations: list[list[int]]
+
+
+class _Shelf:
+    """The segments of one scope, the oldest first, with the number of the newest text in each."""
+
+    def __init__(self) -> None:
+        self.segments: list[SuffixSegment] = []
+        self.newest: list[int] = []
+        self.join: _Join | None = None
+
+
+class _Join:
+    """Segments that are sorted together in a thread of their own."""
+
+    def __init__(self, segments: Seq[SuffixSegment]) -> None:
+        self.segments = tuple(segments)
+        self.result: SuffixSegment | None = None
+        self._thread = threading.Thread(target=self._run, name="specexport-suffixes", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.result = join_segments(self.segments)
+
+    def wait(self) -> SuffixSegment:
+        self._thread.join()
+        if self.result is None:
+            raise MemoryError("the texts that were generated before could not be sorted.")
+        return self.result
+
+
+class SuffixStore:
+    """Texts of many scopes, searched for the longest suffix of a context.
+
+    New texts become small segments. Eight neighbours of a size are joined, so that a search looks at few segments and a
+    token is sorted again only a few times. What a search finds does not depend on when they are joined. Beyond the
+    bound the segment whose newest text is the oldest is forgotten, whoever's it is.
+
+    Not safe for threads: one thread calls it.
+
+    Args:
+        max_tokens: bound; what lies in ``corpus`` counts too, and is never forgotten.
+        corpus: texts that every scope may see.
+
+    Raises:
+        ValueError: the corpus alone is beyond the bound, or holds ids that are none.
+    """
+
+    def __init__(self, max_tokens: int, corpus: Iterable[Seq[int]] = ()) -> None:
+        self.max_tokens = max_tokens
+        self._shelves: dict[str, _Shelf] = {}
+        self._numbers = count()
+        self._corpus: list[SuffixSegment] = []
+        self._num_tokens = 0
+        self._largest = max(_SMALLEST, min(_LARGEST, max_tokens // _LARGEST_SHARE))
+        batch: list[Seq[int]] = []
+        size = 0
+        for text in corpus:
+            batch.append(text)
+            size += len(text) + 1
+            if self._num_tokens + size > max_tokens:
+                raise ValueError(f"the corpus has more than {max_tokens} tokens.")
+            if size >= _LARGEST:
+                size = self._add_corpus(batch)
+        self._add_corpus(batch)
+
+    def _add_corpus(self, batch: list[Seq[int]]) -> int:
+        if batch:
+            self._corpus.append(segment_of(batch))
+            self._num_tokens += len(self._corpus[-1])
+            batch.clear()
+        return 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are kept."""
+        return self._num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what is kept; while segments are joined, theirs is needed twice."""
+        return self._num_tokens * BYTES_PER_TOKEN
+
+    def add(self, scope: str, text: Seq[int]) -> None:
+        """Keep a text; of one that is longer than the largest segment, the end.
+
+        Raises:
+            ValueError: it holds ids that are none.
+        """
+        text = text[-(self._largest - 1) :]
+        if len(text) < 2:
+            return
+        shelf = self._shelves.setdefault(scope, _Shelf())
+        self._take_join(shelf)
+        shelf.segments.append(segment_of([text]))
+        shelf.newest.append(next(self._numbers))
+        self._num_tokens += len(text) + 1
+        self._join_neighbours(shelf)
+        self._forget()
+
+    def find(self, scope: str | None, context: Seq[int], *, least: int, most: int, width: int) -> Found | None:
+        """What followed the longest suffix of a context that occurs in what a scope may see.
+
+        Args:
+            scope: whose texts count, besides the corpus; None for nobody's.
+            context: token ids.
+            least: fewest tokens that must match; 2 or more.
+            most: most continuations.
+            width: most tokens of each.
+
+        Returns:
+            None if nothing matches.
+        """
+        shelf = None if scope is None else self._shelves.get(scope)
+        segments = [*self._corpus, *(() if shelf is None else shelf.segments)]
+        recent = context[: -DEPTH - 1 : -1]
+        length = least
+        matches: list[tuple[SuffixSegment, Match]] = []
+        for segment in segments:
+            match = segment.find(recent, length)
+            if match is not None:
+                if match.length > length:
+                    length, matches = match.length, []
+                matches.append((segment, match))
+        if not matches:
+            return None
+        found: list[list[int]] = []
+        for segment, match in reversed(matches):
+            found += [segment.read(start, width) for start in segment.newest(match, most - len(found))]
+            if len(found) == most:
+                break
+        return Found(length, sum(match.last - match.first for _, match in matches), found)
+
+    def clear(self, scope: str) -> None:
+        """Forget the texts of a scope."""
+        shelf = self._shelves.pop(scope, None)
+        if shelf is not None:
+            self._num_tokens -= sum(len(segment) for segment in shelf.segments)
+
+    def items(self) -> Iterator[tuple[str, list[list[int]]]]:
+        """Scopes and their texts, the oldest first; without the corpus."""
+        for scope, shelf in self._shelves.items():
+            yield scope, [text for segment in shelf.segments for text in segment.texts()]
+
+    def settle(self) -> None:
+        """Wait until nothing is being sorted."""
+        for shelf in self._shelves.values():
+            if shelf.join is not None:
+                shelf.join.wait()
+                self._take_join(shelf)
+
+    def _take_join(self, shelf: _Shelf) -> None:
+        """Put a joined segment in the place of its parts, if it is ready and they are still there."""
+        join = shelf.join
+        if join is None or join.result is None:
+            return
+        shelf.join = None
+        if all(part in shelf.segments for part in join.segments):
+            self._replace(shelf, shelf.segments.index(join.segments[0]), len(join.segments), join.result)
+
+    @staticmethod
+    def _replace(shelf: _Shelf, first: int, number: int, joined: SuffixSegment) -> None:
+        shelf.segments[first : first + number] = [joined]
+        shelf.newest[first : first + number] = [shelf.newest[first + number - 1]]
+
+    def _join_neighbours(self, shelf: _Shelf) -> None:
+        """Join the newest segments of a size, beginning with the smallest size."""
+        size = _SMALLEST
+        while size < self._largest and shelf.join is None:
+            first = len(shelf.segments)
+            while first and len(shelf.segments[first - 1]) <= size:
+                first -= 1
+            parts = shelf.segments[first:]
+            total = sum(len(part) for part in parts)
+            if len(parts) >= _FAN and total <= self._largest:
+                if total <= _INLINE:
+                    self._replace(shelf, first, len(parts), join_segments(parts))
+                else:
+                    shelf.join = _Join(parts)
+            size *= _FAN
+
+    def _forget(self) -> None:
+        while self._num_tokens > self.max_tokens:
+            old = [(shelf.newest[0], scope) for scope, shelf in self._shelves.items() if shelf.segments]
+            if not old:
+                return
+            scope = min(old)[1]
+            shelf = self._shelves[scope]
+            self._num_tokens -= len(shelf.segments.pop(0))
+            shelf.newest.pop(0)
+            if not shelf.segments:
+                del self._shelves[scope]

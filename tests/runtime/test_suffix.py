@@ -1,0 +1,245 @@
+"""Suffix drafting: what it copies from where, who may see what, and that nothing it drafts changes the output."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from loop import greedy_reference, make_sequence, make_target
+from test_engine import make_engine, make_tokenizer
+from test_sampling_exact import P_VALUE, PROMPT, Toy, emit, p_value
+
+from specexport_runtime import SamplingParams
+from specexport_runtime.decoding.decoder import Decoder
+from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.drafters.suffix import SuffixDrafter
+from specexport_runtime.drafters.suffix_open import KeptSuffixes, SuffixOptions, open_suffixes
+from specexport_runtime.drafters.suffix_store import SuffixStore
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sampling.rng import RandomStream
+from specexport_runtime.sequences.records import DraftStage
+
+SUFFIX = (DraftStage("suffix", 7),)
+SIZES = {"tokenizer_sha256": "0" * 64, "vocab_size": 17}
+
+
+def sequence(tokens, scope="", **options):
+    return make_sequence(0, tokens, SamplingParams(max_tokens=40), draft_plan=SUFFIX, scope=scope, **options)
+
+
+def drafter(*texts, corpus=()):
+    store = SuffixStore(10_000, corpus)
+    for text in texts:
+        store.add("", text)
+    return SuffixDrafter(store)
+
+
+def draft(made, tokens, count=7, **options):
+    return made.propose([sequence(tokens, **options)], [count])[0]
+
+
+def test_what_earlier_texts_were_given_is_copied():
+    made = drafter([1, 2, 3, 4, 5, 6, 7, 8])
+    assert draft(made, [9, 2, 3, 4]).tokens == [5, 6, 7]  # as many as matched
+    assert draft(made, [9, 2, 3, 4], count=2).tokens == [5, 6]
+    assert draft(made, [9, 2, 3, 4]).match_length == 3
+    assert draft(made, [9, 9, 4]).tokens == []  # a single token is no match
+
+
+def test_an_adaptive_sequence_drafts_further_than_it_matched():
+    made = drafter([1, 2, 3, 4, 5, 6, 7, 8])
+    assert draft(made, [2, 3], adaptive=True).tokens == [4, 5, 6, 7, 8]
+
+
+def test_the_longer_match_wins_and_the_own_text_among_equals():
+    made = drafter([1, 2, 3, 4, 4, 4])
+    assert draft(made, [2, 3, 5, 5, 0, 1, 2, 3]).tokens == [4, 4, 4]
+    assert draft(made, [1, 2, 3, 9, 9, 9, 1, 2, 3], count=3).tokens == [9, 9, 9]
+    assert draft(made, [1, 2, 3, 9, 9, 9, 1, 2, 3], count=3).drafter == "suffix"
+
+
+def test_the_likeliest_path_is_drafted_and_ends_where_it_becomes_unlikely():
+    made = drafter(*([1, 2, 3, 4, i, i] for i in range(5, 17)), [1, 2, 3, 9])
+    assert draft(made, [1, 2], adaptive=True).tokens == [3, 4]
+
+
+def test_scopes_are_kept_apart_and_the_corpus_is_everybodys():
+    made = drafter([1, 2, 3, 4], corpus=[[7, 8, 9, 10]])
+    assert draft(made, [1, 2]).tokens == [3, 4]
+    assert draft(made, [1, 2], scope="other").tokens == []
+    assert draft(made, [1, 2], scope=None).tokens == []
+    for scope in ("", "other", None):
+        assert draft(made, [7, 8], scope=scope).tokens == [9, 10]
+
+
+def test_finished_sequences_are_kept_unless_they_are_off_the_record():
+    made = drafter()
+    for scope, text in (("", [1, 2, 3]), (None, [4, 5, 6])):
+        seq = sequence(text[:1], scope=scope)
+        seq.tokens += text[1:]
+        made.commit([seq])
+        assert made.store.num_tokens == (0 if scope == "" else 4)  # one that goes on is not kept yet
+        seq.finish_reason = "stop"
+        made.commit([seq])
+    assert draft(made, [1, 2]).tokens == [3]
+    assert draft(made, [4, 5]).tokens == []
+
+
+def decode(target, made, sequences):
+    decoder = Decoder(ModelRunner(target), ChainDrafter({"suffix": made}))
+    for seq in sequences:
+        decoder.add(seq)
+    while decoder.has_work:
+        decoder.step()
+        decoder.check()
+
+
+def test_a_repeated_question_is_answered_in_few_rounds():
+    """The acceptance of the drafter, not only that its text is right."""
+    target, made = make_target(context=6), drafter()
+    expected = greedy_reference(target, [3, 4], 40)
+    first, again, off = sequence([3, 4]), sequence([3, 4]), sequence([3, 4], scope=None)
+    for seq in (first, again, off):
+        decode(target, made, [seq])
+        assert seq.output == expected
+    assert again.stats.acceptance_rate > 0.95
+    assert again.stats.rounds <= 12 < first.stats.rounds == off.stats.rounds
+
+
+def test_edits_of_one_text_are_drafted_better_than_by_lookup():
+    target, made = make_target(context=3, rows=1), drafter()
+    prompts = [[i % 5, 7, 3, 1] for i in range(30)]
+    own, learned = [], []
+    for prompt in prompts:
+        alone, seq = sequence(prompt, scope=None), sequence(prompt)
+        decode(target, made, [alone])
+        decode(target, made, [seq])
+        assert seq.output == alone.output
+        own.append(alone.stats.rounds)
+        learned.append(seq.stats.rounds)
+    assert sum(learned[15:]) * 1.5 < sum(own[15:])
+
+
+class SuffixToy(Toy):
+    """The table-driven target of the sampling tests, drafted for by a store of what it has written so far."""
+
+    def __init__(self, params):
+        super().__init__(params, "one-hot")
+        self.drafter = SuffixDrafter(SuffixStore(4096), match_length=2)
+        self.drafted = 0
+
+    def propose(self, done, lookahead, draws):
+        seq = make_sequence(0, [*PROMPT, *done], self.params, adaptive=True, scope="")
+        proposal = self.drafter.propose([seq], [lookahead])[0]
+        self.drafted += len(proposal.tokens)
+        return tuple(proposal.tokens), proposal.distributions
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.8}, {"temperature": 1.3, "top_k": 4, "frequency_penalty": 0.5}])
+def test_sampled_output_follows_the_targets_distribution(params):
+    """Drafts from all that was sampled before, which is what the store has in a service."""
+    from specexport_runtime.sampling.accept import accept_sampled
+
+    toy = SuffixToy(SamplingParams(**params))
+    counts = Counter()
+    for seed in range(2500):
+        text = emit(toy, 2, 3, RandomStream(seed).draws, accept_sampled)
+        toy.drafter.store.add("", [*PROMPT, *text])
+        counts[text] += 1
+    assert toy.drafted > 2500
+    assert p_value(counts, toy.exact(2)) > P_VALUE
+
+
+def test_an_engine_learns_from_its_requests_by_salt():
+    engine = make_engine()
+    params = SamplingParams(max_tokens=40)
+
+    def rounds(**drafting):
+        return engine.submit([1, 2], params, drafter="suffix", **drafting).result(30).stats.rounds
+
+    first = rounds()
+    assert rounds(remember=False) == first
+    assert rounds(cache_salt="mine") == first
+    assert rounds() < first
+    assert rounds(cache_salt="mine") < first
+    assert rounds(cache_salt="other", remember=False) == first
+    with pytest.raises(InvalidRequestError, match="cache_salt is ''"):
+        engine.submit([1], params, drafter="suffix", cache_salt="")
+    engine.close()
+
+
+def test_requests_that_draft_otherwise_leave_nothing():
+    engine = make_engine()
+    for drafter_name in ("draft-model", "lookup", "none"):
+        engine.submit([1, 2], SamplingParams(max_tokens=20), drafter=drafter_name).result(30)
+    store = engine._loop.decoder.drafter.drafters["suffix"].store
+    assert store.num_tokens == 0
+    engine.close()
+
+
+def test_what_was_learned_is_kept_in_a_file(tmp_path):
+    tokenizer, file = make_tokenizer(), tmp_path / "kept.npz"
+    options = SuffixOptions(file=file)
+    kept = open_suffixes(options, tokenizer, **SIZES)
+    kept.store.add("a", [1, 2, 3, 4])
+    kept.store.add("b", [5, 6, 7])
+    kept.save()
+    again = open_suffixes(options, tokenizer, **SIZES).store
+    assert dict(again.items()) == {"a": [[1, 2, 3, 4]], "b": [[5, 6, 7]]}
+    with pytest.raises(InvalidRequestError, match="another tokenizer"):
+        open_suffixes(options, tokenizer, tokenizer_sha256="1" * 64, vocab_size=17)
+    with pytest.raises(InvalidRequestError, match="does not know"):
+        open_suffixes(options, tokenizer, tokenizer_sha256="0" * 64, vocab_size=7)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4 no", b"\x93NUMPY", "pickle"])
+def test_a_damaged_file_is_refused(tmp_path, content):
+    file = tmp_path / "kept.npz"
+    if content == "pickle":
+        np.savez(file, head=np.array([{"a": 1}], object), tokens=np.zeros(1, np.int32))
+    else:
+        file.write_bytes(content)
+    with pytest.raises(InvalidRequestError, match="is damaged"):
+        open_suffixes(SuffixOptions(file=file), make_tokenizer(), **SIZES)
+
+
+def test_the_file_is_written_when_an_engine_is_closed(tmp_path, caplog):
+    for place, written in ((tmp_path / "kept.npz", True), (tmp_path / "missing" / "kept.npz", False)):
+        engine = make_engine(suffixes=KeptSuffixes(SuffixStore(1000), place, "0" * 64))
+        engine.submit([1, 2], SamplingParams(max_tokens=20), drafter="suffix").result(30)
+        engine.close()
+        assert place.exists() == written
+    assert "could not be kept" in caplog.text
+
+
+def test_a_corpus_is_read_from_text_files(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.txt").write_text("w1 w2 w3 w4")
+    (tmp_path / "b.bin").write_bytes(b"\xff\xfe\0")
+    (tmp_path / ".hidden").write_text("w5 w6 w7")
+    kept = open_suffixes(SuffixOptions(corpus=tmp_path), make_tokenizer(), **SIZES)
+    assert draft(SuffixDrafter(kept.store), [1, 2], scope=None).tokens == [3, 4]
+    assert kept.store.num_tokens == 5
+
+
+def test_what_an_engine_cannot_keep_is_refused(tmp_path, monkeypatch):
+    def refuse(**options):
+        with pytest.raises(InvalidRequestError) as caught:
+            open_suffixes(SuffixOptions(**options), make_tokenizer(), **SIZES)
+        return str(caught.value)
+
+    assert "is no folder" in refuse(corpus=tmp_path / "missing")
+    assert "has no text" in refuse(corpus=tmp_path)
+    assert "suffix_memory_mb is 0" in refuse(memory_mb=0)
+    monkeypatch.setattr("os.sysconf", {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
+    assert "this machine has 4 MB" in refuse(memory_mb=5)
+    (tmp_path / "large.txt").write_text("w1 " * 70_000)
+    assert "more than 62500 tokens" in refuse(corpus=tmp_path, memory_mb=1)
+
+
+def test_rows_and_rooms():
+    made = drafter([1, 2, 3, 4])
+    assert draft(made, [1, 2], count=0).tokens == []
+    made.move_row(1, 0)
+    made.release_row(0)
+    assert draft(made, [1, 2]).tokens == [3, 4]
