@@ -72,8 +72,8 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
     "--methods",
     metavar="M,…",
     callback=_NAMES,
-    help="Of plain, draft-model, lookup, self, chained, vanilla, unpad-kv, unpad-input; plain is always measured."
-    "  [default: plain and what the bundle can draft with]",
+    help="Of plain, draft-model, lookup, suffix, self, chained, vanilla, unpad-kv, unpad-input; plain is always "
+    "measured.  [default: plain and what the bundle can draft with, but for suffix]",
 )
 @click.option("--ablation", is_flag=True, help="All four ways to pad or not, with --drafter.")
 @click.option("--drafter", default="lookup", show_default=True, help="Drafter of the padded methods.")

@@ -120,14 +120,17 @@ class BenchRunner:
         largest = {cell.drafter: cell for cell in sorted(cells, key=lambda cell: cell.num_speculative_tokens)}
         for _ in range(self._options.warmup):
             for cell in largest.values():
-                engine.generate(**self._request(cell, mixed[: key.max_num_seqs], most=WARMUP_TOKENS))
+                request = self._request(cell, mixed[: key.max_num_seqs], most=WARMUP_TOKENS)
+                engine.generate(**request, remember=False)
 
     def _measure(self, engine: "SpecEngine", cell: Cell, repeat: int) -> None:
         self._report(describe_cell(cell))
         prompts = self._domains[cell.domain]
         size = cell.batch_size if cell.batching == "static" else len(prompts)
         groups = [prompts[i : i + size] for i in range(0, len(prompts), size)]
-        requests = [self._request(cell, group) for group in groups]
+        # A drafter that learns begins each run with nothing, and learns from one of its prompts for the next.
+        salt = f"run {len(self.runs)}"
+        requests = [self._request(cell, group) | {"cache_salt": salt} for group in groups]
         meter = Meter(engine)
         start = time.perf_counter()
         results = [result for request in requests for result in meter.generate(request)]

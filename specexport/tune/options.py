@@ -24,7 +24,7 @@ class TuneOptions:
     """Every drafter is measured with every K at every batch size and context.
 
     Attributes:
-        drafters: of ``drafters.registry.KINDS``.
+        drafters: of ``drafters.registry.KINDS``, without those that learn.
         batch_sizes: sequences decoded at a time; for each another engine is loaded.
         contexts: prompt lengths, tokens.
         lookaheads: values of K; 0, plain decoding, is always among them.
@@ -124,12 +124,14 @@ def _check_room(options: TuneOptions, built: int, max_model_len: int) -> None:
 def _resolve_drafters(subject: Subject, names: Seq[str]) -> tuple[str, ...]:
     offer = DraftOffer(subject.has_draft, None if subject.has_gates else _NO_LAYERS)
     lacking = {name: kind.obstacle(offer) for name, kind in KINDS.items()}
+    # The best K of a drafter that learns is another one with every request.
+    known = [name for name, kind in KINDS.items() if not kind.traits.remembers]
     if not names:
-        return tuple(name for name in KINDS if lacking[name] is None)
+        return tuple(name for name in known if lacking[name] is None)
     for name in names:
-        if name not in KINDS:
-            near = suggest(name, KINDS)
-            fix = f"did you mean {near!r}?" if near else f"choose from {', '.join(KINDS)}."
+        if name not in known:
+            near = suggest(name, known)
+            fix = f"did you mean {near!r}?" if near else f"choose from {', '.join(known)}."
             raise InvalidRequestError(f"there is no drafter {name!r} with a K to tune.", fix)
         obstacle = lacking[name]
         if obstacle is not None:
