@@ -117,7 +117,7 @@ def _with_costs(
         vocab_size=vocabulary.size,
     )
     parts = EngineParts(bundle, target, draft, defaults, obstacle, suffixes=suffixes)
-    if not options.adaptive and defaults.lookahead != "auto":
+    if not options.adaptive and "auto" not in (defaults.drafter, defaults.lookahead):
         return parts
     curves = load_or_measure(
         runner(target),
@@ -148,7 +148,7 @@ def make_drafters(
     """
     drafters = {name: kind.make(parts) for name, kind in KINDS.items() if kind.obstacle(offer) is None}
     for name, factory in (factories or {}).items():
-        if name in KINDS or name in ("chained", "none"):
+        if name in KINDS or name in ("chained", "auto", "none"):
             raise InvalidRequestError(f"a drafter of the name {name!r} is there already.", "give yours another name.")
         made = factory(parts)
         missing = [part for part in _DRAFTER_PARTS if not hasattr(made, part)]

@@ -11,7 +11,7 @@ from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.drafting import resolve_lookahead
 
-DRAFTERS = (*KINDS, "chained")
+DRAFTERS = (*KINDS, "chained", "auto")
 AUTO = -1
 """Stands for a K that is chosen in every round."""
 SWITCHES = {"unpad-kv": (True, False), "unpad-input": (False, True), "vanilla": (False, False)}
@@ -128,10 +128,10 @@ def resolve_methods(
     offer = DraftOffer(has_draft, None if has_gates else _NO_LAYERS)
     lacking = {name: kind.obstacle(offer) for name, kind in KINDS.items()}
     models = [lacking[name] for name, kind in KINDS.items() if not kind.traits.is_free]
-    lacking["chained"] = None if None in models else models[0]
+    lacking |= {"chained": None if None in models else models[0], "auto": None}
     if names is None:
         # What learns from one text for the next is measured where that is asked for: it depends on the prompts' order.
-        learns = [name for name, kind in KINDS.items() if kind.traits.remembers]
+        learns = ["auto", *(name for name, kind in KINDS.items() if kind.traits.remembers)]
         names = [name for name in DRAFTERS if lacking[name] is None and name not in learns]
     methods = [PLAIN]
     for name in names:
@@ -162,7 +162,7 @@ _NO_LAYERS = Obstacle(
 
 def copies(drafter: str) -> bool:
     """Whether a drafter copies from references."""
-    return drafter == "chained" or (drafter in KINDS and KINDS[drafter].traits.takes_reference)
+    return drafter in ("chained", "auto") or (drafter in KINDS and KINDS[drafter].traits.takes_reference)
 
 
 def _check_name(what: str, name: str, known: Seq[str]) -> None:
@@ -189,7 +189,7 @@ def lookaheads(method: Method, requested: Seq[int] | None, *, built: int) -> lis
     default = DEFAULT_LOOKAHEAD if kind is None else kind.traits.default_lookahead
     values = [
         AUTO if value == AUTO else resolve_lookahead(value, built=built, default=default)
-        for value in requested or (None,)
+        for value in requested or (AUTO if method.drafter == "auto" else None,)
     ]
     return list(dict.fromkeys(values))
 

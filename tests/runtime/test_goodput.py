@@ -18,6 +18,8 @@ from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.model import ModelDrafter
+from specexport_runtime.drafters.suffix import SuffixDrafter
+from specexport_runtime.drafters.suffix_store import SuffixStore
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead.acceptance import MAX_MATCH, SequenceAcceptance, SharedAcceptance, match_slots
 from specexport_runtime.lookahead.allocation import StepTimes, allocate
@@ -409,3 +411,55 @@ def test_what_promises_less_than_the_error_of_the_times_is_not_drafted() -> None
     assert allocate([[0.03, 0.001]], [0.0], 1.0, flat, 0.02)[0] == [2]
     assert allocate([[0.015], [0.015]], [0.0, 0.0], 2.0, flat, 0.02)[0] == [0, 0]
     assert allocate([[0.5], [0.0]], [0.0, 0.0], 2.0, flat, 0.02)[0][0] == 1
+
+
+def copy_or_model(length, model_rate, draft=0.3):
+    """Whether a copy that matched ``length`` tokens is tested, or left for a model of that acceptance rate."""
+    lengths = goodput_length(curves(draft), LOOKAHEAD)
+    (seq,) = make_sequences(1, ("suffix", "draft-model"))
+    seq.tokens.append(1)
+    lengths.begin_round(StepLoad(1, 1, 1, len(seq.tokens)))
+    copies, model = lengths._stage("suffix", seq).acceptance, lengths._stage("draft-model", seq).acceptance
+    slots = match_slots(LOOKAHEAD)
+    for _ in range(60):  # long matches foretell what comes, short ones rarely
+        copies.observe(slots[12:20], 8, rejected=False)
+        copies.observe(slots[2:3], 0, rejected=True)
+        model.observe(range(LOOKAHEAD), int(model_rate * LOOKAHEAD), rejected=model_rate < 1)
+    (allowed,) = lengths.cut("suffix", [seq], [Proposal([1] * 8, match_length=length, drafter="suffix")], [8])
+    return allowed.lookahead
+
+
+def test_a_long_copy_beats_the_model_and_a_short_one_does_not():
+    assert copy_or_model(12, model_rate=1.0) == 8
+    assert copy_or_model(2, model_rate=1.0) == 0
+    assert copy_or_model(12, model_rate=0.0) == 8
+
+
+def test_a_copy_is_left_for_a_model_that_costs_next_to_nothing():
+    assert copy_or_model(5, model_rate=1.0, draft=0.001) == 0
+    assert copy_or_model(12, model_rate=0.5, draft=0.001) == 8
+
+
+def test_auto_decodes_as_the_better_of_both_and_stays_exact():
+    target = FakeExecutor(VOCAB, 1, CAPACITY, context=3)
+    draft = FakeExecutor(VOCAB, 1, CAPACITY, context=3, noise=0.4)
+
+    def rounds(names):
+        lengths = goodput_length(curves(), LOOKAHEAD)
+        drafters = {
+            "suffix": SuffixDrafter(SuffixStore(4096)),
+            "draft-model": ModelDrafter(ModelRunner(draft), vocab_size=VOCAB, max_backlog=32),
+        }
+        decoder = Decoder(ModelRunner(target), ChainDrafter(drafters, lengths), lengths=lengths)
+        (seq,) = make_sequences(1, names, trace=True)
+        decoder.add(seq)
+        while decoder.has_work:
+            decoder.step()
+        return seq, {record.drafter for record in seq.trace if record.drafted}
+
+    both, used = rounds(("suffix", "draft-model"))
+    copied, _ = rounds(("suffix",))
+    drafted, _ = rounds(("draft-model",))
+    assert used == {"suffix", "draft-model"}
+    assert both.output == copied.output == drafted.output
+    assert both.stats.rounds <= 1.1 * min(copied.stats.rounds, drafted.stats.rounds)

@@ -243,3 +243,17 @@ def test_rows_and_rooms():
     made.move_row(1, 0)
     made.release_row(0)
     assert draft(made, [1, 2]).tokens == [3, 4]
+
+
+def test_auto_is_whatever_there_is_with_a_chosen_length_where_costs_are_known():
+    from test_goodput import curves
+
+    def plan(kind, **options):
+        engine = make_engine(kind, **options)
+        found = engine.resolve_drafting(drafter="auto")
+        engine.close()
+        return [stage.drafter for stage in found.stages], found.adaptive
+
+    assert plan(None) == (["suffix"], False)
+    assert plan("good") == (["suffix", "draft-model"], False)
+    assert plan("good", cost_curves=curves()) == (["suffix", "draft-model"], True)

@@ -92,9 +92,11 @@ def generate(
         terminal if show_prompt is None else show_prompt,
         trace,
     )
-    adaptive = drafting["num_speculative_tokens"] == "auto"
+    adaptive = "auto" in (drafting["num_speculative_tokens"], drafting["drafter"])
     if limits["tune_profile"] is not None and not adaptive:
-        raise InvalidRequestError("--tune-profile was given, and K is not chosen.", "add --lookahead auto.")
+        raise InvalidRequestError(
+            "--tune-profile was given, and K is not chosen.", "add --drafter auto or --lookahead auto."
+        )
     drafting["trace"] = trace
     asked = limits["max_num_seqs"]
     if asked is not None:

@@ -163,7 +163,8 @@ def drafting_options(command: Any) -> Any:
             "--drafter",
             metavar="NAME",
             help="draft-model, lookup (copy from the text so far), suffix (and from earlier answers), self (some of "
-            "the target's own layers), chained (lookup, then the draft model or the own layers) or none.  "
+            "the target's own layers), chained (lookup, then the draft model or the own layers), "
+            "auto (whatever the bundle has, by what it promises in every round) or none.  "
             "[default: the bundle's draft model, if any]",
         ),
         click.option(

@@ -145,6 +145,9 @@ class GoodputLength:
         gains = [stage.acceptance.reach(stage.slots[:most]) for _, stage, most in asked]
         table = self._times.target(self._load, self._drafted, sum([most for _, _, most in asked]))
         counts, _ = allocate(gains, [0.0] * len(asked), self._expected, StepTimes(table, None, ()), _MARGIN)
+        for j, (i, _, _) in enumerate(asked):
+            if counts[j] and self._yields(drafter, sequences[i], gains[j][: counts[j]]):
+                counts[j] = 0
         for j, (i, stage, most) in enumerate(asked):
             count, whole = counts[j], len(proposals[i].tokens)
             stage.shadow = None if count else proposals[i].tokens[0]
@@ -152,6 +155,34 @@ class GoodputLength:
             allowed[i] = Allowed(count, reason, 1.0 + sum(gains[j][:count]))
         self._note(counts, gains)
         return allowed
+
+    def _yields(self, drafter: str, seq: "Sequence", gains: Seq[float]) -> bool:
+        """Whether a drafter that comes later in the plan promises more tokens a second than a copy that is there.
+
+        As if all rows of the step did the same: the share of each is then what it costs.
+
+        Args:
+            drafter: who copied.
+            seq: for whom.
+            gains: probability that the copy is accepted up to each of its tokens.
+        """
+        names = [name for name, _ in seq.draft_plan]
+        rows = self._load.num_rows
+        copied = (1.0 + sum(gains)) / self._times.target(self._load, 0, rows * len(gains))[rows * len(gains)]
+        for name, own in seq.draft_plan[names.index(drafter) + 1 :]:
+            cost = self._known[name].cost
+            if cost is None or not seq.num_generated:
+                continue
+            stage = self._stage(name, seq)
+            most = self._bound(name, seq, min(own, seq.room_for_drafts))
+            each = self._times.draft(name, cost, [seq], self._load, rows)[rows]
+            seconds, expected = self._entry(name, seq, stage) * rows, 1.0
+            target = self._times.target(self._load, 0, rows * most)
+            for depth, gain in enumerate(stage.acceptance.reach(self._positions[:most]), 1):
+                seconds, expected = seconds + each, expected + gain
+                if expected / (target[rows * depth] + seconds) > copied:
+                    return True
+        return False
 
     def stays_plain(self, sequences: "Seq[Sequence]") -> bool:
         """See ``DraftLength.stays_plain``."""

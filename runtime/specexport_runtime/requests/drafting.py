@@ -15,10 +15,11 @@ from specexport_runtime.sequences.layer_choice import LayerRules
 from specexport_runtime.sequences.records import DrafterTraits, DraftStage
 from specexport_runtime.sequences.results import Prompt
 
-DRAFTERS = (*KINDS, "chained", "none")
+DRAFTERS = (*KINDS, "chained", "auto", "none")
 """Ways to draft that every request can name. ``self`` drafts with some of the target's own layers; ``chained`` asks
 lookup first and, where it finds nothing, the draft model, or the target's own layers if there is no draft model.
-``suffix`` copies as lookup does, and from what earlier requests were given."""
+``suffix`` copies as lookup does, and from what earlier requests were given. ``auto`` asks suffix, then the draft
+model or the own layers, and with cost curves takes what promises the most tokens a second, or neither."""
 
 Lookahead = int | Literal["auto"]
 """Draft tokens a round, or ``"auto"``: chosen in every round for the most expected tokens per second."""
@@ -29,8 +30,8 @@ class Drafting(TypedDict, total=False):
 
     Attributes:
         drafter: ``"draft-model"``, ``"lookup"``, ``"self"`` (some of the target's own layers), ``"chained"`` (lookup,
-            and where it finds nothing the draft model, or the target's own layers) or ``"none"``; None takes the
-            engine's default: the draft model if there is one.
+            and where it finds nothing the draft model, or the target's own layers), ``"auto"`` (whatever the bundle
+            has, by what each promises) or ``"none"``; None takes the engine's default: the draft model if there is one.
         num_speculative_tokens: K (4 if None; of ``"self"`` 3), or tokens copied by ``"lookup"`` (7 if None), or
             ``"auto"``: chosen in every round, up to what was built; needs an engine that was loaded ``adaptive``.
         speculation: False decodes plainly, as ``drafter="none"``.
@@ -102,7 +103,7 @@ class Abilities(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """What a request may name."""
-        return (*self.drafters, "chained", "none")
+        return (*self.drafters, "chained", "auto", "none")
 
     @property
     def default(self) -> str | None:
@@ -182,6 +183,8 @@ def resolve_draft_plan(options: RequestOptions, abilities: Abilities, defaults: 
     if drafter in (None, "none"):
         return DraftPlan()
     names = stage_names(drafter, abilities)
+    if drafter == "auto" and requested is None and abilities.weighed.issuperset(names):
+        requested = "auto"
     if requested == "auto":
         _check_weighed(names, abilities)
         return DraftPlan(tuple(DraftStage(name, abilities.lookahead) for name in names), adaptive=True)
@@ -206,9 +209,11 @@ def stage_names(drafter: str, abilities: Abilities) -> tuple[str, ...]:
         InvalidRequestError: the engine has not one of them.
     """
     names: tuple[str, ...] = (drafter,)
+    models = [name for name in KINDS if not KINDS[name].traits.is_free]
+    usable = [name for name in models if name not in abilities.obstacles]
+    if drafter == "auto":
+        names = (*(name for name, kind in KINDS.items() if kind.traits.remembers), *usable[:1])
     if drafter == "chained":
-        models = [name for name in KINDS if not KINDS[name].traits.is_free]
-        usable = [name for name in models if name not in abilities.obstacles]
         copying = (name for name, kind in KINDS.items() if kind.traits.is_free and not kind.traits.remembers)
         names = (*copying, (usable or models)[0])
     for name in names:

@@ -15,7 +15,7 @@ from specexport_runtime.requests.drafting import (
     resolve_lookahead,
 )
 
-METHODS = {**{name: kind.method for name, kind in KINDS.items()}, "chained": "chained", "none": "none"}
+METHODS = {**{name: kind.method for name, kind in KINDS.items()}, "chained": "chained", "auto": "auto", "none": "none"}
 """vLLM's name of each way to draft, and ours for those that vLLM has not."""
 _KEYS = ("method", "num_speculative_tokens", *sorted(key for kind in KINDS.values() for key in kind.config_keys))
 
