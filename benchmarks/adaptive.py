@@ -26,7 +26,8 @@ from specexport.bench.meter import Meter
 from specexport.bench.methods import AUTO, Cell
 from specexport.bench.prompts import read_prompts
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.engine_load import LoadOptions, load_engine_parts
+from specexport_runtime.engine_load import load_engine_parts
+from specexport_runtime.engine_options import EngineOptions
 
 WARMUP_TOKENS = 16
 MATCH = 16  # tokens before each wrong one
@@ -98,11 +99,7 @@ def parse_args() -> argparse.Namespace:
 
 def load_engine(args: argparse.Namespace, size: int) -> SpecEngine:
     """An adaptive engine; with --adversarial one whose drafts are wrong."""
-    parts = load_engine_parts(
-        args.bundle,
-        LoadOptions(size, None, args.threads, True, True, True, None, adaptive=True, tune_profile=None,
-                    match_length=None, speculative_config=None),
-    )  # fmt: skip
+    parts = load_engine_parts(args.bundle, EngineOptions(max_num_seqs=size, num_threads=args.threads, adaptive=True))
     target, draft = parts.target, parts.draft
     if args.adversarial and args.drafter == "draft-model":
         draft = WrongDraft(draft, gated=False)  # type: ignore[assignment]  # it passes everything else on
