@@ -23,7 +23,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
@@ -107,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         for folder in (options.wheels, options.bundles):
             if folder is not None and not folder.is_dir():
                 raise ValueError(f"there is no folder {folder}.")
-        calls = [] if options.fresh else earlier_calls(out, settings_of(options))
+        calls = earlier_calls(out, settings_of(options))
     except ValueError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return 2
@@ -118,8 +117,8 @@ def run(options: argparse.Namespace) -> int:
         return NO_GPU
     name = f"specexport-gpu-check{'-tiny' if options.tiny else ''}"
     work = (options.work or Path(tempfile.gettempdir()) / name).resolve()
-    if options.fresh:
-        shutil.rmtree(out / "rows", ignore_errors=True)
+    for task in tasks if options.fresh else ():
+        rows_file(out, task).unlink(missing_ok=True)
     for folder in (work, out):
         folder.mkdir(parents=True, exist_ok=True)
     if options.wheels:
@@ -161,9 +160,9 @@ def earlier_calls(out: Path, settings: dict[str, object]) -> list[dict[str, str]
         calls: list[dict[str, str]] = found["calls"]
         made_with = found["settings"]
     except (ValueError, KeyError) as error:
-        raise ValueError(f"{path} is none of ours; take another --out, or start anew with --fresh.") from error
+        raise ValueError(f"{path} is none of ours; take another --out.") from error
     if made_with != settings:
-        raise ValueError(f"{out} holds results for {made_with}, not {settings}; take another --out, or --fresh.")
+        raise ValueError(f"{out} holds results for {made_with}, not {settings}; take another --out.")
     return calls
 
 
@@ -264,7 +263,7 @@ def parse(arguments: Seq[str] | None) -> argparse.Namespace:
     runs.add_argument("--backend", action="append", choices=[*GPU_BACKENDS, CPU], help="repeat for more [all of a GPU]")
     runs.add_argument("--tiny", action="store_true", help="tiny models, few measurements: a dry run")
     runs.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder of the report [gpu-check]")
-    runs.add_argument("--fresh", action="store_true", help="run all again, whatever earlier calls left in --out")
+    runs.add_argument("--fresh", action="store_true", help="run the tasks again, whatever earlier calls found")
     runs.add_argument("--work", type=Path, help="folder of models and bundles, used again [in the temporary folder]")
     runs.add_argument("--wheels", type=Path, help="folder of wheels, whole or in pieces, to install first")
     runs.add_argument("--bundles", type=Path, help="folder of bundles that `pack --with-bundles` made")

@@ -139,12 +139,12 @@ def test_results_of_other_settings_are_not_mixed(tmp_path: Path, capsys: pytest.
     about = {"calls": [{"time": "t", "command": "c", "minutes": "1"}], "settings": {"tiny": True, "lowering": "auto"}}
     write_report(tmp_path, [], [], about)
     assert gpu_check.main(["run", "--out", str(tmp_path)]) == 2
-    assert "--fresh" in capsys.readouterr().err
+    assert "take another --out" in capsys.readouterr().err
     options = gpu_check.parse(["run", "--tiny", "--out", str(tmp_path)])
     assert gpu_check.earlier_calls(tmp_path, gpu_check.settings_of(options)) == about["calls"]
     (tmp_path / "results.json").write_text("{}")
     assert gpu_check.main(["run", "--tiny", "--out", str(tmp_path)]) == 2
-    assert "--fresh" in capsys.readouterr().err
+    assert "take another --out" in capsys.readouterr().err
 
 
 def test_the_report_holds_every_calls_rows_in_order(tmp_path: Path) -> None:

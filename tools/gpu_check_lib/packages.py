@@ -97,7 +97,8 @@ def join_pieces(folder: Path, name: str, target: Path) -> Path:
     number, _, end = pieces[-1].name.partition(MARK)[2].partition("-of-")
     total, _, expected = end.partition("-")
     if not end or int(number) + 1 != len(pieces):
-        raise PiecesMissingError(f"{name}: {len(pieces)} pieces are here and {total or 'more'} are needed.")
+        needed = int(total) if total else "more"
+        raise PiecesMissingError(f"{name}: {len(pieces)} of its pieces are here and {needed} are needed.")
     digest = hashlib.sha256()
     with (target / name).open("wb") as file:
         for piece in pieces:
