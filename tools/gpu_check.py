@@ -5,12 +5,13 @@
     python tools/gpu_check.py run --backend ort-cpu --tiny --out results    # a dry run on any machine
     python tools/gpu_check.py pack --out wheels            # where there is an index: what the GPU machine lacks
     python tools/gpu_check.py run --wheels wheels --out results             # on the GPU machine, without a network
+    python tools/gpu_check.py tune --results results       # the sweep's best tiles become the tuning table
     python tools/gpu_check.py --list
 
 Each task runs in a process of its own with a time limit: what crashes or hangs becomes a row of the report, and the
-others go on. ``results.json`` and ``results.md`` are written anew after each task. The checkout is used as it is:
-nothing has to be installed. Exit status: 0 all reached, 1 something failed or missed its target, 2 wrong usage,
-3 no GPU.
+others go on. ``results.json`` and ``results.md`` are written anew after each task. A second call with the same
+``--out`` runs what the first one has not finished. The checkout is used as it is: nothing has to be installed. Exit
+status: 0 all reached, 1 something failed or missed its target, 2 wrong usage, 3 no GPU.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import contextlib
 import ctypes
 import datetime as dt
 import importlib.util
+import json
 import math
 import os
 import shlex
@@ -32,12 +34,20 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "runtime")]
 
 from tools.gpu_check_lib.packages import install, pack  # noqa: E402
-from tools.gpu_check_lib.registry import CPU, GPU_BACKENDS, SECTIONS, function_of, list_tasks  # noqa: E402
-from tools.gpu_check_lib.rows import Recorder, Row, write_report  # noqa: E402
+from tools.gpu_check_lib.registry import (  # noqa: E402
+    CPU,
+    GPU_BACKENDS,
+    SECTIONS,
+    estimate_of,
+    function_of,
+    list_tasks,
+)
+from tools.gpu_check_lib.rows import Recorder, Row, read_rows, write_report  # noqa: E402
 from tools.gpu_check_lib.runner import Budget, Task, rows_file, run_tasks  # noqa: E402
 
 NO_GPU = 3
 MINUTES = 8.0
+WHEELS = Task("wheels", SECTIONS["machine"], 0, 0)  # no task: its rows are what came of installing them
 
 
 def find_gpu() -> str:
@@ -84,10 +94,11 @@ def make_environment(work: Path, site: Path | None, *, interpret: bool) -> dict[
 
 
 def run(options: argparse.Namespace) -> int:
-    """``run``: every task for which there is time."""
+    """``run``: every task for which there is time, and that no earlier call has finished."""
     budget = Budget(60 * options.minutes)
     backends = tuple(options.backend or GPU_BACKENDS)
     missing = find_gpu()
+    out = options.out.resolve()
     try:
         tasks = list_tasks(backends, options.only or ())
         if options.tiny:  # limits are those of a machine with a GPU; a dry run may have a slow and busy one
@@ -95,52 +106,99 @@ def run(options: argparse.Namespace) -> int:
         for folder in (options.wheels, options.bundles):
             if folder is not None and not folder.is_dir():
                 raise ValueError(f"there is no folder {folder}.")
+        calls = earlier_calls(out, settings_of(options))
     except ValueError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return 2
     if missing and backends != (CPU,):
         print(f"gpu_check: {missing}; a dry run anywhere: run --backend ort-cpu --tiny", file=sys.stderr)
+        for task in tasks:
+            print(f"  {task.name}: no GPU, not run", file=sys.stderr)
         return NO_GPU
     name = f"specexport-gpu-check{'-tiny' if options.tiny else ''}"
     work = (options.work or Path(tempfile.gettempdir()) / name).resolve()
-    out = options.out.resolve()
+    for task in tasks if options.fresh else ():
+        rows_file(out, task).unlink(missing_ok=True)
     for folder in (work, out):
         folder.mkdir(parents=True, exist_ok=True)
-    first = _install_wheels(options.wheels, work) if options.wheels else []
+    if options.wheels:
+        _install_wheels(options.wheels, work, out)
     site = work / "site" if (work / "site").is_dir() else None
-    head, about = _about(options, is_dry=options.tiny or backends == (CPU,))
-    rows = run_tasks(
-        tasks, budget, work, out / "log.txt",
+    head, about = _about(options, calls, is_dry=options.tiny or backends == (CPU,))
+    run_tasks(
+        tasks, budget, out, out / "log.txt",
         command=lambda task, limit: task_command(options, task, limit, work),
         environment=make_environment(work, site, interpret=bool(missing) and options.tiny),
-        report=lambda found: write_report(out, [*first, *found], head, about),
+        report=lambda _: write_report(out, rows_of_all(out), head, about),
     )  # fmt: skip
     print((out / "results.md").read_text(encoding="utf-8"))
-    return int(any(row.verdict in {"failed", "missed"} for row in (*first, *rows)))
+    return int(any(row.verdict in {"failed", "missed"} for row in rows_of_all(out)))
+
+
+def rows_of_all(out: Path) -> list[Row]:
+    """Rows of this call and of those before it, tasks in their order."""
+    tasks = dict.fromkeys([WHEELS, *list_tasks(GPU_BACKENDS), *list_tasks((CPU,))])
+    return [row for task in tasks for row in read_rows(rows_file(out, task))]
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, object]:
+    """What all calls into one folder must share."""
+    return {"tiny": options.tiny, "lowering": options.lowering}
+
+
+def earlier_calls(out: Path, settings: dict[str, object]) -> list[dict[str, str]]:
+    """The calls whose results a folder holds.
+
+    Raises:
+        ValueError: they were made with other settings.
+    """
+    path = out / "results.json"
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        calls: list[dict[str, str]] = found["calls"]
+        made_with = found["settings"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{path} is none of ours; take another --out.") from error
+    if made_with != settings:
+        raise ValueError(f"{out} holds results for {made_with}, not {settings}; take another --out.")
+    return calls
 
 
 def task_command(options: argparse.Namespace, task: Task, limit: float, work: Path) -> list[str]:
     """The command of one task's process."""
     words = [sys.executable, str(Path(__file__).resolve()), "task", task.name, "--title", task.title]
-    words += ["--work", str(work), "--limit", f"{limit:.1f}", "--lowering", options.lowering]
+    words += ["--work", str(work), "--rows", str(rows_file(options.out.resolve(), task))]
+    words += ["--limit", f"{limit:.1f}", "--lowering", options.lowering]
     words += ["--tiny"] if options.tiny else []
     return words + (["--bundles", str(options.bundles.resolve())] if options.bundles else [])
 
 
-def _about(options: argparse.Namespace, *, is_dry: bool) -> tuple[list[str], dict[str, object]]:
+def _about(
+    options: argparse.Namespace, calls: list[dict[str, str]], *, is_dry: bool
+) -> tuple[list[str], dict[str, object]]:
     """What stands above the tables, and beside the rows in the JSON file."""
     now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    head = ["# GPU check", "", f"{now}, `{shlex.join(options.words)}`, {options.minutes:g} minutes at most."]
+    calls = [*calls, {"time": now, "command": shlex.join(options.words), "minutes": f"{options.minutes:g}"}]
+    head = ["# GPU check", ""]
+    head += [f"- {call['time']}, `{call['command']}`, {call['minutes']} minutes at most" for call in calls]
     if is_dry:
         head += ["", "**A dry run: it shows that the code runs, and nothing about a GPU.**"]
-    return head, {"time": now, "arguments": options.words, "dry": is_dry}
+    return head, {"calls": calls, "settings": settings_of(options), "dry": is_dry}
 
 
-def _install_wheels(folder: Path, work: Path) -> list[Row]:
+def _install_wheels(folder: Path, work: Path, out: Path) -> None:
     """Install carried wheels; what did not work is a row."""
-    _, problems = install(folder, work)
-    value, verdict = (f"failed: {problems}", "failed") if problems else ("installed", "info")
-    return [Row(SECTIONS["machine"], f"wheels of {folder.name}", value, verdict=verdict)]  # type: ignore[arg-type]
+    found = install(folder, work)
+    place = rows_file(out, WHEELS)
+    place.unlink(missing_ok=True)
+    value, verdict = ("installed", "info")
+    if found.problems:
+        value, verdict = f"failed: {'; '.join(found.problems)}", "failed"
+    elif found.waiting:
+        value = f"installed but for what is still to be brought: {'; '.join(found.waiting)}"
+    Recorder(place, WHEELS.title).row(f"wheels of {folder.name}", value, verdict=verdict)  # type: ignore[arg-type]
 
 
 def run_task(options: argparse.Namespace) -> int:
@@ -149,7 +207,7 @@ def run_task(options: argparse.Namespace) -> int:
 
     task = Task(options.name, options.title, options.limit, 0)
     context = Context(
-        Recorder(rows_file(options.work, task), task.title),
+        Recorder(options.rows, task.title),
         options.work,
         options.limit,
         options.tiny,
@@ -177,6 +235,24 @@ def run_pack(options: argparse.Namespace) -> int:
     return 0 if files else 1
 
 
+def run_tune(options: argparse.Namespace) -> int:
+    """``tune``: the sweep's best tiles become the tuning table."""
+    from tools.gpu_check_lib.tile_table import PLACE, best_tiles, read_results, write_table
+
+    try:
+        rows, source = read_results(options.results)
+        entries = best_tiles(rows)
+    except ValueError as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return 2
+    for entry in entries:
+        print(f"sm {entry.key[0]}, heads of {entry.key[1]}, {'48 KiB' if entry.key[3] else 'any size'}: {entry.tiles}, "
+              f"{entry.share:.0%} of the time of the tiles before")  # fmt: skip
+    write_table(entries, source, options.out or PLACE)
+    print(f"{len(entries)} entries written to {options.out or PLACE}; the tests of the kernels must pass with them.")
+    return 0
+
+
 def parse(arguments: Seq[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -187,6 +263,7 @@ def parse(arguments: Seq[str] | None) -> argparse.Namespace:
     runs.add_argument("--backend", action="append", choices=[*GPU_BACKENDS, CPU], help="repeat for more [all of a GPU]")
     runs.add_argument("--tiny", action="store_true", help="tiny models, few measurements: a dry run")
     runs.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder of the report [gpu-check]")
+    runs.add_argument("--fresh", action="store_true", help="run the tasks again, whatever earlier calls found")
     runs.add_argument("--work", type=Path, help="folder of models and bundles, used again [in the temporary folder]")
     runs.add_argument("--wheels", type=Path, help="folder of wheels, whole or in pieces, to install first")
     runs.add_argument("--bundles", type=Path, help="folder of bundles that `pack --with-bundles` made")
@@ -195,9 +272,13 @@ def parse(arguments: Seq[str] | None) -> argparse.Namespace:
     packs = commands.add_parser("pack", help="fetch what a GPU machine without a network lacks")
     packs.add_argument("--out", type=Path, required=True)
     packs.add_argument("--with-bundles", action="store_true", help="build the small model's bundles too")
+    tune = commands.add_parser("tune", help="write the sweep's best tiles into the tuning table")
+    tune.add_argument("--results", type=Path, required=True, help="the --out of a run of kernels.sweep")
+    tune.add_argument("--out", type=Path, help="the module to write [specexport/kernels/measured.py]")
     task = commands.add_parser("task")
     task.add_argument("name")
     task.add_argument("--work", type=Path, required=True)
+    task.add_argument("--rows", type=Path, required=True)
     task.add_argument("--bundles", type=Path)
     task.add_argument("--limit", type=float, required=True)
     task.add_argument("--lowering", default="auto")
@@ -215,11 +296,11 @@ def main(arguments: Seq[str] | None = None) -> int:
     options = parse(arguments)
     if options.list:
         for task in list_tasks((*GPU_BACKENDS, CPU)):
-            print(f"{task.name:<26}{task.seconds:>5.0f} s   {task.title}")
+            print(f"{task.name:<26}{estimate_of(task):>5.0f} s, at most {task.seconds:>3.0f} s   {task.title}")
         return 0
     with contextlib.suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running task is ended too
-    return {"run": run, "task": run_task, "pack": run_pack}[options.command](options)
+    return {"run": run, "task": run_task, "pack": run_pack, "tune": run_tune}[options.command](options)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from tools.gpu_check_lib.forced import decode
 from tools.gpu_check_lib.models import SIZES, make_tensors, next_token
 from tools.gpu_check_lib.outputs import compare_texts
 from tools.gpu_check_lib.rows import Row, judge, read_rows
-from tools.gpu_check_lib.speed import LARGE, cells
+from tools.gpu_check_lib.speed import LARGE, RATIO_LOOKAHEAD, cells, step_plans
 from tools.gpu_check_lib.steps import compare_logits, compare_steps, time_step
 
 VOCAB = 61
@@ -98,7 +98,14 @@ def test_measurements_that_matter_come_first() -> None:
     assert len(order) == len(set(order)) == len(LARGE.batches) * len(LARGE.lookaheads) * len(LARGE.rates)
     assert order[0] == (1, 4, 0.8)
     assert {k for _, k, _ in order[:8]} == set(range(1, 9))
-    assert {batch for batch, _, _ in order[8:13]} == {2, 4, 8, 16, 32}
+    assert {batch for batch, _, _ in order[8:11]} == {2, 4, 8}
+
+
+def test_every_length_is_timed_alone_before_any_batch() -> None:
+    plans = list(step_plans(LARGE))
+    assert [(plan.past, plan.batches) for plan in plans[:3]] == [(256, (1,)), (8192, (1,)), (2048, (1,))]
+    assert {(plan.past, plan.batches) for plan in plans[3:]} == {(256, (2, 4, 8)), (8192, (8,)), (2048, (8,))}
+    assert all(RATIO_LOOKAHEAD in plan.lookaheads for plan in plans)
 
 
 # bytes and rates
@@ -234,10 +241,29 @@ def test_the_large_models_profiles_take_every_step() -> None:
         assert draft[choose_profile(draft, StepShape(0, batch, 2 * batch, 2, batch))].is_fixed
 
 
-def test_what_builds_are_patched_with_is_there() -> None:
+def test_the_large_models_bundle_is_folded_behind_its_longest_past() -> None:
+    """The builder's own arithmetic of masks, for the sizes that the checks build with."""
     from specexport.backends import tensorrt as gpu_build
+    from specexport.backends.profiles import engine_kv_capacity, most_new_tokens
+    from tools.gpu_check_lib.bundles import MAX_NUM_TOKENS, PLANS, large_profiles
 
-    assert callable(gpu_build.plan_profiles)
+    for name in ("small", "large-speed"):
+        plan = PLANS[name]
+        assert plan.max_model_len >= max(LARGE.long_pasts) + LARGE.prompt + LARGE.tokens
+        for role, fold in (("target", most_new_tokens("target", plan.lookahead)), ("draft", 2)):
+            limits = {"max_num_seqs": plan.max_num_seqs, "max_num_tokens": MAX_NUM_TOKENS, "fold": fold}
+            planned = large_profiles(role, **limits) if name == "large-speed" else gpu_build.plan_profiles(
+                role, lookahead=plan.lookahead, **limits
+            )  # fmt: skip
+            assert {profile.fold for profile in planned} == {fold}
+            assert max(profile.num_seqs for profile in planned) == plan.max_num_seqs
+            widest = max(-(-profile.max_new_tokens // fold) * fold for profile in planned)
+            masks = SIZES[plan.model].heads * plan.max_num_seqs * widest
+            masks *= engine_kv_capacity(plan.max_model_len, plan.lookahead)
+            assert masks <= gpu_build.MAX_MASK_BYTES
+            assert masks * 32 // plan.max_num_seqs > gpu_build.MAX_MASK_BYTES or name == "small", (
+                "more rows do not fold"
+            )
 
 
 def test_a_decisive_head_answers_with_the_next_token() -> None:
@@ -261,7 +287,9 @@ def test_split_files_join_to_the_same_bytes(tmp_path: Path) -> None:
         found = packages.split_file(whole / name, pieces, piece_bytes=size)
         assert [piece.stat().st_size for piece in found] == ([1000, 1000, 345] if size == 1000 else [2345])
     (pieces / "c.whl").write_bytes(b"not split")
-    assert [path.name for path in packages.join_pieces(pieces, joined)] == ["a.whl", "b.whl"]
+    assert packages.split_names(pieces) == ["a.whl", "b.whl"]
+    for name in ("a.whl", "b.whl"):
+        packages.join_pieces(pieces, name, joined)
     assert (joined / "a.whl").read_bytes() == (joined / "b.whl").read_bytes() == content
 
 
@@ -277,8 +305,9 @@ def test_missing_and_altered_pieces_are_named(tmp_path: Path, damage: str) -> No
         pieces[1].write_bytes(bytes(100))
     else:
         pieces[{"first": 0, "middle": 1, "last": 2}[damage]].unlink()
-    with pytest.raises(ValueError, match=r"big\.whl"):
-        packages.join_pieces(folder, target)
+    error = ValueError if damage == "altered" else packages.PiecesMissingError
+    with pytest.raises(error, match=r"big\.whl"):
+        packages.join_pieces(folder, "big.whl", target)
     assert not list(target.iterdir())
 
 
@@ -300,7 +329,7 @@ def test_the_checkout_and_a_folder_of_pieces_fit_into_one_transfer(tmp_path: Pat
     assert len(list(tmp_path.iterdir())) == 5, "4,505 bytes need no more"
     joined = tmp_path.parent / "joined"
     joined.mkdir()
-    (whole,) = packages.join_pieces(tmp_path, joined)
+    whole = packages.join_pieces(tmp_path, "wheel0.whl", joined)
     assert whole.read_bytes() == contents["wheel0.whl"]
     assert len(files) == 3 + 5
 
@@ -329,11 +358,17 @@ def test_wheels_in_pieces_are_installed_and_a_broken_one_harms_no_other(tmp_path
     wheels.mkdir()
     big = make_wheel(tmp_path, "carriedbig", "VALUE = 42\n" + "#" * 3000, "carried/big.py")
     make_wheel(wheels, "carriedsmall", "VALUE = 43\n", "carriedsmall-1.0.data/purelib/carried/small.py")
-    packages.split_file(big, wheels, piece_bytes=500)
+    pieces = packages.split_file(big, wheels, piece_bytes=500)
+    away = pieces[2].rename(tmp_path / pieces[2].name)
     (wheels / "broken-1.0-py3-none-any.whl").write_bytes(b"no wheel")
-    site, problems = packages.install(wheels, work)
-    assert "broken-1.0" in problems
-    assert "carriedbig" not in problems
+    first = packages.install(wheels, work)
+    assert [problem.partition(":")[0] for problem in first.problems] == ["broken-1.0-py3-none-any.whl"]
+    assert [name.partition(":")[0] for name in first.waiting] == ["carriedbig-1.0-py3-none-any.whl"]
+    assert (first.site / "carried" / "small.py").is_file(), "one that is not whole yet keeps no other away"
+    away.rename(pieces[2])  # a later call brings it
+    site, waiting, problems = packages.install(wheels, work)
+    assert not waiting
+    assert len(problems) == 1
     environment = gpu_check.make_environment(work, site, interpret=False)
     done = subprocess.run(
         [sys.executable, "-c", "import carried.big, carried.small, specexport_runtime, specexport; "
@@ -342,7 +377,7 @@ def test_wheels_in_pieces_are_installed_and_a_broken_one_harms_no_other(tmp_path
     )  # fmt: skip
     assert done.stdout.strip() == "42 43"
     assert not list(site.rglob("program"))
-    assert packages.install(wheels, work) == (site, problems)  # what is there stays
+    assert packages.install(wheels, work) == (site, [], problems)  # what is there stays
 
 
 def test_wheels_are_fetched_for_the_other_machine() -> None:

@@ -81,7 +81,9 @@ def run_scripts(tmp_path: Path, names: Seq[str], seconds: float = 120.0, limit: 
 
 def test_a_task_that_fails_costs_its_own_rows_only(tmp_path: Path) -> None:
     reports = run_scripts(tmp_path, ["raises", "crashes", "hangs", "fine"])
-    assert [len(report) for report in reports] == [2, 4, 6, 7]  # the report is written after each task
+    assert [len(report) for report in reports] == [3, 6, 9, 11]  # the report is written after each task
+    ends = [row for row in reports[-1] if row.what.startswith("task ")]
+    assert [row.data["finished"] for row in ends] == [True] * 4, "a second call would meet the same end"
     values = {row.what: (row.value, row.verdict) for row in reports[-1]}
     assert values["before"][0] == values["before the crash"][0] == values["before the hang"][0] == "kept"
     assert values["raises"][1] == values["crashes"][1] == values["hangs"][1] == "failed"
@@ -93,7 +95,7 @@ def test_a_task_that_fails_costs_its_own_rows_only(tmp_path: Path) -> None:
 
 def test_a_task_that_would_start_too_late_is_skipped(tmp_path: Path) -> None:
     rows = run_scripts(tmp_path, ["hangs", "fine"], seconds=1.3)[-1]
-    assert [row.what for row in rows] == ["before the hang", "hangs", "fine"]
+    assert [row.what for row in rows] == ["before the hang", "hangs", "task hangs", "fine"]
     assert rows[-1].verdict == "skipped"
     assert rows[-1].value.startswith("skipped: out of time")
 
@@ -116,9 +118,45 @@ def test_what_a_task_started_ends_with_it(tmp_path: Path) -> None:
     wait_until(gone)
 
 
-def test_rows_of_an_earlier_run_do_not_stay(tmp_path: Path) -> None:
-    first = run_scripts(tmp_path, ["fine"])[-1]
-    assert run_scripts(tmp_path, ["fine"])[-1] == first
+def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = run_scripts(tmp_path, ["fine", "hangs", "raises"], seconds=1.3)[-1]
+    assert [row.what for row in first if row.verdict == "skipped"] == ["raises"]
+    capsys.readouterr()
+    second = run_scripts(tmp_path, ["fine", "hangs", "raises", "crashes"])[-1]
+    assert "fine: an earlier call has it" in capsys.readouterr().err
+    assert second[: len(first) - 1] == first[:-1]
+    assert [row.what for row in second[len(first) - 1 :] if row.verdict == "failed"] == ["raises", "crashes"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "finished"),
+    [
+        ([], False),
+        ([Row("s", "a", "found")], False),  # the call was killed
+        ([Row("s", "a", "found"), Row("s", "task", "", data={"finished": True})], True),
+        ([Row("s", "a", "failed: so", verdict="failed"), Row("s", "task", "", data={"finished": True})], True),
+        ([Row("s", "a", "found"), Row("s", "task", "", data={"finished": False})], False),  # the call's time was over
+        ([Row("s", "a", "skipped: no", verdict="skipped"), Row("s", "task", "", data={"finished": True})], False),
+    ],
+)
+def test_what_is_finished(rows: list[Row], finished: bool) -> None:
+    assert runner.is_finished(rows) == finished
+
+
+def test_a_task_that_its_call_cut_short_runs_again(tmp_path: Path) -> None:
+    script = HEAD + "row('early', 'found'); import time; time.sleep(60)"
+
+    def rows_of_call(seconds: float) -> list[Row]:
+        return run_tasks(
+            [Task("slow", "s", 2.0, 0.5)], Budget(seconds), tmp_path, tmp_path / "log.txt",
+            command=lambda task, _: [sys.executable, "-S", "-c", script, str(runner.rows_file(tmp_path, task))],
+            environment=dict(os.environ), report=lambda _: None,
+        )  # fmt: skip
+
+    assert not runner.is_finished(rows_of_call(1.0))
+    cut = rows_of_call(0.2)  # no time to start it: what it had found stays
+    assert [row.what for row in cut][:1] == ["early"]
+    assert runner.is_finished(rows_of_call(9.0)), "now it ran past its own limit"
 
 
 def test_a_program_that_is_not_there_is_a_row(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from tools import gpu_check
 from tools.gpu_check_lib import registry
 from tools.gpu_check_lib.context import Context, run_guarded
-from tools.gpu_check_lib.rows import Row, read_rows
+from tools.gpu_check_lib.rows import Recorder, Row, read_rows, write_report
 from tools.gpu_check_lib.rtx_probe import candidates
 
 ROOT = Path(__file__).parents[2]
@@ -28,8 +30,8 @@ def test_every_task_has_code() -> None:
     assert {task.section for task in tasks} == set(registry.SECTIONS)
     for task in tasks:
         assert callable(registry.function_of(task.name)), task
-        assert task.needs <= task.seconds
-        assert task.seconds < 60 * gpu_check.MINUTES
+        assert task.needs <= registry.estimate_of(task) <= task.seconds
+        assert task.seconds <= 180, "one that hangs must leave most of a call to the others"
     dry = registry.list_tasks((registry.CPU,))
     assert "outputs.ort-cpu" in {task.name for task in dry}
     for task in dry:
@@ -59,8 +61,9 @@ def test_without_a_gpu_one_line_says_what_is_missing(
     monkeypatch.setattr("ctypes.CDLL", missing)
     assert gpu_check.main(["run", "--out", str(tmp_path / "out")]) == 3
     captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1
-    assert "libcuda.so.1" in captured.err
+    reason, *tasks = captured.err.splitlines()
+    assert "libcuda.so.1" in reason
+    assert tasks == [f"  {task.name}: no GPU, not run" for task in registry.list_tasks(registry.GPU_BACKENDS)]
     assert not captured.out
     assert not (tmp_path / "out").exists()
 
@@ -75,10 +78,80 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 2
 
 
+# the half hour: docs/gpu-results.md
+
+
+class Call(NamedTuple):
+    """A row of the page's table of calls."""
+
+    carries: str
+    command: str
+    minutes: float
+
+
+def read_calls() -> list[Call]:
+    page = (ROOT / "docs" / "gpu-results.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if re.match(r"\| \d+ \|", line)]
+    return [Call(row[1].strip("`"), row[2].strip("`"), float(row[3])) for row in rows]
+
+
+def options_of(call: Call) -> Any:
+    """What the call's run of ``gpu_check.py`` is told; None where it runs something else."""
+    words = shlex.split(call.command)
+    if "tools/gpu_check.py" not in words:
+        return None
+    start = words.index("tools/gpu_check.py") + 1
+    end = next(number for number in range(start, len(words)) if words[number].endswith(";"))
+    return gpu_check.parse([*words[start:end], words[end].rstrip(";")])
+
+
+def test_the_half_hour_fits_its_calls() -> None:
+    calls = read_calls()
+    assert len(calls) == 13
+    assert sum(call.minutes for call in calls) <= 30
+    runs = {number: options for number, call in enumerate(calls, 1) if (options := options_of(call)) is not None}
+    assert list(runs) == [1, 10, 13]
+    for number, options in runs.items():
+        call = calls[number - 1]
+        assert len(call.command) <= 2000
+        assert options.minutes == call.minutes <= 9.5, "a call of 10 minutes is cut off"
+        tasks = registry.list_tasks(tuple(options.backend or registry.GPU_BACKENDS), options.only)
+        assert sum(map(registry.estimate_of, tasks)) <= 60 * options.minutes
+        needs_wheels = {task.name for task in tasks if task.name.rpartition(".")[2].endswith(registry.GPU_BACKENDS)}
+        assert bool(options.wheels) == bool(needs_wheels)
+        for folder in (options.out, options.work, *([options.wheels] if options.wheels else [])):
+            assert folder.parts[0] == "build", "git ignores it, so it stays on the machine and does not travel"
+        assert f"cp -r {options.out}/. $OUT" in call.command
+    assert "/build/" in (ROOT / ".gitignore").read_text().splitlines()
+    carried = [call.carries for call in calls if call.carries != "nothing"]
+    assert sorted(carried) == [f"build/wheels/piece-{number:02}" for number in range(10)]
+    before_ort = {call.carries for call in calls[:9]}
+    assert {f"build/wheels/piece-{number:02}" for number in (0, 1, 2, 3, 4, 5, 8, 9)} <= before_ort
+
+
 def test_list_names_every_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main(["--list"]) == 0
     listed = capsys.readouterr().out
     assert all(title in listed for title in registry.SECTIONS.values())
+
+
+def test_results_of_other_settings_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    about = {"calls": [{"time": "t", "command": "c", "minutes": "1"}], "settings": {"tiny": True, "lowering": "auto"}}
+    write_report(tmp_path, [], [], about)
+    assert gpu_check.main(["run", "--out", str(tmp_path)]) == 2
+    assert "take another --out" in capsys.readouterr().err
+    options = gpu_check.parse(["run", "--tiny", "--out", str(tmp_path)])
+    assert gpu_check.earlier_calls(tmp_path, gpu_check.settings_of(options)) == about["calls"]
+    (tmp_path / "results.json").write_text("{}")
+    assert gpu_check.main(["run", "--tiny", "--out", str(tmp_path)]) == 2
+    assert "take another --out" in capsys.readouterr().err
+
+
+def test_the_report_holds_every_calls_rows_in_order(tmp_path: Path) -> None:
+    for name in ("graphs.ort-cuda", "wheels", "outputs.ort-cpu", "machine.info"):
+        Recorder(tmp_path / "rows" / f"{name}.jsonl", "s").row(name, "found")
+    found = [row.what for row in gpu_check.rows_of_all(tmp_path)]
+    assert found == ["wheels", "machine.info", "graphs.ort-cuda", "outputs.ort-cpu"]
 
 
 def test_architectures_to_try() -> None:
@@ -192,7 +265,9 @@ def test_dry_run_of_every_section(tmp_path: Path) -> None:
         assert row.data["departed"] == 0
         assert abs(row.data["acceptance"] - 0.8) < 0.25
         assert row.data["same_texts"] == (4 if "batch 4" in row.what else 1)
-    assert found["ort-cpu: steps, batch 1"].data["ratios"].keys() == {"1", "4"}
+    assert found["ort-cpu, 32 past: steps, batch 1"].data["ratios"].keys() == {"1", "4"}
+    assert found["ort-cpu, 48 past: steps, batch 1"].data["ratios"].keys() == {"4"}
+    assert "ort-cpu: step of 1 x 5 tokens, 16 past" in found
     assert any("largest error" in row.value for row in rows if row.what.startswith("kernels, float16"))
     loop = {row.what: row for row in rows if row.what.startswith("proof")}
     for how in ("plain", "draft model, K=4"):

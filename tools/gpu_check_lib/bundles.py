@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from specexport_runtime.bundle.opened import Bundle, load_bundle
-from specexport_runtime.bundle.profiles import Profile
+from specexport_runtime.bundle.profiles import Profile, ProfileKind
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.executors.open import open_executor as open_engine
 from tools.gpu_check_lib.context import Context
@@ -41,13 +41,15 @@ class BundlePlan(NamedTuple):
 
 PLANS = {
     "tiny": BundlePlan("tiny", True, True, 4, 256, 4),
-    "small": BundlePlan("small", False, False, 4, 512, 8),
-    "large-speed": BundlePlan("large", True, True, 8, 512, 32),
+    "small": BundlePlan("small", False, False, 4, 8704, 8),
+    "large-speed": BundlePlan("large", True, True, 8, 8704, 8),
 }
+"""Long enough for 8,192 entries and what is decoded behind them. With more rows the masks of folded attention would be
+larger than a build allows (``MAX_MASK_BYTES``), and TensorRT would copy the caches."""
+MAX_NUM_TOKENS = 128  # of a prefill, which those masks grow with too
 # The large model's profiles are few, because each has kernels to be chosen; other steps are padded up to the next one.
-LARGE_TARGET = [("decode", rows, 1) for rows in (1, 8, 32)] + [("verify", 1, new) for new in (3, 5, 9)]
-LARGE_TARGET += [("verify", rows, 5) for rows in (8, 32)]
-LARGE_DRAFT = [(kind, rows, new) for rows in (1, 8, 32) for kind, new in (("decode", 1), ("catch-up", 2))]
+LARGE_BATCHES = (1, 8, 32)
+LARGE_VERIFY = (3, 5, 9)
 
 
 def sm_of_gpu() -> str:
@@ -76,11 +78,20 @@ def choose_sm(context: Context) -> str:
     return sm if sm in known_architectures(TENSORRT_RTX) else FALLBACK_SM
 
 
-def large_profiles(role: str, **_: int) -> tuple[Profile, ...]:
-    """Profiles of the large model, instead of ``plan_profiles``."""
-    sizes = LARGE_TARGET if role == "target" else LARGE_DRAFT
-    fixed = [Profile(kind, rows, new, rows * new, rows * new) for kind, rows, new in sizes]  # type: ignore[arg-type]
-    return (*fixed, Profile("prefill", 32, 288, 288, 288))  # the widest step there is: 32 rows of 9 tokens
+def large_profiles(
+    role: str, *, max_num_seqs: int = LARGE_BATCHES[-1], max_num_tokens: int = 1, fold: int = 1, **_: int
+) -> tuple[Profile, ...]:
+    """Profiles of the large model, instead of ``plan_profiles``, which see for the arguments."""
+    batches = [rows for rows in LARGE_BATCHES if rows <= max_num_seqs]
+    sizes: list[tuple[ProfileKind, int, int]] = [("decode", rows, 1) for rows in batches]
+    if role == "target":
+        sizes += [("verify", 1, new) for new in LARGE_VERIFY] + [("verify", rows, 5) for rows in batches[1:]]
+    else:
+        sizes += [("catch-up", rows, 2) for rows in batches]
+    fixed = [Profile(kind, rows, new, rows * new, rows * new, fold) for kind, rows, new in sizes]
+    widest = max_num_seqs * LARGE_VERIFY[-1]  # where no fixed profile takes so many tokens of so many rows
+    tokens = max(widest, max_num_tokens)
+    return (*fixed, Profile("prefill", max_num_seqs, tokens, tokens, widest, fold))
 
 
 def build(
@@ -110,7 +121,7 @@ def build(
 
     plan = PLANS[name]
     target, draft = ensure_pair(context_work / "checkpoints", plan.model, decisive=plan.is_decisive)
-    limits: dict[str, Any] = {"max_num_seqs": plan.max_num_seqs, "max_num_tokens": 128, "sm": tuple(sm)}
+    limits: dict[str, Any] = {"max_num_seqs": plan.max_num_seqs, "max_num_tokens": MAX_NUM_TOKENS, "sm": tuple(sm)}
     options = limits | {"lowering": lowering} if backend.startswith("tensorrt") else {}
     folder = output or context_work / "bundles" / _folder_name(name, backend, lowering)
     recipe = BuildRecipe(

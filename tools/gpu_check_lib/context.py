@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.gpu_check_lib.rows import Recorder, Verdict, judge, reason_of
+from tools.gpu_check_lib.rows import OUT_OF_TIME, Recorder, Verdict, judge, reason_of
 
 
 class SkipTaskError(Exception):
@@ -46,7 +46,7 @@ class Context:
         """Whether ``needed`` seconds are left; writes the row of what is skipped otherwise."""
         if self.left >= needed:
             return True
-        self.recorder.row(what, f"skipped: out of time ({max(self.left, 0):.0f} s left)", verdict="skipped")
+        self.recorder.row(what, f"skipped: {OUT_OF_TIME} ({max(self.left, 0):.0f} s left)", verdict="skipped")
         return False
 
     @contextmanager

@@ -10,13 +10,15 @@ from specexport_runtime.packing.batch import ModelRunner, RowWork
 from tools.gpu_check_lib.context import Context
 
 HOST_US_TARGET = 100.0
-PAST = 64
+PAST = 256
+LONG_PASTS = (2048, 8192)
+"""Entries behind which one sequence alone is timed too."""
 
 
 class Measured(NamedTuple):
-    """One way to run: step times by (rows, new tokens), host microseconds of a round, logits of a step."""
+    """One way to run: step times by (past, rows, new tokens), host microseconds of a round, logits of a step."""
 
-    steps: dict[tuple[int, int], float]
+    steps: dict[tuple[int, int, int], float]
     host_us: float
     logits: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]"
 
@@ -49,13 +51,13 @@ def compare(context: Context, backend: str, open_engine: Callable[[bool], Execut
                 executor.close()
     if len(found) < 2:
         for key, milliseconds in (found[False].steps if False in found else {}).items():
-            context.recorder.row(f"{backend}: step of {key[0]} x {key[1]} tokens, eager, for want of graphs",
+            context.recorder.row(f"{backend}: {step_name(*key)}, eager, for want of graphs",
                                  f"{milliseconds:.3f} ms", eager_ms=milliseconds)  # fmt: skip
         return
     for key, eager in found[False].steps.items():
         replayed = found[True].steps[key]
         context.recorder.row(
-            f"{backend}: step of {key[0]} x {key[1]} tokens",
+            f"{backend}: {step_name(*key)}",
             f"graph {replayed:.3f} ms, eager {eager:.3f} ms: {eager / replayed:.2f}x",
             graph_ms=replayed, eager_ms=eager,
         )  # fmt: skip
@@ -73,12 +75,17 @@ def compare(context: Context, backend: str, open_engine: Callable[[bool], Execut
         )
 
 
+def step_name(past: int, rows: int, new: int) -> str:
+    """For the report."""
+    return f"step of {rows} x {new} tokens, {past} past"
+
+
 def measure(executor: Executor, tiny: bool) -> Measured:
     """Run everything with one executor.
 
     Args:
         executor: with four rows or more.
-        tiny: few repetitions.
+        tiny: few repetitions, short pasts.
     """
     from tools.gpu_check_lib.forced import decode
     from tools.gpu_check_lib.steps import fill, random_tokens, time_step
@@ -89,9 +96,14 @@ def measure(executor: Executor, tiny: bool) -> Measured:
     runner = ModelRunner(executor)
     fill(runner, random_tokens(executor.vocab_size, rows, past))
     steps = {
-        (count, new): time_step(runner, count, new, repeats=repeats, seconds=2.0).total_ms
+        (past, count, new): time_step(runner, count, new, repeats=repeats, seconds=2.0).total_ms
         for count, new in ((1, 1), (1, 5), (rows, 1), (rows, 5))
     }
+    for longer in (2 * past,) if tiny else [each for each in LONG_PASTS if each + 5 < executor.kv_capacity]:
+        more = longer - runner.kv.kv_len(0)
+        fill(runner, random_tokens(executor.vocab_size, 1, more, seed=longer))
+        for new in (1, 5):
+            steps[longer, 1, new] = time_step(runner, 1, new, repeats=repeats, seconds=1.0).total_ms
     tokens = random_tokens(executor.vocab_size, 1, 5, seed=9)[0]
     for _ in range(3):  # the first run of a shape may record it; what is compared is a replay
         logits = np.array(runner.step(0, [RowWork(tokens, 5)]))

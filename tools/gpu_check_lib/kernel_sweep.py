@@ -1,4 +1,4 @@
-"""Section 3, last: other tiles, warps and stages of the attention kernel, for the tuning table.
+"""Section 3, last: other tiles, warps and stages of the attention kernel, for the tuning table (``tile_table``).
 
 Two sets are looked at apart: tiles that a plugin may embed (48 KiB of shared memory at most, because TensorRT's
 launcher cannot opt in to more), and larger ones.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tools.gpu_check_lib import kernel_speed as speed
 from tools.gpu_check_lib.context import Context
 from tools.gpu_check_lib.kernels import expected
-from tools.gpu_check_lib.rows import judge
+from tools.gpu_check_lib.rows import judge, reason_of
 from tools.gpu_check_lib.timing import copy_bandwidth, gigabytes_per_second, kv_step_bytes, num_sets, time_rotating
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ def _sweep_past(
     copied = copy_bandwidth(num_bytes, cache_bytes)
     for small, name in ((True, "48 KiB at most"), (False, "larger")):
         timed: list[Timed] = []
-        tried = candidates(sm, small=small) if is_first else iter([best.tiles for best in found[small][:KEPT]])
+        own = _spec().tiles(sm, small=small)
+        tried = candidates(sm, small=small) if is_first else _finalists(found[small], own)
         # Half of the time for each set of the first length, and what the later ones need stays.
         until = context.left * (0.65 if small else 0.4) if is_first else 4.0
         for tiles in tried:
@@ -112,26 +113,44 @@ def _sweep_past(
                 continue
             splits = _splits_of(tiles, past, gpu.multi_processor_count)
             calls = [speed.call(tensors, splits, tiles) for tensors in sets]
-            speed.require_right(calls[0](), right)
-            timed.append(Timed(tiles, splits, time_rotating(calls)[0]))
+            try:
+                speed.require_right(calls[0](), right)
+                timed.append(Timed(tiles, splits, time_rotating(calls)[0]))
+            except Exception as error:  # the others may do
+                context.recorder.row(f"{what}, {name}: {_cut(tiles)}", reason_of(error), is_detail=True)
         if not timed:
             context.recorder.row(f"{what}, {name}", "skipped: none fits, or no time was left", verdict="skipped")
             continue
-        own, ranked = timed[0], sorted(timed, key=lambda item: item.milliseconds)
+        ranked = sorted(timed, key=lambda item: item.milliseconds)
         if is_first:
             found[small] = ranked
         best = ranked[0]
         share = gigabytes_per_second(num_bytes, best.milliseconds) / copied
+        table = "".join(f"; the table's {1e3 * item.milliseconds:.1f} us" for item in timed if item.tiles == own)
         context.recorder.row(
             f"{what}, {name}: best of {len(timed)}",
-            f"{_describe(best)}; {share:.0%} of the copy bandwidth; first tried {1e3 * own.milliseconds:.1f} us",
+            f"{_describe(best)}; {share:.0%} of the copy bandwidth{table}",
             target=f"at least {speed.COPY_TARGET:.0%}", verdict=judge(share, at_least=speed.COPY_TARGET),
             tiles=best.tiles._asdict(), splits=best.splits, milliseconds=best.milliseconds, share=share,
         )  # fmt: skip
-        context.recorder.row(f"{what}, {name}: all", "; ".join(map(_describe, ranked)), is_detail=True)
+        context.recorder.row(
+            f"{what}, {name}: all", "; ".join(map(_describe, ranked)), is_detail=True,
+            sm=sm, head_size=speed.HEAD_SIZE, past=past, small=small, own=own._asdict(),
+            ranked=[{"tiles": item.tiles._asdict(), "milliseconds": item.milliseconds} for item in ranked],
+        )  # fmt: skip
+
+
+def _finalists(ranked: list[Timed], own: "TileConfig") -> "Iterator[TileConfig]":
+    """The best of the first length, and the table's own tiles if they were tried there."""
+    best = [item.tiles for item in ranked[:KEPT]]
+    yield from best
+    if own not in best and own in [item.tiles for item in ranked]:
+        yield own
+
+
+def _cut(tiles: "TileConfig") -> str:
+    return f"{tiles.block_m}x{tiles.block_n}, {tiles.num_warps} warps, {tiles.num_stages} stages"
 
 
 def _describe(item: Timed) -> str:
-    tiles = item.tiles
-    cut = f"{tiles.block_m}x{tiles.block_n}, {tiles.num_warps} warps, {tiles.num_stages} stages, {item.splits} splits"
-    return f"{cut}: {1e3 * item.milliseconds:.1f} us"
+    return f"{_cut(item.tiles)}, {item.splits} splits: {1e3 * item.milliseconds:.1f} us"

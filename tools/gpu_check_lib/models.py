@@ -22,7 +22,7 @@ class LlamaSize(NamedTuple):
     heads: int
     kv_heads: int
     vocab: int
-    positions: int = 2048
+    positions: int = 16384
 
     @property
     def head_size(self) -> int:

@@ -6,6 +6,7 @@ import sys
 import zipfile
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import NamedTuple
 
 CARRY_BYTES = 64 << 20
 """Most that one transfer to the GPU machine holds: the checkout's tracked files, and one folder of pieces."""
@@ -68,34 +69,46 @@ def split_file(path: Path, folder: Path, piece_bytes: int) -> list[Path]:
     return pieces
 
 
-def join_pieces(folder: Path, target: Path) -> list[Path]:
-    """Put every split file of ``folder`` and its subfolders together in ``target``, checked against its hash.
+class PiecesMissingError(ValueError):
+    """Not all pieces of a file are here yet."""
+
+
+def split_names(folder: Path) -> list[str]:
+    """Names of the files that ``folder`` and its subfolders hold pieces of."""
+    return sorted({path.name.partition(MARK)[0] for path in folder.rglob(f"*{MARK}*")})
+
+
+def join_pieces(folder: Path, name: str, target: Path) -> Path:
+    """Put a split file together in ``target``, checked against its hash.
+
+    Args:
+        folder: it and its subfolders hold the pieces.
+        name: of the file.
+        target: folder of the joined file.
 
     Returns:
-        the joined files.
+        the joined file.
 
     Raises:
-        ValueError: a piece is missing or altered; names it.
+        PiecesMissingError: not all are here.
+        ValueError: one is altered.
     """
-    joined = []
-    found = sorted((path for path in folder.rglob(f"*{MARK}*")), key=lambda path: path.name)
-    for name in dict.fromkeys(path.name.partition(MARK)[0] for path in found):
-        pieces = [path for path in found if path.name.startswith(f"{name}{MARK}")]
-        number, _, end = pieces[-1].name.partition(MARK)[2].partition("-of-")
-        total, _, expected = end.partition("-")
-        if not end or int(number) + 1 != len(pieces):
-            raise ValueError(f"{folder / name}: {len(pieces)} pieces are here and {total or 'more'} are needed.")
-        digest = hashlib.sha256()
-        with (target / name).open("wb") as file:
-            for piece in pieces:
-                data = piece.read_bytes()
-                digest.update(data)
-                file.write(data)
-        if digest.hexdigest()[:16] != expected:
-            (target / name).unlink()
-            raise ValueError(f"{folder / name}: its pieces are altered; bring them again.")
-        joined.append(target / name)
-    return joined
+    pieces = sorted(folder.rglob(f"{name}{MARK}*"), key=lambda path: path.name)
+    number, _, end = pieces[-1].name.partition(MARK)[2].partition("-of-")
+    total, _, expected = end.partition("-")
+    if not end or int(number) + 1 != len(pieces):
+        needed = int(total) if total else "more"
+        raise PiecesMissingError(f"{name}: {len(pieces)} of its pieces are here and {needed} are needed.")
+    digest = hashlib.sha256()
+    with (target / name).open("wb") as file:
+        for piece in pieces:
+            data = piece.read_bytes()
+            digest.update(data)
+            file.write(data)
+    if digest.hexdigest()[:16] != expected:
+        (target / name).unlink()
+        raise ValueError(f"{folder / name}: its pieces are altered; bring them again.")
+    return target / name
 
 
 def download_command(requirements: Seq[str], folder: Path) -> list[str]:
@@ -174,32 +187,42 @@ def pack(
     return sort_into_folders(folder, room_beside(root))
 
 
-def install(folder: Path, work: Path) -> tuple[Path, str]:
+class Installed(NamedTuple):
+    """What came of installing carried wheels.
+
+    Attributes:
+        site: the folder for ``PYTHONPATH``.
+        waiting: wheels of which pieces are still to be brought.
+        problems: what went wrong; empty if nothing did.
+    """
+
+    site: Path
+    waiting: list[str]
+    problems: list[str]
+
+
+def install(folder: Path, work: Path) -> Installed:
     """Join and install the wheels of a folder, each by itself, into ``work/site``.
 
     Args:
         folder: wheels and pieces of wheels.
         work: the work folder.
-
-    Returns:
-        the folder for ``PYTHONPATH``, and what went wrong (empty if nothing did).
     """
-    site, whole = work / "site", work / "wheels"
-    for place in (site, whole):
+    found = Installed(work / "site", [], [])
+    whole = work / "wheels"
+    for place in (found.site, whole):
         place.mkdir(parents=True, exist_ok=True)
-    problems = []
-    try:
-        joined = join_pieces(folder, whole)
-    except ValueError as error:
-        joined, problems = [], [str(error)]
-    for wheel in (*sorted(folder.rglob("*.whl")), *joined):
-        if _is_installed(wheel, site):
+    wheels = [*sorted(folder.rglob("*.whl")), *(folder / name for name in split_names(folder))]
+    for wheel in wheels:
+        if _is_installed(wheel, found.site):
             continue
         try:
-            unpack(wheel, site)
-        except (OSError, zipfile.BadZipFile) as error:
-            problems.append(f"{wheel.name}: {error}")
-    return site, "; ".join(problems)
+            unpack(wheel if wheel.is_file() else join_pieces(folder, wheel.name, whole), found.site)
+        except PiecesMissingError as error:
+            found.waiting.append(str(error))
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            found.problems.append(f"{wheel.name}: {error}")
+    return found
 
 
 def unpack(wheel: Path, site: Path) -> None:

@@ -17,6 +17,7 @@ SECTIONS = {
     "loop": "4. executor and decoding loop over a proof engine",
     "graphs": "5. graph replay against eager",
     "speed": "6. speed of a model of 1 B parameters",
+    "operators": "7. attention operators of ONNX Runtime, and the choice among them",
 }
 """Headings by name."""
 
@@ -34,6 +35,7 @@ _BEFORE = {
     "kernels.sweep": ("kernel_sweep", "sweep", 120, 40),
     "machine.ort-cpu": ("machine", "backend_task", 75, 15),
     "machine.ort-cuda": ("machine", "backend_task", 75, 15),
+    "operators.measure": ("operators", "measure_operators", 120, 30),
     "machine.rtx-probe": ("rtx_probe", "probe", 90, 15),
     "machine.tensorrt-rtx": ("machine", "backend_task", 90, 15),
     "machine.tensorrt": ("machine", "backend_task", 75, 15),
@@ -41,12 +43,26 @@ _BEFORE = {
 _PER_BACKEND = {
     "outputs.{}": ("outputs", "task", 60, 10),
     "outputs.verify-{}": ("verify", "verify_task", 90, 20),
-    "graphs.{}": ("graphs", "task", 45, 10),
+    "graphs.{}": ("graphs", "task", 60, 10),
     "speed.build-{}": ("speed", "build_task", 180, 30),
     "speed.measure-{}": ("speed", "measure_task", 150, 15),
 }
-_AFTER = {"kernels.flex": ("torch_attention", "measure_flex", 60, 20)}
+_AFTER = {
+    "operators.verdict": ("operator_choice", "conclude", 20, 2),
+    "kernels.flex": ("torch_attention", "measure_flex", 60, 20),
+}
 _FACTORIES = ("backend_task", "task", "verify_task", "build_task", "measure_task")
+_NEEDS_BACKEND = {"machine.rtx-probe": "tensorrt-rtx", "operators.measure": "ort-cuda", "operators.verdict": "ort-cuda"}
+
+_ESTIMATES = {
+    "machine.info": 5, "machine.triton": 20, "machine.ort-cpu": 25, "machine.ort-cuda": 25, "machine.rtx-probe": 40,
+    "machine.tensorrt-rtx": 45, "machine.tensorrt": 45, "kernels.correct": 40, "kernels.speed": 60,
+    "kernels.sweep": 120, "kernels.flex": 30, "loop.greedy": 30, "loop.graphs": 30, "loop.speed": 90, "loop.verify": 30,
+    "operators.measure": 80, "operators.verdict": 5, "outputs": 25, "outputs.verify": 45, "graphs": 30,
+    "speed.build": 60, "speed.build-tensorrt-rtx": 120, "speed.build-tensorrt": 120, "speed.measure": 100,
+}  # fmt: skip
+"""Seconds that a task is likely to take on a GPU machine, by name, or by its name less the backend. Guessed: no GPU has
+run them. A task without an entry counts with its limit. They plan calls; nothing is cut short by them."""
 
 
 def _entries(backends: Seq[str]) -> dict[str, tuple[str, str, int, int, str]]:
@@ -55,8 +71,7 @@ def _entries(backends: Seq[str]) -> dict[str, tuple[str, str, int, int, str]]:
     gpu = [backend for backend in backends if backend != CPU]
     for name, entry in _BEFORE.items():
         backend = name.partition(".")[2] if entry[1] == "backend_task" else ""
-        wanted = backend in (*backends, CPU) if backend else name != "machine.rtx-probe" or "tensorrt-rtx" in backends
-        if wanted:
+        if backend in (*backends, CPU) if backend else _is_wanted(name, backends):
             found[name] = (*entry, backend)
     # The comparison of a backend with itself is a dry run's only.
     speeds = [key for key in _PER_BACKEND if key.startswith("speed")]
@@ -65,8 +80,19 @@ def _entries(backends: Seq[str]) -> dict[str, tuple[str, str, int, int, str]]:
     for backend in gpu or backends:
         found |= {key.format(backend): (*_PER_BACKEND[key], backend) for key in speeds}
     if gpu:
-        found |= {name: (*entry, "") for name, entry in _AFTER.items()}
+        found |= {name: (*entry, "") for name, entry in _AFTER.items() if _is_wanted(name, backends)}
     return found
+
+
+def _is_wanted(name: str, backends: Seq[str]) -> bool:
+    return _NEEDS_BACKEND.get(name, backends[0]) in backends
+
+
+def estimate_of(task: Task) -> float:
+    """Seconds that a task is likely to take; its limit where nobody has guessed."""
+    backend = next((each for each in (*GPU_BACKENDS, CPU) if task.name.endswith(each)), "")
+    names = (task.name, task.name.removesuffix(backend).rstrip(".-"))
+    return float(next((_ESTIMATES[name] for name in names if name in _ESTIMATES), task.seconds))
 
 
 def list_tasks(backends: Seq[str], only: Seq[str] = ()) -> list[Task]:

@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 Verdict = Literal["ok", "missed", "info", "failed", "skipped"]
 MAX_TEXT = 300
+OUT_OF_TIME = "out of time"
+"""What a row says that was skipped because the time was over."""
 
 
 class Row(NamedTuple):

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.gpu_check_lib.rows import Recorder, Row, read_rows
+from tools.gpu_check_lib.rows import OUT_OF_TIME, Recorder, Row, read_rows
 
 GRACE_SECONDS = 3.0
 """How long a task may take to end once it was asked to."""
@@ -138,19 +138,19 @@ def describe(outcome: Outcome, limit: float) -> str:
 def run_tasks(
     tasks: Seq[Task],
     budget: Budget,
-    work: Path,
+    folder: Path,
     log: Path,
     *,
     command: Callable[[Task, float], Seq[str]],
     environment: Mapping[str, str],
     report: Callable[[Seq[Row]], None],
 ) -> list[Row]:
-    """Run every task for which there is time.
+    """Run every task for which there is time, and that an earlier call has not finished.
 
     Args:
         tasks: in order.
         budget: time for all.
-        work: folder for the tasks' rows.
+        folder: where tasks write their rows, and where those of an earlier call are.
         log: what the tasks print.
         command: the command of a task, given its time limit.
         environment: of the tasks.
@@ -161,18 +161,31 @@ def run_tasks(
     """
     rows: list[Row] = []
     for task in tasks:
-        place = rows_file(work, task)
-        place.unlink(missing_ok=True)
-        recorder = Recorder(place, task.title)
+        place = rows_file(folder, task)
+        earlier = read_rows(place)
         limit = budget.limit(task)
-        if limit is None:
-            words = f"skipped: out of time ({max(budget.left, 0.0):.0f} s left, it needs {task.needs:.0f})"
-            recorder.row(task.name, words, verdict="skipped")
-        else:
-            _run_task(task, limit, recorder, command(task, limit), log, environment)
+        if is_finished(earlier):
+            print(f"{task.name}: an earlier call has it", file=sys.stderr, flush=True)
+        elif limit is not None:
+            place.unlink(missing_ok=True)
+            _run_task(task, limit, Recorder(place, task.title), command(task, limit), log, environment)
+        elif not any(row.verdict != "skipped" for row in earlier):  # what a killed call had found stays
+            place.unlink(missing_ok=True)
+            words = f"skipped: {OUT_OF_TIME} ({max(budget.left, 0.0):.0f} s left, it needs {task.needs:.0f})"
+            Recorder(place, task.title).row(task.name, words, verdict="skipped")
         rows += read_rows(place)
         report(rows)
     return rows
+
+
+def is_finished(rows: Seq[Row]) -> bool:
+    """Whether a task with these rows need not run again: it was not cut short by its call, and did not skip everything.
+
+    A task that failed, or ran past its own limit, is finished: it would do so again.
+    """
+    return any(row.data.get("finished") for row in rows) and any(
+        row.verdict != "skipped" and "finished" not in row.data for row in rows
+    )
 
 
 def _run_task(
@@ -187,9 +200,14 @@ def _run_task(
         return
     if problem := describe(outcome, limit):
         recorder.row(task.name, problem, verdict="failed", seconds=outcome.seconds)
+    was_cut = outcome.status is None or any(OUT_OF_TIME in row.value for row in read_rows(recorder.path))
+    recorder.row(
+        f"task {task.name}", f"{outcome.seconds:.1f} s; at most {limit:.0f} s", is_detail=True,
+        seconds=outcome.seconds, limit=limit, finished=limit >= task.seconds or not was_cut,
+    )  # fmt: skip
     print(f"  {outcome.seconds:.1f} s", file=sys.stderr, flush=True)
 
 
-def rows_file(work: Path, task: Task) -> Path:
+def rows_file(folder: Path, task: Task) -> Path:
     """Where a task writes its rows."""
-    return work / "rows" / f"{task.name}.jsonl"
+    return folder / "rows" / f"{task.name}.jsonl"

@@ -13,6 +13,8 @@ from tools.gpu_check_lib.steps import fill, random_tokens, time_step
 RATIO_TARGET = 1.15
 RATIO_LOOKAHEAD = 4
 HOST_US_TARGET = 100.0
+LONG_LOOKAHEADS = (RATIO_LOOKAHEAD, 2, 8)
+"""K behind long pasts: those that have a profile of their own."""
 
 
 class Plan(NamedTuple):
@@ -27,6 +29,7 @@ class Plan(NamedTuple):
         prompt: tokens of a prompt.
         tokens: tokens to generate for each.
         repeats: of a step.
+        long_pasts: more entries of a row to time steps behind, the one that matters most first.
     """
 
     bundle: str
@@ -37,15 +40,29 @@ class Plan(NamedTuple):
     prompt: int
     tokens: int
     repeats: int
+    long_pasts: tuple[int, ...] = ()
 
 
-LARGE = Plan("large-speed", (1, 2, 4, 8, 16, 32), (1, 2, 3, 4, 5, 6, 7, 8), (0.8, 0.6, 0.95), 256, 32, 192, 50)
-TINY = Plan("tiny", (1, 4), (1, 4), (0.8,), 32, 8, 48, 5)
+LARGE = Plan(
+    "large-speed", (1, 2, 4, 8), (1, 2, 3, 4, 5, 6, 7, 8), (0.8, 0.6, 0.95), 256, 32, 192, 50, (8192, 2048)
+)  # fmt: skip
+TINY = Plan("tiny", (1, 4), (1, 4), (0.8,), 32, 8, 48, 5, (48,))
 
 
 def plan_of(context: Context) -> Plan:
     """What this run measures."""
     return TINY if context.tiny else LARGE
+
+
+def step_plans(plan: Plan) -> Iterator[Plan]:
+    """What to time steps of: one sequence alone at every length, then more at once."""
+    lookaheads = tuple(k for k in LONG_LOOKAHEADS if k in plan.lookaheads)
+    long = [plan._replace(past=past, lookaheads=lookaheads) for past in plan.long_pasts]
+    for each in (plan, *long):
+        yield each._replace(batches=plan.batches[:1])
+    yield plan._replace(batches=plan.batches[1:])
+    for each in long:
+        yield each._replace(batches=plan.batches[-1:], lookaheads=(RATIO_LOOKAHEAD,))
 
 
 def cells(plan: Plan) -> Iterator[tuple[int, int, float]]:
@@ -88,8 +105,12 @@ def measure_speed(context: Context, backend: str) -> None:
         context, f"{backend}: target", lambda graphs: open_executor(context, bundle, "target", graphs=graphs)
     )
     try:
-        with context.part(f"{backend}: steps"):
-            measure_steps(context, backend, target, plan)
+        for chosen in step_plans(plan):
+            what = f"{backend}, {chosen.past} past"
+            with context.part(f"{what}: steps"):
+                measured = measure_steps(context, what, target, chosen)
+                if chosen.past == max(plan.long_pasts, default=0) and 1 in measured:
+                    context.remember(f"verify-{backend}", measured[1]._asdict() | {"past": chosen.past})
         draft = open_or_eager(
             context, f"{backend}: draft", lambda graphs: open_executor(context, bundle, "draft", graphs=graphs)
         )
@@ -127,14 +148,22 @@ def open_or_eager(context: Context, what: str, open_engine: Callable[[bool], Exe
     return executor
 
 
-def measure_steps(context: Context, backend: str, target: Executor, plan: Plan) -> None:
-    """verify(K+1) against decode(1), for each batch."""
+class Steps(NamedTuple):
+    """Milliseconds of decode(1) and of verify(5) with the same rows and past."""
+
+    decode_ms: float
+    verify_ms: float
+
+
+def measure_steps(context: Context, backend: str, target: Executor, plan: Plan) -> dict[int, Steps]:
+    """verify(K+1) against decode(1), for each batch; returns what was found by batch."""
+    found: dict[int, Steps] = {}
     runner = ModelRunner(target)
     fill(runner, random_tokens(target.vocab_size, max(plan.batches), plan.past))
     for batch in plan.batches:
         what = f"{backend}: steps, batch {batch}"
         if not context.has_time(what, 5):
-            return
+            break
         with context.part(what):
             seconds = 1.5 if batch == 1 else 0.5
             decode_ms = time_step(runner, batch, 1, repeats=plan.repeats, seconds=seconds).total_ms
@@ -145,6 +174,7 @@ def measure_steps(context: Context, backend: str, target: Executor, plan: Plan) 
             shown = ", ".join(f"K={k}: {ratio:.2f}" for k, ratio in ratios.items())
             context.recorder.row(what, f"decode(1) {decode_ms:.3f} ms; verify(K+1)/decode(1): {shown}",
                                  decode_ms=decode_ms, ratios=ratios)  # fmt: skip
+            found[batch] = Steps(decode_ms, ratios[RATIO_LOOKAHEAD] * decode_ms)
             if batch == 1:
                 ratio = ratios[RATIO_LOOKAHEAD]
                 context.recorder.row(
@@ -152,6 +182,7 @@ def measure_steps(context: Context, backend: str, target: Executor, plan: Plan) 
                     target=f"at most {RATIO_TARGET}", ratio=ratio,
                     verdict=context.judge_time(ratio, at_most=RATIO_TARGET),
                 )  # fmt: skip
+    return found
 
 
 def capture_draft(draft: Executor, plan: Plan) -> None:

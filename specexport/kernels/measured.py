@@ -1,0 +1,7 @@
+"""Tiles of ``ragged_attention`` that ran fastest on a GPU. ``tools/gpu_check.py tune`` writes this file."""
+
+MEASURED: dict[tuple[int, int, int, bool], tuple[int, int, int]] = {}
+"""(block_n, num_warps, num_stages) by (architecture, padded head size, block_m, whether 48 KiB are the most)."""
+
+SOURCES: dict[int, str] = {}
+"""Which GPU was measured, and when, by architecture."""
