@@ -45,6 +45,11 @@ _PER_BACKEND = {
     "speed.build-{}": ("speed", "build_task", 180, 30),
     "speed.measure-{}": ("speed", "measure_task", 150, 15),
 }
+# int4 engines of ort-cuda: before what takes longest.
+_INT4 = {
+    "outputs.int4-ort-cuda": ("int4", "check_int4", 60, 15),
+    "speed.int4-ort-cuda": ("int4", "measure_int4", 60, 15),
+}
 _AFTER = {"kernels.flex": ("torch_attention", "measure_flex", 60, 20)}
 _FACTORIES = ("backend_task", "task", "verify_task", "build_task", "measure_task")
 
@@ -62,6 +67,8 @@ def _entries(backends: Seq[str]) -> dict[str, tuple[str, str, int, int, str]]:
     speeds = [key for key in _PER_BACKEND if key.startswith("speed")]
     for key in ("outputs.{}", "outputs.verify-{}", "graphs.{}"):
         found |= {key.format(backend): (*_PER_BACKEND[key], backend) for backend in gpu or backends}
+    if "ort-cuda" in gpu:
+        found |= {name: (*entry, "ort-cuda") for name, entry in _INT4.items()}
     for backend in gpu or backends:
         found |= {key.format(backend): (*_PER_BACKEND[key], backend) for key in speeds}
     if gpu:
