@@ -1,19 +1,24 @@
 """What 16-bit arithmetic and int4 weights for GPUs do to a checkpoint's logits, in eager transformers on a CPU.
 
 python benchmarks/rounding.py examples/demo_pair/draft examples/demo_pair/target
+python benchmarks/rounding.py --fused-only examples/demo_pair/target
 
 Text, tolerances and measures are those of ``verify`` and of the build's check. Needs the export stack.
 """
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 
 from specexport.build.check import text_sequences
 from specexport.build.closeness import measure_closeness
 from specexport.frontend import load_checkpoint, reference_logits
+from specexport.passes import quantize_int4
 from specexport.passes.quantize_weights import quantize_blocks
 from specexport.rounding import UNIT_ROUNDOFF, logit_tolerance
 from specexport.verify.checkpoint import widen_weights
@@ -46,8 +51,34 @@ def report_arithmetic(source: str, dtype: str) -> None:
     )
 
 
-def report_int4(source: str, block: int) -> None:
-    """A line: weights rounded to int4 against the checkpoint, both in float32."""
+def symmetric(part: np.ndarray, block: int) -> np.ndarray:
+    """What the codes of TensorRT's engines stand for, for weights [N, K]."""
+    codes, scales = quantize_blocks(part.T, block)
+    values = codes.astype(np.float32).reshape(len(scales), block, -1) * scales[:, None]
+    found: np.ndarray = values.reshape(codes.shape).T
+    return found
+
+
+def fused_symmetric(part: np.ndarray, block: int, dtype: np.dtype) -> np.ndarray:
+    """What ONNX Runtime's GPU kernel makes of codes without zero points, for weights [N, K]."""
+    codes, scales = quantize_blocks(part.T, block, dtype)
+    values = codes.astype(np.float32).reshape(len(scales), block, -1) * scales[:, None]
+    return values.astype(dtype).astype(np.float32).reshape(codes.shape).T
+
+
+def fused_asymmetric(part: np.ndarray, block: int, dtype: np.dtype) -> np.ndarray:
+    """The same with zero points: it rounds zero times scale before it subtracts that."""
+    packed, scales, zeros = quantize_int4.quantize_blocks(part, block)
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], block).astype(np.float32)
+    zero = np.stack([zeros & 15, zeros >> 4], axis=-1).reshape(len(zeros), -1)[:, : codes.shape[1]]
+    scales = scales.astype(dtype).astype(np.float32)
+    shift = (zero * scales).astype(dtype).astype(np.float32)
+    values = codes * scales[..., None] - shift[..., None]
+    return values.astype(dtype).astype(np.float32).reshape(part.shape)
+
+
+def report_int4(source: str, block: int, what: str, values_of: Callable[[np.ndarray, int], np.ndarray]) -> None:
+    """A line: weights rounded to int4 against the checkpoint, all else in float32."""
     checkpoint, texts = load(source, "float32")
     wanted = np.concatenate(reference_logits(checkpoint, texts))
     model = checkpoint.model
@@ -59,12 +90,10 @@ def report_int4(source: str, block: int) -> None:
             weight = module.weight.detach().numpy()
             for start in range(0, len(weight), _ROWS):
                 part = weight[start : start + _ROWS]
-                codes, scales = quantize_blocks(part.T, block)
-                values = codes.astype(np.float32).reshape(len(scales), block, -1) * scales[:, None]
-                part[:] = values.reshape(codes.shape).T
+                part[:] = values_of(part, block)
     close = measure_closeness(np.concatenate(reference_logits(checkpoint, texts)), wanted)
     agreement = "too few decided" if close.agreement is None else f"{close.agreement:.0%}"
-    print(f"{checkpoint.source}, int4 in blocks of {block}: agreement {agreement}, lost {close.lost:.3f}")
+    print(f"{checkpoint.source}, int4 in blocks of {block}{what}: agreement {agreement}, lost {close.lost:.3f}")
 
 
 def main() -> None:
@@ -72,12 +101,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoints", nargs="+")
     parser.add_argument("--dtype", action="append", choices=list(UNIT_ROUNDOFF), help="16-bit types [default: both]")
+    parser.add_argument("--fused-only", action="store_true", help="only int4 as ONNX Runtime's GPU kernel has it")
     options = parser.parse_args()
     for source in options.checkpoints:
+        for name in options.dtype or UNIT_ROUNDOFF:
+            dtype = ir.DataType[name.upper()].numpy()
+            for block in BLOCKS if options.fused_only else ():
+                for what, make in (("", fused_symmetric), (", zero points", fused_asymmetric)):
+                    report_int4(source, block, f"{what}, {name} kernel", partial(make, dtype=dtype))
+        if options.fused_only:
+            continue
         for dtype in options.dtype or UNIT_ROUNDOFF:
             report_arithmetic(source, dtype)
         for block in BLOCKS:
-            report_int4(source, block)
+            report_int4(source, block, "", symmetric)
 
 
 if __name__ == "__main__":

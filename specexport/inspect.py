@@ -116,13 +116,21 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     if entry.one_token_path is not None:
         yield f"  graph for steps of one token a row over the same weights: {entry.one_token_path}"
     if entry.quantize is not None:
-        yield f"  quantized: {entry.quantize} weights in the linear layers"
+        yield f"  quantized: {entry.quantize} weights in the linear layers{_saved(entry)}"
     if entry.num_gates:
         yield f"  self-drafting: {entry.num_gates} attention and MLP blocks can be skipped"
     elif entry.gate_obstacle is not None:
         yield f"  no self-drafting: {entry.gate_obstacle}"
     if entry.passes:
         yield "  passes: " + ", ".join(f"{name} {count}" for name, count in (*entry.passes, *entry.fused))
+
+
+def _saved(entry: ModelEntry) -> str:
+    """How much smaller the quantized weights are, where that was counted."""
+    if entry.quantized_bytes is None:
+        return ""
+    stored, before = entry.quantized_bytes
+    return f", {_size(stored)} instead of {_size(before)} in {entry.dtype}, {stored / before:.3f} of it"
 
 
 def _describe_engines(entry: ModelEntry) -> Iterator[str]:

@@ -83,7 +83,9 @@ class Backend:
         options: recipe fields that are this backend's own; for another they are refused.
         limits: ranges of the limits that engines fix when they are built; other limits are defaults for loading.
         quantizations: how weights can be quantized.
-        quantize_block: inputs that share a scale in int4, where engines take ``DequantizeLinear``; 0 elsewhere.
+        quantize_operator: what makes int4 weights float in its engines, ``"MatMulNBits"`` or ``"DequantizeLinear"``;
+            empty for operators for CPUs, which quantize activations too.
+        quantize_block: inputs that share a scale in int4 there.
         packs_linear: linear layers that share their input are packed into one.
         needs_gpu: engines are built only where the GPU is that they are for.
         key_fields: recipe fields that decide an engine, besides those that decide every backend's.
@@ -98,6 +100,7 @@ class Backend:
     options: tuple[str, ...] = ()
     limits: Mapping[str, tuple[int, int]] = {}
     quantizations: tuple[str, ...] = ()
+    quantize_operator: str = ""
     quantize_block: int = 0
     packs_linear: bool = False
     needs_gpu: bool = False

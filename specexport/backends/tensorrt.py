@@ -40,6 +40,7 @@ class TensorRt(Backend):
         "sm", "lowering", "lookahead", "max_model_len", "max_num_seqs", "max_num_tokens", "quantize_lm_head",
     )  # fmt: skip
     quantizations = ("int4",)
+    quantize_operator = "DequantizeLinear"
     quantize_block = 64
 
     def defaults(self, recipe: RecipeFields) -> dict[str, Any]:

@@ -172,6 +172,7 @@ def _compile(
             pack=recipe.fuse and backend.packs_linear,
             quantize=recipe.quantization_of(role),
             quantize_lm_head=recipe.quantize_lm_head,
+            quantize_operator=backend.quantize_operator,
             quantize_block=backend.quantize_block,
         )
         done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=clock.note)

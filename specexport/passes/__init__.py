@@ -28,13 +28,19 @@ def default_passes(
     pack: bool = False,
     quantize: str | None = None,
     quantize_lm_head: bool = True,
+    quantize_operator: str = "",
     quantize_block: int = 0,
 ) -> "list[CountingPass]":
     """The passes of one model's build, in order, each with its reason; see ``pipeline.list_passes``."""
     from specexport.passes.pipeline import list_passes
 
     return list_passes(
-        recipe.dtype, pack=pack, quantize=quantize, quantize_lm_head=quantize_lm_head, quantize_block=quantize_block
+        recipe.dtype,
+        pack=pack,
+        quantize=quantize,
+        quantize_lm_head=quantize_lm_head,
+        quantize_operator=quantize_operator,
+        quantize_block=quantize_block,
     )
 
 

@@ -26,6 +26,7 @@ def list_passes(
     pack: bool = False,
     quantize: str | None = None,
     quantize_lm_head: bool = True,
+    quantize_operator: str = "",
     quantize_block: int = 0,
 ) -> list[CountingPass]:
     """The passes of a build, in order. Each says why it is there in its ``reason``.
@@ -35,7 +36,8 @@ def list_passes(
         pack: join linear layers that read the same tensor.
         quantize: ``"int8"``, ``"int4"`` or None.
         quantize_lm_head: whether that takes the LM head too.
-        quantize_block: how the backend's engines take int4 weights; see ``quantize.quantizing_passes``.
+        quantize_operator: how the backend's engines take int4 weights; see ``quantize.quantizing_passes``.
+        quantize_block: inputs that share a scale there.
     """
     packing: list[CountingPass] = []
     quantizing: list[CountingPass] = []
@@ -46,7 +48,9 @@ def list_passes(
     if quantize is not None:
         from specexport.passes.quantize import quantizing_passes
 
-        quantizing = quantizing_passes(quantize, lm_head=quantize_lm_head, block=quantize_block)
+        quantizing = quantizing_passes(
+            quantize, lm_head=quantize_lm_head, operator=quantize_operator, block=quantize_block
+        )
     return [
         ConstantFoldPass(),  # first: the other passes look for tidy patterns
         OperatorFusePass(),

@@ -5,9 +5,9 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from specexport.onnx_emit import Emitter, lazy_weight
+from specexport.onnx_emit import lazy_weight
 from specexport.passes.base import CountingPass
-from specexport.passes.quantize_graph import CONTRIB, put_in_place
+from specexport.passes.quantize_graph import CONTRIB, pack_pairs, put_nbits
 from specexport.passes.quantize_sites import LinearSite, find_sites
 
 BLOCK = 32
@@ -59,21 +59,7 @@ def _replace(graph: ir.Graph, site: LinearSite) -> None:
         lazy_weight(graph, part, dtype, shape, partial(_part, index, site.tensor, site.turned))
         for index, (part, dtype, shape) in enumerate(parts)
     ]
-    emit = Emitter(graph)
-    result = emit.op(
-        "MatMulNBits",
-        site.source,
-        *weights,
-        dtype=ir.DataType.FLOAT,
-        shape=site.node.outputs[0].shape,
-        domain=CONTRIB,
-        K=site.depth,
-        N=site.width,
-        bits=4,
-        block_size=BLOCK,
-        accuracy_level=ACCURACY_LEVEL,
-    )
-    put_in_place(emit, site, result)
+    put_nbits(graph, site, weights, block=BLOCK, accuracy_level=ACCURACY_LEVEL)
 
 
 def _part(index: int, tensor: ir.TensorProtocol, turned: bool) -> np.ndarray:
@@ -85,21 +71,22 @@ def _part(index: int, tensor: ir.TensorProtocol, turned: bool) -> np.ndarray:
     return whole if index == 0 else whole.reshape(-1)
 
 
-def quantize_blocks(channels: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def quantize_blocks(channels: np.ndarray, block: int = BLOCK) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes of a float matrix, block by block: ``value = (code - zero) * scale``.
 
     Args:
         channels: [N, K]; K is filled up to whole blocks with zeros.
+        block: inputs that share a scale and a zero point.
 
     Returns:
-        codes, two to a byte, the first in the low half: uint8 [N, blocks, 16]; float32 scales [N, blocks]; zero
+        codes, two to a byte, the first in the low half: uint8 [N, blocks, block / 2]; float32 scales [N, blocks]; zero
         points, two to a byte: uint8 [N, ceil(blocks / 2)].
     """
     width, depth = channels.shape
-    blocks = -(-depth // BLOCK)
-    values = np.zeros((width, blocks * BLOCK), np.float32)
+    blocks = -(-depth // block)
+    values = np.zeros((width, blocks * block), np.float32)
     values[:, :depth] = channels
-    values = values.reshape(width, blocks, BLOCK)
+    values = values.reshape(width, blocks, block)
     # Zero is always a code: filling and zeros of the weight stay exact.
     low = np.minimum(values.min(axis=2), 0)
     scales = (np.maximum(values.max(axis=2), 0) - low) / np.float32(_LEVELS)
@@ -108,9 +95,4 @@ def quantize_blocks(channels: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
     codes = np.clip(np.rint(values / scales[..., None]) + zeros[..., None], 0, _LEVELS).astype(np.uint8)
     padded = np.zeros((width, -(-blocks // 2) * 2), np.uint8)
     padded[:, :blocks] = zeros
-    return _pairs(codes), scales, _pairs(padded)
-
-
-def _pairs(codes: np.ndarray) -> np.ndarray:
-    packed: np.ndarray = codes[..., 0::2] | (codes[..., 1::2] << 4)
-    return packed
+    return pack_pairs(codes), scales, pack_pairs(padded)

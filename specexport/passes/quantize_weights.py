@@ -5,6 +5,7 @@ from functools import partial
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter, constant, lazy_weight
@@ -85,19 +86,30 @@ def _part(tensor: ir.TensorProtocol, turned: bool, block: int, index: int, dtype
     matrix = tensor.numpy().T if turned else tensor.numpy()
     step = max(1, _CHUNK // matrix.shape[0])
     starts: Seq[int] = range(0, matrix.shape[1], step)
-    parts = [quantize_blocks(matrix[:, start : start + step].astype(np.float32), block)[index] for start in starts]
+    rounded = scale_dtype(tensor.dtype)
+    parts = [
+        quantize_blocks(matrix[:, start : start + step].astype(np.float32), block, rounded)[index] for start in starts
+    ]
     return np.concatenate(parts, axis=1).astype(dtype)
 
 
-def quantize_blocks(matrix: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
+def scale_dtype(weight: ir.DataType) -> np.dtype:
+    """What scales are rounded to before codes are chosen: bfloat16 beside such weights, else float16."""
+    return (ir.DataType.BFLOAT16 if weight == ir.DataType.BFLOAT16 else ir.DataType.FLOAT16).numpy()
+
+
+def quantize_blocks(
+    matrix: np.ndarray, block: int, rounded: npt.DTypeLike = np.float16
+) -> tuple[np.ndarray, np.ndarray]:
     """Codes from -8 to 7 and scales of a float matrix: ``value = code * scale``.
 
     The largest weight of a block is given -8, the code that has no opposite; or the scale is a little smaller, where
-    that costs less over the block. Scales are rounded to float16 before the codes are chosen.
+    that costs less over the block. Scales are rounded before the codes are chosen.
 
     Args:
         matrix: float32 [K, N].
         block: inputs that share a scale; divides K.
+        rounded: dtype that the scales are rounded to.
 
     Returns:
         codes, int4 [K, N]; scales, float32 [K / block, N], some negative.
@@ -105,16 +117,18 @@ def quantize_blocks(matrix: np.ndarray, block: int) -> tuple[np.ndarray, np.ndar
     depth, width = matrix.shape
     values = matrix.reshape(depth // block, block, width)
     largest = np.take_along_axis(values, np.abs(values).argmax(axis=1, keepdims=True), axis=1)
-    tried = [_round_to(values, largest * np.float32(share / _LEAST)) for share in _SHRINK]
+    tried = [_round_to(values, largest * np.float32(share / _LEAST), rounded) for share in _SHRINK]
     best = np.argmin([error for _, _, error in tried], axis=0)
     codes = np.choose(best, [found for found, _, _ in tried])
     scales = np.choose(best, [scale for _, scale, _ in tried])
     return codes.reshape(depth, width).astype(ml_dtypes.int4), scales[:, 0]
 
 
-def _round_to(values: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _round_to(
+    values: np.ndarray, scales: np.ndarray, rounded: npt.DTypeLike
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes of blocks [n, block, N] with given scales [n, 1, N], the scales as they are stored, and squared errors."""
-    scales = scales.astype(np.float16).astype(np.float32)
+    scales = scales.astype(rounded).astype(np.float32)
     scales = np.where(scales == 0, np.float32(1), scales)
     codes = np.clip(np.rint(values / scales), _LEAST, _MOST)
     return codes, scales, np.square(codes * scales - values).sum(axis=1, keepdims=True)

@@ -80,6 +80,7 @@ def test_a_missing_recipe_file_is_refused(tmp_path: Path) -> None:
             {"quantize": "int8", "backend": "tensorrt-rtx", "sm": ("89",)},
             "backend tensorrt-rtx has int4 only",
         ),
+        ({"quantize": "int8", "backend": "ort-cuda"}, "backend ort-cuda has int4 only"),
         ({"draft_quantize": "int8"}, "draft_quantize is given and draft is not"),
         ({"draft": "d", "draft_quantize": "fp8"}, "draft_quantize is 'fp8'"),
         ({"quantize_lm_head": "no"}, "quantize_lm_head is 'no', not true or false"),

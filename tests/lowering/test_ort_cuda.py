@@ -13,14 +13,18 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+import torch
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
+from specexport.backends.registry import find_backend
 from specexport.frontend import reference_logits
 from specexport.lowering.ort_cuda import attach_paged_attention, lower_ort_cuda
 from specexport.ops.reference import unpadded_attention
 from specexport.ops.spec import UNPADDED_ATTENTION
+from specexport.passes.quantize import quantizing_passes
+from specexport.passes.quantize_fused import pack_channels
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import UnsupportedModelError
@@ -90,6 +94,25 @@ class PagedAttention(OpRun):
                     mixed = weights @ held_values[seen, group]
                     output[cu[row] + j, head] = mixed / (weights.sum() + rest_weight)
         return output.reshape(len(query), -1).astype(query.dtype), keys, values
+
+
+class MatMulNBits(OpRun):
+    """The operator with weights of 4 bits and no zero points, from its schema."""
+
+    op_domain = "com.microsoft"
+
+    def _run(self, a, b, scales, **attributes):
+        width, block = attributes["N"], attributes["block_size"]
+        blocks = -(-attributes["K"] // block)
+        assert attributes["bits"] == 4
+        assert b.dtype == np.uint8
+        assert b.shape == (width, blocks, block // 2)
+        assert scales.dtype == a.dtype
+        assert scales.shape == (width * blocks,)
+        codes = np.stack([b & 15, b >> 4], axis=-1).reshape(width, blocks, block).astype(np.float32)
+        values = ((codes - 8) * scales.astype(np.float32).reshape(width, blocks, 1)).reshape(width, -1)
+        product = a.astype(np.float32) @ values[:, : attributes["K"]].T
+        return (product.astype(a.dtype),)
 
 
 class PagedEngine:
@@ -260,6 +283,23 @@ def test_a_lowered_graph_lacks_nothing_but_the_kernel(name: str, dtype: str, tmp
         onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_int4_graph_lacks_nothing_but_the_kernels(dtype: str, tmp_path: Path) -> None:
+    model = traced("llama", dtype)[0].ir_model.clone()
+    quantize(model)
+    lower_ort_cuda(model)
+    ir.save(model, tmp_path / "model.onnx")
+    (schema,) = (item for item in ort_state.get_all_operator_schema() if item.name == "MatMulNBits")
+    nodes = [node for node in model.graph if node.op_type == "MatMulNBits"]
+    assert len(nodes) == 15
+    for node in nodes:
+        assert set(node.attributes) <= set(schema.attributes)
+        assert [item.name for item in schema.inputs][: len(node.inputs)] == ["A", "B", "scales"]
+    left = {"float16": r"operator \(PagedAttention\)", "bfloat16": "NOT_IMPLEMENTED"}
+    with pytest.raises(Exception, match=left[dtype]):  # types and shapes have been resolved by then
+        onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
+
+
 def test_norms_with_float32_weights_have_inputs_of_one_dtype() -> None:
     result, _ = traced("gemma", "bfloat16")
     model = result.ir_model.clone()
@@ -333,7 +373,7 @@ class ReferenceSession:
 
     def __init__(self, path: str) -> None:
         model = onnx.load(path)
-        self.evaluator = ReferenceEvaluator(model, new_ops=[PagedAttention])
+        self.evaluator = ReferenceEvaluator(model, new_ops=[PagedAttention, MatMulNBits])
         values = (*model.graph.input, *model.graph.output)
         types = {value.name: value.type.tensor_type.elem_type for value in values}
         self.dtypes = {name: onnx.helper.tensor_dtype_to_np_dtype(kind) for name, kind in types.items()}
@@ -364,6 +404,12 @@ def test_executor_and_graph_together_equal_eager_transformers(
     check_engine(name, dtype, tmp_path, cuda_graphs=False)
 
 
+def test_int4_weights_give_the_logits_of_what_they_stand_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced("llama", "bfloat16")
+    monkeypatch.setitem(sys.modules, "onnxruntime", FakeOrt(lambda _, path: ReferenceSession(path)))
+    check_engine("llama", "bfloat16", tmp_path, cuda_graphs=False, int4=True)
+
+
 def gpu_or_skip() -> None:
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         pytest.skip("onnxruntime-gpu is not installed")
@@ -382,16 +428,47 @@ def test_a_gpu_gives_the_logits_of_eager_transformers(name: str, dtype: str, cud
     check_engine(name, dtype, tmp_path, cuda_graphs=cuda_graphs)
 
 
-def check_engine(name: str, dtype: str, tmp_path: Path, *, cuda_graphs: bool) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_gpu_gives_the_logits_that_int4_weights_stand_for(dtype: str, tmp_path: Path) -> None:
+    gpu_or_skip()
+    check_engine("llama", dtype, tmp_path, cuda_graphs=False, int4=True)
+
+
+def quantize(model: ir.Model) -> None:
+    """What a build with ``--quantize int4`` adds to the passes."""
+    backend = find_backend("ort-cuda")
+    for item in quantizing_passes(
+        "int4", lm_head=True, operator=backend.quantize_operator, block=backend.quantize_block
+    ):
+        item(model)
+
+
+def round_weights(model: Any, dtype: str) -> None:
+    """Give linear layers the values that their codes stand for."""
+    rounded = ir.DataType[dtype.upper()].numpy()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            packed, scales = pack_channels(module.weight.detach().numpy(), 32, rounded)
+            codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], 32)
+            values = ((codes.astype(np.float32) - 8) * scales[..., None]).reshape(len(packed), -1)
+            module.weight = torch.nn.Parameter(torch.tensor(values[:, : module.in_features]), requires_grad=False)
+
+
+def check_engine(name: str, dtype: str, tmp_path: Path, *, cuda_graphs: bool, int4: bool = False) -> None:
     """Ragged steps on rows that were moved, over the end of a block, against exact arithmetic on the same weights."""
     result, checkpoint = traced(name, dtype)
     model = result.ir_model.clone()
+    if int4:
+        quantize(model)
     lower_ort_cuda(model)
     ir.save(model, tmp_path / "model.onnx")
     done = [9, 250 if name == "llama" else 30, 40]
     texts = [np.random.default_rng(row).integers(3, VOCAB, done[row] + 18).tolist() for row in range(3)]
     # The same rounded weights, exact arithmetic.
     checkpoint = dataclasses.replace(checkpoint, model=copy.deepcopy(checkpoint.model).float(), dtype="float32")
+    if int4:
+        round_weights(checkpoint.model, dtype)
     expected = reference_logits(checkpoint, texts)
     entry = ModelEntry(
         path="model.onnx",

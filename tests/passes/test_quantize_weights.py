@@ -19,6 +19,7 @@ from tests.passes.test_quantize import build, verify_logits, worst_row
 from tests.tiny_models import make_llama
 from tests.tiny_traces import tiny_model, trace_of
 
+FORM = {"quantize_operator": "DequantizeLinear", "quantize_block": 64}
 NUM_LINEAR = 13
 """Two layers of 7 and the LM head, less the two of 96 inputs, which blocks of 64 do not divide."""
 MATRIX = np.random.default_rng(5).standard_normal((256, 40)).astype(np.float32)
@@ -79,7 +80,7 @@ def test_the_graph_computes_with_what_the_codes_stand_for(tmp_path: Path, monkey
     monkeypatch.setattr(ort, "SessionOptions", options)
     _, layers, _ = build("llama", tmp_path / "float", None)
     exact = verify_logits(tmp_path / "float", layers, [0, 1])
-    graph, layers, report = build("llama", tmp_path / "int4", "int4", quantize_block=64)
+    graph, layers, report = build("llama", tmp_path / "int4", "int4", **FORM)
     assert report["int4-weights"] == NUM_LINEAR
     found = verify_logits(tmp_path / "int4", layers, [0, 1])
     harness.build(rounded_llama(), tmp_path / "rounded")
@@ -99,17 +100,18 @@ def test_the_graph_computes_with_what_the_codes_stand_for(tmp_path: Path, monkey
 
 def test_the_lm_head_can_stay_as_it_is() -> None:
     model = trace_of(make_llama(0)).ir_model
-    passes = default_passes(Recipe(), quantize="int4", quantize_block=64, quantize_lm_head=False)
+    passes = default_passes(Recipe(), quantize="int4", **FORM, quantize_lm_head=False)
     assert dict(run_passes(model, passes))["int4-weights"] == NUM_LINEAR - 1
 
 
 def test_a_model_that_no_block_divides_is_refused() -> None:
     model = trace_of(make_llama(0, hidden_size=48, intermediate_size=72)).ir_model
     with pytest.raises(UnsupportedModelError, match="multiple of 64 inputs"):
-        run_passes(model, default_passes(Recipe(), quantize="int4", quantize_block=64))
+        run_passes(model, default_passes(Recipe(), quantize="int4", **FORM))
 
 
-@pytest.mark.parametrize(("kind", "block"), [("int8", 64), ("fp8", 64), ("fp8", 0)])
-def test_what_engines_lack_is_refused(kind: str, block: int) -> None:
+@pytest.mark.parametrize("operator", ["MatMulNBits", "DequantizeLinear"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_what_engines_lack_is_refused(kind: str, operator: str) -> None:
     with pytest.raises(RecipeError, match=kind):
-        quantizing_passes(kind, lm_head=True, block=block)
+        quantizing_passes(kind, lm_head=True, operator=operator, block=64)

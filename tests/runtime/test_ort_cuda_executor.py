@@ -10,6 +10,7 @@ import pytest
 
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
 from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.costs.measure import measure_step_cost
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
@@ -338,3 +339,25 @@ def test_misuse_raises(ort):
     executor.close()
     with pytest.raises(SpecexportError, match="before prepare"):
         executor.execute()
+
+
+def test_costs_of_steps_are_measured_though_rows_are_exchanged_and_not_copied(ort):
+    """What ``--lookahead auto`` needs of a backend: the rows that share a long past are not copies of one here."""
+    executor, clock = make_executor(), [0.0]
+    execute = executor.execute
+
+    def timed(want="logits"):
+        size = executor._current
+        clock[0] += 1e-3 + 1e-4 * size.num_tokens
+        return execute(want)
+
+    executor.execute = timed
+    runner = ModelRunner(executor)
+    cost = measure_step_cost(
+        runner, max_rows=ROWS, max_tokens=3, contexts=(8, 40), repeats=3, budget_s=1e9, clock=lambda: clock[0]
+    )
+    for rows, width in ((1, 1), (1, 3), (ROWS, 2)):
+        assert cost.seconds(rows * width, rows) == pytest.approx(1e-3 + 1e-4 * rows * width)
+    assert [runner.kv.entries(row) for row in range(ROWS)] == [0] * ROWS
+    assert sorted(executor._row_blocks.reshape(-1)) == list(range(executor._row_blocks.size)), "no block is lost"
+    runner.kv.check()

@@ -193,6 +193,25 @@ def test_the_probe_writes_its_answer_down(
         assert bundles.choose_sm(context) == found
 
 
+# int4 weights of ort-cuda
+
+
+def test_int4_engines_are_held_against_the_same_codes_and_layers_are_timed(context: Context) -> None:
+    from tools.gpu_check_lib import int4
+
+    context.tiny = True
+    int4.check_int4(context, "ort-cpu")
+    int4.measure_int4(context)
+    rows = rows_of(context)
+    assert {row.verdict for row in rows} == {"ok", "info"}
+    assert any("greedy" in row.what and "ort-cpu, int4" in row.what for row in rows)
+    (same,) = [row for row in rows if "same" in row.what and "kernels" in row.what]
+    assert same.verdict == "ok"
+    assert [row.what.partition(", ")[2] for row in rows if "us a layer" in row.what] == [
+        f"{what}: us a layer" for what in ("float32", "int4", "int4, tensor cores")
+    ]
+
+
 # attention in torch: what the kernels are measured against
 
 
@@ -277,6 +296,7 @@ def test_dry_run_of_every_section(tmp_path: Path) -> None:
     assert loop["proof: verify, greedy"].data["drafters"] == [
         "draft model, K=2",
         "lookup, K=2",
+        "suffix, K=2",
         "chained, K=2",
         "scripted, K=2",
     ]

@@ -102,6 +102,7 @@ def build(
     sm: Seq[str] = (),
     lowering: str = "auto",
     output: Path | None = None,
+    quantize: str | None = None,
 ) -> Path:
     """Build a bundle, unless it is there already.
 
@@ -112,6 +113,7 @@ def build(
         sm: TensorRT architectures; empty for the GPU's own.
         lowering: of TensorRT.
         output: its folder; None for one in the work folder.
+        quantize: how the target's weights are quantized.
 
     Returns:
         its folder.
@@ -126,7 +128,7 @@ def build(
     folder = output or context_work / "bundles" / _folder_name(name, backend, lowering)
     recipe = BuildRecipe(
         target=str(target), draft=str(draft) if plan.has_draft else None, output=str(folder), backend=backend,
-        lookahead=plan.lookahead, max_model_len=plan.max_model_len, check=False, **options,
+        lookahead=plan.lookahead, max_model_len=plan.max_model_len, quantize=quantize, check=False, **options,
     )  # fmt: skip
     with ExitStack() as stack:
         if name == "large-speed":

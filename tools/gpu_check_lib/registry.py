@@ -51,6 +51,11 @@ _AFTER = {
     "operators.verdict": ("operator_choice", "conclude", 20, 2),
     "kernels.flex": ("torch_attention", "measure_flex", 60, 20),
 }
+# int4 engines of ort-cuda: before what takes longest.
+_INT4 = {
+    "outputs.int4-ort-cuda": ("int4", "check_int4", 60, 15),
+    "speed.int4-ort-cuda": ("int4", "measure_int4", 60, 15),
+}
 _FACTORIES = ("backend_task", "task", "verify_task", "build_task", "measure_task")
 _NEEDS_BACKEND = {"machine.rtx-probe": "tensorrt-rtx", "operators.measure": "ort-cuda", "operators.verdict": "ort-cuda"}
 
@@ -59,7 +64,9 @@ _ESTIMATES = {
     "machine.tensorrt-rtx": 45, "machine.tensorrt": 45, "kernels.correct": 40, "kernels.speed": 60,
     "kernels.sweep": 120, "kernels.flex": 30, "loop.greedy": 30, "loop.graphs": 30, "loop.speed": 90, "loop.verify": 30,
     "operators.measure": 80, "operators.verdict": 5, "outputs": 25, "outputs.verify": 45, "graphs": 30,
-    "speed.build": 60, "speed.build-tensorrt-rtx": 120, "speed.build-tensorrt": 120, "speed.measure": 100,
+    "outputs.int4": 30, "speed.int4": 40, "speed.build": 60, "speed.build-tensorrt-rtx": 120,
+    "speed.build-tensorrt": 120,
+    "speed.measure": 100,
 }  # fmt: skip
 """Seconds that a task is likely to take on a GPU machine, by name, or by its name less the backend. Guessed: no GPU has
 run them. A task without an entry counts with its limit. They plan calls; nothing is cut short by them."""
@@ -77,6 +84,8 @@ def _entries(backends: Seq[str]) -> dict[str, tuple[str, str, int, int, str]]:
     speeds = [key for key in _PER_BACKEND if key.startswith("speed")]
     for key in ("outputs.{}", "outputs.verify-{}", "graphs.{}"):
         found |= {key.format(backend): (*_PER_BACKEND[key], backend) for backend in gpu or backends}
+    if "ort-cuda" in gpu:
+        found |= {name: (*entry, "ort-cuda") for name, entry in _INT4.items()}
     for backend in gpu or backends:
         found |= {key.format(backend): (*_PER_BACKEND[key], backend) for key in speeds}
     if gpu:

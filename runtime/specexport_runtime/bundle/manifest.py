@@ -97,6 +97,7 @@ class ModelEntry:
         num_gates: G, parts that can be switched off for drafting with the target itself; 0 where none can.
         gate_obstacle: why no layer of a target can be skipped exactly; None where that was not asked, or can be done.
         quantize: ``"int8"`` or ``"int4"`` where the linear layers' weights are quantized.
+        quantized_bytes: bytes of the quantized weights, and what they would take in ``dtype``; None where not counted.
         fused: what the lowering fused: ``[name, count]``.
         one_token_path: graph of a small draft for steps of exactly one new token a row, all with logits, over the same
             weights file; its caches have no second dimension. None if there is none.
@@ -125,6 +126,7 @@ class ModelEntry:
     num_gates: int = 0
     gate_obstacle: str | None = None
     quantize: str | None = None
+    quantized_bytes: tuple[int, int] | None = None
     fused: tuple[tuple[str, int], ...] = ()
     one_token_path: str | None = None
     one_token_inputs: tuple[str, ...] = ()
@@ -140,6 +142,8 @@ class ModelEntry:
         fields["engines"] = tuple(EngineFile(**engine) for engine in data.get("engines", ()))
         fields["profiles"] = tuple(Profile(*profile) for profile in data.get("profiles", ()))
         fields["fused"] = tuple((str(name), int(count)) for name, count in data.get("fused", ()))
+        if fields.get("quantized_bytes") is not None:
+            fields["quantized_bytes"] = tuple(fields["quantized_bytes"])
         fields["passes"] = tuple((str(name), int(count)) for name, count in data.get("passes", ()))
         return cls(**fields)
 
@@ -273,6 +277,7 @@ _ENTRY_RULES = _rules_of(
     num_gates=whole(0, 1 << 20),
     gate_obstacle=optional(text),
     quantize=optional(text),
+    quantized_bytes=optional(tuple_of(_COUNT, _COUNT)),
     fused=_PASSES,
     one_token_path=optional(inner_path),
     one_token_inputs=list_of(text),

@@ -1,0 +1,97 @@
+"""Linear layers with int4 weights for ONNX Runtime's GPU kernel, which makes them float as it multiplies."""
+
+from collections.abc import Sequence as Seq
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from specexport.onnx_emit import lazy_weight
+from specexport.passes.base import CountingPass
+from specexport.passes.quantize_graph import CONTRIB, pack_pairs, put_nbits
+from specexport.passes.quantize_sites import LinearSite, find_sites
+from specexport.passes.quantize_weights import quantize_blocks, scale_dtype
+from specexport_runtime.errors import UnsupportedModelError
+
+_ZERO = 8
+_ALIGNED = 8
+"""The kernel takes inputs and outputs in eights. Other layers would be made float in every step, into memory."""
+_CHUNK = 1 << 22  # weight elements worked on at a time
+
+
+class Int4FusedPass(CountingPass):
+    """Multiply by weights of 4 bits, symmetric, with a scale for every block of inputs of each output.
+
+    ``com.microsoft.MatMulNBits`` over activations in their own type. No zero points: in 16 bits 8 times a scale is
+    exact and other multiples are rounded, and the tensor-core kernel that ONNX Runtime can be told to take knows none.
+    A layer whose inputs or outputs are no multiple of 8 keeps its weights. Inputs are filled up to whole blocks. The
+    LM head is taken too, unless asked otherwise. Counts the layers.
+
+    Args:
+        block: inputs that share a scale.
+        lm_head: quantize the LM head too.
+    """
+
+    name = "int4-fused"
+    reason = "memory: a GPU's kernel reads a quarter of the bytes, and makes them float as it multiplies"
+
+    def __init__(self, *, block: int, lm_head: bool) -> None:
+        self._block, self._lm_head = block, lm_head
+
+    def rewrite(self, model: ir.Model) -> int:
+        """Quantize every linear layer that the kernel takes.
+
+        Raises:
+            UnsupportedModelError: a layer's weights are no matrix, or the kernel takes no layer.
+        """
+        sites = find_sites(model, "int4", lm_head=self._lm_head)
+        chosen = [site for site in sites if site.depth % _ALIGNED == site.width % _ALIGNED == 0]
+        if not chosen:
+            raise UnsupportedModelError(
+                f"int4 was asked for, and no linear layer has multiples of {_ALIGNED} inputs and outputs.",
+                "build without --quantize (for a draft: --draft-quantize).",
+            )
+        for site in chosen:
+            _replace(model.graph, site, self._block)
+        model.opset_imports.setdefault(CONTRIB, 1)
+        return len(chosen)
+
+
+def _replace(graph: ir.Graph, site: LinearSite, block: int) -> None:
+    blocks, dtype, name = -(-site.depth // block), site.tensor.dtype, f"{site.weight.name}.int4"
+    make = partial(_part, site.tensor, site.turned, block)
+    codes = lazy_weight(graph, name, ir.DataType.UINT8, [site.width, blocks, block // 2], partial(make, 0))
+    scales = lazy_weight(graph, f"{name}_scale", dtype, [site.width * blocks], partial(make, 1))
+    put_nbits(graph, site, [codes, scales], block=block, accuracy_level=0)
+
+
+def _part(tensor: ir.TensorProtocol, turned: bool, block: int, index: int) -> np.ndarray:
+    """Packed codes [N, blocks, block / 2] (0) or scales [N * blocks] (1); some outputs at a time, to save memory."""
+    channels = tensor.numpy() if turned else tensor.numpy().T
+    step = max(1, _CHUNK // channels.shape[1])
+    starts: Seq[int] = range(0, channels.shape[0], step)
+    rounded = scale_dtype(tensor.dtype)
+    parts = [pack_channels(channels[start : start + step], block, rounded)[index] for start in starts]
+    whole = np.concatenate(parts)
+    return whole if index == 0 else whole.reshape(-1).astype(tensor.dtype.numpy())
+
+
+def pack_channels(channels: np.ndarray, block: int, rounded: npt.DTypeLike) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of a float matrix as ``MatMulNBits`` has them: ``value = (code - 8) * scale``.
+
+    Args:
+        channels: [N, K]; K is filled up to whole blocks with zeros.
+        block: inputs that share a scale.
+        rounded: dtype that the scales are rounded to.
+
+    Returns:
+        codes, two to a byte, the first in the low half: uint8 [N, blocks, block / 2]; float32 scales [N, blocks].
+    """
+    width, depth = channels.shape
+    blocks = -(-depth // block)
+    matrix = np.zeros((blocks * block, width), np.float32)
+    matrix[:depth] = channels.T
+    codes, scales = quantize_blocks(matrix, block, rounded)
+    unsigned = (codes.astype(np.int8) + _ZERO).astype(np.uint8).T.reshape(width, blocks, block)
+    return pack_pairs(unsigned), np.ascontiguousarray(scales.T)

@@ -1,0 +1,113 @@
+"""Int4 weights for ONNX Runtime's GPU kernel: what is stored, and that the operator computes what codes stand for."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from specexport.passes import default_passes, run_passes
+from specexport.passes.quantize_fused import pack_channels
+from specexport.passes.quantize_graph import nbits_bytes
+from specexport.passes.quantize_weights import quantize_blocks
+from specexport_runtime.errors import UnsupportedModelError
+from tests import engine_harness as harness
+from tests.engine_harness import Recipe
+from tests.passes.test_quantize import build, verify_logits, worst_row
+from tests.tiny_models import make_llama
+from tests.tiny_traces import tiny_model, trace_of
+
+FORM: dict[str, Any] = {"quantize_operator": "MatMulNBits", "quantize_block": 64}
+"""Blocks of 64: 96 inputs, of which the tiny Llama has some, are then filled up."""
+
+
+def stand_for(channels: np.ndarray, block: int, rounded: Any = np.float16) -> np.ndarray:
+    """The values [N, K] of the codes of a matrix, unpacked as the operator's documentation says."""
+    packed, scales = pack_channels(channels, block, rounded)
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], block)
+    values = (codes.astype(np.float32) - 8) * scales[..., None]
+    return values.reshape(len(channels), -1)[:, : channels.shape[1]]
+
+
+def rounded_model(name: str, block: int) -> Any:
+    """A tiny model with each weight rounded to what its code stands for."""
+    import torch
+
+    model = deepcopy(tiny_model(name))
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            found = stand_for(module.weight.detach().numpy(), block)
+            module.weight = torch.nn.Parameter(torch.tensor(found), requires_grad=False)
+    return model
+
+
+def test_the_operator_computes_with_what_the_codes_stand_for(tmp_path: Path) -> None:
+    """ONNX Runtime's own operator, on the CPU in float32: it reads codes and scales as they are laid out."""
+    _, layers, _ = build("llama", tmp_path / "float", None)
+    exact = verify_logits(tmp_path / "float", layers, [0, 1])
+    graph, layers, report = build("llama", tmp_path / "int4", "int4", **FORM)
+    found = verify_logits(tmp_path / "int4", layers, [0, 1])
+    assert report["int4-fused"] == 15, "the layers of 96 inputs too"
+    harness.build(rounded_model("llama", 64), tmp_path / "rounded")
+    rounded = verify_logits(tmp_path / "rounded", layers, [0, 1])
+    assert worst_row(found, rounded) < 1e-5
+    assert found.argmax(axis=1).tolist() == rounded.argmax(axis=1).tolist()
+    assert worst_row(found, exact) > 1e-2
+    nodes = [node for node in graph.graph if node.op_type == "MatMulNBits"]
+    assert len(nodes) == 15
+    assert all(len(node.inputs) == 3 for node in nodes), "no zero points"
+    assert {node.attributes["accuracy_level"].as_int() for node in nodes} == {0}, "activations are not quantized"
+
+
+@pytest.mark.parametrize("rounded", [np.float16, ml_dtypes.bfloat16])
+def test_codes_are_those_of_the_other_form_with_scales_as_they_are_stored(rounded: Any) -> None:
+    channels = np.random.default_rng(4).standard_normal((24, 80)).astype(np.float32)
+    channels[:, 70:] = 0
+    codes, scales = quantize_blocks(channels[:, :64].T, 32, rounded)
+    other = (codes.astype(np.float32).reshape(2, 32, 24) * scales[:, None]).reshape(64, 24).T
+    found = stand_for(channels, 32, rounded)
+    np.testing.assert_array_equal(found[:, :64], other)
+    assert not found[:, 70:].any(), "zeros stay zeros, in a block that was filled up too"
+    stored = pack_channels(channels, 32, rounded)[1]
+    np.testing.assert_array_equal(stored, stored.astype(rounded).astype(np.float32))
+
+
+def test_bytes_of_the_layers_are_counted() -> None:
+    model = trace_of(make_llama(0)).ir_model
+    run_passes(model, default_passes(Recipe(), quantize="int4", **FORM))
+    stored, before = nbits_bytes(model.graph, "float16")
+    nodes = [node for node in model.graph if node.op_type == "MatMulNBits"]
+    sizes = [[node.attributes[key].as_int() for key in "NK"] for node in nodes]
+    assert before == sum(2 * width * depth for width, depth in sizes)
+    assert stored == sum(width * -(-depth // 64) * (32 + 4) for width, depth in sizes), "float32 scales, here"
+    written = [v.const_value for v in model.graph.initializers.values() if ".int4" in str(v.name)]
+    assert stored == sum(tensor.numpy().nbytes for tensor in written)
+
+
+def test_what_the_kernel_does_not_take_keeps_its_weights() -> None:
+    """A vocabulary that is no multiple of 8: its head would be made float in every step."""
+    model = trace_of(make_llama(0, vocab_size=317)).ir_model
+    assert dict(run_passes(model, default_passes(Recipe(), quantize="int4", **FORM)))["int4-fused"] == 14
+    assert [node for node in model.graph if node.op_type in ("MatMul", "Gemm") and node.inputs[1].is_initializer()]
+    model = trace_of(make_llama(0, hidden_size=36, head_dim=12, intermediate_size=36)).ir_model
+    with pytest.raises(UnsupportedModelError, match="multiples of 8 inputs and outputs"):
+        run_passes(model, default_passes(Recipe(), quantize="int4", **FORM))
+
+
+def test_scales_have_the_dtype_of_the_model() -> None:
+    from tests.lowering.half_models import load
+
+    class Half:
+        dtype = "bfloat16"
+
+    model = trace_of(load("llama", "bfloat16")).ir_model
+    run_passes(model, default_passes(Half(), quantize="int4", **FORM))
+    scales = [v for v in model.graph.initializers.values() if str(v.name).endswith(".int4_scale")]
+    assert {value.dtype for value in scales} == {ir.DataType.BFLOAT16}
+    for value in scales:
+        assert value.const_value.numpy().dtype == ml_dtypes.bfloat16
+    nodes = [node for node in model.graph if node.op_type == "MatMulNBits"]
+    assert {value.dtype for node in nodes for value in (node.inputs[0], node.outputs[0])} == {ir.DataType.BFLOAT16}
