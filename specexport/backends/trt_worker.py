@@ -35,7 +35,7 @@ class MemoryTrail:
 
     Attributes:
         marks: bytes of its own and mapped from files: with the ``"libraries"`` loaded, the ``"network"`` read, when
-            the first bytes of the ``"engine"`` came, and when its own were most (``"largest"``).
+            the first bytes of the ``"engine"`` came, and when its own were most (``"largest"``) of all samples.
     """
 
     def __init__(self) -> None:

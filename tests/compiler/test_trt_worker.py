@@ -3,6 +3,8 @@
 import inspect
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -284,6 +286,37 @@ def test_what_the_inspector_is_asked_is_what_the_real_package_has() -> None:
         (home,) = (home for home in homes if hasattr(home, name))
         for argument in list(inspect.signature(method).parameters)[1:]:
             assert f"{argument}: " in getattr(home, name).__doc__, f"{home.__name__}.{name} takes no {argument}"
+
+
+STRIPPED = """
+import sys
+import numpy as np
+import tensorrt_rtx as trt
+
+logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
+builder = trt.Builder(logger)
+network = builder.create_network(0)
+x = network.add_input("x", trt.float16, (4, 64))
+weights = np.ones((64, 64), np.float16)
+w = network.add_constant((64, 64), trt.Weights(weights)).get_output(0)
+none = trt.MatrixOperation.NONE
+network.mark_output(network.add_matrix_multiply(x, none, w, none).get_output(0))
+config = builder.create_builder_config()
+config.num_compute_capabilities = 1
+config.set_compute_capability(trt.ComputeCapability.SM89, 0)
+for flag in sys.argv[1:]:
+    config.set_flag(getattr(trt.BuilderFlag, flag))
+print(builder.build_serialized_network(network, config) is not None)
+"""
+
+
+@pytest.mark.parametrize(("flag", "builds"), [((), True), (("STRIP_PLAN",), False), (("REFIT",), False)])
+def test_tensorrt_strips_no_weights_without_a_gpu(flag: tuple[str, ...], builds: bool) -> None:
+    """The reason for deltas. If this fails, docs/tensorrt.md is out of date, and stripping can be had."""
+    if present_gpu.present_architecture() is not None:
+        pytest.skip("this machine has a GPU")
+    done = subprocess.run([sys.executable, "-c", STRIPPED, *flag], capture_output=True, text=True, check=False)
+    assert done.stdout.split()[-1:] == [str(builds)], done.stderr
 
 
 @pytest.mark.parametrize(("present", "sm", "can"), [(None, "any", False), ("89", "120", False), ("89", "89", True)])
