@@ -7,11 +7,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport.backends.base import ANY_ARCHITECTURE
+from specexport.backends.engine_delta import store_as_delta
 from specexport.backends.profiles import input_shapes
 from specexport.backends.trt_package import PACKAGES
 from specexport.plugin.naming import plugin_names
@@ -77,7 +79,7 @@ def write_trt_engines(
         names: step inputs that the graph takes.
 
     Returns:
-        the engines, paths relative to ``folder``.
+        the engines, paths relative to ``folder``. The first is a whole file, others may be stored as its difference.
 
     Raises:
         CheckFailedError: TensorRT cannot build the graph, or not exactly.
@@ -94,7 +96,7 @@ def write_trt_engines(
         ir.save(ir_model, model, external_data="model.data", size_threshold_bytes=1024)
         for value in ir_model.graph.initializers.values():
             value.const_value = None
-        engines = []
+        engines: list[EngineFile] = []
         for sm in plan.architectures:
             note(f"{label(sm)}: {len(plan.profiles)} profiles")
             job = {
@@ -111,8 +113,16 @@ def write_trt_engines(
                 "plugins": plugin_names(ir_model),
             }
             report = _run_worker(job, Path(scratch), partial(_note_for, note, sm))
-            engines.append(_engine_file(plan.backend, sm, report))
+            file = _engine_file(plan.backend, sm, report)
+            engines.append(_share_weights(engines[0], file, folder) if engines else file)
     return tuple(engines)
+
+
+def _share_weights(first: EngineFile, file: EngineFile, folder: Path) -> EngineFile:
+    """Store an engine as its difference from the first one: kernels of its own, and the same weights."""
+    delta = str(Path(file.path).with_suffix(".delta"))
+    is_delta = store_as_delta(folder / file.path, folder / first.path, folder / delta)
+    return replace(file, path=delta, base=first.path) if is_delta else file
 
 
 def _is_float32_product(node: "ir.Node") -> bool:

@@ -1,12 +1,13 @@
-"""What TensorRT made of a graph: read from the network before the build, and from the builder's own list of layers.
+"""What TensorRT made of a graph: read from the network before the build, and from the list of layers after it.
 
-Deserializing an engine needs a GPU, so the engine inspector cannot be asked on a machine without one. The builder
-prints the same list of layers when it is done; :func:`parse_layers` reads that. Works on values; imports nothing heavy.
+The engine inspector tells the layers (:func:`read_layers`), where a GPU is that the engine can be loaded on. The
+builder prints the same list when it is done; :func:`parse_layers` reads that. Works on values; imports nothing heavy.
 """
 
+import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
@@ -88,6 +89,49 @@ def parse_layers(texts: Iterable[str]) -> list[Layer]:
     return [layer._replace(profile=profiles.get(subgraph, 0)) for subgraph, layer in found]
 
 
+def read_layers(text: str, profile: int) -> list[Layer] | None:
+    """The layers of one profile, from what the engine inspector tells in JSON.
+
+    Args:
+        text: ``get_engine_information(LayerInformationFormat.JSON)``, asked with a context of that profile.
+        profile: its number. The inspector may list all profiles: then tensors of the others are marked, and left out.
+
+    Returns:
+        None if it tells names only, or tells layers in another form.
+    """
+    try:
+        found = [_layer_of(layer) for layer in json.loads(text)["Layers"]]
+    except (ValueError, KeyError, TypeError):
+        return None
+    profiles = {subgraph: mark for subgraph, mark, _ in found if mark is not None}
+    # A list without marks is that of the context's profile alone.
+    return [
+        layer._replace(profile=profile)
+        for subgraph, _, layer in found
+        if not profiles or profiles.get(subgraph, 0) == profile
+    ]
+
+
+def _layer_of(told: Mapping[str, Any]) -> tuple[str, int | None, Layer]:
+    """Subgraph, profile if the tensors tell it, and the layer."""
+    number = _SUBGRAPH.search(told["Name"])
+    parts = [told.get(part) or [] for part in ("Inputs", "Outputs", "Constants")]
+    marks = [match for tensors in parts for tensor in tensors if (match := _PROFILE.search(tensor["Name"]))]
+    inputs, outputs, constants = (
+        tuple(
+            Tensor(
+                tensor["Name"].partition(" [profile")[0],
+                tuple(int(dim) for dim in tensor["Dimensions"]),
+                tensor["Datatype"],
+            )
+            for tensor in tensors
+        )
+        for tensors in parts
+    )
+    layer = Layer(told["Name"], told["LayerType"], 0, inputs, outputs, constants)
+    return number[1] if number else "", int(marks[0][1]) if marks else None, layer
+
+
 def _tensors(text: str) -> tuple[Tensor, ...]:
     return tuple(
         Tensor(
@@ -165,14 +209,26 @@ def describe_layers(layers: Seq[Layer]) -> str:
     return "".join(lines)
 
 
-def make_report(trt: Any, network: Any, texts: Seq[str], profiles: Seq[str]) -> dict[str, Any]:
-    """Everything the manifest keeps of a build, as plain values."""
+def make_report(
+    trt: Any, network: Any, texts: Seq[str], profiles: Seq[str], inspected: Seq[Layer] | None = None
+) -> dict[str, Any]:
+    """Everything the manifest keeps of a build, as plain values.
+
+    Args:
+        trt: the package's module.
+        network: the parsed network.
+        texts: what the builder said.
+        profiles: names of the profiles, in order.
+        inspected: layers as the engine inspector tells them; None takes those in ``texts``.
+    """
+    layers = parse_layers(texts) if inspected is None else inspected
     activations = [int(size) for text in texts for size in _ACTIVATIONS.findall(text)]
     weights = [int(size) for text in texts for size in _WEIGHTS.findall(text)]
     return {
         "aliased": [list(pair) for pair in aliased_caches(trt, network)],
         "attention_nodes": _count(trt, network, "ATTENTION_INPUT"),
-        "profiles": summarize(parse_layers(texts), profiles),
+        "profiles": summarize(layers, profiles),
+        "layers_from": "builder" if inspected is None else "inspector",
         "activation_bytes": max(activations, default=None),
         "weight_bytes": max(weights, default=None),
     }

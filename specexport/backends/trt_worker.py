@@ -16,9 +16,10 @@ from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from specexport.atomic import temporary_name, write_file
 from specexport.backends.profiles import describe_shapes
+from specexport.backends.trt_inspector import can_inspect, inspect_engine
 from specexport.backends.trt_package import PACKAGES, configure, import_package, timing_cache_bytes
 from specexport.backends.trt_report import describe_layers, make_report, network_problems, parse_layers
-from specexport.host import peak_memory_bytes
+from specexport.host import peak_memory_bytes, resident_memory
 from specexport_runtime.errors import CheckFailedError, SpecexportError, UserInputError
 
 _HARMLESS = (
@@ -27,6 +28,29 @@ _HARMLESS = (
 )
 _PARSE, _BUILD = "parse", "build"
 _STRICT_WORDS = ("unused", "precision", "overflow", "subnormal", "clamp", "truncat", "downcast", "out of range")
+
+
+class MemoryTrail:
+    """What this process had in memory as a build went on.
+
+    Attributes:
+        marks: bytes of its own and mapped from files: with the ``"libraries"`` loaded, the ``"network"`` read, when
+            the first bytes of the ``"engine"`` came, and when its own were most (``"largest"``) of all samples.
+    """
+
+    def __init__(self) -> None:
+        self.marks: dict[str, dict[str, int]] = {}
+
+    def mark(self, name: str) -> None:
+        """Note what there is now under ``name``, once."""
+        now = self.sample()
+        self.marks.setdefault(name, now)
+
+    def sample(self) -> dict[str, int]:
+        """Look, and keep the largest."""
+        now = resident_memory()
+        self.marks["largest"] = max(self.marks.get("largest", now), now, key=lambda parts: parts["own"])
+        return now
 
 
 class Job(NamedTuple):
@@ -85,6 +109,8 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
     package = PACKAGES[job.backend]
     trt = import_package(package)
     logger = _make_logger(trt, log)
+    memory = MemoryTrail()
+    memory.mark("libraries")
     builder = trt.Builder(logger)
     network = builder.create_network(0)
     if job.plugins:
@@ -100,6 +126,7 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
     if problems:
         raise CheckFailedError(f"the TensorRT network is not what was lowered: {'; '.join(problems[:5])}.")
     logger.stage = _BUILD
+    memory.mark("network")
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     cache = Path(job.timing_cache) if job.timing_cache else None
@@ -107,12 +134,12 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
     if job.plugins:
         config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     _add_profiles(builder, network, config, job, log)
-    monitor = _make_monitor(trt)
+    monitor = _make_monitor(trt, memory)
     config.progress_monitor = monitor
     started = time.perf_counter()
     # Written as it is serialized: a second copy of the weights in memory would be the largest of all.
     with temporary_name(Path(job.engine)).open("wb") as file:
-        done = builder.build_serialized_network_to_stream(network, config, _make_writer(trt, file))
+        done = builder.build_serialized_network_to_stream(network, config, _make_writer(trt, file, memory))
     if not done:
         said = "; ".join(logger.errors[:2]) or "it gives no reason"
         raise CheckFailedError(f"TensorRT cannot build this graph for sm {job.sm}: {said}")
@@ -121,9 +148,16 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
     kept = timing_cache_bytes(package, config)
     if cache is not None and kept is not None:
         _keep(cache, kept)
-    log.write(describe_layers(parse_layers(logger.text)))
-    report = make_report(trt, network, logger.text, job.profiles)
-    measured = {"build_seconds": time.perf_counter() - started, "peak_memory_bytes": peak_memory_bytes()}
+    measured = {
+        "build_seconds": time.perf_counter() - started,
+        "engine_bytes": Path(job.engine).stat().st_size,
+        "peak_memory_bytes": peak_memory_bytes(),
+        "memory": memory.marks,
+    }
+    texts = list(logger.text)
+    inspected = inspect_engine(trt, logger, Path(job.engine), len(job.profiles)) if can_inspect(job.sm) else None
+    log.write(describe_layers(parse_layers(texts) if inspected is None else inspected))
+    report = make_report(trt, network, texts, job.profiles, inspected)
     return report | measured | {"version": str(trt.__version__)}
 
 
@@ -158,11 +192,12 @@ def _read(path: Path | None) -> bytes | None:
     return path.read_bytes() if path.is_file() else b""
 
 
-def _make_writer(trt: Any, file: BinaryIO) -> Any:
+def _make_writer(trt: Any, file: BinaryIO, memory: MemoryTrail) -> Any:
     """What TensorRT hands the serialized engine to, piece by piece."""
 
     class Writer(trt.IStreamWriter):  # type: ignore[misc]  # the package has no types
         def write(self, data: bytes) -> int:
+            memory.mark("engine")
             return file.write(data)
 
     return Writer()
@@ -210,7 +245,7 @@ def _is_refused(stage: str, message: str) -> bool:
     return stage == _PARSE or any(word in message.lower() for word in _STRICT_WORDS)
 
 
-def _make_monitor(trt: Any) -> Any:
+def _make_monitor(trt: Any, memory: MemoryTrail) -> Any:
     """Reports the outermost phases of the build, at most ten times a second."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
@@ -226,6 +261,7 @@ def _make_monitor(trt: Any) -> Any:
         def step_complete(self, phase: str, step: int) -> bool:
             depth, steps = self.phases.get(phase, (9, 1))
             now = time.perf_counter()
+            memory.sample()
             if depth <= 1 and now - self.last >= 0.1:
                 self.last = now
                 _tell(event="progress", phase=phase, done=step + 1, total=steps)

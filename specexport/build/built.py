@@ -72,12 +72,17 @@ class BuiltModel:
 
 def entry_in_bundle(built: BuiltModel, role: str) -> ModelEntry:
     """The manifest entry with its paths relative to the bundle folder."""
-    engines = tuple(replace(engine, path=str(Path(role) / engine.path)) for engine in built.entry.engines)
-    padded, full = built.entry.padded_path, built.entry.one_token_path
+
+    def inside(path: str | None) -> str | None:
+        return None if path is None else str(Path(role) / path)
+
+    engines = tuple(
+        replace(engine, path=str(Path(role) / engine.path), base=inside(engine.base)) for engine in built.entry.engines
+    )
     return replace(
         built.entry,
         engines=engines,
         path=str(Path(role) / built.entry.path),
-        padded_path=None if padded is None else str(Path(role) / padded),
-        one_token_path=None if full is None else str(Path(role) / full),
+        padded_path=inside(built.entry.padded_path),
+        one_token_path=inside(built.entry.one_token_path),
     )

@@ -33,6 +33,7 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.errors",
     "specexport_runtime.bundle.profiles",
     "specexport_runtime.bundle.files",  # hashes of files
+    "specexport_runtime.bundle.delta",  # how engines are stored as differences
     "specexport_runtime.cli.errors",
     "specexport_runtime.user_cache",  # where the cache is
     "specexport_runtime.executors.base",  # array types

@@ -40,6 +40,7 @@ ENTRY = ModelEntry(
             1000,
             {"aliased": [["a", "b"]], "profiles": [{"fused_attention": 1, "float32_matmuls": ["x"], "kind": "decode"}]},
         ),
+        EngineFile("target/sm120.delta", "sm120", "tensorrt", "10.0", base="target/sm89.engine"),
     ),
     padded_path="target/model.padded.onnx",
     one_token_path="target/model.one.onnx",
@@ -48,7 +49,13 @@ ENTRY = ModelEntry(
     gate_obstacle="tied",
     quantize="int8",
 )
-FILES = ("target/model.onnx", "target/sm89.engine", "target/model.padded.onnx", "target/model.one.onnx")
+FILES = (
+    "target/model.onnx",
+    "target/sm89.engine",
+    "target/sm120.delta",
+    "target/model.padded.onnx",
+    "target/model.one.onnx",
+)
 MANIFEST = Manifest(
     name="tiny",
     build_key="key",
@@ -144,6 +151,8 @@ def test_the_manifest_of_these_tests_loads(tmp_path):
         (("models", "target", "path"), "target/other.onnx", "'target/other.onnx', not among the files"),
         (("models", "target", "one_token_path"), "C:/x", "models.target.one_token_path is 'C:/x'"),
         (("models", "target", "engines", 0, "path"), "/e", "models.target.engines[0].path is '/e'"),
+        (("models", "target", "engines", 1, "base"), "../e", "models.target.engines[1].base is '../e'"),
+        (("models", "target", "engines", 1, "base"), "e", "an engine of models.target is 'e', not among the files"),
         (("models", "target", "dtype"), "int4", "models.target.dtype is 'int4', not one of float32"),
         (("models", "target", "layers"), [[1, 8]], "models.target.layers[0] is [1, 8], not a list of 3"),
         (("models", "target", "layers"), [[1, 8, 10**9]], "models.target.layers[0][2] is 1000000000"),

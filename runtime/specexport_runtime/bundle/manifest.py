@@ -34,7 +34,8 @@ from specexport_runtime.errors import BundleError, IncompatibleError
 SCHEMA_VERSION = 5
 READABLE_SCHEMAS = (2, 3, 4, 5)
 """Version 3 added the fields of engines that are built for a GPU, version 4 those of self-drafting and quantization,
-version 5 the defaults for loading; an older manifest is one without them. Version 5 also renamed some."""
+version 5 the defaults for loading, and engines that are stored as a difference; an older manifest is one without them.
+Version 5 also renamed some."""
 _RENAMED = {"full_path": "one_token_path", "full_inputs": "one_token_inputs"}
 MANIFEST_NAME = "manifest.json"
 DEFAULT_NUM_SEQS = 8
@@ -59,6 +60,8 @@ class EngineFile:
         builder_version: its version; an engine loads only under the version that built it.
         memory_bytes: device memory that the largest profile needs for activations; None where the builder did not say.
         report: what the builder told of the finished engine, see ``specexport.backends.trt_report``.
+        base: engine file in the same folder that ``path`` is the difference from (``bundle.delta``), relative to the
+            bundle folder; None where ``path`` is the engine itself.
     """
 
     path: str
@@ -67,6 +70,7 @@ class EngineFile:
     builder_version: str
     memory_bytes: int | None = None
     report: Mapping[str, Any] = field(default_factory=dict)
+    base: str | None = None
 
 
 @dataclass(frozen=True)
@@ -252,6 +256,7 @@ _ENGINE_RULES = _rules_of(
     builder_version=text,
     memory_bytes=optional(_COUNT),
     report=record(_REPORT, may_lack=frozenset(_REPORT), more=True),
+    base=optional(inner_path),
 )
 _ENTRY_RULES = _rules_of(
     ModelEntry,
@@ -389,6 +394,7 @@ def _check_agreement(manifest: Manifest) -> None:
         if beyond:
             raise MisfitError("an id of vocabulary.eos_token_ids", beyond[0], f"below {entry.vocab_size}")
         paths = [entry.path, entry.padded_path, entry.one_token_path, *(engine.path for engine in entry.engines)]
+        paths += [engine.base for engine in entry.engines]
         for path in paths:
             if path is not None and path not in manifest.files:
                 raise MisfitError(f"an engine of models.{role}", path, "among the files")

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from specexport_runtime.bundle.delta import apply_delta, delta_size
 from specexport_runtime.bundle.manifest import EngineFile
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
 from specexport_runtime.executors.gpu import MEMORY_HINT
@@ -105,12 +106,12 @@ def load_engine(path: Path, file: EngineFile, gpu_name: str) -> Engine:
     Raises:
         MissingDependencyError: the package is not installed.
         IncompatibleError: another version of it is (names both), or the GPU or its driver cannot take the engine.
-        BundleError: the file is cut or cannot be read.
+        BundleError: the file, or the one that it is stored as the difference from, is cut or cannot be read.
     """
     trt = _import_package(file)
     messages: list[str] = []
     logger = _make_logger(trt, messages)
-    data = path.read_bytes()
+    data = read_engine(path, file)
     with _undisturbed():
         runtime = trt.Runtime(logger)
         engine = runtime.deserialize_cuda_engine(data) if data else None
@@ -123,6 +124,30 @@ def load_engine(path: Path, file: EngineFile, gpu_name: str) -> Engine:
     return LoadedEngine(
         trt, runtime, engine, logger, messages, RtxKernels(path, file, gpu_name) if file.builder == RTX else None
     )
+
+
+def read_engine(path: Path, file: EngineFile) -> bytes | bytearray:
+    """The engine of ``path``, which may be stored as its difference from another.
+
+    Raises:
+        BundleError: the difference, or what it was made from, is cut or missing.
+    """
+    if file.base is None:
+        return path.read_bytes()
+    return apply_delta(path, _base_of(path, file.base))
+
+
+def engine_size(path: Path, file: EngineFile) -> int:
+    """Bytes of the engine of ``path``.
+
+    Raises:
+        BundleError: it should be stored as a difference, and is not.
+    """
+    return path.stat().st_size if file.base is None else delta_size(path)
+
+
+def _base_of(path: Path, base: str) -> Path:
+    return path.parent / Path(base).name
 
 
 def _import_package(file: EngineFile) -> Any:

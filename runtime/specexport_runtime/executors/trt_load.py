@@ -15,7 +15,7 @@ from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.trt_contexts import ContextPool, DeviceAddresses, check_tensors, query_tensors
-from specexport_runtime.executors.trt_engine import Engine, load_engine
+from specexport_runtime.executors.trt_engine import Engine, engine_size, load_engine
 from specexport_runtime.executors.trt_graphs import GraphPool
 from specexport_runtime.executors.trt_memory import (
     HostBlock,
@@ -129,7 +129,7 @@ def plan_memory(entry: ModelEntry, sizes: EngineSizes, weights: int, activations
     Args:
         entry: its manifest entry.
         sizes: from :func:`size_engine`.
-        weights: bytes of the engine file.
+        weights: bytes of the engine.
         activations: as the engine or its manifest says.
     """
     _, kv_bytes = lay_out_caches(entry.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype])
@@ -153,7 +153,7 @@ def _allocate(
 ) -> TrtParts:
     path = folder / file.path
     gpu = driver.info()
-    plan_memory(entry, sizes, path.stat().st_size, file.memory_bytes or 0).check(str(path), gpu)
+    plan_memory(entry, sizes, engine_size(path, file), file.memory_bytes or 0).check(str(path), gpu)
     engine = load(path, file, gpu.name)
     stack.callback(engine.close)
     caches, kv_bytes = lay_out_caches(entry.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype])
