@@ -13,7 +13,7 @@ decided when the engine is built.
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, NamedTuple
 
-from specexport.lowering.trt_step import AlignedStep, add_step_input
+from specexport.lowering.trt_step import AlignedStep, add_step_input, emit_masks
 from specexport.onnx_emit import Emitter
 from specexport.ops.spec import DIM_NAMES
 from specexport.passes.residual_blocks import Dataflow, Obstacle, ResidualBlock
@@ -39,24 +39,27 @@ class Extent(NamedTuple):
     step: AlignedStep
 
 
-def add_extent(ir_model: "ir.Model", step: AlignedStep, before: "ir.Node") -> Extent:
+def add_extent(ir_model: "ir.Model", step: AlignedStep, kv_capacity: int, before: "ir.Node") -> Extent:
     """Add the two inputs, and in front of a node what follows from their sizes.
 
     Args:
         ir_model: the model; changed in place.
         step: of the layers that always run.
+        kv_capacity: L.
         before: the first node behind those of ``step``.
     """
     import onnx_ir as ir
 
     emit = Emitter(ir_model.graph, "extent")
     tokens, slots = (emit.op("Shape", add_step_input(ir_model, spec)) for spec in (SKIP_TOKENS, SKIP_SLOTS))
-    queries = emit.op("Div", slots, emit.const([step.fold]))
+    tile = _first(emit, step.tile, slots, 1)
+    by_name = {value.name: value for value in ir_model.graph.inputs}
     cut = step._replace(
         cu=emit.op("Min", step.cu, emit.cast(tokens, ir.DataType.INT32)),  # an update has no more tokens than that
-        tile=_first(emit, step.tile, slots, 1),
+        tile=tile,
         untile=_first(emit, step.untile, tokens, 0),
-        masks={kind: _first(emit, mask, queries if kind.heads else slots, 2) for kind, mask in step.masks.items()},
+        # Not cut from the others: TensorRT-RTX 1.7 fails where several layers read a mask that was cut.
+        masks=emit_masks(emit, by_name, tile, sorted(step.masks), kv_capacity, step.fold),
     )
     emit.place(before=before)
     return Extent(tokens, cut)

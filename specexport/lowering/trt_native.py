@@ -115,7 +115,7 @@ def replace_attention(
     kinds = {mask_kind(layer, form) for layer, form in zip(layers, forms, strict=True) if form != FUSED_CAUSAL}
     first = ir_model.graph[0]
     step = emit_step(ir_model, sorted(kinds), kv_capacity, fold)
-    extent = add_extent(ir_model, step, first) if skipped else None
+    extent = add_extent(ir_model, step, kv_capacity, first) if skipped else None
     short = {block.layer for block in skipped}
     for i, (layer, form) in enumerate(zip(layers, forms, strict=True)):
         emit = Emitter(ir_model.graph, f"attention.{i}.{form}")

@@ -61,7 +61,7 @@ def emit_step(ir_model: "ir.Model", kinds: Seq[MaskKind], kv_capacity: int, fold
     tile, untile = (add_step_input(ir_model, spec) for spec in (TILE_INDEX, UNTILE_INDEX))
     emit = Emitter(ir_model.graph, "step")
     past, totals = (emit.reshape(by_name[spec.name], [-1]) for spec in (KV_LENS, ROW_TOTALS))
-    masks = _emit_masks(emit, by_name, tile, kinds, kv_capacity, fold)
+    masks = emit_masks(emit, by_name, tile, kinds, kv_capacity, fold)
     emit.place(before=ir_model.graph[0])
     return AlignedStep(past, totals, by_name[CU_NEW_TOKENS.name], tile, untile, fold, masks)
 
@@ -79,7 +79,7 @@ def _first_cache(ir_model: "ir.Model") -> int:
     return next(i for i, value in enumerate(ir_model.graph.inputs) if "cache" in str(value.name))
 
 
-def _emit_masks(
+def emit_masks(
     emit: Emitter,
     inputs: "dict[str | None, ir.Value]",
     tile: "ir.Value",

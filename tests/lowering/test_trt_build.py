@@ -62,7 +62,7 @@ def test_a_draft_step_has_no_kernel_of_the_layers_that_it_leaves_out(tmp_path: P
     from specexport.backends.trt import TrtPlan, write_trt_engines
 
     model = trace("llama", "float16").ir_model.clone()
-    skipped = [block for block in find_residual_blocks(model).blocks if block.layer == 1]
+    skipped = find_residual_blocks(model).blocks  # of both layers: they may not share what is cut
     lower_tensorrt(model, lowering="native-folded", kv_capacity=CAPACITY, fold=5, skipped=skipped)
     layers = tuple(geometry(model, i) for i in range(2))
     profiles = tuple(profile._replace(fold=5) for profile in (Profile("self", 2, 1, 2, 2), *PROFILES))
@@ -70,7 +70,7 @@ def test_a_draft_step_has_no_kernel_of_the_layers_that_it_leaves_out(tmp_path: P
     (engine,) = write_trt_engines(model, plan, tmp_path, note=lambda _: None, names=step_inputs(model))
     report: Any = engine.report
     assert len(report["aliased"]) == 4
-    assert [row["fused_attention"] for row in report["profiles"]] == [1, 2, 2, 2]
+    assert [row["fused_attention"] for row in report["profiles"]] == [0, 2, 2, 2]
     assert [row["kv_copy_bytes"] for row in report["profiles"]] == [0] * 4
     draft, decode, verify, _ = (row["kernels"] for row in report["profiles"])
     assert draft < decode
