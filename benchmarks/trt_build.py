@@ -57,6 +57,7 @@ def build(checkpoint: Path, folder: Path, options: argparse.Namespace, seqs: int
     command += ["--dtype", options.dtype, "--lookahead", str(options.lookahead)]
     command += ["--max-model-len", str(options.max_model_len), "--max-num-seqs", str(seqs)]
     command += ["--max-num-tokens", str(tokens), "--lowering", options.lowering, "--no-cache", "--json", "-q"]
+    command += ["--self-draft"] if options.self_draft else []
     built = subprocess.run(command, check=True, capture_output=True, text=True)
     shown = subprocess.run([*specexport, "inspect", str(folder), "--json"], check=True, capture_output=True, text=True)
     return {"build": json.loads(built.stdout), "inspect": json.loads(shown.stdout)}
@@ -72,12 +73,13 @@ def rows_of(name: str, result: dict[str, Any]) -> list[str]:
         report = engine["report"]
         size = report["engine_bytes"]
         copied = [profile["kv_copy_bytes"] for profile in report["profiles"]]
+        kernels = ", ".join(str(profile["kernels"]) for profile in report["profiles"])
         rows.append(
             f"| {name} | {engine['sm']} | {len(model['profiles'])} | {report['build_seconds']:.1f} | "
             f"{size / 1e6:.0f}{'' if stored == size else f', {stored / 1e6:.1f} stored'} | {size / weights:.2f} | "
             f"{report['peak_memory_bytes'] / 1e6:.0f} | {report['peak_memory_bytes'] / weights:.1f} | "
             f"{engine['memory_bytes'] / 1e6:.0f} | "
-            f"{min(copied) / 1e6:.0f}–{max(copied) / 1e6:.0f} |"
+            f"{min(copied) / 1e6:.0f}–{max(copied) / 1e6:.0f} | {kernels} |"
         )
     return rows
 
@@ -117,11 +119,12 @@ def main() -> None:
     parser.add_argument("--lookahead", type=int, default=4)
     parser.add_argument("--max-model-len", type=int, default=1000)
     parser.add_argument("--lowering", default="native-folded", help="native-folded or native [default: native-folded]")
+    parser.add_argument("--self-draft", action="store_true", help="let the target leave out layers")
     parser.add_argument("--only", action="append", choices=list(SETS), help="profile sets to build [default: all]")
     options = parser.parse_args()
     options.sm = options.sm or ["89"]
     heads = ["profiles for", "GPU", "profiles", "build s", "engine MB", "/ weights", "peak MB", "/ weights"]
-    print_heads([*heads, "activations MB", "KV copied a step MB"])
+    print_heads([*heads, "activations MB", "KV copied a step MB", "kernels a profile"])
     memory: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         checkpoints = [options.checkpoint] if options.checkpoint else []

@@ -10,6 +10,7 @@ import click
 from specexport_runtime.abi import (
     ALIGNED_STEP_INPUTS,
     CACHE_INPUTS,
+    EXTENT_INPUTS,
     GATE_INPUTS,
     ITEM_BYTES,
     OUTPUTS,
@@ -56,10 +57,10 @@ def describe_json(manifest: Manifest) -> dict[str, Any]:
 
 def contract_of(entry: ModelEntry) -> list[TensorSpec]:
     """Rows of the graph contract that a model's engine has; ``{i}`` stands for each layer."""
-    known = dict.fromkeys((*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *GATE_INPUTS))
+    known = dict.fromkeys((*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS, *GATE_INPUTS))
     backend = backend_of(entry.backend)
     extra = (_GPU_OUTPUTS if backend is not None and backend.on_gpu else ()) + (
-        (SIMILARITY,) if entry.num_gates else ()
+        (SIMILARITY,) if entry.num_gates and not entry.skipped_layers else ()
     )
     return [*(spec for spec in known if spec.name in entry.inputs), *CACHE_INPUTS, *OUTPUTS, *extra]
 
@@ -117,7 +118,9 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
         yield f"  graph for steps of one token a row over the same weights: {entry.one_token_path}"
     if entry.quantize is not None:
         yield f"  quantized: {entry.quantize} weights in the linear layers{_saved(entry)}"
-    if entry.num_gates:
+    if entry.skipped_layers:
+        yield f"  self-drafting: without layers {', '.join(map(str, entry.skipped_layers))}"
+    elif entry.num_gates:
         yield f"  self-drafting: {entry.num_gates} attention and MLP blocks can be skipped"
     elif entry.gate_obstacle is not None:
         yield f"  no self-drafting: {entry.gate_obstacle}"

@@ -55,6 +55,9 @@ class BuildRecipe:
         draft_quantize: the same for the draft.
         quantize_lm_head: whether quantization takes the LM head too.
         fuse: ort-cpu: pack and fuse operators where that is faster; off is for comparison.
+        self_draft: let the target draft with some of its own layers. Targets for ort-cpu always can.
+        self_draft_skip: TensorRT: the layers (from 0) that these drafts leave out; empty takes every third, but not the
+            last two.
 
     Raises:
         RecipeError: a value is out of its range or of the wrong type.
@@ -81,10 +84,13 @@ class BuildRecipe:
     draft_quantize: str | None = None
     quantize_lm_head: bool = True
     fuse: bool = True
+    self_draft: bool = False
+    self_draft_skip: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_types()
         object.__setattr__(self, "sm", normalize_architectures(self.sm))
+        object.__setattr__(self, "self_draft_skip", normalize_layers(self.self_draft_skip))
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
         dtypes = find_backend(self.backend).dtypes
         if self.dtype not in ("auto", *dtypes):
@@ -157,6 +163,15 @@ class BuildRecipe:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise RecipeError(f"{name} is {value}, outside {low} to {high}.", f"give {name} in that range.")
+        if self.self_draft and self.lowering == "plugin":
+            raise RecipeError(
+                "self_draft is given, and with lowering 'plugin' no layer can be left out.",
+                "use lowering native-folded, or leave self_draft out.",
+            )
+        if self.self_draft_skip and not self.self_draft:
+            raise RecipeError(
+                "self_draft_skip is given and self_draft is not.", "give `--self-draft` too, or leave both out."
+            )
         if self.gpu_memory_gb is not None and self.gpu_memory_gb <= 0:
             raise RecipeError(f"gpu_memory_gb is {self.gpu_memory_gb}.", "give the GPU's memory in GB, for example 24.")
 
@@ -169,7 +184,7 @@ class BuildRecipe:
         for key in ("draft", "revision", "draft_revision", "quantize", "draft_quantize"):
             if getattr(self, key) is not None:
                 _require_type(key, getattr(self, key), str, "text")
-        for key in ("trust_remote_code", "check", "quantize_lm_head", "fuse"):
+        for key in ("trust_remote_code", "check", "quantize_lm_head", "fuse", "self_draft"):
             _require_type(key, getattr(self, key), bool, "true or false")
         _require_type("lookahead", self.lookahead, int, "a whole number")
         for key in ("max_num_seqs", "max_num_tokens"):
@@ -190,7 +205,7 @@ class BuildRecipe:
     def settings(self) -> dict[str, Any]:
         """The recipe without the places it reads from and writes to: what belongs into hashes and manifests."""
         data = asdict(self)
-        data["sm"] = list(self.sm)  # as it reads back from JSON
+        data |= {"sm": list(self.sm), "self_draft_skip": list(self.self_draft_skip)}  # as they read back from JSON
         data["has_draft"] = self.draft is not None
         for key in _PATH_KEYS:
             del data[key]
@@ -337,3 +352,16 @@ def normalize_architectures(values: object) -> tuple[str, ...]:
             )
         found.append(match[1] + match[2])
     return tuple(dict.fromkeys(found))
+
+
+def normalize_layers(values: object) -> tuple[int, ...]:
+    """Numbers of layers (from 0), ascending and each once.
+
+    Raises:
+        RecipeError: a value is no number of a layer.
+    """
+    items: Iterable[Any] = values if isinstance(values, (list, tuple)) else [values]
+    for item in items:
+        if not isinstance(item, int) or isinstance(item, bool) or item < 0:
+            raise RecipeError(f"self_draft_skip has {item!r}.", "give numbers of layers, the first is 0.")
+    return tuple(sorted(set(items)))

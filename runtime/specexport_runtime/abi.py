@@ -93,6 +93,17 @@ TILE_INDEX = TensorSpec(
 UNTILE_INDEX = TensorSpec(
     "untile_index", "int64", ("T",), "index", "TensorRT's own attention only: slot b*W + j of that tile for each token"
 )
+SKIP_TOKENS = TensorSpec(
+    "skip_tokens",
+    "bool",
+    ("Ts",),
+    "gate",
+    "TensorRT targets that can draft with themselves only: never read; its size is the number of tokens that the "
+    "layers compute which drafts leave out: T, or 0 in a draft step",
+)
+SKIP_SLOTS = TensorSpec(
+    "skip_slots", "bool", ("Ws",), "gate", "the same targets only: never read; its size is their tile's width, W, or 0"
+)
 K_CACHE = TensorSpec(
     "k_cache.{i}",
     "model",
@@ -160,6 +171,9 @@ PADDED_STEP_INPUTS = (*STEP_INPUTS, KV_POSITIONS)
 ALIGNED_STEP_INPUTS = (INPUT_IDS, POSITIONS, LOGIT_ROWS, KV_LENS, CU_NEW_TOKENS, ROW_TOTALS, TILE_INDEX, UNTILE_INDEX)
 """Step inputs of TensorRT engines with TensorRT's own attention, which wants the queries of a row at the tile's end."""
 
+EXTENT_INPUTS = (SKIP_TOKENS, SKIP_SLOTS)
+"""Step inputs of TensorRT engines whose drafts leave out layers: of interest are their sizes."""
+
 GATE_INPUTS = (LAYER_MASK, WANT_SIMILARITY)
 """Inputs of a target whose layers can be switched off. They depend on no step shape."""
 
@@ -185,6 +199,7 @@ class StepShape(NamedTuple):
         num_logit_rows: R.
         kv_span: P; 0 for graphs without padding in the KV cache.
         fold: slots of the attention tile come in groups of so many: W is Q, rounded up to a multiple of it.
+        skips: a draft step of an engine with ``EXTENT_INPUTS``: the layers that it leaves out compute no token.
     """
 
     first_row: int
@@ -194,6 +209,7 @@ class StepShape(NamedTuple):
     num_logit_rows: int
     kv_span: int = 0
     fold: int = 1
+    skips: bool = False
 
     @property
     def tile_width(self) -> int:
@@ -201,15 +217,17 @@ class StepShape(NamedTuple):
         return -(-self.max_new_tokens // self.fold) * self.fold
 
     def dim(self, word: str | int) -> int:
-        """Size of a dimension word (``B``, ``B+1``, ``T``, ``Q``, ``W``, ``R``, ``P``) in this step, or a size."""
+        """Size of a dimension word (``B``, ``B+1``, ``T``, ``Ts``, ``Q``, ``W``, ``Ws``, ``R``, ``P``), or a size."""
         if isinstance(word, int):
             return word
         return {
             "B": self.num_seqs,
             "B+1": self.num_seqs + 1,
             "T": self.num_tokens,
+            "Ts": 0 if self.skips else self.num_tokens,
             "Q": self.max_new_tokens,
             "W": self.tile_width,
+            "Ws": 0 if self.skips else self.tile_width,
             "R": self.num_logit_rows,
             "P": self.kv_span,
         }[word]
@@ -239,6 +257,7 @@ def format_table() -> str:
         *PADDED_STEP_INPUTS,
         TILE_INDEX,
         UNTILE_INDEX,
+        *EXTENT_INPUTS,
         *GATE_INPUTS,
         *CACHE_INPUTS,
         LOGITS,

@@ -136,6 +136,7 @@ class SpecEngine:
                 lookahead=lookahead,
                 weighed=weighed,
                 num_layers=getattr(target, "num_gates", 0) // 2,
+                fixed_layers=getattr(target, "fixed_layers", None) is not None,
             ),
             eos_token_ids=tuple(eos_token_ids),
             defaults=draft_defaults,

@@ -127,6 +127,7 @@ def _with_costs(
         lookahead=bundle.manifest.lookahead,
         num_threads=options.num_threads,
         spin=options.spin,
+        cuda_graphs=options.cuda_graphs,
     )
     given = None if options.tune_profile is None else Path(options.tune_profile)
     profile = load_profile(given, bundle=bundle.folder, build_key=bundle.manifest.build_key, drafters=KINDS)
@@ -182,6 +183,7 @@ def describe_abilities(
     lookahead: int,
     weighed: Mapping[str, WeighedDrafter] | None = None,
     num_layers: int = 0,
+    fixed_layers: bool = False,
 ) -> Abilities:
     """What requests may ask of an engine.
 
@@ -191,6 +193,7 @@ def describe_abilities(
         lookahead: largest K.
         weighed: see :func:`weigh_drafters`.
         num_layers: layers of a target that can draft with its own layers.
+        fixed_layers: its engine fixes which of them a draft leaves out.
     """
     obstacles = {name: kind.obstacle(offer) for name, kind in KINDS.items()}
     return Abilities(
@@ -199,6 +202,7 @@ def describe_abilities(
         lookahead,
         frozenset(weighed or ()),
         num_layers,
+        fixed_layers,
     )
 
 
@@ -283,5 +287,6 @@ def self_draft_obstacle(target: ModelRunner, entry: ModelEntry | None = None) ->
             f"build it with --backend {usable}.",
         )
     return Obstacle(
-        "drafter 'self': this bundle was built before targets could draft with their own layers.", "build it again."
+        "drafter 'self': this target was built without layers that can be left out.",
+        "build it again with --self-draft." if backend.on_gpu else "build it again.",
     )

@@ -38,9 +38,25 @@ def packing_key() -> str:
 
 
 def machine_key() -> str:
-    """Hash of what timings depend on: all of :func:`packing_key`, the usable cores, the kernel and numpy."""
+    """Hash of what timings depend on: all of :func:`packing_key`, the usable cores, the kernel, numpy, NVIDIA GPUs."""
     cores = str(available_cores())
-    return _digest({**_packing_facts(), "cores": cores, "release": platform.release(), "numpy": _version("numpy")})
+    gpus = {"gpus": ", ".join(names)} if (names := gpu_names()) else {}
+    facts = {"cores": cores, "release": platform.release(), "numpy": _version("numpy")}
+    return _digest({**_packing_facts(), **facts, **gpus})
+
+
+def gpu_names(folder: Path = Path("/proc/driver/nvidia/gpus")) -> tuple[str, ...]:
+    """Models of the NVIDIA GPUs that this process sees, sorted, as the driver tells; on Linux only.
+
+    Args:
+        folder: the driver's, with a folder for each GPU.
+    """
+    found = []
+    for path in folder.glob("*/information"):
+        with contextlib.suppress(OSError):
+            fields = (line.partition(":") for line in path.read_text(encoding="utf-8", errors="replace").splitlines())
+            found += [value.strip() for name, _, value in fields if name.strip() == "Model"]
+    return tuple(sorted(found))
 
 
 def _digest(facts: dict[str, str]) -> str:

@@ -46,6 +46,10 @@ class RecipeFields(Protocol):
     def gpu_memory_gb(self) -> float | None: ...  # noqa: D102
     @property
     def fuse(self) -> bool: ...  # noqa: D102
+    @property
+    def self_draft(self) -> bool: ...  # noqa: D102
+    @property
+    def self_draft_skip(self) -> tuple[int, ...]: ...  # noqa: D102
     def quantization_of(self, role: str) -> str | None: ...  # noqa: D102
 
 

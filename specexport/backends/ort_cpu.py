@@ -16,6 +16,7 @@ class OrtCpu(Backend):
     dtypes = ("float32",)
     modules = ("onnxruntime",)
     extra = "cpu"
+    options = ("self_draft",)  # no key field: its targets are always built for that
     quantizations = ("int8", "int4")
     packs_linear = True
     key_fields = ("quantize_lm_head", "fuse")

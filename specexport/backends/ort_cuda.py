@@ -19,19 +19,31 @@ class OrtCuda(Backend):
     quantizations = ("int4",)
     quantize_operator = "MatMulNBits"
     quantize_block = 32  # loses least, and the only one that the tensor-core kernel of ONNX Runtime's wheels takes
-    key_fields = ("quantize_lm_head",)
-    draft_differs = False
+    options = ("self_draft",)
+    key_fields = ("quantize_lm_head", "self_draft")
 
     def build(self, ir_model: "ir.Model", job: BuildJob) -> dict[str, Any]:
-        """See ``Backend.build``."""
+        """See ``Backend.build``.
+
+        A target gets layers that can be switched off only where that is asked for: a graph with branches can never be
+        recorded as a CUDA graph.
+        """
         from specexport.backends.ort import write_onnx
+        from specexport.lowering.layer_gate import gate_layers
         from specexport.lowering.ort_cuda import lower_ort_cuda
         from specexport.lowering.step_inputs import step_inputs
         from specexport.passes.quantize_graph import nbits_bytes
+        from specexport.passes.residual_blocks import find_residual_blocks
 
+        num_gates, obstacle = 0, None
         with job.clock.stage("lower", job.role, self.name):
+            blocks = find_residual_blocks(ir_model) if job.recipe.self_draft and job.role == "target" else None
             lower_ort_cuda(ir_model)
             inputs = step_inputs(ir_model)
+            if blocks is not None and blocks.obstacle is None:
+                num_gates = gate_layers(ir_model, blocks, separate=True)
+            elif blocks is not None:
+                obstacle = blocks.obstacle
         with job.clock.stage("build", job.role):
             path = write_onnx(ir_model, job.folder)
         quantize = job.recipe.quantization_of(job.role)
@@ -39,6 +51,8 @@ class OrtCuda(Backend):
             "path": path,
             "inputs": inputs,
             "lowering": "paged",
+            "num_gates": num_gates,
+            "gate_obstacle": obstacle,
             "quantize": quantize,
             "quantized_bytes": None if quantize is None else nbits_bytes(ir_model.graph, job.recipe.dtype),
         }

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from specexport_runtime.abi import (
     ALIGNED_STEP_INPUTS,
     CACHE_INPUTS,
+    EXTENT_INPUTS,
     STEP_INPUTS,
     LayerGeometry,
     StepShape,
@@ -33,7 +34,7 @@ def buckets(largest: int, smallest: int = 1) -> list[int]:
 
 
 def plan_profiles(
-    role: str, *, lookahead: int, max_num_seqs: int, max_num_tokens: int, fold: int = 1
+    role: str, *, lookahead: int, max_num_seqs: int, max_num_tokens: int, fold: int = 1, self_draft: bool = False
 ) -> tuple[Profile, ...]:
     """The profiles of one model: decode and verify (or catch-up) for every batch bucket, and prefill buckets.
 
@@ -46,11 +47,13 @@ def plan_profiles(
         max_num_seqs: the largest batch bucket.
         max_num_tokens: the largest prefill bucket.
         fold: tokens of a row that the attention takes for heads, see ``lowering.trt_native``.
+        self_draft: for every batch bucket, one token a row without the layers that drafts leave out.
     """
     batches = buckets(max_num_seqs)
     width = most_new_tokens(role, lookahead)
     several: ProfileKind = "verify" if role == "target" else "catch-up"
-    kinds: tuple[tuple[ProfileKind, int], ...] = (("decode", 1), (several, width))
+    drafts: tuple[tuple[ProfileKind, int], ...] = (("self", 1),) if self_draft else ()
+    kinds: tuple[tuple[ProfileKind, int], ...] = (("decode", 1), *drafts, (several, width))
     fixed = [Profile(kind, rows, new, rows * new, rows * new, fold) for kind, new in kinds for rows in batches]
     prefill = [
         Profile("prefill", max_num_seqs, tokens, tokens, min(tokens, max_num_seqs * (lookahead + 1)), fold)
@@ -93,7 +96,7 @@ def input_shapes(profile: Profile, names: Seq[str], layers: Seq[LayerGeometry], 
     if not profile.is_fixed:
         smallest = StepShape(0, 1, 1, 1, 1, fold=profile.fold)
         optimum = largest._replace(num_seqs=1, num_logit_rows=1)
-    specs = {spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS)}
+    specs = {spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS)}
     found: dict[str, Shapes] = {}
     for name in names:
         low, best, high = (shape.shape_of(specs[name]) for shape in (smallest, optimum, largest))

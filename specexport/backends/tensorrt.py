@@ -12,6 +12,8 @@ from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, pl
 from specexport.backends.trt_package import PACKAGES, resolve_architectures
 from specexport.host import memory_bytes
 from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.errors import RecipeError
+from specexport_runtime.sequences.layer_choice import LayerRules, choose_layers
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -32,12 +34,13 @@ class TensorRt(Backend):
     modules = ("tensorrt",)
     extra = "tensorrt"
     lowerings: tuple[str, ...] = ("native-folded", "native", "plugin")
-    options = ("sm", "gpu_memory_gb")
+    options = ("sm", "gpu_memory_gb", "self_draft", "self_draft_skip")
     limits = {"max_num_seqs": (1, 256), "max_num_tokens": (1, 8192)}  # noqa: RUF012 never changed
     needs_gpu = True
     # Engines are built for step sizes and architectures.
     key_fields = (
         "sm", "lowering", "lookahead", "max_model_len", "max_num_seqs", "max_num_tokens", "quantize_lm_head",
+        "self_draft", "self_draft_skip",
     )  # fmt: skip
     quantizations = ("int4",)
     quantize_operator = "DequantizeLinear"
@@ -71,13 +74,17 @@ class TensorRt(Backend):
         from specexport.lowering.tensorrt import lower_tensorrt
         from specexport.lowering.trt_native import FOLDED
         from specexport.passes.linear_flatten import LinearFlattenPass
+        from specexport.passes.residual_blocks import ResidualBlocks, find_residual_blocks
 
         recipe, role = job.recipe, job.role
         capacity = _capacity(recipe)
         with job.clock.stage("lower", role, f"{self.name}, {recipe.lowering}"):
             LinearFlattenPass()(ir_model)
             fold = _fold(ir_model, job) if recipe.lowering == "native-folded" else 1
-            forms = lower_tensorrt(ir_model, lowering=recipe.lowering, kv_capacity=capacity, fold=fold)
+            blocks = find_residual_blocks(ir_model) if recipe.self_draft and role == "target" else ResidualBlocks(None)
+            layers = choose_skipped(recipe, len(job.layers)) if blocks.blocks else ()
+            skipped = [block for block in blocks.blocks if block.layer in layers]
+            forms = lower_tensorrt(ir_model, lowering=recipe.lowering, kv_capacity=capacity, fold=fold, skipped=skipped)
             inputs = step_inputs(ir_model)
         with job.clock.stage("build", role):
             profiles = plan_profiles(
@@ -86,6 +93,7 @@ class TensorRt(Backend):
                 max_num_seqs=int(recipe.max_num_seqs or 1),
                 max_num_tokens=int(recipe.max_num_tokens or 1),
                 fold=fold if FOLDED in forms else 1,
+                self_draft=bool(layers),
             )
             plan = TrtPlan(self.name, recipe.sm, profiles, job.layers, capacity)
             engines = write_trt_engines(ir_model, plan, job.folder, note=job.clock.note, names=inputs)
@@ -99,6 +107,9 @@ class TensorRt(Backend):
             "profiles": profiles,
             "kv_capacity": capacity,
             "max_num_seqs": recipe.max_num_seqs,
+            "num_gates": len(blocks.blocks),
+            "gate_obstacle": blocks.obstacle,
+            "skipped_layers": layers,
         }
 
     def check_obstacle(self, recipe: RecipeFields) -> str | None:
@@ -141,6 +152,27 @@ def _fold(ir_model: "ir.Model", job: BuildJob) -> int:
         "--max-num-seqs or --max-model-len folds."
     )
     return 1
+
+
+def choose_skipped(recipe: RecipeFields, num_layers: int) -> tuple[int, ...]:
+    """Layers (from 0) that drafts of a target of ``num_layers`` layers leave out.
+
+    Raises:
+        RecipeError: it has no such layer, or none would be left, or left out.
+    """
+    asked = recipe.self_draft_skip
+    if asked and (asked[-1] >= num_layers or len(asked) == num_layers):
+        raise RecipeError(
+            f"self_draft_skip is {', '.join(map(str, asked))}, and the target has {num_layers} layers.",
+            f"give some of 0 to {num_layers - 1}.",
+        )
+    chosen = asked or choose_layers((), LayerRules(threshold=None), num_layers).removed_mlp
+    if not chosen:
+        raise RecipeError(
+            f"a target of {num_layers} layers has none to leave out by the usual rule.",
+            "name them with --self-draft-skip, or build it without --self-draft.",
+        )
+    return chosen
 
 
 def _memory_plan(recipe: RecipeFields, num_parameters: int, layers: Seq[LayerGeometry]) -> MemoryPlan:

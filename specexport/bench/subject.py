@@ -93,10 +93,12 @@ def open_subject(
 
 
 def _can_draft_itself(manifest: Manifest) -> bool:
-    """Whether the default rules of self-drafting can leave out layers of the target."""
+    """Whether its engine fixes layers to leave out, or the default rules of self-drafting can leave out some."""
     from specexport_runtime.sequences.layer_choice import LayerRules
 
     target = manifest.models.get("target")
+    if target is not None and target.skipped_layers:
+        return True
     try:
         LayerRules().check_layers(target.num_gates // 2 if target is not None else 0)
     except InvalidRequestError:

@@ -35,6 +35,10 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--draft-quantize", metavar="int8|int4", help="The same for the draft's.")
 @click.option("--quantize-lm-head/--no-quantize-lm-head", default=None, help="Quantize the LM head too [default: yes].")
 @click.option("--fuse/--no-fuse", default=None, help="Pack and fuse operators where that is faster [default: yes].")
+@click.option("--self-draft", is_flag=True, default=None, help="Let the target draft with some of its own layers.")
+@click.option(
+    "--self-draft-skip", multiple=True, type=int, metavar="N", help="TensorRT: layer such drafts leave out; repeatable."
+)
 @click.option(
     "--sm", multiple=True, metavar="NN", help="TensorRT: GPU architecture to build for, or any; repeat for more."
 )
@@ -75,7 +79,7 @@ def build(
     from specexport.progress import show_progress
     from specexport.recipe import make_recipe
 
-    flags["sm"] = flags["sm"] or None
+    flags |= {name: flags[name] or None for name in ("sm", "self_draft_skip")}
     recipe = make_recipe(flags | {"check": False if no_check else None}, recipe_file)
     with show_progress(sys.stderr, quiet=quiet) as progress:
         result = build_bundle(recipe, progress=progress, dump_passes=dump_passes, force=force, use_cache=not no_cache)

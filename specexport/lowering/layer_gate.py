@@ -19,12 +19,13 @@ from specexport.onnx_emit import Emitter, add_input, constant
 from specexport.passes.residual_blocks import Dataflow, Obstacle, ResidualBlock, ResidualBlocks
 from specexport_runtime.abi import LAYER_MASK, SIMILARITY, WANT_SIMILARITY
 from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.executors.ort_gates import LAYER_ON
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-def gate_layers(ir_model: "ir.Model", blocks: ResidualBlocks) -> int:
+def gate_layers(ir_model: "ir.Model", blocks: ResidualBlocks, *, separate: bool = False) -> int:
     """Put every block behind a gate, in place.
 
     The graph gets the inputs ``layer_mask`` and ``want_similarity`` and the output ``attention_similarity``.
@@ -32,6 +33,8 @@ def gate_layers(ir_model: "ir.Model", blocks: ResidualBlocks) -> int:
     Args:
         ir_model: the lowered model.
         blocks: found on the same model before it was lowered, without an obstacle.
+        separate: an input ``layer_on.{i}`` for each gate in the place of ``layer_mask``. A GPU would split the mask in
+            its own memory, and the host would wait for each part of it to come back.
 
     Returns:
         the number of gates G = 2N.
@@ -47,21 +50,35 @@ def gate_layers(ir_model: "ir.Model", blocks: ResidualBlocks) -> int:
         regions = [flow.branch_of(block)[1] for block in blocks.blocks]
     except Obstacle as obstacle:
         raise CheckFailedError(f"the lowered graph has no clean layers: {obstacle}.") from obstacle
-    mask = add_input(graph, LAYER_MASK.name, ir.DataType.BOOL, [gates])
+    names = [f"gate.{block.layer}.{block.kind.lower()}" for block in blocks.blocks]
+    switches: Seq[ir.Value]
+    if separate:
+        switches = [add_input(graph, LAYER_ON.name.format(i=i), ir.DataType.BOOL, [1]) for i in range(gates)]
+    else:
+        switches = _split_mask(graph, names)
     wanted = add_input(graph, WANT_SIMILARITY.name, ir.DataType.BOOL, [1])
-    emit = Emitter(graph)
-    switches = emit.node("Split", [mask], {"axis": 0, "num_outputs": gates}, outputs=gates, name="layer_mask.split")
-    emit.place(before=graph[0])
     cosines = _Cosines(graph, wanted)
     # Last to first: a block's residual is the value before it until that block is gated too.
-    for switch, block, region in reversed(list(zip(switches.outputs, blocks.blocks, regions, strict=True))):
-        name = f"gate.{block.layer}.{block.kind.lower()}"
-        switch.name, switch.shape, switch.type = f"{name}.on", ir.Shape([1]), ir.TensorType(ir.DataType.BOOL)
+    for name, switch, block, region in reversed(list(zip(names, switches, blocks.blocks, regions, strict=True))):
         gate, total = _gate(graph, name, switch, block, region)
         if block.kind == "attention":
             cosines.insert_after(gate, block.residual, total)
     cosines.finish()
     return gates
+
+
+def _split_mask(graph: "ir.Graph", names: "Seq[str]") -> "Seq[ir.Value]":
+    """The input ``layer_mask`` and its parts, one for each gate of ``names``."""
+    import onnx_ir as ir
+
+    mask = add_input(graph, LAYER_MASK.name, ir.DataType.BOOL, [len(names)])
+    emit = Emitter(graph)
+    attributes = {"axis": 0, "num_outputs": len(names)}
+    split = emit.node("Split", [mask], attributes, outputs=len(names), name="layer_mask.split")
+    emit.place(before=graph[0])
+    for name, switch in zip(names, split.outputs, strict=True):
+        switch.name, switch.shape, switch.type = f"{name}.on", ir.Shape([1]), ir.TensorType(ir.DataType.BOOL)
+    return split.outputs
 
 
 def _gate(

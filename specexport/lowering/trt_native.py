@@ -29,8 +29,10 @@ cleared before it is used again. TensorRT adds a mask to all scores of the row a
 kernels' inputs in a finished engine show), and a weight of zero does not hide a NaN value.
 """
 
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
+from specexport.lowering.layer_extent import add_extent, shorten_blocks
 from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.lowering.token_ids import add_token_ids
 from specexport.lowering.trt_explicit import emit_explicit
@@ -43,6 +45,8 @@ from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+    from specexport.passes.residual_blocks import ResidualBlock
 
 FOLDED, FUSED_CAUSAL, FUSED_MASKED, EXPLICIT = "folded", "fused-causal", "fused-masked", "explicit"
 
@@ -79,13 +83,16 @@ def mask_kind(attention: Attention, form: str) -> MaskKind:
     return MaskKind(attention.window, attention.num_heads if form == FOLDED else 0)
 
 
-def lower_trt_native(ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1) -> tuple[str, ...]:
+def lower_trt_native(
+    ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1, skipped: "Seq[ResidualBlock]" = ()
+) -> tuple[str, ...]:
     """Replace every ``UnpaddedAttention``, fix the cache shapes, add ``token_ids``, drop unread step inputs, in place.
 
     Args:
         ir_model: the traced model after the passes.
         kv_capacity: L, entries of a cache row.
         fold: F, tokens of a row that are folded; 1 for lowering ``native``.
+        skipped: blocks that draft steps leave out, attention and MLP of their layers; see ``layer_extent``.
 
     Returns:
         Form of each layer.
@@ -93,25 +100,33 @@ def lower_trt_native(ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1) -
     Raises:
         UnsupportedModelError: a layer has a dtype, or heads, that no form computes exactly.
     """
-    forms = replace_attention(ir_model, kv_capacity=kv_capacity, fold=fold)
+    forms = replace_attention(ir_model, kv_capacity=kv_capacity, fold=fold, skipped=skipped)
     add_token_ids(ir_model)
     drop_unused_step_inputs(ir_model)
     return forms
 
 
-def replace_attention(ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1) -> tuple[str, ...]:
+def replace_attention(
+    ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1, skipped: "Seq[ResidualBlock]" = ()
+) -> tuple[str, ...]:
     """The attention part of ``lower_trt_native``, for graphs without logits; same arguments, result and errors."""
     layers = [read_attention(n, i) for i, n in enumerate(_attention_nodes(ir_model))]
     forms = tuple(choose_form(layer, fold=fold) for layer in layers)
     kinds = {mask_kind(layer, form) for layer, form in zip(layers, forms, strict=True) if form != FUSED_CAUSAL}
+    first = ir_model.graph[0]
     step = emit_step(ir_model, sorted(kinds), kv_capacity, fold)
+    extent = add_extent(ir_model, step, kv_capacity, first) if skipped else None
+    short = {block.layer for block in skipped}
     for i, (layer, form) in enumerate(zip(layers, forms, strict=True)):
         emit = Emitter(ir_model.graph, f"attention.{i}.{form}")
-        queries = _lower_layer(ir_model, layer, form, step, emit, kv_capacity)
+        own = extent.step if extent is not None and i in short else step
+        queries = _lower_layer(ir_model, layer, form, own, emit, kv_capacity)
         if form == FOLDED:
             # An output only so that TensorRT does not take its layout apart: it would copy the caches to fit it.
             queries.name = QUERY.name.format(i=i)
             ir_model.graph.outputs.append(queries)
+    if extent is not None:
+        shorten_blocks(ir_model, skipped, extent)
     return forms
 
 

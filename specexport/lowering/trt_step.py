@@ -58,26 +58,28 @@ def emit_step(ir_model: "ir.Model", kinds: Seq[MaskKind], kv_capacity: int, fold
         fold: F.
     """
     by_name = {value.name: value for value in ir_model.graph.inputs}
-    tile, untile = (_add_input(ir_model, spec) for spec in (TILE_INDEX, UNTILE_INDEX))
+    tile, untile = (add_step_input(ir_model, spec) for spec in (TILE_INDEX, UNTILE_INDEX))
     emit = Emitter(ir_model.graph, "step")
     past, totals = (emit.reshape(by_name[spec.name], [-1]) for spec in (KV_LENS, ROW_TOTALS))
-    masks = _emit_masks(emit, by_name, tile, kinds, kv_capacity, fold)
+    masks = emit_masks(emit, by_name, tile, kinds, kv_capacity, fold)
     emit.place(before=ir_model.graph[0])
     return AlignedStep(past, totals, by_name[CU_NEW_TOKENS.name], tile, untile, fold, masks)
 
 
-def _add_input(ir_model: "ir.Model", spec: TensorSpec) -> "ir.Value":
+def add_step_input(ir_model: "ir.Model", spec: TensorSpec) -> "ir.Value":
+    """A new input of the graph, in front of the caches."""
     import onnx_ir as ir
 
     shape = [DIM_NAMES.get(word, word) if isinstance(word, str) else word for word in spec.shape]
-    return add_input(ir_model.graph, spec.name, ir.DataType.INT64, shape, _first_cache(ir_model))
+    dtype = ir.DataType.from_numpy(np.dtype(spec.dtype))
+    return add_input(ir_model.graph, spec.name, dtype, shape, _first_cache(ir_model))
 
 
 def _first_cache(ir_model: "ir.Model") -> int:
     return next(i for i, value in enumerate(ir_model.graph.inputs) if "cache" in str(value.name))
 
 
-def _emit_masks(
+def emit_masks(
     emit: Emitter,
     inputs: "dict[str | None, ir.Value]",
     tile: "ir.Value",

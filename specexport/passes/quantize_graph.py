@@ -74,7 +74,7 @@ def nbits_bytes(graph: ir.Graph, dtype: str) -> tuple[int, int]:
         graph: a model's.
         dtype: numpy name, for example ``"float16"``.
     """
-    nodes = [node for node in graph if node.op_type == NBITS]
+    nodes = [node for node in graph.all_nodes() if node.op_type == NBITS]
     tensors = [constant_of(value) for node in nodes for value in node.inputs[1:]]
     stored = sum(tensor.nbytes for tensor in tensors if tensor is not None)
     elements = sum(node.attributes["K"].as_int() * node.attributes["N"].as_int() for node in nodes)

@@ -103,7 +103,8 @@ def check_greedy(
     differences: list[GreedyDifference] = []
     for drafter, lookahead in _drafters(engine, chosen):
         kind = drafter.replace("-", " ")
-        rules = _RULES if drafter in KINDS and KINDS[drafter].traits.takes_layers else None
+        free = getattr(engine.target, "fixed_layers", None) is None
+        rules = _RULES if free and drafter in KINDS and KINDS[drafter].traits.takes_layers else None
         results = engine.generate(given, params, drafter=drafter, num_speculative_tokens=lookahead, layer_rules=rules)
         rounds = sum(result.stats.draft_rounds for result in results)
         accepted = sum(result.stats.accepted for result in results)

@@ -381,6 +381,9 @@ class ReferenceSession:
     def get_inputs(self) -> list[Any]:
         return [SimpleNamespace(name=name) for name in self.evaluator.input_names]
 
+    def get_outputs(self) -> list[Any]:
+        return [SimpleNamespace(name=name) for name in self.evaluator.output_names]
+
     def get_providers(self) -> list[str]:
         return ["CUDAExecutionProvider"]
 

@@ -346,7 +346,15 @@ def test_measured_once_then_read(cache, measured):
 
 
 @pytest.mark.parametrize(
-    "other", [{"bundle_key": "l"}, {"max_rows": 3}, {"lookahead": 5}, {"num_threads": 1}, {"spin": False}]
+    "other",
+    [
+        {"bundle_key": "l"},
+        {"max_rows": 3},
+        {"lookahead": 5},
+        {"num_threads": 1},
+        {"spin": False},
+        {"cuda_graphs": False},
+    ],
 )
 def test_other_circumstances_are_measured_again(cache, measured, other):
     load()

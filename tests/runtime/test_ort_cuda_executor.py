@@ -10,6 +10,7 @@ import pytest
 
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
 from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.costs.curves import measure_costs
 from specexport_runtime.costs.measure import measure_step_cost
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
@@ -49,6 +50,9 @@ class FakeSession:
 
     def get_inputs(self):
         return [SimpleNamespace(name=name) for name in self.names]
+
+    def get_outputs(self):
+        return [SimpleNamespace(name="logits")]
 
     def get_providers(self):
         return ["CUDAExecutionProvider", "CPUExecutionProvider"]
@@ -158,6 +162,17 @@ def test_a_moved_row_is_not_copied(ort):
     np.testing.assert_array_equal(logits, FakeExecutor(VOCAB, 1, 1).logits_after([5, 6, 7, 8]))
 
 
+def test_costs_for_the_choice_of_k_are_measured_on_its_own_steps(ort):
+    executor = make_executor()
+    runner = ModelRunner(executor)
+    curves = measure_costs(runner, None, max_rows=2, lookahead=4)
+    assert curves.target.curves[0].widths == (1, 2, 3, 5)
+    assert curves.gates is None
+    runner.prefill(0, [5, 6, 7])
+    (logits,) = runner.step(0, [RowWork([8], 1)])
+    np.testing.assert_array_equal(logits, FakeExecutor(VOCAB, 1, 1).logits_after([5, 6, 7, 8]))
+
+
 def test_only_the_output_that_is_wanted_comes_back(ort):
     executor = make_executor()
     shape = StepShape(0, 2, 3, 2, 3)
@@ -181,8 +196,8 @@ def test_a_size_keeps_its_device_memory_whatever_the_rows(ort):
         executor.execute()
     assert len({id(binding) for binding, _ in ort.runs}) == 1
     # Four steps: five inputs each, and the table where the rows changed; making them copied zeros before.
-    step_values = {id(value) for value in executor._steps[StepShape(0, 2, 2, 1, 2)].inputs.values()}
-    table = id(executor._steps[StepShape(0, 2, 2, 1, 2)].table)
+    step_values = {id(value) for value in executor._steps[StepShape(0, 2, 2, 1, 2), False].inputs.values()}
+    table = id(executor._steps[StepShape(0, 2, 2, 1, 2), False].table)
     ups = [value for kind, value in ort.log if kind == "up"]
     assert sum(value in step_values for value in ups) == 5 * 5
     assert sum(value == table for value in ups) == 1 + 3

@@ -190,3 +190,17 @@ def test_only_x86_without_vnni_can_saturate(
     monkeypatch.setattr(machine_facts.platform, "machine", lambda: machine)
     monkeypatch.setattr(machine_facts, "_cpu", lambda: ("a processor", flags))
     assert machine_facts.has_exact_int8_products() is exact
+
+
+def test_timings_of_one_gpu_are_not_taken_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = machine_key()
+    for number, model in enumerate(("NVIDIA L4", "NVIDIA A10")):
+        folder = tmp_path / f"0000:0{number}:00.0"
+        folder.mkdir()
+        (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 42\n")
+    assert machine_facts.gpu_names(tmp_path / "none") == ()
+    assert machine_facts.gpu_names(tmp_path) == ("NVIDIA A10", "NVIDIA L4")
+    monkeypatch.setattr(machine_facts, "gpu_names", lambda: ("NVIDIA L4",))
+    with_gpu = machine_key()
+    monkeypatch.setattr(machine_facts, "gpu_names", lambda: ("NVIDIA A10",))
+    assert len({before, with_gpu, machine_key()}) == 3

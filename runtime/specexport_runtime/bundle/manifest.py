@@ -99,6 +99,7 @@ class ModelEntry:
         kv_capacity: L, entries of a cache row, where the engine fixes it; None where the arena decides.
         max_num_seqs: cache rows the engine was built for; None for any number.
         num_gates: G, parts that can be switched off for drafting with the target itself; 0 where none can.
+        skipped_layers: layers that such drafts leave out, where the engine fixes them; empty where each prompt decides.
         gate_obstacle: why no layer of a target can be skipped exactly; None where that was not asked, or can be done.
         quantize: ``"int8"`` or ``"int4"`` where the linear layers' weights are quantized.
         quantized_bytes: bytes of the quantized weights, and what they would take in ``dtype``; None where not counted.
@@ -129,6 +130,7 @@ class ModelEntry:
     max_num_seqs: int | None = None
     num_gates: int = 0
     gate_obstacle: str | None = None
+    skipped_layers: tuple[int, ...] = ()
     quantize: str | None = None
     quantized_bytes: tuple[int, int] | None = None
     fused: tuple[tuple[str, int], ...] = ()
@@ -142,6 +144,7 @@ class ModelEntry:
         fields["layers"] = tuple(LayerGeometry(*layer) for layer in data["layers"])
         fields["inputs"] = tuple(data["inputs"])
         fields["padded_inputs"] = tuple(data.get("padded_inputs", ()))
+        fields["skipped_layers"] = tuple(fields.get("skipped_layers", ()))
         fields["one_token_inputs"] = tuple(fields.get("one_token_inputs", ()))
         fields["engines"] = tuple(EngineFile(**engine) for engine in data.get("engines", ()))
         fields["profiles"] = tuple(Profile(*profile) for profile in data.get("profiles", ()))
@@ -233,7 +236,7 @@ class Manifest:
 _COUNT = whole(0, 1 << 62)
 _SIZE = whole(1, 1 << 20)
 _PASSES = list_of(tuple_of(text, _COUNT))
-_KIND = one_of("decode", "verify", "catch-up", "prefill")
+_KIND = one_of("decode", "self", "verify", "catch-up", "prefill")
 _PROFILE = tuple_of(_KIND, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, optional=1)  # older bundles fold nothing
 _LAYERS = list_of(tuple_of(_SIZE, _SIZE, _SIZE))
 _REPORT_ROW = record({"fused_attention": _COUNT, "float32_matmuls": list_of(anything)}, more=True)
@@ -281,6 +284,7 @@ _ENTRY_RULES = _rules_of(
     max_num_seqs=optional(whole(1, MAX_NUM_SEQS)),
     num_gates=whole(0, 1 << 20),
     gate_obstacle=optional(text),
+    skipped_layers=list_of(_COUNT),
     quantize=optional(text),
     quantized_bytes=optional(tuple_of(_COUNT, _COUNT)),
     fused=_PASSES,

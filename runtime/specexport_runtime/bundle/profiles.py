@@ -12,15 +12,16 @@ from typing import Literal, NamedTuple
 from specexport_runtime.abi import StepShape
 from specexport_runtime.errors import IncompatibleError
 
-ProfileKind = Literal["decode", "verify", "catch-up", "prefill"]
+ProfileKind = Literal["decode", "self", "verify", "catch-up", "prefill"]
 
 
 class Profile(NamedTuple):
     """One optimization profile.
 
     Attributes:
-        kind: ``"decode"`` (one token a row), ``"verify"`` (K+1 tokens a row, the target's), ``"catch-up"`` (two tokens
-            a row: what a draft model is fed after a round that accepted everything), or ``"prefill"`` (ranged).
+        kind: ``"decode"`` (one token a row), ``"self"`` (the same without some of the layers: a draft), ``"verify"``
+            (K+1 tokens a row, the target's), ``"catch-up"`` (two tokens a row: what a draft model is fed after a round
+            that accepted everything), or ``"prefill"`` (ranged).
         num_seqs: B of a fixed profile; the largest B of a ranged one.
         max_new_tokens: Q, likewise.
         num_tokens: T, likewise; B*Q in a fixed profile, where every row is padded to Q tokens.
@@ -38,7 +39,8 @@ class Profile(NamedTuple):
     @property
     def largest(self) -> StepShape:
         """The largest step."""
-        return StepShape(0, self.num_seqs, self.num_tokens, self.max_new_tokens, self.num_logit_rows, fold=self.fold)
+        sizes = (0, self.num_seqs, self.num_tokens, self.max_new_tokens, self.num_logit_rows)
+        return StepShape(*sizes, fold=self.fold, skips=self.kind == "self")
 
     @property
     def is_fixed(self) -> bool:
@@ -54,6 +56,8 @@ class Profile(NamedTuple):
 
     def fits(self, shape: StepShape) -> bool:
         """Whether a step of ``shape`` can run in this profile (padded up to it if it is fixed)."""
+        if shape.skips != (self.kind == "self"):
+            return False
         if shape.num_seqs > self.num_seqs or shape.max_new_tokens > self.max_new_tokens:
             return False
         return shape.num_tokens <= self.num_tokens and shape.num_logit_rows <= self.num_logit_rows

@@ -48,8 +48,9 @@ class CostCurves:
 
     Attributes:
         target: a step of the target in which every token needs logits: plain decoding and verification.
-        drafters: a step of a drafter that has an engine of its own (``"draft-model"``); the last token of each row
-            needs logits. Lookup has none: it costs microseconds.
+        drafters: a step of a drafter that has an engine of its own (``"draft-model"``), or a step made for it
+            (``"self"``, where the target's engine fixes its layers); the last token of each row needs logits. Lookup
+            has none: it costs microseconds.
         gates: of a target that can draft with its own layers; None for others.
     """
 
@@ -137,7 +138,25 @@ def measure_costs(target: ModelRunner, draft: ModelRunner | None, *, max_rows: i
             draft, max_rows=max_rows, max_tokens=DRAFT_WIDTH, all_logits=False, budget_s=_DRAFT_BUDGET_S
         )
     gated = as_gated(target.executor)
+    if gated is not None and gated.fixed_layers is not None:
+        drafters["self"] = _measure_fixed(target, gated, max_rows)
+        gated = None
     return CostCurves(whole, drafters, None if gated is None else _measure_gates(target, gated, max_rows))
+
+
+def _measure_fixed(target: ModelRunner, gated: GatedExecutor, max_rows: int) -> StepCost:
+    """A draft step of a target whose engine fixes the layers of its drafts: one token a row, nothing else."""
+    try:
+        return measure_step_cost(
+            target,
+            max_rows=max_rows,
+            max_tokens=1,
+            all_logits=False,
+            budget_s=_DRAFT_BUDGET_S,
+            filled=lambda: gated.set_layers(gated.fixed_layers),  # a past is read by all layers
+        )
+    finally:
+        gated.set_layers(None)
 
 
 def _measure_gates(target: ModelRunner, gated: GatedExecutor, max_rows: int) -> GateCost:
@@ -171,6 +190,7 @@ def load_or_measure(
     lookahead: int,
     num_threads: int | None = None,
     spin: bool = True,
+    cuda_graphs: bool | None = None,
     cache: bool = True,
 ) -> CostCurves:
     """The curves of a bundle on this machine: from the user's cache, or measured and put there.
@@ -186,6 +206,7 @@ def load_or_measure(
         lookahead: largest K.
         num_threads: compute threads that were asked for; None if that was left to the runtime.
         spin: idle threads spin.
+        cuda_graphs: whether steps are recorded on a GPU; None if that was left to the backend.
         cache: False measures and keeps nothing.
     """
     key: dict[str, Any] = {
@@ -196,6 +217,7 @@ def load_or_measure(
         "lookahead": lookahead,
         "threads": num_threads,
         "spin": spin,
+        "cuda_graphs": cuda_graphs,
         "padded": [not target.unpad_kv, not target.unpad_input],
         "draft": draft is not None,
         "gates": getattr(target.executor, "num_gates", 0),

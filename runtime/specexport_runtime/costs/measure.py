@@ -32,6 +32,7 @@ def measure_step_cost(
     repeats: int = 20,
     all_logits: bool = True,
     budget_s: float = DEFAULT_BUDGET_S,
+    filled: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepCost:
     """Measure steps at a few widths and row counts; the fastest of the repeats counts.
@@ -48,6 +49,7 @@ def measure_step_cost(
         all_logits: every token needs logits, as in verification; False: the last of each row, as in drafting.
         budget_s: after so many seconds no repeat begins, unless the timings are noisy; after twice as many (a slow or
             busy machine) only one token and the most tokens of one row and of all rows are measured, three times.
+        filled: called when the rows have their past, before the first step that is timed.
         clock: seconds; tests bring their own.
 
     Raises:
@@ -64,6 +66,7 @@ def measure_step_cost(
     samples: dict[_Point, list[float]] = {}
     try:
         _fill_rows(runner, max_rows, long)
+        filled()
         start = clock()
         for repeat in count():
             spent = clock() - start

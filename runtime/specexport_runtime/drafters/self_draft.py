@@ -43,8 +43,8 @@ class SelfDrafter:
     """Draft tokens from the target with the layers off that its rules choose for a prompt (ASD, Metel et al. 2024).
 
     The choice is made once a prompt, before the first draft behind it, see :meth:`choice_of`. One that
-    removes nothing drafts nothing. Sequences with different choices are drafted one group after another, so that what
-    is drafted for one never depends on its neighbours.
+    removes nothing drafts nothing. Where the engine fixes the layers, every prompt gets those. Sequences with different
+    choices are drafted one group after another, so that what is drafted for one never depends on its neighbours.
 
     Args:
         runner: the target's own runner, over an executor with gates. Its cache and its committed lengths are used while
@@ -66,6 +66,7 @@ class SelfDrafter:
         self.num_layers = executor.num_gates // 2
         self.engine_seconds = 0.0
         self._executor = executor
+        self._fixed = None if executor.fixed_layers is None else _choice_of_mask(executor.fixed_layers)
         # By sequence, not by row: nothing to do when rows move, and a dropped sequence takes its sums along.
         self._sums: WeakKeyDictionary[Sequence, tuple[npt.NDArray[np.float64], int]] = WeakKeyDictionary()
         self._choices: WeakKeyDictionary[Sequence, LayerChoice] = WeakKeyDictionary()
@@ -100,7 +101,8 @@ class SelfDrafter:
     def wants_similarity(self, sequence: Sequence) -> bool:
         """While the prompt is read, if the sequence may draft with its target and its rules look at similarities."""
         planned = any(stage.drafter == SELF for stage in sequence.draft_plan)
-        return planned and not sequence.num_generated and sequence.layer_rules.threshold is not None
+        measured = self._fixed is None and sequence.layer_rules.threshold is not None
+        return planned and not sequence.num_generated and measured
 
     def note_similarity(self, sequence: Sequence, similarity: Float32Array) -> None:
         """Add a chunk of the prompt to what the choice will be made from; see ``Drafter.note_similarity``.
@@ -122,12 +124,17 @@ class SelfDrafter:
 
     def cost(self, curves: "CostCurves") -> "DraftCost | None":
         """See ``CostedDrafter.cost``."""
-        from specexport_runtime.lookahead.draft_cost import LayersCost
+        from specexport_runtime.lookahead.draft_cost import EngineCost, LayersCost
 
-        return LayersCost(curves, self.choice_of)
+        if self._fixed is None:
+            return LayersCost(curves, self.choice_of)
+        return EngineCost(curves.drafters[SELF], shares_cache=True) if SELF in curves.drafters else None
 
     def _choice(self, seq: Sequence) -> LayerChoice:
         choice = self._choices.get(seq)
+        if choice is None and self._fixed is not None:
+            choice = self._fixed
+            self.choose(seq, choice)
         if choice is None:
             acs: list[float] = []
             if seq.layer_rules.threshold is not None:
@@ -157,6 +164,11 @@ class SelfDrafter:
                 kv.commit(row, kv_len)
             self.engine_seconds += executor.engine_seconds - before
             executor.engine_seconds = before
+
+
+def _choice_of_mask(mask: BoolArray) -> LayerChoice:
+    """The choice whose mask [G] this is."""
+    return LayerChoice(tuple(mask[0::2].tolist()), tuple(mask[1::2].tolist()))
 
 
 def _unseen(seq: Sequence, drafted: list[int]) -> list[int]:

@@ -122,6 +122,14 @@ class GatedExecutor(Executor, Protocol):
     num_gates: int
     """G: an attention (2i) and an MLP (2i+1) for each layer i."""
 
+    @property
+    def fixed_layers(self) -> BoolArray | None:
+        """The one mask that :meth:`set_layers` takes, where the engine fixes it; None where it takes any.
+
+        Such an engine measures no similarity, and with the mask it runs steps of one token a row.
+        """
+        ...
+
     def set_layers(self, mask: BoolArray | None) -> None:
         """Run only the parts whose gate in ``mask`` [G] is True; None runs all. A part that is off costs nothing."""
         ...

@@ -61,6 +61,7 @@ class FakeExecutor:
         self._sharpness = -sharpness if negate else sharpness
         self._cache = np.full((num_rows, kv_capacity), _POISON, np.int64)
         self.num_gates, self._gate_noise = num_gates, gate_noise
+        self.fixed_layers: BoolArray | None = None
         self.masks: list[tuple[bool, ...] | None] = []
         """What was on in every executed step; None where everything was."""
         self._mask: tuple[bool, ...] | None = None

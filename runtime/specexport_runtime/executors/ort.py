@@ -110,6 +110,7 @@ class OrtExecutor:
         )
         self._one_token = open_one_token_graph(path, entry, spin=spin, engine_hash=one_token_hash) if unpad_kv else None
         self.num_gates = entry.num_gates if unpad_kv else 0  # a padded-KV graph never has gates
+        self.fixed_layers: BoolArray | None = None
         self._gates = OrtGates(self._graph.session, self.num_gates, path)
         self._dtype = np.dtype(entry.dtype)
         self._caches = self._make_caches(entry)

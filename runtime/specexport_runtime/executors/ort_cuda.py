@@ -15,9 +15,19 @@ import numpy.typing as npt
 
 from specexport_runtime.abi import CACHE_INPUTS, LOGITS, STEP_INPUTS, TOKEN_IDS, StepShape
 from specexport_runtime.bundle.manifest import ModelEntry
-from specexport_runtime.errors import IncompatibleError, SpecexportError
-from specexport_runtime.executors.base import EngineBackend, EngineRequest, Int64Array, StepBuffers, StepOutput, Want
+from specexport_runtime.errors import IncompatibleError, InvalidRequestError, SpecexportError
+from specexport_runtime.executors.base import (
+    BoolArray,
+    EngineBackend,
+    EngineRequest,
+    Float32Array,
+    Int64Array,
+    StepBuffers,
+    StepOutput,
+    Want,
+)
 from specexport_runtime.executors.ort_cuda_session import import_onnxruntime, open_session, reason_of
+from specexport_runtime.executors.ort_gates import OrtGates, is_gate
 from specexport_runtime.executors.paged import ATTENTION_METADATA, BLOCK_ENTRIES, BLOCK_TABLE, paged_head_size
 
 _ELEMENT_TYPES = {"float16": 10, "bfloat16": 16}  # ONNX TensorProto.DataType; numpy has no bfloat16
@@ -36,6 +46,7 @@ class _DeviceStep(NamedTuple):
     outputs: dict[str, Any]
     options: Any
     replayed: bool
+    similarity: Float32Array
     rows: list[int]
     """Cache rows whose blocks ``table`` holds now."""
 
@@ -43,7 +54,8 @@ class _DeviceStep(NamedTuple):
 class OrtCudaExecutor:
     """Runs one engine with ONNX Runtime on an NVIDIA GPU.
 
-    Step inputs are copied one by one into memory that stays bound; only the output that is asked for comes back.
+    Step inputs are copied one by one into memory that stays bound; only the output that is asked for comes back. Gates
+    are in host memory, where ONNX Runtime reads them: another choice of layers costs nothing.
 
     Args:
         path: engine file of the bundle.
@@ -57,6 +69,7 @@ class OrtCudaExecutor:
     Raises:
         MissingDependencyError: the installed onnxruntime has no CUDA provider.
         IncompatibleError: there is no GPU or driver, too little of its memory, or inputs that break the contract.
+        InvalidRequestError: CUDA graphs are asked for, and the engine has gates.
         BundleError: ONNX Runtime cannot load the engine.
     """
 
@@ -72,6 +85,12 @@ class OrtCudaExecutor:
     ) -> None:
         if entry.dtype not in _ELEMENT_TYPES:
             raise IncompatibleError(f"{path}: there is no paged attention for {entry.dtype}.", "build it for float16.")
+        if cuda_graphs and entry.num_gates:
+            raise InvalidRequestError(
+                f"CUDA graphs are asked for, and {path} has branches, so that it can draft with some of its layers: "
+                "ONNX Runtime records no graph with branches.",
+                "leave --cuda-graphs out, or build it without --self-draft.",
+            )
         self.vocab_size = entry.vocab_size
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
@@ -83,6 +102,10 @@ class OrtCudaExecutor:
         self._ort = import_onnxruntime(device_id)
         self._session = open_session(self._ort, path, device_id, cuda_graphs)
         self._check_contract(path, entry)
+        self.num_gates = entry.num_gates
+        self.fixed_layers: BoolArray | None = None
+        self._gates = OrtGates(self._session, self.num_gates, path, separate=True)
+        self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
         self._inputs = [spec for spec in STEP_INPUTS if spec.name in entry.inputs]
         self._element_type = _ELEMENT_TYPES[entry.dtype]
         self._row_blocks = np.arange(num_rows * -(-kv_capacity // BLOCK_ENTRIES), dtype=np.int32).reshape(num_rows, -1)
@@ -93,14 +116,14 @@ class OrtCudaExecutor:
                 # As bytes of its size: numpy cannot name a bfloat16. Zeros, because 0 times anything finite is 0.
                 self._caches[spec.name.format(i=i)] = self._to_device(np.zeros(shape, np.uint16))
         self._graph_ids: dict[StepShape, int] = {}
-        self._steps: OrderedDict[StepShape, _DeviceStep] = OrderedDict()
+        self._steps: OrderedDict[tuple[StepShape, bool], _DeviceStep] = OrderedDict()
         self._buffers: OrderedDict[StepShape, StepBuffers] = OrderedDict()
         self._current: StepShape | None = None
 
     def _check_contract(self, path: Path, entry: ModelEntry) -> None:
         expected = {spec.name.format(i=i) for i in range(len(entry.layers)) for spec in CACHE_INPUTS}
         expected |= {*entry.inputs, BLOCK_TABLE.name, ATTENTION_METADATA.name}
-        odd = sorted(expected ^ {value.name for value in self._session.get_inputs()})
+        odd = sorted(expected ^ {value.name for value in self._session.get_inputs() if not is_gate(value.name)})
         if odd:
             raise IncompatibleError(f"{path}: inputs differ from the manifest's: {', '.join(odd)}.", "build it again.")
 
@@ -150,7 +173,21 @@ class OrtCudaExecutor:
         except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
             raise SpecexportError(f"ONNX Runtime failed on the GPU in {shape}: {error}", _MEMORY_HINT) from error
         self.engine_seconds += time.perf_counter() - start
+        self._similarity = step.similarity
         return result
+
+    def set_layers(self, mask: BoolArray | None) -> None:
+        """See ``GatedExecutor.set_layers``."""
+        self._gates.set_layers(mask)
+
+    def measure_similarity(self, wanted: bool) -> None:
+        """See ``GatedExecutor.measure_similarity``."""
+        self._gates.want_similarity(wanted)
+
+    @property
+    def similarity(self) -> Float32Array:
+        """Similarity [N, T] of the last step; [N, 0] if it was not measured."""
+        return self._similarity.copy()
 
     def _fill(self, step: _DeviceStep, shape: StepShape, buffers: StepBuffers) -> None:
         for name, value in step.inputs.items():
@@ -175,7 +212,7 @@ class OrtCudaExecutor:
             size = shape._replace(first_row=0)
             if self._graphs and size not in self._graph_ids:
                 self._graph_ids[size] = len(self._graph_ids) + 1
-                self._steps.pop(size, None)
+                self._steps.pop((size, False), None)
             self._device_step(size)
 
     def move_row(self, source: int, destination: int, kv_len: int) -> None:  # noqa: ARG002
@@ -215,19 +252,20 @@ class OrtCudaExecutor:
         return value
 
     def _device_step(self, size: StepShape) -> _DeviceStep:
-        step = self._steps.get(size)
+        key = (size, self._gates.wanted)
+        step = self._steps.get(key)
         if step is not None:
-            self._steps.move_to_end(size)
+            self._steps.move_to_end(key)
             return step
         # A graph keeps the addresses that it was captured with: those stay.
-        others = [old for old in self._steps if old not in self._graph_ids]
+        others = [old for old in self._steps if old[0] not in self._graph_ids]
         if others and len(self._steps) >= _MAX_DEVICE_SHAPES:
             del self._steps[others[0]]
-        step = self._bind(size)
-        self._steps[size] = step
+        step = self._bind(*key)
+        self._steps[key] = step
         return step
 
-    def _bind(self, size: StepShape) -> _DeviceStep:
+    def _bind(self, size: StepShape, measured: bool) -> _DeviceStep:
         binding = self._session.io_binding()
         values = {s.name: self._to_device(np.zeros(size.shape_of(s), s.dtype)) for s in self._inputs}
         table = self._to_device(np.zeros((size.num_seqs, self._row_blocks.shape[1]), np.int32))
@@ -250,7 +288,8 @@ class OrtCudaExecutor:
         graph_id = self._graph_ids.get(size)
         if self._graphs:
             options.add_run_config_entry("gpu_graph_id", str(graph_id or -1))
-        return _DeviceStep(binding, values, table, metadata, outputs, options, graph_id is not None, [])
+        similarity = self._gates.bind(binding, size, measured)
+        return _DeviceStep(binding, values, table, metadata, outputs, options, graph_id is not None, similarity, [])
 
 
 def open_ort_cuda_executor(request: EngineRequest) -> OrtCudaExecutor:
@@ -278,4 +317,10 @@ def _round_shapes(request: EngineRequest) -> list[StepShape]:
     ]
 
 
-BACKEND = EngineBackend(open_ort_cuda_executor, on_gpu=True, modules=("onnxruntime",), provider="CUDAExecutionProvider")
+BACKEND = EngineBackend(
+    open_ort_cuda_executor,
+    on_gpu=True,
+    has_gates=True,
+    modules=("onnxruntime",),
+    provider="CUDAExecutionProvider",
+)

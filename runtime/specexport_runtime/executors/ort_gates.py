@@ -5,18 +5,25 @@ from typing import Any
 
 import numpy as np
 
-from specexport_runtime.abi import GATE_INPUTS, SIMILARITY, StepShape
+from specexport_runtime.abi import LAYER_MASK, SIMILARITY, WANT_SIMILARITY, StepShape, TensorSpec
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.base import BoolArray, Float32Array
+
+LAYER_ON = TensorSpec(
+    "layer_on.{i}", "bool", (1,), "gate", "ort-cuda only, in host memory: element i of `layer_mask` as an input"
+)
 
 
 class OrtGates:
     """The gate inputs of one engine, bound by pointer: setting them costs nothing, and no binding has to change.
 
+    They are in host memory on a GPU too: ONNX Runtime decides there which branch of an ``If`` runs.
+
     Args:
         session: the ONNX Runtime session.
         num_gates: G of the graph; 0 for one without gates.
         where: names the graph in messages.
+        separate: the graph has an input for each gate.
 
     Attributes:
         count: G.
@@ -26,15 +33,19 @@ class OrtGates:
         IncompatibleError: the graph's gates are not those that it is said to have.
     """
 
-    def __init__(self, session: Any, num_gates: int, where: Path) -> None:
+    def __init__(self, session: Any, num_gates: int, where: Path, *, separate: bool = False) -> None:
         self.count = num_gates
         self._mask: BoolArray = np.ones(num_gates, np.bool_)
         self._wanted: BoolArray = np.zeros(1, np.bool_)
-        names = {spec.name for spec in GATE_INPUTS}
-        sizes = {value.name: value.shape for value in session.get_inputs() if value.name in names}
+        self._inputs: dict[str, BoolArray] = {}
+        if num_gates:
+            parts = {LAYER_ON.name.format(i=i): self._mask[i : i + 1] for i in range(num_gates)}
+            masks = parts if separate else {LAYER_MASK.name: self._mask}
+            self._inputs = {**masks, WANT_SIMILARITY.name: self._wanted}
+        sizes = {value.name: value.shape for value in session.get_inputs() if is_gate(value.name)}
         outputs = {value.name for value in session.get_outputs()}
-        expected = {spec.name: [size] for spec, size in zip(GATE_INPUTS, (num_gates, 1), strict=True)}
-        if sizes != (expected if num_gates else {}) or (SIMILARITY.name in outputs) != bool(num_gates):
+        expected = {name: [len(array)] for name, array in self._inputs.items()}
+        if sizes != expected or (SIMILARITY.name in outputs) != bool(num_gates):
             raise IncompatibleError(
                 f"{where}: the manifest says {num_gates} gates, and the engine has others.", "build it again."
             )
@@ -59,9 +70,13 @@ class OrtGates:
             where its similarity goes, float32 [N, T] or, if it is not measured, [N, 0].
         """
         similarity = np.zeros((self.count // 2, shape.num_tokens if measured else 0), np.float32)
-        if self.count:
-            for spec, array in zip(GATE_INPUTS, (self._mask, self._wanted), strict=True):
-                io.bind_input(spec.name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        for name, array in self._inputs.items():
+            io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         if measured:  # an output that is not bound is not fetched
             io.bind_output(SIMILARITY.name, "cpu", 0, np.float32, similarity.shape, similarity.ctypes.data)
         return similarity
+
+
+def is_gate(name: str) -> bool:
+    """Whether an input of that name is a gate."""
+    return name in (LAYER_MASK.name, WANT_SIMILARITY.name) or name.startswith(LAYER_ON.name.format(i=""))

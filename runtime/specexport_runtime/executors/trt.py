@@ -16,7 +16,15 @@ from specexport_runtime.abi import StepShape
 from specexport_runtime.bundle.manifest import EngineFile, ModelEntry
 from specexport_runtime.bundle.profiles import choose_profile
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Array, StepBuffers, StepOutput, Want
+from specexport_runtime.executors.base import (
+    BoolArray,
+    Float32Array,
+    Int32Array,
+    Int64Array,
+    StepBuffers,
+    StepOutput,
+    Want,
+)
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.trt_engine import EngineContext, load_engine
 from specexport_runtime.executors.trt_graphs import GraphKey
@@ -45,6 +53,8 @@ class TrtExecutor:
         kv_capacity: entries of a row that may be used; the engine's rows have some more, see ``EngineSizes.scratch``.
         max_num_tokens: most tokens of a step that mixes prompts and verification: the largest prefill profile.
         graphs: recorded steps.
+        num_gates: see ``GatedExecutor``; 0 unless the engine has draft steps.
+        fixed_layers: the one mask beside None that :meth:`set_layers` takes: the engine was built for it.
 
     Raises:
         IncompatibleError: the engine does not fit the GPU, its memory, ``num_rows`` or its manifest.
@@ -81,6 +91,11 @@ class TrtExecutor:
         self._packed, self._dtype = entry.lowering == "plugin", entry.dtype
         self._ends: Int32Array = np.zeros((sizes.arena_rows, 1), np.int32)
         self._last_position = (entry.max_positions or sizes.kv_capacity) - 1
+        self.num_gates = entry.num_gates if entry.skipped_layers else 0
+        self.fixed_layers: BoolArray | None = None
+        if self.num_gates:
+            self.fixed_layers = np.repeat(~np.isin(np.arange(self.num_gates // 2), entry.skipped_layers), 2)
+        self._skips = False
         self._steps: OrderedDict[StepShape, PlacedStep] = OrderedDict()
         self._current: PlacedStep | None = None
 
@@ -95,6 +110,7 @@ class TrtExecutor:
         Raises:
             IncompatibleError: no profile is large enough.
         """
+        shape = shape._replace(skips=self._skips)
         step = self._steps.get(shape)
         if step is None:
             step = self._place(shape)
@@ -131,6 +147,30 @@ class TrtExecutor:
         if self.graphs.enabled and plan.window.fill != "ranged":
             self._record(step)  # after the result is here: nothing runs while a step is recorded
         return output.array[:rows]
+
+    def set_layers(self, mask: BoolArray | None) -> None:
+        """See ``GatedExecutor.set_layers``; holds for steps that are prepared from here on, of one token a row.
+
+        Raises:
+            SpecexportError: the engine was built to leave out other layers.
+        """
+        if mask is not None and not np.array_equal(mask, self.fixed_layers):  # type: ignore[arg-type]
+            raise SpecexportError("this engine leaves out the layers that it was built for, and no others.")
+        self._skips = mask is not None
+
+    def measure_similarity(self, wanted: bool) -> None:
+        """See ``GatedExecutor.measure_similarity``.
+
+        Raises:
+            SpecexportError: it is wanted: these engines measure none.
+        """
+        if wanted:
+            raise SpecexportError("TensorRT engines measure no similarity: their layers are fixed.")
+
+    @property
+    def similarity(self) -> Float32Array:
+        """[N, 0]: none is measured."""
+        return np.zeros((self.num_gates // 2, 0), np.float32)
 
     def capture(self, shapes: list[StepShape]) -> None:
         """Record the steps of ``shapes`` that run in fixed profiles, the largest first.

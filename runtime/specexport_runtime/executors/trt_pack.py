@@ -23,12 +23,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specexport_runtime.abi import ALIGNED_STEP_INPUTS, STEP_INPUTS, StepShape, TensorSpec
+from specexport_runtime.abi import ALIGNED_STEP_INPUTS, EXTENT_INPUTS, STEP_INPUTS, StepShape, TensorSpec
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.executors.base import Int64Array, StepBuffers
 
 Fill = Literal["ranged", "dense", "packed"]
-SPECS: Mapping[str, TensorSpec] = {spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS)}
+SPECS: Mapping[str, TensorSpec] = {spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS)}
 """Every step input that an engine may take, by name."""
 DUMMY_TOKEN = 0  # any id that the model can embed; nothing of it is ever read
 

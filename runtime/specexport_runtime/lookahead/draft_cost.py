@@ -49,10 +49,12 @@ class EngineCost:
 
     Args:
         curve: a step of the engine.
+        shares_cache: its cache is the target's, so it never has to catch up.
     """
 
-    def __init__(self, curve: StepCost) -> None:
+    def __init__(self, curve: StepCost, *, shares_cache: bool = False) -> None:
         self._curve = curve
+        self._shares_cache = shares_cache
 
     def key(self, sequences: "Seq[Sequence]") -> Any:  # noqa: ARG002
         """See ``DraftCost.key``: nothing."""
@@ -64,7 +66,7 @@ class EngineCost:
 
     def catch_up_seconds(self, backlog: int) -> float:
         """See ``DraftCost.catch_up_seconds``; the drafter always has one or two tokens to read."""
-        if backlog <= _USUAL_BACKLOG:
+        if self._shares_cache or backlog <= _USUAL_BACKLOG:
             return 0.0
         return max(self._curve.seconds(backlog, 1, backlog / 2) - self._curve.seconds(1, 1), 0.0)
 

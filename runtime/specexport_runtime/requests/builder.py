@@ -107,7 +107,13 @@ class RequestBuilder:
             )
         rules = options.layer_rules or self.defaults.layer_rules
         if any(each.takes_layers for each in traits):
-            rules.check_layers(self.abilities.num_layers)
+            if not self.abilities.fixed_layers:
+                rules.check_layers(self.abilities.num_layers)
+            elif options.layer_rules is not None:
+                raise InvalidRequestError(
+                    "layer rules are given, and which layers this target leaves out was fixed when it was built.",
+                    "drop them, or build it again with other layers in --self-draft-skip.",
+                )
         elif options.layer_rules is not None:
             raise InvalidRequestError("layer rules are for drafting with the target itself.", "use drafter 'self'.")
         for text in params.stop_strings:

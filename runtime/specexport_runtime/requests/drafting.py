@@ -92,6 +92,7 @@ class Abilities(NamedTuple):
         lookahead: largest K it was built for.
         weighed: drafters between which, and for which, K can be chosen; empty without cost curves.
         num_layers: layers of a target that can draft with its own layers.
+        fixed_layers: which of them its drafts leave out was fixed when it was built.
     """
 
     drafters: Mapping[str, DrafterTraits]
@@ -99,6 +100,7 @@ class Abilities(NamedTuple):
     lookahead: int
     weighed: frozenset[str] = frozenset()
     num_layers: int = 0
+    fixed_layers: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
