@@ -34,11 +34,15 @@ def test_a_bundle_says_what_was_quantized(tmp_path: Path, tiny_pair: TinyPair, r
     other = build_bundle(tiny_pair.recipe(tmp_path / "two", backend="ort-cuda", quantize="int4", draft_quantize="int4"))
     assert other.reused == ("target",), "the draft is quantized apart"
     recipe = tiny_pair.recipe(
-        tmp_path / "three", backend="ort-cuda", quantize="int4", quantize_lm_head=False, draft=None
+        tmp_path / "three", backend="ort-cuda", quantize="int4", quantize_lm_head=False, draft=None, self_draft=True
     )
     again = build_bundle(recipe)
     assert again.reused == (), "an LM head that stays is another engine"
-    assert dict(again.manifest.models["target"].passes)["int4-fused"] == 14
+    gated = again.manifest.models["target"]
+    assert dict(gated.passes)["int4-fused"] == 14
+    assert gated.num_gates > 0
+    assert gated.quantized_bytes is not None
+    assert 0 < gated.quantized_bytes[0] < stored, "layers that can be switched off are counted too"
 
 
 @pytest.mark.slow

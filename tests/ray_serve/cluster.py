@@ -48,11 +48,14 @@ def ray_cluster(folder: Path) -> Iterator[None]:
         _temp_dir=str(folder),
         _system_config={"metrics_report_interval_ms": 500},
     )
+    processes = [info.process for infos in ray._private.worker._global_node.all_processes.values() for info in infos]
     try:
         yield
     finally:
         ray.serve.shutdown()
         ray.shutdown()
+        for process in processes:  # Ray kills what does not end within a second, and does not wait for it
+            process.wait(HANG_S)
 
 
 class Deployed:

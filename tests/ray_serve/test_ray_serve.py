@@ -158,6 +158,7 @@ def test_a_session_stays_with_one_replica_and_ends_before_it_does(deployed, demo
     from specexport_runtime.ray_serve import deploy
 
     settings = {**SETTINGS, "routing": "session", "routing_margin": 100, "app_name": "by_session"}
+    settings["drain_timeout_s"] = HANG_S  # a busy machine needs more than seconds for the stream that is to end
     port = int(deployed.url.rpartition(":")[2])
     handle = deploy({"bundle": str(demo_bundle), "num_replicas": 2, "port": port, **settings}, route_prefix="/session")
     app = Deployed(handle, f"{deployed.url}/session")
