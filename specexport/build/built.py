@@ -73,11 +73,12 @@ class BuiltModel:
 def entry_in_bundle(built: BuiltModel, role: str) -> ModelEntry:
     """The manifest entry with its paths relative to the bundle folder."""
     engines = tuple(replace(engine, path=str(Path(role) / engine.path)) for engine in built.entry.engines)
-    padded, full = built.entry.padded_path, built.entry.one_token_path
+    padded, full, head_ids = built.entry.padded_path, built.entry.one_token_path, built.entry.head_ids_path
     return replace(
         built.entry,
         engines=engines,
         path=str(Path(role) / built.entry.path),
         padded_path=None if padded is None else str(Path(role) / padded),
         one_token_path=None if full is None else str(Path(role) / full),
+        head_ids_path=None if head_ids is None else str(Path(role) / head_ids),
     )

@@ -72,7 +72,7 @@ class OrtCudaExecutor:
     ) -> None:
         if entry.dtype not in _ELEMENT_TYPES:
             raise IncompatibleError(f"{path}: there is no paged attention for {entry.dtype}.", "build it for float16.")
-        self.vocab_size = entry.vocab_size
+        self.vocab_size = entry.head_size
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
         self.max_num_tokens = None
