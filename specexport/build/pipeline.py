@@ -245,7 +245,7 @@ def _check_tokenizer_files(plan: _Plan) -> None:
 
 
 def _check_head_size(plan: _Plan) -> None:
-    """Compare N with V before the long work where the draft's config is a plain file; the model itself says it later."""
+    """Compare N with V before the long work where the draft's config is a plain file; the model says it later."""
     config = Path(plan.models[-1].source).expanduser() / "config.json"
     if plan.cut is None or not config.is_file():
         return
