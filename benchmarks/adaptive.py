@@ -113,6 +113,7 @@ def load_engine(args: argparse.Namespace, size: int) -> SpecEngine:
         max_model_len=parts.bundle.max_model_len,
         lookahead=manifest.lookahead,
         draft_vocab_size=manifest.vocabulary.size,
+        draft_head=parts.draft_head,
         eos_token_ids=manifest.vocabulary.eos_token_ids,
         cost_curves=parts.curves,
         self_obstacle=parts.self_obstacle,

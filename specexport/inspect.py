@@ -106,6 +106,8 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     )
     limit = "no limit" if entry.max_positions is None else str(entry.max_positions)
     yield f"  {len(entry.layers)} attention layers ({_layers(entry.layers)}), V {entry.vocab_size}, positions: {limit}"
+    if entry.num_head_ids is not None:
+        yield f"  LM head: {entry.num_head_ids} of {entry.vocab_size} tokens"
     yield f"  KV cache: {kv_bytes_per_token(entry)} bytes a token"
     yield "  graph: " + ", ".join(
         f"{spec.name}[{','.join(map(str, spec.shape))}] {entry.dtype if spec.dtype == 'model' else spec.dtype}"

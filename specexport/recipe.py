@@ -25,7 +25,7 @@ _LIMITS = {"max_num_seqs": MAX_NUM_SEQS, "max_num_tokens": MAX_NUM_TOKENS}
 _SM = re.compile(r"(?:sm_?)?(\d{1,2})\.?(\d)", re.IGNORECASE)
 _ALIASES = {"num_speculative_tokens": "lookahead"}
 _DTYPE_ALIASES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
-_PATH_KEYS = ("target", "draft", "output")
+_PATH_KEYS = ("target", "draft", "output", "draft_vocab_texts")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class BuildRecipe:
         gpu_memory_gb: TensorRT: refuse engines and caches that a GPU of this memory (GB) cannot hold.
         quantize: weights of the target's linear layers: ``"int8"`` (ort-cpu), ``"int4"`` (TensorRT too) or None.
         draft_quantize: the same for the draft.
+        draft_vocab_size: N, the tokens that the draft's LM head keeps: the likeliest ones; None keeps all.
+        draft_vocab_texts: file or folder of the texts that they are counted on; None takes the prompts of ``bench``.
         quantize_lm_head: whether quantization takes the LM head too.
         fuse: ort-cpu: pack and fuse operators where that is faster; off is for comparison.
         self_draft: let the target draft with some of its own layers. Targets for ort-cpu always can.
@@ -82,6 +84,8 @@ class BuildRecipe:
     gpu_memory_gb: float | None = None
     quantize: str | None = None
     draft_quantize: str | None = None
+    draft_vocab_size: int | None = None
+    draft_vocab_texts: str | None = None
     quantize_lm_head: bool = True
     fuse: bool = True
     self_draft: bool = False
@@ -111,6 +115,7 @@ class BuildRecipe:
                 "give the most tokens of one sequence (prompt and generated), or auto.",
             )
         self._check_quantization()
+        self._check_draft_vocabulary()
         self._check_backend_options()
 
     def quantization_of(self, role: str) -> str | None:
@@ -135,6 +140,21 @@ class BuildRecipe:
                 )
         if self.draft is None and self.draft_quantize is not None:
             raise RecipeError("draft_quantize is given and draft is not.", "give the draft, or leave both out.")
+
+    def _check_draft_vocabulary(self) -> None:
+        for key in ("draft_vocab_size", "draft_vocab_texts"):
+            if self.draft is None and getattr(self, key) is not None:
+                raise RecipeError(f"{key} is given and draft is not.", "give the draft, or leave both out.")
+        if self.draft_vocab_size is None and self.draft_vocab_texts is not None:
+            raise RecipeError(
+                "draft_vocab_texts is given and draft_vocab_size is not.",
+                "say how many tokens stay, or leave both out.",
+            )
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+            raise RecipeError(
+                f"draft_vocab_size is {self.draft_vocab_size}.",
+                "give the tokens that the draft's LM head keeps, for example 16384, or leave it out.",
+            )
 
     def _check_backend_options(self) -> None:
         """Refuse what the backend would ignore, and limits out of their range."""
@@ -181,13 +201,13 @@ class BuildRecipe:
                 raise RecipeError(f"{key} is missing.", _HOW_TO_GIVE[key])
         for key in ("name", "backend", "dtype", "lowering"):
             _require_type(key, getattr(self, key), str, "text")
-        for key in ("draft", "revision", "draft_revision", "quantize", "draft_quantize"):
+        for key in ("draft", "revision", "draft_revision", "quantize", "draft_quantize", "draft_vocab_texts"):
             if getattr(self, key) is not None:
                 _require_type(key, getattr(self, key), str, "text")
         for key in ("trust_remote_code", "check", "quantize_lm_head", "fuse", "self_draft"):
             _require_type(key, getattr(self, key), bool, "true or false")
         _require_type("lookahead", self.lookahead, int, "a whole number")
-        for key in ("max_num_seqs", "max_num_tokens"):
+        for key in ("max_num_seqs", "max_num_tokens", "draft_vocab_size"):
             if getattr(self, key) is not None:
                 _require_type(key, getattr(self, key), int, "a whole number")
         if self.gpu_memory_gb is not None and not isinstance(self.gpu_memory_gb, int):
@@ -256,7 +276,12 @@ def _from_recipe_folder(key: str, value: str, folder: Path) -> str:
     if expanded.is_absolute():
         return str(expanded)
     # "org/model" is a hub id unless there is such a folder beside the recipe.
-    looks_local = key == "output" or value.startswith(".") or value.endswith(".gguf") or value.count("/") > 1
+    looks_local = (
+        key in ("output", "draft_vocab_texts")
+        or value.startswith(".")
+        or value.endswith(".gguf")
+        or value.count("/") > 1
+    )
     return str(folder / expanded) if looks_local or (folder / expanded).exists() else value
 
 

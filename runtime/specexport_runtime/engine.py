@@ -40,6 +40,7 @@ from specexport_runtime.watch.observe import EngineLoad, EngineObserver
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from specexport_runtime.bundle.cut_head import CutHead
     from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.costs.tune_profile import TuneProfile
     from specexport_runtime.drafters.suffix_open import KeptSuffixes
@@ -61,6 +62,7 @@ class SpecEngine:
         max_model_len: most tokens of one sequence, prompt included.
         lookahead: largest K that may be asked for.
         draft_vocab_size: ids below it may be drafted; None takes the smaller LM head.
+        draft_head: the token ids of the draft's LM head; None where it has all.
         eos_token_ids: ids that end a text.
         chat_template: Jinja template of the checkpoint.
         special_tokens: named special tokens for the chat template.
@@ -88,6 +90,7 @@ class SpecEngine:
         max_model_len: int,
         lookahead: int = 8,
         draft_vocab_size: int | None = None,
+        draft_head: "CutHead | None" = None,
         eos_token_ids: Seq[int] = (),
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
@@ -107,6 +110,7 @@ class SpecEngine:
         check_match_length(draft_defaults.match_length)
         self.target = target
         self.draft = draft
+        self.draft_head = draft_head
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.lookahead = lookahead
@@ -123,6 +127,7 @@ class SpecEngine:
             draft_vocab_size or target.vocab_size,
             draft_defaults.match_length,
             None if suffixes is None else suffixes.store,
+            draft_head,
         )
         made = make_drafters(parts, offer, drafters)
         weighed = weigh_drafters(made, cost_curves)
@@ -244,6 +249,7 @@ class SpecEngine:
             max_model_len=parts.bundle.max_model_len,
             lookahead=manifest.lookahead,
             draft_vocab_size=manifest.vocabulary.size,
+            draft_head=parts.draft_head,
             eos_token_ids=manifest.vocabulary.eos_token_ids,
             chat_template=parts.bundle.chat_template,
             special_tokens=manifest.vocabulary.special_tokens,

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from specexport_runtime.bundle.cut_head import CutHead, load_cut_head
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.bundle.opened import Bundle, load_bundle
 from specexport_runtime.costs.curves import CostCurves, load_or_measure
@@ -38,6 +39,7 @@ class EngineParts(NamedTuple):
         curves: what steps cost; None unless the engine is to be adaptive.
         profile: the tune profile, if there is one that fits.
         suffixes: what was generated earlier.
+        draft_head: the token ids of the draft's LM head; None where it has all.
     """
 
     bundle: Bundle
@@ -48,19 +50,22 @@ class EngineParts(NamedTuple):
     curves: CostCurves | None = None
     profile: TuneProfile | None = None
     suffixes: KeptSuffixes | None = None
+    draft_head: CutHead | None = None
 
 
 def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
     """Open a bundle, load its engines, and what an adaptive engine chooses K by.
 
     Raises:
-        BundleError: the folder is no bundle, or a file is missing or altered.
+        BundleError: the folder is no bundle, or a file is missing, altered or damaged.
         IncompatibleError: another schema, ABI or backend, or a GPU or memory that the engines do not fit.
         InvalidRequestError: a limit is out of range, or a default that this bundle cannot honour.
         MissingDependencyError: the runtime of the bundle's backend is not installed.
     """
     bundle = load_bundle(path, max_model_len=options.max_model_len, max_num_seqs=options.max_num_seqs)
     defaults = _draft_defaults(bundle, options)
+    draft = bundle.manifest.models.get("draft")
+    head = None if draft is None else load_cut_head(bundle.folder, draft)
     executors: dict[str, Executor] = {}
     try:
         for role in sorted(bundle.manifest.models, reverse=True):  # the target first: a draft takes what it leaves
@@ -73,7 +78,7 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
                 cuda_graphs=options.cuda_graphs,
                 prepacked=options.prepacked,
             )
-        return _with_costs(bundle, defaults, executors, options)
+        return _with_costs(bundle, defaults, executors, options)._replace(draft_head=head)
     except BaseException:
         for executor in executors.values():  # a GPU's memory must not wait for the garbage collector
             executor.close()

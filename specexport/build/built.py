@@ -85,4 +85,5 @@ def entry_in_bundle(built: BuiltModel, role: str) -> ModelEntry:
         path=str(Path(role) / built.entry.path),
         padded_path=inside(built.entry.padded_path),
         one_token_path=inside(built.entry.one_token_path),
+        head_ids_path=inside(built.entry.head_ids_path),
     )

@@ -33,6 +33,8 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--dtype", help="Dtype of weights and KV caches, as float16 or fp16 [default: auto].")
 @click.option("--quantize", metavar="int8|int4", help="Quantize the target's linear layers (int8: ort-cpu only).")
 @click.option("--draft-quantize", metavar="int8|int4", help="The same for the draft's.")
+@click.option("--draft-vocab-size", type=int, metavar="N", help="Keep the N likeliest tokens of the draft's LM head.")
+@click.option("--draft-vocab-texts", metavar="PATH", help="File or folder of texts to count them on.")
 @click.option("--quantize-lm-head/--no-quantize-lm-head", default=None, help="Quantize the LM head too [default: yes].")
 @click.option("--fuse/--no-fuse", default=None, help="Pack and fuse operators where that is faster [default: yes].")
 @click.option("--self-draft", is_flag=True, default=None, help="Let the target draft with some of its own layers.")

@@ -13,13 +13,15 @@ from specexport.backends.base import Backend, BuildJob, release_weights
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.build.built import BuiltModel
 from specexport.build.check import check_engine, check_obstacle, check_sequences, text_sequences
+from specexport.build.draft_vocabulary import HeadCut, choose_head_ids
 from specexport.progress import StageClock
 from specexport.recipe import BuildRecipe, resolve_dtype, resolve_recipe
 from specexport_runtime.abi import ITEM_BYTES
+from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import CheckpointError, MissingDependencyError, UnsupportedModelError
-from specexport_runtime.executors.base import Float32Array, Int64Array
+from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Array
 
 STAGES = ("load", "reference", "trace", "passes", "lower", "build", "check")
 
@@ -53,7 +55,13 @@ class ModelSource(NamedTuple):
 
 
 def build_model(
-    recipe: BuildRecipe, source: ModelSource, folder: Path, *, clock: StageClock, dump_dir: Path | None = None
+    recipe: BuildRecipe,
+    source: ModelSource,
+    folder: Path,
+    *,
+    clock: StageClock,
+    dump_dir: Path | None = None,
+    cut: HeadCut | None = None,
 ) -> BuiltModel:
     """Build one engine.
 
@@ -63,6 +71,7 @@ def build_model(
         folder: where the engine files go; created.
         clock: times the stages.
         dump_dir: where to write the graph after each pass, if anywhere.
+        cut: what the LM head is cut down by; None leaves it whole.
 
     Returns:
         the engine and what a bundle must know of its checkpoint.
@@ -77,13 +86,19 @@ def build_model(
         checkpoint = _load(recipe, source)
         recipe = resolve_recipe(recipe, [checkpoint.max_positions])  # refuses a length the model cannot have
         copies = 1 + len(recipe.sm)  # the graph, and an engine for each architecture
+        head_ids = _head_ids(checkpoint, cut)
         require_space(folder, int(checkpoint.num_parameters * ITEM_BYTES[recipe.dtype] * copies * _SPACE_MARGIN))
     with clock.stage("reference", source.role):
         obstacle = check_obstacle(recipe)
         reference = None if obstacle is not None else _eager_reference(checkpoint, recipe.quantization_of(source.role))
+        if reference is not None and head_ids is not None:
+            reference = reference._replace(logits=[logits[:, head_ids] for logits in reference.logits])
         if recipe.check and recipe.dtype == "float16":
             _refuse_overflow(checkpoint, reference)
-    fields = _compile(recipe, checkpoint, source.role, folder=folder, clock=clock, dump_dir=dump_dir)
+    fields = _compile(recipe, checkpoint, source.role, folder=folder, clock=clock, dump_dir=dump_dir, head_ids=head_ids)
+    if head_ids is not None:
+        np.save(folder / HEAD_IDS_NAME, head_ids, allow_pickle=False)
+        fields |= {"head_ids_path": HEAD_IDS_NAME, "num_head_ids": len(head_ids)}
     gc.collect()  # the graph is gone: its weights must not be in memory beside the check's
     entry = ModelEntry(
         **fields,
@@ -149,8 +164,29 @@ def _eager_reference(checkpoint: Any, quantize: str | None) -> _Reference:
     return _Reference(sequences, reference_logits(checkpoint, [ids.tolist() for ids in sequences]))
 
 
+def _head_ids(checkpoint: Any, cut: HeadCut | None) -> Int32Array | None:
+    """Token ids that the LM head keeps; None if it keeps all."""
+    if cut is None or cut.size == checkpoint.vocab_size:
+        return None
+    ends = [token for token in (checkpoint.bos_token_id, *checkpoint.eos_token_ids) if token is not None]
+    return choose_head_ids(
+        cut,
+        checkpoint.tokenizer_json,
+        checkpoint.vocab_size,
+        keep=ends,
+        special_tokens=list(checkpoint.special_tokens.values()),
+    )
+
+
 def _compile(
-    recipe: BuildRecipe, checkpoint: Any, role: str, *, folder: Path, clock: StageClock, dump_dir: Path | None
+    recipe: BuildRecipe,
+    checkpoint: Any,
+    role: str,
+    *,
+    folder: Path,
+    clock: StageClock,
+    dump_dir: Path | None,
+    head_ids: Int32Array | None,
 ) -> dict[str, Any]:
     """Trace to engine files; the checkpoint's torch model is gone afterwards. Returns fields of the manifest entry."""
     from specexport.frontend import trace_checkpoint
@@ -174,6 +210,7 @@ def _compile(
             quantize_lm_head=recipe.quantize_lm_head,
             quantize_operator=backend.quantize_operator,
             quantize_block=backend.quantize_block,
+            head_ids=head_ids,
         )
         done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=clock.note)
     strip_metadata(ir_model)

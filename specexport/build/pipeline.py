@@ -9,6 +9,8 @@ Models are built one after another, and each stage's input is freed before the n
 everything else that is heavy is imported by the stages that need it: a build with nothing to do ends before.
 """
 
+import contextlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from specexport.build.built import TOKENIZER_NAME, BuiltModel, EngineCheck
 from specexport.build.bundle import check_output, find_up_to_date, refuse_to_replace, write_bundle
 from specexport.build.cache import EngineCache
 from specexport.build.check import check_obstacle
+from specexport.build.draft_vocabulary import HeadCut, check_head_size, read_counting_texts
 from specexport.build.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, hash_sources, hash_values, tool_versions
 from specexport.build.model import STAGES, ModelSource, build_model, require_export_stack
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
@@ -74,12 +77,14 @@ class _Plan:
         engine_keys: cache key of each role's engine.
         build_key: hash of all that decides the bundle.
         tools: tool versions.
+        cut: what the draft's LM head is cut down by; None leaves it whole.
     """
 
     models: tuple[ModelSource, ...]
     engine_keys: Mapping[str, str]
     build_key: str
     tools: Mapping[str, str]
+    cut: HeadCut | None
 
 
 def build_bundle(
@@ -120,6 +125,7 @@ def build_bundle(
             raise refuse_to_replace(output, recipe)
         if present is None:
             _check_tokenizer_files(plan)
+            _check_head_size(plan)
     if present is not None and dump_passes is None:
         return _result(output, present, clock, up_to_date=True)
     # Dumping passes needs every pass to run, so engines are not taken from the cache then.
@@ -133,7 +139,7 @@ def build_bundle(
             if found is not None:
                 reused.append(model.role)
             built[model.role] = found or _build_anew(
-                recipe, model, place, clock, cache=cache, key=key, dump=dump_passes
+                recipe, model, place, clock, cache=cache, key=key, dump=dump_passes, cut=_cut_of(model, plan, built)
             )
         with clock.stage("bundle"):
             _check_built_vocabularies(built)
@@ -159,11 +165,18 @@ def _make_plan(recipe: BuildRecipe) -> _Plan:
     }
     backend = find_backend(recipe.backend)
     common |= backend.engine_key(recipe)
+    cut = None
+    heads: dict[str, Any] = {}
+    if recipe.draft_vocab_size is not None:
+        cut = HeadCut(recipe.draft_vocab_size, read_counting_texts(recipe.draft_vocab_texts))
+        # With the checkpoint's own, which is in the key, all that decides which ids stay.
+        heads = {"draft": {"size": cut.size, "texts": cut.texts_sha256, "target": models[0].sha256}}
     keys = {
         model.role: hash_values(
             common
             | {"checkpoint": model.sha256, "quantize": recipe.quantization_of(model.role)}
             | ({"role": model.role} if backend.draft_differs else {})
+            | ({"head": heads[model.role]} if model.role in heads else {})
         )
         for model in models
     }
@@ -175,7 +188,14 @@ def _make_plan(recipe: BuildRecipe) -> _Plan:
             "sources": hash_sources(BUNDLE_ROOT),
         }
     )
-    return _Plan(tuple(models), keys, build_key, tools)
+    return _Plan(tuple(models), keys, build_key, tools, cut)
+
+
+def _cut_of(model: ModelSource, plan: _Plan, built: Mapping[str, BuiltModel]) -> HeadCut | None:
+    """What a model's LM head is cut down by: only a draft's, which keeps what ends a text of the target."""
+    if plan.cut is None or model.role != "draft":
+        return None
+    return plan.cut._replace(ends=built["target"].eos_token_ids)
 
 
 def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | None) -> ModelSource:
@@ -206,9 +226,10 @@ def _build_anew(
     cache: EngineCache | None,
     key: str,
     dump: Path | None,
+    cut: HeadCut | None,
 ) -> BuiltModel:
     dump_dir = dump / model.role if dump is not None else None
-    built = build_model(recipe, model, folder, clock=clock, dump_dir=dump_dir)
+    built = build_model(recipe, model, folder, clock=clock, dump_dir=dump_dir, cut=cut)
     # An engine that could have been checked and was not is not kept.
     if cache is not None and (built.check is not None or check_obstacle(replace(recipe, check=True))):
         cache.store(key, built, folder)
@@ -221,6 +242,18 @@ def _check_tokenizer_files(plan: _Plan) -> None:
     if len(paths) == 2 and all(path.is_file() for path in paths):
         target, draft = (read_vocabulary(path.read_bytes(), where=path.parent.name) for path in paths)
         check_vocabularies(target, draft, num_shared_rows=None)
+
+
+def _check_head_size(plan: _Plan) -> None:
+    """Compare N with V before the long work where the draft's config is a plain file; the model says it later."""
+    config = Path(plan.models[-1].source).expanduser() / "config.json"
+    if plan.cut is None or not config.is_file():
+        return
+    with contextlib.suppress(ValueError, AttributeError, OSError):  # the loader says what is wrong with a config
+        values = json.loads(config.read_text(encoding="utf-8"))
+        size = values.get("vocab_size") or values.get("text_config", {}).get("vocab_size")
+        if isinstance(size, int):
+            check_head_size(plan.cut.size, size)
 
 
 def _check_built_vocabularies(models: Mapping[str, BuiltModel]) -> None:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from specexport.passes.base import CountingPass
+    from specexport_runtime.executors.base import Int32Array
 
 __all__ = ["default_passes", "run_passes"]
 
@@ -30,6 +31,7 @@ def default_passes(
     quantize_lm_head: bool = True,
     quantize_operator: str = "",
     quantize_block: int = 0,
+    head_ids: "Int32Array | None" = None,
 ) -> "list[CountingPass]":
     """The passes of one model's build, in order, each with its reason; see ``pipeline.list_passes``."""
     from specexport.passes.pipeline import list_passes
@@ -41,6 +43,7 @@ def default_passes(
         quantize_lm_head=quantize_lm_head,
         quantize_operator=quantize_operator,
         quantize_block=quantize_block,
+        head_ids=head_ids,
     )
 
 

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from specexport.passes.base import CountingPass
 from specexport.passes.constant_fold import ConstantFoldPass
 from specexport.passes.contract_check import ContractCheckPass
+from specexport.passes.lm_head_cut import LmHeadCutPass
 from specexport.passes.logit_row_select import LogitRowSelectPass
 from specexport.passes.node_deduplicate import NodeDeduplicatePass
 from specexport.passes.operator_fuse import OperatorFusePass
@@ -18,6 +19,7 @@ from specexport.passes.transpose_fold import TransposeFoldPass
 from specexport.passes.weight_deduplicate import WeightDeduplicatePass
 from specexport.passes.weight_remove import WeightRemovePass
 from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.executors.base import Int32Array
 
 
 def list_passes(
@@ -28,6 +30,7 @@ def list_passes(
     quantize_lm_head: bool = True,
     quantize_operator: str = "",
     quantize_block: int = 0,
+    head_ids: Int32Array | None = None,
 ) -> list[CountingPass]:
     """The passes of a build, in order. Each says why it is there in its ``reason``.
 
@@ -38,7 +41,9 @@ def list_passes(
         quantize_lm_head: whether that takes the LM head too.
         quantize_operator: how the backend's engines take int4 weights; see ``quantize.quantizing_passes``.
         quantize_block: inputs that share a scale there.
+        head_ids: token ids that the LM head keeps, int32 [N]; None for all.
     """
+    cutting: list[CountingPass] = [] if head_ids is None else [LmHeadCutPass(head_ids)]
     packing: list[CountingPass] = []
     quantizing: list[CountingPass] = []
     if pack:
@@ -57,6 +62,7 @@ def list_passes(
         WeightDeduplicatePass(),  # before anything touches a weight: they are still the model's own memory
         LogitRowSelectPass(),  # before TransposeFold: it takes the LM head's weight as it is stored
         TransposeFoldPass(),
+        *cutting,  # before the weights are cast and quantized: what goes needs neither
         *packing,
         PrecisionCastPass(dtype),
         *quantizing,

@@ -67,7 +67,7 @@ def find_sites(model: ir.Model, kind: str, *, lm_head: bool) -> list[LinearSite]
     """
     for node in model.graph:
         _refuse_batched(node, kind)
-    sites = [site for node in model.graph if (site := _site_of(node)) is not None]
+    sites = [site for node in model.graph if (site := linear_site(node)) is not None]
     if not lm_head:
         head = _head(model, {site.node for site in sites})
         sites = [site for site in sites if site.node is not head]
@@ -76,7 +76,8 @@ def find_sites(model: ir.Model, kind: str, *, lm_head: bool) -> list[LinearSite]
     return sites
 
 
-def _site_of(node: ir.Node) -> LinearSite | None:
+def linear_site(node: ir.Node) -> LinearSite | None:
+    """What a node is as a linear layer; None if it is none."""
     if node.domain != "" or node.op_type not in ("MatMul", "Gemm"):
         return None
     weight = node.inputs[1]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specexport.verify.perplexity import reference_loss
+from specexport_runtime.bundle.cut_head import CutHead
 from specexport_runtime.bundle.manifest import Manifest
 from specexport_runtime.errors import CheckpointError
 from specexport_runtime.executors.base import Float32Array
@@ -108,9 +109,23 @@ def widen_weights(model: Any) -> None:
 
 
 def eager_loss(
-    source: str, revision: str | None, windows: Seq[Seq[int]], *, dtype: str, trust_remote_code: bool
+    source: str,
+    revision: str | None,
+    windows: Seq[Seq[int]],
+    *,
+    dtype: str,
+    trust_remote_code: bool,
+    head: CutHead | None = None,
 ) -> float:
     """Mean loss of eager transformers on ``windows`` in nats per token; the model is freed before this returns.
+
+    Args:
+        source: the checkpoint.
+        revision: its hub revision.
+        windows: token ids.
+        dtype: see :func:`eager_references`.
+        trust_remote_code: let Python code from the checkpoint run.
+        head: see ``perplexity.token_losses``.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
@@ -121,7 +136,7 @@ def eager_loss(
     widen_weights(checkpoint.model)
     # One window at a time: the logits of a large vocabulary are kept for no longer than they are read.
     logits = (reference_logits(checkpoint, [list(window)])[0] for window in windows)
-    loss = reference_loss(logits, windows)
+    loss = reference_loss(logits, windows, head)
     del checkpoint, logits
     gc.collect()
     return loss

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specexport_runtime.bundle.cut_head import CutHead
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.sampling.distribution import Distribution, Float32Array, Float64Array
@@ -25,12 +26,16 @@ class LogitTree:
         executor: the engine. Cache row 0 belongs to the tree until its last new path: nothing else may run meanwhile.
         context: token ids, at least one.
         vocab_size: ids below it have a logit; None takes the engine's.
+        head: the token ids of the engine's LM head, if that was cut: the others have the logit -inf.
     """
 
-    def __init__(self, executor: Executor, context: Seq[int], *, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, executor: Executor, context: Seq[int], *, vocab_size: int | None = None, head: CutHead | None = None
+    ) -> None:
         self._runner = ModelRunner(executor)
-        self.vocab_size = vocab_size or executor.vocab_size
-        self._known = executor.vocab_size
+        self._known = executor.vocab_size if head is None else head.vocab_size
+        self.vocab_size = vocab_size or self._known
+        self._head = head
         self._last = self._stand_in(context[-1:])
         self._rows: dict[Path, Float32Array] = {}
         self._runner.prefill(0, self._stand_in(context[:-1]))
@@ -41,7 +46,8 @@ class LogitTree:
         if row is None:
             # Nothing is committed, so every path starts at the context.
             logits = self._runner.step(0, [RowWork(self._last + self._stand_in(path), 1)])
-            row = self._rows[path] = logits[0, : self.vocab_size].copy()
+            whole = logits[0] if self._head is None else self._head.widen(logits[0])
+            row = self._rows[path] = whole[: self.vocab_size].copy()
         return row
 
     def _stand_in(self, tokens: Seq[int]) -> list[int]:

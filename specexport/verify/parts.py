@@ -71,14 +71,15 @@ def run_perplexity(
         if executor is None or reference is None:
             continue
         with clock.stage("perplexity", role):
-            loss = engine_loss(executor, windows, lookahead=manifest.lookahead)
+            head = engine.draft_head if role == "draft" else None
+            loss = engine_loss(executor, windows, lookahead=manifest.lookahead, head=head)
         entry = manifest.models[role]
         results.append(
             compare_perplexity(
                 role,
                 loss,
                 reference.loss,
-                count_predicted(windows),
+                count_predicted(windows, head),
                 quantize=entry.quantize,
                 limit=perplexity_limit(entry.quantize, entry.dtype, len(entry.layers)),
                 reference=reference.source,

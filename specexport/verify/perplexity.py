@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specexport_runtime.bundle.cut_head import CutHead
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import Executor, Float32Array
 from specexport_runtime.packing.batch import ModelRunner, RowWork
@@ -105,28 +106,36 @@ def make_windows(
     return windows
 
 
-def token_losses(logits: Float32Array, tokens: Seq[int]) -> float:
+def token_losses(logits: Float32Array, tokens: Seq[int], head: CutHead | None = None) -> float:
     """Sum over rows of -ln softmax(logits)[token], in nats, computed in float64.
 
     Args:
         logits: [n, V].
         tokens: the n tokens that came.
+        head: an LM head that was cut: what is compared is how likely each of its tokens is among them. Rows with
+            another token count nothing, and ``logits`` [n, N] are its own.
     """
     total = 0.0
     for row, token in zip(logits, tokens, strict=True):
+        if head is not None:
+            if token not in head.ids:
+                continue
+            token = int(head.ids.searchsorted(token))  # noqa: PLW2901 - its row
+            row = row if len(row) == len(head.ids) else row[head.ids]  # noqa: PLW2901
         wide = row.astype(np.float64)
         highest = wide.max()
         total += float(highest + np.log(np.exp(wide - highest).sum()) - wide[token])
     return total
 
 
-def engine_loss(executor: Executor, windows: Seq[Seq[int]], *, lookahead: int) -> float:
+def engine_loss(executor: Executor, windows: Seq[Seq[int]], *, lookahead: int, head: CutHead | None = None) -> float:
     """Mean loss of an engine in nats per token; nothing else may use the engine meanwhile.
 
     Args:
         executor: the engine.
         windows: token ids, at least two each; the first of each is only read.
         lookahead: K: engines with profiles compute the logits of K+1 tokens a step, and no more.
+        head: see :func:`token_losses`.
     """
     runner = ModelRunner(executor)
     most = runner.max_chunk if executor.max_num_tokens is None else lookahead + 1
@@ -137,20 +146,29 @@ def engine_loss(executor: Executor, windows: Seq[Seq[int]], *, lookahead: int) -
         for start in range(0, len(window) - 1, size):
             chunk = list(window[start : min(start + size, len(window) - 1)])
             logits = runner.step(0, [RowWork(chunk, len(chunk))])
-            total += token_losses(logits, window[start + 1 : start + 1 + len(chunk)])
+            total += token_losses(logits, window[start + 1 : start + 1 + len(chunk)], head)
             runner.kv.commit(0, start + len(chunk))
-    return total / count_predicted(windows)
+    return total / count_predicted(windows, head)
 
 
-def reference_loss(logits: Iterator[Float32Array], windows: Seq[Seq[int]]) -> float:
+def reference_loss(logits: Iterator[Float32Array], windows: Seq[Seq[int]], head: CutHead | None = None) -> float:
     """Mean loss of reference logits in nats per token; ``logits`` gives [len, V] for each window in turn."""
-    total = sum(token_losses(rows[:-1], window[1:]) for rows, window in zip(logits, windows, strict=True))
-    return total / count_predicted(windows)
+    total = sum(token_losses(rows[:-1], window[1:], head) for rows, window in zip(logits, windows, strict=True))
+    return total / count_predicted(windows, head)
 
 
-def count_predicted(windows: Seq[Seq[int]]) -> int:
-    """Tokens of all windows but the first of each."""
-    return sum(len(window) - 1 for window in windows)
+def count_predicted(windows: Seq[Seq[int]], head: CutHead | None = None) -> int:
+    """Tokens of all windows but the first of each; those only that an LM head has, if it was cut.
+
+    Raises:
+        InvalidRequestError: it has none of them.
+    """
+    if head is None:
+        return sum(len(window) - 1 for window in windows)
+    known = sum(int(np.isin(window[1:], head.ids).sum()) for window in windows)
+    if not known:
+        raise InvalidRequestError("the draft's LM head has no token of the text.", "give a text of the kind it drafts.")
+    return known
 
 
 def compare_perplexity(

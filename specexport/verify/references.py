@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from specexport.progress import StageClock
 from specexport.verify.checkpoint import (
     CheckpointNotFoundError,
@@ -20,6 +22,7 @@ from specexport.verify.checkpoint import (
 )
 from specexport.verify.perplexity import engine_loss
 from specexport.verify.tensors import make_sequences
+from specexport_runtime.bundle.cut_head import load_cut_head
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
@@ -39,7 +42,7 @@ class Reference:
 
     Attributes:
         sequences: token ids.
-        logits: eager logits [len, V] of each.
+        logits: eager logits [len, V] of each; [len, N] where the engine's LM head was cut.
     """
 
     sequences: list[list[int]]
@@ -110,21 +113,24 @@ def collect_references(
     """
     found = References()
     if options.reference is not None:
-        _losses_of_bundle(options.reference, manifest, windows, options, clock, found)
+        _losses_of_bundle(bundle, options.reference, manifest, windows, options, clock, found)
     sources = _find_checkpoints(bundle, manifest, options, found)
     for role, source in sources.items():
         entry = manifest.models[role]
         revision, dtype = recorded_revision(manifest, role), entry.dtype
         remote = options.trust_remote_code
+        head = load_cut_head(bundle, entry)
         with clock.stage("eager reference", role):
             if wants_loss(manifest, role, options) and role not in found.losses:
-                loss = eager_loss(source, revision, windows, dtype=dtype, trust_remote_code=remote)
+                loss = eager_loss(source, revision, windows, dtype=dtype, trust_remote_code=remote, head=head)
                 found.losses[role] = FloatLoss(loss, EAGER)
             if entry.quantize is None:
                 sequences = make_sequences(
                     prompts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
                 )
                 logits = eager_references(source, revision, sequences, dtype=dtype, trust_remote_code=remote)
+                if head is not None:
+                    logits = [rows[:, head.ids] for rows in logits]
                 found.logits[role] = Reference(sequences, logits)
     return found
 
@@ -160,6 +166,7 @@ def _require_torch() -> None:
 
 
 def _losses_of_bundle(
+    bundle: Path,
     reference: Path,
     manifest: Manifest,
     windows: Seq[Seq[int]],
@@ -181,12 +188,19 @@ def _losses_of_bundle(
                 f"--reference {reference}: its {role} {what}, so nothing can be compared with it.",
                 f"give a bundle built from {entry.source} without --quantize.",
             )
+        head = load_cut_head(bundle, entry)
+        theirs = load_cut_head(reference, model)
+        if theirs is not None and (head is None or not np.array_equal(theirs.ids, head.ids)):
+            raise InvalidRequestError(
+                f"--reference {reference}: its {role} has an LM head of {len(theirs.ids)} other tokens.",
+                f"give a bundle built from {entry.source} without --draft-vocab-size.",
+            )
         with clock.stage("reference bundle", role):
             longest = max(map(len, windows))
             opened = load_bundle(reference, max_num_seqs=1, max_model_len=min(longest, other.max_model_len))
             executor = open_executor(opened, role, num_threads=options.num_threads, spin=options.spin)
             try:
-                loss = engine_loss(executor, windows, lookahead=other.lookahead)
+                loss = engine_loss(executor, windows, lookahead=other.lookahead, head=head)
             finally:
                 executor.close()
             found.losses[role] = FloatLoss(loss, f"bundle {other.name}")

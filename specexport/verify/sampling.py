@@ -133,7 +133,9 @@ def check_sampling(
     exact: list[Partition] = []
     for prompt, tokens in chosen:
         target = LogitTree(engine.target, tokens)
-        draft = LogitTree(engine.draft, tokens, vocab_size=draft_vocab_size) if engine.draft is not None else None
+        draft = None
+        if engine.draft is not None:
+            draft = LogitTree(engine.draft, tokens, vocab_size=draft_vocab_size, head=engine.draft_head)
         context = _Context(prompt, tokens, target, draft)
         for setting in settings:
             tests.append(_test_recorded(context, setting, accept, drawing))

@@ -49,7 +49,9 @@ ENTRY = ModelEntry(
     gate_obstacle="tied",
     quantize="int8",
 )
+DRAFT = replace(ENTRY, head_ids_path="draft/head_ids.npy", num_head_ids=120)
 FILES = (
+    "draft/head_ids.npy",
     "target/model.onnx",
     "target/sm89.engine",
     "target/sm120.delta",
@@ -64,12 +66,13 @@ MANIFEST = Manifest(
     vocabulary=VocabularyInfo(290, "cd", 1, (2, 299), {"eos_token": "</s>"}),
     max_model_len=256,
     lookahead=4,
-    models={"target": ENTRY, "draft": ENTRY},
+    models={"target": ENTRY, "draft": DRAFT},
     files={name: FileEntry("ef", 3) for name in (*FILES, "tokenizer.json")},
     verify={"passed": True},
     max_num_seqs=2,
     max_num_tokens=64,
 )
+DRAFT_JSON = MANIFEST.to_json()["models"]["draft"]
 ABSURD = (
     None,
     True,
@@ -157,6 +160,12 @@ def test_the_manifest_of_these_tests_loads(tmp_path):
         (("models", "target", "layers"), [[1, 8]], "models.target.layers[0] is [1, 8], not a list of 3"),
         (("models", "target", "layers"), [[1, 8, 10**9]], "models.target.layers[0][2] is 1000000000"),
         (("models", "target", "vocab_size"), 10**12, "models.target.vocab_size is 1000000000000"),
+        (("models", "draft", "num_head_ids"), 301, "num_head_ids of models.draft is 301, not within its vocabulary of"),
+        (("models", "draft", "num_head_ids"), None, "not given where head_ids_path is, and only there"),
+        (("models", "target", "num_head_ids"), 120, "not given where head_ids_path is, and only there"),
+        (("models", "target"), DRAFT_JSON, "num_head_ids of models.target is 120, not null: only a draft's"),
+        (("models", "draft", "head_ids_path"), "draft/x.npy", "'draft/x.npy', not among the files"),
+        (("models", "draft", "head_ids_path"), "../ids.npy", "it lies outside the bundle"),
         (("models", "helper"), {}, "a name in models is 'helper', not one of target, draft"),
         (("models", "target", "surprise"), 1, "'surprise' is not known"),
         (("files", "../x"), {"sha256": "", "size": 0}, "a name in files is '../x'"),
@@ -246,6 +255,8 @@ def older(schema):
     if schema < 5:
         del data["max_num_seqs"], data["max_num_tokens"]
     for entry in data["models"].values():
+        if schema < 6:
+            del entry["head_ids_path"], entry["num_head_ids"]
         if schema < 5:
             entry["full_path"], entry["full_inputs"] = entry.pop("one_token_path"), entry.pop("one_token_inputs")
         if schema < 4:
@@ -262,6 +273,7 @@ def test_manifests_of_every_schema_load(tmp_path, schema):
     manifest = load_manifest(write(tmp_path, older(schema)))
     assert manifest.schema_version == schema
     assert manifest.models["target"].one_token_path == (ENTRY.one_token_path if schema >= 4 else None)
+    assert manifest.models["draft"].head_size == (120 if schema >= 6 else 300)
     assert manifest.models["target"].engines == (ENTRY.engines if schema >= 3 else ())
 
 

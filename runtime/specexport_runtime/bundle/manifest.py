@@ -31,11 +31,11 @@ from specexport_runtime.bundle.rules import (
 )
 from specexport_runtime.errors import BundleError, IncompatibleError
 
-SCHEMA_VERSION = 5
-READABLE_SCHEMAS = (2, 3, 4, 5)
+SCHEMA_VERSION = 6
+READABLE_SCHEMAS = (2, 3, 4, 5, 6)
 """Version 3 added the fields of engines that are built for a GPU, version 4 those of self-drafting and quantization,
-version 5 the defaults for loading, and engines that are stored as a difference; an older manifest is one without them.
-Version 5 also renamed some."""
+version 5 the defaults for loading, and engines that are stored as a difference, version 6 those of a cut LM head. An
+older manifest is one without them. Version 5 also renamed some."""
 _RENAMED = {"full_path": "one_token_path", "full_inputs": "one_token_inputs"}
 MANIFEST_NAME = "manifest.json"
 DEFAULT_NUM_SEQS = 8
@@ -82,7 +82,7 @@ class ModelEntry:
         backend: backend that built it, for example ``"ort-cpu"``.
         architecture: model class name of the checkpoint.
         dtype: dtype of weights, activations and caches, a numpy name.
-        vocab_size: rows of the LM head (V).
+        vocab_size: token ids of the model (V): rows of its LM head, unless that was cut.
         layers: cache sizes of each attention layer, in order.
         inputs: step inputs the lowered graph takes (names of the contract).
         num_parameters: parameters of the model, tied ones counted once.
@@ -107,6 +107,9 @@ class ModelEntry:
         one_token_path: graph of a small draft for steps of exactly one new token a row, all with logits, over the same
             weights file; its caches have no second dimension. None if there is none.
         one_token_inputs: step inputs that graph takes.
+        head_ids_path: the token ids that the LM head of a draft was cut down to, see ``bundle.cut_head``; None where it
+            is whole.
+        num_head_ids: N, how many those are.
     """
 
     path: str
@@ -136,6 +139,13 @@ class ModelEntry:
     fused: tuple[tuple[str, int], ...] = ()
     one_token_path: str | None = None
     one_token_inputs: tuple[str, ...] = ()
+    head_ids_path: str | None = None
+    num_head_ids: int | None = None
+
+    @property
+    def head_size(self) -> int:
+        """Rows of the LM head: the width of the logits."""
+        return self.num_head_ids or self.vocab_size
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "ModelEntry":
@@ -290,6 +300,8 @@ _ENTRY_RULES = _rules_of(
     fused=_PASSES,
     one_token_path=optional(inner_path),
     one_token_inputs=list_of(text),
+    head_ids_path=optional(inner_path),
+    num_head_ids=optional(whole(1, 1 << 24)),
 )
 
 
@@ -402,3 +414,19 @@ def _check_agreement(manifest: Manifest) -> None:
         for path in paths:
             if path is not None and path not in manifest.files:
                 raise MisfitError(f"an engine of models.{role}", path, "among the files")
+        _check_head(manifest, role, entry)
+
+
+def _check_head(manifest: Manifest, role: str, entry: ModelEntry) -> None:
+    """Refuse an LM head that is cut down without saying to what, or that of a target, which must say everything."""
+    ids, path = entry.num_head_ids, entry.head_ids_path
+    if (ids is None) != (path is None):
+        raise MisfitError(f"num_head_ids of models.{role}", ids, "given where head_ids_path is, and only there")
+    if ids is None:
+        return
+    if role == "target":
+        raise MisfitError("num_head_ids of models.target", ids, "null: only a draft's LM head may be cut")
+    if ids > entry.vocab_size:
+        raise MisfitError(f"num_head_ids of models.{role}", ids, f"within its vocabulary of {entry.vocab_size}")
+    if path not in manifest.files:
+        raise MisfitError(f"head_ids_path of models.{role}", path, "among the files")

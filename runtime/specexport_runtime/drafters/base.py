@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from specexport_runtime.sequences.records import DrafterTraits, Proposal
 
 if TYPE_CHECKING:
+    from specexport_runtime.bundle.cut_head import CutHead
     from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.drafters.suffix_store import SuffixStore
     from specexport_runtime.executors.base import Float32Array
@@ -121,6 +122,7 @@ class DrafterParts(NamedTuple):
         vocab_size: ids below it may be drafted.
         match_length: fewest tokens that a copy must match.
         store: what was generated before; None lets the drafter that remembers begin with nothing.
+        draft_head: the token ids of the draft model's LM head; None where it has all.
     """
 
     target: "ModelRunner"
@@ -128,6 +130,7 @@ class DrafterParts(NamedTuple):
     vocab_size: int
     match_length: int
     store: "SuffixStore | None" = None
+    draft_head: "CutHead | None" = None
 
 
 DrafterFactory = Callable[[DrafterParts], Drafter]

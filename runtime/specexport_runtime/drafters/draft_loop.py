@@ -3,15 +3,19 @@
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.distribution import Distribution, sample_token
 from specexport_runtime.sequences.records import DraftEnd, Proposal
 from specexport_runtime.sequences.sequence import Sequence
+
+if TYPE_CHECKING:
+    from specexport_runtime.bundle.cut_head import CutHead
 
 _NAN = "the draft's logits contain NaN."
 
@@ -48,11 +52,16 @@ class Draft:
         may_exit = self.sequence.draft_exit is not None and len(self.tokens) + 1 < self.limit
         return may_exit or not self.sequence.sampler.is_plain_greedy
 
-    def draw(self, logits: Float32Array) -> None:
+    def draw(self, logits: Float32Array, head: "CutHead | None" = None) -> None:
         """Append the token that ``logits`` [V] give, and end the draft behind it if the model is not sure of that step.
 
         The token is kept then: its step was paid for, and to leave it out because of *what it is* would make the text
         follow another distribution.
+
+        Args:
+            logits: of the model's LM head.
+            head: the token ids of its rows, for ``logits`` [N]; None where they are the rows. The distribution is over
+                all ids either way, so that what is drawn from is what is tested.
 
         Raises:
             CheckFailedError: the logits hold NaN or +inf.
@@ -60,11 +69,15 @@ class Draft:
         """
         seq, top = self.sequence, 1.0
         draft_exit = seq.draft_exit if len(self.tokens) + 1 < self.limit else None
+        plain = seq.sampler.is_plain_greedy
+        if head is not None and not plain:  # penalties and bias go by token id
+            logits = head.widen(logits)
         if self.distributions is None:
-            plain = seq.sampler.is_plain_greedy
             token = _plain_greedy(logits) if plain else seq.sampler.greedy_token(logits, self.tokens)
             if draft_exit is not None:  # with penalties: of the token they chose, but before them
                 top = _probability(logits, token)
+            if head is not None and plain:
+                token = int(head.ids[token])
         else:
             distribution = seq.sampler.distribution(logits, self.tokens)
             token = sample_token(distribution, seq.random.draws(seq.num_generated + len(self.tokens)).draft)
@@ -91,7 +104,11 @@ class Draft:
 
 
 def run_drafts(
-    runner: ModelRunner, drafts: Seq[Draft], vocab_size: int, pending: Callable[[Sequence, list[int]], list[int]]
+    runner: ModelRunner,
+    drafts: Seq[Draft],
+    vocab_size: int,
+    pending: Callable[[Sequence, list[int]], list[int]],
+    head: "CutHead | None" = None,
 ) -> None:
     """Fill all drafts, one packed step of the model for each depth. Rows without an open draft sit a step out.
 
@@ -100,21 +117,27 @@ def run_drafts(
         drafts: in ascending rows.
         vocab_size: ids that may be drafted; logits beyond it are cut off.
         pending: ``pending(sequence, tokens)`` gives what the model is fed for a sequence that has drafted ``tokens``.
+        head: the ids below ``vocab_size`` that the model's LM head has rows for; None where it has all.
     """
+    num_rows = vocab_size if head is None else len(head.ids)
     while active := [draft for draft in drafts if draft.is_open]:
         work = [(draft.sequence.row, pending(draft.sequence, draft.tokens)) for draft in active]
         if any(draft.needs_logits for draft in active):
-            for draft, row in zip(active, _step(runner, work, "logits")[:, :vocab_size], strict=True):
+            for draft, row in zip(active, _step(runner, work, "logits")[:, :num_rows], strict=True):
                 try:
-                    draft.draw(row)
+                    draft.draw(row, head)
                 except Exception as error:  # whatever it is, it concerns this sequence alone
-                    draft.error = error
+                    if head is not None and isinstance(error, InvalidRequestError):
+                        draft.limit = len(draft.tokens)  # the request bans all that this head has; the target has more
+                    else:
+                        draft.error = error
         else:
             for draft, token in zip(active, _step(runner, work, "token_ids").tolist(), strict=True):
                 if token == NO_TOKEN:
                     draft.error = CheckFailedError(_NAN)
                 else:  # an id that may not be drafted: a wrong guess costs a rejection, nothing else
-                    draft.tokens.append(token if token < vocab_size else 0)
+                    row_id = token if token < num_rows else 0
+                    draft.tokens.append(row_id if head is None else int(head.ids[row_id]))
 
 
 def _step(runner: ModelRunner, fed: Seq[tuple[int, list[int]]], want: Want) -> StepOutput:

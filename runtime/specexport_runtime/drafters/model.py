@@ -11,6 +11,7 @@ from specexport_runtime.sequences.records import Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
+    from specexport_runtime.bundle.cut_head import CutHead
     from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.lookahead.draft_cost import DraftCost
 
@@ -31,15 +32,20 @@ class ModelDrafter:
     Args:
         runner: the draft model.
         vocab_size: ids that may be drafted; logits of padding rows beyond it are cut off.
+        head: the token ids of the model's LM head; None where it has all.
         max_backlog: a sequence with more tokens to catch up on is prefilled alone first, so that the packed step
             stays narrow; at most what lets every row catch up in one step of the draft's engine.
     """
 
     traits = DrafterTraits(default_lookahead=DEFAULT_LOOKAHEAD, has_own_cache=True, can_exit=True)
 
-    def __init__(self, runner: ModelRunner, *, vocab_size: int, max_backlog: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, *, vocab_size: int, max_backlog: int, head: "CutHead | None" = None
+    ) -> None:
         self.runner = runner
-        self.vocab_size = min(vocab_size, runner.executor.vocab_size)
+        self._known_ids = runner.executor.vocab_size if head is None else head.vocab_size
+        self.vocab_size = min(vocab_size, self._known_ids)
+        self._head = None if head is None else head.below(self.vocab_size)
         limit = runner.executor.max_num_tokens
         self.max_backlog = max_backlog if limit is None else min(max_backlog, max(1, limit // runner.executor.num_rows))
 
@@ -58,7 +64,7 @@ class ModelDrafter:
         drafts = [
             Draft(seq, limit if seq.num_generated else 0) for seq, limit in zip(sequences, lookaheads, strict=True)
         ]
-        run_drafts(self.runner, drafts, self.vocab_size, self._pending)
+        run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head)
         return [draft.proposal(DRAFT_MODEL) for draft in drafts]
 
     def _pending(self, seq: Sequence, drafted: list[int]) -> list[int]:
@@ -73,7 +79,7 @@ class ModelDrafter:
 
     def _known(self, tokens: list[int]) -> list[int]:
         """Ids the draft model can embed. The target may emit a padding id of its own; any stand-in is lossless."""
-        limit = self.runner.executor.vocab_size
+        limit = self._known_ids
         return tokens if max(tokens) < limit else [token if token < limit else 0 for token in tokens]
 
     def commit(self, sequences: Seq[Sequence]) -> None:
@@ -101,7 +107,7 @@ class ModelDrafter:
 def _make(parts: DrafterParts) -> ModelDrafter:
     if parts.draft is None:
         raise SpecexportError("there is no draft model to draft with.")
-    return ModelDrafter(parts.draft, vocab_size=parts.vocab_size, max_backlog=MAX_BACKLOG)
+    return ModelDrafter(parts.draft, vocab_size=parts.vocab_size, max_backlog=MAX_BACKLOG, head=parts.draft_head)
 
 
 def _obstacle(offer: DraftOffer) -> Obstacle | None:

@@ -97,7 +97,7 @@ class OrtExecutor:
         one_token_hash: str | None = None,
         lookahead: int = 0,
     ) -> None:
-        self.vocab_size = entry.vocab_size
+        self.vocab_size = entry.head_size
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
         self.max_num_tokens: int | None = None

@@ -91,7 +91,7 @@ class OrtCudaExecutor:
                 "ONNX Runtime records no graph with branches.",
                 "leave --cuda-graphs out, or build it without --self-draft.",
             )
-        self.vocab_size = entry.vocab_size
+        self.vocab_size = entry.head_size
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
         self.max_num_tokens = None

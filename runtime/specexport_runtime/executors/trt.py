@@ -79,7 +79,7 @@ class TrtExecutor:
             driver = CudaDriver()
         self._parts: TrtParts = load_parts(entry, file, folder, num_rows, driver, use_graphs=use_graphs, load=load)
         sizes = self._parts.sizes
-        self.vocab_size = entry.vocab_size
+        self.vocab_size = entry.head_size
         self.num_rows = num_rows
         self.kv_capacity = sizes.kv_capacity - sizes.scratch
         ranged = [profile.num_tokens for _, profile in sizes.profiles if not profile.is_fixed]

@@ -133,7 +133,7 @@ def plan_memory(entry: ModelEntry, sizes: EngineSizes, weights: int, activations
         activations: as the engine or its manifest says.
     """
     _, kv_bytes = lay_out_caches(entry.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype])
-    outputs = sizes.max_logit_rows * (4 * entry.vocab_size + 8)
+    outputs = sizes.max_logit_rows * (4 * entry.head_size + 8)
     return MemoryPlan(weights, kv_bytes, activations, _input_bytes(entry.inputs, sizes) + outputs, sizes.arena_rows)
 
 
@@ -169,11 +169,11 @@ def _allocate(
     at = DeviceAddresses(
         allocate(engine.activation_bytes, "activations"),
         allocate(_input_bytes(entry.inputs, sizes), "step inputs"),
-        allocate(sizes.max_logit_rows * entry.vocab_size * 4, "logits"),
+        allocate(sizes.max_logit_rows * entry.head_size * 4, "logits"),
         allocate(sizes.max_logit_rows * 8, "token ids"),
         allocate(queries, "queries") if queries else 0,
     )
-    logits = HostOutput(driver, (sizes.max_logit_rows, entry.vocab_size), "float32")
+    logits = HostOutput(driver, (sizes.max_logit_rows, entry.head_size), "float32")
     token_ids = HostOutput(driver, (sizes.max_logit_rows,), "int64")
     stack.callback(logits.close)
     stack.callback(token_ids.close)

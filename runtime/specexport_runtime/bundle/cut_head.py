@@ -1,0 +1,77 @@
+"""An LM head of which only some rows were kept: which token each row stands for, from the bundle's file.
+
+A draft need not be able to say everything (FR-Spec, Zhao et al. 2025; VocabTrim, Goel et al. 2025): the head is the
+largest product of a small model, and most of its rows are hardly ever the answer. What is left out has probability 0
+in the draft, which changes what is drafted and never what is accepted.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.errors import BundleError
+
+HEAD_IDS_NAME = "head_ids.npy"
+"""File in the model's folder: int32 [N], ascending."""
+_REBUILD = "build it again with `specexport build`."
+
+
+class CutHead(NamedTuple):
+    """An LM head of N of a model's V token ids.
+
+    Attributes:
+        ids: token id of each row, int32 [N], ascending; an engine's logits and greedy tokens are in rows.
+        vocab_size: V, the ids that the model can be fed.
+    """
+
+    ids: npt.NDArray[np.int32]
+    vocab_size: int
+
+    def below(self, vocab_size: int) -> "CutHead":
+        """The head without the ids from ``vocab_size`` on: its first rows, for they ascend."""
+        return CutHead(self.ids[: self.ids.searchsorted(vocab_size)], min(self.vocab_size, vocab_size))
+
+    def widen(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Logits [V] of logits [N]: -inf for every id that has no row."""
+        wide = np.full(self.vocab_size, -np.inf, np.float32)
+        wide[self.ids] = logits
+        return wide
+
+
+def load_cut_head(folder: Path, entry: ModelEntry) -> CutHead | None:
+    """Which token ids the LM head of a model has; None if it has all.
+
+    Args:
+        folder: what the entry's paths are relative to.
+        entry: the model's manifest entry.
+
+    Raises:
+        BundleError: the file is no array of as many ids as the manifest says, ascending, each once, within V.
+    """
+    if entry.head_ids_path is None:
+        return None
+    path = folder / entry.head_ids_path
+    try:
+        ids = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise BundleError(f"{path} cannot be read ({error}).", _REBUILD) from error
+    problem = _problem(ids, entry)
+    if problem is not None:
+        raise BundleError(f"{path}: {problem}.", _REBUILD)
+    return CutHead(ids, entry.vocab_size)
+
+
+def _problem(ids: object, entry: ModelEntry) -> str | None:
+    """What is wrong with the ids; None if nothing is."""
+    if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1:
+        return "it holds no int32 token ids"
+    if len(ids) != entry.head_size:
+        return f"it has {len(ids)} token ids and the LM head {entry.head_size} rows"
+    wrong = np.flatnonzero(np.diff(ids) <= 0)
+    if wrong.size:
+        return f"token id {ids[wrong[0] + 1]} follows {ids[wrong[0]]}, and they should ascend"
+    beyond = ids[(ids < 0) | (ids >= entry.vocab_size)]
+    return f"token id {beyond[0]} lies outside 0 to {entry.vocab_size - 1}" if beyond.size else None

@@ -1,0 +1,151 @@
+"""Which tokens a draft's LM head keeps: the likeliest ones, counted on texts.
+
+A text is what the target is to write, or something like it. Tokens that were seen equally often, or never, come in the
+order of their ids: in a BPE vocabulary that is the order of merges, and so roughly of frequency. Imports the tokenizers
+library when it counts.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specexport_runtime.cli.prompts import json_lines, read_text
+from specexport_runtime.errors import InvalidRequestError, RecipeError
+from specexport_runtime.executors.base import Int32Array
+
+_FIELDS = ("text", "prompt", "reference")
+_FORM = 'give UTF-8 text, or JSON lines like {"text": "…"} in a file that ends in .jsonl.'
+_BATCH = 1000  # texts that are tokenized at a time
+
+
+class HeadCut(NamedTuple):
+    """What a draft's LM head is cut down by.
+
+    Attributes:
+        size: N, tokens that stay.
+        texts: what tokens are counted on.
+        ends: ids that end a text of the target; they stay.
+    """
+
+    size: int
+    texts: tuple[str, ...]
+    ends: tuple[int, ...] = ()
+
+    @property
+    def texts_sha256(self) -> str:
+        """Hash of the texts and of where one ends."""
+        return hashlib.sha256(json.dumps(self.texts).encode()).hexdigest()
+
+
+def read_counting_texts(path: str | None) -> tuple[str, ...]:
+    """Texts to count tokens on.
+
+    Args:
+        path: a file, or a folder whose files are read in the order of their names, hidden ones left out. A file that
+            ends in ``.jsonl`` holds an object a line with ``text`` (what ``specexport generate --json`` writes), or
+            else ``prompt`` and perhaps ``reference``; any other is a text. None takes the prompts and references that
+            ``specexport bench`` has.
+
+    Raises:
+        RecipeError: there is no such file or folder, a file cannot be read or has another form, or there is no text.
+    """
+    place = Path(str(files("specexport") / "bench" / "builtin_prompts.jsonl")) if path is None else Path(path)
+    place = place.expanduser()
+    if not place.exists():
+        raise RecipeError(f"draft_vocab_texts {place} does not exist.", "give a file or a folder with texts.")
+    texts = tuple(text for file in _files_of(place) for text in _read(file) if text.strip())
+    if not texts:
+        raise RecipeError(f"draft_vocab_texts {place} has no text.", _FORM)
+    return texts
+
+
+def _files_of(place: Path) -> list[Path]:
+    if not place.is_dir():
+        return [place]
+    found = sorted(file for file in place.rglob("*") if file.is_file())
+    return [file for file in found if not any(part.startswith(".") for part in file.relative_to(place).parts)]
+
+
+def _read(file: Path) -> Iterator[str]:
+    try:
+        if file.suffix == ".jsonl":
+            for number, record in json_lines(file):
+                yield from _texts_of(record, f"{file}, line {number}")
+        else:
+            yield read_text(file)
+    except InvalidRequestError as error:
+        raise RecipeError(f"draft_vocab_texts: {error.message}", _FORM) from error
+
+
+def _texts_of(record: dict[str, Any], where: str) -> Iterator[str]:
+    given = [(field, record[field]) for field in _FIELDS if record.get(field) is not None]
+    if not given or given[0][0] == "reference":
+        raise RecipeError(f"draft_vocab_texts: {where}: there is no field `text` or `prompt`.", _FORM)
+    # Beside a text, the prompt is what it was written for: the draft has to guess the text only.
+    for field, value in given[:1] if given[0][0] == "text" else given:
+        if not isinstance(value, str):
+            raise RecipeError(f"draft_vocab_texts: {where}: `{field}` is {value!r}, which is no text.", _FORM)
+        yield value
+
+
+def check_head_size(size: int, vocab_size: int) -> None:
+    """Refuse to keep more tokens than there are.
+
+    Args:
+        size: N.
+        vocab_size: V, rows of the whole head.
+
+    Raises:
+        RecipeError: N is beyond V.
+    """
+    if size > vocab_size:
+        raise RecipeError(
+            f"draft_vocab_size is {size}, a vocabulary size beyond the draft's: its LM head has {vocab_size} rows.",
+            f"give 1 to {vocab_size}, or leave it out.",
+        )
+
+
+def choose_head_ids(
+    cut: HeadCut, tokenizer_json: bytes, vocab_size: int, *, keep: Seq[int] = (), special_tokens: Seq[str] = ()
+) -> Int32Array:
+    """The token ids that a draft's LM head keeps.
+
+    Args:
+        cut: how many, and what they are counted on.
+        tokenizer_json: the draft's ``tokenizer.json``.
+        vocab_size: V, rows of the whole head.
+        keep: ids that stay, however often they were seen: those that end a text. ``cut.ends`` stay too.
+        special_tokens: texts of named special tokens, which stay as well.
+
+    Returns:
+        [N] int32, ascending.
+
+    Raises:
+        RecipeError: N is beyond V, or too small for what must stay.
+    """
+    from tokenizers import Tokenizer
+
+    check_head_size(cut.size, vocab_size)
+    tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    named = [token for text in special_tokens if (token := tokenizer.token_to_id(text)) is not None]
+    kept = np.array(sorted({token for token in (*keep, *cut.ends, *named) if 0 <= token < vocab_size}), np.int64)
+    if len(kept) > cut.size:
+        raise RecipeError(
+            f"draft_vocab_size is {cut.size}, and {len(kept)} special tokens must stay (a draft has to be able to end "
+            "a text).",
+            f"give {len(kept)} or more; a few thousand are usual.",
+        )
+    counts = np.zeros(vocab_size, np.int64)
+    for start in range(0, len(cut.texts), _BATCH):
+        for encoded in tokenizer.encode_batch(list(cut.texts[start : start + _BATCH]), add_special_tokens=False):
+            ids = np.array(encoded.ids, np.int64)
+            counts += np.bincount(ids[ids < vocab_size], minlength=vocab_size)
+    counts[kept] = np.iinfo(np.int64).max
+    likeliest = np.argsort(-counts, kind="stable")[: cut.size]  # stable: the lower id first on a tie
+    return np.sort(likeliest).astype(np.int32)

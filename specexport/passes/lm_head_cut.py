@@ -1,0 +1,97 @@
+"""A draft's LM head with the rows of some tokens only."""
+
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+
+from specexport.onnx_emit import lazy_weight
+from specexport.passes.base import CountingPass, constant_of
+from specexport.passes.quantize_sites import LinearSite, linear_site
+from specexport_runtime.abi import LOGITS
+from specexport_runtime.errors import UnsupportedModelError
+from specexport_runtime.executors.base import Int32Array
+
+_ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Tanh", "Cast", "Clip", "Identity", "Neg"}
+_CUTS_BATCH = {"Squeeze", "Gather"}
+
+
+class LmHeadCutPass(CountingPass):
+    """Keep the LM head's rows of ``ids``: its weight, its bias, and what elementwise nodes behind it have for each id.
+
+    A tied embedding stays whole, and the head becomes a weight of its own. The logits are then [R, N], in the order of
+    ``ids``. Counts the weights that were cut.
+
+    Args:
+        ids: token ids that stay, int32 [N], ascending.
+    """
+
+    name = "lm-head-cut"
+    reason = "a draft need not be able to say everything, and its LM head is the largest product of a step"
+
+    def __init__(self, ids: Int32Array) -> None:
+        self._ids = ids
+
+    def rewrite(self, model: ir.Model) -> int:
+        """Cut the head.
+
+        Raises:
+            UnsupportedModelError: between the head and the logits is more than elementwise nodes.
+        """
+        behind, head = _find_head(model)
+        width = head.width
+        changes = 1
+        _replace(model, head.node, 1, self._ids, axis=0 if head.turned else 1)
+        if len(head.node.inputs) > 2 and head.node.inputs[2] is not None:
+            changes += self._cut_row(model, head.node, 2, width)
+        for node in behind:
+            changes += sum(self._cut_row(model, node, index, width) for index in range(len(node.inputs)))
+        for node in (head.node, *behind):
+            (value,) = node.outputs
+            if value.shape is not None:
+                value.shape = ir.Shape([*list(value.shape)[:-1], len(self._ids)])
+        return changes
+
+    def _cut_row(self, model: ir.Model, node: ir.Node, index: int, width: int) -> int:
+        """Cut an input that has a value for each token id; 1 if it has."""
+        tensor = constant_of(node.inputs[index])
+        if tensor is None or not len(tensor.shape) or tensor.shape[-1] != width:
+            return 0
+        _replace(model, node, index, self._ids, axis=len(tensor.shape) - 1)
+        return 1
+
+
+def _replace(model: ir.Model, node: ir.Node, index: int, ids: Int32Array, *, axis: int) -> None:
+    """Give ``node`` a cut copy of a weight in the place of the whole one, which others may read."""
+    value = node.inputs[index]
+    tensor = constant_of(value)
+    assert value is not None and tensor is not None  # noqa: PT018, S101 - the caller has looked
+    shape = [int(str(size)) for size in tensor.shape]
+    shape[axis] = len(ids)
+    make = partial(_rows, tensor, ids, axis)
+    node.replace_input_with(index, lazy_weight(model.graph, f"{value.name}.cut", tensor.dtype, shape, make))
+
+
+def _rows(tensor: ir.TensorProtocol, ids: Int32Array, axis: int) -> np.ndarray:
+    return np.take(tensor.numpy(), ids, axis=axis)
+
+
+def _find_head(model: ir.Model) -> tuple[list[ir.Node], LinearSite]:
+    """The LM head, and the nodes between it and the logits."""
+    behind: list[ir.Node] = []
+    value: ir.Value | None = next(value for value in model.graph.outputs if value.name == LOGITS.name)
+    while value is not None and (node := value.producer()) is not None:
+        site = linear_site(node)
+        if site is not None:
+            return behind, site
+        computed = [x for x in node.inputs if x is not None and constant_of(x) is None]
+        first = node.op_type in _CUTS_BATCH and node.inputs[0] in computed and node.attributes.get_int("axis", 0) == 0
+        if not (node.op_type in _ELEMENTWISE or first) or len(computed) != 1:
+            break
+        behind.append(node)
+        value = computed[0]
+    raise UnsupportedModelError(
+        "draft_vocab_size was given, and this draft's LM head cannot be cut: its logits are no linear layer with "
+        "elementwise operations behind it.",
+        "leave out --draft-vocab-size, or take another draft.",
+    )

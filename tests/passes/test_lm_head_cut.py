@@ -1,0 +1,93 @@
+"""A cut LM head gives the kept tokens' logits of the whole one, and nothing else of the graph changes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from specexport.passes import default_passes, run_passes
+from specexport.passes.lm_head_cut import LmHeadCutPass
+from specexport_runtime.abi import LOGITS
+from specexport_runtime.errors import UnsupportedModelError
+from tests.engine_harness import Engine, Recipe
+from tests.tiny_models import VOCAB, make_model
+from tests.tiny_traces import tiny_model, trace_of
+
+IDS = np.array([0, 1, 2, 5, 17, 90, 91, 200, 318, 319], np.int32)
+PROMPT = [[3, 250, 17, 9], [6, 8]]
+SOFTCAP = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "final_logit_softcapping": 0.7,
+}
+"""So low that every logit is bent: without the cap the logits would be others."""
+
+
+def model_of(name: str) -> Any:
+    return make_model("Gemma2", SOFTCAP) if name == "softcap" else tiny_model(name)
+
+
+def logits_of(model: Any, folder: Path, **changes: Any) -> tuple[np.ndarray, dict[str, int], ir.Model]:
+    """Logits of one step, what each pass changed, and the graph after the passes."""
+    from specexport.backends.ort import write_onnx
+    from specexport.lowering.ort_cpu import lower_ort_cpu
+
+    traced = trace_of(model)
+    report = dict(run_passes(traced.ir_model, default_passes(Recipe(), **changes)))
+    passed = traced.ir_model.clone()
+    lower_ort_cpu(traced.ir_model)
+    write_onnx(traced.ir_model, folder)
+    return Engine(folder, traced.layers, num_rows=2, capacity=8).step(PROMPT, [0, 0]), report, passed
+
+
+# Tied (with a scale behind the head), tied, untied; with a bias; with a softcap.
+@pytest.mark.parametrize(("name", "changed"), [("cohere2", 1), ("llama_tied", 1), ("llama", 1), ("phi", 2)])
+def test_the_logits_are_those_of_the_kept_tokens(name: str, changed: int, tmp_path: Path) -> None:
+    check(model_of(name), changed, tmp_path)
+
+
+def test_a_softcap_stays_behind_the_head(tmp_path: Path) -> None:
+    logits = check(model_of("softcap"), 1, tmp_path)
+    assert 0.3 < np.abs(logits).max() < SOFTCAP["final_logit_softcapping"]
+
+
+def check(model: Any, changed: int, folder: Path) -> np.ndarray:
+    whole, _, _ = logits_of(model, folder / "whole")
+    cut, report, graph = logits_of(model, folder / "cut", head_ids=IDS)
+    assert report["lm-head-cut"] == changed
+    assert cut.shape == (6, len(IDS))
+    np.testing.assert_allclose(cut, whole[:, IDS], atol=2e-6)
+    assert np.abs(cut - whole[:, IDS + 1 - 2 * (IDS == VOCAB - 1)]).max() > 1e-2, "any rows would pass"
+    heights = [value.shape[0] for value in graph.graph.initializers.values() if len(value.shape or ()) == 2]
+    assert heights.count(VOCAB) == 1, "the embedding stays whole, and the whole head is gone"
+    return cut
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_the_head_is_quantized_after_it_is_cut(quantize: str, tmp_path: Path) -> None:
+    """A row of the head is quantized by itself: what stays is the same to the last bit."""
+    model = tiny_model("llama_tied")
+    whole, all_of_it, _ = logits_of(model, tmp_path / "whole", quantize=quantize)
+    cut, report, _ = logits_of(model, tmp_path / "cut", quantize=quantize, head_ids=IDS)
+    assert report[f"{quantize}-quantize"] == all_of_it[f"{quantize}-quantize"]
+    np.testing.assert_allclose(cut, whole[:, IDS], atol=2e-6)
+
+
+def test_logits_that_no_linear_layer_gives_are_refused(traced: Callable[[str], ir.Model]) -> None:
+    model = traced("llama")
+    logits = next(value for value in model.graph.outputs if value.name == LOGITS.name)
+    softmax = ir.Node("", "Softmax", [logits], num_outputs=1)
+    model.graph.append(softmax)
+    model.graph.outputs[model.graph.outputs.index(logits)] = softmax.outputs[0]
+    logits.name, softmax.outputs[0].name = "raw", LOGITS.name
+    with pytest.raises(UnsupportedModelError, match="LM head cannot be cut"):
+        LmHeadCutPass(IDS)(model)

@@ -1,0 +1,234 @@
+"""A draft model with an LM head of some tokens: it drafts in whole-vocabulary ids, and the law is the target's."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from loop import VOCAB, greedy_reference, make_draft, make_sequence, make_target
+from test_manifest_values import ENTRY
+from test_sampling_exact import P_VALUE, p_value
+
+from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME, CutHead, load_cut_head
+from specexport_runtime.decoding.decoder import Decoder
+from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.drafters.model import ModelDrafter
+from specexport_runtime.errors import BundleError
+from specexport_runtime.executors.base import argmax_ids
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sampling.distribution import Distribution
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.sampler import Sampler
+from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.sequences.records import DraftStage
+from specexport_runtime.sequences.sequence import Sequence
+
+IDS = np.array([0, 2, 3, 5, 8, 9, 11, 12, 14, 16], np.int32)
+WRONG = np.array([1, 3, 4, 6, 9, 10, 12, 13, 15, 16], np.int32)
+PLAN = (DraftStage("draft-model", 4),)
+PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9]
+
+
+def cut(executor, ids=IDS):
+    """Let an executor of V tokens give the logits of ``ids`` only, as an engine with a cut head does."""
+    execute = executor.execute
+
+    def executed(want="logits"):
+        logits = execute("logits")[:, ids]
+        return logits if want == "logits" else argmax_ids(logits)
+
+    executor.execute = executed
+    return executor
+
+
+def make_drafter(draft, ids=IDS, vocab_size=VOCAB):
+    return ModelDrafter(ModelRunner(draft), vocab_size=vocab_size, max_backlog=9, head=CutHead(ids, VOCAB))
+
+
+def make_decoder(draft, ids=IDS, vocab_size=VOCAB):
+    return Decoder(ModelRunner(make_target()), ChainDrafter({"draft-model": make_drafter(draft, ids, vocab_size)}))
+
+
+def run(decoder, sequences):
+    for seq in sequences:
+        decoder.add(seq)
+    while decoder.has_work:
+        decoder.step()
+        decoder.check()
+    for seq in sequences:
+        if seq.error is not None:
+            raise seq.error
+    return sum(seq.stats.accepted for seq in sequences), sum(seq.stats.drafted for seq in sequences)
+
+
+def sequences(**options):
+    exits = {"draft_exit": DraftExit(DraftExitParams(gamma=0.3))} if options.pop("exits", False) else {}
+    params = SamplingParams(max_tokens=40, **options)
+    return [make_sequence(i, prompt, params, draft_plan=PLAN, **exits) for i, prompt in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("exits", [False, True], ids=["ids", "logits"])
+def test_greedy_text_is_plain_and_every_kept_token_is_guessed(exits):
+    """The draft is the target: it is right wherever the target says a token that the head has, and nowhere else."""
+    target, decoding = make_target(), sequences(exits=exits)
+    accepted, _ = run(make_decoder(cut(make_draft("same"))), decoding)
+    for seq, prompt in zip(decoding, PROMPTS, strict=True):
+        assert seq.output == greedy_reference(target, prompt, 40)
+    kept = sum(token in IDS for seq in decoding for token in seq.output)
+    assert 0.35 * kept < accepted <= kept
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}, {"frequency_penalty": 0.6}], ids=str)
+def test_a_wrong_map_is_never_right_and_never_wrong_text(options):
+    right = run(make_decoder(cut(make_draft("same"))), sequences(**options))
+    wrong = sequences(**options)
+    accepted, drafted = run(make_decoder(cut(make_draft("same")), WRONG), wrong)
+    assert accepted / drafted < 0.5 * right[0] / right[1]
+    if not options:
+        assert [seq.output for seq in wrong] == [greedy_reference(make_target(), prompt, 40) for prompt in PROMPTS]
+
+
+def test_what_is_drawn_from_is_over_all_ids():
+    """It is the draft's softmax over the ids that it has, and 0 elsewhere; penalties and bias go by token id."""
+    params = SamplingParams(temperature=0.7, presence_penalty=0.8, logit_bias={9: 1.5, 10: 4.0})
+    seq = make_sequence(0, [3, 9], params, draft_plan=PLAN, seed=3)
+    seq.row = 0
+    seq.commit([11])
+    (proposal,) = make_drafter(cut(make_draft("good"))).propose([seq], [3])
+    assert len(proposal.tokens) == 3
+    whole = make_draft("good")
+    for drafted in range(3):
+        before = proposal.tokens[:drafted]
+        logits = whole.logits_after([3, 9, 11, *before]).copy()
+        logits[np.setdiff1d(np.arange(VOCAB), IDS)] = -np.inf
+        expected = seq.sampler.distribution(logits, before)
+        assert [proposal.distributions[drafted].probability(token) for token in range(VOCAB)] == [
+            expected.probability(token) for token in range(VOCAB)
+        ]
+
+
+def test_ids_beyond_the_shared_vocabulary_are_not_drafted():
+    for options in ({}, {"temperature": 1.5, "seed": 2}):
+        decoding = sequences(**options)
+        decoder = make_decoder(cut(make_draft("random")), vocab_size=9)
+        seen = []
+        propose = decoder.drafter.drafters["draft-model"].propose
+        decoder.drafter.drafters["draft-model"].propose = lambda *args, propose=propose, seen=seen: (
+            seen.extend(found := propose(*args)) or found
+        )
+        run(decoder, decoding)
+        drafted = {token for proposal in seen for token in proposal.tokens}
+        assert drafted <= {0, 2, 3, 5, 8}
+        assert len(drafted) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_that_bans_all_that_the_head_has_is_decoded_without_it(temperature):
+    """The target has more tokens: such a request must not fail because of its draft."""
+    bans = dict.fromkeys(IDS.tolist(), float("-inf"))
+    (seq, *_) = sequences(temperature=temperature, logit_bias=bans)
+    assert run(make_decoder(cut(make_draft("same"))), [seq]) == (0, 0)
+    assert len(seq.output) == 40
+    assert not set(seq.output) & set(IDS.tolist())
+
+
+def test_logits_that_are_no_numbers_are_still_an_error():
+    draft = cut(make_draft("good"))
+    execute = draft.execute
+    draft.execute = lambda want="logits": np.full_like(execute("logits"), np.nan)
+    with pytest.raises(Exception, match="NaN"):
+        run(make_decoder(draft), sequences(temperature=0.8))
+
+
+SMALL = 6
+SMALL_IDS = np.array([1, 2, 4], np.int32)
+
+
+class Whole(ModelDrafter):
+    """Tells of distributions over all ids, half of their mass on those that could not be drawn."""
+
+    def propose(self, sequences, lookaheads):
+        found = super().propose(sequences, lookaheads)
+        return [each._replace(distributions=[spread(p) for p in each.distributions or ()]) for each in found]
+
+
+def spread(distribution):
+    probs = np.array([distribution.probability(token) for token in range(SMALL)])
+    rest = np.isin(np.arange(SMALL), SMALL_IDS, invert=True)
+    return Distribution(None, 0.5 * probs + 0.5 * rest / rest.sum())
+
+
+def sampled_p_value(drafter_class, count):
+    """p-value of three tokens after one prompt, drawn ``count`` times with a draft that knows half of the tokens."""
+    target, draft = FakeExecutor(SMALL, 8, 16, context=1, sharpness=1.0), FakeExecutor(SMALL, 8, 16, context=1, seed=4)
+    params = SamplingParams(temperature=0.9, max_tokens=3, top_p=0.97)
+    head = CutHead(SMALL_IDS, SMALL)
+    drafter = drafter_class(ModelRunner(cut(draft, SMALL_IDS)), vocab_size=SMALL, max_backlog=9, head=head)
+    decoder = Decoder(ModelRunner(target), ChainDrafter({"draft-model": drafter}))
+    decoding = [
+        Sequence(i, [2, 4], params, vocab_size=SMALL, max_model_len=12, draft_plan=PLAN, seed=i) for i in range(count)
+    ]
+    accepted, drafted = run(decoder, decoding)
+    assert 0 < accepted < drafted
+    exact = {(): 1.0}
+    for _ in range(3):
+        exact = {
+            (*done, token): mass * p
+            for done, mass in exact.items()
+            for token in range(SMALL)
+            if (p := Sampler(params, (), SMALL).distribution(target.logits_after([4, *done])).probability(token)) > 0
+        }
+    return p_value(Counter(tuple(seq.output) for seq in decoding), exact)
+
+
+def test_sampled_text_follows_the_targets_distribution():
+    assert sampled_p_value(ModelDrafter, 1500) > P_VALUE
+
+
+def test_distributions_of_a_whole_head_fail_the_same_check():
+    assert sampled_p_value(Whole, 1500) < P_VALUE
+
+
+ENTRY_OF_DRAFT = replace(ENTRY, vocab_size=VOCAB, head_ids_path=HEAD_IDS_NAME, num_head_ids=len(IDS))
+
+
+def test_the_map_is_read(tmp_path):
+    np.save(tmp_path / HEAD_IDS_NAME, IDS)
+    head = load_cut_head(tmp_path, ENTRY_OF_DRAFT)
+    assert head.vocab_size == VOCAB
+    assert head.ids.tolist() == IDS.tolist()
+    assert head.below(9).ids.tolist() == [0, 2, 3, 5, 8]
+    assert load_cut_head(tmp_path, ENTRY) is None
+
+
+@pytest.mark.parametrize(
+    ("damaged", "said"),
+    [
+        (IDS[:-1], "it has 9 token ids and the LM head 10 rows"),
+        (IDS[::-1], "token id 14 follows 16"),
+        (np.where(IDS == 2, 0, IDS).astype(np.int32), "token id 0 follows 0"),
+        (np.where(IDS == 16, 17, IDS).astype(np.int32), "token id 17 lies outside 0 to 16"),
+        (np.where(IDS == 0, -1, IDS).astype(np.int32), "token id -1 lies outside"),
+        (IDS.astype(np.int64), "no int32 token ids"),
+        (IDS.astype(np.float32), "no int32 token ids"),
+        (IDS[:, None], "no int32 token ids"),
+        (np.array([{}], object), "cannot be read"),
+    ],
+    ids=["short", "order", "twice", "beyond", "negative", "int64", "float", "matrix", "pickle"],
+)
+def test_a_damaged_map_is_refused(damaged, said, tmp_path):
+    np.save(tmp_path / HEAD_IDS_NAME, damaged)
+    with pytest.raises(BundleError, match=said) as refused:
+        load_cut_head(tmp_path, ENTRY_OF_DRAFT)
+    assert "build it again" in refused.value.hint
+
+
+def test_a_file_that_is_no_array_is_refused(tmp_path):
+    for content in (b"", b"no array", b"\x93NUMPY\x01\x00"):
+        (tmp_path / HEAD_IDS_NAME).write_bytes(content)
+        with pytest.raises(BundleError, match="cannot be read"):
+            load_cut_head(tmp_path, ENTRY_OF_DRAFT)
+    (tmp_path / HEAD_IDS_NAME).unlink()
+    with pytest.raises(BundleError, match="cannot be read"):
+        load_cut_head(tmp_path, ENTRY_OF_DRAFT)
