@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from specexport.lowering.trt_step import AlignedStep, add_step_input, emit_masks
 from specexport.onnx_emit import Emitter
 from specexport.ops.spec import DIM_NAMES
-from specexport.passes.residual_blocks import Dataflow, Obstacle, ResidualBlock
 from specexport_runtime.abi import SKIP_SLOTS, SKIP_TOKENS
 from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+    from specexport.passes.residual_blocks import ResidualBlock
 
 _FIX = "build it without --self-draft."
 _KEEP_SHAPE = {"Cast", "Cos", "Identity", "Sin"}
@@ -77,6 +78,8 @@ def shorten_blocks(ir_model: "ir.Model", blocks: "Seq[ResidualBlock]", extent: E
         UnsupportedModelError: a block has subgraphs.
         CheckFailedError: the lowering has joined a block with something outside it, or a value has no known size.
     """
+    from specexport.passes.residual_blocks import Dataflow, Obstacle
+
     for block in reversed(blocks):  # a block's residual is the value before it until that block is shortened too
         try:
             flow = Dataflow(ir_model.graph)
@@ -87,7 +90,7 @@ def shorten_blocks(ir_model: "ir.Model", blocks: "Seq[ResidualBlock]", extent: E
 
 
 def _shorten(
-    ir_model: "ir.Model", block: ResidualBlock, branch: "ir.Value", region: "Seq[ir.Node]", extent: Extent
+    ir_model: "ir.Model", block: "ResidualBlock", branch: "ir.Value", region: "Seq[ir.Node]", extent: Extent
 ) -> None:
     import onnx_ir as ir
 

@@ -35,6 +35,7 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.bundle.files",  # hashes of files
     "specexport_runtime.bundle.delta",  # how engines are stored as differences
     "specexport_runtime.bundle.cut_head",  # where the token ids of a cut LM head are
+    "specexport_runtime.sequences.layer_choice",  # which layers a draft leaves out by default
     "specexport_runtime.cli.errors",
     "specexport_runtime.cli.prompts",  # how texts and JSON lines are read
     "specexport_runtime.user_cache",  # where the cache is

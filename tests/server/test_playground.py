@@ -110,7 +110,7 @@ def test_what_the_page_is_told_of_a_bundle(fake_served):
         "default_drafter": "draft-model",
         "default_num_speculative_tokens": 4,
     }
-    assert list(drafters) == ["draft-model", "lookup", "self", "chained"]
+    assert list(drafters) == ["draft-model", "lookup", "self", "suffix", "chained", "auto"]
     assert drafters["lookup"] == {"name": "lookup", "num_speculative_tokens": 7, "obstacle": None}
     assert drafters["self"]["num_speculative_tokens"] is None
     assert drafters["self"]["obstacle"]
@@ -125,7 +125,7 @@ def test_a_bundle_without_draft_and_template():
         facts = get(served, "/playground.json").json()
     assert (facts["chat"], facts["default_drafter"], facts["max_tokens"]) == (False, None, 20)
     able = {each["name"]: each["num_speculative_tokens"] for each in facts["drafters"] if each["obstacle"] is None}
-    assert able == {"lookup": 3}
+    assert able == {"lookup": 3, "suffix": 3, "auto": 3}
 
 
 def test_a_model_that_is_loading(fake_served):

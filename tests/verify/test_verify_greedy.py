@@ -14,10 +14,11 @@ def test_a_right_engine_passes_with_any_draft(draft):
     result = check_greedy(make_engine(draft), PROMPTS, max_tokens=24)
     assert result.passed
     assert result.differences == ()
-    expected = [("lookup", min(7, LOOKAHEAD)), ("scripted", LOOKAHEAD)]
+    copies = [("lookup", min(7, LOOKAHEAD)), ("suffix", min(7, LOOKAHEAD))]
+    expected = [*copies, ("scripted", LOOKAHEAD)]
     if draft:
         models = [("draft model", 1), ("draft model", 2), ("draft model", 4)]
-        expected = [*models, expected[0], ("chained", LOOKAHEAD), expected[1]]
+        expected = [*models, *copies, ("chained", LOOKAHEAD), ("scripted", LOOKAHEAD)]
     assert [(run.drafter, run.lookahead) for run in result.runs] == expected
     assert all(run.identical == len(PROMPTS) and run.tokens_compared == 24 * len(PROMPTS) for run in result.runs)
 
@@ -25,8 +26,8 @@ def test_a_right_engine_passes_with_any_draft(draft):
 def test_a_target_with_gates_also_drafts_for_itself():
     result = check_greedy(make_engine(target=make_executor(num_gates=8)), PROMPTS, max_tokens=24)
     assert result.passed
-    assert [run.drafter for run in result.runs][-3:] == ["self", "chained", "scripted"], "as in the registry"
-    run = result.runs[-3]
+    assert [run.drafter for run in result.runs][-4:] == ["self", "suffix", "chained", "scripted"], "as in the registry"
+    run = result.runs[-4]
     assert (run.lookahead, run.identical) == (LOOKAHEAD, len(PROMPTS))
     assert run.mean_accepted_length > 1
 

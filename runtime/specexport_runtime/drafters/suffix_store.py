@@ -182,9 +182,10 @@ class SuffixStore:
     def settle(self) -> None:
         """Wait until nothing is being sorted."""
         for shelf in self._shelves.values():
-            if shelf.join is not None:
+            while shelf.join is not None:
                 shelf.join.wait()
                 self._take_join(shelf)
+                self._join_neighbours(shelf)
 
     def _take_join(self, shelf: _Shelf) -> None:
         """Put a joined segment in the place of its parts, if it is ready and they are still there."""

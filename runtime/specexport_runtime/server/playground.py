@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.server.errors import ApiError
@@ -99,6 +100,13 @@ async def describe(request: Request) -> dict[str, Any]:
     }
 
 
+def _name_of(stages: list[str]) -> str | None:
+    """What a request would call a plan of these stages."""
+    if len(stages) > 1:
+        return "auto" if KINDS[stages[0]].traits.remembers else "chained"
+    return stages[0] if stages else None
+
+
 def _drafting(engine: SpecEngine) -> dict[str, Any]:
     """Drafters with the K that they take if none is asked for, or why they are not to be had; which one is default."""
     drafters: list[dict[str, Any]] = []
@@ -115,7 +123,7 @@ def _drafting(engine: SpecEngine) -> dict[str, Any]:
     names = [stage.drafter for stage in default.stages]
     return {
         "drafters": drafters,
-        "default_drafter": "chained" if len(names) > 1 else names[0] if names else None,
+        "default_drafter": _name_of(names),
         "default_num_speculative_tokens": (
             "auto" if default.adaptive else default.stages[-1].lookahead if names else None
         ),
