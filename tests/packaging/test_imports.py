@@ -40,6 +40,7 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.cli.prompts",  # how texts and JSON lines are read
     "specexport_runtime.user_cache",  # where the cache is
     "specexport_runtime.executors.base",  # array types
+    "specexport_runtime.executors.ort_gates",  # what switches a layer off
     "specexport_runtime.executors.open",  # what a backend gives, for `inspect`
     "specexport_runtime.executors.paged",  # how ort-cuda's caches are laid out in blocks
 }

@@ -210,7 +210,8 @@ class SuffixStore:
                 first -= 1
             parts = shelf.segments[first:]
             total = sum(len(part) for part in parts)
-            if len(parts) >= _FAN and total <= self._largest:
+            least = 0 if size == _SMALLEST else size // _FAN  # smaller ones belong to a smaller size
+            if sum(len(part) > least for part in parts) >= _FAN and total <= self._largest:
                 if total <= _INLINE:
                     self._replace(shelf, first, len(parts), join_segments(parts))
                 else:
