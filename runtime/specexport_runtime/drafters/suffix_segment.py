@@ -86,33 +86,42 @@ class SuffixSegment:
         if first == last or (low == high and least > length):
             return None
         if low < high and len(recent) > 2:
-            first, last, length = low, high, 3
-            length, first, last = self._deepen(recent[:DEPTH], length, first, last)
+            length, first, last = self._longest(list(recent[:DEPTH]), low, high, least)
         return Match(length, first, last) if length >= least else None
 
-    def _deepen(self, recent: Seq[int], length: int, first: int, last: int) -> tuple[int, int, int]:
-        """Follow the context further back for as long as places are left."""
-        tokens, places = self._token_at, self._place_at
-        while length < len(recent):
-            wanted = recent[length]
-            if last - first == 1:
-                at = places[first] - length
-                if at < 0 or tokens[at] != wanted:
-                    break
-                length += 1
-                continue
+    def _longest(self, wanted: list[int], first: int, last: int, least: int) -> tuple[int, int, int]:
+        """How much of a context the places of a range share with it at most, and those that do.
 
-            def before(i: int, back: int = length) -> int:
-                at = places[i] - back
-                return tokens[at] if at >= 0 else SEPARATOR
+        Most segments know less of a context than another one does, which one search shows: less than ``least``.
+        """
+        if last - first > 1:
+            everywhere, whole = range(last), len(wanted)
+            if least > 3:
+                prefix = wanted[:least]
+                first = bisect_left(everywhere, prefix, first, last, key=lambda i: self._context(i, least))
+                if first == last or self._context(first, least) != prefix:
+                    return 0, first, first
+            at = bisect_left(everywhere, wanted, first, last, key=lambda i: self._context(i, whole))
+            length = max(self._shared(wanted, i) for i in (at - 1, at) if first <= i < last)
+            prefix = wanted[:length]
+            low = bisect_left(everywhere, prefix, first, at, key=lambda i: self._context(i, length))
+            high = bisect_right(everywhere, prefix, at, last, key=lambda i: self._context(i, length))
+            return length, low, high
+        return self._shared(wanted, first), first, last
 
-            inside = range(first, last)
-            low = first + bisect_left(inside, wanted, key=before)
-            high = first + bisect_right(inside, wanted, low - first, key=before)
-            if low == high:
-                break
-            first, last, length = low, high, length + 1
-        return length, first, last
+    def _context(self, i: int, length: int) -> list[int]:
+        """The last tokens before the ``i``-th place in the sorted order, the newest first."""
+        end = self._place_at[i] + 1
+        found: list[int] = self._token_at[max(end - length, 0) : end].tolist()
+        found.reverse()
+        return found
+
+    def _shared(self, wanted: list[int], i: int) -> int:
+        """How many tokens of a context the ``i``-th place follows."""
+        known = self._context(i, len(wanted))
+        return next(
+            (n for n, (a, b) in enumerate(zip(wanted, known, strict=False)) if a != b), min(len(wanted), len(known))
+        )
 
     def newest(self, match: Match, count: int) -> list[int]:
         """Where the newest ``count`` continuations of a match begin, the newest first."""

@@ -188,13 +188,12 @@ class SuffixStore:
                 self._join_neighbours(shelf)
 
     def _take_join(self, shelf: _Shelf) -> None:
-        """Put a joined segment in the place of its parts, if it is ready and they are still there."""
+        """Put a joined segment in the place of its parts, if it is ready."""
         join = shelf.join
         if join is None or join.result is None:
             return
         shelf.join = None
-        if all(part in shelf.segments for part in join.segments):
-            self._replace(shelf, shelf.segments.index(join.segments[0]), len(join.segments), join.result)
+        self._replace(shelf, shelf.segments.index(join.segments[0]), len(join.segments), join.result)
 
     @staticmethod
     def _replace(shelf: _Shelf, first: int, number: int, joined: SuffixSegment) -> None:
@@ -202,21 +201,32 @@ class SuffixStore:
         shelf.newest[first : first + number] = [shelf.newest[first + number - 1]]
 
     def _join_neighbours(self, shelf: _Shelf) -> None:
-        """Join the newest segments of a size, beginning with the smallest size."""
+        """Join segments of a size for as long as there are enough of one, the smallest size first."""
         size = _SMALLEST
-        while size < self._largest and shelf.join is None:
-            first = len(shelf.segments)
-            while first and len(shelf.segments[first - 1]) <= size:
-                first -= 1
-            parts = shelf.segments[first:]
-            total = sum(len(part) for part in parts)
-            least = 0 if size == _SMALLEST else size // _FAN  # smaller ones belong to a smaller size
-            if sum(len(part) > least for part in parts) >= _FAN and total <= self._largest:
-                if total <= _INLINE:
-                    self._replace(shelf, first, len(parts), join_segments(parts))
-                else:
-                    shelf.join = _Join(parts)
-            size *= _FAN
+        while size < self._largest:
+            size = _SMALLEST if self._join_size(shelf, size) else size * _FAN
+
+    def _join_size(self, shelf: _Shelf, size: int) -> bool:
+        """Join the oldest of the newest segments of up to ``size`` tokens, if there are enough; whether there were.
+
+        What is behind a join that goes on may be joined meanwhile, if that takes no time.
+        """
+        begin = 0 if shelf.join is None else shelf.segments.index(shelf.join.segments[-1]) + 1
+        first = len(shelf.segments)
+        while first > begin and len(shelf.segments[first - 1]) <= size:
+            first -= 1
+        least = 0 if size == _SMALLEST else size // _FAN  # smaller ones belong to a smaller size
+        last, total, enough = first, 0, _FAN
+        while enough and last < len(shelf.segments):
+            tokens = len(shelf.segments[last])
+            last, total, enough = last + 1, total + tokens, enough - (tokens > least)
+        if enough or total > self._largest or (total > _INLINE and shelf.join is not None):
+            return False
+        if total <= _INLINE:
+            self._replace(shelf, first, last - first, join_segments(shelf.segments[first:last]))
+        else:
+            shelf.join = _Join(shelf.segments[first:last])
+        return True
 
     def _forget(self) -> None:
         while self._num_tokens > self.max_tokens:
@@ -225,6 +235,8 @@ class SuffixStore:
                 return
             scope = min(old)[1]
             shelf = self._shelves[scope]
+            if shelf.join is not None and shelf.segments[0] is shelf.join.segments[0]:
+                shelf.join = None
             self._num_tokens -= len(shelf.segments.pop(0))
             shelf.newest.pop(0)
             if not shelf.segments:
