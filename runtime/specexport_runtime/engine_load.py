@@ -13,7 +13,7 @@ from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.base import Drafter, DrafterFactory, DrafterParts, DraftOffer, Obstacle
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.registry import KINDS
-from specexport_runtime.drafters.suffix_open import KeptSuffixes, SuffixOptions, open_suffixes
+from specexport_runtime.drafters.suffix_open import KeptSuffixes, open_suffixes
 from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors.base import Executor, as_gated
@@ -110,16 +110,13 @@ def _with_costs(
     offer = DraftOffer(draft is not None, obstacle)
     if defaults.drafter not in (None, "none"):
         stage_names(defaults.drafter, describe_abilities(offer, {}, lookahead=bundle.manifest.lookahead))
-    vocabulary = bundle.manifest.vocabulary
     suffixes = open_suffixes(
-        SuffixOptions(
-            options.suffix_memory_mb,
-            None if options.corpus is None else Path(options.corpus),
-            options.suffix_file,
-        ),
         bundle.tokenizer,
-        tokenizer_sha256=vocabulary.tokenizer_sha256,
-        vocab_size=vocabulary.size,
+        tokenizer_sha256=bundle.manifest.vocabulary.tokenizer_sha256,
+        vocab_size=bundle.manifest.models["target"].vocab_size,
+        memory_mb=options.suffix_memory_mb,
+        corpus=options.corpus,
+        file=options.suffix_file,
     )
     parts = EngineParts(bundle, target, draft, defaults, obstacle, suffixes=suffixes)
     if not options.adaptive and "auto" not in (defaults.drafter, defaults.lookahead):

@@ -28,7 +28,7 @@ class EngineOptions:
         adaptive: let requests ask for ``num_speculative_tokens="auto"``: measures what steps cost, at the first load of
             a bundle on this machine, and keeps that in the user's cache.
         tune_profile: profile that ``specexport tune`` wrote; None takes the bundle's own, if it has one.
-        suffix_memory_mb: megabytes for what drafter ``suffix`` keeps of earlier texts: 16 bytes a token.
+        suffix_memory_mb: megabytes for what drafter ``suffix`` keeps of earlier texts, 16 bytes a token; None takes 16.
         corpus: folder of text files that drafter ``suffix`` may copy from in every request.
         suffix_file: file that keeps the texts of drafter ``suffix`` from one engine to the next, or ``"cache"`` for one
             in the user's cache; None forgets them.
@@ -48,7 +48,7 @@ class EngineOptions:
     adaptive: bool = False
     tune_profile: str | Path | None = None
     prepacked: bool = True
-    suffix_memory_mb: int = 16
+    suffix_memory_mb: int | None = None
     corpus: str | Path | None = None
     suffix_file: str | Path | None = None
 

@@ -17,8 +17,9 @@ import os
 import stat
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 ROOT_VARIABLE = "SPECEXPORT_CACHE_DIR"
 _log = logging.getLogger(__name__)
@@ -111,19 +112,32 @@ def write_json(path: Path, data: Any) -> bool:
     """
     text = json.dumps(data, indent=1, sort_keys=True) + "\n"
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        replace_file(path, lambda file: file.write(text.encode("utf-8")))
     except OSError as error:
         warn_unwritable(error)
         return False
     return True
+
+
+def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file in one step (temporary file, then rename), readable by this user only.
+
+    Args:
+        path: the file; what was there stays if ``write`` raises.
+        write: is given the open temporary file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def read_json(path: Path) -> Any | None:

@@ -18,7 +18,7 @@ from specexport.atomic import temporary_name, write_file
 from specexport.backends.profiles import describe_shapes
 from specexport.backends.trt_inspector import can_inspect, inspect_engine
 from specexport.backends.trt_package import PACKAGES, configure, import_package, timing_cache_bytes
-from specexport.backends.trt_report import describe_layers, make_report, network_problems, parse_layers
+from specexport.backends.trt_report import Layer, describe_layers, make_report, network_problems, parse_layers
 from specexport.host import peak_memory_bytes, resident_memory
 from specexport_runtime.abi import EXTENT_INPUTS
 from specexport_runtime.errors import CheckFailedError, SpecexportError, UserInputError
@@ -158,7 +158,7 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
         "memory": memory.marks,
     }
     texts = list(logger.text)
-    inspected = inspect_engine(trt, logger, Path(job.engine), len(job.profiles)) if can_inspect(job.sm) else None
+    inspected = _inspect(trt, logger, job, log) if can_inspect(job.sm) else None
     log.write(describe_layers(parse_layers(texts) if inspected is None else inspected))
     report = make_report(trt, network, texts, job.profiles, inspected)
     return report | measured | {"version": str(trt.__version__)}
@@ -187,6 +187,15 @@ def _keep(path: Path, content: bytes) -> None:
     with contextlib.suppress(OSError, UserInputError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, write)
+
+
+def _inspect(trt: Any, logger: Any, job: Job, log: TextIO) -> list[Layer] | None:
+    """The engine's layers as TensorRT tells them; the engine is done, so whatever goes wrong here is only noted."""
+    try:
+        return inspect_engine(trt, logger, Path(job.engine), len(job.profiles))
+    except Exception as error:
+        log.write(f"the engine inspector tells nothing ({error!r}); the builder's list of layers is taken.\n")
+        return None
 
 
 def _read(path: Path | None) -> bytes | None:

@@ -12,7 +12,6 @@ from specexport.passes.base import CountingPass
 from specexport.passes.quantize_graph import CONTRIB, pack_pairs, put_nbits
 from specexport.passes.quantize_sites import LinearSite, find_sites
 from specexport.passes.quantize_weights import quantize_blocks, scale_dtype
-from specexport_runtime.errors import UnsupportedModelError
 
 _ZERO = 8
 _ALIGNED = 8
@@ -45,17 +44,11 @@ class Int4FusedPass(CountingPass):
         Raises:
             UnsupportedModelError: a layer's weights are no matrix, or the kernel takes no layer.
         """
-        sites = find_sites(model, "int4", lm_head=self._lm_head)
-        chosen = [site for site in sites if site.depth % _ALIGNED == site.width % _ALIGNED == 0]
-        if not chosen:
-            raise UnsupportedModelError(
-                f"int4 was asked for, and no linear layer has multiples of {_ALIGNED} inputs and outputs.",
-                "build without --quantize (for a draft: --draft-quantize).",
-            )
-        for site in chosen:
+        sites = find_sites(model, "int4", lm_head=self._lm_head, multiples=(_ALIGNED, _ALIGNED))
+        for site in sites:
             _replace(model.graph, site, self._block)
         model.opset_imports.setdefault(CONTRIB, 1)
-        return len(chosen)
+        return len(sites)
 
 
 def _replace(graph: ir.Graph, site: LinearSite, block: int) -> None:

@@ -54,13 +54,14 @@ class LinearSite(NamedTuple):
         return array if self.turned else array.T
 
 
-def find_sites(model: ir.Model, kind: str, *, lm_head: bool) -> list[LinearSite]:
-    """Every linear layer of a model, in graph order.
+def find_sites(model: ir.Model, kind: str, *, lm_head: bool, multiples: tuple[int, int] = (1, 1)) -> list[LinearSite]:
+    """Every linear layer of a model that an operator takes, in graph order.
 
     Args:
         model: after the other passes.
         kind: ``"int8"`` or ``"int4"``, for messages.
         lm_head: whether the LM head is wanted too.
+        multiples: what the inputs and the outputs of a layer must be multiples of; others are left out.
 
     Raises:
         UnsupportedModelError: a layer multiplies weights that are no matrix (batched experts), or there is no layer.
@@ -73,7 +74,14 @@ def find_sites(model: ir.Model, kind: str, *, lm_head: bool) -> list[LinearSite]
         sites = [site for site in sites if site.node is not head]
     if not sites:
         raise UnsupportedModelError(f"{kind} was asked for, and the model has no linear layer for it.", _HOW_TO_LEAVE)
-    return sites
+    inputs, outputs = multiples
+    fitting = [site for site in sites if site.depth % inputs == site.width % outputs == 0]
+    if not fitting:
+        raise UnsupportedModelError(
+            f"{kind} was asked for, and no linear layer has a multiple of {inputs} inputs and of {outputs} outputs.",
+            _HOW_TO_LEAVE,
+        )
+    return fitting
 
 
 def linear_site(node: ir.Node) -> LinearSite | None:

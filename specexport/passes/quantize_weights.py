@@ -12,7 +12,6 @@ from specexport.onnx_emit import Emitter, constant, lazy_weight
 from specexport.passes.base import CountingPass
 from specexport.passes.quantize_graph import put_in_place
 from specexport.passes.quantize_sites import LinearSite, find_sites
-from specexport_runtime.errors import UnsupportedModelError
 
 _LEAST, _MOST = -8, 7
 _SHRINK = (1.0, 0.93, 0.86, 0.79)
@@ -48,16 +47,10 @@ class Int4WeightPass(CountingPass):
         Raises:
             UnsupportedModelError: a layer's weights are no matrix, or the block divides no layer's inputs.
         """
-        sites = find_sites(model, "int4", lm_head=self._lm_head)
-        chosen = [site for site in sites if site.depth % self._block == 0]
-        if not chosen:
-            raise UnsupportedModelError(
-                f"int4 was asked for, and no linear layer has a multiple of {self._block} inputs.",
-                "build without --quantize (for a draft: --draft-quantize).",
-            )
-        for site in chosen:
+        sites = find_sites(model, "int4", lm_head=self._lm_head, multiples=(self._block, 1))
+        for site in sites:
             _replace(model.graph, site, self._block)
-        return len(chosen)
+        return len(sites)
 
 
 def _replace(graph: ir.Graph, site: LinearSite, block: int) -> None:

@@ -15,6 +15,7 @@ from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.executors.base import as_gated
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.layer_choice import LayerRules
@@ -103,7 +104,8 @@ def check_greedy(
     differences: list[GreedyDifference] = []
     for drafter, lookahead in _drafters(engine, chosen):
         kind = drafter.replace("-", " ")
-        free = getattr(engine.target, "fixed_layers", None) is None
+        gated = as_gated(engine.target)
+        free = gated is not None and gated.fixed_layers is None
         rules = _RULES if free and drafter in KINDS and KINDS[drafter].traits.takes_layers else None
         results = engine.generate(given, params, drafter=drafter, num_speculative_tokens=lookahead, layer_rules=rules)
         rounds = sum(result.stats.draft_rounds for result in results)

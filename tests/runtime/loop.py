@@ -94,6 +94,18 @@ def run(decoder: PlannedDecoder, sequences: list[Sequence]) -> list[RoundEvent]:
     return events
 
 
+def finish(decoder: Decoder, sequences: list[Sequence]) -> None:
+    """Decode sequences to their end, checking every round; what failed one is raised."""
+    for seq in sequences:
+        decoder.add(seq)
+    while decoder.has_work:
+        decoder.step()
+        decoder.check()
+    for seq in sequences:
+        if seq.error is not None:
+            raise seq.error
+
+
 def greedy_reference(target: FakeExecutor, prompt: list[int], count: int) -> list[int]:
     """Greedy decoding with no cache, no loop and no batch."""
     tokens = list(prompt)

@@ -9,7 +9,7 @@ import pytest
 from chance import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from loop import MAX_MODEL_LEN, VOCAB, goodput_length, greedy_reference
+from loop import MAX_MODEL_LEN, VOCAB, finish, goodput_length, greedy_reference
 from test_goodput import LOOKAHEAD, curves, step_cost
 from test_sampling_exact import P_VALUE, p_value
 from test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
@@ -55,17 +55,6 @@ def make_decoder(target, draft, rows, *, cost_curves=None, **options):
     return Decoder(runner, ChainDrafter(drafters, lengths), lengths=lengths, max_num_seqs=rows, **options)
 
 
-def run(decoder, sequences):
-    for seq in sequences:
-        decoder.add(seq)
-    while decoder.has_work:
-        decoder.step()
-        decoder.check()
-    for seq in sequences:
-        if seq.error is not None:
-            raise seq.error
-
-
 @examples(40)
 @given(
     plans=st.lists(st.tuples(st.sampled_from(NAMES), st.booleans()), min_size=1, max_size=7),
@@ -90,7 +79,7 @@ def test_greedy_text_is_plain_greedy_text_whatever_is_chosen(plans, rows, budget
         )
         for i, (names, adaptive) in enumerate(plans)
     ]
-    run(make_decoder(target, draft, rows, max_num_batched_tokens=budget), sequences)
+    finish(make_decoder(target, draft, rows, max_num_batched_tokens=budget), sequences)
     for seq in sequences:
         assert seq.output == greedy_reference(target, seq.tokens[: seq.num_prompt_tokens], seq.params.max_tokens)
         assert [token for each in seq.trace for token in each.emitted] == seq.output
@@ -121,7 +110,7 @@ def test_sampled_text_follows_the_targets_distribution(names):
     # Drafting costs so little that it pays after a bad start too: these texts are too short for a second try.
     cheap = curves(0.02)
     costs = CostCurves(cheap.target, cheap.drafters, GateCost(GATES // 2, step_cost(1e-5), step_cost(2e-5)))
-    run(make_decoder(target, draft, 8, cost_curves=costs), sequences)
+    finish(make_decoder(target, draft, 8, cost_curves=costs), sequences)
     lengths = Counter(len(each.drafted) for seq in sequences for each in seq.trace)
     assert len(lengths) > 2  # it did choose
     for i, prompt in enumerate(PROMPTS):

@@ -270,6 +270,8 @@ def test_references_come_from_a_file_or_from_each_line(run, tmp_path):
         (["--draft-exit-acceptance", "0"], "target_acceptance is 0"),
         (["--no-draft-exit", "--draft-exit-gamma", "0.5"], "drop one"),
         (["--drafter", "lookup", "--draft-exit"], "none drafts here"),
+        (["--drafter", "lookup", "--corpus", "."], "--corpus was given, and nobody drafts by it"),
+        (["--suffix-memory", "4"], "add --drafter suffix or auto"),
         (["--tune-profile", "p.json"], "add --drafter auto or --lookahead auto"),
         (["--lookahead", "auto", "--tune-profile", "missing.json"], "missing.json cannot be read"),
     ],

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from loop import VOCAB, greedy_reference, make_draft, make_sequence, make_target
+from loop import VOCAB, finish, greedy_reference, make_draft, make_sequence, make_target
 from test_manifest_values import ENTRY
 from test_sampling_exact import P_VALUE, p_value
 
@@ -51,14 +51,7 @@ def make_decoder(draft, ids=IDS, vocab_size=VOCAB):
 
 
 def run(decoder, sequences):
-    for seq in sequences:
-        decoder.add(seq)
-    while decoder.has_work:
-        decoder.step()
-        decoder.check()
-    for seq in sequences:
-        if seq.error is not None:
-            raise seq.error
+    finish(decoder, sequences)
     return sum(seq.stats.accepted for seq in sequences), sum(seq.stats.drafted for seq in sequences)
 
 

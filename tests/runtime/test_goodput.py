@@ -9,7 +9,7 @@ import pytest
 from chance import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from loop import VOCAB, goodput_length
+from loop import VOCAB, finish, goodput_length
 
 from specexport_runtime.costs.curves import CostCurves
 from specexport_runtime.costs.step_cost import RowCurve, StepCost
@@ -77,14 +77,7 @@ def decode(draft_kind, count, *, lengths, names=("draft-model",), max_tokens=200
     }
     decoder = Decoder(ModelRunner(target), ChainDrafter(drafters, lengths), lengths=lengths)
     sequences = make_sequences(count, names, max_tokens, adaptive=adaptive, trace=True)
-    for seq in sequences:
-        decoder.add(seq)
-    while decoder.has_work:
-        decoder.step()
-        decoder.check()
-    for seq in sequences:
-        if seq.error is not None:
-            raise seq.error
+    finish(decoder, sequences)
     curve = curve or curves()
     seconds = sum(curve.target.seconds(call.num_tokens, call.num_seqs) for call in target.calls)
     seconds += sum(curve.drafters["draft-model"].seconds(call.num_tokens, call.num_seqs) for call in draft.calls)

@@ -12,7 +12,8 @@ from specexport_runtime import SamplingParams
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.suffix import SuffixDrafter
-from specexport_runtime.drafters.suffix_open import KeptSuffixes, SuffixOptions, open_suffixes
+from specexport_runtime.drafters.suffix_open import KeptSuffixes, open_suffixes
+from specexport_runtime.drafters.suffix_segment import split_texts
 from specexport_runtime.drafters.suffix_store import SuffixStore
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.packing.batch import ModelRunner
@@ -179,17 +180,20 @@ def test_requests_that_draft_otherwise_leave_nothing():
 
 def test_what_was_learned_is_kept_in_a_file(tmp_path):
     tokenizer, file = make_tokenizer(), tmp_path / "kept.npz"
-    options = SuffixOptions(file=file)
-    kept = open_suffixes(options, tokenizer, **SIZES)
+    kept = open_suffixes(tokenizer, file=file, **SIZES)
     kept.store.add("a", [1, 2, 3, 4])
     kept.store.add("b", [5, 6, 7])
+    kept.store.add("a", [9, 8])
     kept.save()
-    again = open_suffixes(options, tokenizer, **SIZES).store
-    assert dict(again.items()) == {"a": [[1, 2, 3, 4]], "b": [[5, 6, 7]]}
+    again = open_suffixes(tokenizer, file=file, **SIZES).store
+    assert {scope: list(split_texts(tokens)) for scope, tokens in again.items()} == {
+        "a": [[1, 2, 3, 4], [9, 8]],
+        "b": [[5, 6, 7]],
+    }
     with pytest.raises(InvalidRequestError, match="another tokenizer"):
-        open_suffixes(options, tokenizer, tokenizer_sha256="1" * 64, vocab_size=17)
+        open_suffixes(tokenizer, file=file, tokenizer_sha256="1" * 64, vocab_size=17)
     with pytest.raises(InvalidRequestError, match="does not know"):
-        open_suffixes(options, tokenizer, tokenizer_sha256="0" * 64, vocab_size=7)
+        open_suffixes(tokenizer, file=file, tokenizer_sha256="0" * 64, vocab_size=7)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4 no", b"\x93NUMPY", "pickle"])
@@ -200,7 +204,7 @@ def test_a_damaged_file_is_refused(tmp_path, content):
     else:
         file.write_bytes(content)
     with pytest.raises(InvalidRequestError, match="is damaged"):
-        open_suffixes(SuffixOptions(file=file), make_tokenizer(), **SIZES)
+        open_suffixes(make_tokenizer(), file=file, **SIZES)
 
 
 def test_the_file_is_written_when_an_engine_is_closed(tmp_path, caplog):
@@ -217,7 +221,7 @@ def test_a_corpus_is_read_from_text_files(tmp_path):
     (tmp_path / "sub" / "a.txt").write_text("w1 w2 w3 w4")
     (tmp_path / "b.bin").write_bytes(b"\xff\xfe\0")
     (tmp_path / ".hidden").write_text("w5 w6 w7")
-    kept = open_suffixes(SuffixOptions(corpus=tmp_path), make_tokenizer(), **SIZES)
+    kept = open_suffixes(make_tokenizer(), corpus=tmp_path, **SIZES)
     assert draft(SuffixDrafter(kept.store), [1, 2], scope=None).tokens == [3, 4]
     assert kept.store.num_tokens == 5
 
@@ -225,7 +229,7 @@ def test_a_corpus_is_read_from_text_files(tmp_path):
 def test_what_an_engine_cannot_keep_is_refused(tmp_path, monkeypatch):
     def refuse(**options):
         with pytest.raises(InvalidRequestError) as caught:
-            open_suffixes(SuffixOptions(**options), make_tokenizer(), **SIZES)
+            open_suffixes(make_tokenizer(), **options, **SIZES)
         return str(caught.value)
 
     assert "is no folder" in refuse(corpus=tmp_path / "missing")

@@ -1,5 +1,7 @@
 """What was generated before, found by its longest suffix: against a search of everything."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from chance import examples
@@ -7,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specexport_runtime.drafters.suffix_path import best_path
-from specexport_runtime.drafters.suffix_segment import DEPTH, SEPARATOR, SuffixSegment, segment_of
-from specexport_runtime.drafters.suffix_store import SuffixStore
+from specexport_runtime.drafters.suffix_segment import DEPTH, SEPARATOR, SuffixSegment, segment_of, split_texts
+from specexport_runtime.drafters.suffix_store import SEGMENT_TOKENS, SuffixStore
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=50), min_size=1, max_size=12)
 
@@ -36,7 +38,7 @@ def test_a_segment_finds_the_longest_suffix_and_every_place(texts, context, leas
     assert match.length == length
     places = segment.newest(match, 10_000)
     assert [segment.read(start, 10_000) for start in places] == found[::-1]
-    assert list(segment.texts()) == texts
+    assert list(split_texts(segment.tokens)) == texts
 
 
 @examples(60)
@@ -99,6 +101,32 @@ def test_beyond_the_bound_the_oldest_is_forgotten_whoever_wrote_it():
     kept = [i for i in range(40) if store.find("ab"[i % 2], [i, 1000], least=2, most=1, width=1)]
     assert kept == list(range(kept[0], 40))
     assert len(kept) >= 7  # the bound less one segment of an eighth of it
+
+
+def test_many_scopes_with_short_texts_stay_within_the_bound():
+    """A segment has a cost of its own, or a million salts would take a hundred times the memory."""
+    store = SuffixStore(100_000)
+    for i in range(3000):
+        store.add(f"salt {i}", [i, i, i])
+    assert len(store._shelves) == 100_000 // (SEGMENT_TOKENS + 4)
+    assert store.find("salt 2999", [2999, 2999], least=2, most=1, width=1) is not None
+    assert store.find("salt 0", [0, 0], least=2, most=1, width=1) is None
+    many = SuffixStore(100_000)
+    tracemalloc.start()
+    try:
+        for i in range(500):
+            many.add(f"salt {i}", [i, i, i])
+        assert tracemalloc.get_traced_memory()[0] < 1.2 * many.num_bytes
+    finally:
+        tracemalloc.stop()
+
+
+def test_restored_texts_are_what_they_were():
+    store = SuffixStore(8 * 300)
+    store.restore("a", [list(range(i, i + 90)) for i in range(12)])
+    found = store.find("a", [50, 51], least=2, most=20, width=1)
+    assert found.places == len(found.continuations) == 12
+    assert store.num_tokens == 12 * 91
 
 
 def test_of_a_text_beyond_the_largest_segment_the_end_is_kept():

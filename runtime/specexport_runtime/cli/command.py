@@ -97,6 +97,10 @@ def generate(
         raise InvalidRequestError(
             "--tune-profile was given, and K is not chosen.", "add --drafter auto or --lookahead auto."
         )
+    flags = {"corpus": "--corpus", "suffix_file": "--suffix-file", "suffix_memory_mb": "--suffix-memory"}
+    unused = [flag for name, flag in flags.items() if limits[name] is not None]
+    if unused and drafting["drafter"] not in ("suffix", "auto"):
+        raise InvalidRequestError(f"{unused[0]} was given, and nobody drafts by it.", "add --drafter suffix or auto.")
     drafting["trace"] = trace
     asked = limits["max_num_seqs"]
     if asked is not None:

@@ -146,10 +146,8 @@ def batch_options(command: Any) -> Any:
             "--suffix-memory",
             "suffix_memory_mb",
             type=int,
-            default=16,
-            show_default=True,
             metavar="MB",
-            help="Memory for what drafter suffix learns: 16 bytes a token.",
+            help="Memory for what drafter suffix learns: 16 bytes a token.  [default: 16]",
         ),
         click.option("--match-length", type=int, help="Fewest tokens that lookup must match.  [default: 2]"),
     ]

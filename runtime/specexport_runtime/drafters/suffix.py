@@ -11,13 +11,12 @@ from specexport_runtime.drafters.base import DrafterKind, DrafterTraits
 from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH, LookupDrafter
 from specexport_runtime.drafters.suffix_path import best_path
 from specexport_runtime.drafters.suffix_segment import DEPTH
-from specexport_runtime.drafters.suffix_store import SuffixStore
+from specexport_runtime.drafters.suffix_store import DEFAULT_MEMORY_MB, SuffixStore, tokens_within
 from specexport_runtime.sequences.records import Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
 SUFFIX = "suffix"
 """Name of this drafter in draft plans."""
-DEFAULT_STORE_TOKENS = 1 << 20
 _FACTOR, _OFFSET = 1.0, 0.0
 """A draft from the store has at most ``factor · match + offset`` tokens (SuffixDecoding, section 4: alpha · p)."""
 _LEAST_CHANCE = 0.1  # a draft ends before a token that is less likely than this to be reached
@@ -87,7 +86,9 @@ class SuffixDrafter:
 
 KIND = DrafterKind(
     SuffixDrafter.traits,
-    lambda parts: SuffixDrafter(parts.store or SuffixStore(DEFAULT_STORE_TOKENS), match_length=parts.match_length),
+    lambda parts: SuffixDrafter(
+        parts.store or SuffixStore(tokens_within(DEFAULT_MEMORY_MB)), match_length=parts.match_length
+    ),
     lambda _offer: None,
     method="suffix",
     config_keys=frozenset(["prompt_lookup_min"]),

@@ -1,9 +1,7 @@
 """The store of earlier texts as an engine is loaded with it: a bound, a corpus of files, and a file to keep it in."""
 
-import contextlib
 import json
 import os
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specexport_runtime.drafters.suffix_segment import BYTES_PER_TOKEN, SEPARATOR
-from specexport_runtime.drafters.suffix_store import SuffixStore
+from specexport_runtime.drafters.suffix_segment import SEPARATOR, TokenArray, split_texts
+from specexport_runtime.drafters.suffix_store import DEFAULT_MEMORY_MB, SuffixStore, tokens_within
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.user_cache import cache_folder, is_private
+from specexport_runtime.user_cache import cache_folder, is_private, replace_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,24 +20,8 @@ if TYPE_CHECKING:
 SCHEMA = "specexport.suffixes/1"
 CACHE = "cache"
 """In place of a path: a file in the user's cache, one for each tokenizer."""
-DEFAULT_MEMORY_MB = 16
 _LARGEST_MB = 32_000  # 2^31 tokens: places are 32-bit numbers
 _LARGEST_FILE = 4 << 20  # bytes of a corpus file; larger ones are data, not text to write like
-_TOKENS_PER_MB = 1_000_000 // BYTES_PER_TOKEN
-
-
-class SuffixOptions(NamedTuple):
-    """What an engine keeps of earlier texts.
-
-    Attributes:
-        memory_mb: most megabytes (10^6 bytes) of texts and their order.
-        corpus: folder of text files that every request may copy from.
-        file: file that the store begins with and is written to in the end, or ``"cache"``; None for neither.
-    """
-
-    memory_mb: int = DEFAULT_MEMORY_MB
-    corpus: Path | None = None
-    file: Path | str | None = None
 
 
 class KeptSuffixes(NamedTuple):
@@ -66,39 +48,45 @@ class KeptSuffixes(NamedTuple):
 
 
 def open_suffixes(
-    options: SuffixOptions, tokenizer: "Tokenizer", *, tokenizer_sha256: str, vocab_size: int
+    tokenizer: "Tokenizer",
+    *,
+    tokenizer_sha256: str,
+    vocab_size: int,
+    memory_mb: int | None = None,
+    corpus: Path | str | None = None,
+    file: Path | str | None = None,
 ) -> KeptSuffixes:
     """Make the store of an engine.
 
     Args:
-        options: what to keep.
         tokenizer: the bundle's.
         tokenizer_sha256: its hash.
-        vocab_size: ids from here on are none.
+        vocab_size: rows of the target's LM head (V): ids from here on are none.
+        memory_mb: most megabytes (10^6 bytes) of texts and their order; None takes ``DEFAULT_MEMORY_MB``.
+        corpus: folder of text files that every request may copy from.
+        file: file that the store begins with and is written to in the end, or ``"cache"``; None for neither.
 
     Raises:
         InvalidRequestError: the bound is out of range or more than the machine has, the corpus is no folder with text
             or does not fit, or the file is damaged or belongs to another tokenizer.
     """
-    size = _check_memory(options.memory_mb)
-    corpus = () if options.corpus is None else _read_corpus(Path(options.corpus), tokenizer)
+    memory = DEFAULT_MEMORY_MB if memory_mb is None else memory_mb
+    _check_memory(memory)
     try:
-        store = SuffixStore(size, corpus)
+        store = SuffixStore(tokens_within(memory), () if corpus is None else _read_corpus(Path(corpus), tokenizer))
     except ValueError as error:
         raise InvalidRequestError(
-            f"corpus {options.corpus}: {error.args[0].rstrip('.')}, which is what {options.memory_mb} MB hold.",
-            "give a smaller corpus, or more memory with --suffix-memory.",
+            f"corpus {corpus}: {error.args[0].rstrip('.')}, which is what {memory} MB hold.",
+            "give a smaller corpus, or more memory (--suffix-memory).",
         ) from None
-    file = _place(options.file, tokenizer_sha256)
-    if file is not None and file.exists():
-        for scope, texts in _read(file, tokenizer_sha256, vocab_size, trusted=options.file != CACHE):
-            for text in texts:
-                store.add(scope, text)
-    return KeptSuffixes(store, file, tokenizer_sha256)
+    place = _place(file, tokenizer_sha256)
+    if place is not None and place.exists():
+        for scope, tokens in _read(place, tokenizer_sha256, vocab_size, trusted=file != CACHE):
+            store.restore(scope, split_texts(tokens))
+    return KeptSuffixes(store, place, tokenizer_sha256)
 
 
-def _check_memory(megabytes: int) -> int:
-    """Tokens that so much memory holds."""
+def _check_memory(megabytes: int) -> None:
     if not 1 <= megabytes <= _LARGEST_MB:
         raise InvalidRequestError(f"suffix_memory_mb is {megabytes}.", f"give a number from 1 to {_LARGEST_MB}.")
     if hasattr(os, "sysconf"):
@@ -107,7 +95,6 @@ def _check_memory(megabytes: int) -> int:
             raise InvalidRequestError(
                 f"suffix_memory_mb is {megabytes}, and this machine has {free} MB of memory.", "give less."
             )
-    return megabytes * _TOKENS_PER_MB
 
 
 def _read_corpus(folder: Path, tokenizer: "Tokenizer") -> Iterator[list[int]]:
@@ -142,28 +129,15 @@ def _place(file: Path | str | None, tokenizer_sha256: str) -> Path | None:
 
 
 def _write(path: Path, store: SuffixStore, tokenizer_sha256: str) -> None:
-    scopes, ids = [], []
-    for scope, texts in store.items():
-        kept = [token for text in texts for token in (*text, SEPARATOR)]
-        scopes.append({"scope": scope, "num_tokens": len(kept)})
-        ids.append(np.array(kept, np.int32))
+    kept = dict(store.items())
+    scopes = [{"scope": scope, "num_tokens": len(tokens)} for scope, tokens in kept.items()]
     head = json.dumps({"schema": SCHEMA, "tokenizer_sha256": tokenizer_sha256, "scopes": scopes}).encode()
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            tokens = np.concatenate([np.zeros(0, np.int32), *ids])
-            np.savez_compressed(stream, head=np.frombuffer(head, np.uint8), tokens=tokens)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    tokens = np.concatenate([np.zeros(0, np.int32), *kept.values()])
+    replace_file(path, lambda file: np.savez_compressed(file, head=np.frombuffer(head, np.uint8), tokens=tokens))
 
 
-def _read(
-    path: Path, tokenizer_sha256: str, vocab_size: int, *, trusted: bool
-) -> Iterator[tuple[str, list[list[int]]]]:
-    """Scopes and texts of a file; a file of the cache that others may have written counts as damaged."""
+def _read(path: Path, tokenizer_sha256: str, vocab_size: int, *, trusted: bool) -> Iterator[tuple[str, TokenArray]]:
+    """Scopes and their texts in a file; a file of the cache that others may have written counts as damaged."""
     fix = "name another file, or delete this one: it is made again."
     try:
         with path.open("rb") as stream:
@@ -188,15 +162,5 @@ def _read(
         raise InvalidRequestError(f"suffix file {path} was written with another tokenizer.", fix)
     start = 0
     for scope, size in sizes:
-        yield scope, _split(tokens[start : start + size].tolist())
+        yield scope, tokens[start : start + size]
         start += size
-
-
-def _split(ids: list[int]) -> list[list[int]]:
-    texts: list[list[int]] = [[]]
-    for token in ids:
-        if token == SEPARATOR:
-            texts.append([])
-        else:
-            texts[-1].append(token)
-    return texts[:-1]

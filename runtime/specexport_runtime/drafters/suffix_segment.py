@@ -135,13 +135,13 @@ class SuffixSegment:
         found: list[int] = self._token_at[start : start + count].tolist()
         return found[: found.index(SEPARATOR)] if SEPARATOR in found else found
 
-    def texts(self) -> Iterator[list[int]]:
-        """The texts, in order."""
-        ends = np.flatnonzero(self.tokens == SEPARATOR)
-        start = 0
-        for end in ends.tolist():
-            yield self._token_at[start:end].tolist()
-            start = end + 1
+
+def split_texts(tokens: TokenArray) -> Iterator[list[int]]:
+    """The texts of a segment's tokens, in order; what has no separator behind it is none."""
+    start = 0
+    for end in np.flatnonzero(tokens == SEPARATOR).tolist():
+        yield tokens[start:end].tolist()
+        start = end + 1
 
 
 def join_segments(segments: Seq[SuffixSegment]) -> SuffixSegment:

@@ -1,20 +1,28 @@
 """What was generated before, kept by who may see it, in bounded memory."""
 
+import heapq
 import threading
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from itertools import count
 from typing import NamedTuple
 
+import numpy as np
+
 from specexport_runtime.drafters.suffix_segment import (
     BYTES_PER_TOKEN,
     DEPTH,
     Match,
     SuffixSegment,
+    TokenArray,
     join_segments,
     segment_of,
 )
 
+DEFAULT_MEMORY_MB = 16
+"""Of an engine that is not told how much to keep: a million tokens."""
+SEGMENT_TOKENS = 104
+"""What a segment costs besides its tokens, in tokens: its objects take 1.6 KB, however short the text."""
 _FAN = 8
 """Neighbours of a size that are joined: a token is sorted anew once for each power of it."""
 _SMALLEST = 256  # tokens of the smallest size
@@ -76,7 +84,8 @@ class SuffixStore:
     Not safe for threads: one thread calls it.
 
     Args:
-        max_tokens: bound; what lies in ``corpus`` counts too, and is never forgotten.
+        max_tokens: bound; each segment counts ``SEGMENT_TOKENS`` besides its own. What lies in ``corpus`` counts too,
+            and is never forgotten.
         corpus: texts that every scope may see.
 
     Raises:
@@ -87,36 +96,26 @@ class SuffixStore:
         self.max_tokens = max_tokens
         self._shelves: dict[str, _Shelf] = {}
         self._numbers = count()
-        self._corpus: list[SuffixSegment] = []
-        self._num_tokens = 0
+        self._ages: list[tuple[int, str]] = []  # a heap: the newest text of the first segment of each shelf
+        self._used = 0
         self._largest = max(_SMALLEST, min(_LARGEST, max_tokens // _LARGEST_SHARE))
-        batch: list[Seq[int]] = []
-        size = 0
-        for text in corpus:
-            batch.append(text)
-            size += len(text) + 1
-            if self._num_tokens + size > max_tokens:
+        self._corpus: list[SuffixSegment] = []
+        for segment in _segments_of(corpus, _LARGEST):
+            self._corpus.append(segment)
+            self._used += _cost(segment)
+            if self._used > max_tokens:
                 raise ValueError(f"the corpus has more than {max_tokens} tokens.")
-            if size >= _LARGEST:
-                size = self._add_corpus(batch)
-        self._add_corpus(batch)
-
-    def _add_corpus(self, batch: list[Seq[int]]) -> int:
-        if batch:
-            self._corpus.append(segment_of(batch))
-            self._num_tokens += len(self._corpus[-1])
-            batch.clear()
-        return 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are kept."""
-        return self._num_tokens
+        """Tokens that are kept, a separator behind each text included."""
+        shelves = self._shelves.values()
+        return sum(map(len, self._corpus)) + sum(len(segment) for shelf in shelves for segment in shelf.segments)
 
     @property
     def num_bytes(self) -> int:
         """Memory of what is kept; while segments are joined, theirs is needed twice."""
-        return self._num_tokens * BYTES_PER_TOKEN
+        return self._used * BYTES_PER_TOKEN
 
     def add(self, scope: str, text: Seq[int]) -> None:
         """Keep a text; of one that is longer than the largest segment, the end.
@@ -127,12 +126,26 @@ class SuffixStore:
         text = text[-(self._largest - 1) :]
         if len(text) < 2:
             return
+        self._append(scope, segment_of([text]))
+
+    def restore(self, scope: str, texts: Iterable[Seq[int]]) -> None:
+        """Keep many texts, the oldest first, in segments that need not be joined one by one.
+
+        Raises:
+            ValueError: they hold ids that are none.
+        """
+        for segment in _segments_of(texts, self._largest):
+            self._append(scope, segment)
+
+    def _append(self, scope: str, segment: SuffixSegment) -> None:
         shelf = self._shelves.setdefault(scope, _Shelf())
-        self._take_join(shelf)
-        shelf.segments.append(segment_of([text]))
+        self._take_join(scope, shelf)
+        shelf.segments.append(segment)
         shelf.newest.append(next(self._numbers))
-        self._num_tokens += len(text) + 1
-        self._join_neighbours(shelf)
+        self._used += _cost(segment)
+        if len(shelf.segments) == 1:
+            self._note_age(scope, shelf)
+        self._join_neighbours(scope, shelf)
         self._forget()
 
     def find(self, scope: str | None, context: Seq[int], *, least: int, most: int, width: int) -> Found | None:
@@ -172,41 +185,43 @@ class SuffixStore:
         """Forget the texts of a scope."""
         shelf = self._shelves.pop(scope, None)
         if shelf is not None:
-            self._num_tokens -= sum(len(segment) for segment in shelf.segments)
+            self._used -= sum(map(_cost, shelf.segments))
 
-    def items(self) -> Iterator[tuple[str, list[list[int]]]]:
-        """Scopes and their texts, the oldest first; without the corpus."""
+    def items(self) -> Iterator[tuple[str, TokenArray]]:
+        """Scopes and their texts, the oldest first, a separator behind each; without the corpus."""
         for scope, shelf in self._shelves.items():
-            yield scope, [text for segment in shelf.segments for text in segment.texts()]
+            yield scope, np.concatenate([segment.tokens for segment in shelf.segments])
 
     def settle(self) -> None:
         """Wait until nothing is being sorted."""
-        for shelf in self._shelves.values():
+        for scope, shelf in self._shelves.items():
             while shelf.join is not None:
                 shelf.join.wait()
-                self._take_join(shelf)
-                self._join_neighbours(shelf)
+                self._take_join(scope, shelf)
+                self._join_neighbours(scope, shelf)
 
-    def _take_join(self, shelf: _Shelf) -> None:
+    def _take_join(self, scope: str, shelf: _Shelf) -> None:
         """Put a joined segment in the place of its parts, if it is ready."""
         join = shelf.join
         if join is None or join.result is None:
             return
         shelf.join = None
-        self._replace(shelf, shelf.segments.index(join.segments[0]), len(join.segments), join.result)
+        self._replace(scope, shelf, shelf.segments.index(join.segments[0]), len(join.segments), join.result)
 
-    @staticmethod
-    def _replace(shelf: _Shelf, first: int, number: int, joined: SuffixSegment) -> None:
+    def _replace(self, scope: str, shelf: _Shelf, first: int, number: int, joined: SuffixSegment) -> None:
+        self._used += _cost(joined) - sum(map(_cost, shelf.segments[first : first + number]))
         shelf.segments[first : first + number] = [joined]
         shelf.newest[first : first + number] = [shelf.newest[first + number - 1]]
+        if not first:
+            self._note_age(scope, shelf)
 
-    def _join_neighbours(self, shelf: _Shelf) -> None:
+    def _join_neighbours(self, scope: str, shelf: _Shelf) -> None:
         """Join segments of a size for as long as there are enough of one, the smallest size first."""
         size = _SMALLEST
         while size < self._largest:
-            size = _SMALLEST if self._join_size(shelf, size) else size * _FAN
+            size = _SMALLEST if self._join_size(scope, shelf, size) else size * _FAN
 
-    def _join_size(self, shelf: _Shelf, size: int) -> bool:
+    def _join_size(self, scope: str, shelf: _Shelf, size: int) -> bool:
         """Join the oldest of the newest segments of up to ``size`` tokens, if there are enough; whether there were.
 
         What is behind a join that goes on may be joined meanwhile, if that takes no time.
@@ -223,21 +238,49 @@ class SuffixStore:
         if enough or total > self._largest or (total > _INLINE and shelf.join is not None):
             return False
         if total <= _INLINE:
-            self._replace(shelf, first, last - first, join_segments(shelf.segments[first:last]))
+            self._replace(scope, shelf, first, last - first, join_segments(shelf.segments[first:last]))
         else:
             shelf.join = _Join(shelf.segments[first:last])
         return True
 
+    def _note_age(self, scope: str, shelf: _Shelf) -> None:
+        heapq.heappush(self._ages, (shelf.newest[0], scope))
+
     def _forget(self) -> None:
-        while self._num_tokens > self.max_tokens:
-            old = [(shelf.newest[0], scope) for scope, shelf in self._shelves.items() if shelf.segments]
-            if not old:
-                return
-            scope = min(old)[1]
-            shelf = self._shelves[scope]
+        while self._used > self.max_tokens and self._ages:
+            number, scope = heapq.heappop(self._ages)
+            shelf = self._shelves.get(scope)
+            if shelf is None or shelf.newest[0] != number:
+                continue  # its first segment was joined or is gone
             if shelf.join is not None and shelf.segments[0] is shelf.join.segments[0]:
                 shelf.join = None
-            self._num_tokens -= len(shelf.segments.pop(0))
+            self._used -= _cost(shelf.segments.pop(0))
             shelf.newest.pop(0)
-            if not shelf.segments:
+            if shelf.segments:
+                self._note_age(scope, shelf)
+            else:
                 del self._shelves[scope]
+
+
+def _cost(segment: SuffixSegment) -> int:
+    """What a segment takes of the bound."""
+    return len(segment) + SEGMENT_TOKENS
+
+
+def _segments_of(texts: Iterable[Seq[int]], most: int) -> Iterator[SuffixSegment]:
+    """Segments of texts in their order, each of about ``most`` tokens."""
+    batch: list[Seq[int]] = []
+    size = 0
+    for text in texts:
+        if batch and size + len(text) >= most:
+            yield segment_of(batch)
+            batch, size = [], 0
+        batch.append(text)
+        size += len(text) + 1
+    if batch:
+        yield segment_of(batch)
+
+
+def tokens_within(megabytes: int) -> int:
+    """The bound of a store that may take so many megabytes (10^6 bytes)."""
+    return megabytes * 1_000_000 // BYTES_PER_TOKEN

@@ -25,7 +25,6 @@ from specexport_runtime.abi import (
 from specexport_runtime.bundle.manifest import SMALL_DRAFT_PARAMETERS, ModelEntry
 from specexport_runtime.errors import IncompatibleError, SpecexportError
 from specexport_runtime.executors.base import (
-    BoolArray,
     EngineBackend,
     EngineRequest,
     Float32Array,
@@ -36,7 +35,7 @@ from specexport_runtime.executors.base import (
     argmax_ids,
 )
 from specexport_runtime.executors.exact_width import sum_border
-from specexport_runtime.executors.ort_gates import OrtGates
+from specexport_runtime.executors.ort_gates import GatedByInputs, OrtGates
 from specexport_runtime.executors.ort_graph import OrtGraph, open_graph, open_one_token_graph
 from specexport_runtime.executors.ort_session import untouched_zeros
 from specexport_runtime.machine import available_cores
@@ -57,7 +56,7 @@ class _Binding(NamedTuple):
     similarity: Float32Array
 
 
-class OrtExecutor:
+class OrtExecutor(GatedByInputs):
     """Runs one engine with ONNX Runtime on the CPU.
 
     A binding is kept for each step shape and refilled, because binding everything anew costs more than a small
@@ -110,7 +109,6 @@ class OrtExecutor:
         )
         self._one_token = open_one_token_graph(path, entry, spin=spin, engine_hash=one_token_hash) if unpad_kv else None
         self.num_gates = entry.num_gates if unpad_kv else 0  # a padded-KV graph never has gates
-        self.fixed_layers: BoolArray | None = None
         self._gates = OrtGates(self._graph.session, self.num_gates, path)
         self._dtype = np.dtype(entry.dtype)
         self._caches = self._make_caches(entry)
@@ -175,19 +173,6 @@ class OrtExecutor:
     def cache_entries(self, row: int, start: int, stop: int) -> dict[str, npt.NDArray[Any]]:
         """Copies of the entries ``[start, stop)`` of a row, [H, entries, D] for each cache by the name of its input."""
         return {name: cache[row, 0, :, start:stop].copy() for name, cache in self._caches.items()}
-
-    def set_layers(self, mask: BoolArray | None) -> None:
-        """See ``GatedExecutor.set_layers``."""
-        self._gates.set_layers(mask)
-
-    def measure_similarity(self, wanted: bool) -> None:
-        """See ``GatedExecutor.measure_similarity``; holds for steps that are prepared from here on."""
-        self._gates.want_similarity(wanted)
-
-    @property
-    def similarity(self) -> Float32Array:
-        """Similarity [N, T] of the last step; [N, 0] if it was not measured."""
-        return self._similarity.copy()
 
     def capture(self, shapes: list[StepShape]) -> None:
         """Make the bindings of ``shapes`` ahead of time."""

@@ -17,7 +17,6 @@ from specexport_runtime.abi import CACHE_INPUTS, LOGITS, STEP_INPUTS, TOKEN_IDS,
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError, SpecexportError
 from specexport_runtime.executors.base import (
-    BoolArray,
     EngineBackend,
     EngineRequest,
     Float32Array,
@@ -27,7 +26,7 @@ from specexport_runtime.executors.base import (
     Want,
 )
 from specexport_runtime.executors.ort_cuda_session import import_onnxruntime, open_session, reason_of
-from specexport_runtime.executors.ort_gates import OrtGates, is_gate
+from specexport_runtime.executors.ort_gates import GatedByInputs, OrtGates, is_gate
 from specexport_runtime.executors.paged import ATTENTION_METADATA, BLOCK_ENTRIES, BLOCK_TABLE, paged_head_size
 
 _ELEMENT_TYPES = {"float16": 10, "bfloat16": 16}  # ONNX TensorProto.DataType; numpy has no bfloat16
@@ -51,7 +50,7 @@ class _DeviceStep(NamedTuple):
     """Cache rows whose blocks ``table`` holds now."""
 
 
-class OrtCudaExecutor:
+class OrtCudaExecutor(GatedByInputs):
     """Runs one engine with ONNX Runtime on an NVIDIA GPU.
 
     Step inputs are copied one by one into memory that stays bound; only the output that is asked for comes back. Gates
@@ -103,7 +102,6 @@ class OrtCudaExecutor:
         self._session = open_session(self._ort, path, device_id, cuda_graphs)
         self._check_contract(path, entry)
         self.num_gates = entry.num_gates
-        self.fixed_layers: BoolArray | None = None
         self._gates = OrtGates(self._session, self.num_gates, path, separate=True)
         self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
         self._inputs = [spec for spec in STEP_INPUTS if spec.name in entry.inputs]
@@ -175,19 +173,6 @@ class OrtCudaExecutor:
         self.engine_seconds += time.perf_counter() - start
         self._similarity = step.similarity
         return result
-
-    def set_layers(self, mask: BoolArray | None) -> None:
-        """See ``GatedExecutor.set_layers``."""
-        self._gates.set_layers(mask)
-
-    def measure_similarity(self, wanted: bool) -> None:
-        """See ``GatedExecutor.measure_similarity``."""
-        self._gates.want_similarity(wanted)
-
-    @property
-    def similarity(self) -> Float32Array:
-        """Similarity [N, T] of the last step; [N, 0] if it was not measured."""
-        return self._similarity.copy()
 
     def _fill(self, step: _DeviceStep, shape: StepShape, buffers: StepBuffers) -> None:
         for name, value in step.inputs.items():

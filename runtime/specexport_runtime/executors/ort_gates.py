@@ -80,3 +80,28 @@ class OrtGates:
 def is_gate(name: str) -> bool:
     """Whether an input of that name is a gate."""
     return name in (LAYER_MASK.name, WANT_SIMILARITY.name) or name.startswith(LAYER_ON.name.format(i=""))
+
+
+class GatedByInputs:
+    """The part of ``GatedExecutor`` that all executors with gate inputs have.
+
+    Attributes:
+        fixed_layers: None: any layers may be switched off.
+    """
+
+    fixed_layers: BoolArray | None = None
+    _gates: OrtGates
+    _similarity: Float32Array
+
+    def set_layers(self, mask: BoolArray | None) -> None:
+        """See ``GatedExecutor.set_layers``."""
+        self._gates.set_layers(mask)
+
+    def measure_similarity(self, wanted: bool) -> None:
+        """See ``GatedExecutor.measure_similarity``; holds for steps that are prepared from here on."""
+        self._gates.want_similarity(wanted)
+
+    @property
+    def similarity(self) -> Float32Array:
+        """Similarity [N, T] of the last step; [N, 0] if it was not measured."""
+        return self._similarity.copy()

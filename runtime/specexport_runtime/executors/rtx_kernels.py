@@ -5,13 +5,12 @@ The file holds code that this process runs on the GPU: it is read only where nob
 
 import hashlib
 import os
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from specexport_runtime.bundle.manifest import EngineFile
-from specexport_runtime.user_cache import cache_folder, cache_root, is_private
+from specexport_runtime.user_cache import cache_folder, cache_root, is_private, replace_file
 
 KIND = "rtx-kernels"
 
@@ -65,13 +64,7 @@ class RtxKernels:
         if cache_folder(KIND) is None:
             return
         with suppress(OSError):
-            handle, name = tempfile.mkstemp(prefix=f".{self.path.name}.", suffix=".tmp", dir=self.path.parent)
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(kernels)
-                os.replace(name, self.path)
-            except OSError:
-                Path(name).unlink(missing_ok=True)
+            replace_file(self.path, lambda file: file.write(kernels))
 
     def _read(self) -> bytes:
         """What was kept; nothing where it is missing, or open to the writing of others."""

@@ -46,7 +46,8 @@ def parse_speculative_config(config: Mapping[str, Any], *, draft_source: str | N
     kind = KINDS.get(drafter)
     keys = frozenset[str]() if kind is None else kind.config_keys
     if "prompt_lookup_min" in config and "prompt_lookup_min" not in keys:
-        raise InvalidRequestError("prompt_lookup_min needs method 'ngram'.", "add the method, or drop the key.")
+        takers = " or ".join(repr(kind.method) for kind in KINDS.values() if "prompt_lookup_min" in kind.config_keys)
+        raise InvalidRequestError(f"prompt_lookup_min needs method {takers}.", "add the method, or drop the key.")
     if "model" in keys:
         _check_model(config, draft_source)
     elif "model" in config:
