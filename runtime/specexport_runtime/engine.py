@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from specexport_runtime.bundle.cut_head import CutHead
     from specexport_runtime.costs.curves import CostCurves
+    from specexport_runtime.costs.learned import LearnedCosts
     from specexport_runtime.costs.tune_profile import TuneProfile
     from specexport_runtime.drafters.suffix_open import KeptSuffixes
 
@@ -74,6 +75,7 @@ class SpecEngine:
         draft_defaults: how to draft for requests that do not say.
         cost_curves: what steps cost, for requests that let K be chosen (``"auto"``) and for traces; None refuses the
             former.
+        learned_costs: mends the curves by what rounds take; None takes them as they are.
         tune_profile: bounds the K that is chosen.
         self_obstacle: why the target cannot draft with its own layers, for messages; None finds out.
         drafters: drafters of the user's own, by the names that requests use.
@@ -99,6 +101,7 @@ class SpecEngine:
         max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS,
         draft_defaults: DraftDefaults = DraftDefaults(),  # noqa: B008 immutable
         cost_curves: "CostCurves | None" = None,
+        learned_costs: "LearnedCosts | None" = None,
         tune_profile: "TuneProfile | None" = None,
         self_obstacle: Obstacle | None = None,
         drafters: Mapping[str, DrafterFactory] | None = None,
@@ -154,6 +157,7 @@ class SpecEngine:
             tune_profile,
             lookahead=lookahead,
             max_num_batched_tokens=max_num_batched_tokens,
+            learned=learned_costs,
         )
         self._builder = builder
         self._loop = DecodeLoop(decoder)
@@ -261,7 +265,8 @@ class SpecEngine:
                 else options.max_num_batched_tokens
             ),
             draft_defaults=parts.defaults,
-            cost_curves=parts.curves,
+            cost_curves=None if parts.costs is None else parts.costs.curves,
+            learned_costs=None if parts.costs is None else parts.costs.learned,
             tune_profile=parts.profile,
             self_obstacle=parts.self_obstacle,
             drafters=drafters,

@@ -7,7 +7,9 @@ from typing import NamedTuple
 from specexport_runtime.bundle.cut_head import CutHead, load_cut_head
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.bundle.opened import Bundle, load_bundle
-from specexport_runtime.costs.curves import CostCurves, load_or_measure
+from specexport_runtime.costs.curves import CostCurves, KnownCosts, load_costs
+from specexport_runtime.costs.learned import LearnedCosts
+from specexport_runtime.costs.prior import prior_costs
 from specexport_runtime.costs.tune_profile import TuneProfile, load_profile
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.base import Drafter, DrafterFactory, DrafterParts, DraftOffer, Obstacle
@@ -36,7 +38,7 @@ class EngineParts(NamedTuple):
         draft: the draft model's, if there is one.
         defaults: how to draft for requests that do not say.
         self_obstacle: why the target cannot draft with its own layers; None if it can.
-        curves: what steps cost; None unless the engine is to be adaptive.
+        costs: what steps cost; None unless the engine is to be adaptive.
         profile: the tune profile, if there is one that fits.
         suffixes: what was generated earlier.
         draft_head: the token ids of the draft's LM head; None where it has all.
@@ -47,7 +49,7 @@ class EngineParts(NamedTuple):
     draft: Executor | None
     defaults: DraftDefaults
     self_obstacle: Obstacle | None
-    curves: CostCurves | None = None
+    costs: KnownCosts | None = None
     profile: TuneProfile | None = None
     suffixes: KeptSuffixes | None = None
     draft_head: CutHead | None = None
@@ -119,21 +121,26 @@ def _with_costs(
         file=options.suffix_file,
     )
     parts = EngineParts(bundle, target, draft, defaults, obstacle, suffixes=suffixes)
-    if not options.adaptive and "auto" not in (defaults.drafter, defaults.lookahead):
+    if options.adaptive is False and "auto" not in (defaults.drafter, defaults.lookahead):
         return parts
-    curves = load_or_measure(
+    rows, lookahead = bundle.max_num_seqs, bundle.manifest.lookahead
+    backend = backend_of(bundle.manifest.models["target"].backend)
+    on_gpu = backend is not None and backend.on_gpu
+    costs = load_costs(
         runner(target),
         None if draft is None else runner(draft),
+        prior_costs(bundle.manifest.models, on_gpu=on_gpu, max_rows=rows, lookahead=lookahead),
+        measure=options.adaptive is True,
         bundle_key=bundle.manifest.build_key,
-        max_rows=bundle.max_num_seqs,
-        lookahead=bundle.manifest.lookahead,
+        max_rows=rows,
+        lookahead=lookahead,
         num_threads=options.num_threads,
         spin=options.spin,
         cuda_graphs=options.cuda_graphs,
     )
     given = None if options.tune_profile is None else Path(options.tune_profile)
     profile = load_profile(given, bundle=bundle.folder, build_key=bundle.manifest.build_key, drafters=KINDS)
-    return parts._replace(curves=curves, profile=profile)
+    return parts._replace(costs=costs, profile=profile)
 
 
 def make_drafters(
@@ -217,6 +224,7 @@ def make_decoder(
     *,
     lookahead: int,
     max_num_batched_tokens: int,
+    learned: LearnedCosts | None = None,
 ) -> Decoder:
     """The decoder of an engine.
 
@@ -228,18 +236,19 @@ def make_decoder(
         profile: bounds the K that is chosen.
         lookahead: largest K.
         max_num_batched_tokens: most tokens of one step.
+        learned: mends the curves by what rounds take; None takes them as they are.
     """
     lengths: DraftLength | None = None
     if curves is not None:
         from specexport_runtime.lookahead.goodput import GoodputLength
 
-        lengths = GoodputLength(curves, lookahead, profile, drafters=weighed)
+        lengths = GoodputLength(curves, lookahead, profile, drafters=weighed, learned=learned)
     return Decoder(
         target,
         ChainDrafter(drafters, lengths),
         max_num_batched_tokens=max_num_batched_tokens,
         lengths=lengths,
-        tracer=RoundTracer(curves),
+        tracer=RoundTracer(curves, learned),
     )
 
 

@@ -25,8 +25,10 @@ class EngineOptions:
             the default drafter and its K.
         cuda_graphs: on a GPU, record decode and verify steps and replay them; False runs them one kernel at a time,
             None records them with TensorRT only.
-        adaptive: let requests ask for ``num_speculative_tokens="auto"``: measures what steps cost, at the first load of
-            a bundle on this machine, and keeps that in the user's cache.
+        adaptive: let draft lengths be chosen (``"auto"``, the default of requests that do not say) by what steps cost.
+            None begins with what is known of this machine, else with what the sizes of the models promise, and learns
+            from what rounds take. True measures first, at the first load of a bundle on this machine. False offers
+            no ``"auto"`` lengths: requests that do not say draft with the draft model, if there is one, and a fixed K.
         tune_profile: profile that ``specexport tune`` wrote; None takes the bundle's own, if it has one.
         suffix_memory_mb: megabytes for what drafter ``suffix`` keeps of earlier texts, 16 bytes a token; None takes 16.
         corpus: folder of text files that drafter ``suffix`` may copy from in every request.
@@ -45,7 +47,7 @@ class EngineOptions:
     match_length: int | None = None
     speculative_config: Mapping[str, Any] | None = None
     cuda_graphs: bool | None = None
-    adaptive: bool = False
+    adaptive: bool | None = None
     tune_profile: str | Path | None = None
     prepacked: bool = True
     suffix_memory_mb: int | None = None

@@ -271,8 +271,8 @@ def test_references_come_from_a_file_or_from_each_line(run, tmp_path):
         (["--no-draft-exit", "--draft-exit-gamma", "0.5"], "drop one"),
         (["--drafter", "lookup", "--draft-exit"], "none drafts here"),
         (["--drafter", "lookup", "--corpus", "."], "--corpus was given, and nobody drafts by it"),
-        (["--suffix-memory", "4"], "add --drafter suffix or auto"),
-        (["--tune-profile", "p.json"], "add --drafter auto or --lookahead auto"),
+        (["--lookahead", "4", "--suffix-memory", "4"], "add --drafter suffix or auto"),
+        (["--lookahead", "3", "--tune-profile", "p.json"], "K is not chosen"),
         (["--lookahead", "auto", "--tune-profile", "missing.json"], "missing.json cannot be read"),
     ],
 )
@@ -282,4 +282,4 @@ def test_bad_batch_and_drafter_options_are_refused(run, options, words):
 
 def test_a_reference_without_lookup_is_refused(run, tmp_path):
     (tmp_path / "r.txt").write_text("text")
-    assert "does not copy" in refuse(run, PROMPT, "--reference", tmp_path / "r.txt")
+    assert "does not copy" in refuse(run, PROMPT, "--drafter", "draft-model", "--reference", tmp_path / "r.txt")

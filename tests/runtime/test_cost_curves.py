@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from specexport_runtime import user_cache
 from specexport_runtime.costs import curves as cost_curves
-from specexport_runtime.costs.curves import CostCurves, GateCost, load_or_measure, measure_costs
+from specexport_runtime.costs.curves import CostCurves, GateCost, load_costs, measure_costs
+from specexport_runtime.costs.learned import LearnedCosts, RoundSeconds
 from specexport_runtime.costs.measure import MAX_NOISE, measure_step_cost, row_counts_up_to, widths_up_to
 from specexport_runtime.costs.step_cost import KvPair, RowCurve, StepCost, StepSize, clean_times, fit_kv_seconds
 from specexport_runtime.errors import SpecexportError
@@ -266,17 +267,6 @@ def test_noise_is_seen(slow, noisy):
     assert (cost.noise > MAX_NOISE) == noisy
 
 
-def test_noisy_timings_are_used_but_not_kept(cache, monkeypatch, caplog):
-    noisy = CostCurves(StepCost(COST.curves, noise=0.5), {}, CURVES.gates)
-    monkeypatch.setattr(cost_curves, "measure_costs", lambda *args, **options: noisy)
-    with caplog.at_level(logging.WARNING):
-        assert load() is noisy
-        assert load() is noisy
-    (record,) = caplog.records
-    assert "differ by 50 %" in record.getMessage()
-    assert not list(cache.rglob("*.json"))
-
-
 def test_engines_of_limited_steps_are_not_asked_for_more():
     runner, clock = make_runner()
     runner.executor.max_num_tokens = runner.max_chunk = 8
@@ -331,14 +321,18 @@ def measured(monkeypatch):
     return count
 
 
+PRIOR = CostCurves(COST, {"draft-model": COST})
+
+
 def load(**options):
     runners = [ModelRunner(FakeExecutor(17, 4, 80, seed=seed)) for seed in (0, 1)]
-    return load_or_measure(*runners, **({"bundle_key": "k", "max_rows": 2, "lookahead": 4} | options))
+    usual = {"bundle_key": "k", "max_rows": 2, "lookahead": 4, "measure": True}
+    return load_costs(*runners, PRIOR, **(usual | options))
 
 
 def test_measured_once_then_read(cache, measured):
-    first = load()
-    assert load() == first
+    first = load().curves
+    assert load().curves == load(measure=False).curves == first
     assert len(measured) == 1
     assert set(first.drafters) == {"draft-model"}
     assert first.target.curves[0].widths == (1, 2, 3, 5)
@@ -383,9 +377,9 @@ def test_a_damaged_file_is_measured_again_and_replaced(cache, measured, content)
         data["key"]["max_rows"] = 9
         content = json.dumps(data)
     path.write_text(content)
-    second = load()
+    second = load().curves
     assert len(measured) == 2
-    assert load() == second
+    assert load().curves == second
     assert len(measured) == 2
 
 
@@ -399,6 +393,42 @@ def test_no_cache_is_no_obstacle(cache, measured, caplog):
     load(cache=False)
     assert len(caplog.records) == 1
     assert len(measured) == 3
+
+
+def test_nothing_is_measured_unasked_and_what_was_learned_stays(cache, measured):
+    first = load(measure=False)
+    assert first.curves == PRIOR
+    assert first.learned.level(1) is None  # a prior's level is no time
+    teach(first.learned)
+    second = load(measure=False)
+    assert second.curves == PRIOR
+    assert second.learned.draft_ratio("draft-model", 1) == pytest.approx(3.0)
+    assert not measured
+    third = load()  # measured: what was learned about the prior is of no use any more
+    assert len(measured) == 1
+    assert third.learned.draft_ratio("draft-model", 1) == 1.0
+
+
+def test_noisy_timings_are_thrown_away(cache, measured, monkeypatch, caplog):
+    monkeypatch.setattr(cost_curves, "MAX_NOISE", -1.0)
+    with caplog.at_level(logging.INFO):
+        assert load().curves == PRIOR
+    assert "busy" in caplog.text
+    assert not (cache / "costs").exists()
+
+
+@pytest.mark.parametrize(
+    "learned", [None, [], {"target": 3}, {"target": {"x": 1.0}}, {"target": {"1": 1e9}}, {"a": {"1": None}}]
+)
+def test_damaged_ratios_are_forgotten(learned):
+    assert LearnedCosts(learned).extra_ratio(1) == 1.0
+
+
+def teach(learned):
+    """Rounds in which the draft's steps take three times what the curve says."""
+    for i in range(12):
+        learned.observe(RoundSeconds(1, 1.0, 0.1 * (i % 3), 1.0 + 0.1 * (i % 3), {"draft-model": (0.4, 1.2)}))
+    assert learned.adopt()
 
 
 def test_gates_are_all_on_again(cache):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from loop import VOCAB, finish, goodput_length
 
 from specexport_runtime.costs.curves import CostCurves
+from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.costs.step_cost import RowCurve, StepCost
 from specexport_runtime.costs.tune_profile import TuneCell, TuneProfile
 from specexport_runtime.decoding.decoder import Decoder
@@ -23,6 +24,8 @@ from specexport_runtime.drafters.suffix_store import SuffixStore
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead.acceptance import MAX_MATCH, SequenceAcceptance, SharedAcceptance, match_slots
 from specexport_runtime.lookahead.allocation import StepTimes, allocate
+from specexport_runtime.lookahead.draft_cost import EngineCost, WeighedDrafter
+from specexport_runtime.lookahead.goodput import GoodputLength
 from specexport_runtime.lookahead.plain_spell import PlainSpell
 from specexport_runtime.lookahead.probing import ProbeBudget, ProbeTimer
 from specexport_runtime.packing.batch import ModelRunner
@@ -51,12 +54,12 @@ def curves(draft=0.3, **options):
     return CostCurves(step_cost(0.010, **options), {"draft-model": step_cost(0.010 * draft)})
 
 
-def make_sequences(count, names, max_tokens=200, prompt=6, **options):
+def make_sequences(count, names, max_tokens=200, prompt=6, params=None, **options):
     return [
         Sequence(
             i,
             [(3 * i + j) % VOCAB for j in range(prompt)],
-            SamplingParams(max_tokens=max_tokens),
+            params or SamplingParams(max_tokens=max_tokens),
             vocab_size=VOCAB,
             max_model_len=CAPACITY - LOOKAHEAD - 1,
             draft_plan=[DraftStage(name, LOOKAHEAD) for name in names],
@@ -456,3 +459,60 @@ def test_auto_decodes_as_the_better_of_both_and_stays_exact():
     assert used == {"suffix", "draft-model"}
     assert both.output == copied.output == drafted.output
     assert both.stats.rounds <= 1.1 * min(copied.stats.rounds, drafted.stats.rounds)
+
+
+# ---- curves that are wrong ----
+
+
+class Timed(GoodputLength):
+    """A controller whose rounds take what ``real`` says, whatever it was told."""
+
+    def __init__(self, told, real, learned):
+        known = {"draft-model": WeighedDrafter(ModelDrafter.traits, EngineCost(told.drafters["draft-model"]))}
+        super().__init__(told, LOOKAHEAD, drafters=known, learned=learned)
+        self.real = real
+
+    def drafted(self, drafter, sequences, proposals, seconds):
+        lengths = [len(proposal.tokens) for proposal in proposals]
+        rows = [sum(length > depth for length in lengths) for depth in range(max(lengths))]
+        seconds = sum(self.real.drafters[drafter].seconds(count, count) for count in rows)
+        super().drafted(drafter, sequences, proposals, seconds)
+
+    def took(self, sequences, drafted, seconds):
+        rows = len(sequences)
+        super().took(sequences, drafted, self.real.target.seconds(rows + drafted, rows))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(
+    ("told", "real", "draft_kind"),
+    [
+        (curves(0.05), curves(1.5), "good"),  # drafting seems cheap and is dear: nothing should be drafted
+        (curves(0.1, per_token=0.1), curves(0.1, per_token=0.9), "good"),  # every token to verify costs a step
+        (curves(1.5), curves(0.02), "perfect"),  # drafting seems dear and is cheap
+    ],
+)
+def test_wrong_curves_are_mended_while_a_batch_decodes(told, real, draft_kind, count):
+    best = decode(draft_kind, count, lengths=goodput_length(real, LOOKAHEAD), max_tokens=500, curve=real)[0]
+    learned = LearnedCosts(is_measured=False)
+    mended = decode(draft_kind, count, lengths=Timed(told, real, learned), max_tokens=500, curve=real)[0]
+    wrong = decode(draft_kind, count, lengths=goodput_length(told, LOOKAHEAD), max_tokens=500, curve=real)[0]
+    assert learned.version
+    assert mended < 1.2 * best, learned.to_json()
+    assert mended < wrong
+
+
+def test_times_never_meet_random_numbers_that_are_still_to_be_used():
+    told, real = curves(0.05), curves(1.5)
+    learned = LearnedCosts()
+    lengths = Timed(told, real, learned)
+    target, draft = FakeExecutor(VOCAB, 1, CAPACITY), FakeExecutor(VOCAB, 1, CAPACITY, noise=0.4)
+    drafters = {"draft-model": ModelDrafter(ModelRunner(draft), vocab_size=VOCAB, max_backlog=32)}
+    decoder = Decoder(ModelRunner(target), ChainDrafter(drafters, lengths), lengths=lengths)
+    (sampled,) = make_sequences(1, ["draft-model"], 300, params=SamplingParams(max_tokens=300, temperature=1.0, seed=7))
+    finish(decoder, [sampled])
+    assert sampled.stats.drafted > 100
+    assert learned.version == 0
+    (greedy,) = make_sequences(1, ["draft-model"], 2)
+    finish(decoder, [greedy])
+    assert learned.version == 1

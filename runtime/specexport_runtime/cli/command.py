@@ -92,14 +92,15 @@ def generate(
         terminal if show_prompt is None else show_prompt,
         trace,
     )
-    adaptive = "auto" in (drafting["num_speculative_tokens"], drafting["drafter"])
-    if limits["tune_profile"] is not None and not adaptive:
+    by_default = drafting["drafter"] is None and not isinstance(drafting["num_speculative_tokens"], int)
+    chosen = by_default or "auto" in (drafting["num_speculative_tokens"], drafting["drafter"])
+    if limits["tune_profile"] is not None and not chosen:
         raise InvalidRequestError(
-            "--tune-profile was given, and K is not chosen.", "add --drafter auto or --lookahead auto."
+            "--tune-profile was given, and K is not chosen.", "add --lookahead auto, or name no drafter and no number."
         )
     flags = {"corpus": "--corpus", "suffix_file": "--suffix-file", "suffix_memory_mb": "--suffix-memory"}
     unused = [flag for name, flag in flags.items() if limits[name] is not None]
-    if unused and drafting["drafter"] not in ("suffix", "auto"):
+    if unused and not by_default and drafting["drafter"] not in ("suffix", "auto"):
         raise InvalidRequestError(f"{unused[0]} was given, and nobody drafts by it.", "add --drafter suffix or auto.")
     drafting["trace"] = trace
     asked = limits["max_num_seqs"]
@@ -107,7 +108,7 @@ def generate(
         check_num_seqs(asked)  # all of it: below it is cut to the prompts
     rows = load_manifest(bundle).default_num_seqs if asked is None else asked
     limits["max_num_seqs"] = min(rows, max(len(items), 1))
-    engine = SpecEngine.load(bundle, adaptive=adaptive or trace, **limits)
+    engine = SpecEngine.load(bundle, adaptive=True if trace else None, **limits)
     notes: list[str] = []
     engine.add_observer(NeverAccepted(notes.append))
     texts = [item.text for item in items]

@@ -163,7 +163,7 @@ def drafting_options(command: Any) -> Any:
             help="draft-model, lookup (copy from the text so far), suffix (and from earlier answers), self (some of "
             "the target's own layers), chained (lookup, then the draft model or the own layers), "
             "auto (whatever the bundle has, by what it promises in every round) or none.  "
-            "[default: the bundle's draft model, if any]",
+            "[default: auto; the draft model with a number of tokens, or for a seed to sample by]",
         ),
         click.option(
             "--num-speculative-tokens",
@@ -171,13 +171,13 @@ def drafting_options(command: Any) -> Any:
             type=NumberOr("auto", "auto"),
             metavar="N|auto",
             help="Draft tokens a round (K), or auto: chosen every round for the most expected tokens a second.  "
-            "[default: 4, for lookup 7, for self 3, or less if the bundle was built for less]",
+            "[default: auto; with a drafter 4, for lookup 7, for self 3, or less if less was built]",
         ),
         click.option("--no-speculation", is_flag=True, help="Plain decoding: one token a round."),
         click.option(
             "--tune-profile",
             type=click.Path(path_type=Path),
-            help="With --lookahead auto: what `specexport tune` wrote.  [default: where that puts it]",
+            help="Where K is chosen: what `specexport tune` wrote.  [default: where that puts it]",
         ),
         click.option(
             "--layer-threshold",

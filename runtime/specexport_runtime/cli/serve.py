@@ -68,21 +68,21 @@ _DRAFTING = (
     click.option(
         "--drafter",
         type=click.Choice(list(METHODS)),
-        help="How to draft for requests that do not say.  [default: the bundle's draft model, if any]",
+        help="How to draft for requests that do not say.  [default: auto; the draft model with a number of tokens]",
     ),
     click.option(
         "--num-speculative-tokens",
         "--lookahead",
         type=NumberOr("auto", "auto"),
         metavar="N|auto",
-        help="Draft tokens a round for requests that do not say, or auto: chosen every round.  [default: 4, for "
-        "lookup 7, for self 3, or less if the bundle was built for less]",
+        help="Draft tokens a round for requests that do not say, or auto: chosen every round.  [default: auto; "
+        "with a drafter 4, for lookup 7, for self 3, or less if less was built]",
     ),
     click.option(
         "--adaptive/--no-adaptive",
-        default=True,
-        show_default=True,
-        help="Measure what steps cost, once a machine: requests may ask for `auto`, metrics show the time saved.",
+        default=None,
+        help="On: measure what steps cost before the first request, once a machine. Off: no lengths are chosen.  "
+        "[default: begin with what the models' sizes promise, and learn from requests]",
     ),
     click.option("--tune-profile", type=click.Path(path_type=Path), help="What `specexport tune` wrote."),
 )

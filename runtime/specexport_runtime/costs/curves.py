@@ -1,4 +1,4 @@
-"""The cost curves of a bundle on this machine: measured at the first load, then read from the user's cache.
+"""The cost curves of a bundle on this machine: what is known of them lies in the user's cache.
 
 What the goodput controller weighs a longer draft with: seconds of a verification step against seconds of draft steps.
 The curves depend on the machine, the bundle, the threads and the row count, and are kept for each of them.
@@ -9,18 +9,19 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.costs.measure import MAX_NOISE, measure_step_cost
 from specexport_runtime.costs.step_cost import StepCost
 from specexport_runtime.executors.base import GatedExecutor, as_gated
 from specexport_runtime.machine import machine_key
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.user_cache import cache_folder, read_json, warn_once, write_json
+from specexport_runtime.user_cache import cache_folder, read_json, write_json
 
-SCHEMA = "specexport.costs/2"
+SCHEMA = "specexport.costs/3"
 DRAFT_WIDTH = 2
 """Tokens a row that a drafting step is measured with: one, and two after a draft that was accepted whole."""
 _DRAFT_BUDGET_S = 0.25
@@ -181,10 +182,24 @@ def _measure_gates(target: ModelRunner, gated: GatedExecutor, max_rows: int) -> 
     return GateCost(layers, *found)
 
 
-def load_or_measure(
+class KnownCosts(NamedTuple):
+    """What is known of a bundle's costs on this machine.
+
+    Attributes:
+        curves: what steps cost.
+        learned: by what they are mended, and where that is kept.
+    """
+
+    curves: CostCurves
+    learned: LearnedCosts
+
+
+def load_costs(
     target: ModelRunner,
     draft: ModelRunner | None,
+    prior: CostCurves,
     *,
+    measure: bool,
     bundle_key: str,
     max_rows: int,
     lookahead: int,
@@ -192,15 +207,18 @@ def load_or_measure(
     spin: bool = True,
     cuda_graphs: bool | None = None,
     cache: bool = True,
-) -> CostCurves:
-    """The curves of a bundle on this machine: from the user's cache, or measured and put there.
+) -> KnownCosts:
+    """The curves of a bundle on this machine: from the user's cache, measured and put there, or a prior.
 
-    A file that is damaged or of another form is measured again. A cache that cannot be written costs a measurement
-    at every load, and one warning. So do timings that are too noisy to keep, on a busy machine.
+    A file that is damaged or of another form is replaced. A cache that cannot be written costs a measurement at every
+    load, and one warning. Timings that are too noisy, on a busy machine, are thrown away, and the prior is taken:
+    what is wrong with it is learned from rounds, and kept in the cache likewise.
 
     Args:
         target: the target; all its cache rows must be empty.
         draft: the draft model, if there is one; likewise.
+        prior: the curves where nothing was measured.
+        measure: measure them where the cache has none that were.
         bundle_key: what tells this bundle from all others: the manifest's ``build_key``.
         max_rows: most rows of a step.
         lookahead: largest K.
@@ -224,30 +242,36 @@ def load_or_measure(
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32] + ".json"
     readable = cache_folder("costs", writable=False) if cache else None
-    if readable is not None:
-        known = _read(read_json(readable / name), key)
-        if known is not None:
-            return known
-    curves = measure_costs(target, draft, max_rows=max_rows, lookahead=lookahead)
-    if curves.noise > MAX_NOISE:
-        warn_once(
-            "noisy costs",
-            "This machine is busy: timings of the same step differ by %.0f %% or more, so draft lengths are chosen by "
-            "rough cost curves. They are not kept. Fix: load again when the machine is idle.",
-            100 * curves.noise,
-        )
-        return curves
-    folder = cache_folder("costs") if cache else None
-    if folder is not None:
-        write_json(folder / name, {"key": key, **curves.to_json()})
-    return curves
+    known = None if readable is None else _read(read_json(readable / name), key)
+
+    def keep(curves: CostCurves, measured: bool, learned: Mapping[str, Any]) -> None:
+        folder = cache_folder("costs") if cache else None
+        if folder is not None:
+            data = {"key": key, "measured": measured, "learned": learned, **curves.to_json()}
+            write_json(folder / name, data)
+
+    curves, measured, learned = known or (prior, False, None)
+    if measure and not measured:
+        found = measure_costs(target, draft, max_rows=max_rows, lookahead=lookahead)
+        if found.noise <= MAX_NOISE:
+            curves, measured, learned = found, True, None
+            keep(curves, measured, {})
+        else:
+            _log.info(
+                "This machine is busy: timings of the same step differ by %.0f %% or more. They are thrown away, and "
+                "draft lengths are chosen by sizes and by what rounds take.",
+                100 * found.noise,
+            )
+    return KnownCosts(
+        curves, LearnedCosts(learned, is_measured=measured, keep=lambda ratios: keep(curves, measured, ratios))
+    )
 
 
-def _read(data: Any, key: Mapping[str, Any]) -> CostCurves | None:
+def _read(data: Any, key: Mapping[str, Any]) -> tuple[CostCurves, bool, Any] | None:
     if not isinstance(data, dict) or data.get("key") != key:
         return None
     try:
-        return CostCurves.from_json(data)
+        return CostCurves.from_json(data), data.get("measured") is True, data.get("learned")
     except ValueError as error:
-        _log.info("Cost curves in the cache are damaged (%s); they are measured again.", error)
+        _log.info("Cost curves in the cache are damaged (%s): they are made again.", error)
         return None

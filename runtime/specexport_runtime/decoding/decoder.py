@@ -103,7 +103,11 @@ class Decoder:
             load = step_load(drafting, [self._in_row(row) for row in chunks], prompt_tokens)
         # Being watched must not change how far anybody drafts: only rounds that count for lengths are told to them.
         proposals = self._propose(drafting, load if counts else None)
+        drafted = time.perf_counter()
         events = self._verify(ready, proposals, chunks)
+        if counts and self.lengths is not None:
+            tokens = sum([len(proposal.tokens) for proposal in proposals.values()])
+            self.lengths.took(drafting, tokens, time.perf_counter() - drafted)
         if load is not None:
             seconds = time.perf_counter() - start
             plain_seconds = self.tracer.record(events, load, seconds)

@@ -1,5 +1,6 @@
 """Several drafters behind one: each sequence names those it wants, and the first that finds something drafts."""
 
+import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 
@@ -95,7 +96,12 @@ class ChainDrafter:
         allowed = lengths.allow(name, sequences, limits)
         most = [each.lookahead for each in allowed]
         # Nobody drafts: a true bypass, the drafter does not even hear of it.
-        return drafter.propose(sequences, most) if any(most) else [_NOTHING] * len(most), allowed
+        if not any(most):
+            return [_NOTHING] * len(most), allowed
+        start = time.perf_counter()
+        found = drafter.propose(sequences, most)
+        lengths.drafted(name, sequences, found, time.perf_counter() - start)
+        return found, allowed
 
     @staticmethod
     def _allowed(seq: Sequence, name: str, limit: int, allowed: Allowed | None) -> Allowed:

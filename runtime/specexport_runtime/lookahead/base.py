@@ -5,9 +5,10 @@ For the others a :class:`DraftLength` chooses in every round, for every stage, b
 not called) and the stage's lookahead. ``goodput.GoodputLength`` is the one there is.
 
 Choices may depend on tests that were performed (how many draft tokens passed, and whether one failed), on lengths, and
-on numbers that are fixed when the engine is loaded. Never on draft tokens that were discarded, and never on measured
-time (``RandomStream`` says why). They do depend on the other sequences of the batch: with an adaptive length the
-sampled text of a seed may depend on who shares the batch; its distribution does not, and greedy text never changes.
+on numbers that are fixed while sampled sequences have their length chosen. Never on draft tokens that were discarded,
+and of measured time only on what was measured before the first of those sequences began (``RandomStream`` says why).
+They do depend on other sequences: with an adaptive length the sampled text of a seed may depend on who shares the batch
+or came before; its distribution does not, and greedy text never changes.
 """
 
 from collections.abc import Sequence as Seq
@@ -67,6 +68,27 @@ class DraftLength(Protocol):
             proposal: what was tested.
             accepted: tests passed.
             rejected: a test failed, which ended them.
+        """
+        ...
+
+    def drafted(self, drafter: str, sequences: "Seq[Sequence]", proposals: "Seq[Proposal]", seconds: float) -> None:
+        """A drafter that costs time was called.
+
+        Args:
+            drafter: its name.
+            sequences: as :meth:`allow`.
+            proposals: what it gave.
+            seconds: it took.
+        """
+        ...
+
+    def took(self, sequences: "Seq[Sequence]", drafted: int, seconds: float) -> None:
+        """A round is over, and all its drafts were observed.
+
+        Args:
+            sequences: all that got a token of the target's own.
+            drafted: draft tokens of all of them.
+            seconds: verification took.
         """
         ...
 

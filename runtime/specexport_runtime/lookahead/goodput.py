@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from specexport_runtime.costs.curves import CostCurves
+from specexport_runtime.costs.learned import LearnedCosts, RoundSeconds
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.lookahead.acceptance import MAX_MATCH, NUM_MATCH_SLOTS, match_slots
 from specexport_runtime.lookahead.allocation import StepTimes, allocate
@@ -56,6 +57,7 @@ class GoodputLength:
         lookahead: largest K.
         profile: bounds K from above.
         drafters: the drafters that plans of adaptive sequences may name.
+        learned: mends the curves by what rounds took; None takes them as they are.
     """
 
     def __init__(
@@ -65,11 +67,14 @@ class GoodputLength:
         profile: "TuneProfile | None" = None,
         *,
         drafters: Mapping[str, WeighedDrafter],
+        learned: LearnedCosts | None = None,
     ) -> None:
         self.curves, self.profile = curves, profile
+        self._learns = learned is not None
+        self._learned = learned or LearnedCosts()
         self._known = dict(drafters)
         self._stages: WeakKeyDictionary[Sequence, dict[str, StageMemory]] = WeakKeyDictionary()
-        self._times = StepTimeTables(curves)
+        self._times = StepTimeTables(curves, self._learned)
         self._positions = list(range(lookahead))
         self._matches = match_slots(lookahead)
         self._no_rows = [0] * lookahead
@@ -79,11 +84,16 @@ class GoodputLength:
         self._drafted = 0
         self._expected = 0.0
         self._plain = PlainSpell()
+        self._catching_up: set[str] = set()
+        self._draft_seconds: dict[str, tuple[float, float]] = {}
+        self._seen_sizes: set[tuple[str, int, int]] = set()
 
     def begin_round(self, load: StepLoad) -> None:
         """See ``DraftLength.begin_round``."""
         self._round += 1
         self._load, self._drafted, self._expected = load, 0, float(load.num_ready)
+        self._catching_up.clear()
+        self._draft_seconds.clear()
         plain = self._times.target(load, 0, 0)[0]
         for drafter in self._drafters.values():
             drafter.budget.earn(plain)
@@ -107,8 +117,10 @@ class GoodputLength:
         entries = [self._entry(drafter, sequences[i], stage) for i, stage, _ in asked]
         times = self._step_times(drafter, sequences, fixed, sum([len(each) for each in gains]) + 1)
         counts, _ = allocate(gains, entries, self._expected, times, _MARGIN)
-        if self._drafters[drafter].is_unknown:
+        if self._is_unknown(drafter):
             counts = [max(counts[j], min(most, _SCOUT_LOOKAHEAD)) for j, (_, _, most) in enumerate(asked)]
+        if self._learns and self._learned.wants_shorter(self._load.num_rows):
+            counts = [count // 2 for count in counts]
         probes = self._probe(drafter, sequences, asked, counts, times)
         circumstances = self._circumstances(drafter)
         for i, seq in enumerate(sequences):
@@ -118,6 +130,8 @@ class GoodputLength:
             stage.slots = self._positions
             stage.bypassed = None if counts[j] else circumstances
             if counts[j]:
+                if self._catch_up(drafter, sequences[i], stage):
+                    self._catching_up.add(drafter)
                 reason = "probe" if j in probes else self._reason(drafter, sequences[i], counts[j], limits[i], most)
                 allowed[i] = Allowed(counts[j], reason, 1.0 + sum(gains[j][: counts[j]]))
         self._note(counts, gains)
@@ -192,6 +206,42 @@ class GoodputLength:
         """See ``DraftLength.note_plain``."""
         self._plain.begin(self._round, self._load[:3], sequences, self._quiet_stage)
 
+    def drafted(self, drafter: str, sequences: "Seq[Sequence]", proposals: Seq[Proposal], seconds: float) -> None:
+        """See ``DraftLength.drafted``."""
+        cost = self._known[drafter].cost
+        if not self._learns or cost is None or drafter in self._catching_up:
+            return
+        pairs = [(seq, proposal) for seq, proposal in zip(sequences, proposals, strict=True) if proposal.tokens]
+        if not pairs or any(proposal.error is not None for proposal in proposals):
+            return
+        lengths = [len(proposal.tokens) for _, proposal in pairs]
+        if self._is_known_size(drafter, len(pairs), max(lengths)):
+            rows = [sum([length > depth for length in lengths]) for depth in range(max(lengths))]
+            promised = self._times.draft_steps(drafter, cost, [seq for seq, _ in pairs], self._load, rows)
+            self._draft_seconds[drafter] = promised, seconds
+
+    def took(self, sequences: "Seq[Sequence]", drafted: int, seconds: float) -> None:
+        """See ``DraftLength.took``."""
+        load = self._load
+        if not self._learns:
+            return
+        if not load.prompt_tokens and self._is_known_size("", load.num_rows, drafted):
+            base = self._times.with_drafts(load, 0)
+            extra = self._times.with_drafts(load, drafted) - base
+            self._learned.observe(RoundSeconds(load.num_rows, base, extra, seconds, dict(self._draft_seconds)))
+        # Random numbers that are still to be used must not meet times: nothing changes while a sampled sequence has
+        # its lengths chosen.
+        if all(seq.sampler.is_greedy for seq in sequences if seq.adaptive) and self._learned.adopt():
+            self._times.forget()
+            self._plain = PlainSpell()
+
+    def _is_known_size(self, name: str, rows: int, tokens: int) -> bool:
+        """Whether steps of this size were seen before: the first one makes its binding, and tells nothing."""
+        if (name, rows, tokens) in self._seen_sizes:
+            return True
+        self._seen_sizes.add((name, rows, tokens))
+        return False
+
     def observe(self, sequence: "Sequence", proposal: Proposal, accepted: int, *, rejected: bool) -> None:
         """See ``DraftLength.observe``."""
         stages = self._stages.get(sequence, {})
@@ -211,7 +261,8 @@ class GoodputLength:
     def _circumstances(self, drafter: str) -> tuple[int, ...]:
         """What a decision depends on besides the sequence's own tests."""
         rows, context = self._load.num_rows, self._times.context(self._load)
-        return self._drafters[drafter].shared.version, rows, context, self._load.num_tokens, self._drafted
+        version = self._drafters[drafter].shared.version
+        return version, rows, context, self._load.num_tokens, self._drafted, self._learned.version
 
     def _is_bypassed(self, drafter: str, sequences: "Seq[Sequence]") -> bool:
         """Whether it was decided in the same circumstances that nobody drafts: most rounds of a useless drafter."""
@@ -294,9 +345,13 @@ class GoodputLength:
     ) -> list[tuple[int, StageMemory, int]]:
         """Those that may draft: prompts are read first, and only a few scout out a drafter that nobody knows."""
         asked = [each for each in asked if each[2] and sequences[each[0]].num_generated]
-        if len(asked) <= _SCOUTS or not self._drafters[drafter].is_unknown:
+        if len(asked) <= _SCOUTS or not self._is_unknown(drafter):
             return asked
         return sorted(asked, key=lambda each: -each[1].known)[:_SCOUTS]
+
+    def _is_unknown(self, drafter: str) -> bool:
+        """Whether too little was seen of a drafter to know if it pays."""
+        return self._drafters[drafter].is_unknown or (self._learns and self._learned.is_unknown(drafter))
 
     def _entry(self, drafter: str, seq: "Sequence", stage: StageMemory) -> float:
         """Seconds of catching up, spread over the rounds that may profit from it."""
@@ -307,7 +362,8 @@ class GoodputLength:
         known = self._known[drafter]
         if known.cost is None or not known.traits.has_own_cache:
             return 0.0
-        return known.cost.catch_up_seconds(len(seq.tokens) - stage.known)
+        ratio = self._learned.draft_ratio(drafter, self._load.num_rows)
+        return ratio * known.cost.catch_up_seconds(len(seq.tokens) - stage.known)
 
     def _step_times(self, drafter: str, sequences: "Seq[Sequence]", fixed: Seq[int], most: int) -> StepTimes:
         rows = self._no_rows

@@ -99,7 +99,8 @@ class RequestBuilder:
         Raises:
             InvalidRequestError: the request can never be served.
         """
-        plan = resolve_draft_plan(options, self.abilities, self.defaults)
+        is_repeatable = params.seed is not None and params.temperature > 0
+        plan = resolve_draft_plan(options, self.abilities, self.defaults, is_repeatable=is_repeatable)
         traits = [self.abilities.drafters[stage.drafter] for stage in plan.stages]
         if reference is not None and not any(each.takes_reference for each in traits):
             raise InvalidRequestError(

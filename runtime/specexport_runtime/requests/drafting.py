@@ -31,9 +31,10 @@ class Drafting(TypedDict, total=False):
     Attributes:
         drafter: ``"draft-model"``, ``"lookup"``, ``"self"`` (some of the target's own layers), ``"chained"`` (lookup,
             and where it finds nothing the draft model, or the target's own layers), ``"auto"`` (whatever the bundle
-            has, by what each promises) or ``"none"``; None takes the engine's default: the draft model if there is one.
+            has, by what each promises) or ``"none"``; None takes the engine's default: ``"auto"``, or the draft model
+            for a request with a number of tokens, with a seed of its own to sample by, or without cost curves.
         num_speculative_tokens: K (4 if None; of ``"self"`` 3), or tokens copied by ``"lookup"`` (7 if None), or
-            ``"auto"``: chosen in every round, up to what was built; needs an engine that was loaded ``adaptive``.
+            ``"auto"``: chosen in every round, up to what was built; not for an engine loaded with ``adaptive=False``.
         speculation: False decodes plainly, as ``drafter="none"``.
         layer_rules: which layers ``"self"`` leaves out.
         draft_exit: end a model's draft when it is no longer sure: True, False or the parameters of the threshold.
@@ -69,7 +70,7 @@ class DraftDefaults(NamedTuple):
     """How an engine drafts for requests that do not say.
 
     Attributes:
-        drafter: one of ``DRAFTERS``; None: the draft model if there is one, else ``"none"``.
+        drafter: one of ``DRAFTERS``; None: ``"auto"``, see :class:`Drafting`.
         lookahead: K of a model, or tokens copied by lookup, or ``"auto"``; None takes the default of each.
         match_length: fewest tokens that lookup must match.
         layer_rules: which layers ``"self"`` leaves out.
@@ -109,7 +110,12 @@ class Abilities(NamedTuple):
 
     @property
     def default(self) -> str | None:
-        """The drafter of requests that name none: the first there is to be had, unless something is in its way."""
+        """The drafter of requests that say nothing: ``auto`` where lengths can be chosen, else :attr:`fixed`."""
+        return "auto" if self.weighed.issuperset(stage_names("auto", self)) else self.fixed
+
+    @property
+    def fixed(self) -> str | None:
+        """The drafter of requests that name none and must not depend on others: the first, if nothing is in its way."""
         first = next(iter(self.drafters))
         return None if first in self.obstacles else first
 
@@ -150,13 +156,18 @@ def resolve_lookahead(requested: Lookahead | None, *, built: int, default: int) 
     return requested
 
 
-def resolve_draft_plan(options: RequestOptions, abilities: Abilities, defaults: DraftDefaults) -> DraftPlan:
+def resolve_draft_plan(
+    options: RequestOptions, abilities: Abilities, defaults: DraftDefaults, *, is_repeatable: bool = False
+) -> DraftPlan:
     """The ways to draft for one request.
 
     Args:
         options: what the request asks for.
         abilities: what the engine can do.
         defaults: what the engine does where the request does not say.
+        is_repeatable: the request is sampled by a seed of its own, so that the same request gives the same text. What
+            ``auto`` drafts depends on other requests, and with it the sampled text of a seed (not its distribution):
+            it has to be asked for then.
 
     Raises:
         InvalidRequestError: options contradict each other, or the engine cannot do what was asked.
@@ -173,7 +184,8 @@ def resolve_draft_plan(options: RequestOptions, abilities: Abilities, defaults: 
             )
         return DraftPlan()
     if drafter is None:
-        drafter = defaults.drafter or abilities.default
+        pinned = is_repeatable or isinstance(requested, int)
+        drafter = defaults.drafter or (abilities.fixed if pinned else abilities.default)
         if drafter is None and requested is not None:  # who asks for draft tokens is told why there are none
             drafter = next(iter(abilities.drafters))
         requested = defaults.lookahead if requested is None else requested
@@ -228,7 +240,7 @@ def _check_weighed(names: Seq[str], abilities: Abilities) -> None:
     if not abilities.weighed:
         raise InvalidRequestError(
             "num_speculative_tokens is 'auto', and this engine has no cost curves to choose by.",
-            "load it with adaptive=True, or give a number.",
+            "load it without adaptive=False, or give a number.",
         )
     for name in names:
         if name not in abilities.weighed:

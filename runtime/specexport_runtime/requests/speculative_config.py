@@ -37,7 +37,8 @@ def parse_speculative_config(config: Mapping[str, Any], *, draft_source: str | N
     """
     _check_keys(config)
     methods = list(METHODS.values())
-    method = config.get("method", methods[0])
+    given = config.get("num_speculative_tokens")
+    method = config.get("method", "auto" if given == "auto" and "model" not in config else methods[0])
     if method not in methods:
         raise InvalidRequestError(
             f"speculative_config method {method!r} is not available.", f"use one of {', '.join(methods)}."
@@ -54,7 +55,6 @@ def parse_speculative_config(config: Mapping[str, Any], *, draft_source: str | N
         raise InvalidRequestError(f"speculative_config method {method!r} takes no model.", "drop the key 'model'.")
     match_length = config.get("prompt_lookup_min", DEFAULT_MATCH_LENGTH)
     check_match_length(match_length)
-    given = config.get("num_speculative_tokens")
     if method == "none" and given is not None:
         raise InvalidRequestError("method 'none' drafts no tokens, but num_speculative_tokens was given.", "drop one.")
     if kind is None and given is None:

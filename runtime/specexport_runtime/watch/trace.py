@@ -7,6 +7,7 @@ from specexport_runtime.sequences.records import RoundTrace, StepLoad
 
 if TYPE_CHECKING:
     from specexport_runtime.costs.curves import CostCurves
+    from specexport_runtime.costs.learned import LearnedCosts
     from specexport_runtime.sequences.sequence import RoundEvent
 
 
@@ -15,10 +16,11 @@ class RoundTracer:
 
     Args:
         curves: what steps cost; None measures rounds without drafts.
+        learned: how far the curves are from what steps take at the moment; None takes them as they are.
     """
 
-    def __init__(self, curves: "CostCurves | None" = None) -> None:
-        self.curves = curves
+    def __init__(self, curves: "CostCurves | None" = None, learned: "LearnedCosts | None" = None) -> None:
+        self.curves, self.learned = curves, learned
         self._plain: dict[int, float] = {}
         self._rounds = 0
 
@@ -66,4 +68,6 @@ class RoundTracer:
         """Seconds of a round of plain decoding of the same rows."""
         if self.curves is None:
             return self._plain.get(load.num_rows)
-        return self.curves.target.seconds(load.num_rows, load.num_rows, load.kv_entries)
+        level = 1.0 if self.learned is None else self.learned.level(load.num_rows)
+        seconds = self.curves.target.seconds(load.num_rows, load.num_rows, load.kv_entries)
+        return None if level is None else level * seconds
