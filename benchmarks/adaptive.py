@@ -105,7 +105,7 @@ def load_engine(args: argparse.Namespace, size: int) -> SpecEngine:
         draft = WrongDraft(draft, gated=False)  # type: ignore[assignment]  # it passes everything else on
     if args.adversarial and args.drafter == "self":
         target = WrongDraft(target, gated=True)  # type: ignore[assignment]
-    manifest = parts.bundle.manifest
+    manifest, costs = parts.bundle.manifest, parts.costs
     return SpecEngine(
         target,
         parts.bundle.tokenizer,
@@ -115,7 +115,8 @@ def load_engine(args: argparse.Namespace, size: int) -> SpecEngine:
         draft_vocab_size=manifest.vocabulary.size,
         draft_head=parts.draft_head,
         eos_token_ids=manifest.vocabulary.eos_token_ids,
-        cost_curves=parts.curves,
+        cost_curves=None if costs is None else costs.curves,
+        learned_costs=None if costs is None else costs.learned,
         self_obstacle=parts.self_obstacle,
     )
 

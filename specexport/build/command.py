@@ -58,6 +58,12 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--draft-revision", help="Hub revision of the draft.")
 @click.option("--trust-remote-code", is_flag=True, default=None, help="Run the hub's Python code while loading.")
 @click.option("--no-check", is_flag=True, help="Do not compare the engines with eager transformers.")
+@click.option(
+    "--prepack/--no-prepack",
+    default=True,
+    show_default=True,
+    help="Pack the weights for this machine's CPU, so that the first load is fast.",
+)
 @click.option("--no-cache", is_flag=True, help="Neither use nor fill the cache of built engines.")
 @click.option("--force", is_flag=True, help="Replace a bundle that stands in the output folder.")
 @click.option(
@@ -69,6 +75,7 @@ def build(
     *,
     recipe_file: Path | None,
     no_check: bool,
+    prepack: bool,
     no_cache: bool,
     force: bool,
     dump_passes: Path | None,
@@ -84,7 +91,14 @@ def build(
     flags |= {name: flags[name] or None for name in ("sm", "self_draft_skip")}
     recipe = make_recipe(flags | {"check": False if no_check else None}, recipe_file)
     with show_progress(sys.stderr, quiet=quiet) as progress:
-        result = build_bundle(recipe, progress=progress, dump_passes=dump_passes, force=force, use_cache=not no_cache)
+        result = build_bundle(
+            recipe,
+            progress=progress,
+            dump_passes=dump_passes,
+            force=force,
+            use_cache=not no_cache,
+            prepack=prepack and not no_cache,
+        )
     if as_json:
         click.echo(json.dumps(result_to_json(result)))
     else:

@@ -25,6 +25,7 @@ from specexport.build.check import check_obstacle
 from specexport.build.draft_vocabulary import HeadCut, check_head_size, read_counting_texts
 from specexport.build.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, hash_sources, hash_values, tool_versions
 from specexport.build.model import STAGES, ModelSource, build_model, require_export_stack
+from specexport.build.prepack import prepack_bundle
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.host import peak_memory_bytes
 from specexport.progress import Progress, StageClock
@@ -94,6 +95,7 @@ def build_bundle(
     dump_passes: Path | None = None,
     force: bool = False,
     use_cache: bool = True,
+    prepack: bool = False,
 ) -> BuildResult:
     """Build the bundle of a recipe, or find that it is there already.
 
@@ -103,6 +105,7 @@ def build_bundle(
         dump_passes: folder for the graph after each pass, one subfolder a model; implies building every model anew.
         force: replace a bundle that stands in the way.
         use_cache: take engines from the cache and put new ones there.
+        prepack: pack the weights for this machine, into the user's cache.
 
     Returns:
         the bundle and what was done.
@@ -114,7 +117,7 @@ def build_bundle(
     """
     output = Path(recipe.output).expanduser()
     num_models = 2 if recipe.draft is not None else 1
-    clock = StageClock(progress, num_steps=len(STAGES) * num_models + _NUM_COMMON_STAGES)
+    clock = StageClock(progress, num_steps=len(STAGES) * num_models + _NUM_COMMON_STAGES + prepack)
     with clock.stage("plan"):
         exists = check_output(output, force=force)
         backend = find_backend(recipe.backend)
@@ -146,6 +149,9 @@ def build_bundle(
             resolved = resolve_recipe(recipe, [model.entry.max_positions for model in built.values()])
             backend.check_bundle(resolved, {role: model.entry for role, model in built.items()})
             manifest = write_bundle(folder, recipe=resolved, build_key=plan.build_key, tools=plan.tools, models=built)
+    if prepack:
+        with clock.stage("prepack"):
+            prepack_bundle(output)
     checks = {role: model.check for role, model in built.items()}
     return _result(output, manifest, clock, reused=tuple(reused), checks=checks)
 

@@ -151,6 +151,8 @@ def ends(slow_served) -> list[str]:
 def test_a_click_runs_both_and_shows_where_each_token_came_from(demo_served, open_page):
     page = open_page(demo_served)
     assert page.text_content("#fact-model") == "demo"
+    assert page.input_value("#drafter") == "auto"
+    page.select_option("#drafter", "draft-model")  # what `auto` copies depends on the requests before
     run(page, prompt=PROMPT, tokens=64)
 
     origins, usage = reported(demo_served, PROMPT, 64, drafter="draft-model", num_speculative_tokens=4)

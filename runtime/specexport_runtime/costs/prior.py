@@ -13,6 +13,8 @@ from specexport_runtime.costs.curves import CostCurves
 from specexport_runtime.costs.step_cost import RowCurve, StepCost
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5625}
+"""Of a weight, with its share of the scales."""
 
 
 class _Rates(NamedTuple):
@@ -51,10 +53,7 @@ def prior_costs(models: Mapping[str, ModelEntry], *, on_gpu: bool, max_rows: int
 
 def _curve(entry: ModelEntry, rates: _Rates, max_rows: int, max_tokens: int) -> StepCost:
     item = _ITEM_BYTES.get(entry.dtype, 4)
-    weight_bytes = entry.num_parameters * item
-    if entry.quantized_bytes is not None:
-        quantized, plain = entry.quantized_bytes
-        weight_bytes += quantized - plain
+    weight_bytes = entry.num_parameters * _QUANTIZED_BYTES.get(entry.quantize or "", item)
     flops = rates.flops if entry.quantize is None else rates.quantized_flops
     read = weight_bytes / rates.bytes + len(entry.layers) * rates.layer_seconds
     each = 2 * entry.num_parameters / flops

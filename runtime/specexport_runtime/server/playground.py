@@ -100,10 +100,12 @@ async def describe(request: Request) -> dict[str, Any]:
     }
 
 
-def _name_of(stages: list[str]) -> str | None:
+def _name_of(stages: list[str], *, adaptive: bool) -> str | None:
     """What a request would call a plan of these stages."""
+    if stages and KINDS[stages[0]].traits.remembers and (adaptive or len(stages) > 1):
+        return "auto"
     if len(stages) > 1:
-        return "auto" if KINDS[stages[0]].traits.remembers else "chained"
+        return "chained"
     return stages[0] if stages else None
 
 
@@ -118,12 +120,13 @@ def _drafting(engine: SpecEngine) -> dict[str, Any]:
         except InvalidRequestError as error:
             drafters.append({"name": name, "num_speculative_tokens": None, "obstacle": error.message})
         else:
-            drafters.append({"name": name, "num_speculative_tokens": plan.stages[-1].lookahead, "obstacle": None})
+            number = "auto" if plan.adaptive else plan.stages[-1].lookahead
+            drafters.append({"name": name, "num_speculative_tokens": number, "obstacle": None})
     default = engine.resolve_drafting()
     names = [stage.drafter for stage in default.stages]
     return {
         "drafters": drafters,
-        "default_drafter": _name_of(names),
+        "default_drafter": _name_of(names, adaptive=default.adaptive),
         "default_num_speculative_tokens": (
             "auto" if default.adaptive else default.stages[-1].lookahead if names else None
         ),

@@ -1,0 +1,47 @@
+"""Cost curves of a bundle that nobody has measured: the ratios that its sizes promise."""
+
+from dataclasses import replace
+
+import pytest
+
+from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.costs.prior import prior_costs
+
+
+@pytest.fixture
+def entries(demo_bundle):
+    return load_manifest(demo_bundle).models
+
+
+def costs(entries, *, on_gpu=False):
+    return prior_costs(entries, on_gpu=on_gpu, max_rows=8, lookahead=8)
+
+
+def test_a_draft_costs_by_its_size(entries):
+    found = costs(entries)
+    share = found.drafters["draft-model"].seconds(1, 1) / found.target.seconds(1, 1)
+    sizes = entries["draft"].num_parameters / entries["target"].num_parameters
+    assert 0.3 * sizes < share < 1
+    assert share < 0.5
+
+
+def test_quantized_weights_are_read_faster_and_make_tokens_dearer(entries):
+    small = costs({"target": replace(entries["target"], quantize="int8", num_parameters=10**9)}).target
+    large = costs({"target": replace(entries["target"], quantize=None, num_parameters=10**9)}).target
+    assert small.seconds(1, 1) < 0.4 * large.seconds(1, 1)
+    assert small.seconds(5, 1) / small.seconds(1, 1) > 1.05
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_more_tokens_rows_and_entries_cost_more(entries, on_gpu):
+    target = costs(entries, on_gpu=on_gpu).target
+    assert target.seconds(1, 1) < target.seconds(5, 1) < target.seconds(9, 1)
+    assert target.seconds(8, 8) == pytest.approx(target.seconds(8, 1))  # a token is a token
+    assert target.seconds(1, 1, 1000) > target.seconds(1, 1, 10)
+
+
+def test_a_target_of_fixed_layers_prices_its_own_drafts(entries):
+    fixed = replace(entries["target"], skipped_layers=(2, 5))
+    found = costs({"target": fixed})
+    assert 0.5 < found.drafters["self"].seconds(1, 1) / found.target.seconds(1, 1) < 1
+    assert not costs({"target": entries["target"]}).drafters
