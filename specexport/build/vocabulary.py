@@ -49,20 +49,41 @@ def check_vocabularies(target: Mapping[int, str], draft: Mapping[int, str], *, n
         num_shared_rows: ids below this have a row in both LM heads; None if the heads are not known yet.
 
     Raises:
-        VocabularyMismatchError: names the first id that differs and both tokens.
+        VocabularyMismatchError: names the ids that differ, and both tokens of the first.
     """
     end = min(max(target, default=-1), max(draft, default=-1)) + 1
     if num_shared_rows is not None:
         end = min(end, num_shared_rows)
-    for index in range(end):
-        if target.get(index) != draft.get(index):
-            raise VocabularyMismatchError(
-                f"target and draft have different vocabularies: token id {index} is {_show(target.get(index))} in the "
-                f"target and {_show(draft.get(index))} in the draft.",
-                "use a draft with the target's tokenizer (of the same model family).",
-            )
+    different = [index for index in range(end) if target.get(index) != draft.get(index)]
+    if different:
+        first = different[0]
+        raise VocabularyMismatchError(
+            f"target and draft have different vocabularies: token id {first} is {_show(target.get(first))} in the "
+            f"target and {_show(draft.get(first))} in the draft; {len(different):,} of {end:,} ids differ"
+            f"{_ranges(different)}.",
+            "use a draft with the target's tokenizer (of the same model family).",
+        )
     if end == 0:
         raise VocabularyMismatchError("target and draft share no token.", "use a draft with the target's tokenizer.")
+
+
+def _ranges(ids: Seq[int], most: int = 5) -> str:
+    """Which ids, as ranges: `` (3, 7-12 and more)``; nothing for a single one."""
+    if len(ids) == 1:
+        return ""
+    ranges: list[list[int]] = []
+    for index in ids:
+        if ranges and ranges[-1][1] == index - 1:
+            ranges[-1][1] = index
+        elif len(ranges) == most:
+            return f" ({', '.join(_range(*each) for each in ranges)} and more)"
+        else:
+            ranges.append([index, index])
+    return f" ({', '.join(_range(*each) for each in ranges)})"
+
+
+def _range(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def _show(token: str | None) -> str:

@@ -48,3 +48,23 @@ def test_nothing_in_common_is_refused() -> None:
 @pytest.mark.parametrize(("rows", "size"), [([4, 4], 4), ([8, 6], 4), ([3, 6], 3)])
 def test_padding_rows_cannot_be_drafted(rows: list[int], size: int) -> None:
     assert draftable_size([WORDS, WORDS], rows) == size
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ([3], "1 of 40 ids differ."),
+        ([3, 4, 5, 9], "4 of 40 ids differ (3-5, 9)."),
+        (range(1, 40, 2), "20 of 40 ids differ (1, 3, 5, 7, 9 and more)."),
+    ],
+)
+def test_the_ids_that_differ_are_named(changed, words):
+    target = {i: f"t{i}" for i in range(40)}
+    draft = target | {i: f"d{i}" for i in changed}
+    with pytest.raises(VocabularyMismatchError) as raised:
+        check_vocabularies(target, draft, num_shared_rows=None)
+    assert words in raised.value.message
+    assert (
+        f"token id {min(changed)} is 't{min(changed)}' in the target and 'd{min(changed)}' in the draft"
+        in raised.value.message
+    )
