@@ -79,6 +79,7 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
                 unpad_kv=options.unpad_kv,
                 cuda_graphs=options.cuda_graphs,
                 prepacked=options.prepacked,
+                shares_threads=options.share_threads,
             )
         return _with_costs(bundle, defaults, executors, options)._replace(draft_head=head)
     except BaseException:

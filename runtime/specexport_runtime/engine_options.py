@@ -35,6 +35,8 @@ class EngineOptions:
         suffix_file: file that keeps the texts of drafter ``suffix`` from one engine to the next, or ``"cache"`` for one
             in the user's cache; None forgets them.
         prepacked: on the CPU, keep packed weights in the user's cache, where later loads and other processes map them.
+        share_threads: on the CPU, let target and a large draft take the same threads: faster, but from then on ONNX
+            Runtime refuses every session of this process with threads of its own. The commands and the server do so.
     """
 
     max_num_seqs: int | None = None
@@ -53,6 +55,7 @@ class EngineOptions:
     suffix_memory_mb: int | None = None
     corpus: str | Path | None = None
     suffix_file: str | Path | None = None
+    share_threads: bool = False
 
 
 OPTION_NAMES = tuple(field.name for field in fields(EngineOptions))

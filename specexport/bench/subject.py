@@ -77,6 +77,7 @@ def open_subject(
             num_threads=num_threads,
             spin=spin,
             adaptive=adaptive,
+            share_threads=True,
             tune_profile=tune_profile,
         )
 

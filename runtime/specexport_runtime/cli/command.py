@@ -108,7 +108,7 @@ def generate(
         check_num_seqs(asked)  # all of it: below it is cut to the prompts
     rows = load_manifest(bundle).default_num_seqs if asked is None else asked
     limits["max_num_seqs"] = min(rows, max(len(items), 1))
-    engine = SpecEngine.load(bundle, adaptive=True if trace else None, **limits)
+    engine = SpecEngine.load(bundle, adaptive=True if trace else None, share_threads=True, **limits)
     notes: list[str] = []
     engine.add_observer(NeverAccepted(notes.append))
     texts = [item.text for item in items]

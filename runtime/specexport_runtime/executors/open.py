@@ -7,6 +7,7 @@ A new backend is an :class:`~specexport_runtime.executors.base.EngineBackend` in
 from importlib import import_module
 
 from specexport_runtime.abi import kv_slack
+from specexport_runtime.bundle.manifest import SMALL_DRAFT_PARAMETERS
 from specexport_runtime.bundle.opened import Bundle
 from specexport_runtime.bundle.tokenizer_load import start_loading
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError
@@ -51,6 +52,12 @@ def check_threads(count: int | None, name: str = "num_threads") -> None:
         raise InvalidRequestError(f"{name} is {count}.", f"give 1 to {most}, or leave it out.")
 
 
+def _takes_turns(bundle: Bundle) -> bool:
+    """Whether a bundle has a draft of a size that needs all cores, as the target does."""
+    draft = bundle.manifest.models.get("draft")
+    return draft is not None and draft.num_parameters >= SMALL_DRAFT_PARAMETERS
+
+
 def open_executor(
     bundle: Bundle,
     role: str,
@@ -60,6 +67,7 @@ def open_executor(
     unpad_kv: bool = True,
     cuda_graphs: bool | None = None,
     prepacked: bool = True,
+    shares_threads: bool = False,
 ) -> Executor:
     """Load the engine of one model of a bundle.
 
@@ -71,6 +79,7 @@ def open_executor(
         unpad_kv: False loads the graph for caches that hold padding entries.
         cuda_graphs: on a GPU: record decode and verify steps and replay them; None does so with TensorRT only.
         prepacked: on a CPU: keep packed weights in the user's cache, where all processes map them.
+        shares_threads: on a CPU: all engines of this process may take one pool of threads.
 
     Raises:
         IncompatibleError: the engine's backend is unknown to this runtime, has no padded-KV graph, or does not fit
@@ -106,6 +115,7 @@ def open_executor(
             lookahead=bundle.manifest.lookahead,
             num_threads=num_threads,
             spin=spin,
+            shares_threads=shares_threads and _takes_turns(bundle),
             unpad_kv=unpad_kv,
             cuda_graphs=cuda_graphs,
             hash_of=bundle.hash_of if prepacked else None,

@@ -38,6 +38,7 @@ from specexport_runtime.executors.exact_width import sum_border
 from specexport_runtime.executors.ort_gates import GatedByInputs, OrtGates
 from specexport_runtime.executors.ort_graph import OrtGraph, open_graph, open_one_token_graph
 from specexport_runtime.executors.ort_session import untouched_zeros
+from specexport_runtime.executors.ort_threads import share_threads
 from specexport_runtime.machine import available_cores
 
 __all__ = ["MAX_BINDINGS", "OrtExecutor", "available_cores"]
@@ -263,8 +264,9 @@ def open_ort_executor(request: EngineRequest) -> OrtExecutor:
     """Open an engine on the CPU.
 
     The threads of two engines must not fight for the same cores: while one runs, the idle threads of the other would
-    still spin. So a small draft runs on the calling thread alone, and a large one does not spin. With both spinning on
-    two threads, a round of the demo pair took twice as long.
+    still spin. So a small draft runs on the calling thread alone. A large one shares the target's threads where the
+    process is ours alone, else it does not spin. With both spinning on two threads, a round of the demo pair took twice
+    as long.
 
     Raises:
         IncompatibleError: the model has no padded-KV graph, or see :class:`OrtExecutor`.
@@ -273,7 +275,9 @@ def open_ort_executor(request: EngineRequest) -> OrtExecutor:
     path = entry.path if request.unpad_kv else entry.padded_path
     if path is None:
         raise IncompatibleError(f"{request.folder}: the {request.role} has no padded-KV graph.", "build it again.")
-    if request.role == "draft":
+    if request.shares_threads and spin:
+        share_threads(num_threads or available_cores())
+    elif request.role == "draft":
         small = entry.num_parameters < SMALL_DRAFT_PARAMETERS
         num_threads, spin = (1 if small else num_threads), spin and small
     hash_of = request.hash_of

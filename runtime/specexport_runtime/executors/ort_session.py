@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from specexport_runtime.errors import BundleError, MissingDependencyError
 from specexport_runtime.executors.ort_probe import ProbedStep, difference, probe_session, probe_widths
+from specexport_runtime.executors.ort_threads import set_threads
 from specexport_runtime.executors.packed_alignment import align_packed
 from specexport_runtime.executors.prepacked import DATA_NAME, GRAPH_NAME, PrepackedEngine, UnprovenError
 from specexport_runtime.machine import has_exact_int8_products, return_freed_memory
@@ -82,12 +83,10 @@ def _options(num_threads: int, spin: bool) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = num_threads
-    options.inter_op_num_threads = 1
+    set_threads(options, num_threads, spin=spin)
     options.log_severity_level = 3
     # A plan of the memory of each combination of input sizes is kept for ever, and a server meets thousands of them.
     options.enable_mem_pattern = False
-    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
     if not has_exact_int8_products():
         options.add_session_config_entry("session.x64quantprecision", "1")  # slower, and never saturates
     return options

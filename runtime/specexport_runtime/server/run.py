@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,7 +42,11 @@ def run_server(bundle: Path, config: ServerConfig, **load_options: Any) -> int:
     """
     listener = bind(config)
     with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_Life(listener, config, lambda: SpecEngine.load(bundle, **load_options)).run())
+        return runner.run(_Life(listener, config, lambda: _load(bundle, load_options)).run())
+
+
+def _load(bundle: Path, load_options: Mapping[str, Any]) -> SpecEngine:
+    return SpecEngine.load(bundle, **{"share_threads": True, **load_options})  # this process serves, and nothing else
 
 
 class _Life:
