@@ -124,7 +124,9 @@ def main() -> None:
     records: list[dict[str, Any]] = []
     different = 0
     for size in map(int, args.batch_sizes.split(",")):
-        engine = SpecEngine.load(args.bundle, max_num_seqs=size, adaptive=True if args.measure else None, share_threads=True)
+        engine = SpecEngine.load(
+            args.bundle, max_num_seqs=size, adaptive=True if args.measure else None, share_threads=True
+        )
         try:
             bench = Bench(engine, size, args)
             for item in args.prompts.split(","):

@@ -73,7 +73,7 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
     metavar="M,…",
     callback=_NAMES,
     help="Of plain, draft-model, lookup, suffix, self, chained, auto, vanilla, unpad-kv, unpad-input; plain is always "
-    "measured.  [default: plain and what the bundle can draft with, but for suffix and auto, which learn]",
+    "measured.  [default: plain, what the bundle can draft with, and auto; not suffix by itself]",
 )
 @click.option("--ablation", is_flag=True, help="All four ways to pad or not, with --drafter.")
 @click.option("--drafter", default="lookup", show_default=True, help="Drafter of the padded methods.")
@@ -177,7 +177,7 @@ def _run(
         max_num_batched_tokens=max_num_batched_tokens,
         num_threads=threads,
         spin=spin,
-        adaptive=AUTO in (asked["num_speculative_tokens"] or ()) or "auto" in (asked["methods"] or ()),
+        adaptive=AUTO in (asked["num_speculative_tokens"] or ()) or "auto" in (asked["methods"] or ("auto",)),
         tune_profile=tune_profile,
     )
     options = _options(subject, **asked)

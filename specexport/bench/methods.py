@@ -114,7 +114,7 @@ def resolve_methods(
     """The methods to measure; plain decoding comes first, asked for or not: all others are compared with it.
 
     Args:
-        names: of :data:`METHODS`; None: the drafters that the bundle can run and that learn nothing.
+        names: of :data:`METHODS`; None: the drafters that the bundle can run, but for what learns, and ``auto``.
         drafter: which drafter ``vanilla``, ``unpad-kv`` and ``unpad-input`` use.
         has_draft: the bundle has a draft model.
         has_gates: the target can draft with some of its own layers.
@@ -130,8 +130,9 @@ def resolve_methods(
     models = [lacking[name] for name, kind in KINDS.items() if not kind.traits.is_free]
     lacking |= {"chained": None if None in models else models[0], "auto": None}
     if names is None:
-        # What learns from one text for the next is measured where that is asked for: it depends on the prompts' order.
-        learns = ["auto", *(name for name, kind in KINDS.items() if kind.traits.remembers)]
+        # What learns from one text for the next is measured by itself where that is asked for: it depends on the
+        # prompts' order. So does `auto`, but that is what users get.
+        learns = [name for name, kind in KINDS.items() if kind.traits.remembers]
         names = [name for name in DRAFTERS if lacking[name] is None and name not in learns]
     methods = [PLAIN]
     for name in names:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from loop import VOCAB, finish, goodput_length
 
 from specexport_runtime.costs.curves import CostCurves
-from specexport_runtime.costs.learned import LearnedCosts
+from specexport_runtime.costs.learned import LearnedCosts, reading_of
 from specexport_runtime.costs.step_cost import RowCurve, StepCost
 from specexport_runtime.costs.tune_profile import TuneCell, TuneProfile
 from specexport_runtime.decoding.decoder import Decoder
@@ -500,6 +500,33 @@ def test_wrong_curves_are_mended_while_a_batch_decodes(told, real, draft_kind, c
     assert learned.version
     assert mended < 1.2 * best, learned.to_json()
     assert mended < wrong
+
+
+def test_a_draft_that_is_slow_to_read_is_left_alone_for_short_answers():
+    """What catching up takes is learned apart from what a step takes."""
+
+    class SlowReader(Timed):
+        def drafted(self, drafter, sequences, proposals, seconds):
+            reading = self._catching_up.get(drafter, 0.0)
+            super().drafted(drafter, sequences, proposals, seconds)
+            for name, (promised, taken) in self._draft_seconds.items():
+                if name == reading_of(drafter):
+                    self._draft_seconds[name] = promised, taken + 50 * reading
+
+    learned = LearnedCosts()
+    lengths = SlowReader(curves(0.2), curves(0.2), learned)
+    target, draft = FakeExecutor(VOCAB, 1, CAPACITY), FakeExecutor(VOCAB, 1, CAPACITY)
+    drafters = {"draft-model": ModelDrafter(ModelRunner(draft), vocab_size=VOCAB, max_backlog=32)}
+    decoder = Decoder(ModelRunner(target), ChainDrafter(drafters, lengths), lengths=lengths)
+    drafted = []
+    for _ in range(6):
+        (sequence,) = make_sequences(1, ["draft-model"], 12, prompt=300)
+        finish(decoder, [sequence])
+        drafted.append(sequence.stats.drafted)
+    assert drafted[0] > 4
+    assert drafted[-1] <= 1
+    assert learned.reading_ratio("draft-model", 1) > 5
+    assert learned.draft_ratio("draft-model", 1) == 1.0
 
 
 def test_times_never_meet_random_numbers_that_are_still_to_be_used():

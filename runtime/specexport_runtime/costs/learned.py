@@ -39,7 +39,8 @@ class RoundSeconds(NamedTuple):
         base: the curve's, of the target's step without draft tokens.
         extra: the curve's, of what the draft tokens add to it.
         target: the target's step took.
-        drafts: by drafter, the curve's and the real ones of its steps.
+        drafts: by drafter, the curve's and the real ones of its steps; by :func:`reading_of` a drafter those of
+            reading what it had missed.
     """
 
     num_rows: int
@@ -139,6 +140,11 @@ class LearnedCosts:
         """By what the seconds of a drafter's steps are multiplied."""
         return self._ratio(drafter, num_rows)
 
+    def reading_ratio(self, drafter: str, num_rows: int) -> float:
+        """By what the seconds that a drafter needs to read what it missed are multiplied."""
+        name = reading_of(drafter)
+        return self._ratio(name if name in self._ratios else drafter, num_rows)
+
     def level(self, num_rows: int) -> float | None:
         """Real seconds of the target's plain step over the curve's, lately; None if that is not known."""
         steps = _nearest(self._steps, num_rows)
@@ -236,6 +242,11 @@ class LearnedCosts:
 
 _EXTRA = "target"
 """Under which the target's ratio stands among those of the drafters."""
+
+
+def reading_of(drafter: str) -> str:
+    """Under which the ratio of reading stands: wide steps cost otherwise than those of a token."""
+    return f"{drafter}/reading"
 
 
 def _size(num_rows: int) -> int:

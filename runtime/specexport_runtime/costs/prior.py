@@ -21,13 +21,12 @@ class _Rates(NamedTuple):
     """What a machine does in a second, and what a layer costs besides."""
 
     bytes: float
-    flops: float
-    quantized_flops: float
     layer_seconds: float
+    flops: Mapping[str | None, float]
 
 
-_CPU = _Rates(2e10, 1e11, 4e11, 3e-5)
-_GPU = _Rates(1.5e12, 1e14, 1e14, 2e-5)
+_CPU = _Rates(2e10, 3e-5, {None: 1e11, "int8": 6e11, "int4": 2.5e11})
+_GPU = _Rates(1.5e12, 2e-5, {None: 1e14})
 
 
 def prior_costs(models: Mapping[str, ModelEntry], *, on_gpu: bool, max_rows: int, lookahead: int) -> CostCurves:
@@ -54,7 +53,7 @@ def prior_costs(models: Mapping[str, ModelEntry], *, on_gpu: bool, max_rows: int
 def _curve(entry: ModelEntry, rates: _Rates, max_rows: int, max_tokens: int) -> StepCost:
     item = _ITEM_BYTES.get(entry.dtype, 4)
     weight_bytes = entry.num_parameters * _QUANTIZED_BYTES.get(entry.quantize or "", item)
-    flops = rates.flops if entry.quantize is None else rates.quantized_flops
+    flops = rates.flops.get(entry.quantize, rates.flops[None])
     read = weight_bytes / rates.bytes + len(entry.layers) * rates.layer_seconds
     each = 2 * entry.num_parameters / flops
     widths = tuple(sorted({1, max(max_tokens, 1)}))

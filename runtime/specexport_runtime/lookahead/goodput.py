@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from specexport_runtime.costs.curves import CostCurves
-from specexport_runtime.costs.learned import LearnedCosts, RoundSeconds
+from specexport_runtime.costs.learned import LearnedCosts, RoundSeconds, reading_of
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.lookahead.acceptance import MAX_MATCH, NUM_MATCH_SLOTS, match_slots
 from specexport_runtime.lookahead.allocation import StepTimes, allocate
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from specexport_runtime.costs.tune_profile import TuneProfile
     from specexport_runtime.sequences.sequence import Sequence
 
-_HORIZON = 64  # rounds over which the cost of reading a prompt is spread
+_HORIZON = 64  # rounds over which the cost of reading a prompt is spread, at most
 _SCOUTS, _SCOUT_LOOKAHEAD = 2, 2
 """While nobody knows whether a drafter pays, so many sequences find out, with drafts of at least so many tokens."""
 
@@ -84,9 +84,9 @@ class GoodputLength:
         self._drafted = 0
         self._expected = 0.0
         self._plain = PlainSpell()
-        self._catching_up: set[str] = set()
+        self._catching_up: dict[str, float] = {}
         self._draft_seconds: dict[str, tuple[float, float]] = {}
-        self._seen_sizes: set[tuple[str, int, int]] = set()
+        self._seen_sizes: set[tuple[str, int]] = set()
 
     def begin_round(self, load: StepLoad) -> None:
         """See ``DraftLength.begin_round``."""
@@ -114,7 +114,10 @@ class GoodputLength:
         self._drafted += sum(fixed)
         asked = self._candidates(drafter, sequences, asked)
         gains = [stage.acceptance.reach(self._positions[:most]) for _, stage, most in asked]
-        entries = [self._entry(drafter, sequences[i], stage) for i, stage, _ in asked]
+        entries = [
+            self._entry(drafter, sequences[i], stage, 1.0 + sum(each))
+            for (i, stage, _), each in zip(asked, gains, strict=True)
+        ]
         times = self._step_times(drafter, sequences, fixed, sum([len(each) for each in gains]) + 1)
         counts, _ = allocate(gains, entries, self._expected, times, _MARGIN)
         if self._is_unknown(drafter):
@@ -130,8 +133,8 @@ class GoodputLength:
             stage.slots = self._positions
             stage.bypassed = None if counts[j] else circumstances
             if counts[j]:
-                if self._catch_up(drafter, sequences[i], stage):
-                    self._catching_up.add(drafter)
+                if reading := self._reading_seconds(drafter, sequences[i], stage):
+                    self._catching_up[drafter] = self._catching_up.get(drafter, 0.0) + reading
                 reason = "probe" if j in probes else self._reason(drafter, sequences[i], counts[j], limits[i], most)
                 allowed[i] = Allowed(counts[j], reason, 1.0 + sum(gains[j][: counts[j]]))
         self._note(counts, gains)
@@ -190,9 +193,10 @@ class GoodputLength:
             stage = self._stage(name, seq)
             most = self._bound(name, seq, min(own, seq.room_for_drafts))
             each = self._times.draft(name, cost, [seq], self._load, rows)[rows]
-            seconds, expected = self._entry(name, seq, stage) * rows, 1.0
+            reached = stage.acceptance.reach(self._positions[:most])
+            seconds, expected = self._entry(name, seq, stage, 1.0 + sum(reached)) * rows, 1.0
             target = self._times.target(self._load, 0, rows * most)
-            for depth, gain in enumerate(stage.acceptance.reach(self._positions[:most]), 1):
+            for depth, gain in enumerate(reached, 1):
                 seconds, expected = seconds + each, expected + gain
                 if expected / (target[rows * depth] + seconds) > copied:
                     return True
@@ -208,24 +212,28 @@ class GoodputLength:
 
     def drafted(self, drafter: str, sequences: "Seq[Sequence]", proposals: Seq[Proposal], seconds: float) -> None:
         """See ``DraftLength.drafted``."""
-        cost = self._known[drafter].cost
-        if not self._learns or cost is None or drafter in self._catching_up:
+        cost, rows = self._known[drafter].cost, self._load.num_rows
+        if not self._learns or cost is None or any(proposal.error is not None for proposal in proposals):
             return
         pairs = [(seq, proposal) for seq, proposal in zip(sequences, proposals, strict=True) if proposal.tokens]
-        if not pairs or any(proposal.error is not None for proposal in proposals):
+        if not pairs or not self._is_known_size(drafter, rows):
             return
         lengths = [len(proposal.tokens) for _, proposal in pairs]
-        if self._is_known_size(drafter, len(pairs), max(lengths)):
-            rows = [sum([length > depth for length in lengths]) for depth in range(max(lengths))]
-            promised = self._times.draft_steps(drafter, cost, [seq for seq, _ in pairs], self._load, rows)
+        counts = [sum([length > depth for length in lengths]) for depth in range(max(lengths))]
+        promised = self._times.draft_steps(drafter, cost, [seq for seq, _ in pairs], self._load, counts)
+        reading = self._catching_up.get(drafter)
+        if reading is None:
             self._draft_seconds[drafter] = promised, seconds
+        elif (level := self._learned.level(rows)) is not None:
+            rest = seconds - level * self._learned.draft_ratio(drafter, rows) * promised
+            self._draft_seconds[reading_of(drafter)] = reading, max(rest, 0.0)
 
     def took(self, sequences: "Seq[Sequence]", drafted: int, seconds: float) -> None:
         """See ``DraftLength.took``."""
         load = self._load
         if not self._learns:
             return
-        if not load.prompt_tokens and self._is_known_size("", load.num_rows, drafted):
+        if not load.prompt_tokens and self._is_known_size("", load.num_rows):
             base = self._times.with_drafts(load, 0)
             extra = self._times.with_drafts(load, drafted) - base
             self._learned.observe(RoundSeconds(load.num_rows, base, extra, seconds, dict(self._draft_seconds)))
@@ -235,11 +243,11 @@ class GoodputLength:
             self._times.forget()
             self._plain = PlainSpell()
 
-    def _is_known_size(self, name: str, rows: int, tokens: int) -> bool:
-        """Whether steps of this size were seen before: the first one makes its binding, and tells nothing."""
-        if (name, rows, tokens) in self._seen_sizes:
+    def _is_known_size(self, name: str, rows: int) -> bool:
+        """Whether steps of so many rows were seen before: the first one touches new memory, and tells nothing."""
+        if (name, rows) in self._seen_sizes:
             return True
-        self._seen_sizes.add((name, rows, tokens))
+        self._seen_sizes.add((name, rows))
         return False
 
     def observe(self, sequence: "Sequence", proposal: Proposal, accepted: int, *, rejected: bool) -> None:
@@ -253,6 +261,8 @@ class GoodputLength:
                     stage.acceptance.observe(stage.slots, int(passed), rejected=not passed)
                 stage.shadow = None
             if name == proposal.drafter:
+                if stage.timer.is_probing and accepted:
+                    stage.acceptance.fade()  # it became better: what it did long ago tells little
                 stage.acceptance.observe(stage.slots, accepted, rejected=rejected)
                 stage.timer.note(self._round, passed=accepted > 0)
                 if self._known[name].traits.has_own_cache:
@@ -353,17 +363,22 @@ class GoodputLength:
         """Whether too little was seen of a drafter to know if it pays."""
         return self._drafters[drafter].is_unknown or (self._learns and self._learned.is_unknown(drafter))
 
-    def _entry(self, drafter: str, seq: "Sequence", stage: StageMemory) -> float:
-        """Seconds of catching up, spread over the rounds that may profit from it."""
-        return self._catch_up(drafter, seq, stage) / max(1, min(seq.room_for_drafts, _HORIZON))
+    def _entry(self, drafter: str, seq: "Sequence", stage: StageMemory, expected: float) -> float:
+        """Seconds of catching up, spread over the rounds that may profit from it: each gives ``expected`` tokens."""
+        catch_up = self._catch_up(drafter, seq, stage)
+        return catch_up and catch_up / min(max(seq.room_for_drafts / expected, 1.0), _HORIZON)
 
     def _catch_up(self, drafter: str, seq: "Sequence", stage: StageMemory) -> float:
         """Seconds for reading what the drafter has missed; 0 if it has nothing to read with."""
+        seconds = self._reading_seconds(drafter, seq, stage)
+        return seconds and seconds * self._learned.reading_ratio(drafter, self._load.num_rows)
+
+    def _reading_seconds(self, drafter: str, seq: "Sequence", stage: StageMemory) -> float:
+        """The same, as the curve says."""
         known = self._known[drafter]
         if known.cost is None or not known.traits.has_own_cache:
             return 0.0
-        ratio = self._learned.draft_ratio(drafter, self._load.num_rows)
-        return ratio * known.cost.catch_up_seconds(len(seq.tokens) - stage.known)
+        return known.cost.catch_up_seconds(len(seq.tokens) - stage.known)
 
     def _step_times(self, drafter: str, sequences: "Seq[Sequence]", fixed: Seq[int], most: int) -> StepTimes:
         rows = self._no_rows

@@ -59,5 +59,4 @@ class StageMemory:
 
     def start_probe(self) -> None:
         """It is tried in this round."""
-        self.acceptance.fade()
         self.timer.start()

@@ -49,6 +49,11 @@ class ProbeTimer:
         self._is_probing = False
 
     @property
+    def is_probing(self) -> bool:
+        """Whether a probe was drafted and not tested yet."""
+        return self._is_probing
+
+    @property
     def due(self) -> int:
         """The round in which it is time, if no other sequence probes before."""
         return self._last + self._wait
