@@ -12,7 +12,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.utils import floatToGoString
 
-from specexport_runtime.watch.counts import DraftCounts, EngineCounts, Histogram
+from specexport_runtime.sequences.draft_counts import DraftCounts
+from specexport_runtime.watch.counts import EngineCounts, Histogram
 
 if TYPE_CHECKING:
     from specexport_runtime.engine import SpecEngine
@@ -44,7 +45,7 @@ class _Labelled(NamedTuple):
 _NUMBERS = (
     _Number("vllm:prompt_tokens", "Prompt tokens that were fed.", lambda c: c.prompt_tokens),
     _Number("vllm:generation_tokens", "Tokens that were generated.", lambda c: c.generation_tokens),
-    _Number("vllm:spec_decode_num_drafts", "Rounds of a sequence that had a draft.", lambda c: c.all_drafts().drafts),
+    _Number("vllm:spec_decode_num_drafts", "Rounds of a sequence that had a draft.", lambda c: c.all_drafts().rounds),
     _Number(
         "vllm:spec_decode_num_draft_tokens", "Draft tokens that the target tested.", lambda c: c.all_drafts().drafted
     ),
@@ -219,7 +220,7 @@ class EngineMetrics:
         drafts = counts.all_drafts()
         unknown = float("nan")  # nothing was drafted
         rate = drafts.accepted / drafts.drafted if drafts.drafted else unknown
-        length = 1 + drafts.accepted / drafts.drafts if drafts.drafts else unknown
+        length = 1 + drafts.accepted / drafts.rounds if drafts.rounds else unknown
         rows: list[tuple[str, str, float | None]] = [
             ("specexport:acceptance_rate", "Accepted share of all draft tokens since the start.", rate),
             ("specexport:mean_acceptance_length", "Mean tokens of a round with a draft since the start.", length),

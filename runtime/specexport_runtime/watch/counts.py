@@ -9,6 +9,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from specexport_runtime.sequences.draft_counts import DraftCounts, counts_of, sum_counts
+
 if TYPE_CHECKING:
     from specexport_runtime.sequences.sequence import FinishReason, Sequence
     from specexport_runtime.watch.observe import RoundRecord
@@ -56,37 +58,6 @@ class Histogram:
         other = Histogram(self.bounds)
         other.counts, other.total = list(self.counts), self.total
         return other
-
-
-FEW_TOKENS, FEW_DRAFTS = 64, 16
-"""So much must have been tested before it means something that nothing was accepted. Tokens behind a refused one tell
-nothing: where one draft in five has an accepted token, 16 drafts without any are an accident of 3 %."""
-
-
-@dataclass
-class DraftCounts:
-    """What one drafter did.
-
-    Attributes:
-        drafts: rounds of a sequence that had a draft.
-        drafted: draft tokens that the target tested.
-        accepted: of these, accepted and emitted.
-    """
-
-    drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    def add(self, drafted: int, accepted: int) -> None:
-        """Count a draft."""
-        self.drafts += 1
-        self.drafted += drafted
-        self.accepted += accepted
-
-    @property
-    def never_accepted(self) -> bool:
-        """Nothing was accepted, of :data:`FEW_TOKENS` tokens in :data:`FEW_DRAFTS` drafts at least."""
-        return not self.accepted and self.drafted >= FEW_TOKENS and self.drafts >= FEW_DRAFTS
 
 
 def _histograms() -> dict[str, Histogram]:
@@ -150,8 +121,7 @@ class EngineCounts:
 
     def all_drafts(self) -> DraftCounts:
         """What all drafters did."""
-        parts = self.drafters.values()
-        return DraftCounts(sum(p.drafts for p in parts), sum(p.drafted for p in parts), sum(p.accepted for p in parts))
+        return sum_counts(self.drafters.values())
 
     def accepted_at(self) -> list[int]:
         """Accepted draft tokens by their position in the draft."""
@@ -174,7 +144,7 @@ class EngineCounts:
             generated += len(event.tokens)
             drafted += event.drafted
             if event.drafted:
-                self._add_draft(event.proposal.drafter or "other", event.drafted, event.accepted)
+                self._add_draft(event.proposal.drafter, event.drafted, event.accepted)
             stats = sequence.stats
             if stats.rounds == 1:
                 self.histograms["first_token"].observe((stats.first_token_time or now) - stats.submit_time)
@@ -194,10 +164,7 @@ class EngineCounts:
         self.lost_seconds += max(-saved, 0.0)
 
     def _add_draft(self, drafter: str, drafted: int, accepted: int) -> None:
-        counts = self.drafters.get(drafter)
-        if counts is None:
-            counts = self.drafters[drafter] = DraftCounts()
-        counts.add(drafted, accepted)
+        counts_of(self.drafters, drafter).add(drafted, accepted)
         if accepted >= len(self.accepted):  # longer than the engine said
             self.accepted += [0] * (accepted + 1 - len(self.accepted))
         self.accepted[accepted] += 1
