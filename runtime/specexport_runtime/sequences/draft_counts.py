@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+UNNAMED = "other"
+"""What drafts of a drafter without a name are counted under."""
 FEW_TOKENS, FEW_DRAFTS = 64, 16
 """So much must have been tested before it means something that nothing was accepted. Tokens behind a refused one tell
 nothing: where one draft in five has an accepted token, 16 drafts without any are an accident of 3 %."""
@@ -39,11 +41,10 @@ class DraftCounts:
 
 
 def counts_of(counts: dict[str, DraftCounts], drafter: str) -> DraftCounts:
-    """The counts of a drafter among others, new ones if it has none; ``other`` is one without a name."""
-    name = drafter or "other"
-    found = counts.get(name)
+    """The counts of a drafter among those of others; new ones if it has none."""
+    found = counts.get(drafter)
     if found is None:
-        found = counts[name] = DraftCounts()
+        found = counts[drafter] = DraftCounts()
     return found
 
 
@@ -55,3 +56,12 @@ def sum_counts(parts: Iterable[DraftCounts]) -> DraftCounts:
         total.drafted += part.drafted
         total.accepted += part.accepted
     return total
+
+
+def sum_by_drafter(parts: Iterable[dict[str, DraftCounts]]) -> dict[str, DraftCounts]:
+    """The counts of several sequences together, by drafter."""
+    found: dict[str, list[DraftCounts]] = {}
+    for part in parts:
+        for name, counts in part.items():
+            found.setdefault(name, []).append(counts)
+    return {name: sum_counts(each) for name, each in found.items()}

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from specexport_runtime.sequences.draft_counts import DraftCounts, counts_of
+from specexport_runtime.sequences.draft_counts import UNNAMED, DraftCounts, counts_of
 
 if TYPE_CHECKING:
     from specexport_runtime.sequences.layer_choice import LayerChoice
@@ -66,7 +66,7 @@ class SequenceStats:
             self.draft_exits += exited
             self.drafted += drafted
             self.accepted += accepted
-            counts_of(self.drafters, drafter).add(drafted, accepted)
+            counts_of(self.drafters, drafter or UNNAMED).add(drafted, accepted)
             self.accepted_histogram[accepted] = self.accepted_histogram.get(accepted, 0) + 1
 
     @property

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from specexport_runtime.sequences.draft_counts import DraftCounts, counts_of
+from specexport_runtime.sequences.draft_counts import UNNAMED, DraftCounts, counts_of
 
 if TYPE_CHECKING:
     from specexport_runtime.sequences.sequence import Sequence
@@ -27,7 +27,7 @@ class NeverAccepted:
     def on_round(self, record: "RoundRecord") -> None:
         """Look at the drafts of a step."""
         for event in record.events:
-            drafter = event.proposal.drafter or "other"
+            drafter = event.proposal.drafter or UNNAMED
             if not event.drafted or not event.tokens or drafter in self._settled:
                 continue
             counts = counts_of(self._counts, drafter)
