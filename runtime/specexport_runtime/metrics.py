@@ -12,7 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.utils import floatToGoString
 
-from specexport_runtime.watch.counts import DraftCounts, EngineCounts, Histogram
+from specexport_runtime.watch.counts import EngineCounts, Histogram
 
 if TYPE_CHECKING:
     from specexport_runtime.engine import SpecEngine
@@ -44,7 +44,7 @@ class _Labelled(NamedTuple):
 _NUMBERS = (
     _Number("vllm:prompt_tokens", "Prompt tokens that were fed.", lambda c: c.prompt_tokens),
     _Number("vllm:generation_tokens", "Tokens that were generated.", lambda c: c.generation_tokens),
-    _Number("vllm:spec_decode_num_drafts", "Rounds of a sequence that had a draft.", lambda c: c.all_drafts().drafts),
+    _Number("vllm:spec_decode_num_drafts", "Rounds of a sequence that had a draft.", lambda c: c.all_drafts().rounds),
     _Number(
         "vllm:spec_decode_num_draft_tokens", "Draft tokens that the target tested.", lambda c: c.all_drafts().drafted
     ),
@@ -68,8 +68,8 @@ _NUMBERS = (
 )
 
 
-def _of_drafters(value: Callable[[DraftCounts], int]) -> Callable[[EngineCounts], Iterable[tuple[str, float]]]:
-    return lambda counts: [(name, value(counts.drafters[name])) for name in sorted(counts.drafters)]
+def _of_drafters(value: Callable[[EngineCounts, str], float]) -> Callable[[EngineCounts], Iterable[tuple[str, float]]]:
+    return lambda counts: [(name, value(counts, name)) for name in sorted(counts.drafters)]
 
 
 _LABELLED = (
@@ -98,16 +98,34 @@ _LABELLED = (
         lambda c: c.refused.items(),
     ),
     _Labelled(
+        "specexport:drafter_drafts",
+        "Rounds of a sequence that had a draft, by drafter.",
+        "drafter",
+        _of_drafters(lambda counts, name: counts.drafters[name].rounds),
+    ),
+    _Labelled(
         "specexport:drafter_draft_tokens",
         "Draft tokens that the target tested, by drafter.",
         "drafter",
-        _of_drafters(lambda drafts: drafts.drafted),
+        _of_drafters(lambda counts, name: counts.drafters[name].drafted),
     ),
     _Labelled(
         "specexport:drafter_accepted_tokens",
         "Draft tokens that were accepted and emitted, by drafter.",
         "drafter",
-        _of_drafters(lambda drafts: drafts.accepted),
+        _of_drafters(lambda counts, name: counts.drafters[name].accepted),
+    ),
+    _Labelled(
+        "specexport:drafter_saved_seconds",
+        "Part of specexport:saved_seconds, by drafter: those of a round share its seconds by their tokens tested.",
+        "drafter",
+        _of_drafters(lambda counts, name: counts.saved.get(name, 0.0)),
+    ),
+    _Labelled(
+        "specexport:drafter_lost_seconds",
+        "Part of specexport:lost_seconds, by drafter: those of a round share its seconds by their tokens tested.",
+        "drafter",
+        _of_drafters(lambda counts, name: counts.lost.get(name, 0.0)),
     ),
 )
 
@@ -219,7 +237,7 @@ class EngineMetrics:
         drafts = counts.all_drafts()
         unknown = float("nan")  # nothing was drafted
         rate = drafts.accepted / drafts.drafted if drafts.drafted else unknown
-        length = 1 + drafts.accepted / drafts.drafts if drafts.drafts else unknown
+        length = 1 + drafts.accepted / drafts.rounds if drafts.rounds else unknown
         rows: list[tuple[str, str, float | None]] = [
             ("specexport:acceptance_rate", "Accepted share of all draft tokens since the start.", rate),
             ("specexport:mean_acceptance_length", "Mean tokens of a round with a draft since the start.", length),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from specexport.explain.summary import Summary
+from specexport.explain.summary import Summary, Way
 from specexport_runtime.sequences.records import RoundTrace
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def make_table(trace: Seq[RoundTrace], pieces: Pieces) -> "Table":
 
     names = len({r.drafter for r in trace if r.drafter}) > 1
     gammas = any(r.gamma is not None for r in trace)
+    promises = any(r.promised for r in trace)
     table = Table(box=SIMPLE_HEAD)
     table.add_column("round", justify="right")
     if names:
@@ -94,6 +95,9 @@ def make_table(trace: Seq[RoundTrace], pieces: Pieces) -> "Table":
     table.add_column("draft ended", no_wrap=True)
     if gammas:
         table.add_column("gamma", justify="right")
+    if promises:
+        table.add_column("promised", justify="right", no_wrap=True)
+        table.add_column("turned down", no_wrap=True)
     table.add_column("ms", justify="right", no_wrap=True)
     table.add_column("saved", justify="right", no_wrap=True)
     for number, r in enumerate(trace, start=1):
@@ -102,6 +106,9 @@ def make_table(trace: Seq[RoundTrace], pieces: Pieces) -> "Table":
         row += [str(allowed.lookahead) if allowed else "-", allowed.reason if allowed else "plain"]
         row += [show_draft(r, pieces), f"{r.accepted}/{len(r.drafted)}" if r.drafted else "-"]
         row += [r.end, *([_number(r.gamma, ".3f")] if gammas else [])]
+        if promises:
+            row += [_number(r.taken and r.taken.tokens_per_second, ".1f")]
+            row += [", ".join(each.describe() for each in r.turned_down) or "-"]
         row += [f"{r.milliseconds:.2f}", _number(r.saved_milliseconds, "+.2f")]
         table.add_row(*row)
         pieces.advance(r.emitted)
@@ -138,6 +145,8 @@ def summary_lines(summary: Summary, layers: "LayerChoice | None" = None) -> list
         removed = (layers.removed_attention, layers.removed_mlp)
         attention, mlp = (", ".join(map(str, each)) or "none" for each in removed)
         lines.append(f"The draft leaves out attention of layers {attention} and MLPs of layers {mlp}.")
+    if len(summary.ways) > 1:
+        lines += [_way_line(way) for way in summary.ways]
     for name, found in summary.positions.items():
         shares = ", ".join(f"{i}: {p.rate:.2f} ({p.accepted}/{p.tested})" for i, p in enumerate(found, start=1))
         lines.append(f"Acceptance by position, {name}: {shares}.")
@@ -148,6 +157,23 @@ def summary_lines(summary: Summary, layers: "LayerChoice | None" = None) -> list
         few = "" if tested >= FEW_TESTS else f" Drafts tested: only {tested}."
         lines.append(f"Verdict, {verdict.drafter}: by the cost curves {best} would have been best ({curve}).{few}")
     return lines
+
+
+def _way_line(way: Way) -> str:
+    """How often a way was taken and turned down, in tokens a second."""
+    line = f"{way.drafter or 'Plain decoding'}: taken in {_rounds(way.taken)}"
+    if way.real is not None:
+        real = f"{way.real:.1f} tokens/s"
+        line += f" ({real})" if way.promised is None else f" ({way.promised:.1f} tokens/s promised, {real} real)"
+    if way.turned_down:
+        instead = "" if way.instead is None else f", {way.instead:.1f} by what was taken"
+        declined = f"{_number(way.declined, '.1f')} tokens/s promised{instead}"
+        line += f"; turned down in {_rounds(way.turned_down)} ({declined})"
+    return line + "."
+
+
+def _rounds(count: int) -> str:
+    return f"{count} round" if count == 1 else f"{count} rounds"
 
 
 def _time_line(summary: Summary) -> str:

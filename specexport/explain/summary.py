@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport_runtime.drafters.registry import KINDS
@@ -46,6 +47,28 @@ class Verdict(NamedTuple):
     speedups: tuple[float, ...]
 
 
+class Way(NamedTuple):
+    """How one way to go on, a drafter or plain decoding, fared in a trace.
+
+    Attributes:
+        drafter: who drafts; empty for plain decoding.
+        taken: rounds that went this way.
+        promised: mean tokens a second that it promised in these; None if nobody weighed them.
+        real: tokens a second that these gave; None if there were none.
+        turned_down: rounds in which it was weighed, and another way was taken.
+        declined: mean tokens a second that it promised in those, at its best K; None if there were none.
+        instead: mean tokens a second that the ways that were taken promised in those; None if there were none.
+    """
+
+    drafter: str
+    taken: int
+    promised: float | None
+    real: float | None
+    turned_down: int
+    declined: float | None
+    instead: float | None
+
+
 class Summary(NamedTuple):
     """A whole trace.
 
@@ -60,6 +83,7 @@ class Summary(NamedTuple):
         reasons: why K was what it was, and how often.
         positions: tests of each draft position, by drafter.
         verdicts: one for each drafter that drafted.
+        ways: one for each drafter that drafted or was weighed, and one for plain decoding.
     """
 
     rounds: int
@@ -72,6 +96,7 @@ class Summary(NamedTuple):
     reasons: dict[str, int]
     positions: dict[str, list[Position]]
     verdicts: list[Verdict]
+    ways: list[Way]
 
     @property
     def saved_milliseconds(self) -> float | None:
@@ -85,6 +110,7 @@ class Summary(NamedTuple):
             "saved_milliseconds": self.saved_milliseconds,
             "positions": {name: [list(each) for each in found] for name, found in self.positions.items()},
             "verdicts": [verdict._asdict() for verdict in self.verdicts],
+            "ways": [way._asdict() for way in self.ways],
         }
 
 
@@ -98,6 +124,35 @@ def count_positions(trace: Seq[RoundTrace], drafter: str) -> list[Position]:
             break
         found.append(Position(tested, sum(length > index and accepted > index for length, accepted in drafts)))
     return found
+
+
+def compare_ways(trace: Seq[RoundTrace]) -> list[Way]:
+    """What each drafter and plain decoding promised in a trace, and what those that were taken gave.
+
+    The way of a round that made no draft is plain decoding, whoever was asked for one.
+    """
+    taken = [r.drafter if r.drafted else "" for r in trace]
+    weighed = [each.drafter for r in trace for each in r.promised]
+    ways = []
+    for name in sorted(dict.fromkeys((*taken, *weighed)), key=lambda name: not name):  # plain decoding comes last
+        own = [r for r, way in zip(trace, taken, strict=True) if way == name]
+        others = [(each, r.taken) for r in trace for each in r.turned_down if each.drafter == name]
+        ways.append(
+            Way(
+                drafter=name,
+                taken=len(own),
+                promised=_mean([r.taken.tokens_per_second for r in own if r.taken is not None]),
+                real=1000 * sum(len(r.emitted) for r in own) / sum(r.milliseconds for r in own) if own else None,
+                turned_down=len(others),
+                declined=_mean([each.tokens_per_second for each, _ in others]),
+                instead=_mean([other.tokens_per_second for _, other in others if other is not None]),
+            )
+        )
+    return ways
+
+
+def _mean(values: Seq[float]) -> float | None:
+    return fmean(values) if values else None
 
 
 def expected_tokens(positions: Seq[Position], lookahead: int) -> float:
@@ -169,6 +224,7 @@ def summarize(
         reasons=dict(Counter(r.allowed.reason for r in trace if r.allowed is not None)),
         positions=positions,
         verdicts=verdicts,
+        ways=compare_ways(trace),
     )
 
 

@@ -95,6 +95,13 @@ def test_explain_tells_of_every_round(run_cli, tiny_bundle, cache, drafting, tem
     assert summary["drafted"] == sum(len(r["drafted"]) for r in rounds)
     assert summary["saved_milliseconds"] == pytest.approx(sum(r["saved_milliseconds"] for r in rounds))
     assert {v["drafter"] for v in summary["verdicts"]} == {r["drafter"] for r in rounds if r["drafted"]}
+    assert sum(way["taken"] for way in summary["ways"]) == len(rounds)
+    weighed = [{each["drafter"] for each in r["promised"]} for r in rounds]
+    if "auto" in drafting:
+        assert {"", "draft-model"} in weighed
+        assert all("" in each for each in weighed if each)
+    else:
+        assert not any(weighed)
     if "self" in drafting:
         assert data["layers"]["removed_mlp"] == [1]
     if "--no-speculation" in drafting:

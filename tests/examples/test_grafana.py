@@ -82,6 +82,9 @@ def test_what_must_be_seen_is_seen():
         "vllm:kv_cache_usage_perc",
         "specexport:saved_seconds_total",
         "specexport:lost_seconds_total",
+        "specexport:drafter_drafts_total",
+        "specexport:drafter_saved_seconds_total",
+        "specexport:drafter_lost_seconds_total",
         "specexport:requests_refused_total",
         "specexport:request_failures_total",
     ):

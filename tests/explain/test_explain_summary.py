@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 from specexport.explain.report import Pieces, make_table, show_draft, summary_lines
-from specexport.explain.summary import Position, count_positions, expected_tokens, judge, summarize
+from specexport.explain.summary import Position, Way, compare_ways, count_positions, expected_tokens, judge, summarize
 from specexport_runtime.costs.curves import CostCurves, GateCost
 from specexport_runtime.costs.step_cost import RowCurve, StepCost
 from specexport_runtime.sequences.layer_choice import LayerChoice
-from specexport_runtime.sequences.records import Asked, RoundTrace
+from specexport_runtime.sequences.records import Asked, Promise, RoundTrace
 
 
 def make_round(drafted=(), accepted=0, *, drafter="self", emitted=None, reason="goodput", end="lookahead", **values):
@@ -52,6 +52,45 @@ def test_sums():
     data = json.loads(json.dumps(summary.to_json()))
     assert data["saved_milliseconds"] == 7.0
     assert data["positions"] == {"self": [[3, 2], [2, 1], [1, 1]], "lookup": [[1, 1], [1, 1]]}
+
+
+PLAIN, COPY, MODEL = Promise("", 0, 1.0, 100.0), Promise("suffix", 3, 2.0, 150.0), Promise("draft-model", 4, 3.0, 200.0)
+WEIGHED = [
+    make_round([1, 2], 2, drafter="draft-model", promised=(PLAIN, COPY, MODEL)),  # three tokens in 3 ms
+    make_round([1, 2], 0, drafter="draft-model", promised=(PLAIN, MODEL._replace(tokens_per_second=300.0))),
+    make_round([1], 1, drafter="suffix", promised=(PLAIN, COPY._replace(tokens_per_second=250.0), MODEL)),
+    make_round([], end="none", reason="bypass", promised=(PLAIN, MODEL._replace(tokens_per_second=90.0))),
+]
+
+
+def test_what_was_turned_down_is_compared_with_what_was_taken():
+    first, *_, last = WEIGHED
+    assert first.taken is MODEL
+    assert first.turned_down == [COPY, PLAIN]
+    assert (last.taken, [each.drafter for each in last.turned_down]) == (PLAIN, ["draft-model"])
+    assert "; promised draft-model K=4 200.0, suffix K=3 150.0, plain 100.0 tokens/s" in first.describe()
+    assert "promised" not in TRACE[0].describe()
+    assert first.to_json()["promised"][0] == PLAIN._asdict()
+    model, copy, plain = compare_ways(WEIGHED)
+    assert model == Way("draft-model", 2, 250.0, pytest.approx(4 / 6e-3), 2, 145.0, 175.0)
+    assert copy == Way("suffix", 1, 250.0, pytest.approx(2 / 3e-3), 1, 150.0, 200.0)
+    assert plain == Way("", 1, 100.0, pytest.approx(1 / 3e-3), 3, 100.0, 250.0)
+    lines = summary_lines(summarize(WEIGHED, curves=None, longest=4, context=10))
+    assert (
+        "draft-model: taken in 2 rounds (250.0 tokens/s promised, 666.7 tokens/s real); turned down in 2 rounds "
+        "(145.0 tokens/s promised, 175.0 by what was taken)."
+    ) in lines
+    assert any(line.startswith("Plain decoding: taken in 1 round (100.0 ") for line in lines)
+
+
+def test_ways_that_nobody_weighed_have_no_promise():
+    own, copied, plain = compare_ways(TRACE)
+    assert own == Way("self", 3, None, pytest.approx(7 / 9e-3), 0, None, None)
+    assert (copied.drafter, copied.taken, plain.drafter, plain.taken) == ("lookup", 1, "", 1)
+    lines = summary_lines(summarize(TRACE, curves=None, longest=4, context=10))
+    assert "self: taken in 3 rounds (777.8 tokens/s)." in lines
+    alone = summary_lines(summarize([make_round([1], 1)] * 3, curves=None, longest=4, context=10))
+    assert not any("taken in" in line for line in alone)
 
 
 def test_a_round_without_a_price_leaves_the_saving_open():

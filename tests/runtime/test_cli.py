@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from specexport_runtime.cli.command import runtime_cli
+from specexport_runtime.cli.output import describe_drafters
 
 PROMPT = "def read_lines(path):\n"
 
@@ -80,6 +81,24 @@ def test_stats_go_to_standard_error(run):
     assert "24 tokens in" in result.stderr
     assert "mean accepted length" in result.stderr
     assert "tokens in" not in result.stdout
+
+
+def test_stats_say_which_drafter_made_what(run):
+    options = [PROMPT, "--max-tokens", 48, "--ignore-eos", "--drafter", "chained", "--stats"]
+    text, record = run(*options), run(*options, "--json")
+    stats = records(record)[0]["stats"]
+    drafters = stats["drafters"]
+    assert set(drafters) == {"lookup", "draft-model"}
+    [line] = [line for line in text.stderr.splitlines() if line.startswith(tuple(drafters))]
+    assert line in record.stderr.splitlines()
+    assert line == describe_drafters(drafters, stats["rounds"])
+    each = drafters["draft-model"]
+    assert f"draft-model {each['accepted']} of {each['drafted']} in {each['rounds']} round" in line
+    two = {"a": {"rounds": 1, "drafted": 4, "accepted": 0}, "b": {"rounds": 12, "drafted": 41, "accepted": 30}}
+    assert describe_drafters(two, 16) == "a 0 of 4 in 1 round; b 30 of 41 in 12 rounds; 3 rounds without a draft"
+    assert describe_drafters(two, 13) == "a 0 of 4 in 1 round; b 30 of 41 in 12 rounds"
+    plain = run(PROMPT, "--max-tokens", 4, "--no-speculation", "--stats")
+    assert len(plain.stderr.splitlines()) == 1
 
 
 def test_colour_marks_where_tokens_came_from(run):

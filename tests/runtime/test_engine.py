@@ -189,6 +189,25 @@ def test_stats_have_the_documented_fields(engine):
     assert engine.times.total > 0
 
 
+def test_each_drafter_has_its_own_counts(engine):
+    """Against the trace: what each drafted, and what passed. Their sums are the sequence's."""
+    result = engine.generate("w1 w2 w3 w1 w2", SamplingParams(max_tokens=60), drafter="chained", trace=True)[0]
+    stats, expected = result.stats.to_json(), {}
+    for each in result.trace:
+        if each.drafted:
+            counts = expected.setdefault(each.drafter, {"rounds": 0, "drafted": 0, "accepted": 0})
+            counts["rounds"] += 1
+            counts["drafted"] += len(each.drafted)
+            counts["accepted"] += each.accepted
+    assert set(expected) == {"lookup", "draft-model"}
+    assert stats["drafters"] == expected
+    for name in ("drafted", "accepted"):
+        assert sum(counts[name] for counts in expected.values()) == stats[name] > 0
+    assert sum(counts["rounds"] for counts in expected.values()) == result.stats.draft_rounds
+    plain = engine.generate("w1", SamplingParams(max_tokens=3), drafter="none")[0].stats
+    assert plain.to_json()["drafters"] == {}
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

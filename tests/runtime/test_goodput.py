@@ -30,7 +30,7 @@ from specexport_runtime.lookahead.plain_spell import PlainSpell
 from specexport_runtime.lookahead.probing import ProbeBudget, ProbeTimer
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import DraftStage, Proposal, StepLoad
+from specexport_runtime.sequences.records import Asked, DraftStage, Promise, Proposal, StepLoad
 from specexport_runtime.sequences.sequence import Sequence
 
 LOOKAHEAD = 8
@@ -411,8 +411,13 @@ def test_what_promises_less_than_the_error_of_the_times_is_not_drafted() -> None
 
 def copy_or_model(length, model_rate, draft=0.3):
     """Whether a copy that matched ``length`` tokens is tested, or left for a model of that acceptance rate."""
+    return offered(length, model_rate, draft)[2]
+
+
+def offered(length, model_rate, draft=0.3, **options):
+    """A controller that knows both drafters, its sequence, and how much of a copy it allows."""
     lengths = goodput_length(curves(draft), LOOKAHEAD)
-    (seq,) = make_sequences(1, ("suffix", "draft-model"))
+    (seq,) = make_sequences(1, ("suffix", "draft-model"), **options)
     seq.tokens.append(1)
     lengths.begin_round(StepLoad(1, 1, 1, len(seq.tokens)))
     copies, model = lengths._stage("suffix", seq).acceptance, lengths._stage("draft-model", seq).acceptance
@@ -422,7 +427,51 @@ def copy_or_model(length, model_rate, draft=0.3):
         copies.observe(slots[2:3], 0, rejected=True)
         model.observe(range(LOOKAHEAD), int(model_rate * LOOKAHEAD), rejected=model_rate < 1)
     (allowed,) = lengths.cut("suffix", [seq], [Proposal([1] * 8, match_length=length, drafter="suffix")], [8])
-    return allowed.lookahead
+    return lengths, seq, allowed.lookahead
+
+
+@pytest.mark.parametrize("length", [2, 12])
+def test_a_trace_tells_what_every_way_promised(length):
+    lengths, seq, copied = offered(length, model_rate=1.0, trace=True)
+    stage = lengths._stage("draft-model", seq)
+    stage.known = len(seq.tokens) - 1  # nothing to catch up on
+    asked = [Asked("suffix", copied, "goodput")]
+    if not copied:
+        (allowed,) = lengths.allow("draft-model", [seq], [8])
+        asked.append(Asked("draft-model", allowed.lookahead, "goodput"))
+    plain, copy, model = promises = lengths.promises(seq, asked)
+    curve = curves()
+    entries = len(seq.tokens)
+    draft = curve.drafters["draft-model"].seconds(1, 1, entries)
+    assert plain == Promise("", 0, 1.0, pytest.approx(1 / curve.target.seconds(1, 1, entries)))
+    for each, seconds in ((copy, 0.0), (model, draft)):
+        whole = curve.target.seconds(1 + each.lookahead, 1, entries) + each.lookahead * seconds
+        assert each.tokens_per_second == pytest.approx(each.expected / whole)
+    reached = stage.acceptance.reach(range(model.lookahead))
+    assert model.expected == pytest.approx(1 + sum(reached))
+    best = max(promises, key=lambda each: each.tokens_per_second)
+    assert best.drafter == ("suffix" if copied else "draft-model")
+    assert best.lookahead == asked[-1].lookahead
+    assert lengths.promises(seq, asked) == promises  # nothing is remembered of it
+
+
+def test_promises_are_for_traces_and_make_no_memories():
+    (seq,) = make_sequences(1, ("suffix", "draft-model"), trace=True)
+    lengths = goodput_length(curves(), LOOKAHEAD)
+    seq.tokens.append(1)
+    lengths.begin_round(StepLoad(1, 1, 1, len(seq.tokens)))
+    assert [each.drafter for each in lengths.promises(seq, [])] == [""]
+    assert not lengths._stages
+    assert not lengths._drafters
+    watched, _, _ = offered(12, 1.0, trace=True)
+    unwatched, _, _ = offered(12, 1.0)
+    assert watched._copies
+    assert not unwatched._copies
+    _, (one,) = decode("good", 1, lengths=goodput_length(curves(), LOOKAHEAD), max_tokens=40)
+    assert all(record.promised[0].drafter == "" for record in one.trace)
+    assert all(record.taken.lookahead >= len(record.drafted) for record in one.trace[1:])
+    _, (fixed,) = decode("good", 1, lengths=None, max_tokens=20, adaptive=False)
+    assert not any(record.promised for record in fixed.trace)
 
 
 def test_a_long_copy_beats_the_model_and_a_short_one_does_not():

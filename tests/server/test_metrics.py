@@ -35,8 +35,11 @@ COUNTERS = {
     "specexport:lost_seconds": set(),
     "specexport:request_failures": {"error"},
     "specexport:requests_refused": {"reason"},
+    "specexport:drafter_drafts": {"drafter"},
     "specexport:drafter_draft_tokens": {"drafter"},
     "specexport:drafter_accepted_tokens": {"drafter"},
+    "specexport:drafter_saved_seconds": {"drafter"},
+    "specexport:drafter_lost_seconds": {"drafter"},
 }
 GAUGES = {
     "vllm:num_requests_running",
@@ -169,16 +172,21 @@ def test_accepted_tokens_by_position(make_engine):
 def test_each_drafter_has_its_own_counts(make_engine):
     engine = make_engine()
     metrics = watched(engine)
-    by_drafter = {"lookup": [0, 0], "draft-model": [0, 0]}
+    by_drafter = {"lookup": [0, 0, 0], "draft-model": [0, 0, 0]}
     for result, (_, _, drafting) in zip(run_all(engine), REQUESTS, strict=True):
         if drafting.get("speculation", True):
             counts = by_drafter[drafting.get("drafter", "draft-model")]
             counts[0] += result.stats.drafted
             counts[1] += result.stats.accepted
-    for drafter, (drafted, accepted) in by_drafter.items():
+            counts[2] += result.stats.draft_rounds
+    for drafter, (drafted, accepted, rounds) in by_drafter.items():
         assert drafted
+        assert value(metrics, "specexport:drafter_drafts_total", drafter=drafter) == rounds
         assert value(metrics, "specexport:drafter_draft_tokens_total", drafter=drafter) == drafted
         assert value(metrics, "specexport:drafter_accepted_tokens_total", drafter=drafter) == accepted
+    for side in ("saved", "lost"):
+        parts = [value(metrics, f"specexport:drafter_{side}_seconds_total", drafter=drafter) for drafter in by_drafter]
+        assert sum(parts) == value(metrics, f"specexport:{side}_seconds_total")
 
 
 def test_histograms_hold_each_request_once(make_engine):
@@ -307,12 +315,39 @@ def test_a_drafter_that_is_never_accepted_is_marked(make_engine):
     assert value(metrics, "specexport:drafter_never_accepted", drafter="lookup") == 0
 
 
-def test_saved_and_lost_seconds_are_two_counters():
-    class Event:
-        def __init__(self, tokens: int, drafted: int = 2) -> None:
-            self.tokens, self.drafted, self.accepted, self.proposal = [0] * tokens, drafted, 0, Proposal([])
-            self.sequence = type("S", (), {"stats": type("T", (), {"rounds": 2})(), "finish_reason": None})()
+class Event:
+    """What a round did for one sequence."""
 
+    def __init__(self, tokens: int, drafted: int = 2, drafter: str = "") -> None:
+        self.tokens, self.drafted, self.accepted = [0] * tokens, drafted, 0
+        self.proposal = Proposal([], drafter=drafter)
+        self.sequence = type("S", (), {"stats": type("T", (), {"rounds": 2})(), "finish_reason": None})()
+
+
+def test_drafters_of_a_round_share_its_seconds_by_their_tokens():
+    counts = EngineCounts()
+    # Three rows with six tokens, where plain decoding needs 10 ms for three: 20 - 12 ms are saved.
+    three = [Event(3, 6, "suffix"), Event(2, 2, "draft-model"), Event(1, 0)]
+    counts.add_round(RoundRecord(three, 0, 0.012, 0.010), 1.0)
+    assert counts.saved == {"suffix": pytest.approx(0.006), "draft-model": pytest.approx(0.002)}
+    counts.add_round(RoundRecord([Event(1, 4, "draft-model")], 0, 0.030, 0.010), 2.0)
+    assert counts.lost == {"draft-model": pytest.approx(0.020)}
+    counts.add_round(RoundRecord([Event(1, 1, "suffix"), Event(1, 3)], 0, 0.014, 0.010), 3.0)
+    assert counts.lost == {
+        "draft-model": pytest.approx(0.020),
+        "suffix": pytest.approx(0.001),
+        "other": pytest.approx(0.003),
+    }
+    failed = Event(0, 4, "draft-model")  # its draft was not tested
+    counts.add_round(RoundRecord([failed, Event(4, 3, "suffix")], 0, 0.010, 0.010), 4.0)
+    assert counts.saved == {"suffix": pytest.approx(0.036), "draft-model": pytest.approx(0.002)}
+    assert counts.saved_seconds == sum(counts.saved.values()) == pytest.approx(0.038)
+    assert counts.lost_seconds == sum(counts.lost.values()) == pytest.approx(0.024)
+    assert (copy := counts.copy()).saved == counts.saved
+    assert copy.saved is not counts.saved
+
+
+def test_saved_and_lost_seconds_are_two_counters():
     counts = EngineCounts()
     # Two rows, three tokens in all: plain decoding would have taken a round and a half.
     counts.add_round(RoundRecord([Event(1), Event(2)], 0, 0.010, 0.010), 1.0)

@@ -6,7 +6,9 @@ import patience
 import pytest
 from openai_help import alone, async_client_of, client_of
 
-from specexport_runtime.server.answer_schema import CompletionAnswer
+from specexport_runtime.sequences.stats import SequenceStats
+from specexport_runtime.server.answer_schema import CompletionAnswer, SpeculativeUsage
+from specexport_runtime.server.responses import usage_of
 
 PROMPT = "w1 w2 w3"
 
@@ -150,7 +152,27 @@ def test_usage_tells_of_the_draft(client, fake_served):
         "accepted": stats.accepted,
         "acceptance_rate": stats.acceptance_rate,
         "mean_accepted_length": stats.mean_accepted_length,
+        "drafters": {name: counts.to_json() for name, counts in stats.drafters.items()},
     }
+    assert list(stats.drafters) == ["draft-model"]
+
+
+def test_usage_of_drafters_is_that_of_all_choices():
+    """Two choices, one of which another drafter helped; the sums are those of the answer."""
+    stats = [SequenceStats(), SequenceStats()]
+    stats[0].record_round(4, 2, 3, drafter="suffix")
+    stats[0].record_round(3, 3, 4, drafter="draft-model")
+    stats[1].record_round(5, 1, 2, drafter="suffix")
+    stats[1].record_round(0, 0, 1)
+    usage = usage_of(7, stats)["speculative"]
+    assert usage["drafters"] == {
+        "suffix": {"rounds": 2, "drafted": 9, "accepted": 3},
+        "draft-model": {"rounds": 1, "drafted": 3, "accepted": 3},
+    }
+    assert (usage["rounds"], usage["drafted"], usage["accepted"]) == (4, 12, 6)
+    assert (usage["acceptance_rate"], usage["mean_accepted_length"]) == (0.5, 3.0)
+    assert stats[0].drafters["suffix"].drafted == 4  # they are added up elsewhere
+    assert SpeculativeUsage.model_validate(usage).model_dump() == usage
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -189,7 +211,9 @@ def test_origins_of_tokens(client):
     assert len(tokens) == answer.usage.completion_tokens
     assert sum(token["kind"] == "accepted" for token in tokens) == answer.usage.speculative["accepted"]
     assert {token["kind"] for token in tokens} == {"accepted", "corrected", "bonus", "target"}
-    assert all(set(token) == {"text", "kind"} for token in tokens)
+    drafted = [token.get("drafter") for token in tokens if token["kind"] == "accepted"]
+    assert drafted == ["draft-model"] * len(drafted)
+    assert all(set(token) == {"text", "kind"} for token in tokens if token["kind"] != "accepted")
 
 
 @pytest.mark.parametrize("extra", [{}, {"logprobs": 2, "speculative": {"token_origins": True}}], ids=str)

@@ -97,10 +97,11 @@ def run(page: Any, *, prompt: str | None = None, tokens: int = 64, wait: bool = 
 
 
 def shown_tokens(page: Any, column: str) -> list[dict[str, str]]:
-    """Text and kind of each token on the page."""
+    """Text and kind of each token on the page, and who drafted it if it was accepted."""
     nodes = "[...document.querySelectorAll(`#${column} [data-output] > .t`)]"
-    js = f"column => {nodes}.map((t) => ({{text: t.textContent, kind: t.classList[1]}}))"
-    return page.evaluate(js, column)  # type: ignore[no-any-return]
+    js = f"column => {nodes}.map((t) => ({{text: t.textContent, kind: t.classList[1], drafter: t.dataset.drafter}}))"
+    tokens = page.evaluate(js, column)
+    return [{name: value for name, value in token.items() if value is not None} for token in tokens]
 
 
 def stat(page: Any, column: str, name: str) -> str:
@@ -167,6 +168,7 @@ def test_a_click_runs_both_and_shows_where_each_token_came_from(demo_served, ope
     assert counts == {kind: sum(token["kind"] == kind for token in origins) for kind in KINDS}
     assert sum(counts.values()) == usage["completion_tokens"] == 64
     assert counts["accepted"] == drafts["accepted"]
+    assert page.text_content("#drafters") == f"draft-model {counts['accepted']}"
     assert page.locator("#chart g").count() == drafts["rounds"]
     assert page.locator("#chart g rect.accepted").count() == drafts["accepted"]
     acceptance = float(stat(page, "speculative", "acceptance").removesuffix(" %"))
@@ -191,8 +193,11 @@ def test_a_token_tells_where_it_came_from_by_mouse_and_keyboard(fake_served, ope
     token = page.locator("#speculative .t.accepted").first
     number = int(token.get_attribute("data-round"))
     token.hover()
-    assert page.text_content("#tip").startswith("Accepted: drafted, and the target agreed")
+    drafter = token.get_attribute("data-drafter")
+    assert drafter in ("suffix", "draft-model")
+    assert page.text_content("#tip").startswith(f"Accepted: drafted by {drafter}, and the target agreed")
     assert f"Round {number + 1}: " in page.text_content("#tip")
+    assert f" accepted of {drafter}, " in page.text_content("#tip")
     assert page.get_attribute("#chart g.hot", "data-round") == str(number)
     page.mouse.move(2, 2)
     assert page.is_hidden("#tip")
@@ -211,6 +216,20 @@ def test_a_token_tells_where_it_came_from_by_mouse_and_keyboard(fake_served, ope
     page.locator("#chart g .accepted").first.hover()
     assert page.text_content("#tip").startswith("Round ")
     assert page.locator("#speculative .t.hot").count() > 1
+
+
+def test_the_page_sums_up_by_drafter(demo_served, open_page):
+    page = open_page(demo_served)
+    page.select_option("#drafter", "chained")  # what `auto` copies depends on the requests before
+    prompt = "def area(width, height):\n    return width * height\n\n\ndef area(width, height):\n    return"
+    run(page, prompt=prompt, tokens=64)
+    origins, usage = reported(demo_served, prompt, 64, drafter="chained", num_speculative_tokens=4)
+    assert shown_tokens(page, "speculative") == origins
+    accepted = {name: counts["accepted"] for name, counts in usage["speculative"]["drafters"].items()}
+    shown = dict(part.rsplit(" ", 1) for part in page.text_content("#drafters").split(", "))
+    assert shown == {name: str(count) for name, count in accepted.items() if count}
+    assert set(shown) == {"lookup", "draft-model"}
+    demo_served.wait_until_idle()
 
 
 def test_the_text_scrolls_to_what_is_chosen(fake_served, open_page):

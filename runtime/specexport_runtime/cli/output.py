@@ -105,6 +105,25 @@ def print_result(prompt: str, result: "GenerationResult", output: OutputOptions)
         _print_stats(stats)
 
 
+def describe_drafters(drafters: dict[str, dict[str, int]], rounds: int) -> str:
+    """Which drafter made how much: accepted of drafted tokens, and rounds; then the rounds that nobody drafted in.
+
+    Args:
+        drafters: as in ``SequenceStats.to_json``.
+        rounds: of the sequence, those without a draft included.
+    """
+    parts = [
+        f"{name} {each['accepted']} of {each['drafted']} in {_rounds(each['rounds'])}"
+        for name, each in drafters.items()
+    ]
+    plain = rounds - sum(each["rounds"] for each in drafters.values())
+    return "; ".join([*parts, *([f"{_rounds(plain)} without a draft"] if plain else [])])
+
+
+def _rounds(count: int) -> str:
+    return f"{count} round" if count == 1 else f"{count} rounds"
+
+
 def _print_round(trace: "RoundTrace") -> None:
     click.echo(trace.describe(), err=True)
 
@@ -120,6 +139,8 @@ def _print_stats(stats: dict[str, Any]) -> None:
         f"mean accepted length {number('mean_accepted_length', '.2f')}",
         err=True,
     )
+    if stats["drafters"]:
+        click.echo(describe_drafters(stats["drafters"], stats["rounds"]), err=True)
     choice = stats["layer_choice"]
     if choice is not None:
         click.echo(

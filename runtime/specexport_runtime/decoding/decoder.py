@@ -296,13 +296,14 @@ class Decoder:
         tokens = [*proposal.tokens[: verdict.accepted], verdict.next_token]
         taken = seq.commit(tokens)
         accepted = min(verdict.accepted, taken)
-        seq.stats.record_round(len(proposal.tokens), accepted, taken, exited=proposal.end == "exit")
+        drafted, exited = len(proposal.tokens), proposal.end == "exit"
+        seq.stats.record_round(drafted, accepted, taken, drafter=proposal.drafter, exited=exited)
         # Everything but the newest token is in the cache; entries of rejected tokens stay uncounted.
         self.target.kv.commit(seq.row, len(seq.tokens) - 1)
         is_bonus = bool(proposal.tokens) and verdict.is_bonus and taken == len(tokens)
         gamma = None if seq.draft_exit is None else seq.draft_exit.gamma
         learn_from_tests(seq, proposal, verdict.accepted, self.lengths)
-        return RoundEvent(seq, tokens[:taken], len(proposal.tokens), accepted, is_bonus, proposal, gamma)
+        return RoundEvent(seq, tokens[:taken], drafted, accepted, is_bonus, proposal, gamma)
 
     def _retire(self, seq: Sequence) -> None:
         if seq.row != NO_ROW:

@@ -73,7 +73,8 @@ class ChainDrafter:
                 if i in traces:
                     traces[i].append(Asked(name, *self._allowed(seq, name, limit, allowed[i])))
         for i, asked in traces.items():
-            proposals[i] = proposals[i]._replace(asked=tuple(asked))
+            promised = () if lengths is None or not sequences[i].adaptive else lengths.promises(sequences[i], asked)
+            proposals[i] = proposals[i]._replace(asked=tuple(asked), promised=promised)
         if lengths is not None and not any(proposal.tokens for proposal in proposals):
             lengths.note_plain(sequences)
         return proposals

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from specexport_runtime.sequences.records import Allowed, StepLoad
 
 if TYPE_CHECKING:
-    from specexport_runtime.sequences.records import Proposal
+    from specexport_runtime.sequences.records import Asked, Promise, Proposal
     from specexport_runtime.sequences.sequence import Sequence
 
 
@@ -58,6 +58,18 @@ class DraftLength(Protocol):
 
     def note_plain(self, sequences: "Seq[Sequence]") -> None:
         """All were asked in this round, and nobody drafts."""
+        ...
+
+    def promises(self, sequence: "Sequence", asked: "Seq[Asked]") -> "tuple[Promise, ...]":
+        """What plain decoding and each stage of a plan promise in this round, for those who look on.
+
+        Nothing is decided by it, and nothing remembered. A stage of which nothing is known, or that found nothing to
+        copy, is left out.
+
+        Args:
+            sequence: an adaptive one that keeps a trace.
+            asked: the stages that were considered.
+        """
         ...
 
     def observe(self, sequence: "Sequence", proposal: "Proposal", accepted: int, *, rejected: bool) -> None:

@@ -13,7 +13,7 @@ decoding, for which no drafter is called. A drafter that is bypassed is tried ag
 and a draft model that has not read a sequence is not started where it is not expected to pay for reading it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -27,7 +27,7 @@ from specexport_runtime.lookahead.draft_cost import WeighedDrafter
 from specexport_runtime.lookahead.memory import DrafterMemory, StageMemory
 from specexport_runtime.lookahead.plain_spell import PlainSpell
 from specexport_runtime.lookahead.step_times import StepTimeTables
-from specexport_runtime.sequences.records import Allowed, LengthReason, Proposal, StepLoad
+from specexport_runtime.sequences.records import Allowed, Asked, LengthReason, Promise, Proposal, StepLoad
 
 if TYPE_CHECKING:
     from specexport_runtime.costs.tune_profile import TuneProfile
@@ -86,6 +86,8 @@ class GoodputLength:
         self._plain = PlainSpell()
         self._catching_up: dict[str, float] = {}
         self._draft_seconds: dict[str, tuple[float, float]] = {}
+        self._copies: dict[tuple[Sequence, str], list[float]] = {}
+        """For a trace: how likely each token of a copy that was found in this round is to be accepted."""
         self._seen_sizes: set[tuple[str, int]] = set()
 
     def begin_round(self, load: StepLoad) -> None:
@@ -93,6 +95,7 @@ class GoodputLength:
         self._round += 1
         self._load, self._drafted, self._expected = load, 0, float(load.num_ready)
         self._catching_up.clear()
+        self._copies.clear()
         self._draft_seconds.clear()
         plain = self._times.target(load, 0, 0)[0]
         for drafter in self._drafters.values():
@@ -166,6 +169,8 @@ class GoodputLength:
             if counts[j] and self._yields(drafter, sequences[i], gains[j][: counts[j]]):
                 counts[j] = 0
         for j, (i, stage, most) in enumerate(asked):
+            if sequences[i].trace is not None:
+                self._copies[sequences[i], drafter] = gains[j]
             count, whole = counts[j], len(proposals[i].tokens)
             stage.shadow = None if count else proposals[i].tokens[0]
             reason = self._reason(drafter, sequences[i], count, whole, most)
@@ -176,8 +181,6 @@ class GoodputLength:
     def _yields(self, drafter: str, seq: "Sequence", gains: Seq[float]) -> bool:
         """Whether a drafter that comes later in the plan promises more tokens a second than a copy that is there.
 
-        As if all rows of the step did the same: the share of each is then what it costs.
-
         Args:
             drafter: who copied.
             seq: for whom.
@@ -187,20 +190,44 @@ class GoodputLength:
         rows = self._load.num_rows
         copied = (1.0 + sum(gains)) / self._times.target(self._load, 0, rows * len(gains))[rows * len(gains)]
         for name, own in seq.draft_plan[names.index(drafter) + 1 :]:
-            cost = self._known[name].cost
-            if cost is None or not seq.num_generated:
+            if self._known[name].cost is None or not seq.num_generated:
                 continue
             stage = self._stage(name, seq)
-            most = self._bound(name, seq, min(own, seq.room_for_drafts))
-            each = self._times.draft(name, cost, [seq], self._load, rows)[rows]
-            reached = stage.acceptance.reach(self._positions[:most])
-            seconds, expected = self._entry(name, seq, stage, 1.0 + sum(reached)) * rows, 1.0
-            target = self._times.target(self._load, 0, rows * most)
-            for depth, gain in enumerate(reached, 1):
-                seconds, expected = seconds + each, expected + gain
-                if expected / (target[rows * depth] + seconds) > copied:
-                    return True
+            if any(rate > copied for _, rate in self._promised(name, seq, stage, own)):
+                return True
         return False
+
+    def _promised(self, drafter: str, seq: "Sequence", stage: StageMemory, own: int) -> Iterator[tuple[float, float]]:
+        """Tokens, and tokens a second, that a draft of one token promises, one of two and so on.
+
+        As if all rows of the step did the same: the share of each is then what it costs.
+        """
+        known, rows = self._known[drafter], self._load.num_rows
+        most = self._bound(drafter, seq, min(own, seq.room_for_drafts))
+        if known.cost is None:
+            gains, each = self._copies.get((seq, drafter), [])[:most], 0.0
+        else:
+            gains = stage.acceptance.reach(self._positions[:most])
+            each = self._times.draft(drafter, known.cost, [seq], self._load, rows)[rows]
+        seconds, expected = self._entry(drafter, seq, stage, 1.0 + sum(gains)) * rows, 1.0
+        target = self._times.target(self._load, 0, rows * len(gains))
+        for depth, gain in enumerate(gains, 1):
+            seconds, expected = seconds + each, expected + gain
+            yield expected, expected / (target[rows * depth] + seconds)
+
+    def promises(self, sequence: "Sequence", asked: Seq[Asked]) -> tuple[Promise, ...]:
+        """See ``DraftLength.promises``."""
+        allowed = {each.drafter: each.lookahead for each in asked}
+        found = [Promise("", 0, 1.0, 1.0 / self._times.target(self._load, 0, 0)[0])]
+        for name, own in sequence.draft_plan:
+            stage = self._stages.get(sequence, _NO_STAGES).get(name)
+            if stage is None or not (sequence.num_generated or self._known[name].cost is None):
+                continue
+            each = [Promise(name, k, *both) for k, both in enumerate(self._promised(name, sequence, stage, own), 1)]
+            count = allowed.get(name, 0)
+            if each:
+                found.append(each[count - 1] if count else max(each, key=lambda promise: promise.tokens_per_second))
+        return tuple(found)
 
     def stays_plain(self, sequences: "Seq[Sequence]") -> bool:
         """See ``DraftLength.stays_plain``."""

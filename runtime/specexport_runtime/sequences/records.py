@@ -20,6 +20,7 @@ class Proposal(NamedTuple):
         match_length: of a copied draft, how many tokens before it matched; 0 for drafts of models.
         gamma: threshold that could end the draft early; None if nothing could.
         asked: the stages of the draft plan that were considered, in order; only for a sequence that keeps a trace.
+        promised: what each way to go on promised; only for an adaptive sequence that keeps a trace.
         error: drafting failed for this sequence, by logits that are no numbers for example: it ends with this error.
     """
 
@@ -30,6 +31,7 @@ class Proposal(NamedTuple):
     match_length: int = 0
     gamma: float | None = None
     asked: "tuple[Asked, ...]" = ()
+    promised: "tuple[Promise, ...]" = ()
     error: Exception | None = None
 
 
@@ -111,6 +113,27 @@ class Asked(NamedTuple):
     expected: float | None = None
 
 
+class Promise(NamedTuple):
+    """What one way to go on promised a sequence in one round, before anything was tested.
+
+    Attributes:
+        drafter: who would draft; empty for plain decoding.
+        lookahead: draft tokens: as many as it was allowed, else those that promise the most; 0 for plain decoding.
+        expected: tokens that the round would give, the target's own included.
+        tokens_per_second: of the sequence, if all rows of the step did the same.
+    """
+
+    drafter: str
+    lookahead: int
+    expected: float
+    tokens_per_second: float
+
+    def describe(self) -> str:
+        """A few words for people."""
+        way = f"{self.drafter} K={self.lookahead}" if self.drafter else "plain"
+        return f"{way} {self.tokens_per_second:.1f}"
+
+
 class RoundTrace(NamedTuple):
     """What one round did for one sequence.
 
@@ -130,6 +153,7 @@ class RoundTrace(NamedTuple):
         plain_milliseconds: what plain decoding would have taken for as many tokens: from the engine's cost curves (time
             inside the engine alone, so it errs on the low side), else from rounds without drafts that were measured;
             None if there were none.
+        promised: what each way to go on promised, plain decoding too; empty where nobody weighed them.
     """
 
     round: int
@@ -145,6 +169,22 @@ class RoundTrace(NamedTuple):
     gamma: float | None
     milliseconds: float
     plain_milliseconds: float | None
+    promised: tuple[Promise, ...] = ()
+
+    @property
+    def taken(self) -> Promise | None:
+        """What the way that was gone promised; None where nobody knew."""
+        return next((each for each in self.promised if each.drafter == self._way), None)
+
+    @property
+    def turned_down(self) -> list[Promise]:
+        """What the other ways promised, the best first."""
+        others = [each for each in self.promised if each.drafter != self._way]
+        return sorted(others, key=lambda each: -each.tokens_per_second)
+
+    @property
+    def _way(self) -> str:
+        return self.drafter if self.drafted else ""
 
     @property
     def allowed(self) -> Asked | None:
@@ -169,6 +209,9 @@ class RoundTrace(NamedTuple):
         saved, took = self.saved_milliseconds, f"{len(self.emitted)} tokens in {self.milliseconds:.2f} ms"
         if saved is not None:
             took += f", {'saved' if saved >= 0 else 'lost'} {abs(saved):.2f} ms"
+        if self.promised:
+            ways = [*([self.taken] if self.taken else []), *self.turned_down]
+            took += "; promised " + ", ".join(each.describe() for each in ways) + " tokens/s"
         return f"round {self.round}: {', '.join([*stages, draft])}; {took}"
 
     def to_json(self) -> dict[str, Any]:
@@ -176,6 +219,7 @@ class RoundTrace(NamedTuple):
         return {
             **self._asdict(),
             "asked": [stage._asdict() for stage in self.asked],
+            "promised": [each._asdict() for each in self.promised],
             "drafted": list(self.drafted),
             "emitted": list(self.emitted),
             "saved_milliseconds": self.saved_milliseconds,

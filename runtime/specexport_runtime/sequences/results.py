@@ -42,13 +42,15 @@ class StreamPiece(NamedTuple):
 
     ``kind`` is ``"accepted"`` (a draft token that passed), ``"corrected"`` (the target's token in place of a rejected
     one), ``"bonus"`` (the target's token after a draft that passed whole) or ``"target"`` (no draft was tested).
-    ``logprobs`` is None unless the request asked for them.
+    ``logprobs`` is None unless the request asked for them. ``drafter`` is who drafted an accepted token, and empty for
+    others.
     """
 
     text: str
     token_id: int
     kind: PieceKind
     logprobs: TokenLogprobs | None = None
+    drafter: str = ""
 
 
 class StreamChunk(NamedTuple):
@@ -96,7 +98,11 @@ def make_chunk(event: RoundEvent) -> StreamChunk:
     count = len(event.tokens)
     texts = seq.take_pieces(count)
     logprobs: Seq[TokenLogprobs | None] = [None] * count if seq.logprobs is None else seq.logprobs[-count:]
-    pieces = [StreamPiece(text, event.tokens[j], piece_kind(event, j), logprobs[j]) for j, text in enumerate(texts)]
+    drafters = [event.proposal.drafter] * event.accepted + [""] * (count - event.accepted)
+    pieces = [
+        StreamPiece(text, event.tokens[j], piece_kind(event, j), logprobs[j], drafters[j])
+        for j, text in enumerate(texts)
+    ]
     return StreamChunk(pieces, seq.finish_reason, seq.stats, seq.trace[-1] if seq.trace else None, event.drafted)
 
 

@@ -6,6 +6,7 @@
 ``accepted``             draft tokens that were accepted and emitted
 ``acceptance_rate``      accepted / drafted
 ``mean_accepted_length`` 1 + accepted / rounds that had a draft: the mean tokens of a speculative round
+``drafters``             rounds with a draft, drafted and accepted of each drafter; their sums are those of the sequence
 =======================  =====================================================================
 """
 
@@ -13,6 +14,8 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from specexport_runtime.sequences.draft_counts import UNNAMED, DraftCounts, counts_of
 
 if TYPE_CHECKING:
     from specexport_runtime.sequences.layer_choice import LayerChoice
@@ -32,6 +35,8 @@ class SequenceStats:
     """Speculative rounds by number of accepted draft tokens."""
     accepted_lengths: list[int] = field(default_factory=list)
     """Tokens that each round added, the target's own included."""
+    drafters: dict[str, DraftCounts] = field(default_factory=dict)
+    """What each drafter did, by its name in the draft plan."""
     draft_exits: int = 0
     """Drafts that ended because the model was no longer sure."""
     layer_choice: "LayerChoice | None" = None
@@ -41,13 +46,16 @@ class SequenceStats:
     first_token_time: float | None = None
     end_time: float | None = None
 
-    def record_round(self, drafted: int, accepted: int, emitted: int, *, exited: bool = False) -> None:
+    def record_round(
+        self, drafted: int, accepted: int, emitted: int, *, drafter: str = "", exited: bool = False
+    ) -> None:
         """Count one verify round.
 
         Args:
             drafted: draft tokens tested.
             accepted: of these, accepted and emitted.
             emitted: tokens added to the output.
+            drafter: who drafted; empty if nobody did, or one without a name.
             exited: the draft ended because the model was no longer sure.
         """
         self.rounds += 1
@@ -58,6 +66,7 @@ class SequenceStats:
             self.draft_exits += exited
             self.drafted += drafted
             self.accepted += accepted
+            counts_of(self.drafters, drafter or UNNAMED).add(drafted, accepted)
             self.accepted_histogram[accepted] = self.accepted_histogram.get(accepted, 0) + 1
 
     @property
@@ -106,6 +115,7 @@ class SequenceStats:
             "mean_accepted_length": self.mean_accepted_length,
             "accepted_histogram": {str(count): n for count, n in sorted(self.accepted_histogram.items())},
             "accepted_lengths": list(self.accepted_lengths),
+            "drafters": {name: counts.to_json() for name, counts in self.drafters.items()},
             "draft_exits": self.draft_exits,
             "layer_choice": None if self.layer_choice is None else self.layer_choice.to_json(),
             "queued_s": self.queued_s,

@@ -11,14 +11,26 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class DrafterUsage(_Part):
+    """What one drafter did: rounds with a draft of it, draft tokens tested, and of these accepted."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+
+
 class SpeculativeUsage(_Part):
-    """Drafting, summed over the choices; the last two are null if nothing was drafted."""
+    """Drafting, summed over the choices; rate and length are null if nothing was drafted.
+
+    ``drafters`` has those that drafted something, by name.
+    """
 
     rounds: int
     drafted: int
     accepted: int
     acceptance_rate: float | None
     mean_accepted_length: float | None
+    drafters: dict[str, DrafterUsage]
 
 
 class Usage(_Part):
@@ -31,10 +43,11 @@ class Usage(_Part):
 
 
 class TokenOrigin(_Part):
-    """Text that one token added, and where the token came from."""
+    """Text that one token added, and where the token came from; ``drafter`` only of accepted ones."""
 
     text: str
     kind: Literal["accepted", "corrected", "bonus", "target"]
+    drafter: str = ""
 
 
 class CompletionLogprobs(_Part):

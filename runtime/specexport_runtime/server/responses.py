@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
+from specexport_runtime.sequences.draft_counts import sum_by_drafter, sum_counts
 from specexport_runtime.sequences.results import StreamPiece
 from specexport_runtime.sequences.stats import SequenceStats
 from specexport_runtime.server.sse import event
@@ -158,24 +159,28 @@ class ChatFormat(AnswerFormat):
 def usage_of(num_prompt_tokens: int, stats: Seq[SequenceStats]) -> dict[str, Any]:
     """Tokens and draft tokens of all choices together."""
     generated = sum(item.num_generated_tokens for item in stats)
-    drafted, accepted = sum(item.drafted for item in stats), sum(item.accepted for item in stats)
-    draft_rounds = sum(item.draft_rounds for item in stats)
+    drafters = sum_by_drafter(item.drafters for item in stats)
+    drafts = sum_counts(drafters.values())
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": generated,
         "total_tokens": num_prompt_tokens + generated,
         "speculative": {
             "rounds": sum(item.rounds for item in stats),
-            "drafted": drafted,
-            "accepted": accepted,
-            "acceptance_rate": accepted / drafted if drafted else None,
-            "mean_accepted_length": 1 + accepted / draft_rounds if draft_rounds else None,
+            "drafted": drafts.drafted,
+            "accepted": drafts.accepted,
+            "acceptance_rate": drafts.accepted / drafts.drafted if drafts.drafted else None,
+            "mean_accepted_length": 1 + drafts.accepted / drafts.rounds if drafts.rounds else None,
+            "drafters": {name: counts.to_json() for name, counts in drafters.items()},
         },
     }
 
 
 def _origins(pieces: Seq[StreamPiece]) -> list[dict[str, str]]:
-    return [{"text": piece.text, "kind": piece.kind} for piece in pieces]
+    return [
+        {"text": piece.text, "kind": piece.kind} | ({"drafter": piece.drafter} if piece.drafter else {})
+        for piece in pieces
+    ]
 
 
 def _chat_token(texts: TokenTexts, token: int, value: float) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from specexport_runtime.sequences.draft_counts import UNNAMED, DraftCounts, counts_of, sum_counts
+
 if TYPE_CHECKING:
     from specexport_runtime.sequences.sequence import FinishReason, Sequence
     from specexport_runtime.watch.observe import RoundRecord
@@ -58,37 +60,6 @@ class Histogram:
         return other
 
 
-FEW_TOKENS, FEW_DRAFTS = 64, 16
-"""So much must have been tested before it means something that nothing was accepted. Tokens behind a refused one tell
-nothing: where one draft in five has an accepted token, 16 drafts without any are an accident of 3 %."""
-
-
-@dataclass
-class DraftCounts:
-    """What one drafter did.
-
-    Attributes:
-        drafts: rounds of a sequence that had a draft.
-        drafted: draft tokens that the target tested.
-        accepted: of these, accepted and emitted.
-    """
-
-    drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    def add(self, drafted: int, accepted: int) -> None:
-        """Count a draft."""
-        self.drafts += 1
-        self.drafted += drafted
-        self.accepted += accepted
-
-    @property
-    def never_accepted(self) -> bool:
-        """Nothing was accepted, of :data:`FEW_TOKENS` tokens in :data:`FEW_DRAFTS` drafts at least."""
-        return not self.accepted and self.drafted >= FEW_TOKENS and self.drafts >= FEW_DRAFTS
-
-
 def _histograms() -> dict[str, Histogram]:
     seconds = ("e2e", "queue", "prefill", "decode", "inference")
     return {
@@ -110,8 +81,9 @@ class EngineCounts:
         step_seconds: they took, drafting included.
         prompt_tokens: tokens of prompts that were fed.
         generation_tokens: tokens that were generated.
-        saved_seconds: of rounds with drafts that were faster than plain decoding, how much.
-        lost_seconds: of those that were slower.
+        saved: seconds of rounds with drafts that were faster than plain decoding, by drafter. The seconds of a round
+            are shared out among those that drafted in it, by their tokens tested: a step has one time, whoever drafted.
+        lost: those of rounds that were slower.
         accepted: drafts by number of accepted tokens.
         drafters: what each drafter did.
         finished: sequences that ended, by reason.
@@ -125,8 +97,8 @@ class EngineCounts:
     step_seconds: float = 0.0
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    saved_seconds: float = 0.0
-    lost_seconds: float = 0.0
+    saved: dict[str, float] = field(default_factory=dict)
+    lost: dict[str, float] = field(default_factory=dict)
     accepted: list[int] = field(default_factory=lambda: [0])
     drafters: dict[str, DraftCounts] = field(default_factory=dict)
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS.values(), 0))
@@ -139,6 +111,8 @@ class EngineCounts:
         """A copy that does not change, for a scrape."""
         return replace(
             self,
+            saved=dict(self.saved),
+            lost=dict(self.lost),
             accepted=list(self.accepted),
             drafters={name: replace(counts) for name, counts in self.drafters.items()},
             finished=dict(self.finished),
@@ -148,10 +122,19 @@ class EngineCounts:
             last_token={},
         )
 
+    @property
+    def saved_seconds(self) -> float:
+        """Seconds that all drafters saved together, in rounds that were faster than plain decoding."""
+        return sum(self.saved.values())
+
+    @property
+    def lost_seconds(self) -> float:
+        """Seconds that all drafters lost together, in rounds that were slower."""
+        return sum(self.lost.values())
+
     def all_drafts(self) -> DraftCounts:
         """What all drafters did."""
-        parts = self.drafters.values()
-        return DraftCounts(sum(p.drafts for p in parts), sum(p.drafted for p in parts), sum(p.accepted for p in parts))
+        return sum_counts(self.drafters.values())
 
     def accepted_at(self) -> list[int]:
         """Accepted draft tokens by their position in the draft."""
@@ -165,16 +148,18 @@ class EngineCounts:
 
     def add_round(self, record: "RoundRecord", now: float) -> None:
         """Count a step that ended at ``now``."""
-        generated = drafted = 0
+        generated = 0
+        tested: dict[str, int] = {}  # draft tokens, by drafter
         waits: dict[float, int] = {}  # sequences by when they last got tokens: most rounds, all at the same time
         for event in record.events:
             if not event.tokens:
                 continue
             sequence, key = event.sequence, id(event.sequence)
             generated += len(event.tokens)
-            drafted += event.drafted
             if event.drafted:
-                self._add_draft(event.proposal.drafter or "other", event.drafted, event.accepted)
+                name = event.proposal.drafter or UNNAMED
+                tested[name] = tested.get(name, 0) + event.drafted
+                self._add_draft(name, event.drafted, event.accepted)
             stats = sequence.stats
             if stats.rounds == 1:
                 self.histograms["first_token"].observe((stats.first_token_time or now) - stats.submit_time)
@@ -189,15 +174,14 @@ class EngineCounts:
         self.generation_tokens += generated
         self.histograms["step_tokens"].observe(record.prompt_tokens + generated)
         # A round without drafts saves nothing; what it differs by from the mean of its like is chance.
-        saved = (record.saved_seconds or 0.0) if drafted else 0.0
-        self.saved_seconds += max(saved, 0.0)
-        self.lost_seconds += max(-saved, 0.0)
+        if tested and (saved := record.saved_seconds):
+            seconds = self.saved if saved > 0 else self.lost
+            each = abs(saved) / sum(tested.values())
+            for name, tokens in tested.items():
+                seconds[name] = seconds.get(name, 0.0) + each * tokens
 
     def _add_draft(self, drafter: str, drafted: int, accepted: int) -> None:
-        counts = self.drafters.get(drafter)
-        if counts is None:
-            counts = self.drafters[drafter] = DraftCounts()
-        counts.add(drafted, accepted)
+        counts_of(self.drafters, drafter).add(drafted, accepted)
         if accepted >= len(self.accepted):  # longer than the engine said
             self.accepted += [0] * (accepted + 1 - len(self.accepted))
         self.accepted[accepted] += 1

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from specexport_runtime.watch.counts import DraftCounts
+from specexport_runtime.sequences.draft_counts import UNNAMED, DraftCounts, counts_of
 
 if TYPE_CHECKING:
     from specexport_runtime.sequences.sequence import Sequence
@@ -27,10 +27,10 @@ class NeverAccepted:
     def on_round(self, record: "RoundRecord") -> None:
         """Look at the drafts of a step."""
         for event in record.events:
-            drafter = event.proposal.drafter or "other"
+            drafter = event.proposal.drafter or UNNAMED
             if not event.drafted or not event.tokens or drafter in self._settled:
                 continue
-            counts = self._counts.setdefault(drafter, DraftCounts())
+            counts = counts_of(self._counts, drafter)
             counts.add(event.drafted, event.accepted)
             if counts.accepted:
                 self._settled.add(drafter)

@@ -60,6 +60,7 @@ class RoundTracer:
                     gamma=event.gamma,
                     milliseconds=1000 * seconds,
                     plain_milliseconds=None if plain is None else 1000 * plain * len(event.tokens),
+                    promised=event.proposal.promised,
                 )
             )
         return plain

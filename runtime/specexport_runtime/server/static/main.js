@@ -170,6 +170,8 @@ function showNumbers({ run, stats, race }) {
   for (const count of document.querySelectorAll("[data-count]")) {
     count.textContent = speculative.run ? number(speculative.run.counts[count.dataset.count]) : "";
   }
+  const drafters = [...(speculative.run?.drafters ?? [])].map(([name, count]) => `${name} ${number(count)}`);
+  setText("drafters", drafters.join(", "));
   const speeds = columns.map((each) => each.run?.speed ?? 0);
   columns.forEach(({ bar }, i) => bar.setAttribute("width", `${(100 * speeds[i]) / Math.max(...speeds, 1e-9)}%`));
 }

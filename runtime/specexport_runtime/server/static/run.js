@@ -28,7 +28,9 @@ export class Run {
   constructor(settings) {
     this.settings = settings;
     this.counts = { accepted: 0, corrected: 0, bonus: 0, target: 0 };
-    this.rounds = []; // {accepted, end}: accepted tokens, and the kind of the target's own token; null if it was cut off
+    this.drafters = new Map(); // accepted tokens by drafter, in the order in which they first had one
+    // {accepted, drafter, end}: accepted tokens, whose they are, and the kind of the target's own token; null if it was cut off
+    this.rounds = [];
     this.text = "";
     this.usage = null;
     this.drafted = 0;
@@ -61,7 +63,7 @@ export class Run {
     this.text += choice.text ?? choice.delta?.content ?? "";
     this.finishReason = choice.finish_reason ?? this.finishReason;
     this.drafted += choice.drafted ?? 0;
-    const tokens = (choice.tokens ?? []).map(({ text, kind }) => this._count(text, kind));
+    const tokens = (choice.tokens ?? []).map((token) => this._count(token));
     if (tokens.length) {
       this.lastToken = performance.now();
       this.firstToken ||= this.lastToken;
@@ -70,22 +72,24 @@ export class Run {
   }
 
   // A round is some accepted tokens, then one of the target's own, unless the text ended before it.
-  _count(text, kind) {
+  _count({ text, kind, drafter }) {
     this.counts[kind] += 1;
     this._open ??= this._newRound();
     const round = this._open;
     const index = this.rounds.length - 1;
     if (kind === "accepted") {
       round.accepted += 1;
+      round.drafter = drafter;
+      this.drafters.set(drafter, (this.drafters.get(drafter) ?? 0) + 1);
     } else {
       round.end = kind;
       this._open = null;
     }
-    return { text, kind, round: index };
+    return { text, kind, drafter, round: index };
   }
 
   _newRound() {
-    const round = { accepted: 0, end: null };
+    const round = { accepted: 0, drafter: null, end: null };
     this.rounds.push(round);
     return round;
   }

@@ -1,10 +1,10 @@
 // The text of a run: one element a token, appended as tokens come and never rebuilt.
 
 const ORIGIN = {
-  accepted: "Accepted: drafted, and the target agreed",
-  corrected: "Corrected: the target’s token in place of a rejected draft",
-  bonus: "Bonus: the target’s token after a draft that passed whole",
-  target: "Target: no draft was tested",
+  accepted: (drafter) => `Accepted: drafted by ${drafter}, and the target agreed`,
+  corrected: () => "Corrected: the target’s token in place of a rejected draft",
+  bonus: () => "Bonus: the target’s token after a draft that passed whole",
+  target: () => "Target: no draft was tested",
 };
 
 const tip = document.getElementById("tip");
@@ -29,7 +29,8 @@ export function hideTip() {
 /** What happened in a round, in words. */
 export function describeRound(round, index) {
   const end = { corrected: ", then a correction", bonus: ", then the bonus", target: "", null: ", then the text ended" };
-  const drafted = round.end === "target" ? "no draft" : `${round.accepted} accepted`;
+  const whose = round.drafter ? ` of ${round.drafter}` : "";
+  const drafted = round.end === "target" ? "no draft" : `${round.accepted} accepted${whose}`;
   return `Round ${index + 1}: ${drafted}${end[round.end]}`;
 }
 
@@ -71,10 +72,11 @@ export class TokenView {
     const box = this.container;
     const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 24;
     const fragment = document.createDocumentFragment();
-    for (const { text, kind, round } of tokens) {
+    for (const { text, kind, drafter, round } of tokens) {
       const span = document.createElement("span");
       span.className = `t ${kind}`;
       span.textContent = text; // the model's text is never markup
+      if (drafter) span.dataset.drafter = drafter;
       span.dataset.round = round;
       span.dataset.index = this.count++;
       (this.byRound[round] ??= []).push(span);
@@ -108,7 +110,7 @@ export class TokenView {
     if (!element.classList.contains("t") || !this.run) return;
     const kind = element.classList[1];
     const round = Number(element.dataset.round);
-    const lines = [ORIGIN[kind], `${describeRound(this.run.rounds[round], round)} · token ${Number(element.dataset.index) + 1}`];
+    const lines = [ORIGIN[kind](element.dataset.drafter), `${describeRound(this.run.rounds[round], round)} · token ${Number(element.dataset.index) + 1}`];
     showTip(element, lines);
     if (aloud) info.textContent = `${element.textContent.trim() || "white space"}. ${lines.join(". ")}`;
     this.mark(round);
