@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specexport_runtime.cli.options import drafting_options, sampling_options, sampling_params, take_drafting
+from specexport_runtime.cli.options import (
+    check_tune_profile,
+    drafting_options,
+    sampling_options,
+    sampling_params,
+    take_drafting,
+)
 from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -53,10 +59,10 @@ def explain(
 
     check_threads(options["num_threads"], "--threads")
     limits = {name: options.pop(name) for name in _LIMITS}
-    drafting: dict[str, Any] = {**take_drafting(options)}
+    asked = take_drafting(options)
+    check_tune_profile(limits["tune_profile"], asked)
+    drafting: dict[str, Any] = {**asked}
     params = sampling_params(options)
-    if limits["tune_profile"] is not None and drafting["num_speculative_tokens"] != "auto":
-        raise InvalidRequestError("--tune-profile was given, and K is not chosen.", "add --lookahead auto.")
     (item,) = read_prompts(prompt, prompt_file, None)
     if reference is not None:
         drafting["references"] = [read_text(reference)]

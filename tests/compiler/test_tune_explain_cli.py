@@ -143,7 +143,7 @@ def test_a_text_of_one_token_has_no_rounds_to_show(run_cli, tiny_bundle, cache):
         (["--lookahead", "some"], "neither an integer nor 'auto'"),
         (["--max-tokens", "0"], "max_tokens"),
         (["--threads", "0"], "--threads is 0"),
-        (["--tune-profile", "p.json"], "add --lookahead auto"),
+        (["--lookahead", "3", "--tune-profile", "p.json"], "add --lookahead auto"),
         (["--lookahead", "auto", "--tune-profile", "none.json"], "none.json cannot be read"),
         (["--reference", "none.txt"], "none.txt"),
         (["--draft-exit-gamma", "2"], "gamma is 2"),

@@ -13,7 +13,9 @@ from specexport_runtime.cli.errors import SuggestingGroup
 from specexport_runtime.cli.options import (
     LIMITS,
     batch_options,
+    check_tune_profile,
     drafting_options,
+    is_default,
     sampling_options,
     sampling_params,
     take_drafting,
@@ -92,12 +94,8 @@ def generate(
         terminal if show_prompt is None else show_prompt,
         trace,
     )
-    by_default = drafting["drafter"] is None and not isinstance(drafting["num_speculative_tokens"], int)
-    chosen = by_default or "auto" in (drafting["num_speculative_tokens"], drafting["drafter"])
-    if limits["tune_profile"] is not None and not chosen:
-        raise InvalidRequestError(
-            "--tune-profile was given, and K is not chosen.", "add --lookahead auto, or name no drafter and no number."
-        )
+    by_default = is_default(drafting)
+    check_tune_profile(limits["tune_profile"], drafting)
     flags = {"corpus": "--corpus", "suffix_file": "--suffix-file", "suffix_memory_mb": "--suffix-memory"}
     unused = [flag for name, flag in flags.items() if limits[name] is not None]
     if unused and not by_default and drafting["drafter"] not in ("suffix", "auto"):

@@ -209,6 +209,24 @@ def drafting_options(command: Any) -> Any:
     return _add(command, options)
 
 
+def is_default(drafting: "Drafting") -> bool:
+    """Whether nothing was said of how to draft, so that it is ``auto``."""
+    return drafting["drafter"] is None and not isinstance(drafting["num_speculative_tokens"], int)
+
+
+def check_tune_profile(profile: Path | None, drafting: "Drafting") -> None:
+    """Refuse a profile where it bounds nothing.
+
+    Raises:
+        InvalidRequestError: K is given.
+    """
+    chosen = is_default(drafting) or "auto" in (drafting["num_speculative_tokens"], drafting["drafter"])
+    if profile is not None and not chosen:
+        raise InvalidRequestError(
+            "--tune-profile was given, and K is not chosen.", "add --lookahead auto, or name no drafter and no number."
+        )
+
+
 def take_drafting(options: dict[str, Any]) -> "Drafting":
     """The keyword arguments that the options of :func:`drafting_options` make; takes them out of ``options``.
 
