@@ -14,7 +14,6 @@ from specexport_runtime.cli.options import (
     sampling_params,
     take_drafting,
 )
-from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from specexport_runtime import GenerationResult, SamplingParams, SpecEngine

@@ -1,6 +1,7 @@
 """Helpers for tests of the decoding loop on fake executors."""
 
 from specexport_runtime.costs.curves import CostCurves
+from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.costs.tune_profile import TuneProfile
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.base import Drafter
@@ -138,6 +139,10 @@ def weighed(curves: CostCurves, **drafters: Drafter) -> dict[str, WeighedDrafter
 
 
 def goodput_length(
-    curves: CostCurves, lookahead: int, profile: TuneProfile | None = None, **drafters: Drafter
+    curves: CostCurves,
+    lookahead: int,
+    profile: TuneProfile | None = None,
+    learned: LearnedCosts | None = None,
+    **drafters: Drafter,
 ) -> GoodputLength:
-    return GoodputLength(curves, lookahead, profile, drafters=weighed(curves, **drafters))
+    return GoodputLength(curves, lookahead, profile, drafters=weighed(curves, **drafters), learned=learned)

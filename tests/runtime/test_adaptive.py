@@ -18,11 +18,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.costs.curves import CostCurves, GateCost
+from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.drafters.self_draft import SelfDrafter
+from specexport_runtime.drafters.suffix import SuffixDrafter
+from specexport_runtime.drafters.suffix_store import SuffixStore
 from specexport_runtime.engine_load import self_draft_obstacle
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
@@ -293,3 +296,46 @@ def test_measuring_similarity_ends_with_the_step_even_if_that_fails():
     engine.generate("w1 w2", LONG, drafter="draft-model")
     assert wanted == [True, False, True, False]
     assert np.isfinite(engine.generate("w1 w2", LONG, drafter="self")[0].stats.layer_choice.acs).all()
+
+
+def test_auto_with_its_memory_and_learned_costs_follows_the_targets_distribution():
+    """All of the default at once: copies of what was sampled before, a draft model, and costs that are learned from times.
+
+    Greedy requests in between let what was learned from times be used, so that curves change while others are sampled.
+    """
+    params = SamplingParams(max_tokens=LENGTH + 2, temperature=0.8)
+    runner = ModelRunner(FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2), max_chunk=7)
+    draft = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, noise=1.0)
+    store = SuffixStore(1 << 16)
+    drafters = {
+        "suffix": SuffixDrafter(store, match_length=1),
+        "draft-model": ModelDrafter(ModelRunner(draft), vocab_size=SMALL, max_backlog=9),
+    }
+    learned = LearnedCosts()
+    lengths = goodput_length(curves(0.02), LOOKAHEAD, learned=learned, **drafters)
+    decoder = Decoder(runner, ChainDrafter(drafters, lengths), lengths=lengths, max_num_seqs=8)
+    sequences = [
+        Sequence(
+            i,
+            PROMPTS[i % 2],
+            SamplingParams(max_tokens=12) if i % 40 == 39 else params,
+            vocab_size=SMALL,
+            max_model_len=30,
+            seed=i,
+            draft_plan=[DraftStage(name, LOOKAHEAD) for name in drafters],
+            adaptive=True,
+            scope="",
+        )
+        for i in range(1200)
+    ]
+    for start in range(0, len(sequences), 40):  # the last of each forty is greedy, and ends alone
+        finish(decoder, sequences[start : start + 40])
+    used = Counter()
+    for seq in sequences:
+        used.update({name: counts.drafted for name, counts in seq.stats.drafters.items()})
+    assert min(used["suffix"], used["draft-model"]) > 200
+    assert learned.version  # fakes take other times than the curves say
+    for i, prompt in enumerate(PROMPTS):
+        sampled = [seq for seq in sequences[i::2] if seq.params.temperature]
+        counts = Counter(tuple(seq.output[:LENGTH]) for seq in sampled)
+        assert p_value(counts, exact(runner.executor, params, prompt)) > P_VALUE
