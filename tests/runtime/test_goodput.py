@@ -538,7 +538,6 @@ class Timed(GoodputLength):
     [
         (curves(0.05), curves(1.5), "good"),  # drafting seems cheap and is dear: nothing should be drafted
         (curves(0.1, per_token=0.1), curves(0.1, per_token=0.9), "good"),  # every token to verify costs a step
-        (curves(1.5), curves(0.02), "perfect"),  # drafting seems dear and is cheap
     ],
 )
 def test_wrong_curves_are_mended_while_a_batch_decodes(told, real, draft_kind, count):
@@ -592,3 +591,25 @@ def test_times_never_meet_random_numbers_that_are_still_to_be_used():
     (greedy,) = make_sequences(1, ["draft-model"], 2)
     finish(decoder, [greedy])
     assert learned.version == 1
+
+
+def test_a_drafter_that_promises_little_is_not_scouted_out():
+    """Its steps cost as much as the target's: only probes try it, for a hundredth of the time."""
+    learned = LearnedCosts(is_measured=False)
+    dear = curves(0.9)
+    plain, _ = decode("wrong", 1, lengths=goodput_length(dear, LOOKAHEAD), names=(), max_tokens=100, curve=dear)
+    tried, (sequence,) = decode("wrong", 1, lengths=Timed(dear, dear, learned), max_tokens=100, curve=dear)
+    assert sequence.stats.drafted <= 2
+    assert tried < 1.03 * plain
+
+
+def test_what_was_seen_is_known_in_the_next_life():
+    told = curves(0.2)
+    kept = []
+    learned = LearnedCosts(is_measured=False, keep=kept.append)
+    decode("good", 1, lengths=Timed(told, told, learned), max_tokens=300, curve=told)
+    assert not learned.is_unknown("draft-model")
+    assert kept
+    again = LearnedCosts(kept[-1], is_measured=False)
+    assert not again.is_unknown("draft-model")
+    assert LearnedCosts(is_measured=False).is_unknown("draft-model")

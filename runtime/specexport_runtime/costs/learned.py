@@ -230,7 +230,9 @@ class LearnedCosts:
 
     def _note(self, name: str, size: int, ratio: float, used: float, rounds: float) -> None:
         off = max(ratio / used, used / ratio)
-        if off > WRONG and rounds >= (_FEW if off > _FAR else _FIRST * _MEMORY**_FIRST):
+        # What was never seen here is kept even if it was believed: the next life need not find out again.
+        is_new = not self._is_measured and name not in self._ratios and rounds >= _FIRST * _MEMORY**_FIRST
+        if is_new or (off > WRONG and rounds >= (_FEW if off > _FAR else _FIRST * _MEMORY**_FIRST)):
             self._due[name, size] = ratio
         else:
             self._due.pop((name, size), None)

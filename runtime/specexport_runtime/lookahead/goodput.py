@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from specexport_runtime.sequences.sequence import Sequence
 
 _HORIZON = 64  # rounds over which the cost of reading a prompt is spread, at most
-_SCOUTS, _SCOUT_LOOKAHEAD = 2, 2
-"""While nobody knows whether a drafter pays, so many sequences find out, with drafts of at least so many tokens."""
+_SCOUTS, _SCOUT_LOOKAHEAD, _PROMISING = 2, 2, 0.9
+"""While nobody knows whether a drafter pays, so many sequences find out, with drafts of at least so many tokens: if it
+promises nearly as much as plain decoding, at the acceptance that is guessed."""
 
 
 _MARGIN = 0.02
@@ -124,7 +125,9 @@ class GoodputLength:
         times = self._step_times(drafter, sequences, fixed, sum([len(each) for each in gains]) + 1)
         counts, _ = allocate(gains, entries, self._expected, times, _MARGIN)
         if self._is_unknown(drafter):
-            counts = [max(counts[j], min(most, _SCOUT_LOOKAHEAD)) for j, (_, _, most) in enumerate(asked)]
+            for j, (i, stage, most) in enumerate(asked):
+                if self._is_promising(drafter, sequences[i], stage, most):
+                    counts[j] = max(counts[j], min(most, _SCOUT_LOOKAHEAD))
         if self._learns and self._learned.wants_shorter(self._load.num_rows):
             counts = [count // 2 for count in counts]
         probes = self._probe(drafter, sequences, asked, counts, times)
@@ -214,6 +217,12 @@ class GoodputLength:
         for depth, gain in enumerate(gains, 1):
             seconds, expected = seconds + each, expected + gain
             yield expected, expected / (target[rows * depth] + seconds)
+
+    def _is_promising(self, drafter: str, seq: "Sequence", stage: StageMemory, most: int) -> bool:
+        """Whether a drafter that is not known yet may well pay; others are tried in probes only."""
+        plain = 1.0 / self._times.target(self._load, 0, 0)[0]
+        rates = (rate for _, rate in self._promised(drafter, seq, stage, min(most, _SCOUT_LOOKAHEAD)))
+        return any(rate > _PROMISING * plain for rate in rates)
 
     def promises(self, sequence: "Sequence", asked: Seq[Asked]) -> tuple[Promise, ...]:
         """See ``DraftLength.promises``."""
