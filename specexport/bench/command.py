@@ -177,7 +177,8 @@ def _run(
         max_num_batched_tokens=max_num_batched_tokens,
         num_threads=threads,
         spin=spin,
-        adaptive=AUTO in (asked["num_speculative_tokens"] or ()) or "auto" in (asked["methods"] or ("auto",)),
+        adaptive=AUTO in (asked["num_speculative_tokens"] or ())
+        or "auto" in (asked["methods"] or (() if asked["ablation"] else ("auto",))),
         tune_profile=tune_profile,
     )
     options = _options(subject, **asked)

@@ -33,8 +33,8 @@ def test_methods_are_a_drafter_and_two_switches():
         Method("unpad-kv", "lookup", True, False),
         Method("unpad-input", "lookup", False, True),
     ]
-    assert [method.name for method in methods()] == ["plain", "draft-model", "lookup", "chained"]
-    assert [method.name for method in methods(has_draft=False)] == ["plain", "lookup"]
+    assert [method.name for method in methods()] == ["plain", "draft-model", "lookup", "chained", "auto"]
+    assert [method.name for method in methods(has_draft=False)] == ["plain", "lookup", "auto"]
     assert methods("lookup", unpad_input=False)[1:] == [Method("lookup", "lookup", True, False)]
     assert methods(*ablation("chained"), drafter="chained")[1:] == [
         Method("chained", "chained", True, True),
@@ -198,7 +198,9 @@ def test_static_batching_is_one_call_a_group():
 
 def test_references_go_to_drafters_that_copy_and_only_there():
     log = []
-    run_bench(make_subject(log), PROMPTS[3:], make_options(methods(), max_tokens=(20, 20)))
+    run_bench(
+        make_subject(log), PROMPTS[3:], make_options(methods("draft-model", "lookup", "chained"), max_tokens=(20, 20))
+    )
     given = {event[2]: event[5]["references"] for event in measured(log)}
     wanted = [PROMPTS[3].reference, None]
     assert given == {"none": None, "draft-model": None, "lookup": wanted, "chained": wanted}

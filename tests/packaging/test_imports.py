@@ -44,7 +44,18 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.executors.open",  # what a backend gives, for `inspect`
     "specexport_runtime.executors.paged",  # how ort-cuda's caches are laid out in blocks
 }
-DRIVES_THE_RUNTIME = ("cli.py", "demo.py", "doctor.py", "build/check.py", "verify", "bench", "tune", "explain", "debug")
+DRIVES_THE_RUNTIME = (
+    "cli.py",
+    "demo.py",
+    "doctor.py",
+    "build/check.py",
+    "build/prepack.py",
+    "verify",
+    "bench",
+    "tune",
+    "explain",
+    "debug",
+)
 
 
 def modules_of(package: Path) -> list[str]:

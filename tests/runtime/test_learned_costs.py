@@ -4,7 +4,8 @@ import json
 import random
 
 import pytest
-from hypothesis import given, settings
+from chance import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specexport_runtime.costs.learned import WRONG, LearnedCosts, RoundSeconds
@@ -39,7 +40,7 @@ def test_curves_that_are_right_stay():
     assert learned.level(1) == pytest.approx(0.01, rel=0.05)
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@examples(60)
 @given(
     draft=st.floats(0.1, 8.0),
     extra=st.floats(0.2, 8.0),
