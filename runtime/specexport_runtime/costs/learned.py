@@ -193,6 +193,11 @@ class LearnedCosts:
         steps.skipped += 1
         return True
 
+    @property
+    def is_due(self) -> bool:
+        """Whether something in use was found to be wrong."""
+        return bool(self._due)
+
     def adopt(self) -> bool:
         """Use what was learned, if something in use is wrong; whether anything changed.
 

@@ -42,6 +42,9 @@ promises nearly as much as plain decoding, at the acceptance that is guessed."""
 _MARGIN = 0.02
 """Drafting must promise so much more than plain decoding: cost curves are no better than that."""
 
+_WATCHED, _WATCH_EVERY = 64, 4
+"""So many rounds of an engine are compared with the curves, later every fourth: it takes a tenth of a millisecond."""
+
 _BYPASS = Allowed(0, "bypass", 1.0)
 _NO_STAGES: dict[str, StageMemory] = {}
 
@@ -71,7 +74,7 @@ class GoodputLength:
         learned: LearnedCosts | None = None,
     ) -> None:
         self.curves, self.profile = curves, profile
-        self._learns = learned is not None
+        self._learns = self._watching = learned is not None
         self._learned = learned or LearnedCosts()
         self._known = dict(drafters)
         self._stages: WeakKeyDictionary[Sequence, dict[str, StageMemory]] = WeakKeyDictionary()
@@ -95,6 +98,7 @@ class GoodputLength:
         """See ``DraftLength.begin_round``."""
         self._round += 1
         self._load, self._drafted, self._expected = load, 0, float(load.num_ready)
+        self._watching = self._learns and (self._round <= _WATCHED or not self._round % _WATCH_EVERY)
         self._catching_up.clear()
         self._copies.clear()
         self._draft_seconds.clear()
@@ -249,7 +253,10 @@ class GoodputLength:
     def drafted(self, drafter: str, sequences: "Seq[Sequence]", proposals: Seq[Proposal], seconds: float) -> None:
         """See ``DraftLength.drafted``."""
         cost, rows = self._known[drafter].cost, self._load.num_rows
-        if not self._learns or cost is None or any(proposal.error is not None for proposal in proposals):
+        reading = self._catching_up.get(drafter)
+        if not (self._watching or (self._learns and reading)) or cost is None:
+            return
+        if any(proposal.error is not None for proposal in proposals):
             return
         pairs = [(seq, proposal) for seq, proposal in zip(sequences, proposals, strict=True) if proposal.tokens]
         if not pairs or not self._is_known_size(drafter, rows):
@@ -257,7 +264,6 @@ class GoodputLength:
         lengths = [len(proposal.tokens) for _, proposal in pairs]
         counts = [sum([length > depth for length in lengths]) for depth in range(max(lengths))]
         promised = self._times.draft_steps(drafter, cost, [seq for seq, _ in pairs], self._load, counts)
-        reading = self._catching_up.get(drafter)
         if reading is None:
             self._draft_seconds[drafter] = promised, seconds
         elif (level := self._learned.level(rows)) is not None:
@@ -267,15 +273,15 @@ class GoodputLength:
     def took(self, sequences: "Seq[Sequence]", drafted: int, seconds: float) -> None:
         """See ``DraftLength.took``."""
         load = self._load
-        if not self._learns:
-            return
-        if not load.prompt_tokens and self._is_known_size("", load.num_rows):
+        watched = (self._watching or self._draft_seconds) and not load.prompt_tokens
+        if watched and self._is_known_size("", load.num_rows):
             base = self._times.with_drafts(load, 0)
             extra = self._times.with_drafts(load, drafted) - base
             self._learned.observe(RoundSeconds(load.num_rows, base, extra, seconds, dict(self._draft_seconds)))
         # Random numbers that are still to be used must not meet times: nothing changes while a sampled sequence has
         # its lengths chosen.
-        if all(seq.sampler.is_greedy for seq in sequences if seq.adaptive) and self._learned.adopt():
+        if self._learned.is_due and all(seq.sampler.is_greedy for seq in sequences if seq.adaptive):
+            self._learned.adopt()
             self._times.forget()
             self._plain = PlainSpell()
 
