@@ -15,21 +15,20 @@ with plain decoding.
 
 import argparse
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 from common import DEMO_PROMPTS, report
+from turns import measure_in_turns, ratio, read_domains
 
-from specexport.bench.meter import Meter
-from specexport.bench.methods import AUTO, Cell
-from specexport.bench.prompts import read_prompts
+from specexport.bench.methods import AUTO
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.engine_load import load_engine_parts
 from specexport_runtime.engine_options import EngineOptions
 
-WARMUP_TOKENS = 16
 MATCH = 16  # tokens before each wrong one
 
 
@@ -93,13 +92,17 @@ def parse_args() -> argparse.Namespace:
     add("--repeats", type=int, default=5)
     add("--threads", type=int, default=2)
     add("--adversarial", action="store_true")
+    add("--measure", action=argparse.BooleanOptionalAction, default=True, help="cost curves first; else learn them")
     add("--json", type=Path)
     return parser.parse_args()
 
 
 def load_engine(args: argparse.Namespace, size: int) -> SpecEngine:
     """An adaptive engine; with --adversarial one whose drafts are wrong."""
-    parts = load_engine_parts(args.bundle, EngineOptions(max_num_seqs=size, num_threads=args.threads, adaptive=True))
+    options = EngineOptions(
+        max_num_seqs=size, num_threads=args.threads, adaptive=args.measure or None, share_threads=True
+    )
+    parts = load_engine_parts(args.bundle, options)
     target, draft = parts.target, parts.draft
     if args.adversarial and args.drafter == "draft-model":
         draft = WrongDraft(draft, gated=False)  # type: ignore[assignment]  # it passes everything else on
@@ -121,16 +124,6 @@ def load_engine(args: argparse.Namespace, size: int) -> SpecEngine:
     )
 
 
-def read_domains(args: argparse.Namespace, size: int) -> dict[str, list[str]]:
-    """Texts of each domain; repeated where there are fewer than rows."""
-    domains = {}
-    for item in args.prompts.split(","):
-        name, _, path = item.partition("=")
-        texts = [prompt.text for prompt in read_prompts([Path(path)])][: max(args.num_prompts, size)]
-        domains[name] = [texts[i % len(texts)] for i in range(max(args.num_prompts, size))]
-    return domains
-
-
 def trap(prompt: Seq[int], output: Seq[int], vocab_size: int) -> list[int]:
     """Before every token of a text what precedes it, and then another token: longer matches than the text's own."""
     tokens = [*prompt[-MATCH:], *output]
@@ -138,65 +131,27 @@ def trap(prompt: Seq[int], output: Seq[int], vocab_size: int) -> list[int]:
     return [t for i in starts for t in (*tokens[max(i - MATCH, 0) : i], (tokens[i] + 1) % vocab_size)]
 
 
-class Bench:
-    """Runs of one engine.
+def requests_of(engine: SpecEngine, texts: Seq[str], args: argparse.Namespace) -> dict[str, Any]:
+    """By way what makes its requests, see ``measure_in_turns``."""
+    ks = [AUTO] if args.adversarial else [*map(int, args.lookaheads.split(",")), AUTO]
+    traps = None
+    if args.adversarial and args.drafter == "lookup":
+        params = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
+        wanted = [result.token_ids for result in engine.generate(list(texts), params, drafter="none")]
+        vocab = engine.target.vocab_size
+        traps = [trap(engine.encode(text), ids, vocab) for text, ids in zip(texts, wanted, strict=True)]
 
-    Args:
-        engine: the engine.
-        size: its rows.
-        args: the command line.
-    """
-
-    def __init__(self, engine: SpecEngine, size: int, args: argparse.Namespace) -> None:
-        self.engine, self.size, self.args = engine, size, args
-        self.params = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
-        self.different = 0
-
-    def run(self, domain: str, texts: Seq[str]) -> dict[str, Any]:
-        """Every way on one domain: tokens/s of the rounds by name, one for each repeat."""
-        ks = [AUTO] if self.args.adversarial else [*map(int, self.args.lookaheads.split(",")), AUTO]
-        ways = [Way("none", 0), *(Way(self.args.drafter, k) for k in ks)]
-        wanted = [result.token_ids for result in self.engine.generate(list(texts), self.params, drafter="none")]
-        traps = None
-        if self.args.adversarial and self.args.drafter == "lookup":
-            vocab = self.engine.target.vocab_size
-            traps = [trap(self.engine.encode(text), ids, vocab) for text, ids in zip(texts, wanted, strict=True)]
-        for way in ways:  # bindings and memory
-            self._generate(way, texts, traps, WARMUP_TOKENS)
-        rates: dict[str, list[float]] = {way.name: [] for way in ways}
-        accepted = {}
-        for repeat in range(self.args.repeats):
-            turn = repeat * 2 % len(ways)
-            for way in [*ways[turn:], *ways[:turn]]:
-                meter = Meter(self.engine)
-                results = self._generate(way, texts, traps, self.args.tokens, meter)
-                record = meter.record(_cell(way, self.size, domain), repeat, results)
-                rates[way.name].append(record.decode_tokens_per_second or record.tokens_per_second)
-                self.different += sum(r.token_ids != tokens for r, tokens in zip(results, wanted, strict=True))
-                drafted = sum(result.stats.drafted for result in results)
-                accepted[way.name] = [drafted, sum(result.stats.accepted for result in results)]
-        return {"domain": domain, "batch_size": self.size, "tokens_per_second": rates, "drafted_accepted": accepted}
-
-    def _generate(self, way: Way, texts: Seq[str], traps: Any, tokens: int, meter: Meter | None = None) -> list[Any]:
+    def make(way: Way, tokens: int) -> dict[str, Any]:
         request: dict[str, Any] = {
             "prompts": list(texts),
             "params": SamplingParams(max_tokens=tokens, ignore_eos=True),
             "drafter": way.drafter,
             "num_speculative_tokens": "auto" if way.lookahead == AUTO else way.lookahead or None,
         }
-        if traps is not None and way.lookahead:
-            request["references"] = traps
-        return self.engine.generate(**request) if meter is None else meter.generate(request)
+        return request | ({"references": traps} if traps is not None and way.lookahead else {})
 
-
-def _cell(way: Way, size: int, domain: str) -> Cell:
-    return Cell(way.name, way.drafter, True, True, size, way.lookahead, 0.0, domain, "continuous")
-
-
-def ratio(record: dict[str, Any], name: str, other: str) -> float:
-    """Median over the repeats of the ratio of two ways."""
-    rates = record["tokens_per_second"]
-    return median(a / b for a, b in zip(rates[name], rates[other], strict=True))
+    ways = [Way("none", 0), *(Way(args.drafter, k) for k in ks)]
+    return {way.name: partial(make, way) for way in ways}
 
 
 def describe(record: dict[str, Any]) -> tuple[str, str]:
@@ -210,7 +165,7 @@ def describe(record: dict[str, Any]) -> tuple[str, str]:
         record["best"], record["worst"] = best, worst
         parts.append(f"auto/best ({best}) {ratio(record, 'auto', best):.3f}")
         parts.append(f"auto/worst ({worst}) {ratio(record, 'auto', worst):.3f}")
-    drafted, accepted = record["drafted_accepted"]["auto"]
+    drafted, accepted, _ = record["counts"]["auto"]
     parts.append(f"auto drafted {drafted}, accepted {accepted}")
     return f"{record['domain']}, batch {record['batch_size']}, tokens/s", "; ".join(parts)
 
@@ -218,16 +173,17 @@ def describe(record: dict[str, Any]) -> tuple[str, str]:
 def main() -> None:
     """Measure and report."""
     args = parse_args()
-    records = []
-    different = 0
+    records: list[dict[str, Any]] = []
     for size in map(int, args.batch_sizes.split(",")):
         engine = load_engine(args, size)
         try:
-            bench = Bench(engine, size, args)
-            records += [bench.run(name, texts) for name, texts in read_domains(args, size).items()]
-            different += bench.different
+            for domain, texts in read_domains(args.prompts, max(args.num_prompts, size)).items():
+                requests = requests_of(engine, texts, args)
+                found = measure_in_turns(engine, requests, size=size, tokens=args.tokens, repeats=args.repeats)
+                records.append({"domain": domain, **found})
         finally:
             engine.close()
+    different = sum(record["different"] for record in records)
     kind = "drafts that are wrong" if args.adversarial else "chosen against fixed K"
     rows = [*map(describe, records), ("texts that differ from plain decoding", str(different))]
     title = f"{args.bundle.name}, drafter {args.drafter}, {kind}, {args.tokens} tokens, {args.repeats} repeats"
