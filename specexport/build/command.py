@@ -97,7 +97,7 @@ def build(
             dump_passes=dump_passes,
             force=force,
             use_cache=not no_cache,
-            prepack=prepack and not no_cache,
+            prepack=prepack,
         )
     if as_json:
         click.echo(json.dumps(result_to_json(result)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specexport_runtime.cli.options import (
-    check_tune_profile,
+    check_of_use,
     drafting_options,
     sampling_options,
     sampling_params,
@@ -59,9 +59,9 @@ def explain(
     check_threads(options["num_threads"], "--threads")
     limits = {name: options.pop(name) for name in _LIMITS}
     asked = take_drafting(options)
-    check_tune_profile(limits["tune_profile"], asked)
-    drafting: dict[str, Any] = {**asked}
     params = sampling_params(options)
+    check_of_use(limits, asked, params)
+    drafting: dict[str, Any] = {**asked}
     (item,) = read_prompts(prompt, prompt_file, None)
     if reference is not None:
         drafting["references"] = [read_text(reference)]

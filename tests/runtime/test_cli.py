@@ -291,12 +291,24 @@ def test_references_come_from_a_file_or_from_each_line(run, tmp_path):
         (["--drafter", "lookup", "--draft-exit"], "none drafts here"),
         (["--drafter", "lookup", "--corpus", "."], "--corpus was given, and nobody drafts by it"),
         (["--lookahead", "4", "--suffix-memory", "4"], "add --drafter suffix or auto"),
+        (["--no-speculation", "--corpus", "."], "--corpus was given, and nobody drafts by it"),
+        (["--temperature", "0.8", "--seed", "3", "--suffix-memory", "4"], "add --drafter suffix or auto"),
         (["--lookahead", "3", "--tune-profile", "p.json"], "K is not chosen"),
+        (["--no-speculation", "--tune-profile", "p.json"], "K is not chosen"),
+        (["--temperature", "0.8", "--seed", "3", "--tune-profile", "p.json"], "K is not chosen"),
         (["--lookahead", "auto", "--tune-profile", "missing.json"], "missing.json cannot be read"),
     ],
 )
 def test_bad_batch_and_drafter_options_are_refused(run, options, words):
     assert words in refuse(run, PROMPT, *options)
+
+
+def test_what_was_generated_is_kept_in_the_suffix_file(run, tmp_path):
+    file = tmp_path / "kept.npz"
+    first, again = [run(PROMPT, "--suffix-file", file, "--stats", "--max-tokens", 24) for _ in range(2)]
+    assert first.exit_code == again.exit_code == 0
+    assert first.stdout == again.stdout
+    assert file.exists()
 
 
 def test_a_reference_without_lookup_is_refused(run, tmp_path):

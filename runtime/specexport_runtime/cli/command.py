@@ -4,6 +4,7 @@ Engines are imported when a command runs, so that ``--help`` is fast.
 """
 
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,8 @@ from specexport_runtime.cli.errors import SuggestingGroup
 from specexport_runtime.cli.options import (
     LIMITS,
     batch_options,
-    check_tune_profile,
+    check_of_use,
     drafting_options,
-    is_default,
     sampling_options,
     sampling_params,
     take_drafting,
@@ -94,33 +94,28 @@ def generate(
         terminal if show_prompt is None else show_prompt,
         trace,
     )
-    by_default = is_default(drafting)
-    check_tune_profile(limits["tune_profile"], drafting)
-    flags = {"corpus": "--corpus", "suffix_file": "--suffix-file", "suffix_memory_mb": "--suffix-memory"}
-    unused = [flag for name, flag in flags.items() if limits[name] is not None]
-    if unused and not by_default and drafting["drafter"] not in ("suffix", "auto"):
-        raise InvalidRequestError(f"{unused[0]} was given, and nobody drafts by it.", "add --drafter suffix or auto.")
+    check_of_use(limits, drafting, params)
     drafting["trace"] = trace
     asked = limits["max_num_seqs"]
     if asked is not None:
         check_num_seqs(asked)  # all of it: below it is cut to the prompts
     rows = load_manifest(bundle).default_num_seqs if asked is None else asked
     limits["max_num_seqs"] = min(rows, max(len(items), 1))
-    engine = SpecEngine.load(bundle, adaptive=True if trace else None, share_threads=True, **limits)
     notes: list[str] = []
-    engine.add_observer(NeverAccepted(notes.append))
-    texts = [item.text for item in items]
-    inputs: list[Prompt] = list(texts)
-    if chat:
-        conversations = [[{"role": "user", "content": text}] for text in texts]
-        texts = [engine.format_chat(each) for each in conversations]
-        inputs = [engine.encode_chat(each) for each in conversations]
-    if prompts is None and not as_json:
-        print_stream(texts[0], engine.stream(inputs[0], params, reference=references[0], **drafting), output)
-    else:
-        results = engine.iter_results(inputs, params, references=references, **drafting)
-        for text, result in zip(texts, results, strict=True):
-            print_result(text, result, output)
-        if stats and len(texts) > 1:
-            print_padding(engine.padding)
+    with closing(SpecEngine.load(bundle, adaptive=True if trace else None, share_threads=True, **limits)) as engine:
+        engine.add_observer(NeverAccepted(notes.append))
+        texts = [item.text for item in items]
+        inputs: list[Prompt] = list(texts)
+        if chat:
+            conversations = [[{"role": "user", "content": text}] for text in texts]
+            texts = [engine.format_chat(each) for each in conversations]
+            inputs = [engine.encode_chat(each) for each in conversations]
+        if prompts is None and not as_json:
+            print_stream(texts[0], engine.stream(inputs[0], params, reference=references[0], **drafting), output)
+        else:
+            results = engine.iter_results(inputs, params, references=references, **drafting)
+            for text, result in zip(texts, results, strict=True):
+                print_result(text, result, output)
+            if stats and len(texts) > 1:
+                print_padding(engine.padding)
     print_notes(notes)

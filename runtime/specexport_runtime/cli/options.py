@@ -1,5 +1,6 @@
 """Options of ``generate``, and what they make: sampling parameters, engine limits, how to draft."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,22 +210,30 @@ def drafting_options(command: Any) -> Any:
     return _add(command, options)
 
 
-def is_default(drafting: "Drafting") -> bool:
-    """Whether nothing was said of how to draft, so that it is ``auto``."""
-    return drafting["drafter"] is None and not isinstance(drafting["num_speculative_tokens"], int)
+def check_of_use(limits: Mapping[str, Any], drafting: "Drafting", params: "SamplingParams | None" = None) -> None:
+    """Refuse what would be loaded and then be asked by nobody, given how the requests draft.
 
-
-def check_tune_profile(profile: Path | None, drafting: "Drafting") -> None:
-    """Refuse a profile where it bounds nothing.
+    Args:
+        limits: options that ``SpecEngine.load`` takes.
+        drafting: how the requests draft.
+        params: how they sample; None if greedily.
 
     Raises:
-        InvalidRequestError: K is given.
+        InvalidRequestError: a tune profile and K is given, or something for drafter suffix, which does not draft.
     """
-    chosen = is_default(drafting) or "auto" in (drafting["num_speculative_tokens"], drafting["drafter"])
-    if profile is not None and not chosen:
+    drafter, lookahead = drafting["drafter"], drafting["num_speculative_tokens"]
+    is_repeatable = params is not None and params.seed is not None and params.temperature > 0
+    by_default = drafter is None and not isinstance(lookahead, int) and not is_repeatable
+    adapts = drafting["speculation"] and (by_default or "auto" in (lookahead, drafter))
+    if limits["tune_profile"] is not None and not adapts:
         raise InvalidRequestError(
             "--tune-profile was given, and K is not chosen.", "add --lookahead auto, or name no drafter and no number."
         )
+    copies = drafting["speculation"] and (by_default or drafter in ("suffix", "auto"))
+    flags = {"corpus": "--corpus", "suffix_file": "--suffix-file", "suffix_memory_mb": "--suffix-memory"}
+    unused = [flag for name, flag in flags.items() if limits.get(name) is not None]
+    if unused and not copies:
+        raise InvalidRequestError(f"{unused[0]} was given, and nobody drafts by it.", "add --drafter suffix or auto.")
 
 
 def take_drafting(options: dict[str, Any]) -> "Drafting":
