@@ -10,6 +10,7 @@ PROGRAM = """
 import json, os, sys
 from specexport_runtime.executors import open as engines, ort
 from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.errors import InvalidRequestError
 
 bundle, shared, large = sys.argv[1], sys.argv[2] == "shared", sys.argv[3] == "large"
 if large:
@@ -21,12 +22,18 @@ engine = SpecEngine.load(bundle, num_threads=3, share_threads=shared, max_num_se
 opened = threads() - before
 text = engine.generate("def add(a, b):", SamplingParams(max_tokens=24), drafter="draft-model")[0].token_ids
 engine.close()
+refused = []
+for others in ({"num_threads": 2}, {"num_threads": 3, "spin": False}, {}):
+    try:
+        SpecEngine.load(bundle, max_num_seqs=1, **others).close()
+    except InvalidRequestError as error:
+        refused.append(str(error))
 try:
     onnxruntime.InferenceSession(os.path.join(bundle, "target", "model.onnx"), providers=["CPUExecutionProvider"])
     others = "opened"
 except Exception as error:
     others = str(error)
-print(json.dumps({"threads": opened, "text": text, "others": others}))
+print(json.dumps({"threads": opened, "text": text, "others": others, "refused": refused}))
 """
 
 
@@ -47,6 +54,9 @@ def test_target_and_a_large_draft_share_their_threads_where_they_may(run):
     assert shared["text"] == apart["text"]
     assert shared["threads"] < apart["threads"]
     assert apart["others"] == "opened"
+    assert apart["refused"] == []
+    asked = [message.split(" asked for")[0] for message in shared["refused"]]
+    assert asked == ["2 compute threads are", "threads that do not spin are"]
     assert "use_per_session_threads" in shared["others"]  # why a library does not do it unasked
 
 

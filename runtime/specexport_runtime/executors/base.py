@@ -166,7 +166,7 @@ class EngineRequest:
         lookahead: largest K of the bundle.
         num_threads: on a CPU: compute threads; None takes the cores really available.
         spin: on a CPU: let idle threads spin.
-        shares_threads: on a CPU: all engines of this process may take one pool of threads.
+        share_threads: on a CPU: let all engines of this process take one pool of threads.
         unpad_kv: False opens the graph for caches that hold padding entries.
         cuda_graphs: on a GPU: record decode and verify steps and replay them; None leaves it to the backend.
         hash_of: gives the hash of a graph and its weights, by which their packed form is kept in the user's cache; None
@@ -181,7 +181,7 @@ class EngineRequest:
     lookahead: int
     num_threads: int | None = None
     spin: bool = True
-    shares_threads: bool = False
+    share_threads: bool = False
     unpad_kv: bool = True
     cuda_graphs: bool | None = None
     hash_of: Callable[[str], str] | None = None

@@ -67,7 +67,7 @@ def open_executor(
     unpad_kv: bool = True,
     cuda_graphs: bool | None = None,
     prepacked: bool = True,
-    shares_threads: bool = False,
+    share_threads: bool = False,
 ) -> Executor:
     """Load the engine of one model of a bundle.
 
@@ -79,13 +79,14 @@ def open_executor(
         unpad_kv: False loads the graph for caches that hold padding entries.
         cuda_graphs: on a GPU: record decode and verify steps and replay them; None does so with TensorRT only.
         prepacked: on a CPU: keep packed weights in the user's cache, where all processes map them.
-        shares_threads: on a CPU: all engines of this process may take one pool of threads.
+        share_threads: on a CPU: let all engines of this process take one pool of threads, if the draft is large.
 
     Raises:
         IncompatibleError: the engine's backend is unknown to this runtime, has no padded-KV graph, or does not fit
             this machine or the bundle's ``max_num_seqs``.
         MissingDependencyError: what the backend runs on is not installed.
-        InvalidRequestError: CUDA graphs are asked for on a CPU, or more threads than can be of use.
+        InvalidRequestError: CUDA graphs are asked for on a CPU, or more threads than can be of use, or others than
+            those that the engines of this process share.
     """
     check_threads(num_threads)
     entry, folder = bundle.manifest.models[role], bundle.folder
@@ -115,7 +116,7 @@ def open_executor(
             lookahead=bundle.manifest.lookahead,
             num_threads=num_threads,
             spin=spin,
-            shares_threads=shares_threads and _takes_turns(bundle),
+            share_threads=share_threads and _takes_turns(bundle),
             unpad_kv=unpad_kv,
             cuda_graphs=cuda_graphs,
             hash_of=bundle.hash_of if prepacked else None,

@@ -38,7 +38,7 @@ from specexport_runtime.executors.exact_width import sum_border
 from specexport_runtime.executors.ort_gates import GatedByInputs, OrtGates
 from specexport_runtime.executors.ort_graph import OrtGraph, open_graph, open_one_token_graph
 from specexport_runtime.executors.ort_session import untouched_zeros
-from specexport_runtime.executors.ort_threads import share_threads
+from specexport_runtime.executors.ort_threads import join_threads
 from specexport_runtime.machine import available_cores
 
 __all__ = ["MAX_BINDINGS", "OrtExecutor", "available_cores"]
@@ -270,14 +270,14 @@ def open_ort_executor(request: EngineRequest) -> OrtExecutor:
 
     Raises:
         IncompatibleError: the model has no padded-KV graph, or see :class:`OrtExecutor`.
+        InvalidRequestError: the engines of this process share their threads, and others are asked for.
     """
     entry, num_threads, spin = request.entry, request.num_threads, request.spin
     path = entry.path if request.unpad_kv else entry.padded_path
     if path is None:
         raise IncompatibleError(f"{request.folder}: the {request.role} has no padded-KV graph.", "build it again.")
-    if request.shares_threads and spin:
-        share_threads(num_threads or available_cores())
-    elif request.role == "draft":
+    shared = join_threads(num_threads, spin=spin, begin=request.share_threads)
+    if not shared and request.role == "draft":
         small = entry.num_parameters < SMALL_DRAFT_PARAMETERS
         num_threads, spin = (1 if small else num_threads), spin and small
     hash_of = request.hash_of

@@ -8,22 +8,40 @@ with threads of its own, so it is not for programs that may have other sessions.
 import threading
 from typing import Any
 
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.machine import available_cores
+
 _lock = threading.Lock()
 _shared: list[int] = []
 
 
-def share_threads(num_threads: int) -> None:
-    """Let all sessions that are opened in this process from now on share one pool; the first call sets its size.
+def join_threads(num_threads: int | None, *, spin: bool, begin: bool) -> bool:
+    """Whether the sessions of an engine that is to be opened take the threads that this process shares.
 
     Args:
-        num_threads: compute threads, the calling one included.
+        num_threads: compute threads that were asked for, the calling one included; None takes the cores available, or
+            those that are shared.
+        spin: idle threads shall spin, as shared ones do.
+        begin: share from now on, if ``spin``.
+
+    Raises:
+        InvalidRequestError: threads are shared, and others are asked for.
     """
     import onnxruntime
 
     with _lock:
         if not _shared:
-            onnxruntime.set_global_thread_pool_sizes(num_threads, 1)
-            _shared.append(num_threads)
+            if not (begin and spin):
+                return False
+            _shared.append(num_threads or available_cores())
+            onnxruntime.set_global_thread_pool_sizes(_shared[0], 1)
+    if num_threads not in (None, _shared[0]) or not spin:
+        asked = f"{num_threads} compute threads are" if spin else "threads that do not spin are"
+        raise InvalidRequestError(
+            f"{asked} asked for, and the engines of this process share {_shared[0]} that spin (share_threads).",
+            f"load it with {_shared[0]} that spin, or in another process, or share none from the first engine on.",
+        )
+    return True
 
 
 def set_threads(options: Any, num_threads: int, *, spin: bool) -> None:
