@@ -166,6 +166,7 @@ class SpecEngine:
         self._release_lock = threading.Lock()
         self._released = False
         self._suffixes = suffixes
+        self._learned = learned_costs
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -441,6 +442,8 @@ class SpecEngine:
             if self._released:
                 return
             self._released = True
+            if self._learned is not None:
+                self._learned.flush()
             if self._suffixes is not None:
                 try:
                     self._suffixes.save()

@@ -79,7 +79,7 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
                 unpad_kv=options.unpad_kv,
                 cuda_graphs=options.cuda_graphs,
                 prepacked=options.prepacked,
-                shares_threads=options.share_threads,
+                share_threads=options.share_threads,
             )
         return _with_costs(bundle, defaults, executors, options)._replace(draft_head=head)
     except BaseException:
@@ -155,12 +155,14 @@ def make_drafters(
         factories: the user's own, by name.
 
     Raises:
-        InvalidRequestError: a name is taken, or a factory made something that is no drafter.
+        InvalidRequestError: a name is taken or has a slash, or a factory made something that is no drafter.
     """
     drafters = {name: kind.make(parts) for name, kind in KINDS.items() if kind.obstacle(offer) is None}
     for name, factory in (factories or {}).items():
         if name in KINDS or name in ("chained", "auto", "none"):
             raise InvalidRequestError(f"a drafter of the name {name!r} is there already.", "give yours another name.")
+        if "/" in name:  # learned costs have names behind slashes
+            raise InvalidRequestError(f"a drafter's name {name!r} has a slash.", "give yours another name.")
         made = factory(parts)
         missing = [part for part in _DRAFTER_PARTS if not hasattr(made, part)]
         if missing:

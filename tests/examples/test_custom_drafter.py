@@ -95,6 +95,8 @@ def test_names_and_drafters_that_cannot_be_taken(drafter_class: type) -> None:
     for name in ("lookup", "chained", "none"):
         with pytest.raises(InvalidRequestError, match=f"name '{name}' is there already"):
             make_engine(lambda parts: drafter_class(), name=name)
+    with pytest.raises(InvalidRequestError, match="'mine/reading' has a slash"):
+        make_engine(lambda parts: drafter_class(), name="mine/reading")
     with pytest.raises(InvalidRequestError, match="has no 'traits'"):
         make_engine(lambda parts: object())
     engine = make_engine(lambda parts: drafter_class())

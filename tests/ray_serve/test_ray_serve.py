@@ -203,3 +203,4 @@ def test_ray_exports_the_metrics_of_every_replica(deployed):
         return set(counted) == names and sum(counted.values()) > 0
 
     wait_until(all_counted)
+    assert all_counted()

@@ -418,7 +418,8 @@ def test_noisy_timings_are_thrown_away(cache, measured, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    "learned", [None, [], {"target": 3}, {"target": {"x": 1.0}}, {"target": {"1": 1e9}}, {"a": {"1": None}}]
+    "learned",
+    [None, [], {"target/drafts": 3}, {"target/drafts": {"x": 1.0}}, {"target/drafts": {"1": 1e9}}, {"a": {"1": None}}],
 )
 def test_damaged_ratios_are_forgotten(learned):
     assert LearnedCosts(learned).extra_ratio(1) == 1.0

@@ -290,6 +290,39 @@ def test_a_draft_model_is_not_started_on_long_prompts_when_it_is_known_to_be_use
     assert [sum(k > 0 for k, _ in each) for each in hopeful[:3]] == [2, 4, 4]  # two scouts, then all
 
 
+def test_a_draft_model_reads_nothing_that_pays_only_until_other_prompts_are_read():
+    def drafts(soon, per_token):
+        lengths = goodput_length(curves(0.2, per_token=per_token), LOOKAHEAD)
+        rounds(lengths, make_sequences(1, ["draft-model"]), lambda i, j: True, 20)
+        (seq,) = make_sequences(1, ["draft-model"], prompt=60)
+        seq.tokens.append(1)
+        lengths.begin_round(StepLoad(1, 1, 1, len(seq.tokens), soon))
+        return lengths.allow("draft-model", [seq], [LOOKAHEAD])[0].lookahead
+
+    assert drafts(1, per_token=0.5) == drafts(0, per_token=0.5) > 0
+    assert drafts(16, per_token=0.5) == 0  # of sixteen rows, verifying takes all that drafts win
+    assert drafts(16, per_token=0.01) > 0
+
+
+def test_a_step_knows_how_many_rows_will_decode_soon():
+    loads = []
+
+    class Watched(GoodputLength):
+        def begin_round(self, load):
+            loads.append(load)
+            super().begin_round(load)
+
+    lengths = Watched(curves(), LOOKAHEAD, drafters=goodput_length(curves(), LOOKAHEAD)._known)
+    target, draft = (FakeExecutor(VOCAB, 3, CAPACITY) for _ in range(2))
+    drafters = {"draft-model": ModelDrafter(ModelRunner(draft), vocab_size=VOCAB, max_backlog=32)}
+    decoder = Decoder(ModelRunner(target), ChainDrafter(drafters, lengths), lengths=lengths, max_num_batched_tokens=16)
+    finish(decoder, make_sequences(5, ["draft-model"], max_tokens=12, prompt=14))
+    assert loads[0].num_soon == 3 > loads[0].num_ready  # of five, three have a row
+    assert loads[0].when_full() == StepLoad(3, 3, 3, loads[0].kv_entries * 3 // loads[0].num_rows)
+    assert loads[-1].num_soon == loads[-1].num_ready
+    assert loads[-1].when_full() is None
+
+
 def test_a_tune_profile_bounds_the_length():
     cells = (TuneCell("draft-model", 1, 0, 3, {3: 1.0}), TuneCell("draft-model", 4, 0, 0, {0: 1.0}))
     profile = TuneProfile("b", "key", "machine", "2026-01-01", (), {}, cells)

@@ -1,6 +1,7 @@
 """Cost curves that are wrong are mended by what rounds take, and by nothing else."""
 
 import json
+import math
 import random
 
 import pytest
@@ -11,23 +12,25 @@ from hypothesis import strategies as st
 from specexport_runtime.costs.learned import WRONG, LearnedCosts, RoundSeconds
 
 
-def rounds(learned, count, *, draft=1.0, extra=1.0, load=lambda i: 1.0, rows=1, seed=0, widths=(0, 1, 4, 8)):
+def rounds(
+    learned, count, *, draft=1.0, extra=1.0, load=lambda i: 1.0, rows=1, seed=0, widths=(0, 1, 4, 8), noise=0.03
+):
     """Rounds of a machine on which draft steps and draft tokens cost so many times what the curves say.
 
-    ``load``: how much slower everything is in round i.
+    ``load``: how much slower everything is in round i. ``noise``: by how much each round is off, at most.
     """
     chance = random.Random(seed)
     for i in range(count):
         width = chance.choice(widths)
-        noise = chance.uniform(0.97, 1.03)
+        luck = chance.uniform(1 - noise, 1 + noise)
         promised = 0.2 * width
         learned.observe(
             RoundSeconds(
                 rows,
                 2.0,
                 0.15 * width,
-                load(i) * noise * 0.01 * (2.0 + extra * 0.15 * width),
-                {"draft-model": (promised, load(i) * noise * 0.01 * draft * promised)} if width else {},
+                load(i) * luck * 0.01 * (2.0 + extra * 0.15 * width),
+                {"draft-model": (promised, load(i) * luck * 0.01 * draft * promised)} if width else {},
             )
         )
 
@@ -86,6 +89,24 @@ def test_nothing_changes_before_it_is_adopted():
     assert not learned.adopt()
 
 
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("widths", [(0, 1, 2), (1, 4), (0, 8)])
+def test_chance_and_slow_changes_are_not_taken_for_costs(seed, widths):
+    learned, found = LearnedCosts(), []
+    for step in range(60):
+        rounds(
+            learned,
+            10,
+            seed=100 * seed + step,
+            widths=widths,
+            noise=0.25,
+            load=lambda i, first=10 * step: 1.0 + 0.5 * math.sin((first + i) / 12),
+        )
+        learned.adopt()
+        found.append(learned.extra_ratio(1))
+    assert all(1 / (2 * WRONG) < ratio < 2 * WRONG for ratio in found)
+
+
 def test_hiccups_say_nothing_unless_they_last():
     learned = LearnedCosts()
     rounds(learned, 100)
@@ -123,12 +144,27 @@ def test_what_was_learned_is_kept_seldom_and_read_again():
         rounds(learned, 200, draft=draft)
         learned.adopt()
     assert len(kept) == 1
-    now[0] = 60.0
-    rounds(learned, 200, draft=1.0)
-    learned.adopt()
+    assert kept[0]["draft-model"]["1"] == pytest.approx(4.0, rel=0.2)
+    learned.flush()  # the last change came too soon after the one that was kept
+    learned.flush()
     assert len(kept) == 2
+    assert kept[1] == learned.to_json() != kept[0]
     again = LearnedCosts(json.loads(json.dumps(kept[0])))
     assert again.draft_ratio("draft-model", 1) == pytest.approx(4.0, rel=0.2)
+
+
+def test_a_change_that_came_too_soon_is_kept_with_a_later_round():
+    kept, now = [], [0.0]
+    learned = LearnedCosts(keep=kept.append, clock=lambda: now[0])
+    for draft in (4.0, 1.0):
+        rounds(learned, 200, draft=draft)
+        assert learned.adopt()
+    rounds(learned, 1)
+    assert len(kept) == 1
+    now[0] = 60.0
+    rounds(learned, 2)
+    assert len(kept) == 2
+    assert kept[1] == learned.to_json()
 
 
 def test_without_draft_tokens_only_the_level_is_learned():

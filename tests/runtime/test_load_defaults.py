@@ -9,6 +9,7 @@ import pytest
 from specexport_runtime import SpecEngine
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
+from specexport_runtime.costs.learned import RoundSeconds
 from specexport_runtime.engine_options import OPTION_NAMES, EngineOptions, make_options
 
 
@@ -35,6 +36,24 @@ def test_a_load_may_say_otherwise(bundle: Path) -> None:
     assert engine.current_load().max_num_seqs == 2
     assert engine._loop.decoder.scheduler.max_num_batched_tokens == 33
     engine.close()
+
+
+def test_what_was_learned_last_is_kept_when_an_engine_is_closed(
+    demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path))
+    engine = SpecEngine.load(demo_bundle, num_threads=1, spin=False)
+    assert engine._learned is not None
+    for ratio in (3.0, 9.0):  # the second change follows at once
+        for i in range(300):
+            extra = 0.1 * (i % 3)
+            engine._learned.observe(RoundSeconds(1, 1.0, extra, 1.0 + extra, {"draft-model": (0.4, 0.4 * ratio)}))
+        assert engine._learned.adopt()
+    engine.close()
+    again = SpecEngine.load(demo_bundle, num_threads=1, spin=False)
+    assert again._learned is not None
+    assert again._learned.draft_ratio("draft-model", 1) == pytest.approx(9.0, rel=0.2)
+    again.close()
 
 
 def test_without_limits_there_are_eight_rows(demo_bundle: Path) -> None:

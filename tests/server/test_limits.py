@@ -110,6 +110,7 @@ def test_a_client_that_goes_away_in_its_body_leaves_nothing(tight):
         wait_until(lambda: connections(tight) == 1)
         wire.reset()
     wait_until(lambda: connections(tight) == 0 and not tight._server.server_state.tasks)
+    assert (connections(tight), len(tight._server.server_state.tasks)) == (0, 0)
 
 
 def test_a_slow_body_holds_no_row(hasty):

@@ -21,7 +21,7 @@ from specexport_runtime.machine import machine_key
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.user_cache import cache_folder, read_json, write_json
 
-SCHEMA = "specexport.costs/3"
+SCHEMA = "specexport.costs/4"
 DRAFT_WIDTH = 2
 """Tokens a row that a drafting step is measured with: one, and two after a draft that was accepted whole."""
 _DRAFT_BUDGET_S = 0.25

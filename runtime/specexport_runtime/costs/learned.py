@@ -4,18 +4,19 @@ A machine that is busy slows everything, so seconds alone say nothing. Two ratio
 measured in pairs, within rounds and between rounds that follow one another:
 
 - what a draft step takes beside the target's step of the same round;
-- what the draft tokens add to the target's step beside what it takes without them.
+- what the draft tokens add to the target's step beside what it takes without them: by how much longer a step takes than
+  the one before it that had fewer of them.
 
-A ratio that is off by more than a fifth replaces the one in use. Times must not decide about a draft whose random
-numbers are still to be used (``RandomStream`` says why), so the caller says when nothing sampled is under way; until
-then what was learned waits.
+A ratio that is off by more than a fifth, and by more than chance explains, replaces the one in use. Times must not
+decide about a draft whose random numbers are still to be used (``RandomStream`` says why), so the caller says when
+nothing sampled is under way; until then what was learned waits.
 """
 
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 _T = TypeVar("_T")
 WRONG = 1.2
@@ -23,8 +24,10 @@ WRONG = 1.2
 _MEMORY = 0.97  # weight that is left of a round after the next
 _FIRST = 8.0  # rounds (they fade) before a ratio that is a little off is mended; one that is far off needs fewer
 _FAR, _FEW = 2.0, 2.8
-_STIFFNESS = 1.0  # rounds that the ratio in use counts for
 _VARIED = 0.01  # relative variance of draft lengths that suffices
+_CERTAIN = 4.0  # standard errors that a ratio must be off by
+_GUESSED_NOISE, _GUESSES = 0.15, 4.0
+"""Share of a step's seconds that chance is taken to move it by, and rounds that this guess counts for."""
 _EARLY, _SELDOM = (4, 8), 16
 _WIDEST = 20.0  # a ratio is never mended beyond this
 _HICCUP = 3.0  # a round that takes so much longer than usual says nothing
@@ -50,9 +53,8 @@ class RoundSeconds(NamedTuple):
     drafts: Mapping[str, tuple[float, float]] = {}
 
 
-@dataclass
-class _Pairs:
-    """Faded sums of a drafter's rounds: the curve's and the real seconds of its steps, and of the target's."""
+class _Pairs(NamedTuple):
+    """Sums over a drafter's rounds: the curve's and the real seconds of its steps, and of the target's."""
 
     rounds: float = 0.0
     promised: float = 0.0
@@ -61,47 +63,92 @@ class _Pairs:
     extra: float = 0.0
     target: float = 0.0
 
-    def add(self, promised: float, taken: float, paired: RoundSeconds) -> None:
-        if self.rounds >= _FIRST and taken > _HICCUP * promised * self.taken / self.promised:
-            self.rounds -= 0.5  # unless it goes on
-            return
-        values = (1.0, promised, taken, paired.base, paired.extra, paired.target)
-        for name, value in zip(_PAIR_FIELDS, values, strict=True):
-            setattr(self, name, _MEMORY * getattr(self, name) + value)
+    def is_far(self, promised: float, taken: float) -> bool:
+        """Whether a round took so much longer than usual that it says nothing."""
+        return self.rounds >= _FIRST and taken > _HICCUP * promised * self.taken / self.promised
 
 
-_PAIR_FIELDS = ("rounds", "promised", "taken", "base", "extra", "target")
+class _Slope(NamedTuple):
+    """How the target's steps grow with draft tokens.
+
+    Attributes:
+        level: real seconds of a plain step over the curve's.
+        ratio: real seconds of draft tokens over the curve's, divided by ``level``.
+        error: its standard error.
+    """
+
+    level: float
+    ratio: float
+    error: float
+
+
+class _Line(NamedTuple):
+    """Sums over the target's steps of one size: seconds (y) and what draft tokens add by the curve (x), over the base.
+
+    With ``d``: differences to the step before. A machine that becomes slower and faster again hardly moves them.
+    """
+
+    rounds: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    dxx: float = 0.0
+    dxy: float = 0.0
+    dyy: float = 0.0
+
+    @property
+    def is_varied(self) -> bool:
+        """Whether steps that follow one another had different numbers of draft tokens."""
+        return self.dxx * self.rounds > 2 * _VARIED * self.x**2
+
+    def level(self, ratio: float) -> float:
+        """Real seconds of a plain step over the curve's, if draft tokens take ``ratio`` times the curve's."""
+        return self.y / (self.rounds + ratio * self.x)
+
+    def slope(self) -> _Slope | None:
+        """What the differences say; None if they say nothing."""
+        if not self.is_varied or self.rounds < 1:
+            return None
+        slope = self.dxy / self.dxx
+        level = (self.y - slope * self.x) / self.rounds
+        if level <= 0:
+            return None
+        left = max(self.dyy - slope * self.dxy, 0.0) + _GUESSES * (_GUESSED_NOISE * level) ** 2
+        error = math.sqrt(left / (self.rounds + _GUESSES) / self.dxx)
+        return _Slope(level, slope / level, error / level)
+
+    def is_far(self, ratio: float, x: float, y: float) -> bool:
+        """Whether a step took so much longer than usual that it says nothing."""
+        return self.rounds >= _FIRST and y > _HICCUP * self.level(ratio) * (1 + ratio * x)
+
+
+_Sums = TypeVar("_Sums", _Pairs, _Line)
+
+
+@dataclass
+class _Faded(Generic[_Sums]):
+    """Sums that fade with every value added."""
+
+    sums: _Sums
+    far: int = 0
+
+    def add(self, values: tuple[float, ...], *, is_far: bool) -> bool:
+        """Add one value of each sum; not if it is far off, unless many in a row are: that is how it is now."""
+        self.far = self.far + 1 if is_far else 0
+        if 0 < self.far <= _FIRST:
+            return False
+        faded = (_MEMORY * old + new for old, new in zip(self.sums, values, strict=True))
+        self.sums = type(self.sums)(*faded)
+        return True
 
 
 @dataclass
 class _Steps:
-    """Faded sums of the target's steps of one size, each divided by its base: a line of seconds over extra."""
+    """Rounds of one size; ``last`` is x and y of the newest."""
 
-    rounds: float = 0.0
-    x: float = 0.0
-    xx: float = 0.0
-    y: float = 0.0
-    xy: float = 0.0
-    skipped: int = 0
+    line: _Faded[_Line] = field(default_factory=lambda: _Faded(_Line()))
+    pairs: dict[str, _Faded[_Pairs]] = field(default_factory=dict)
+    last: tuple[float, float] | None = None
     same: int = 0
-    pairs: dict[str, _Pairs] = field(default_factory=dict)
-
-    def add(self, x: float, y: float) -> None:
-        self.rounds = _MEMORY * self.rounds + 1.0
-        self.x = _MEMORY * self.x + x
-        self.xx = _MEMORY * self.xx + x * x
-        self.y = _MEMORY * self.y + y
-        self.xy = _MEMORY * self.xy + x * y
-
-    def fit(self, ratio: float) -> tuple[float, float]:
-        """Level and slope of the line; the slope is drawn towards ``ratio`` times the level."""
-        weight = _STIFFNESS * self.xx / self.rounds
-        a, b, c = self.rounds + weight * ratio * ratio, self.x - weight * ratio, self.xx + weight
-        determinant = a * c - b * b
-        if self.xx <= 0 or determinant <= 1e-9 * a * c:
-            level = self.y / (self.rounds + ratio * self.x)
-            return level, ratio * level
-        return (c * self.y - b * self.xy) / determinant, (a * self.xy - b * self.y) / determinant
 
 
 class LearnedCosts:
@@ -110,7 +157,7 @@ class LearnedCosts:
     Args:
         known: what :meth:`to_json` gave in an earlier life; None begins with the curves as they are.
         is_measured: the curves were measured on this machine, so that their level means seconds.
-        keep: called with :meth:`to_json` after a change, seldom: keeps it for the next life.
+        keep: called with :meth:`to_json` after a change, seldom, and by :meth:`flush`: keeps it for the next life.
         clock: seconds; tests bring their own.
 
     Attributes:
@@ -130,7 +177,7 @@ class LearnedCosts:
         self._steps: dict[int, _Steps] = {}
         self._ratios: dict[str, dict[int, float]] = _read(known)
         self._due: dict[tuple[str, int], float] = {}
-        self._keep, self._clock, self._kept = keep, clock, -math.inf
+        self._keep, self._clock, self._kept, self._is_kept = keep, clock, -math.inf, True
 
     def extra_ratio(self, num_rows: int) -> float:
         """By what the seconds that draft tokens add to the target's step are multiplied."""
@@ -148,15 +195,16 @@ class LearnedCosts:
     def level(self, num_rows: int) -> float | None:
         """Real seconds of the target's plain step over the curve's, lately; None if that is not known."""
         steps = _nearest(self._steps, num_rows)
-        if steps is None or steps.rounds < 1:
+        if steps is None or steps.line.sums.rounds < 1:
             return 1.0 if self._is_measured else None
-        return steps.fit(self.extra_ratio(num_rows))[0]
+        return steps.line.sums.level(self.extra_ratio(num_rows))
 
     def is_unknown(self, drafter: str) -> bool:
         """Whether nobody has seen on this machine what a drafter's steps cost."""
         if self._is_measured or drafter in self._ratios:
             return False
-        return all(drafter not in each.pairs or each.pairs[drafter].rounds < _FEW for each in self._steps.values())
+        seen = (each.pairs[drafter].sums for each in self._steps.values() if drafter in each.pairs)
+        return all(pairs.rounds < _FEW for pairs in seen)
 
     def wants_shorter(self, num_rows: int) -> bool:
         """Whether a shorter draft would tell something: all steps of this size had the same number of draft tokens.
@@ -165,7 +213,10 @@ class LearnedCosts:
         long their drafts; not on times.
         """
         steps = self._steps.get(_size(num_rows))
-        if steps is None or not steps.x or steps.rounds * steps.xx - steps.x**2 > _VARIED * steps.rounds * steps.xx:
+        if steps is None:
+            return False
+        line = steps.line.sums
+        if not line.x or line.is_varied:
             return False
         steps.same += 1
         return steps.same in _EARLY or not steps.same % _SELDOM
@@ -176,22 +227,19 @@ class LearnedCosts:
         steps = self._steps.setdefault(size, _Steps())
         used = self.extra_ratio(taken.num_rows)
         x, y = taken.extra / taken.base, taken.target / taken.base
-        if steps.rounds >= _FIRST and self._is_hiccup(steps, used, x, y):
+        before = steps.last or (x, y)
+        dx, dy = x - before[0], y - before[1]
+        if not steps.line.add((1.0, x, y, dx * dx, dx * dy, dy * dy), is_far=steps.line.sums.is_far(used, x, y)):
             return
-        steps.skipped = 0
-        steps.add(x, y)
+        steps.last = x, y
         for drafter, (promised, seconds) in taken.drafts.items():
             if promised > 0:
-                steps.pairs.setdefault(drafter, _Pairs()).add(promised, seconds, taken)
+                pairs = steps.pairs.setdefault(drafter, _Faded(_Pairs()))
+                values = (1.0, promised, seconds, taken.base, taken.extra, taken.target)
+                pairs.add(values, is_far=pairs.sums.is_far(promised, seconds))
         self._look(size, steps, used)
-
-    @staticmethod
-    def _is_hiccup(steps: _Steps, ratio: float, x: float, y: float) -> bool:
-        level, slope = steps.fit(ratio)
-        if y <= _HICCUP * (level + slope * x) or steps.skipped >= _FIRST:
-            return False
-        steps.skipped += 1
-        return True
+        if not self._is_kept and self._clock() - self._kept >= _KEEP_EVERY_S:
+            self.flush()
 
     @property
     def is_due(self) -> bool:
@@ -209,11 +257,18 @@ class LearnedCosts:
             self._ratios.setdefault(name, {})[size] = ratio
         self._due.clear()
         self.version += 1
-        now = self._clock()
-        if self._keep is not None and now - self._kept >= _KEEP_EVERY_S:
-            self._kept = now
-            self._keep(self.to_json())
+        self._is_kept = False
+        if self._clock() - self._kept >= _KEEP_EVERY_S:
+            self.flush()
         return True
+
+    def flush(self) -> None:
+        """Keep for the next life what changed since it was kept last."""
+        if self._is_kept:
+            return
+        self._kept, self._is_kept = self._clock(), True
+        if self._keep is not None:
+            self._keep(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
@@ -221,14 +276,14 @@ class LearnedCosts:
 
     def _look(self, size: int, steps: _Steps, used: float) -> None:
         """Note ratios that are wrong, and forget those that are not any more."""
-        level, slope = steps.fit(used)
-        if level <= 0:
-            return
-        extra = used
-        if steps.xx > 0:
-            extra = _within(slope / level)
-            self._note(_EXTRA, size, extra, used, steps.rounds)
-        for drafter, pairs in steps.pairs.items():
+        extra, slope = used, steps.line.sums.slope()
+        if slope is not None:
+            found = _within(slope.ratio)
+            is_certain = abs(found - used) > _CERTAIN * slope.error
+            extra = found if is_certain else used
+            self._note(_EXTRA, size, extra, used, steps.line.sums.rounds)
+        for drafter, faded in steps.pairs.items():
+            pairs = faded.sums
             beside = pairs.target / (pairs.base + extra * pairs.extra)
             ratio = _within(pairs.taken / pairs.promised / beside)
             self._note(drafter, size, ratio, self._ratio(drafter, 1 << (size - 1)), pairs.rounds)
@@ -247,8 +302,8 @@ class LearnedCosts:
         return 1.0 if found is None else found
 
 
-_EXTRA = "target"
-"""Under which the target's ratio stands among those of the drafters."""
+_EXTRA = "target/drafts"
+"""Under which the target's ratio stands among those of the drafters, none of which may have a slash in its name."""
 
 
 def reading_of(drafter: str) -> str:

@@ -100,7 +100,8 @@ class Decoder:
         load, prompt_tokens = None, sum(chunks.values())
         counts = concerns_lengths(drafting)
         if counts or self.observers:
-            load = step_load(drafting, [self._in_row(row) for row in chunks], prompt_tokens)
+            soon = min(len(self.scheduler.running) + len(self.scheduler.waiting), self.scheduler.num_rows)
+            load = step_load(drafting, [self._in_row(row) for row in chunks], prompt_tokens, soon)
         # Being watched must not change how far anybody drafts: only rounds that count for lengths are told to them.
         proposals = self._propose(drafting, load if counts else None)
         drafted = time.perf_counter()

@@ -114,17 +114,18 @@ def concerns_lengths(drafting: "Seq[Sequence]") -> bool:
     return any(seq.adaptive or seq.trace is not None for seq in drafting)
 
 
-def step_load(drafting: "Seq[Sequence]", prompts: "Seq[Sequence]", prompt_tokens: int) -> StepLoad:
+def step_load(drafting: "Seq[Sequence]", prompts: "Seq[Sequence]", prompt_tokens: int, num_soon: int = 0) -> StepLoad:
     """What a step holds before anything is drafted.
 
     Args:
         drafting: sequences that get a token of the target's own.
         prompts: sequences with a chunk of their prompt in the step; those whose prompt ends are among ``drafting``.
         prompt_tokens: of these chunks together.
+        num_soon: see :class:`StepLoad`.
     """
     busy = [*drafting, *(seq for seq in prompts if seq not in drafting)] if prompts else drafting
     entries = sum([len(seq.tokens) for seq in busy])
-    return StepLoad(len(busy), len(busy) - len(prompts) + prompt_tokens, len(drafting), entries)
+    return StepLoad(len(busy), len(busy) - len(prompts) + prompt_tokens, len(drafting), entries, num_soon)
 
 
 def learn_from_tests(sequence: "Sequence", proposal: "Proposal", accepted: int, lengths: DraftLength | None) -> None:

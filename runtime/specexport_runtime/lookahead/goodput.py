@@ -85,6 +85,7 @@ class GoodputLength:
         self._drafters: dict[str, DrafterMemory] = {}
         self._round = 0
         self._load = StepLoad(1, 1, 1, 0)
+        self._full: StepLoad | None = None
         self._drafted = 0
         self._expected = 0.0
         self._plain = PlainSpell()
@@ -98,6 +99,7 @@ class GoodputLength:
         """See ``DraftLength.begin_round``."""
         self._round += 1
         self._load, self._drafted, self._expected = load, 0, float(load.num_ready)
+        self._full = load.when_full()
         self._watching = self._learns and (self._round <= _WATCHED or not self._round % _WATCH_EVERY)
         self._catching_up.clear()
         self._copies.clear()
@@ -133,7 +135,7 @@ class GoodputLength:
                 if self._is_promising(drafter, sequences[i], stage, most):
                     counts[j] = max(counts[j], min(most, _SCOUT_LOOKAHEAD))
         if self._learns and self._learned.wants_shorter(self._load.num_rows):
-            counts = [count // 2 for count in counts]
+            counts, self._watching = [count // 2 for count in counts], True
         probes = self._probe(drafter, sequences, asked, counts, times)
         circumstances = self._circumstances(drafter)
         for i, seq in enumerate(sequences):
@@ -204,23 +206,36 @@ class GoodputLength:
                 return True
         return False
 
-    def _promised(self, drafter: str, seq: "Sequence", stage: StageMemory, own: int) -> Iterator[tuple[float, float]]:
+    def _promised(
+        self, drafter: str, seq: "Sequence", stage: StageMemory, own: int, load: StepLoad | None = None
+    ) -> Iterator[tuple[float, float]]:
         """Tokens, and tokens a second, that a draft of one token promises, one of two and so on.
 
-        As if all rows of the step did the same: the share of each is then what it costs.
+        As if all rows of the step did the same: the share of each is then what it costs. ``load`` is another step than
+        this one.
         """
-        known, rows = self._known[drafter], self._load.num_rows
+        load = load or self._load
+        known, rows = self._known[drafter], load.num_rows
         most = self._bound(drafter, seq, min(own, seq.room_for_drafts))
         if known.cost is None:
             gains, each = self._copies.get((seq, drafter), [])[:most], 0.0
         else:
             gains = stage.acceptance.reach(self._positions[:most])
-            each = self._times.draft(drafter, known.cost, [seq], self._load, rows)[rows]
+            each = self._times.draft(drafter, known.cost, [seq], load, rows)[rows]
         seconds, expected = self._entry(drafter, seq, stage, 1.0 + sum(gains)) * rows, 1.0
-        target = self._times.target(self._load, 0, rows * len(gains))
+        target = self._times.target(load, 0, rows * len(gains))
         for depth, gain in enumerate(gains, 1):
             seconds, expected = seconds + each, expected + gain
             yield expected, expected / (target[rows * depth] + seconds)
+
+    def _waits(self, drafter: str, seq: "Sequence", stage: StageMemory, most: int) -> bool:
+        """Whether a drafter that has not read a sequence would pay for that only until other prompts have been read."""
+        if self._full is None or stage.known or not self._known[drafter].traits.has_own_cache:
+            return False
+        plain = 1.0 / self._times.target(self._full, 0, 0)[0]
+        return not any(
+            rate > (1 + _MARGIN) * plain for _, rate in self._promised(drafter, seq, stage, most, self._full)
+        )
 
     def _is_promising(self, drafter: str, seq: "Sequence", stage: StageMemory, most: int) -> bool:
         """Whether a drafter that is not known yet may well pay; others are tried in probes only."""
@@ -314,7 +329,8 @@ class GoodputLength:
         """What a decision depends on besides the sequence's own tests."""
         rows, context = self._load.num_rows, self._times.context(self._load)
         version = self._drafters[drafter].shared.version
-        return version, rows, context, self._load.num_tokens, self._drafted, self._learned.version
+        soon = self._load.num_soon
+        return version, rows, context, self._load.num_tokens, soon, self._drafted, self._learned.version
 
     def _is_bypassed(self, drafter: str, sequences: "Seq[Sequence]") -> bool:
         """Whether it was decided in the same circumstances that nobody drafts: most rounds of a useless drafter."""
@@ -395,8 +411,12 @@ class GoodputLength:
     def _candidates(
         self, drafter: str, sequences: "Seq[Sequence]", asked: list[tuple[int, StageMemory, int]]
     ) -> list[tuple[int, StageMemory, int]]:
-        """Those that may draft: prompts are read first, and only a few scout out a drafter that nobody knows."""
+        """Those that may draft: prompts are read first, and only a few scout out a drafter that nobody knows.
+
+        What pays for a few rows may not pay for many: who has yet to read a prompt with a draft model looks ahead.
+        """
         asked = [each for each in asked if each[2] and sequences[each[0]].num_generated]
+        asked = [each for each in asked if not self._waits(drafter, sequences[each[0]], *each[1:])]
         if len(asked) <= _SCOUTS or not self._is_unknown(drafter):
             return asked
         return sorted(asked, key=lambda each: -each[1].known)[:_SCOUTS]

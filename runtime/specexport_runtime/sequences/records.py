@@ -70,17 +70,26 @@ class StepLoad(NamedTuple):
         num_tokens: tokens without drafts: one for each row that decodes, and the prompt chunks.
         num_ready: rows that get a token of the target's own.
         kv_entries: cache entries of all rows together.
+        num_soon: rows that decode when all prompts that are here have been read, if that is more than ``num_ready``.
     """
 
     num_rows: int
     num_tokens: int
     num_ready: int
     kv_entries: int
+    num_soon: int = 0
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of prompts in the step (0 in a round that only decodes)."""
         return self.num_tokens - self.num_rows
+
+    def when_full(self) -> "StepLoad | None":
+        """The step that follows when all prompts have been read; None if that is no larger than this one."""
+        rows = self.num_soon
+        if rows <= self.num_ready:
+            return None
+        return StepLoad(rows, rows, rows, self.kv_entries * rows // self.num_rows)
 
 
 class Allowed(NamedTuple):
