@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from specexport.build.draft_layers import describe_layers
 from specexport_runtime.abi import (
     ALIGNED_STEP_INPUTS,
     CACHE_INPUTS,
@@ -49,6 +50,7 @@ def describe_json(manifest: Manifest) -> dict[str, Any]:
     data["total_bytes"] = sum(entry.size for entry in manifest.files.values())
     for role, entry in manifest.models.items():
         data["models"][role]["contract"] = [spec._asdict() for spec in contract_of(entry)]
+        data["models"][role]["kept_layers"] = list(entry.kept_layers)
         data["models"][role]["engine_bytes"] = _engine_bytes(manifest, role)
         data["models"][role]["kv_bytes_per_token"] = kv_bytes_per_token(entry)
         data["models"][role]["profiles"] = [profile._asdict() for profile in entry.profiles]
@@ -106,6 +108,8 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     )
     limit = "no limit" if entry.max_positions is None else str(entry.max_positions)
     yield f"  {len(entry.layers)} attention layers ({_layers(entry.layers)}), V {entry.vocab_size}, positions: {limit}"
+    if entry.dropped_layers:
+        yield f"  {describe_layers(entry)}"
     if entry.num_head_ids is not None:
         yield f"  LM head: {entry.num_head_ids} of {entry.vocab_size} tokens"
     yield f"  KV cache: {kv_bytes_per_token(entry)} bytes a token"

@@ -53,8 +53,10 @@ class BuildRecipe:
         gpu_memory_gb: TensorRT: refuse engines and caches that a GPU of this memory (GB) cannot hold.
         quantize: weights of the target's linear layers: ``"int8"`` (ort-cpu), ``"int4"`` (TensorRT too) or None.
         draft_quantize: the same for the draft.
+        draft_layers: N, the layers that the draft keeps: those that change most; None keeps all.
         draft_vocab_size: N, the tokens that the draft's LM head keeps: the likeliest ones; None keeps all.
-        draft_vocab_texts: file or folder of the texts that they are counted on; None takes the prompts of ``bench``.
+        draft_vocab_texts: file or folder of the texts that tokens are counted and layers measured on; None takes the
+            prompts of ``bench``.
         quantize_lm_head: whether quantization takes the LM head too.
         fuse: ort-cpu: pack and fuse operators where that is faster; off is for comparison.
         self_draft: let the target draft with some of its own layers. Targets for ort-cpu always can.
@@ -84,6 +86,7 @@ class BuildRecipe:
     gpu_memory_gb: float | None = None
     quantize: str | None = None
     draft_quantize: str | None = None
+    draft_layers: int | None = None
     draft_vocab_size: int | None = None
     draft_vocab_texts: str | None = None
     quantize_lm_head: bool = True
@@ -115,7 +118,7 @@ class BuildRecipe:
                 "give the most tokens of one sequence (prompt and generated), or auto.",
             )
         self._check_quantization()
-        self._check_draft_vocabulary()
+        self._check_draft_reductions()
         self._check_backend_options()
 
     def quantization_of(self, role: str) -> str | None:
@@ -141,14 +144,19 @@ class BuildRecipe:
         if self.draft is None and self.draft_quantize is not None:
             raise RecipeError("draft_quantize is given and draft is not.", "give the draft, or leave both out.")
 
-    def _check_draft_vocabulary(self) -> None:
-        for key in ("draft_vocab_size", "draft_vocab_texts"):
+    def _check_draft_reductions(self) -> None:
+        for key in ("draft_layers", "draft_vocab_size", "draft_vocab_texts"):
             if self.draft is None and getattr(self, key) is not None:
                 raise RecipeError(f"{key} is given and draft is not.", "give the draft, or leave both out.")
-        if self.draft_vocab_size is None and self.draft_vocab_texts is not None:
+        if self.draft_vocab_size is None and self.draft_layers is None and self.draft_vocab_texts is not None:
             raise RecipeError(
-                "draft_vocab_texts is given and draft_vocab_size is not.",
-                "say how many tokens stay, or leave both out.",
+                "draft_vocab_texts is given, and neither draft_vocab_size nor draft_layers.",
+                "say how many tokens or layers stay, or leave it out.",
+            )
+        if self.draft_layers is not None and self.draft_layers < 1:
+            raise RecipeError(
+                f"draft_layers is {self.draft_layers}.",
+                "give the layers that the draft keeps, at least 1, or leave it out.",
             )
         if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
             raise RecipeError(
@@ -207,7 +215,7 @@ class BuildRecipe:
         for key in ("trust_remote_code", "check", "quantize_lm_head", "fuse", "self_draft"):
             _require_type(key, getattr(self, key), bool, "true or false")
         _require_type("lookahead", self.lookahead, int, "a whole number")
-        for key in ("max_num_seqs", "max_num_tokens", "draft_vocab_size"):
+        for key in ("max_num_seqs", "max_num_tokens", "draft_layers", "draft_vocab_size"):
             if getattr(self, key) is not None:
                 _require_type(key, getattr(self, key), int, "a whole number")
         if self.gpu_memory_gb is not None and not isinstance(self.gpu_memory_gb, int):

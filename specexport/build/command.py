@@ -33,8 +33,9 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--dtype", help="Dtype of weights and KV caches, as float16 or fp16 [default: auto].")
 @click.option("--quantize", metavar="int8|int4", help="Quantize the target's linear layers (int8: ort-cpu only).")
 @click.option("--draft-quantize", metavar="int8|int4", help="The same for the draft's.")
+@click.option("--draft-layers", type=int, metavar="N", help="Keep N of the draft's layers: those that change most.")
 @click.option("--draft-vocab-size", type=int, metavar="N", help="Keep the N likeliest tokens of the draft's LM head.")
-@click.option("--draft-vocab-texts", metavar="PATH", help="File or folder of texts to count them on.")
+@click.option("--draft-vocab-texts", metavar="PATH", help="File or folder of texts to measure and count them on.")
 @click.option("--quantize-lm-head/--no-quantize-lm-head", default=None, help="Quantize the LM head too [default: yes].")
 @click.option("--fuse/--no-fuse", default=None, help="Pack and fuse operators where that is faster [default: yes].")
 @click.option("--self-draft", is_flag=True, default=None, help="Let the target draft with some of its own layers.")
@@ -116,6 +117,7 @@ def result_to_json(result: "BuildResult") -> dict[str, Any]:
         "total_seconds": sum(result.seconds.values()),
         "max_abs_errors": dict(result.max_abs_errors),
         "checks": {role: None if check is None else check._asdict() for role, check in result.checks.items()},
+        "dropped_layers": {role: list(entry.dropped_layers) for role, entry in result.manifest.models.items()},
         "files": {name: entry.size for name, entry in result.files.items()},
         "peak_memory_bytes": result.peak_memory_bytes,
     }
@@ -123,6 +125,8 @@ def result_to_json(result: "BuildResult") -> dict[str, Any]:
 
 def summary(result: "BuildResult") -> str:
     """A build's result in a line or two for a reader."""
+    from specexport.build.draft_layers import describe_layers
+
     total = sum(entry.size for entry in result.files.values())
     if result.up_to_date:
         return f"{result.path} is up to date ({total / 1e6:.1f} MB): nothing to do."
@@ -136,6 +140,9 @@ def summary(result: "BuildResult") -> str:
         found = "not checked" if check is None else _describe(check)
         if quantize is not None:
             found = f"{quantize}, {found}"
+        layers = describe_layers(result.manifest.models[role])
+        if layers:
+            found = f"{layers}, {found}"
         lines.append(f"  {role}: {found}{cached}")
     return "\n".join(lines)
 

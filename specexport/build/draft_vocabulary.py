@@ -17,7 +17,7 @@ import numpy as np
 
 from specexport_runtime.cli.prompts import json_lines, read_text
 from specexport_runtime.errors import InvalidRequestError, RecipeError
-from specexport_runtime.executors.base import Int32Array
+from specexport_runtime.executors.base import Int32Array, Int64Array
 
 _FIELDS = ("text", "prompt", "reference")
 _FORM = 'give UTF-8 text, or JSON lines like {"text": "…"} in a file that ends in .jsonl.'
@@ -40,11 +40,16 @@ class HeadCut(NamedTuple):
     @property
     def texts_sha256(self) -> str:
         """Hash of the texts and of where one ends."""
-        return hashlib.sha256(json.dumps(self.texts).encode()).hexdigest()
+        return hash_texts(self.texts)
+
+
+def hash_texts(texts: Seq[str]) -> str:
+    """Hash of texts and of where one ends."""
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
 def read_counting_texts(path: str | None) -> tuple[str, ...]:
-    """Texts to count tokens on.
+    """Texts to count tokens and to measure layers on.
 
     Args:
         path: a file, or a folder whose files are read in the order of their names, hidden ones left out. A file that
@@ -92,6 +97,21 @@ def _texts_of(record: dict[str, Any], where: str) -> Iterator[str]:
         if not isinstance(value, str):
             raise RecipeError(f"draft_vocab_texts: {where}: `{field}` is {value!r}, which is no text.", _FORM)
         yield value
+
+
+def tokenize(texts: Seq[str], tokenizer_json: bytes) -> Iterator[Int64Array]:
+    """Token ids of each text, int64, without special tokens.
+
+    Args:
+        texts: the texts.
+        tokenizer_json: content of a ``tokenizer.json``.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    for start in range(0, len(texts), _BATCH):
+        for encoded in tokenizer.encode_batch(list(texts[start : start + _BATCH]), add_special_tokens=False):
+            yield np.array(encoded.ids, np.int64)
 
 
 def check_head_size(size: int, vocab_size: int) -> None:
@@ -142,10 +162,8 @@ def choose_head_ids(
             f"give {len(kept)} or more; a few thousand are usual.",
         )
     counts = np.zeros(vocab_size, np.int64)
-    for start in range(0, len(cut.texts), _BATCH):
-        for encoded in tokenizer.encode_batch(list(cut.texts[start : start + _BATCH]), add_special_tokens=False):
-            ids = np.array(encoded.ids, np.int64)
-            counts += np.bincount(ids[ids < vocab_size], minlength=vocab_size)
+    for ids in tokenize(cut.texts, tokenizer_json):
+        counts += np.bincount(ids[ids < vocab_size], minlength=vocab_size)
     counts[kept] = np.iinfo(np.int64).max
     likeliest = np.argsort(-counts, kind="stable")[: cut.size]  # stable: the lower id first on a tie
     return np.sort(likeliest).astype(np.int32)

@@ -13,6 +13,7 @@ from specexport.backends.base import Backend, BuildJob, release_weights
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.build.built import BuiltModel
 from specexport.build.check import check_engine, check_obstacle, check_sequences, text_sequences
+from specexport.build.draft_layers import LayerPrune, check_num_layers, cut_pieces
 from specexport.build.draft_vocabulary import HeadCut, choose_head_ids
 from specexport.progress import StageClock
 from specexport.recipe import BuildRecipe, resolve_dtype, resolve_recipe
@@ -54,6 +55,21 @@ class ModelSource(NamedTuple):
     sha256: str
 
 
+class Reductions(NamedTuple):
+    """What a draft is cut down by.
+
+    Attributes:
+        cut: what its LM head is cut down by; None leaves it whole.
+        prune: what its layers are cut down by; None keeps all.
+    """
+
+    cut: HeadCut | None = None
+    prune: LayerPrune | None = None
+
+
+WHOLE = Reductions()
+
+
 def build_model(
     recipe: BuildRecipe,
     source: ModelSource,
@@ -61,7 +77,7 @@ def build_model(
     *,
     clock: StageClock,
     dump_dir: Path | None = None,
-    cut: HeadCut | None = None,
+    reductions: Reductions = WHOLE,
 ) -> BuiltModel:
     """Build one engine.
 
@@ -71,7 +87,7 @@ def build_model(
         folder: where the engine files go; created.
         clock: times the stages.
         dump_dir: where to write the graph after each pass, if anywhere.
-        cut: what the LM head is cut down by; None leaves it whole.
+        reductions: what the model is cut down by.
 
     Returns:
         the engine and what a bundle must know of its checkpoint.
@@ -86,8 +102,9 @@ def build_model(
         checkpoint = _load(recipe, source)
         recipe = resolve_recipe(recipe, [checkpoint.max_positions])  # refuses a length the model cannot have
         copies = 1 + len(recipe.sm)  # the graph, and an engine for each architecture
-        head_ids = _head_ids(checkpoint, cut)
+        head_ids = _head_ids(checkpoint, reductions.cut)
         require_space(folder, int(checkpoint.num_parameters * ITEM_BYTES[recipe.dtype] * copies * _SPACE_MARGIN))
+    dropped = _drop_layers(checkpoint, reductions.prune, source.role, clock)
     with clock.stage("reference", source.role):
         obstacle = check_obstacle(recipe)
         reference = None if obstacle is not None else _eager_reference(checkpoint, recipe.quantization_of(source.role))
@@ -110,6 +127,7 @@ def build_model(
         max_positions=checkpoint.max_positions,
         source=source.name,
         source_sha256=source.sha256,
+        dropped_layers=tuple(dropped),
     )
     with clock.stage("check", source.role, obstacle or ""):
         found = check_engine(folder, entry, *reference) if reference is not None else None
@@ -162,6 +180,25 @@ def _eager_reference(checkpoint: Any, quantize: str | None) -> _Reference:
     else:
         sequences = text_sequences(checkpoint.tokenizer_json, checkpoint.vocab_size, checkpoint.max_positions)
     return _Reference(sequences, reference_logits(checkpoint, [ids.tolist() for ids in sequences]))
+
+
+def _drop_layers(checkpoint: Any, prune: LayerPrune | None, role: str, clock: StageClock) -> list[tuple[int, float]]:
+    """Take out the layers that do least; returns number and similarity of each."""
+    if prune is None:
+        return []
+    num_layers = checkpoint.model.config.get_text_config().num_hidden_layers
+    check_num_layers(prune.num_layers, num_layers)
+    if prune.num_layers == num_layers:
+        return []
+    from specexport.frontend import choose_layers, drop_layers
+
+    with clock.stage("layers", role, f"{prune.num_layers} of {num_layers} stay", steps=0):
+        pieces = cut_pieces(
+            prune.texts, checkpoint.tokenizer_json, checkpoint.vocab_size, max_positions=checkpoint.max_positions
+        )
+        dropped = choose_layers(checkpoint, num_layers - prune.num_layers, pieces)
+        drop_layers(checkpoint, [layer for layer, _ in dropped])
+    return dropped
 
 
 def _head_ids(checkpoint: Any, cut: HeadCut | None) -> Int32Array | None:

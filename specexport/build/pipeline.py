@@ -22,9 +22,10 @@ from specexport.build.built import TOKENIZER_NAME, BuiltModel, EngineCheck
 from specexport.build.bundle import check_output, find_up_to_date, refuse_to_replace, write_bundle
 from specexport.build.cache import EngineCache
 from specexport.build.check import check_obstacle
+from specexport.build.draft_layers import LayerPrune, check_num_layers
 from specexport.build.draft_vocabulary import HeadCut, check_head_size, read_counting_texts
 from specexport.build.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, hash_sources, hash_values, tool_versions
-from specexport.build.model import STAGES, ModelSource, build_model, require_export_stack
+from specexport.build.model import STAGES, WHOLE, ModelSource, Reductions, build_model, require_export_stack
 from specexport.build.prepack import prepack_bundle
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.host import peak_memory_bytes
@@ -78,14 +79,14 @@ class _Plan:
         engine_keys: cache key of each role's engine.
         build_key: hash of all that decides the bundle.
         tools: tool versions.
-        cut: what the draft's LM head is cut down by; None leaves it whole.
+        reductions: what the draft is cut down by.
     """
 
     models: tuple[ModelSource, ...]
     engine_keys: Mapping[str, str]
     build_key: str
     tools: Mapping[str, str]
-    cut: HeadCut | None
+    reductions: Reductions
 
 
 def build_bundle(
@@ -128,7 +129,7 @@ def build_bundle(
             raise refuse_to_replace(output, recipe)
         if present is None:
             _check_tokenizer_files(plan)
-            _check_head_size(plan)
+            _check_draft_sizes(plan)
     if present is not None and dump_passes is None:
         return _result(output, present, clock, up_to_date=True)
     # Dumping passes needs every pass to run, so engines are not taken from the cache then.
@@ -142,7 +143,14 @@ def build_bundle(
             if found is not None:
                 reused.append(model.role)
             built[model.role] = found or _build_anew(
-                recipe, model, place, clock, cache=cache, key=key, dump=dump_passes, cut=_cut_of(model, plan, built)
+                recipe,
+                model,
+                place,
+                clock,
+                cache=cache,
+                key=key,
+                dump=dump_passes,
+                reductions=_reductions_of(model, plan, built),
             )
         with clock.stage("bundle"):
             _check_built_vocabularies(built)
@@ -171,18 +179,21 @@ def _make_plan(recipe: BuildRecipe) -> _Plan:
     }
     backend = find_backend(recipe.backend)
     common |= backend.engine_key(recipe)
-    cut = None
-    heads: dict[str, Any] = {}
+    cut = prune = None
+    reduced: dict[str, Any] = {}
+    # With the draft's own files, which are in the key, all that decides which ids and which layers stay.
     if recipe.draft_vocab_size is not None:
         cut = HeadCut(recipe.draft_vocab_size, read_counting_texts(recipe.draft_vocab_texts))
-        # With the checkpoint's own, which is in the key, all that decides which ids stay.
-        heads = {"draft": {"size": cut.size, "texts": cut.texts_sha256, "target": models[0].sha256}}
+        reduced["head"] = {"size": cut.size, "texts": cut.texts_sha256, "target": models[0].sha256}
+    if recipe.draft_layers is not None:
+        prune = LayerPrune(recipe.draft_layers, read_counting_texts(recipe.draft_vocab_texts))
+        reduced["layers"] = {"size": prune.num_layers, "texts": prune.texts_sha256}
     keys = {
         model.role: hash_values(
             common
             | {"checkpoint": model.sha256, "quantize": recipe.quantization_of(model.role)}
             | ({"role": model.role} if backend.draft_differs else {})
-            | ({"head": heads[model.role]} if model.role in heads else {})
+            | (reduced if model.role == "draft" else {})
         )
         for model in models
     }
@@ -194,14 +205,17 @@ def _make_plan(recipe: BuildRecipe) -> _Plan:
             "sources": hash_sources(BUNDLE_ROOT),
         }
     )
-    return _Plan(tuple(models), keys, build_key, tools, cut)
+    return _Plan(tuple(models), keys, build_key, tools, Reductions(cut, prune))
 
 
-def _cut_of(model: ModelSource, plan: _Plan, built: Mapping[str, BuiltModel]) -> HeadCut | None:
-    """What a model's LM head is cut down by: only a draft's, which keeps what ends a text of the target."""
-    if plan.cut is None or model.role != "draft":
-        return None
-    return plan.cut._replace(ends=built["target"].eos_token_ids)
+def _reductions_of(model: ModelSource, plan: _Plan, built: Mapping[str, BuiltModel]) -> Reductions:
+    """What a model is cut down by: only a draft, whose LM head keeps what ends a text of the target."""
+    if model.role != "draft":
+        return WHOLE
+    cut = plan.reductions.cut
+    if cut is None:
+        return plan.reductions
+    return plan.reductions._replace(cut=cut._replace(ends=built["target"].eos_token_ids))
 
 
 def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | None) -> ModelSource:
@@ -232,10 +246,10 @@ def _build_anew(
     cache: EngineCache | None,
     key: str,
     dump: Path | None,
-    cut: HeadCut | None,
+    reductions: Reductions,
 ) -> BuiltModel:
     dump_dir = dump / model.role if dump is not None else None
-    built = build_model(recipe, model, folder, clock=clock, dump_dir=dump_dir, cut=cut)
+    built = build_model(recipe, model, folder, clock=clock, dump_dir=dump_dir, reductions=reductions)
     # An engine that could have been checked and was not is not kept.
     if cache is not None and (built.check is not None or check_obstacle(replace(recipe, check=True))):
         cache.store(key, built, folder)
@@ -250,16 +264,23 @@ def _check_tokenizer_files(plan: _Plan) -> None:
         check_vocabularies(target, draft, num_shared_rows=None)
 
 
-def _check_head_size(plan: _Plan) -> None:
-    """Compare N with V before the long work where the draft's config is a plain file; the model says it later."""
+def _check_draft_sizes(plan: _Plan) -> None:
+    """Compare what is to stay of the draft with what there is, before the long work where its config is a plain file.
+
+    Where it is not, or has other names, the loaded model says it.
+    """
     config = Path(plan.models[-1].source).expanduser() / "config.json"
-    if plan.cut is None or not config.is_file():
+    cut, prune = plan.reductions
+    if (cut is None and prune is None) or not config.is_file():
         return
     with contextlib.suppress(ValueError, AttributeError, OSError):  # the loader says what is wrong with a config
         values = json.loads(config.read_text(encoding="utf-8"))
-        size = values.get("vocab_size") or values.get("text_config", {}).get("vocab_size")
-        if isinstance(size, int):
-            check_head_size(plan.cut.size, size)
+        text = values.get("text_config", {})
+        vocab_size, num_layers = (values.get(key) or text.get(key) for key in ("vocab_size", "num_hidden_layers"))
+        if cut is not None and isinstance(vocab_size, int):
+            check_head_size(cut.size, vocab_size)
+        if prune is not None and isinstance(num_layers, int):
+            check_num_layers(prune.num_layers, num_layers)
 
 
 def _check_built_vocabularies(models: Mapping[str, BuiltModel]) -> None:

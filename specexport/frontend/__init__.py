@@ -1,9 +1,12 @@
 """Frontend: from a checkpoint to a traced model.
 
-``load_checkpoint`` reads, ``trace_checkpoint`` traces, ``reference_logits`` is what both are measured against.
+``load_checkpoint`` reads, ``drop_layers`` makes a model shallower, ``trace_checkpoint`` traces, ``reference_logits`` is
+what all are measured against.
 Importing this package imports neither torch nor transformers; its functions do.
 """
 
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from specexport.frontend.checkpoint import Checkpoint
@@ -15,7 +18,15 @@ if TYPE_CHECKING:
 
     from specexport.frontend.trace import TracedModel
 
-__all__ = ["Checkpoint", "hash_checkpoint", "load_checkpoint", "reference_logits", "trace_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "choose_layers",
+    "drop_layers",
+    "hash_checkpoint",
+    "load_checkpoint",
+    "reference_logits",
+    "trace_checkpoint",
+]
 
 
 def load_checkpoint(
@@ -38,6 +49,48 @@ def load_checkpoint(
     from specexport.frontend.load import load
 
     return load(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def choose_layers(
+    checkpoint: Checkpoint, count: int, pieces: "Seq[npt.NDArray[np.int64]]"
+) -> "list[tuple[int, float]]":
+    """The decoder layers that change the hidden state least, chosen one after another; nothing is changed.
+
+    The similarity of a layer is the cosine of its input and its output, mean over tokens (Men et al. 2024). It is
+    measured anew after each choice, with the layers chosen before left out.
+
+    Args:
+        checkpoint: the loaded model.
+        count: how many layers to choose, fewer than there are. The pieces are read that often.
+        pieces: token ids that the model reads, int64.
+
+    Returns:
+        number and similarity (-1 to 1) of each, in the order of choice.
+
+    Raises:
+        UnsupportedModelError: the model cannot be exported, or its layers cannot be found or watched.
+    """
+    from specexport.frontend.prune import choose
+
+    return choose(checkpoint, count, pieces)
+
+
+def drop_layers(checkpoint: Checkpoint, dropped: "Collection[int]") -> None:
+    """Take decoder layers out of a loaded model, in place. The others keep weights, order and kind; numbers are new.
+
+    The model is run before and after: with the layers handing their input on, and without them.
+
+    Args:
+        checkpoint: the loaded model.
+        dropped: numbers of the layers, not all of them.
+
+    Raises:
+        UnsupportedModelError: the model cannot be exported, its layers cannot be found, or something of it counts on
+            all of them (inputs for each layer, a scale by their number): the two runs differ.
+    """
+    from specexport.frontend.prune import drop
+
+    drop(checkpoint, dropped)
 
 
 def trace_checkpoint(checkpoint: Checkpoint) -> "TracedModel":

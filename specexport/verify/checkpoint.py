@@ -8,13 +8,16 @@ import gc
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specexport.verify.perplexity import reference_loss
 from specexport_runtime.bundle.cut_head import CutHead
 from specexport_runtime.bundle.manifest import Manifest
 from specexport_runtime.errors import CheckpointError
 from specexport_runtime.executors.base import Float32Array
+
+if TYPE_CHECKING:
+    from specexport.frontend import Checkpoint
 
 _REVISION_KEYS = {"target": "revision", "draft": "draft_revision"}
 _OPTIONS = {"target": "--checkpoint", "draft": "--draft-checkpoint"}
@@ -75,7 +78,13 @@ def _candidates(source: str, bundle: Path) -> Iterator[str]:
 
 
 def eager_references(
-    source: str, revision: str | None, sequences: Seq[Seq[int]], *, dtype: str, trust_remote_code: bool
+    source: str,
+    revision: str | None,
+    sequences: Seq[Seq[int]],
+    *,
+    dtype: str,
+    trust_remote_code: bool,
+    dropped: Seq[int] = (),
 ) -> list[Float32Array]:
     """Logits [len, V] of each sequence from eager transformers; the model is freed before this returns.
 
@@ -86,18 +95,29 @@ def eager_references(
         dtype: dtype that the engine holds weights in. They are rounded to it and computed with in float32, so that the
             engine's arithmetic is all that differs.
         trust_remote_code: let Python code from the checkpoint run.
+        dropped: layers that the engine was built without.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
     """
-    from specexport.frontend import load_checkpoint, reference_logits
+    from specexport.frontend import reference_logits
 
-    checkpoint = load_checkpoint(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
-    widen_weights(checkpoint.model)
+    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped)
     references = reference_logits(checkpoint, [list(sequence) for sequence in sequences])
     del checkpoint
     gc.collect()
     return references
+
+
+def _load(source: str, revision: str | None, dtype: str, trust_remote_code: bool, dropped: Seq[int]) -> "Checkpoint":
+    """The checkpoint as its engine has it: rounded to the engine's dtype, without the layers that the engine lacks."""
+    from specexport.frontend import drop_layers, load_checkpoint
+
+    checkpoint = load_checkpoint(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    if dropped:
+        drop_layers(checkpoint, dropped)
+    widen_weights(checkpoint.model)
+    return checkpoint
 
 
 def widen_weights(model: Any) -> None:
@@ -116,6 +136,7 @@ def eager_loss(
     dtype: str,
     trust_remote_code: bool,
     head: CutHead | None = None,
+    dropped: Seq[int] = (),
 ) -> float:
     """Mean loss of eager transformers on ``windows`` in nats per token; the model is freed before this returns.
 
@@ -126,14 +147,14 @@ def eager_loss(
         dtype: see :func:`eager_references`.
         trust_remote_code: let Python code from the checkpoint run.
         head: see ``perplexity.token_losses``.
+        dropped: layers that the engine was built without.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
     """
-    from specexport.frontend import load_checkpoint, reference_logits
+    from specexport.frontend import reference_logits
 
-    checkpoint = load_checkpoint(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
-    widen_weights(checkpoint.model)
+    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped)
     # One window at a time: the logits of a large vocabulary are kept for no longer than they are read.
     logits = (reference_logits(checkpoint, [list(window)])[0] for window in windows)
     loss = reference_loss(logits, windows, head)

@@ -119,16 +119,20 @@ def collect_references(
         entry = manifest.models[role]
         revision, dtype = recorded_revision(manifest, role), entry.dtype
         remote = options.trust_remote_code
-        head = load_cut_head(bundle, entry)
+        head, dropped = load_cut_head(bundle, entry), [layer for layer, _ in entry.dropped_layers]
         with clock.stage("eager reference", role):
             if wants_loss(manifest, role, options) and role not in found.losses:
-                loss = eager_loss(source, revision, windows, dtype=dtype, trust_remote_code=remote, head=head)
+                loss = eager_loss(
+                    source, revision, windows, dtype=dtype, trust_remote_code=remote, head=head, dropped=dropped
+                )
                 found.losses[role] = FloatLoss(loss, EAGER)
             if entry.quantize is None:
                 sequences = make_sequences(
                     prompts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
                 )
-                logits = eager_references(source, revision, sequences, dtype=dtype, trust_remote_code=remote)
+                logits = eager_references(
+                    source, revision, sequences, dtype=dtype, trust_remote_code=remote, dropped=dropped
+                )
                 if head is not None:
                     logits = [rows[:, head.ids] for rows in logits]
                 found.logits[role] = Reference(sequences, logits)
@@ -187,6 +191,11 @@ def _losses_of_bundle(
             raise InvalidRequestError(
                 f"--reference {reference}: its {role} {what}, so nothing can be compared with it.",
                 f"give a bundle built from {entry.source} without --quantize.",
+            )
+        if model.kept_layers != entry.kept_layers:
+            raise InvalidRequestError(
+                f"--reference {reference}: its {role} was built with other layers of its checkpoint.",
+                "give a bundle built with the same --draft-layers and --draft-vocab-texts.",
             )
         head = load_cut_head(bundle, entry)
         theirs = load_cut_head(reference, model)

@@ -49,7 +49,7 @@ ENTRY = ModelEntry(
     gate_obstacle="tied",
     quantize="int8",
 )
-DRAFT = replace(ENTRY, head_ids_path="draft/head_ids.npy", num_head_ids=120)
+DRAFT = replace(ENTRY, head_ids_path="draft/head_ids.npy", num_head_ids=120, dropped_layers=((2, 0.75), (0, -1.0)))
 FILES = (
     "draft/head_ids.npy",
     "target/model.onnx",
@@ -166,6 +166,11 @@ def test_the_manifest_of_these_tests_loads(tmp_path):
         (("models", "target"), DRAFT_JSON, "num_head_ids of models.target is 120, not null: only a draft's"),
         (("models", "draft", "head_ids_path"), "draft/x.npy", "'draft/x.npy', not among the files"),
         (("models", "draft", "head_ids_path"), "../ids.npy", "it lies outside the bundle"),
+        (("models", "draft", "dropped_layers"), [[1, 1.5]], "dropped_layers[0][1] is 1.5, not a number from -1 to 1"),
+        (("models", "draft", "dropped_layers"), [[1, True]], "dropped_layers[0][1] is True, not a number"),
+        (("models", "draft", "dropped_layers"), [[0, 1], [0, 1]], "of models.draft is [0, 0], not different layers"),
+        (("models", "draft", "dropped_layers"), [[2, 1]], "of models.draft is [2], not different layers of its check"),
+        (("models", "target", "dropped_layers"), [[1, 1]], "of models.target is [1], not empty: only a draft"),
         (("models", "helper"), {}, "a name in models is 'helper', not one of target, draft"),
         (("models", "target", "surprise"), 1, "'surprise' is not known"),
         (("files", "../x"), {"sha256": "", "size": 0}, "a name in files is '../x'"),
@@ -255,6 +260,8 @@ def older(schema):
     if schema < 5:
         del data["max_num_seqs"], data["max_num_tokens"]
     for entry in data["models"].values():
+        if schema < 7:
+            del entry["dropped_layers"]
         if schema < 6:
             del entry["head_ids_path"], entry["num_head_ids"]
         if schema < 5:
@@ -274,6 +281,7 @@ def test_manifests_of_every_schema_load(tmp_path, schema):
     assert manifest.schema_version == schema
     assert manifest.models["target"].one_token_path == (ENTRY.one_token_path if schema >= 4 else None)
     assert manifest.models["draft"].head_size == (120 if schema >= 6 else 300)
+    assert manifest.models["draft"].kept_layers == ((1,) if schema >= 7 else (0,))
     assert manifest.models["target"].engines == (ENTRY.engines if schema >= 3 else ())
 
 

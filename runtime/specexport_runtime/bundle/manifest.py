@@ -21,6 +21,7 @@ from specexport_runtime.bundle.rules import (
     anything,
     inner_path,
     list_of,
+    number,
     one_of,
     optional,
     record,
@@ -31,11 +32,12 @@ from specexport_runtime.bundle.rules import (
 )
 from specexport_runtime.errors import BundleError, IncompatibleError
 
-SCHEMA_VERSION = 6
-READABLE_SCHEMAS = (2, 3, 4, 5, 6)
+SCHEMA_VERSION = 7
+READABLE_SCHEMAS = (2, 3, 4, 5, 6, 7)
 """Version 3 added the fields of engines that are built for a GPU, version 4 those of self-drafting and quantization,
-version 5 the defaults for loading, and engines that are stored as a difference, version 6 those of a cut LM head. An
-older manifest is one without them. Version 5 also renamed some."""
+version 5 the defaults for loading, and engines that are stored as a difference, version 6 those of a cut LM head,
+version 7 the layers that a draft was built without. An older manifest is one without them. Version 5 also renamed
+some."""
 _RENAMED = {"full_path": "one_token_path", "full_inputs": "one_token_inputs"}
 MANIFEST_NAME = "manifest.json"
 DEFAULT_NUM_SEQS = 8
@@ -110,6 +112,8 @@ class ModelEntry:
         head_ids_path: the token ids that the LM head of a draft was cut down to, see ``bundle.cut_head``; None where it
             is whole.
         num_head_ids: N, how many those are.
+        dropped_layers: layers of its checkpoint that a draft was built without, in the order in which they were chosen:
+            number, and mean cosine of input and output (-1 to 1). Empty where it has all.
     """
 
     path: str
@@ -141,11 +145,18 @@ class ModelEntry:
     one_token_inputs: tuple[str, ...] = ()
     head_ids_path: str | None = None
     num_head_ids: int | None = None
+    dropped_layers: tuple[tuple[int, float], ...] = ()
 
     @property
     def head_size(self) -> int:
         """Rows of the LM head: the width of the logits."""
         return self.num_head_ids or self.vocab_size
+
+    @property
+    def kept_layers(self) -> tuple[int, ...]:
+        """Layers of the checkpoint that the model has, ascending."""
+        dropped = {layer for layer, _ in self.dropped_layers}
+        return tuple(i for i in range(len(self.layers) + len(dropped)) if i not in dropped)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "ModelEntry":
@@ -155,6 +166,7 @@ class ModelEntry:
         fields["inputs"] = tuple(data["inputs"])
         fields["padded_inputs"] = tuple(data.get("padded_inputs", ()))
         fields["skipped_layers"] = tuple(fields.get("skipped_layers", ()))
+        fields["dropped_layers"] = tuple((int(layer), float(value)) for layer, value in data.get("dropped_layers", ()))
         fields["one_token_inputs"] = tuple(fields.get("one_token_inputs", ()))
         fields["engines"] = tuple(EngineFile(**engine) for engine in data.get("engines", ()))
         fields["profiles"] = tuple(Profile(*profile) for profile in data.get("profiles", ()))
@@ -302,6 +314,7 @@ _ENTRY_RULES = _rules_of(
     one_token_inputs=list_of(text),
     head_ids_path=optional(inner_path),
     num_head_ids=optional(whole(1, 1 << 24)),
+    dropped_layers=list_of(tuple_of(_COUNT, number(-1, 1))),
 )
 
 
@@ -415,6 +428,7 @@ def _check_agreement(manifest: Manifest) -> None:
             if path is not None and path not in manifest.files:
                 raise MisfitError(f"an engine of models.{role}", path, "among the files")
         _check_head(manifest, role, entry)
+        _check_dropped(role, entry)
 
 
 def _check_head(manifest: Manifest, role: str, entry: ModelEntry) -> None:
@@ -430,3 +444,12 @@ def _check_head(manifest: Manifest, role: str, entry: ModelEntry) -> None:
         raise MisfitError(f"num_head_ids of models.{role}", ids, f"within its vocabulary of {entry.vocab_size}")
     if path not in manifest.files:
         raise MisfitError(f"head_ids_path of models.{role}", path, "among the files")
+
+
+def _check_dropped(role: str, entry: ModelEntry) -> None:
+    """Refuse dropped layers that no checkpoint can have had, or those of a target, which must be whole."""
+    dropped = [layer for layer, _ in entry.dropped_layers]
+    if dropped and role == "target":
+        raise MisfitError("dropped_layers of models.target", dropped, "empty: only a draft may lack layers")
+    if len(set(dropped)) < len(dropped) or any(layer >= len(entry.layers) + len(dropped) for layer in dropped):
+        raise MisfitError(f"dropped_layers of models.{role}", dropped, "different layers of its checkpoint")

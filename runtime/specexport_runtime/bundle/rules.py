@@ -38,6 +38,16 @@ def whole(low: int, high: int) -> Rule:
     return check
 
 
+def number(low: float, high: float) -> Rule:
+    """A number in a range, both ends included."""
+
+    def check(value: Any, where: str) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise MisfitError(where, value, f"a number from {low} to {high}")
+
+    return check
+
+
 def text(value: Any, where: str) -> None:
     """A string that can be encoded."""
     if not isinstance(value, str) or len(value) > LONGEST_TEXT or not _is_unicode(value):
