@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specexport.bench.methods import EngineKey
-from specexport_runtime.bundle.manifest import Manifest, load_manifest
+from specexport_runtime.bundle.manifest import Manifest, ModelEntry, load_manifest
 from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -118,6 +118,12 @@ def _describe(manifest: Manifest) -> dict[str, Any]:
             "backend": entry.backend,
             "dtype": entry.dtype,
             "num_parameters": entry.num_parameters,
+            "num_layers": len(entry.layers),
+            "quantize": entry.quantize,
+            "vocab_size": entry.vocab_size,
+            "head_size": entry.head_size,
+            "engine_bytes": _engine_bytes(manifest, entry),
+            "built_for": [built.sm for built in entry.engines],
             "engine_sha256": None if engine is None else engine.sha256,
         }
     return {
@@ -127,6 +133,12 @@ def _describe(manifest: Manifest) -> dict[str, Any]:
         "tokenizer_sha256": manifest.vocabulary.tokenizer_sha256,
         "lookahead": manifest.lookahead,
     }
+
+
+def _engine_bytes(manifest: Manifest, entry: ModelEntry) -> int:
+    """Of its engine with the weights; of the first one, where there is one for each GPU architecture."""
+    parts = (manifest.files.get(name) for name in (entry.path, f"{entry.path}.data"))
+    return sum(part.size for part in parts if part is not None)
 
 
 def describe_machine() -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What ``specexport tune`` is asked to measure."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ from specexport.bench.subject import Subject
 from specexport_runtime.bundle.opened import check_num_seqs
 from specexport_runtime.cli.errors import suggest
 from specexport_runtime.drafters.base import DraftOffer, Obstacle
+from specexport_runtime.drafters.model import DRAFT_MODEL
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
 
@@ -60,40 +62,41 @@ class TuneOptions:
 
 
 def resolve_options(
-    subject: Subject,
+    subjects: Mapping[str, Subject],
     *,
     drafters: Seq[str],
     batch_sizes: Seq[int] | None,
     contexts: Seq[int] | None,
     lookaheads: Seq[int] | None,
-    max_model_len: int,
     tokens: int,
     repeats: int,
     num_prompts: int,
 ) -> TuneOptions:
-    """Options that the bundle can serve. Defaults shrink to what fits; what was asked for is refused if it does not.
+    """Options that every bundle can serve. Defaults shrink to what fits; what was asked for is refused if it does not.
 
     Args:
-        subject: the bundle.
-        drafters: what to draft with; none: everything that the bundle has.
+        subjects: the bundles by their names.
+        drafters: what to draft with; none: everything that the bundle has, or the draft models of several.
         batch_sizes: None takes the default.
         contexts: likewise.
         lookaheads: likewise.
-        max_model_len: most tokens of a sequence.
         tokens: see :class:`TuneOptions`.
         repeats: likewise.
         num_prompts: likewise.
 
     Raises:
-        InvalidRequestError: the bundle lacks a drafter, a K or a context, or a value is out of its range.
+        InvalidRequestError: a bundle lacks a drafter, a K or a context, or a value is out of its range.
     """
-    room = max_model_len - tokens
+    room = min(subject.details["max_model_len"] for subject in subjects.values()) - tokens
     if lookaheads is None:
-        lookaheads = [k for k in DEFAULT_LOOKAHEADS if k <= subject.lookahead]
+        built = min(subject.lookahead for subject in subjects.values())
+        lookaheads = [k for k in DEFAULT_LOOKAHEADS if k <= built]
     if contexts is None:
         contexts = [context for context in DEFAULT_CONTEXTS if context <= room] or [max(room, 1)]
+    if len(subjects) > 1:
+        drafters = _drafters_to_compare(subjects, drafters)
     options = TuneOptions(
-        _resolve_drafters(subject, drafters),
+        _resolve_drafters(next(iter(subjects.values())), drafters),
         tuple(sorted(set(batch_sizes or DEFAULT_BATCH_SIZES))),
         tuple(sorted(set(contexts))),
         tuple(sorted({0, *lookaheads})),
@@ -101,24 +104,41 @@ def resolve_options(
         repeats,
         num_prompts,
     )
-    _check_room(options, subject.lookahead, max_model_len)
+    if options.lookaheads == (0,):
+        raise InvalidRequestError("there is only plain decoding to measure.", "give --lookaheads with 1 or more.")
+    for name, subject in subjects.items():
+        _check_room(options, subject, name if len(subjects) > 1 else "the bundle")
     return options
 
 
-def _check_room(options: TuneOptions, built: int, max_model_len: int) -> None:
-    if options.lookaheads[-1] > built:
+def _check_room(options: TuneOptions, subject: Subject, name: str) -> None:
+    most, longest, max_model_len = options.lookaheads[-1], options.contexts[-1], subject.details["max_model_len"]
+    if most > subject.lookahead:
         raise InvalidRequestError(
-            f"{options.lookaheads[-1]} draft tokens are asked for; the bundle was built for up to {built}.",
+            f"{most} draft tokens are asked for; {name} was built for up to {subject.lookahead}.",
             "choose fewer, or build with a larger --lookahead.",
         )
-    if options.lookaheads == (0,):
-        raise InvalidRequestError("there is only plain decoding to measure.", "give --lookaheads with 1 or more.")
     room = max_model_len - options.tokens
-    if options.contexts[-1] > room:
+    if longest > room:
         raise InvalidRequestError(
-            f"a context of {options.contexts[-1]} and {options.tokens} new tokens; a sequence takes {max_model_len}.",
+            f"a context of {longest} and {options.tokens} new tokens; a sequence of {name} takes {max_model_len}.",
             f"choose a context of at most {room}, or build with a larger --max-model-len.",
         )
+
+
+def _drafters_to_compare(subjects: Mapping[str, Subject], names: Seq[str]) -> Seq[str]:
+    """What is measured of several bundles: their draft models, and what else is named; that is the target's alone."""
+    for name, subject in subjects.items():
+        if not subject.has_draft:
+            raise InvalidRequestError(
+                f"{name} has no draft model to compare.", "leave it out, or build it with --draft."
+            )
+    if names and DRAFT_MODEL not in names:
+        raise InvalidRequestError(
+            "bundles are compared by their draft models, and --drafter leaves them out.",
+            f"add --drafter {DRAFT_MODEL}, or tune one bundle.",
+        )
+    return names or (DRAFT_MODEL,)
 
 
 def _resolve_drafters(subject: Subject, names: Seq[str]) -> tuple[str, ...]:

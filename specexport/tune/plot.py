@@ -1,30 +1,40 @@
-"""A picture of a tune profile. Needs matplotlib, which is imported when something is drawn."""
+"""A picture of tune profiles. Needs matplotlib, which is imported when something is drawn."""
 
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specexport.atomic import write_file
-from specexport_runtime.costs.tune_profile import TuneProfile
+from specexport_runtime.costs.tune_profile import TuneCell, TuneProfile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def write_plot(path: Path, profile: TuneProfile) -> None:
-    """Draw the speedup over plain decoding against K: a panel for each drafter, a line for each batch and context.
+def write_plot(path: Path, profiles: Mapping[str, TuneProfile]) -> None:
+    """Draw the speedup over plain decoding against K: a line for each batch size and context.
 
-    The chosen K has a ring. Equal profiles give equal bytes.
+    Each drafter of each bundle has a panel. The chosen K has a ring. Equal profiles give equal bytes.
+
+    Args:
+        path: the file.
+        profiles: by the bundles' names.
 
     Raises:
         UserInputError: the file cannot be written.
     """
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
-    drafters = list(dict.fromkeys(cell.drafter for cell in profile.cells))
-    figure = Figure(figsize=(4.5 * len(drafters) + 2.5, 4), layout="constrained")
-    panels = list(figure.subplots(1, len(drafters), squeeze=False, sharey=True)[0])
-    for axes, drafter in zip(panels, drafters, strict=True):
-        _draw(axes, profile, drafter)
+    drawn: dict[str, list[TuneCell]] = {}
+    for name, profile in profiles.items():
+        for cell in profile.cells:
+            title = f"{name}: {cell.drafter}" if len(profiles) > 1 else cell.drafter
+            drawn.setdefault(title, []).append(cell)
+    figure = Figure(figsize=(4.5 * len(drawn) + 2.5, 4), layout="constrained")
+    panels = list(figure.subplots(1, len(drawn), squeeze=False, sharey=True)[0])
+    for axes, (title, cells) in zip(panels, drawn.items(), strict=True):
+        _draw(axes, title, cells)
     panels[0].set_ylabel("speedup over plain decoding")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
     write_file(path, lambda temporary: figure.savefig(temporary, dpi=150, metadata=_metadata(path)))
@@ -36,8 +46,8 @@ def _metadata(path: Path) -> dict[str, None]:
     return dict.fromkeys(names.get(path.suffix.lower(), ()))
 
 
-def _draw(axes: "Axes", profile: TuneProfile, drafter: str) -> None:
-    for cell in (cell for cell in profile.cells if cell.drafter == drafter):
+def _draw(axes: "Axes", title: str, cells: Seq[TuneCell]) -> None:
+    for cell in cells:
         tried = sorted(cell.tokens_per_second)
         speedups = {k: cell.tokens_per_second[k] / cell.tokens_per_second[0] for k in tried}
         (line,) = axes.plot(
@@ -48,7 +58,7 @@ def _draw(axes: "Axes", profile: TuneProfile, drafter: str) -> None:
             [cell.lookahead], [speedups[cell.lookahead]], "o", markersize=9, fillstyle="none", color=line.get_color()
         )
     axes.axhline(1.0, color="0.6", linewidth=0.8)
-    axes.set_title(drafter)
+    axes.set_title(title)
     axes.set_xlabel("draft tokens a round (K)")
-    axes.set_xticks(sorted({k for cell in profile.cells for k in cell.tokens_per_second}))
+    axes.set_xticks(sorted({k for cell in cells for k in cell.tokens_per_second}))
     axes.set_ylim(bottom=0)

@@ -24,7 +24,7 @@ PROMPTS = [
 class LoadedEngine:
     """A fake engine that notes what was asked of it, and can be broken."""
 
-    def __init__(self, key, log, *, draft, broken):
+    def __init__(self, key, log, *, draft, broken, noise):
         words = {f"w{i}": i for i in range(VOCAB)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -33,7 +33,7 @@ class LoadedEngine:
             return FakeExecutor(VOCAB, key.max_num_seqs, CAPACITY, context=2, **options)
 
         self.engine = SpecEngine(
-            make(), tokenizer, draft=make(noise=0.4) if draft else None, max_model_len=MAX_MODEL_LEN,
+            make(), tokenizer, draft=make(noise=noise) if draft else None, max_model_len=MAX_MODEL_LEN,
             unpad_kv=key.unpad_kv, unpad_input=key.unpad_input,
         )  # fmt: skip
         self.key, self.log, self.broken = key, log, broken
@@ -54,11 +54,12 @@ class LoadedEngine:
         return getattr(self.engine, name)
 
 
-def make_subject(log=None, *, draft=True, broken=False, lookahead=8):
+def make_subject(log=None, *, draft=True, broken=False, lookahead=8, noise=0.4):
     log = [] if log is None else log
     return Subject(
-        "fake", draft, lookahead, {"name": "fake"}, lambda key: LoadedEngine(key, log, draft=draft, broken=broken)
-    )
+        "fake", draft, lookahead, {"name": "fake"},
+        lambda key: LoadedEngine(key, log, draft=draft, broken=broken, noise=noise),
+    )  # fmt: skip
 
 
 def make_options(methods, **options):

@@ -4,10 +4,9 @@ import json
 import sys
 
 import pytest
-from bench_fakes import make_subject
 from click.testing import CliRunner
+from tune_fakes import open_fake
 
-from specexport.bench import subject as bench_subject
 from specexport.cli import main
 from specexport.tune.measure import choose_lookahead, fit_prompt
 from specexport_runtime.costs.tune_profile import load_profile
@@ -24,14 +23,9 @@ def prompts(tmp_path):
 def log(monkeypatch, tmp_path):
     """What was asked of the fake engines that stand for any bundle, which is only a folder."""
     asked = []
-
-    def open_subject(folder, **given):
-        made = make_subject(asked, draft="draft" in folder.name)
-        details = {"name": "fake", "max_model_len": given["max_model_len"] or 64, "build_key": "k"}
-        return bench_subject.Subject(made.name, made.has_draft, made.lookahead, details, made.load)
-
-    monkeypatch.setattr("specexport.bench.subject.open_subject", open_subject)
-    monkeypatch.setattr("specexport_runtime.bundle.manifest.load_manifest", lambda folder: None)
+    monkeypatch.setattr(
+        "specexport.bench.subject.open_subject", lambda *args, **given: open_fake(asked, *args, **given)
+    )
     monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
     return asked
 

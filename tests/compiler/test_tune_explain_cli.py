@@ -1,10 +1,13 @@
 """``specexport tune`` and ``specexport explain`` on a real bundle."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from specexport.build.pipeline import build_bundle
 from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.costs.tune_profile import load_profile
 from specexport_runtime.user_cache import ROOT_VARIABLE
 
@@ -34,12 +37,42 @@ def test_tune_writes_a_profile_that_engines_use(run_cli, tiny_bundle, prompts, c
     data = json.loads(ended.stdout)
     assert {cell["drafter"] for cell in data["cells"]} == {"draft-model", "lookup"}  # two layers are too few
     assert all(set(cell["tokens_per_second"]) == {"0", "1", "3"} for cell in data["cells"])
+    for cell in data["cells"]:
+        rounds = cell["rounds"]
+        assert set(rounds) == {"0", "1", "3"}
+        assert all(each["verify_milliseconds"] > 0 for each in rounds.values())
+        assert rounds["0"]["acceptance_rate"] is None
     assert b"<svg" in (tmp_path / "p.svg").read_bytes()
     engine = SpecEngine.load(tiny_bundle, adaptive=True, max_num_seqs=1, num_threads=1, spin=False)
     engine.close()
     assert engine.tune_profile == load_profile(None, bundle=tiny_bundle, build_key=data["build_key"])
     assert engine.tune_profile.to_json() == data
     assert "tune" not in caplog.text.lower()
+
+
+def test_tune_compares_the_drafts_of_one_target(run_cli, refuse_cli, tiny_bundle, tiny_pair, prompts, cache, tmp_path):
+    cut, another = tmp_path / "cut", tmp_path / "another"
+    build_bundle(tiny_pair.recipe(cut, draft_vocab_size=40))
+    asked = ["--prompts", prompts, "--batch-sizes", 1, "--contexts", 8, "--lookaheads", 2, "--tokens", 8]
+    ended = run_cli("tune", tiny_bundle, cut, *asked, "--repeats", 1, "--num-prompts", 1, *FAST, "--json", "-q")
+    assert ended.exit_code == 0, ended.output
+    data = json.loads(ended.stdout)
+    assert [profile["settings"]["draft"]["head_size"] for profile in data["profiles"].values()] == [300, 40]
+    assert all(profile["settings"]["texts"]["different"] == 0 for profile in data["profiles"].values())
+    assert set(data["pick"]["speedups"]) == {tiny_bundle.name, cut.name}
+    for folder in (tiny_bundle, cut):
+        profile = load_profile(None, bundle=folder, build_key=load_manifest(folder).build_key)
+        assert profile.to_json() == data["profiles"][folder.name]
+        assert profile.settings["draft"]["engine_bytes"] > 1000
+        (cell,) = profile.cells
+        assert 0 <= cell.rounds[2].acceptance_rate <= 1
+        assert min(cell.rounds[2].draft_milliseconds, cell.rounds[2].verify_milliseconds) > 0
+    manifest = load_manifest(cut)
+    target = replace(manifest.models["target"], source_sha256="0" * 64)
+    another.mkdir()
+    replace(manifest, name="another", build_key="0", models={**manifest.models, "target": target}).write(another)
+    said = refuse_cli("tune", tiny_bundle, another, *asked, *FAST, "-q")
+    assert "another has another target than tiny-bundle: checkpoint target (000000000000) instead of" in said
 
 
 def test_a_stale_profile_is_ignored_with_a_warning(run_cli, tiny_bundle, prompts, cache, tmp_path, caplog):

@@ -226,6 +226,26 @@ def test_phases_do_not_count_the_same_time_twice():
     assert sum(parts) <= wall
 
 
+def test_draft_steps_are_those_of_the_longest_draft_and_reading_prompts_is_apart():
+    draft = make_draft("same")
+    execute = draft.execute
+
+    def takes_a_second(want="logits"):
+        before = draft.engine_seconds
+        output = execute(want)
+        draft.engine_seconds = before + 1.0
+        return output
+
+    draft.execute = takes_a_second
+    decoder = make_decoder(make_target(), draft, 4)
+    run(decoder, [make_sequence(i, p, SamplingParams(max_tokens=n)) for i, (p, n) in enumerate([([1], 6), ([2], 3)])])
+    assert decoder.times.draft_steps == len(draft.calls) == 4  # beside it the shorter draft of one token
+    assert decoder.times.draft_prefill == 0.0
+    run(decoder, [make_sequence(2, [1, 2, 3] * 15, SamplingParams(max_tokens=6))])
+    assert decoder.times.draft_steps == 8
+    assert decoder.times.draft_prefill == len(draft.calls) - 8 > 0
+
+
 def test_cancel_frees_every_row():
     decoder = make_decoder(make_target(2), make_draft("good", 2), 4)
     sequences = [make_sequence(i, p, SamplingParams(max_tokens=40)) for i, p in enumerate(PROMPTS)]

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from specexport_runtime import user_cache
-from specexport_runtime.costs.tune_profile import TuneCell, TuneProfile, default_path, load_profile
+from specexport_runtime.costs.tune_profile import TuneCell, TuneProfile, TuneRounds, default_path, load_profile
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.machine import machine_key
@@ -15,7 +15,14 @@ from specexport_runtime.machine import machine_key
 
 def make_profile(**values):
     cells = [
-        TuneCell("lookup", 1, 0, 8, {0: 100.0, 8: 150.5}),
+        TuneCell(
+            "lookup",
+            1,
+            0,
+            8,
+            {0: 100.0, 8: 150.5},
+            {0: TuneRounds(None, None, None, 9.5), 8: TuneRounds(0.5, 4.25, 0.01, 11.0)},
+        ),
         TuneCell("lookup", 1, 1024, 4, {0: 90.0, 4: 120.0}),
         TuneCell("lookup", 8, 0, 2, {0: 400.0, 2: 410.0}),
         TuneCell("lookup", 4, 0, 3, {0: 300.0, 3: 350.0}),
@@ -66,6 +73,19 @@ def test_below_the_smallest_context_and_unknown_drafters():
 def test_json_is_exact():
     profile = make_profile()
     assert TuneProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+
+
+def test_older_profiles_say_nothing_of_rounds():
+    data = make_profile().to_json()
+    for cell in data["cells"]:
+        del cell["rounds"]
+    old = TuneProfile.from_json(data)
+    assert not any(cell.rounds for cell in old.cells)
+    assert [cell._replace(rounds={}) for cell in make_profile().cells] == list(old.cells)
+
+
+def test_speedup_is_that_of_the_chosen_k():
+    assert [round(cell.speedup, 3) for cell in make_profile().cells] == [1.505, 1.333, 1.025, 1.167, 1.0]
 
 
 def test_named_file_is_read(bundle, tmp_path, caplog):
@@ -121,7 +141,8 @@ CHANGES = [
 ]  # fmt: skip
 CELL_CHANGES = [
     ("drafter", "psychic"), ("batch_size", 0), ("context", -1), ("lookahead", -2), ("lookahead", None),
-    ("lookahead", "x"), ("tokens_per_second", [1]), ("tokens_per_second", {"x": 1}),
+    ("lookahead", "x"), ("tokens_per_second", [1]), ("tokens_per_second", {"x": 1}), ("rounds", [1]),
+    ("rounds", {"2": {}}), ("rounds", {"2": {"acceptance_rate": "x"}}),
 ]  # fmt: skip
 
 

@@ -22,6 +22,23 @@ _FORM = "give a file that `specexport tune` wrote."
 _log = logging.getLogger(__name__)
 
 
+class TuneRounds(NamedTuple):
+    """What the rounds of one K were like, over all repeats; milliseconds are medians.
+
+    Attributes:
+        acceptance_rate: accepted over drafted tokens; None if nothing was drafted.
+        mean_accepted_length: tokens of a round with a draft, the target's own included; None without one.
+        draft_milliseconds: of one draft step: one more draft token of every sequence. What the draft model spent on
+            reading prompts is left out; None without a draft.
+        verify_milliseconds: of the target's step in a round; None without a round.
+    """
+
+    acceptance_rate: float | None
+    mean_accepted_length: float | None
+    draft_milliseconds: float | None
+    verify_milliseconds: float | None
+
+
 class TuneCell(NamedTuple):
     """What was measured for one drafter at one batch size and context.
 
@@ -31,6 +48,7 @@ class TuneCell(NamedTuple):
         context: least prompt length, tokens.
         lookahead: the K that was fastest; 0 is plain decoding.
         tokens_per_second: of every K that was tried, 0 (plain decoding) included: medians.
+        rounds: what the rounds of each of them were like; empty in older profiles.
     """
 
     drafter: str
@@ -38,6 +56,12 @@ class TuneCell(NamedTuple):
     context: int
     lookahead: int
     tokens_per_second: Mapping[int, float]
+    rounds: Mapping[int, TuneRounds] = {}
+
+    @property
+    def speedup(self) -> float:
+        """Of the chosen K over plain decoding."""
+        return self.tokens_per_second[self.lookahead] / self.tokens_per_second[0]
 
 
 @dataclass(frozen=True)
@@ -50,7 +74,8 @@ class TuneProfile:
         machine: which machine, as ``user_cache.machine_key`` says.
         date: when it was measured, ISO 8601.
         command: the command line that made it.
-        settings: what else it was measured with (threads, tokens, repeats, prompts): for people.
+        settings: what else it was measured with (threads, tokens, repeats, prompts), what draft model the bundle has,
+            and how many texts were equal to plain decoding's: for people.
         cells: one for each drafter, batch size and context.
     """
 
@@ -98,6 +123,7 @@ class TuneProfile:
                 {
                     **cell._asdict(),
                     "tokens_per_second": {str(k): rate for k, rate in sorted(cell.tokens_per_second.items())},
+                    "rounds": {str(k): rounds._asdict() for k, rounds in sorted(cell.rounds.items())},
                 }
                 for cell in self.cells
             ],
@@ -132,14 +158,20 @@ def _text(data: Mapping[str, Any], name: str) -> str:
 
 def _read_cell(data: Mapping[str, Any]) -> TuneCell:
     rates = {int(k): float(rate) for k, rate in data["tokens_per_second"].items()}
+    rounds = {int(k): _read_rounds(each) for k, each in data.get("rounds", {}).items()}
     cell = TuneCell(
-        _text(data, "drafter"), int(data["batch_size"]), int(data["context"]), int(data["lookahead"]), rates
+        _text(data, "drafter"), int(data["batch_size"]), int(data["context"]), int(data["lookahead"]), rates, rounds
     )
     if not cell.drafter:
         raise ValueError("it names no drafter")
     if cell.batch_size < 1 or cell.context < 0 or cell.lookahead < 0:
         raise ValueError(f"a cell is out of range ({cell})")
     return cell
+
+
+def _read_rounds(data: Mapping[str, Any]) -> TuneRounds:
+    values = {name: data[name] for name in TuneRounds._fields}
+    return TuneRounds(**{name: None if value is None else float(value) for name, value in values.items()})
 
 
 def default_path(bundle: Path, *, writable: bool = False) -> Path | None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 
 from specexport_runtime.decoding.scheduler import Scheduler
 from specexport_runtime.decoding.similarity import measured_step
-from specexport_runtime.drafters.base import Drafter
+from specexport_runtime.drafters.base import Drafter, prefill_seconds_of
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, argmax_ids
 from specexport_runtime.executors.exact_width import room_within
@@ -201,12 +201,13 @@ class Decoder:
 
     def _propose(self, sequences: Seq[Sequence], load: StepLoad | None) -> dict[int, Proposal]:
         """Draft for sequences that get logits in this step; by row."""
-        start = time.perf_counter()
+        start, read_before = time.perf_counter(), prefill_seconds_of(self.drafter)
         if load is not None and self.lengths is not None:
             self.lengths.begin_round(load)
         rooms = [self._room(seq) for seq in sequences]
         proposals = self.drafter.propose(sequences, rooms) if sequences else []
-        self.times.draft += time.perf_counter() - start
+        read = prefill_seconds_of(self.drafter) - read_before
+        self.times.count_draft(time.perf_counter() - start, read, [len(proposal.tokens) for proposal in proposals])
         return {seq.row: proposal for seq, proposal in zip(sequences, proposals, strict=True)}
 
     def _room(self, seq: Sequence) -> int:

@@ -31,6 +31,7 @@ __all__ = [
     "Proposal",
     "SimilarityDrafter",
     "as_similarity",
+    "prefill_seconds_of",
 ]
 
 
@@ -84,6 +85,12 @@ class SimilarityDrafter(Drafter, Protocol):
 def as_similarity(drafter: Drafter) -> SimilarityDrafter | None:
     """``drafter`` if it follows :class:`SimilarityDrafter`; None if not."""
     return drafter if hasattr(drafter, "wants_similarity") else None  # type: ignore[return-value]
+
+
+def prefill_seconds_of(drafter: Drafter) -> float:
+    """Seconds of ``engine_seconds`` in steps that only read prompts; 0 for a drafter that does not say."""
+    seconds: float = getattr(drafter, "prefill_seconds", 0.0)
+    return seconds
 
 
 class CostedDrafter(Drafter, Protocol):

@@ -4,7 +4,13 @@ import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 
-from specexport_runtime.drafters.base import Drafter, DrafterTraits, SimilarityDrafter, as_similarity
+from specexport_runtime.drafters.base import (
+    Drafter,
+    DrafterTraits,
+    SimilarityDrafter,
+    as_similarity,
+    prefill_seconds_of,
+)
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.lookahead.base import DraftLength
@@ -38,6 +44,11 @@ class ChainDrafter:
     def engine_seconds(self) -> float:
         """Seconds spent inside the engines of all drafters since creation."""
         return sum(drafter.engine_seconds for drafter in self.drafters.values())
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Of these, in steps that only read prompts."""
+        return sum(prefill_seconds_of(drafter) for drafter in self.drafters.values())
 
     def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
         """Draft tokens for each sequence; see ``Drafter.propose``.

@@ -54,6 +54,11 @@ class ModelDrafter:
         """Seconds spent inside the draft engine since creation."""
         return self.runner.executor.engine_seconds
 
+    @property
+    def prefill_seconds(self) -> float:
+        """Of these, in steps that only read a prompt, or else what it had not seen."""
+        return self.runner.prefill_seconds
+
     def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
         """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``Drafter.propose``.
 

@@ -93,6 +93,7 @@ class ModelRunner:
     Attributes:
         logit_starts: after a step, where each row's logits begin.
         step_padding: padding tokens that were fed in that step.
+        prefill_seconds: spent inside the engine by :meth:`prefill` since creation.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class ModelRunner:
         self.unpad_input = unpad_input
         self.logit_starts: list[int] = []
         self.step_padding = 0
+        self.prefill_seconds = 0.0
         self._filled: dict[StepShape, tuple[StepBuffers, tuple[tuple[int, int], ...]]] = {}
         self._arange = np.arange(executor.kv_capacity + 1, dtype=np.int64)
 
@@ -188,10 +190,12 @@ class ModelRunner:
 
     def prefill(self, row: int, tokens: Seq[int]) -> None:
         """Feed ``tokens`` to ``row`` in chunks and commit them; their logits are not wanted."""
+        before = self.executor.engine_seconds
         for start in range(0, len(tokens), self.max_chunk):
             chunk = tokens[start : start + self.max_chunk]
             self.step(row, [RowWork(chunk, 1)], "token_ids")
             self.kv.commit(row, self.kv.kv_len(row) + len(chunk))
+        self.prefill_seconds += self.executor.engine_seconds - before
 
     def move_row(self, source: int, destination: int) -> None:
         """Move a sequence's cache to another row."""

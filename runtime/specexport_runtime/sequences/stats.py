@@ -133,23 +133,39 @@ class PhaseTimes:
         prefill: steps that only fed prompts.
         schedule: admission, cache rows, sharing out the token budget.
         draft: proposing (draft engine and draft sampling).
+        draft_prefill: of it, inside the draft model's engine, in steps that only read prompts.
         pack: filling the inputs of the target's steps.
         verify: those steps as a whole, packing left out. A step may carry prompt chunks of other sequences.
         accept: logits processing, acceptance, commit.
         engine: inside engine execution, target and draft together, in the rounds counted by ``rounds``.
         total: those rounds as a whole; total - engine is the runtime's own time.
         rounds: steps in which sequences were verified.
+        draft_steps: draft tokens of the longest draft of each round, summed: steps of an engine that drafts.
     """
 
     prefill: float = 0.0
     schedule: float = 0.0
     draft: float = 0.0
+    draft_prefill: float = 0.0
     pack: float = 0.0
     verify: float = 0.0
     accept: float = 0.0
     engine: float = 0.0
     total: float = 0.0
     rounds: int = 0
+    draft_steps: int = 0
+
+    def count_draft(self, seconds: float, prefill: float, tokens: Seq[int]) -> None:
+        """Count what was drafted for a round.
+
+        Args:
+            seconds: what it took.
+            prefill: of it, inside the draft model's engine, in steps that only read prompts.
+            tokens: length of each sequence's draft.
+        """
+        self.draft += seconds
+        self.draft_prefill += prefill
+        self.draft_steps += max(tokens, default=0)
 
     def count_step(self, start: float, executed: float, engine: float, *, is_round: bool) -> None:
         """Count a step of the target that ends now.

@@ -1,0 +1,85 @@
+"""One run of ``specexport tune``: measure, make a profile of each bundle, and pick a draft where there are several."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from specexport.bench.subject import Subject
+from specexport.progress import Progress
+from specexport.tune.compare import Pick, pick_draft
+from specexport.tune.measure import Tuner
+from specexport.tune.options import TuneOptions
+from specexport.tune.texts import TextCheck
+from specexport_runtime.costs.tune_profile import TuneProfile
+from specexport_runtime.machine import machine_key
+
+SCHEMA = "specexport.tune-comparison/1"
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What was found.
+
+    Attributes:
+        profiles: one for each bundle, by the bundles' names.
+        checks: of the texts of each.
+        pick: the best draft; None for a single bundle.
+    """
+
+    profiles: Mapping[str, TuneProfile]
+    checks: Mapping[str, TextCheck]
+    pick: Pick | None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form: the profile of a single bundle; of several, all of them and the pick."""
+        profiles = {name: profile.to_json() for name, profile in self.profiles.items()}
+        if self.pick is None:
+            return next(iter(profiles.values()))
+        return {"schema": SCHEMA, "profiles": profiles, "pick": self.pick.to_json()}
+
+
+def run_tune(
+    subjects: Mapping[str, Subject],
+    texts: Seq[str],
+    options: TuneOptions,
+    progress: Progress | None = None,
+    *,
+    command: Seq[str] = (),
+    settings: Mapping[str, Any],
+) -> TuneResult:
+    """Measure everything that ``options`` asks for.
+
+    Args:
+        subjects: the bundles by their names, one or more with the same target.
+        texts: prompts.
+        options: what to measure.
+        progress: called before each run.
+        command: the command line, for the record.
+        settings: what else it is measured with, for the record.
+
+    Raises:
+        SpecexportError: loading or decoding failed.
+    """
+    tuner = Tuner(subjects, texts, options, progress)
+    measured = tuner.run()
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    common = {"tokens": options.tokens, "repeats": options.repeats, "num_prompts": options.num_prompts, **settings}
+    profiles = {
+        name: TuneProfile(
+            bundle=subject.name,
+            build_key=subject.details["build_key"],
+            machine=machine_key(),
+            date=date,
+            command=tuple(command),
+            settings={
+                **common,
+                "draft": subject.details["models"].get("draft"),
+                "texts": tuner.checks[name].to_json(),
+            },
+            cells=measured[name],
+        )
+        for name, subject in subjects.items()
+    }
+    return TuneResult(profiles, tuner.checks, pick_draft(measured) if len(subjects) > 1 else None)
