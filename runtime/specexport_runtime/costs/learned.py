@@ -22,7 +22,8 @@ _T = TypeVar("_T")
 WRONG = 1.2
 """A ratio is mended when it is off by this factor."""
 _MEMORY = 0.97  # weight that is left of a round after the next
-_FIRST = 8.0  # rounds (they fade) before a ratio that is a little off is mended; one that is far off needs fewer
+_FIRST = 8.0  # rounds before a ratio that is a little off is mended; that of a drafter which is far off needs fewer
+_ENOUGH = _FIRST * _MEMORY**_FIRST  # the same: they fade
 _FAR, _FEW = 2.0, 2.8
 _VARIED = 0.01  # relative variance of draft lengths that suffices
 _CERTAIN = 4.0  # standard errors that a ratio must be off by
@@ -281,18 +282,18 @@ class LearnedCosts:
             found = _within(slope.ratio)
             is_certain = abs(found - used) > _CERTAIN * slope.error
             extra = found if is_certain else used
-            self._note(_EXTRA, size, extra, used, steps.line.sums.rounds)
+            self._note(_EXTRA, size, extra, used, steps.line.sums.rounds, few=_ENOUGH)
         for drafter, faded in steps.pairs.items():
             pairs = faded.sums
             beside = pairs.target / (pairs.base + extra * pairs.extra)
             ratio = _within(pairs.taken / pairs.promised / beside)
             self._note(drafter, size, ratio, self._ratio(drafter, 1 << (size - 1)), pairs.rounds)
 
-    def _note(self, name: str, size: int, ratio: float, used: float, rounds: float) -> None:
+    def _note(self, name: str, size: int, ratio: float, used: float, rounds: float, few: float = _FEW) -> None:
         off = max(ratio / used, used / ratio)
         # What was never seen here is kept even if it was believed: the next life need not find out again.
-        is_new = not self._is_measured and name not in self._ratios and rounds >= _FIRST * _MEMORY**_FIRST
-        if is_new or (off > WRONG and rounds >= (_FEW if off > _FAR else _FIRST * _MEMORY**_FIRST)):
+        is_new = not self._is_measured and name not in self._ratios and rounds >= _ENOUGH
+        if is_new or (off > WRONG and rounds >= (few if off > _FAR else _ENOUGH)):
             self._due[name, size] = ratio
         else:
             self._due.pop((name, size), None)

@@ -93,7 +93,7 @@ class GoodputLength:
         self._draft_seconds: dict[str, tuple[float, float]] = {}
         self._copies: dict[tuple[Sequence, str], list[float]] = {}
         """For a trace: how likely each token of a copy that was found in this round is to be accepted."""
-        self._seen_sizes: set[tuple[str, int]] = set()
+        self._seen_sizes: set[tuple[str, int, int]] = set()
 
     def begin_round(self, load: StepLoad) -> None:
         """See ``DraftLength.begin_round``."""
@@ -289,7 +289,7 @@ class GoodputLength:
         """See ``DraftLength.took``."""
         load = self._load
         watched = (self._watching or self._draft_seconds) and not load.prompt_tokens
-        if watched and self._is_known_size("", load.num_rows):
+        if watched and self._is_known_size("", load.num_rows, drafted.bit_length()):
             base = self._times.with_drafts(load, 0)
             extra = self._times.with_drafts(load, drafted) - base
             self._learned.observe(RoundSeconds(load.num_rows, base, extra, seconds, dict(self._draft_seconds)))
@@ -300,11 +300,11 @@ class GoodputLength:
             self._times.forget()
             self._plain = PlainSpell()
 
-    def _is_known_size(self, name: str, rows: int) -> bool:
-        """Whether steps of so many rows were seen before: the first one touches new memory, and tells nothing."""
-        if (name, rows) in self._seen_sizes:
+    def _is_known_size(self, name: str, rows: int, width: int = 0) -> bool:
+        """Whether steps of such a size were seen before: the first one touches new memory, and tells nothing."""
+        if (name, rows, width) in self._seen_sizes:
             return True
-        self._seen_sizes.add((name, rows))
+        self._seen_sizes.add((name, rows, width))
         return False
 
     def observe(self, sequence: "Sequence", proposal: Proposal, accepted: int, *, rejected: bool) -> None:
