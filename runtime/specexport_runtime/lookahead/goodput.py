@@ -42,6 +42,9 @@ promises nearly as much as plain decoding, at the acceptance that is guessed."""
 _MARGIN = 0.02
 """Drafting must promise so much more than plain decoding: cost curves are no better than that."""
 
+_WORTH_READING = 0.1
+"""The same before a draft model reads a sequence while a batch fills: what is read in vain is lost."""
+
 _WATCHED, _WATCH_EVERY = 64, 4
 """So many rounds of an engine are compared with the curves, later every fourth: it takes a tenth of a millisecond."""
 
@@ -233,14 +236,14 @@ class GoodputLength:
         if self._full is None or stage.known or not self._known[drafter].traits.has_own_cache:
             return False
         plain = 1.0 / self._times.target(self._full, 0, 0)[0]
-        return not any(
-            rate > (1 + _MARGIN) * plain for _, rate in self._promised(drafter, seq, stage, most, self._full)
-        )
+        promised = self._promised(drafter, seq, stage, most, self._full)
+        return not any(rate > (1 + _WORTH_READING) * plain for _, rate in promised)
 
     def _is_promising(self, drafter: str, seq: "Sequence", stage: StageMemory, most: int) -> bool:
         """Whether a drafter that is not known yet may well pay; others are tried in probes only."""
-        plain = 1.0 / self._times.target(self._load, 0, 0)[0]
-        rates = (rate for _, rate in self._promised(drafter, seq, stage, min(most, _SCOUT_LOOKAHEAD)))
+        load = self._full or self._load
+        plain = 1.0 / self._times.target(load, 0, 0)[0]
+        rates = (rate for _, rate in self._promised(drafter, seq, stage, min(most, _SCOUT_LOOKAHEAD), load))
         return any(rate > _PROMISING * plain for rate in rates)
 
     def promises(self, sequence: "Sequence", asked: Seq[Asked]) -> tuple[Promise, ...]:

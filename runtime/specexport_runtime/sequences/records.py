@@ -85,9 +85,9 @@ class StepLoad(NamedTuple):
         return self.num_tokens - self.num_rows
 
     def when_full(self) -> "StepLoad | None":
-        """The step that follows when all prompts have been read; None if that is no larger than this one."""
-        rows = self.num_soon
-        if rows <= self.num_ready:
+        """The step that follows when all prompts have been read; None if this is one of that kind."""
+        rows = max(self.num_soon, self.num_rows)
+        if rows == self.num_ready and not self.prompt_tokens:
             return None
         return StepLoad(rows, rows, rows, self.kv_entries * rows // self.num_rows)
 
