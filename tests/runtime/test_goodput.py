@@ -304,6 +304,17 @@ def test_a_draft_model_reads_nothing_that_pays_only_until_other_prompts_are_read
     assert drafts(16, per_token=0.01) > 0
 
 
+def test_a_step_that_reads_prompts_makes_no_draft_look_cheap():
+    lengths = goodput_length(curves(0.2, per_token=0.5), LOOKAHEAD)
+    sequences = make_sequences(16, ["draft-model"], prompt=60)
+    for seq in sequences:
+        seq.tokens.append(1)
+    entries = sum(len(seq.tokens) for seq in sequences)
+    lengths.begin_round(StepLoad(16, 400, 16, entries, 16))  # of 400 tokens, some more are hardly felt
+    assert not any(each.lookahead for each in lengths.allow("draft-model", sequences, [LOOKAHEAD] * 16))
+    assert StepLoad(2, 30, 2, 60, 2).when_full() == StepLoad(2, 2, 2, 60)
+
+
 def test_a_step_knows_how_many_rows_will_decode_soon():
     loads = []
 
