@@ -16,11 +16,15 @@ TEMPLATE = "{{ bos_token }} {% for m in messages %}{{ m['content'] }} {% endfor 
 HELLO = [{"role": "user", "content": "w3 w4"}]
 
 
-@pytest.fixture
-def engine():
+def open_engine():
     engine = make_engine(chat_template=TEMPLATE, special_tokens={"bos_token": "w16"})
     engine.tokenizer.post_processor = TemplateProcessing(single="w16 $A", special_tokens=[("w16", BOS)])
     return engine
+
+
+@pytest.fixture
+def engine():
+    return open_engine()
 
 
 def test_the_beginning_of_sequence_is_there_once(engine):
@@ -34,10 +38,10 @@ def test_a_template_that_writes_none_gets_none(engine):
     assert engine.encode_chat(HELLO) == [3, 4]
 
 
-def test_generate_chat_feeds_those_tokens(engine, monkeypatch, tmp_path):
+def test_generate_chat_feeds_those_tokens(monkeypatch, tmp_path):
     from specexport_runtime.cli.command import runtime_cli
 
-    monkeypatch.setattr(SpecEngine, "load", lambda *_, **__: engine)
+    monkeypatch.setattr(SpecEngine, "load", lambda *_, **__: open_engine())
     wanted = greedy_reference(make_target(), [BOS, 3, 4], 6)
     arguments = ["generate", str(tmp_path), "w3 w4", "--chat", "--max-tokens", "6", "--max-num-seqs", "1"]
     as_json = CliRunner().invoke(runtime_cli, [*arguments, "--json"], catch_exceptions=False)
