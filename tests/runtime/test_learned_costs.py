@@ -118,6 +118,16 @@ def test_hiccups_say_nothing_unless_they_last():
     assert learned.level(1) == pytest.approx(0.5, rel=0.05)
 
 
+def test_times_decide_nothing_about_lengths():
+    calm, busy = (LearnedCosts(is_measured=False) for _ in range(2))
+    for step in range(80):
+        widths = (0,) if step < 20 else (4,)  # who begins to draft meets a machine that is busy
+        for learned, load in ((calm, 1.0), (busy, 50.0 if 20 <= step < 27 else 1.0)):
+            rounds(learned, 1, widths=widths, seed=step, load=lambda i, load=load: load)
+        assert calm.is_unknown("draft-model") == busy.is_unknown("draft-model")
+        assert calm.wants_shorter(1) == busy.wants_shorter(1)
+
+
 def test_a_slower_machine_is_no_other_ratio():
     learned = LearnedCosts()
     rounds(learned, 100, load=lambda i: 1.0 + i / 100)

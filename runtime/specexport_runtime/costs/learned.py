@@ -96,18 +96,13 @@ class _Line(NamedTuple):
     dxy: float = 0.0
     dyy: float = 0.0
 
-    @property
-    def is_varied(self) -> bool:
-        """Whether steps that follow one another had different numbers of draft tokens."""
-        return self.dxx * self.rounds > 2 * _VARIED * self.x**2
-
     def level(self, ratio: float) -> float:
         """Real seconds of a plain step over the curve's, if draft tokens take ``ratio`` times the curve's."""
         return self.y / (self.rounds + ratio * self.x)
 
     def slope(self) -> _Slope | None:
         """What the differences say; None if they say nothing."""
-        if not self.is_varied or self.rounds < 1:
+        if self.rounds < 1 or not _is_varied(self.rounds, self.x, self.dxx):
             return None
         slope = self.dxy / self.dxx
         level = (self.y - slope * self.x) / self.rounds
@@ -122,7 +117,20 @@ class _Line(NamedTuple):
         return self.rounds >= _FIRST and y > _HICCUP * self.level(ratio) * (1 + ratio * x)
 
 
-_Sums = TypeVar("_Sums", _Pairs, _Line)
+class _Lengths(NamedTuple):
+    """Sums over all steps of one size, whatever they took: what may decide about drafts that are still to be tested."""
+
+    rounds: float = 0.0
+    x: float = 0.0
+    dxx: float = 0.0
+
+
+def _is_varied(rounds: float, x: float, dxx: float) -> bool:
+    """Whether steps that follow one another had different numbers of draft tokens."""
+    return dxx * rounds > 2 * _VARIED * x**2
+
+
+_Sums = TypeVar("_Sums", _Pairs, _Line, _Lengths)
 
 
 @dataclass
@@ -144,11 +152,13 @@ class _Faded(Generic[_Sums]):
 
 @dataclass
 class _Steps:
-    """Rounds of one size; ``last`` is x and y of the newest."""
+    """Rounds of one size; ``last`` is x and y of the newest that counted, ``last_x`` of the newest."""
 
+    lengths: _Faded[_Lengths] = field(default_factory=lambda: _Faded(_Lengths()))
     line: _Faded[_Line] = field(default_factory=lambda: _Faded(_Line()))
     pairs: dict[str, _Faded[_Pairs]] = field(default_factory=dict)
     last: tuple[float, float] | None = None
+    last_x: float | None = None
     same: int = 0
 
 
@@ -176,6 +186,7 @@ class LearnedCosts:
         self.version = 0
         self._is_measured = is_measured
         self._steps: dict[int, _Steps] = {}
+        self._seen: dict[str, int] = {}
         self._ratios: dict[str, dict[int, float]] = _read(known)
         self._due: dict[tuple[str, int], float] = {}
         self._keep, self._clock, self._kept, self._is_kept = keep, clock, -math.inf, True
@@ -204,8 +215,7 @@ class LearnedCosts:
         """Whether nobody has seen on this machine what a drafter's steps cost."""
         if self._is_measured or drafter in self._ratios:
             return False
-        seen = (each.pairs[drafter].sums for each in self._steps.values() if drafter in each.pairs)
-        return all(pairs.rounds < _FEW for pairs in seen)
+        return self._seen.get(drafter, 0) < _FEW
 
     def wants_shorter(self, num_rows: int) -> bool:
         """Whether a shorter draft would tell something: all steps of this size had the same number of draft tokens.
@@ -216,8 +226,8 @@ class LearnedCosts:
         steps = self._steps.get(_size(num_rows))
         if steps is None:
             return False
-        line = steps.line.sums
-        if not line.x or line.is_varied:
+        lengths = steps.lengths.sums
+        if not lengths.x or _is_varied(*lengths):
             return False
         steps.same += 1
         return steps.same in _EARLY or not steps.same % _SELDOM
@@ -228,6 +238,12 @@ class LearnedCosts:
         steps = self._steps.setdefault(size, _Steps())
         used = self.extra_ratio(taken.num_rows)
         x, y = taken.extra / taken.base, taken.target / taken.base
+        # Whether a step took too long must not show in what decides about lengths, so that is counted first.
+        dx = x - (x if steps.last_x is None else steps.last_x)
+        steps.lengths.add((1.0, x, dx * dx), is_far=False)
+        steps.last_x = x
+        for drafter in taken.drafts:
+            self._seen[drafter] = self._seen.get(drafter, 0) + 1
         before = steps.last or (x, y)
         dx, dy = x - before[0], y - before[1]
         if not steps.line.add((1.0, x, y, dx * dx, dx * dy, dy * dy), is_far=steps.line.sums.is_far(used, x, y)):
