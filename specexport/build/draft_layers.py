@@ -69,8 +69,9 @@ def cut_pieces(
     """
     from tokenizers import Tokenizer
 
-    first = Tokenizer.from_buffer(tokenizer_json).encode("").ids[:1]
-    ids = np.concatenate(list(tokenize(texts, tokenizer_json)))
+    tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    first = tokenizer.encode("").ids[:1]
+    ids = np.concatenate(list(tokenize(texts, tokenizer)))
     ids = ids[ids < vocab_size]
     if not ids.size:
         raise RecipeError("draft_vocab_texts has no token that the draft knows.", "give texts like those it will read.")

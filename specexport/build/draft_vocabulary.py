@@ -11,13 +11,16 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from specexport_runtime.cli.prompts import json_lines, read_text
 from specexport_runtime.errors import InvalidRequestError, RecipeError
 from specexport_runtime.executors.base import Int32Array, Int64Array
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _FIELDS = ("text", "prompt", "reference")
 _FORM = 'give UTF-8 text, or JSON lines like {"text": "…"} in a file that ends in .jsonl.'
@@ -99,16 +102,8 @@ def _texts_of(record: dict[str, Any], where: str) -> Iterator[str]:
         yield value
 
 
-def tokenize(texts: Seq[str], tokenizer_json: bytes) -> Iterator[Int64Array]:
-    """Token ids of each text, int64, without special tokens.
-
-    Args:
-        texts: the texts.
-        tokenizer_json: content of a ``tokenizer.json``.
-    """
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_buffer(tokenizer_json)
+def tokenize(texts: Seq[str], tokenizer: "Tokenizer") -> Iterator[Int64Array]:
+    """Token ids of each text, int64, without special tokens."""
     for start in range(0, len(texts), _BATCH):
         for encoded in tokenizer.encode_batch(list(texts[start : start + _BATCH]), add_special_tokens=False):
             yield np.array(encoded.ids, np.int64)
@@ -162,7 +157,7 @@ def choose_head_ids(
             f"give {len(kept)} or more; a few thousand are usual.",
         )
     counts = np.zeros(vocab_size, np.int64)
-    for ids in tokenize(cut.texts, tokenizer_json):
+    for ids in tokenize(cut.texts, tokenizer):
         counts += np.bincount(ids[ids < vocab_size], minlength=vocab_size)
     counts[kept] = np.iinfo(np.int64).max
     likeliest = np.argsort(-counts, kind="stable")[: cut.size]  # stable: the lower id first on a tie

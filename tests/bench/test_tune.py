@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
-from tune_fakes import open_fake
+from tune_fakes import fake_bundles
 
 from specexport.cli import main
 from specexport.tune.measure import choose_lookahead, fit_prompt
@@ -22,12 +22,7 @@ def prompts(tmp_path):
 @pytest.fixture
 def log(monkeypatch, tmp_path):
     """What was asked of the fake engines that stand for any bundle, which is only a folder."""
-    asked = []
-    monkeypatch.setattr(
-        "specexport.bench.subject.open_subject", lambda *args, **given: open_fake(asked, *args, **given)
-    )
-    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
-    return asked
+    return fake_bundles(monkeypatch, tmp_path / "cache")
 
 
 def run(*arguments):

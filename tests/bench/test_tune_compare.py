@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from tune_fakes import TARGET, open_fake
+from tune_fakes import TARGET, fake_bundles, open_fake
 
 from specexport.bench.records import RunRecord
 from specexport.cli import main
@@ -25,14 +25,9 @@ SMALL = ["--batch-sizes", "2", "--contexts", "4,8", "--lookaheads", "2,4", "--to
 @pytest.fixture
 def log(monkeypatch, tmp_path):
     """What was asked of the fake engines; the bundles are folders with the names that ``tune_fakes`` explains."""
-    asked = []
-    monkeypatch.setattr(
-        "specexport.bench.subject.open_subject", lambda *args, **given: open_fake(asked, *args, **given)
-    )
-    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.jsonl").write_text('{"prompt": "w1 w2 w3"}\n{"prompt": "w4 w5 w6 w4 w5"}\n')
-    return asked
+    return fake_bundles(monkeypatch, tmp_path / "cache")
 
 
 def run(*arguments):
