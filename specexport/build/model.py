@@ -112,7 +112,10 @@ def build_model(
             reference = reference._replace(logits=[logits[:, head_ids] for logits in reference.logits])
         if recipe.check and recipe.dtype == "float16":
             _refuse_overflow(checkpoint, reference)
-    fields = _compile(recipe, checkpoint, source.role, folder=folder, clock=clock, dump_dir=dump_dir, head_ids=head_ids)
+    fields = _step_sizes(checkpoint, head_ids)
+    fields |= _compile(
+        recipe, checkpoint, source.role, folder=folder, clock=clock, dump_dir=dump_dir, head_ids=head_ids
+    )
     if head_ids is not None:
         np.save(folder / HEAD_IDS_NAME, head_ids, allow_pickle=False)
         fields |= {"head_ids_path": HEAD_IDS_NAME, "num_head_ids": len(head_ids)}
@@ -141,6 +144,17 @@ def build_model(
         eos_token_ids=tuple(checkpoint.eos_token_ids),
         check=found,
     )
+
+
+def _step_sizes(checkpoint: Any, head_ids: Int32Array | None) -> dict[str, Any]:
+    """What a step's cost can be told from, as fields of the manifest entry."""
+    model = checkpoint.model
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    step = checkpoint.num_parameters - (0 if table is head else table.numel())
+    if head_ids is not None:
+        step -= (head.shape[0] - len(head_ids)) * head.shape[1]
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
+    return {"step_parameters": step, "num_heads": heads if isinstance(heads, int) and heads > 0 else None}
 
 
 def _load(recipe: BuildRecipe, source: ModelSource) -> Any:

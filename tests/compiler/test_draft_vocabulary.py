@@ -160,7 +160,11 @@ def test_the_bundle_says_what_its_draft_has(cut_bundle: Path, run_cli: RunCli) -
     ids = np.load(cut_bundle / str(entry.head_ids_path), allow_pickle=False)
     tokenizer = (cut_bundle / "tokenizer.json").read_bytes()
     assert {0, 1, 2} | ids_of(tokenizer, "abcdefgh") <= set(ids.tolist())
-    assert load_manifest(cut_bundle).models["target"].num_head_ids is None
+    target = load_manifest(cut_bundle).models["target"]
+    assert target.num_head_ids is None
+    # Embeddings are only looked up, and what was cut from the LM head multiplies nothing.
+    assert target.num_parameters - target.step_parameters == target.vocab_size * 64
+    assert entry.num_parameters - entry.step_parameters == 300 * 32 + (300 - SIZE) * 32
     assert f"LM head: {SIZE} of 300 tokens" in run_cli("inspect", cut_bundle).output
 
 

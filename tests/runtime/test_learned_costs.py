@@ -107,6 +107,17 @@ def test_chance_and_slow_changes_are_not_taken_for_costs(seed, widths):
     assert all(1 / (2 * WRONG) < ratio < 2 * WRONG for ratio in found)
 
 
+def test_what_curves_of_other_row_counts_get_wrong_is_no_matter_of_draft_tokens():
+    learned = LearnedCosts()
+    for step in range(120):
+        # Only 7 rows draft, and their curve is wrong by a half: plain steps and draft tokens alike.
+        rows_now, wrong, widths = ((4, 1.0, (0,)), (7, 1.5, (1, 4)))[step % 2]
+        for i in range(3):
+            rounds(learned, 1, rows=rows_now, widths=widths, seed=3 * step + i, load=lambda _, wrong=wrong: wrong)
+        learned.adopt()
+        assert 1 / WRONG < learned.extra_ratio(7) < WRONG
+
+
 def test_hiccups_say_nothing_unless_they_last():
     learned = LearnedCosts()
     rounds(learned, 100)

@@ -49,7 +49,14 @@ ENTRY = ModelEntry(
     gate_obstacle="tied",
     quantize="int8",
 )
-DRAFT = replace(ENTRY, head_ids_path="draft/head_ids.npy", num_head_ids=120, dropped_layers=((2, 0.75), (0, -1.0)))
+DRAFT = replace(
+    ENTRY,
+    head_ids_path="draft/head_ids.npy",
+    num_head_ids=120,
+    dropped_layers=((2, 0.75), (0, -1.0)),
+    step_parameters=900,
+    num_heads=4,
+)
 FILES = (
     "draft/head_ids.npy",
     "target/model.onnx",
@@ -260,6 +267,8 @@ def older(schema):
     if schema < 5:
         del data["max_num_seqs"], data["max_num_tokens"]
     for entry in data["models"].values():
+        if schema < 8:
+            del entry["step_parameters"], entry["num_heads"]
         if schema < 7:
             del entry["dropped_layers"]
         if schema < 6:
@@ -281,6 +290,7 @@ def test_manifests_of_every_schema_load(tmp_path, schema):
     assert manifest.schema_version == schema
     assert manifest.models["target"].one_token_path == (ENTRY.one_token_path if schema >= 4 else None)
     assert manifest.models["draft"].head_size == (120 if schema >= 6 else 300)
+    assert manifest.models["draft"].step_parameters == (DRAFT.step_parameters if schema >= 8 else None)
     assert manifest.models["draft"].kept_layers == ((1,) if schema >= 7 else (0,))
     assert manifest.models["target"].engines == (ENTRY.engines if schema >= 3 else ())
 

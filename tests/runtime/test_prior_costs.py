@@ -20,7 +20,7 @@ def costs(entries, *, on_gpu=False):
 def test_a_draft_costs_by_its_size(entries):
     found = costs(entries)
     share = found.drafters["draft-model"].seconds(1, 1) / found.target.seconds(1, 1)
-    sizes = entries["draft"].num_parameters / entries["target"].num_parameters
+    sizes = entries["draft"].step_parameters / entries["target"].step_parameters
     assert 0.3 * sizes < share < 1
     assert share < 0.5
 
@@ -45,3 +45,29 @@ def test_a_target_of_fixed_layers_prices_its_own_drafts(entries):
     found = costs({"target": fixed})
     assert 0.5 < found.drafters["self"].seconds(1, 1) / found.target.seconds(1, 1) < 1
     assert not costs({"target": entries["target"]}).drafters
+
+
+def test_what_is_only_looked_up_costs_nothing(entries):
+    target = replace(entries["target"], num_parameters=10**9, step_parameters=6 * 10**8)
+    smaller = replace(target, num_parameters=6 * 10**8)
+    older = replace(target, step_parameters=None)
+    ones = [costs({"target": entry}).target.seconds(1, 1) for entry in (target, smaller, older)]
+    assert ones[0] == ones[1] < 0.7 * ones[2]
+
+
+def test_each_head_reads_the_keys_of_its_group_on_a_cpu_only(entries):
+    few, many = (replace(entries["target"], num_heads=heads) for heads in (1, 24))
+
+    def entry_seconds(entry, *, on_gpu):
+        target = costs({"target": entry}, on_gpu=on_gpu).target
+        return target.seconds(1, 1, 1000) - target.seconds(1, 1, 0)
+
+    on_cpu, on_gpu = (entry_seconds(many, on_gpu=gpu) / entry_seconds(few, on_gpu=gpu) for gpu in (False, True))
+    assert on_cpu > 3
+    assert on_gpu < on_cpu / 2
+
+
+def test_more_tokens_of_a_row_multiply_with_its_cache(entries):
+    target = costs(entries).target
+    grown = [target.seconds(tokens, 1, 1000) - target.seconds(tokens, 1, 0) for tokens in (1, 5)]
+    assert grown[1] > 1.5 * grown[0]

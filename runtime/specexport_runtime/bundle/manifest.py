@@ -32,12 +32,12 @@ from specexport_runtime.bundle.rules import (
 )
 from specexport_runtime.errors import BundleError, IncompatibleError
 
-SCHEMA_VERSION = 7
-READABLE_SCHEMAS = (2, 3, 4, 5, 6, 7)
+SCHEMA_VERSION = 8
+READABLE_SCHEMAS = (2, 3, 4, 5, 6, 7, 8)
 """Version 3 added the fields of engines that are built for a GPU, version 4 those of self-drafting and quantization,
 version 5 the defaults for loading, and engines that are stored as a difference, version 6 those of a cut LM head,
-version 7 the layers that a draft was built without. An older manifest is one without them. Version 5 also renamed
-some."""
+version 7 the layers that a draft was built without, version 8 what a step's cost can be told from. An older manifest is
+one without them. Version 5 also renamed some."""
 _RENAMED = {"full_path": "one_token_path", "full_inputs": "one_token_inputs"}
 MANIFEST_NAME = "manifest.json"
 DEFAULT_NUM_SEQS = 8
@@ -114,6 +114,9 @@ class ModelEntry:
         num_head_ids: N, how many those are.
         dropped_layers: layers of its checkpoint that a draft was built without, in the order in which they were chosen:
             number, and mean cosine of input and output (-1 to 1). Empty where it has all.
+        step_parameters: parameters that a step multiplies with each of its tokens: without an embedding that is only
+            looked up, and without what an LM head was cut by. None in older bundles.
+        num_heads: query heads of an attention layer; None in older bundles, and where the checkpoint does not say.
     """
 
     path: str
@@ -146,6 +149,8 @@ class ModelEntry:
     head_ids_path: str | None = None
     num_head_ids: int | None = None
     dropped_layers: tuple[tuple[int, float], ...] = ()
+    step_parameters: int | None = None
+    num_heads: int | None = None
 
     @property
     def head_size(self) -> int:
@@ -315,6 +320,8 @@ _ENTRY_RULES = _rules_of(
     head_ids_path=optional(inner_path),
     num_head_ids=optional(whole(1, 1 << 24)),
     dropped_layers=list_of(tuple_of(_COUNT, number(-1, 1))),
+    step_parameters=optional(_COUNT),
+    num_heads=optional(whole(1, 1 << 16)),
 )
 
 

@@ -24,7 +24,8 @@ WRONG = 1.2
 _MEMORY = 0.97  # weight that is left of a round after the next
 _FIRST = 8.0  # rounds before a ratio that is a little off is mended; that of a drafter which is far off needs fewer
 _ENOUGH = _FIRST * _MEMORY**_FIRST  # the same: they fade
-_FAR, _FEW = 2.0, 2.8
+_FAR, _FEW, _FEW_READINGS = 2.0, 4.6, 2.8  # readings are long, and seldom
+_SEEN = 3
 _VARIED = 0.01  # relative variance of draft lengths that suffices
 _CERTAIN = 4.0  # standard errors that a ratio must be off by
 _GUESSED_NOISE, _GUESSES = 0.15, 4.0
@@ -152,13 +153,18 @@ class _Faded(Generic[_Sums]):
 
 @dataclass
 class _Steps:
-    """Rounds of one size; ``last`` is x and y of the newest that counted, ``last_x`` of the newest."""
+    """Rounds of one size.
+
+    ``last`` is x and y of the newest that counted, ``last_x`` that of the newest; None after a change of ``rows``: what
+    curves of other row counts get wrong is no matter of draft tokens.
+    """
 
     lengths: _Faded[_Lengths] = field(default_factory=lambda: _Faded(_Lengths()))
     line: _Faded[_Line] = field(default_factory=lambda: _Faded(_Line()))
     pairs: dict[str, _Faded[_Pairs]] = field(default_factory=dict)
     last: tuple[float, float] | None = None
     last_x: float | None = None
+    rows: int = 0
     same: int = 0
 
 
@@ -215,7 +221,7 @@ class LearnedCosts:
         """Whether nobody has seen on this machine what a drafter's steps cost."""
         if self._is_measured or drafter in self._ratios:
             return False
-        return self._seen.get(drafter, 0) < _FEW
+        return self._seen.get(drafter, 0) < _SEEN
 
     def wants_shorter(self, num_rows: int) -> bool:
         """Whether a shorter draft would tell something: all steps of this size had the same number of draft tokens.
@@ -239,6 +245,8 @@ class LearnedCosts:
         used = self.extra_ratio(taken.num_rows)
         x, y = taken.extra / taken.base, taken.target / taken.base
         # Whether a step took too long must not show in what decides about lengths, so that is counted first.
+        if steps.rows != taken.num_rows:
+            steps.rows, steps.last, steps.last_x = taken.num_rows, None, None
         dx = x - (x if steps.last_x is None else steps.last_x)
         steps.lengths.add((1.0, x, dx * dx), is_far=False)
         steps.last_x = x
@@ -298,14 +306,15 @@ class LearnedCosts:
             found = _within(slope.ratio)
             is_certain = abs(found - used) > _CERTAIN * slope.error
             extra = found if is_certain else used
-            self._note(_EXTRA, size, extra, used, steps.line.sums.rounds, few=_ENOUGH)
+            self._note(_EXTRA, size, extra, used, steps.line.sums.rounds, _ENOUGH)
         for drafter, faded in steps.pairs.items():
             pairs = faded.sums
             beside = pairs.target / (pairs.base + extra * pairs.extra)
             ratio = _within(pairs.taken / pairs.promised / beside)
-            self._note(drafter, size, ratio, self._ratio(drafter, 1 << (size - 1)), pairs.rounds)
+            few = _FEW_READINGS if drafter.endswith(_READING) else _FEW
+            self._note(drafter, size, ratio, self._ratio(drafter, 1 << (size - 1)), pairs.rounds, few)
 
-    def _note(self, name: str, size: int, ratio: float, used: float, rounds: float, few: float = _FEW) -> None:
+    def _note(self, name: str, size: int, ratio: float, used: float, rounds: float, few: float) -> None:
         off = max(ratio / used, used / ratio)
         # What was never seen here is kept even if it was believed: the next life need not find out again.
         is_new = not self._is_measured and name not in self._ratios and rounds >= _ENOUGH
@@ -323,9 +332,12 @@ _EXTRA = "target/drafts"
 """Under which the target's ratio stands among those of the drafters, none of which may have a slash in its name."""
 
 
+_READING = "/reading"
+
+
 def reading_of(drafter: str) -> str:
     """Under which the ratio of reading stands: wide steps cost otherwise than those of a token."""
-    return f"{drafter}/reading"
+    return drafter + _READING
 
 
 def _size(num_rows: int) -> int:

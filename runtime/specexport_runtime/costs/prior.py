@@ -1,8 +1,10 @@
 """Cost curves from the sizes of the models alone, for engines that nobody has measured on this machine.
 
-A step reads all weights once and multiplies them with each of its tokens: ``bytes / bandwidth + T · flops / rate``. The
-rates below are those of common machines. Their level does not matter, since lengths are chosen by ratios; what is wrong
-with the ratios is found out while requests run (:mod:`specexport_runtime.costs.learned`). Imports the standard library.
+A step reads all weights once and multiplies them with each of its tokens: ``bytes / bandwidth + T · flops / rate``. It
+reads the cache once a row, in ONNX Runtime's CPU kernel the keys once more for each head, and multiplies it with each
+token of the row. The rates below are those of common machines. Their level does not matter, since lengths are chosen by
+ratios; what is wrong with the ratios is found out while requests run (:mod:`specexport_runtime.costs.learned`). Imports
+the standard library.
 """
 
 from collections.abc import Mapping
@@ -18,15 +20,26 @@ _QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5625}
 
 
 class _Rates(NamedTuple):
-    """What a machine does in a second, and what a layer costs besides."""
+    """What a machine does in a second, and what a layer costs besides.
+
+    Attributes:
+        bytes: read from memory.
+        layer_seconds: of a layer, whatever it holds.
+        flops: in products with weights, by how those are quantized.
+        cache_flops: in products with the cache, which are narrow.
+        keys_by_head: each query head reads the keys for itself, even where several share them.
+    """
 
     bytes: float
     layer_seconds: float
     flops: Mapping[str | None, float]
+    cache_flops: float
+    keys_by_head: bool
 
 
-_CPU = _Rates(2e10, 3e-5, {None: 1e11, "int8": 6e11, "int4": 2.5e11})
-_GPU = _Rates(1.5e12, 2e-5, {None: 1e14})
+# The CPU's ratios are those of two cores with AVX-512 and AMX that read 12 GB/s; a step of one token sets the scale.
+_CPU = _Rates(2e10, 3e-5, {None: 1.8e11, "int8": 1e12, "int4": 3e11}, 2.2e10, keys_by_head=True)
+_GPU = _Rates(1.5e12, 2e-5, {None: 1e14}, 1e13, keys_by_head=False)
 
 
 def prior_costs(models: Mapping[str, ModelEntry], *, on_gpu: bool, max_rows: int, lookahead: int) -> CostCurves:
@@ -52,19 +65,25 @@ def prior_costs(models: Mapping[str, ModelEntry], *, on_gpu: bool, max_rows: int
 
 def _curve(entry: ModelEntry, rates: _Rates, max_rows: int, max_tokens: int) -> StepCost:
     item = _ITEM_BYTES.get(entry.dtype, 4)
-    weight_bytes = entry.num_parameters * _QUANTIZED_BYTES.get(entry.quantize or "", item)
+    parameters = entry.step_parameters or entry.num_parameters
+    weight_bytes = parameters * _QUANTIZED_BYTES.get(entry.quantize or "", item)
     flops = rates.flops.get(entry.quantize, rates.flops[None])
     read = weight_bytes / rates.bytes + len(entry.layers) * rates.layer_seconds
-    each = 2 * entry.num_parameters / flops
+    each = 2 * parameters / flops
     widths = tuple(sorted({1, max(max_tokens, 1)}))
     rows = sorted({1, max_rows})
     curves = tuple(RowCurve(count, widths, tuple(read + count * width * each for width in widths)) for count in rows)
-    entry_bytes = item * sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in entry.layers)
-    return StepCost(curves, entry_bytes / rates.bytes)
+    key_bytes, value_bytes, products = 0, 0, 0
+    for layer in entry.layers:
+        heads = max(entry.num_heads or layer.kv_heads, layer.kv_heads)
+        key_bytes += item * (heads if rates.keys_by_head else layer.kv_heads) * layer.k_dim
+        value_bytes += item * layer.kv_heads * layer.v_dim
+        products += heads * (layer.k_dim + layer.v_dim)
+    return StepCost(curves, (key_bytes + value_bytes) / rates.bytes, 2 * products / rates.cache_flops)
 
 
 def _scaled(cost: StepCost, share: float) -> StepCost:
     curves = (
         RowCurve(each.num_rows, each.widths, tuple(share * value for value in each.seconds)) for each in cost.curves
     )
-    return StepCost(tuple(curves), share * cost.kv_seconds)
+    return StepCost(tuple(curves), share * cost.kv_seconds, share * cost.kv_token_seconds)

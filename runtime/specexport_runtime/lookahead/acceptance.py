@@ -10,8 +10,8 @@ neighbour before it does, in a sequence as much more (or less) often than in oth
 
 from collections.abc import Sequence as Seq
 
-GUESS = 0.4
-"""Failure rate before anything was tested."""
+GUESS, MODEL_GUESS = 0.4, 0.3
+"""Failure rates before anything was tested: of any draft, and of a draft model that somebody chose for its target."""
 _SHARED_STRENGTH, _STRENGTH = 2.0, 6.0  # tests that what is expected beforehand weighs as much as
 _SHARED_MEMORY, _MEMORY = 0.99, 0.95  # weight that is left of a test when its slot is tested again
 _LOWEST, _HIGHEST = 0.005, 0.98
@@ -36,13 +36,15 @@ class SharedAcceptance:
 
     Args:
         num_slots: how many slots there are.
+        guess: failure rate before anything was tested.
 
     Attributes:
         version: counts the changes.
         tests: faded number of tests by slot.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, guess: float = GUESS) -> None:
+        self._guess = guess
         self.tests = [0.0] * num_slots
         self._fails = [0.0] * num_slots
         self.version = 0
@@ -58,7 +60,7 @@ class SharedAcceptance:
     def failure_rates(self) -> list[float]:
         """By slot."""
         if self._rates is None:
-            rate, rates = GUESS, []
+            rate, rates = self._guess, []
             for tests, fails in zip(self.tests, self._fails, strict=True):
                 rate = (fails + _SHARED_STRENGTH * rate) / (tests + _SHARED_STRENGTH)
                 rate = _LOWEST if rate < _LOWEST else _HIGHEST if rate > _HIGHEST else rate

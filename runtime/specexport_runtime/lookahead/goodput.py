@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from specexport_runtime.costs.curves import CostCurves
 from specexport_runtime.costs.learned import LearnedCosts, RoundSeconds, reading_of
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.lookahead.acceptance import MAX_MATCH, NUM_MATCH_SLOTS, match_slots
+from specexport_runtime.lookahead.acceptance import GUESS, MAX_MATCH, MODEL_GUESS, NUM_MATCH_SLOTS, match_slots
 from specexport_runtime.lookahead.allocation import StepTimes, allocate
 from specexport_runtime.lookahead.draft_cost import WeighedDrafter
 from specexport_runtime.lookahead.memory import DrafterMemory, StageMemory
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from specexport_runtime.sequences.sequence import Sequence
 
 _HORIZON = 64  # rounds over which the cost of reading a prompt is spread, at most
-_SCOUTS, _SCOUT_LOOKAHEAD, _PROMISING = 2, 2, 0.9
+_SCOUTS, _SCOUT_LOOKAHEAD, _PROMISING = 2, 2, 0.85
 """While nobody knows whether a drafter pays, so many sequences find out, with drafts of at least so many tokens: if it
-promises nearly as much as plain decoding, at the acceptance that is guessed."""
+promises nearly as much as plain decoding, at the acceptance that is guessed. Those that have least to read for it."""
 
 
 _MARGIN = 0.02
@@ -386,8 +386,10 @@ class GoodputLength:
         if stage is None:
             known = self._drafters.get(drafter)
             if known is None:
-                slots = NUM_MATCH_SLOTS if self._known[drafter].traits.is_free else len(self._positions)
-                known = self._drafters[drafter] = DrafterMemory(slots)
+                traits = self._known[drafter].traits
+                slots = NUM_MATCH_SLOTS if traits.is_free else len(self._positions)
+                guess = MODEL_GUESS if traits.has_own_cache else GUESS
+                known = self._drafters[drafter] = DrafterMemory(slots, guess)
             stage = stages[drafter] = StageMemory(known, self._round)
         return stage
 
@@ -422,7 +424,7 @@ class GoodputLength:
         asked = [each for each in asked if not self._waits(drafter, sequences[each[0]], *each[1:])]
         if len(asked) <= _SCOUTS or not self._is_unknown(drafter):
             return asked
-        return sorted(asked, key=lambda each: -each[1].known)[:_SCOUTS]
+        return sorted(asked, key=lambda each: len(sequences[each[0]].tokens) - each[1].known)[:_SCOUTS]
 
     def _is_unknown(self, drafter: str) -> bool:
         """Whether too little was seen of a drafter to know if it pays."""

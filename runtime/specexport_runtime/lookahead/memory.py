@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Seq
 
-from specexport_runtime.lookahead.acceptance import SequenceAcceptance, SharedAcceptance
+from specexport_runtime.lookahead.acceptance import GUESS, SequenceAcceptance, SharedAcceptance
 from specexport_runtime.lookahead.probing import ProbeBudget, ProbeTimer
 
 _FEW_TESTS = 1.9  # two: they fade
@@ -13,10 +13,11 @@ class DrafterMemory:
 
     Args:
         num_slots: of its acceptance.
+        guess: see ``SharedAcceptance``.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.shared = SharedAcceptance(num_slots)
+    def __init__(self, num_slots: int, guess: float = GUESS) -> None:
+        self.shared = SharedAcceptance(num_slots, guess)
         self.budget = ProbeBudget()
 
     @property
