@@ -95,6 +95,9 @@ def _columns(rows: Seq[Summary]) -> dict[str, _Show]:
     columns["padding ratio"] = lambda row: f"{row.padding_ratio:.1%}"
     if any(row.input_padding for row in rows):
         columns["input padding"] = lambda row: f"{row.input_padding:.1%}"
+    if any(row.latency for row in rows):
+        columns["ms a token, P50"] = lambda row: f"{row.latency_p50:.1f}"
+        columns["P99"] = lambda row: f"{row.latency_p99:.1f}"
     columns["schedule + pack"] = lambda row: f"{row.overhead:.1%}"
     return columns
 

@@ -1,7 +1,7 @@
 """Medians over repeats, and ratios between methods that ran side by side."""
 
 from collections.abc import Iterable
-from statistics import mean, median, pstdev
+from statistics import mean, median, pstdev, quantiles
 from typing import NamedTuple
 
 from specexport.bench.methods import Cell
@@ -28,6 +28,8 @@ class Summary(NamedTuple):
         overhead: scheduling and packing over the time of the rounds: median over the repeats.
         latency: milliseconds of a text for each of its tokens: mean over the prompts.
         latency_deviation: its standard deviation over the prompts.
+        latency_p50: half of the prompts have no more.
+        latency_p99: 99 of 100 prompts have no more; between the slowest two where there are fewer.
     """
 
     cell: Cell
@@ -45,6 +47,8 @@ class Summary(NamedTuple):
     overhead: float
     latency: float
     latency_deviation: float
+    latency_p50: float
+    latency_p99: float
 
 
 def summarize(result: BenchResult) -> list[Summary]:
@@ -92,6 +96,8 @@ def _summarize(cell: Cell, runs: dict[Cell, dict[int, RunRecord]], prompts: list
         overhead=median(_share(run.phases["schedule"] + run.phases["pack"], run.phases["total"]) for run in own),
         latency=mean(latency),
         latency_deviation=pstdev(latency),
+        latency_p50=median(latency),
+        latency_p99=quantiles(latency, n=100, method="inclusive")[-1] if len(latency) > 1 else latency[0],
     )
 
 

@@ -80,6 +80,7 @@ def test_acceptance_and_latency_come_from_the_prompts():
     assert row.mean_accepted_length == 1 + 18 / 9
     assert row.efficiency == (18 + 9) / (27 + 9)
     assert (row.latency, row.latency_deviation) == (14, 2)  # of the medians 12 and 16
+    assert (row.latency_p50, row.latency_p99) == (14, pytest.approx(12 + 0.99 * 4))
 
 
 def test_rows_of_one_comparison_are_neighbours():
