@@ -324,10 +324,10 @@ def measured(monkeypatch):
 PRIOR = CostCurves(COST, {"draft-model": COST})
 
 
-def load(**options):
+def load(prior=PRIOR, **options):
     runners = [ModelRunner(FakeExecutor(17, 4, 80, seed=seed)) for seed in (0, 1)]
     usual = {"bundle_key": "k", "max_rows": 2, "lookahead": 4, "measure": True}
-    return load_costs(*runners, PRIOR, **(usual | options))
+    return load_costs(*runners, prior, **(usual | options))
 
 
 def test_measured_once_then_read(cache, measured):
@@ -407,6 +407,15 @@ def test_nothing_is_measured_unasked_and_what_was_learned_stays(cache, measured)
     third = load()  # measured: what was learned about the prior is of no use any more
     assert len(measured) == 1
     assert third.learned.draft_ratio("draft-model", 1) == 1.0
+
+
+def test_what_mends_another_prior_is_forgotten(cache):
+    teach(load(measure=False).learned)
+    other = CostCurves(COST, {"draft-model": COST, "self": COST})
+    found = load(measure=False, prior=other)
+    assert found.curves == other
+    assert found.learned.draft_ratio("draft-model", 1) == 1.0
+    assert load(measure=False).learned.draft_ratio("draft-model", 1) == pytest.approx(3.0)
 
 
 def test_noisy_timings_are_thrown_away(cache, measured, monkeypatch, caplog):
