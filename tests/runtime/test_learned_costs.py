@@ -107,6 +107,16 @@ def test_chance_and_slow_changes_are_not_taken_for_costs(seed, widths):
     assert all(1 / (2 * WRONG) < ratio < 2 * WRONG for ratio in found)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_a_ratio_is_believed_no_further_than_it_is_certain(seed):
+    learned, found = LearnedCosts(), []
+    for step in range(30):
+        rounds(learned, 4, extra=0.5, seed=1000 * seed + step, widths=(0, 4, 8), noise=0.2)
+        learned.adopt()
+        found.append(learned.extra_ratio(1))
+    assert 0.3 < min(found) <= found[-1] < 0.8
+
+
 def test_what_curves_of_other_row_counts_get_wrong_is_no_matter_of_draft_tokens():
     learned = LearnedCosts()
     for step in range(120):

@@ -27,7 +27,7 @@ _ENOUGH = _FIRST * _MEMORY**_FIRST  # the same: they fade
 _FAR, _FEW, _FEW_READINGS = 2.0, 4.6, 2.8  # readings are long, and seldom
 _SEEN = 3
 _VARIED = 0.01  # relative variance of draft lengths that suffices
-_CERTAIN = 4.0  # standard errors that a ratio must be off by
+_CERTAIN, _CAUTION = 4.0, 2.0  # standard errors that a ratio must be off by, and that it is believed less than that
 _GUESSED_NOISE, _GUESSES = 0.15, 4.0
 """Share of a step's seconds that chance is taken to move it by, and rounds that this guess counts for."""
 _EARLY, _SELDOM = (4, 8), 16
@@ -303,9 +303,9 @@ class LearnedCosts:
         """Note ratios that are wrong, and forget those that are not any more."""
         extra, slope = used, steps.line.sums.slope()
         if slope is not None:
-            found = _within(slope.ratio)
-            is_certain = abs(found - used) > _CERTAIN * slope.error
-            extra = found if is_certain else used
+            off = slope.ratio - used
+            is_certain = abs(off) > _CERTAIN * slope.error
+            extra = _within(slope.ratio - math.copysign(_CAUTION * slope.error, off)) if is_certain else used
             self._note(_EXTRA, size, extra, used, steps.line.sums.rounds, _ENOUGH)
         for drafter, faded in steps.pairs.items():
             pairs = faded.sums
