@@ -1,38 +1,42 @@
 """What rounds really take, against what cost curves promised: curves that are wrong are mended while requests run.
 
-A machine that is busy slows everything, so seconds alone say nothing. Two ratios decide about drafting, and both are
-measured in pairs, within rounds and between rounds that follow one another:
+A machine that is busy slows everything, so seconds alone say nothing. Two ratios decide about drafting, and each round
+gives a sample of them:
 
 - what a draft step takes beside the target's step of the same round;
-- what the draft tokens add to the target's step beside what it takes without them: by how much longer a step takes than
-  the one before it that had fewer of them.
+- what the draft tokens add to the target's step beside what it takes without them, from a round and the one before it
+  that had other drafts. Of two steps ``level · (1 + ratio · x)`` that follow one another, the level falls out.
 
-A ratio that is off by more than a fifth, and by more than chance explains, replaces the one in use. Times must not
-decide about a draft whose random numbers are still to be used (``RandomStream`` says why), so the caller says when
-nothing sampled is under way; until then what was learned waits.
+The weighted median of the newest samples counts, so a round that something disturbed moves it no further than any
+other. A ratio that is off by more than a fifth, and by more than the order of the samples leaves to chance, replaces
+the one in use. Times must not decide about a draft whose random numbers are still to be used (``RandomStream`` says
+why), so the caller says when nothing sampled is under way; until then what was learned waits.
 """
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
 
 _T = TypeVar("_T")
 WRONG = 1.2
 """A ratio is mended when it is off by this factor."""
-_MEMORY = 0.97  # weight that is left of a round after the next
-_FIRST = 8.0  # rounds before a ratio that is a little off is mended; that of a drafter which is far off needs fewer
-_ENOUGH = _FIRST * _MEMORY**_FIRST  # the same: they fade
-_FAR, _FEW, _FEW_READINGS = 2.0, 4.6, 2.8  # readings are long, and seldom
+_WINDOW, _LATELY = 128, 15  # samples that count for a ratio, and rounds for the level
+_MEMORY = 0.97  # weight that is left of a round's length after the next
+_NEW = 8  # samples from which a ratio is kept that agrees with what was believed
 _SEEN = 3
 _VARIED = 0.01  # relative variance of draft lengths that suffices
-_CERTAIN, _CAUTION = 4.0, 2.0  # standard errors that a ratio must be off by, and that it is believed less than that
-_GUESSED_NOISE, _GUESSES = 0.15, 4.0
-"""Share of a step's seconds that chance is taken to move it by, and rounds that this guess counts for."""
-_EARLY, _SELDOM = (4, 8), 16
+_CERTAIN, _CERTAIN_STEPS, _CERTAIN_READINGS = 2.4, 2.2, 1.7
+"""Standard deviations of the order of samples that lie between a ratio and another: of what draft tokens add, of draft
+steps, of reading. Readings are long, and seldom: three that agree suffice, as do five steps."""
+_SHARED = 0.6  # of samples from neighbouring rounds: each round is in two, and both mostly err to one side
+_OFTEN, _PAIRS, _SELDOM = 4, 12, 16
+"""Where all drafts have one length every fourth is shorter until so many pairs of rounds differed, later every 16th."""
 _WIDEST = 20.0  # a ratio is never mended beyond this
-_HICCUP = 3.0  # a round that takes so much longer than usual says nothing
+_LEAST_EXTRA = 0.2  # the same for what draft tokens add: they are multiplied with all weights, however fast
 _KEEP_EVERY_S = 10.0
 
 
@@ -55,117 +59,89 @@ class RoundSeconds(NamedTuple):
     drafts: Mapping[str, tuple[float, float]] = {}
 
 
-class _Pairs(NamedTuple):
-    """Sums over a drafter's rounds: the curve's and the real seconds of its steps, and of the target's."""
+class _Sample(NamedTuple):
+    """What one round says of a ratio, and how much that weighs."""
 
-    rounds: float = 0.0
-    promised: float = 0.0
-    taken: float = 0.0
-    base: float = 0.0
-    extra: float = 0.0
-    target: float = 0.0
-
-    def is_far(self, promised: float, taken: float) -> bool:
-        """Whether a round took so much longer than usual that it says nothing."""
-        return self.rounds >= _FIRST and taken > _HICCUP * promised * self.taken / self.promised
-
-
-class _Slope(NamedTuple):
-    """How the target's steps grow with draft tokens.
-
-    Attributes:
-        level: real seconds of a plain step over the curve's.
-        ratio: real seconds of draft tokens over the curve's, divided by ``level``.
-        error: its standard error.
-    """
-
-    level: float
     ratio: float
-    error: float
-
-
-class _Line(NamedTuple):
-    """Sums over the target's steps of one size: seconds (y) and what draft tokens add by the curve (x), over the base.
-
-    With ``d``: differences to the step before. A machine that becomes slower and faster again hardly moves them.
-    """
-
-    rounds: float = 0.0
-    x: float = 0.0
-    y: float = 0.0
-    dxx: float = 0.0
-    dxy: float = 0.0
-    dyy: float = 0.0
-
-    def level(self, ratio: float) -> float:
-        """Real seconds of a plain step over the curve's, if draft tokens take ``ratio`` times the curve's."""
-        return self.y / (self.rounds + ratio * self.x)
-
-    def slope(self) -> _Slope | None:
-        """What the differences say; None if they say nothing."""
-        if self.rounds < 1 or not _is_varied(self.rounds, self.x, self.dxx):
-            return None
-        slope = self.dxy / self.dxx
-        level = (self.y - slope * self.x) / self.rounds
-        if level <= 0:
-            return None
-        left = max(self.dyy - slope * self.dxy, 0.0) + _GUESSES * (_GUESSED_NOISE * level) ** 2
-        error = math.sqrt(left / (self.rounds + _GUESSES) / self.dxx)
-        return _Slope(level, slope / level, error / level)
-
-    def is_far(self, ratio: float, x: float, y: float) -> bool:
-        """Whether a step took so much longer than usual that it says nothing."""
-        return self.rounds >= _FIRST and y > _HICCUP * self.level(ratio) * (1 + ratio * x)
+    weight: float
 
 
 class _Lengths(NamedTuple):
-    """Sums over all steps of one size, whatever they took: what may decide about drafts that are still to be tested."""
+    """Sums over all steps of one size, whatever they took: what may decide about drafts that are still to be tested.
+
+    They fade. ``x`` is what draft tokens add by the curve, over the plain step; ``dxx`` squares of its differences, of
+    which there were ``pairs``.
+    """
 
     rounds: float = 0.0
     x: float = 0.0
     dxx: float = 0.0
+    pairs: int = 0
+
+    def after(self, x: float, dx: float) -> "_Lengths":
+        """The sums with another step."""
+        rounds, x, dxx = _MEMORY * self.rounds + 1, _MEMORY * self.x + x, _MEMORY * self.dxx + dx * dx
+        return _Lengths(rounds, x, dxx, self.pairs + (dx != 0))
+
+    @property
+    def is_varied(self) -> bool:
+        """Whether steps that follow one another had different numbers of draft tokens."""
+        return self.dxx * self.rounds > 2 * _VARIED * self.x**2
 
 
-def _is_varied(rounds: float, x: float, dxx: float) -> bool:
-    """Whether steps that follow one another had different numbers of draft tokens."""
-    return dxx * rounds > 2 * _VARIED * x**2
+class _Step(NamedTuple):
+    """A step of the target.
+
+    Attributes:
+        num_rows: its rows.
+        x: what its draft tokens add by the curve, over the plain step.
+        y: its real seconds, likewise.
+    """
+
+    num_rows: int
+    x: float
+    y: float
 
 
-_Sums = TypeVar("_Sums", _Pairs, _Line, _Lengths)
+class _Drafting(NamedTuple):
+    """What a drafter took in one round.
 
+    Attributes:
+        step: the target's step of that round.
+        promised: seconds of the drafter's steps by the curve.
+        times: the real ones over those.
+    """
 
-@dataclass
-class _Faded(Generic[_Sums]):
-    """Sums that fade with every value added."""
-
-    sums: _Sums
-    far: int = 0
-
-    def add(self, values: tuple[float, ...], *, is_far: bool) -> bool:
-        """Add one value of each sum; not if it is far off, unless many in a row are: that is how it is now."""
-        self.far = self.far + 1 if is_far else 0
-        if 0 < self.far <= _FIRST:
-            return False
-        faded = (_MEMORY * old + new for old, new in zip(self.sums, values, strict=True))
-        self.sums = type(self.sums)(*faded)
-        return True
+    step: _Step
+    promised: float
+    times: float
 
 
 @dataclass
 class _Steps:
-    """Rounds of one size.
+    """Rounds of one size."""
 
-    ``last`` is x and y of the newest that counted, ``last_x`` that of the newest; None after a change of ``rows``: what
-    curves of other row counts get wrong is no matter of draft tokens.
-    """
-
-    lengths: _Faded[_Lengths] = field(default_factory=lambda: _Faded(_Lengths()))
-    line: _Faded[_Line] = field(default_factory=lambda: _Faded(_Line()))
-    pairs: dict[str, _Faded[_Pairs]] = field(default_factory=dict)
-    last: tuple[float, float] | None = None
-    last_x: float | None = None
-    rows: int = 0
+    lengths: _Lengths = field(default_factory=_Lengths)
+    lately: deque[_Step] = field(default_factory=lambda: deque(maxlen=_LATELY))
+    extra: deque[_Sample] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    drafts: dict[str, deque[_Drafting]] = field(default_factory=dict)
     same: int = 0
+
+    def level(self, ratio: float) -> float:
+        """Real seconds of a plain step over the curve's, if draft tokens take ``ratio`` times the curve's."""
+        return median(step.y / (1 + ratio * step.x) for step in self.lately)
+
+
+def _extra_sample(before: _Step, now: _Step) -> _Sample | None:
+    """The ratio at which two steps differ by their draft tokens alone; None if they had as many, or other rows.
+
+    ``before.y / now.y = (1 + ratio · before.x) / (1 + ratio · now.x)``.
+    """
+    few, many = sorted((before, now), key=lambda step: step.x)
+    if few.num_rows != many.num_rows or few.x == many.x:
+        return None
+    grown, rest = many.y - few.y, few.y * many.x - many.y * few.x
+    return _Sample(grown / rest if rest > 0 else math.inf, many.x - few.x)
 
 
 class LearnedCosts:
@@ -213,9 +189,9 @@ class LearnedCosts:
     def level(self, num_rows: int) -> float | None:
         """Real seconds of the target's plain step over the curve's, lately; None if that is not known."""
         steps = _nearest(self._steps, num_rows)
-        if steps is None or steps.line.sums.rounds < 1:
+        if steps is None or not steps.lately:
             return 1.0 if self._is_measured else None
-        return steps.line.sums.level(self.extra_ratio(num_rows))
+        return steps.level(self.extra_ratio(num_rows))
 
     def is_unknown(self, drafter: str) -> bool:
         """Whether nobody has seen on this machine what a drafter's steps cost."""
@@ -232,37 +208,29 @@ class LearnedCosts:
         steps = self._steps.get(_size(num_rows))
         if steps is None:
             return False
-        lengths = steps.lengths.sums
-        if not lengths.x or _is_varied(*lengths):
+        is_early = steps.lengths.pairs < _PAIRS
+        if not steps.lengths.x or (steps.lengths.is_varied and not is_early):
             return False
         steps.same += 1
-        return steps.same in _EARLY or not steps.same % _SELDOM
+        return not steps.same % (_OFTEN if is_early else _SELDOM)
 
     def observe(self, taken: RoundSeconds) -> None:
         """A round was executed. Changes nothing by itself, see :meth:`adopt`."""
         size = _size(taken.num_rows)
         steps = self._steps.setdefault(size, _Steps())
-        used = self.extra_ratio(taken.num_rows)
-        x, y = taken.extra / taken.base, taken.target / taken.base
-        # Whether a step took too long must not show in what decides about lengths, so that is counted first.
-        if steps.rows != taken.num_rows:
-            steps.rows, steps.last, steps.last_x = taken.num_rows, None, None
-        dx = x - (x if steps.last_x is None else steps.last_x)
-        steps.lengths.add((1.0, x, dx * dx), is_far=False)
-        steps.last_x = x
-        for drafter in taken.drafts:
-            self._seen[drafter] = self._seen.get(drafter, 0) + 1
-        before = steps.last or (x, y)
-        dx, dy = x - before[0], y - before[1]
-        if not steps.line.add((1.0, x, y, dx * dx, dx * dy, dy * dy), is_far=steps.line.sums.is_far(used, x, y)):
-            return
-        steps.last = x, y
+        now = _Step(taken.num_rows, taken.extra / taken.base, taken.target / taken.base)
+        before = steps.lately[-1] if steps.lately and steps.lately[-1].num_rows == now.num_rows else now
+        steps.lengths = steps.lengths.after(now.x, now.x - before.x)
+        steps.lately.append(now)
+        if (sample := _extra_sample(before, now)) is not None:
+            steps.extra.append(sample)
+        extra = self._look_at_extra(size, steps)
         for drafter, (promised, seconds) in taken.drafts.items():
+            self._seen[drafter] = self._seen.get(drafter, 0) + 1
             if promised > 0:
-                pairs = steps.pairs.setdefault(drafter, _Faded(_Pairs()))
-                values = (1.0, promised, seconds, taken.base, taken.extra, taken.target)
-                pairs.add(values, is_far=pairs.sums.is_far(promised, seconds))
-        self._look(size, steps, used)
+                rounds = steps.drafts.setdefault(drafter, deque(maxlen=_WINDOW))
+                rounds.append(_Drafting(now, promised, seconds / promised))
+                self._look_at_drafts(drafter, size, rounds, extra)
         if not self._is_kept and self._clock() - self._kept >= _KEEP_EVERY_S:
             self.flush()
 
@@ -299,33 +267,65 @@ class LearnedCosts:
         """JSON form."""
         return {name: {str(size): ratio for size, ratio in each.items()} for name, each in self._ratios.items()}
 
-    def _look(self, size: int, steps: _Steps, used: float) -> None:
-        """Note ratios that are wrong, and forget those that are not any more."""
-        extra, slope = used, steps.line.sums.slope()
-        if slope is not None:
-            off = slope.ratio - used
-            is_certain = abs(off) > _CERTAIN * slope.error
-            extra = _within(slope.ratio - math.copysign(_CAUTION * slope.error, off)) if is_certain else used
-            self._note(_EXTRA, size, extra, used, steps.line.sums.rounds, _ENOUGH)
-        for drafter, faded in steps.pairs.items():
-            pairs = faded.sums
-            beside = pairs.target / (pairs.base + extra * pairs.extra)
-            ratio = _within(pairs.taken / pairs.promised / beside)
-            few = _FEW_READINGS if drafter.endswith(_READING) else _FEW
-            self._note(drafter, size, ratio, self._ratio(drafter, 1 << (size - 1)), pairs.rounds, few)
+    def _look_at_extra(self, size: int, steps: _Steps) -> float:
+        """Note the target's ratio if it is wrong; the one that holds."""
+        used = self._ratio(_EXTRA, 1 << (size - 1))
+        found = _beyond(steps.extra, used, _CERTAIN, _SHARED)
+        found = used if found is None else min(max(found, _LEAST_EXTRA), _WIDEST)
+        self._note(_EXTRA, size, found, used, len(steps.extra))
+        return found
 
-    def _note(self, name: str, size: int, ratio: float, used: float, rounds: float, few: float) -> None:
-        off = max(ratio / used, used / ratio)
+    def _look_at_drafts(self, drafter: str, size: int, rounds: Collection[_Drafting], extra: float) -> None:
+        """Note the ratio of a drafter's steps, or of its reading, if it is wrong."""
+        used = self._ratio(drafter, 1 << (size - 1))
+        samples = [_Sample(times * (1 + extra * step.x) / step.y, promised) for step, promised, times in rounds]
+        found = _beyond(samples, used, _CERTAIN_READINGS if drafter.endswith(_READING) else _CERTAIN_STEPS)
+        found = used if found is None else min(max(found, 1 / _WIDEST), _WIDEST)
+        self._note(drafter, size, found, used, len(samples))
+
+    def _note(self, name: str, size: int, found: float, used: float, count: int) -> None:
         # What was never seen here is kept even if it was believed: the next life need not find out again.
-        is_new = not self._is_measured and name not in self._ratios and rounds >= _ENOUGH
-        if is_new or (off > WRONG and rounds >= (few if off > _FAR else _ENOUGH)):
-            self._due[name, size] = ratio
+        is_new = not self._is_measured and name not in self._ratios and count >= _NEW
+        if is_new or max(found / used, used / found) > WRONG:
+            self._due[name, size] = found
         else:
             self._due.pop((name, size), None)
 
     def _ratio(self, name: str, num_rows: int) -> float:
         found = _nearest(self._ratios.get(name, {}), num_rows)
         return 1.0 if found is None else found
+
+
+def _beyond(samples: Collection[_Sample], used: float, deviations: float, share: float = 1.0) -> float | None:
+    """The ratio, if chance hardly put the samples around it where they are while ``used`` is the truth; else None.
+
+    Half of the samples lie below the truth, give or take some of them, whatever they are: ``deviations`` standard
+    deviations of that share. The median is believed one of them less far. Of the samples, ``share`` are independent.
+    """
+    weight, square, below, above = 0.0, 0.0, 0.0, 0.0
+    for ratio, each in samples:
+        weight, square = weight + each, square + each * each
+        if ratio < used:
+            below += each
+        elif ratio > used:
+            above += each
+    if not weight:
+        return None
+    one = 0.5 / math.sqrt(share * weight * weight / square)
+    if max(below, above) < (0.5 + deviations * one) * weight:
+        return None
+    return _at(samples, min(0.5 + one, 1.0) if below > above else max(0.5 - one, 0.0))
+
+
+def _at(samples: Collection[_Sample], share: float) -> float:
+    """The sample below which this share of the weight lies."""
+    ordered = sorted(samples)
+    left = share * sum([sample.weight for sample in ordered])
+    for sample in ordered:
+        left -= sample.weight
+        if left <= 0:
+            break
+    return sample.ratio
 
 
 _EXTRA = "target/drafts"
@@ -348,10 +348,6 @@ def _size(num_rows: int) -> int:
 def _nearest(by_size: Mapping[int, _T], num_rows: int) -> _T | None:
     size = _size(num_rows)
     return by_size[min(by_size, key=lambda known: abs(known - size))] if by_size else None
-
-
-def _within(ratio: float) -> float:
-    return min(max(ratio, 1 / _WIDEST), _WIDEST)
 
 
 def _read(known: Any) -> dict[str, dict[int, float]]:
