@@ -320,7 +320,7 @@ def test_auto_with_its_memory_and_learned_costs_follows_the_targets_distribution
         Sequence(
             i,
             PROMPTS[i % 2],
-            SamplingParams(max_tokens=12) if i % 40 == 39 else params,
+            SamplingParams(max_tokens=20) if i % 40 == 39 else params,
             vocab_size=SMALL,
             max_model_len=30,
             seed=i,
