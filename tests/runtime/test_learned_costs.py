@@ -9,7 +9,7 @@ from chance import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specexport_runtime.costs.learned import WRONG, LearnedCosts, RoundSeconds
+from specexport_runtime.costs.learned import WRONG, LearnedCosts, RoundSeconds, reading_of
 
 
 def rounds(
@@ -232,3 +232,15 @@ def test_one_width_alone_tells_nothing_of_draft_tokens_but_of_the_draft():
     learned.adopt()
     assert learned.extra_ratio(1) == 1.0
     assert learned.draft_ratio("draft-model", 1) == pytest.approx(3.0, rel=0.2)
+
+
+def test_reading_is_told_apart_from_what_was_believed_of_it_because_of_the_steps():
+    learned = LearnedCosts()
+    rounds(learned, 30, draft=4.0)
+    learned.adopt()
+    assert learned.reading_ratio("draft-model", 1) == learned.draft_ratio("draft-model", 1) > 3
+    for _ in range(6):  # it takes what the curve says, which is not what is in use
+        learned.observe(RoundSeconds(1, 2.0, 0.0, 0.02, {reading_of("draft-model"): (1.0, 0.01)}))
+    learned.adopt()
+    assert learned.reading_ratio("draft-model", 1) == pytest.approx(1.0, rel=0.2)
+    assert learned.draft_ratio("draft-model", 1) > 3

@@ -250,9 +250,9 @@ def load_costs(
             data = {"key": key, "measured": measured, "learned": learned, **curves.to_json()}
             write_json(folder / name, data)
 
-    if known is not None and not known[1] and known[0] != prior:
-        known = None  # what was learned mends another version's prior
     curves, measured, learned = known or (prior, False, None)
+    if not measured and curves != prior:
+        curves, learned = prior, None  # what was learned mends another version's prior
     if measure and not measured:
         found = measure_costs(target, draft, max_rows=max_rows, lookahead=lookahead)
         if found.noise <= MAX_NOISE:

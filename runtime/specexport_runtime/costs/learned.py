@@ -27,7 +27,7 @@ WRONG = 1.2
 _WINDOW, _LATELY = 128, 15  # samples that count for a ratio, and rounds for the level
 _MEMORY = 0.97  # weight that is left of a round's length after the next
 _NEW = 8  # samples from which a ratio is kept that agrees with what was believed
-_SEEN = 3
+_SEEN = 3  # rounds after which a drafter is no stranger here
 _VARIED = 0.01  # relative variance of draft lengths that suffices
 _CERTAIN, _CERTAIN_STEPS, _CERTAIN_READINGS = 2.4, 2.2, 1.7
 """Standard deviations of the order of samples that lie between a ratio and another: of what draft tokens add, of draft
@@ -38,6 +38,7 @@ _OFTEN, _PAIRS, _SELDOM = 4, 12, 16
 _WIDEST = 20.0  # a ratio is never mended beyond this
 _LEAST_EXTRA = 0.2  # the same for what draft tokens add: they are multiplied with all weights, however fast
 _KEEP_EVERY_S = 10.0
+_SOON, _LATER = 48, 8  # every round is looked at first, then every eighth: many samples take longer to order
 
 
 class RoundSeconds(NamedTuple):
@@ -126,6 +127,7 @@ class _Steps:
     extra: deque[_Sample] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     drafts: dict[str, deque[_Drafting]] = field(default_factory=dict)
     same: int = 0
+    count: int = 0
 
     def level(self, ratio: float) -> float:
         """Real seconds of a plain step over the curve's, if draft tokens take ``ratio`` times the curve's."""
@@ -183,8 +185,7 @@ class LearnedCosts:
 
     def reading_ratio(self, drafter: str, num_rows: int) -> float:
         """By what the seconds that a drafter needs to read what it missed are multiplied."""
-        name = reading_of(drafter)
-        return self._ratio(name if name in self._ratios else drafter, num_rows)
+        return self._ratio(reading_of(drafter), num_rows)
 
     def level(self, num_rows: int) -> float | None:
         """Real seconds of the target's plain step over the curve's, lately; None if that is not known."""
@@ -224,12 +225,15 @@ class LearnedCosts:
         steps.lately.append(now)
         if (sample := _extra_sample(before, now)) is not None:
             steps.extra.append(sample)
-        extra = self._look_at_extra(size, steps)
         for drafter, (promised, seconds) in taken.drafts.items():
             self._seen[drafter] = self._seen.get(drafter, 0) + 1
             if promised > 0:
                 rounds = steps.drafts.setdefault(drafter, deque(maxlen=_WINDOW))
                 rounds.append(_Drafting(now, promised, seconds / promised))
+        steps.count += 1
+        if steps.count <= _SOON or not steps.count % _LATER:
+            extra = self._look_at_extra(size, steps)
+            for drafter, rounds in steps.drafts.items():
                 self._look_at_drafts(drafter, size, rounds, extra)
         if not self._is_kept and self._clock() - self._kept >= _KEEP_EVERY_S:
             self.flush()
@@ -292,7 +296,9 @@ class LearnedCosts:
             self._due.pop((name, size), None)
 
     def _ratio(self, name: str, num_rows: int) -> float:
-        found = _nearest(self._ratios.get(name, {}), num_rows)
+        # Until reading was seen, it is taken to be off as the drafter's steps are.
+        by_size = self._ratios.get(name) or self._ratios.get(name.removesuffix(_READING), {})
+        found = _nearest(by_size, num_rows)
         return 1.0 if found is None else found
 
 
