@@ -16,10 +16,10 @@ class OrtCpu(Backend):
     dtypes = ("float32",)
     modules = ("onnxruntime",)
     extra = "cpu"
-    options = ("self_draft",)  # no key field: its targets are always built for that
+    options = ("self_draft",)
     quantizations = ("int8", "int4")
     packs_linear = True
-    key_fields = ("quantize_lm_head", "fuse")
+    key_fields = ("quantize_lm_head", "fuse", "self_draft")
 
     def engine_key(self, recipe: RecipeFields) -> dict[str, Any]:
         """See ``Backend.engine_key``."""
@@ -30,8 +30,8 @@ class OrtCpu(Backend):
     def build(self, ir_model: "ir.Model", job: BuildJob) -> dict[str, Any]:
         """All graphs of a model, over one weights file. See ``Backend.build``.
 
-        A target gets layers that can be switched off, for drafting with itself. A draft gets its norms joined with the
-        additions before them instead: the two exclude each other, and a draft has no use for the first.
+        Where it is asked for, a target gets layers that can be switched off, for drafting with itself. All others get
+        their norms joined with the additions before them instead: the two exclude each other.
         """
         from specexport.backends.ort import write_one_token_onnx, write_onnx, write_padded_onnx
         from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
@@ -48,7 +48,7 @@ class OrtCpu(Backend):
                 rows = rotary_rows(int(recipe.max_model_len), job.max_positions)
                 fused.append(("rotary-fuse", fuse_rotary(ir_model, rows)))
             one_token_model = _one_token_model(ir_model, job)
-            blocks = find_residual_blocks(ir_model) if role == "target" else None
+            blocks = find_residual_blocks(ir_model) if recipe.self_draft and role == "target" else None
             lower_ort_cpu(ir_model)
             if blocks is not None and blocks.obstacle is None:
                 num_gates = gate_layers(ir_model, blocks)
