@@ -1,12 +1,12 @@
 """Three ways to run a target without some of its layers: gates, layer-skipping graphs, a chain of block engines.
 
-python benchmarks/self_draft_mechanisms.py engines/demo
+python benchmarks/self_draft_mechanisms.py engines/demo-self
 python benchmarks/self_draft_mechanisms.py engines/gemma --rounds 5 --steps 20
 
 All start from the bundle's own target graph, leave out the same layers (every second one, attention and MLP), and run
 one token on the same cache of 64 entries. Each way runs in a process of its own, one after another, ``--rounds`` times:
 
-* gates: one session, each block in an ``If`` (what a build makes);
+* gates: one session, each block in an ``If`` (what `build --self-draft` makes);
 * graphs: a second session whose graph lacks the layers, over the target's prepacked weights, which both map;
 * chain: a session for each block, all of them around one buffer with the hidden state.
 

@@ -1,6 +1,8 @@
 """The server against the engine in the same process, and a crowd of requests whose every text is compared.
 
-    python benchmarks/serving.py engines/demo [--json FILE]
+    python benchmarks/serving.py engines/demo-self [--json FILE]
+
+The bundle has a draft model and was built with `--self-draft`: clients ask for every drafter.
 
 ``specexport serve`` runs on a port of this machine; its clients run in a process of their own (``lean_clients.py``).
 Throughput: in turns, 8 threads of this process that stream from the engine, 8 tasks of an event loop that do, and 8

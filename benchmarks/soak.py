@@ -1,6 +1,8 @@
 """Minutes of clients that behave badly: what is left of them in the server's memory and in its cache rows.
 
-    python benchmarks/soak.py engines/demo [--minutes 10] [--warm-up 2] [--json FILE]
+    python benchmarks/soak.py engines/demo-self [--minutes 10] [--warm-up 2] [--json FILE]
+
+The bundle has a draft model and was built with `--self-draft`: clients ask for every drafter.
 
 This process is the server; its clients run in another one (``bad_clients.py``). They stream, wait for whole answers,
 go away in the middle of an answer, of a body or of a head, reset the connection, read slowly, overflow the queue, and

@@ -59,7 +59,7 @@ class BuildRecipe:
             prompts of ``bench``.
         quantize_lm_head: whether quantization takes the LM head too.
         fuse: ort-cpu: pack and fuse operators where that is faster; off is for comparison.
-        self_draft: let the target draft with some of its own layers. Targets for ort-cpu always can.
+        self_draft: let the target draft with some of its own layers.
         self_draft_skip: TensorRT: the layers (from 0) that these drafts leave out; empty takes every third, but not the
             last two.
 

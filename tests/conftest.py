@@ -73,15 +73,18 @@ def demo_pair() -> Path:
 
 @pytest.fixture(scope="session")
 def demo_bundle(session_dir: Path, demo_pair: Path) -> Path:
-    """The demo pair's bundle for ``ort-cpu``, built once a session. Read only: copy it to change it."""
+    """The demo pair's bundle for ``ort-cpu``, built once a session. Read only: copy it to change it.
+
+    Its target can draft with its own layers, so that one bundle has every drafter.
+    """
     from specexport.build.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
     folder = session_dir / "demo-bundle"
     with locked(session_dir / "demo-bundle.lock"):
         if not folder.is_dir():
-            recipe = BuildRecipe(target=str(demo_pair / "target"), draft=str(demo_pair / "draft"), output=str(folder))
-            build_bundle(recipe)
+            target, draft = str(demo_pair / "target"), str(demo_pair / "draft")
+            build_bundle(BuildRecipe(target=target, draft=draft, output=str(folder), self_draft=True))
     return folder
 
 

@@ -302,5 +302,5 @@ def self_draft_obstacle(target: ModelRunner, entry: ModelEntry | None = None) ->
         )
     return Obstacle(
         "drafter 'self': this target was built without layers that can be left out.",
-        "build it again with --self-draft." if backend.on_gpu else "build it again.",
+        "build it again with --self-draft.",
     )

@@ -44,6 +44,18 @@ def tiny_bundle(session_dir: Path, tiny_pair: TinyPair) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def gated_bundle(session_dir: Path, tiny_pair: TinyPair) -> Path:
+    """A bundle of the tiny pair whose target can draft with its own layers."""
+    folder = session_dir / "gated-bundle"
+    with locked(session_dir / "gated-bundle.lock"):
+        if not folder.is_dir():
+            with pytest.MonkeyPatch.context() as patch:
+                export_once(patch)
+                build_bundle(tiny_pair.recipe(folder, self_draft=True))
+    return folder
+
+
 @pytest.fixture
 def run_cli() -> Callable[..., Result]:
     """Run the command line in this process."""

@@ -3,11 +3,13 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import Result
 from pairs import TinyPair, own_logits
 from tiny_models import VOCAB, make_llama, save_checkpoint
 
@@ -55,7 +57,7 @@ def test_a_bundle_says_what_it_is(tiny_pair: TinyPair, tiny_bundle: Path) -> Non
     assert manifest.vocabulary.size == NUM_TOKENS, "padding rows of the LM heads must not be drafted"
     assert (manifest.vocabulary.bos_token_id, manifest.vocabulary.eos_token_ids) == (1, (2,))
     assert manifest.recipe["dtype"] == "float32"
-    assert (target.num_gates, target.gate_obstacle, draft.num_gates) == (4, None, 0), "only a target drafts with itself"
+    assert (target.num_gates, target.gate_obstacle, draft.num_gates) == (0, None, 0), "nobody asked for gates"
     assert manifest.tools["torch"]
     on_disk = {path.relative_to(tiny_bundle).as_posix() for path in tiny_bundle.rglob("*") if path.is_file()}
     assert on_disk == {*manifest.files, "manifest.json"}
@@ -67,6 +69,19 @@ def test_a_bundle_says_what_it_is(tiny_pair: TinyPair, tiny_bundle: Path) -> Non
             "want_similarity",
         }
         assert manifest.files[entry.padded_path].size < 100_000, "its weights are the engine's"
+
+
+def test_a_target_has_gates_only_where_it_is_asked_to_draft_with_its_layers(
+    tiny_bundle: Path, gated_bundle: Path, run_cli: Callable[..., Result], refuse_cli: Callable[..., str]
+) -> None:
+    plain, gated = (load_manifest(folder).models["target"] for folder in (tiny_bundle, gated_bundle))
+    assert (plain.num_gates, gated.num_gates) == (0, 4)
+    assert dict(plain.fused)["norm-fuse"] > 0, "without gates norms are joined with the additions before them"
+    assert "norm-fuse" not in dict(gated.fused)
+    asked = ["generate", "one two", "--max-tokens", 4, "--drafter", "self"]
+    assert "build it again with --self-draft" in refuse_cli(asked[0], tiny_bundle, *asked[1:])
+    rules = ["--layer-period", 2, "--layer-keep-last", 0, "--layer-threshold", "off"]  # it has two layers
+    assert run_cli(asked[0], gated_bundle, *asked[1:], *rules).exit_code == 0
 
 
 def test_a_bundle_names_no_machine_path(tiny_pair: TinyPair, tiny_bundle: Path) -> None:

@@ -24,7 +24,7 @@ def folder(session_dir: Path, tiny_pair: TinyPair) -> Path:
     path = session_dir / "packed-int4"
     with locked(session_dir / "packed-int4.lock"):
         if not path.is_dir():
-            build_bundle(tiny_pair.recipe(path, quantize="int4", draft_quantize="int8"))
+            build_bundle(tiny_pair.recipe(path, quantize="int4", draft_quantize="int8", self_draft=True))
     return path
 
 

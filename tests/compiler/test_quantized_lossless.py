@@ -33,7 +33,7 @@ def engine(
     request: pytest.FixtureRequest, tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SpecEngine]:
     folder: Path = tmp_path_factory.mktemp("quantized") / "bundle"
-    build_bundle(tiny_pair.recipe(folder, quantize=request.param, draft_quantize=request.param))
+    build_bundle(tiny_pair.recipe(folder, quantize=request.param, draft_quantize=request.param, self_draft=True))
     loaded = SpecEngine.load(folder, max_num_seqs=8, num_threads=1, spin=False, adaptive=True)
     yield loaded
     loaded.close()

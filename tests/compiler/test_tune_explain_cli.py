@@ -111,9 +111,9 @@ def test_a_stale_profile_is_ignored_with_a_warning(run_cli, tiny_bundle, prompts
         ["--no-speculation"],
     ],
 )
-def test_explain_tells_of_every_round(run_cli, tiny_bundle, cache, drafting, temperature):
+def test_explain_tells_of_every_round(run_cli, gated_bundle, cache, drafting, temperature):
     asked = ["--max-tokens", 24, "--ignore-eos", "--temperature", temperature, "--seed", 3, *FAST]
-    ended = run_cli("explain", tiny_bundle, "one two three one two", *drafting, *asked, "--json")
+    ended = run_cli("explain", gated_bundle, "one two three one two", *drafting, *asked, "--json")
     assert ended.exit_code == 0, ended.output
     data = json.loads(ended.stdout)
     rounds = data["rounds"]
@@ -141,7 +141,7 @@ def test_explain_tells_of_every_round(run_cli, tiny_bundle, cache, drafting, tem
         assert not summary["drafted"]
         assert all(len(r["emitted"]) == 1 for r in rounds)
     if not temperature:
-        engine = SpecEngine.load(tiny_bundle, max_num_seqs=1, num_threads=1, spin=False)
+        engine = SpecEngine.load(gated_bundle, max_num_seqs=1, num_threads=1, spin=False)
         params = SamplingParams(max_tokens=24, ignore_eos=True)
         (plain,) = engine.generate("one two three one two", params, drafter="none")
         engine.close()
