@@ -168,6 +168,16 @@ def test_logits_of_other_positions_fail_for_an_untrained_model_too(
     check = check_engine(folder, entry, sequences, found)
     assert check.lost is not None
     assert check.lost < 1e-3
+    # Other logits of a text's first token are no loss (attention rests there); of any other token they are.
+    for position, passes in ((0, True), (1, False)):
+        odd = [logits.copy() for logits in found]
+        for logits in odd:
+            logits[position] = -20 * logits[position]
+        if passes:
+            assert check_engine(folder, entry, sequences, odd)[1:] == check[1:]
+        else:
+            with pytest.raises(CheckFailedError, match=f"{kind} engine is too far from eager transformers"):
+                check_engine(folder, entry, sequences, odd)
     shifted = [np.roll(logits, 1, axis=0) for logits in found]
     not_a_number = [np.where(logits == logits.max(), np.nan, logits) for logits in found]
     for wrong in (shifted, not_a_number):
