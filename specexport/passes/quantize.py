@@ -9,7 +9,7 @@ def quantizing_passes(kind: str, *, lm_head: bool, operator: str = "", block: in
 
     Args:
         kind: ``"int8"`` or ``"int4"``.
-        lm_head: whether the LM head is quantized too.
+        lm_head: whether the LM head is quantized too, and for ONNX Runtime on CPUs the embedding.
         operator: what makes int4 weights float in an engine: ``"MatMulNBits"``, or ``"DequantizeLinear"`` before a
             product; empty for operators of ONNX Runtime for CPUs, which quantize activations too.
         block: inputs that share a scale there.
@@ -20,11 +20,11 @@ def quantizing_passes(kind: str, *, lm_head: bool, operator: str = "", block: in
     if kind == "int8" and not operator:
         from specexport.passes.quantize_int8 import Int8QuantizePass
 
-        return [Int8QuantizePass(lm_head=lm_head)]
+        return [Int8QuantizePass(lm_head=lm_head), *_embedding(lm_head)]
     if kind == "int4" and not operator:
         from specexport.passes.quantize_int4 import Int4QuantizePass
 
-        return [Int4QuantizePass(lm_head=lm_head)]
+        return [Int4QuantizePass(lm_head=lm_head), *_embedding(lm_head)]
     if kind == "int4" and operator == "MatMulNBits":
         from specexport.passes.quantize_fused import Int4FusedPass
 
@@ -34,3 +34,9 @@ def quantizing_passes(kind: str, *, lm_head: bool, operator: str = "", block: in
 
         return [Int4WeightPass(block=block, lm_head=lm_head)]
     raise RecipeError(f"there is no quantization {kind!r} for this backend.", "use int8 or int4, or leave it out.")
+
+
+def _embedding(wanted: bool) -> list[CountingPass]:
+    from specexport.passes.quantize_embedding import EmbeddingQuantizePass
+
+    return [EmbeddingQuantizePass()] if wanted else []

@@ -23,7 +23,7 @@ class Int8QuantizePass(CountingPass):
     """Multiply int8 weights by int8 activations, exactly, in int32.
 
     1. Weights are symmetric, one scale an output channel: ``largest |w| / 127``. They are computed lazily, one weight
-       at a time, when the engine is written. A tied embedding stays float32 for its Gather.
+       at a time, when the engine is written.
     2. Activations are symmetric, **one scale a token**: ``largest |x| / 127``. A scale over the step, as of ONNX
        Runtime's own dynamic quantization, would make a token's logits depend on the other tokens of the step, and
        speculative text differ from plain text. They are stored as uint8 with zero point 128, because ONNX Runtime's
@@ -31,8 +31,8 @@ class Int8QuantizePass(CountingPass):
     3. The product is ``MatMulInteger``; its int32 sums times the token's scale, times the channel's scale, plus the
        bias in float32. The fused ``MatMulIntegerToFloat`` has no scale a token and is slower for one token.
 
-    A row of zeros has scale 0 and gives zeros (whatever integers stand for 0/0 there are multiplied by 0). Embeddings,
-    norms, attention and whatever is no product with a constant matrix stay float32. Counts the layers.
+    A row of zeros has scale 0 and gives zeros (whatever integers stand for 0/0 there are multiplied by 0). Norms,
+    attention and whatever is no product with a constant matrix stay float32. Counts the layers.
 
     Args:
         lm_head: quantize the LM head too.
@@ -124,11 +124,11 @@ def _zero(graph: ir.Graph) -> ir.Value:
 
 
 def _replace(graph: ir.Graph, site: LinearSite, source: ir.Value, row_scale: ir.Value) -> None:
-    name = f"{site.weight.name}.int8"
+    name = int8_name(str(site.weight.name))
     weight = lazy_weight(
         graph, name, ir.DataType.INT8, [site.depth, site.width], partial(_quantized, site.tensor, site.turned)
     )
-    scales = lazy_weight(graph, f"{name}_scale", _FLOAT, [site.width], partial(_scales, site.tensor, site.turned))
+    scales = lazy_weight(graph, f"{name}_scale", _FLOAT, [site.width], partial(row_scales, site.tensor, site.turned))
     emit, shape = Emitter(graph), site.node.outputs[0].shape
     total = emit.op("MatMulInteger", source, weight, _zero(graph), dtype=ir.DataType.INT32, shape=shape)
     result = emit.op("Cast", total, dtype=_FLOAT, shape=shape, to=_FLOAT)
@@ -137,16 +137,31 @@ def _replace(graph: ir.Graph, site: LinearSite, source: ir.Value, row_scale: ir.
     put_in_place(emit, site, result)
 
 
-def _scales(tensor: ir.TensorProtocol, turned: bool) -> np.ndarray:
-    """float32 [N]: largest magnitude of each output channel over 127; 1 for a channel of zeros."""
+def int8_name(name: str) -> str:
+    """The name of a weight's int8 form, [K, N]; that of its scales ends with ``_scale``."""
+    return f"{name}.int8"
+
+
+def row_scales(tensor: ir.TensorProtocol, turned: bool = True) -> np.ndarray:
+    """float32 [N]: largest magnitude of each output channel over 127; 1 for a channel of zeros.
+
+    Args:
+        tensor: the weight.
+        turned: it is [N, K], not [K, N].
+    """
     array = tensor.numpy()
     largest = np.maximum(array.max(axis=int(turned)), -array.min(axis=int(turned))).astype(np.float32)
     return np.where(largest > 0, largest / np.float32(LARGEST), np.float32(1)).astype(np.float32)
 
 
+def quantized_rows(tensor: ir.TensorProtocol) -> np.ndarray:
+    """int8 [N, K] of a weight [N, K], in the scales of :func:`row_scales`."""
+    return np.ascontiguousarray(_quantized(tensor, turned=True).T)
+
+
 def _quantized(tensor: ir.TensorProtocol, turned: bool) -> np.ndarray:
     """int8 [K, N]."""
-    scales = _scales(tensor, turned)
+    scales = row_scales(tensor, turned)
     channels = tensor.numpy() if turned else tensor.numpy().T
     width, depth = channels.shape
     result = np.empty((depth, width), np.int8)

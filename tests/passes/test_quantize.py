@@ -12,7 +12,7 @@ import pytest
 from specexport.passes import default_passes, run_passes
 from specexport.passes.quantize import quantizing_passes
 from specexport.passes.quantize_int4 import quantize_blocks
-from specexport.passes.quantize_int8 import _quantized, _scales
+from specexport.passes.quantize_int8 import _quantized, row_scales
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
 from tests.engine_harness import Engine, Recipe
 from tests.tiny_models import VOCAB
@@ -21,6 +21,7 @@ from tests.tiny_traces import tiny_model, trace_of
 Traced = Callable[[str], Any]
 NUM_LINEAR = {"llama_tied": 15, "gpt2": 9, "gemma3": 15, "opt": 15}
 """Linear layers with the LM head: 7 a layer for a gated MLP; gpt2 packs q, k and v; opt projects its embeddings."""
+LEARNED_POSITIONS = {"gpt2": 1, "opt": 1}
 LARGEST_ERROR = {"int8": 0.06, "int4": 0.5}
 """Relative L2 error of any row's logits against float32; an unrelated row is at about 1.4."""
 PROMPTS = [[3, 4, 5, 9, 11, 7], [6, 8, 2]]
@@ -64,7 +65,7 @@ def test_every_linear_layer_is_quantized_and_the_logits_stay_near(name: str, tmp
             assert report[f"{kind}-quantize"] == NUM_LINEAR[name]
             assert not [node for node in graph.graph if node.op_type == "Gemm"]
             large = [v for v in graph.graph.initializers.values() if len(v.shape) == 2 and v.dtype == ir.DataType.FLOAT]
-            assert {v.uses()[0].node.op_type for v in large} == {"Gather"}, "a float matrix that is no embedding"
+            assert len(large) == LEARNED_POSITIONS.get(name, 0), "a float matrix that is no table of positions"
             assert 1e-5 < worst_row(logits[kind], logits[None]) < LARGEST_ERROR[kind]
 
 
@@ -137,7 +138,7 @@ def test_int8_weights_are_within_half_a_step(turned: bool) -> None:
     weight = np.random.default_rng(0).normal(size=(48, 33)).astype(np.float32)
     weight[:, 3], weight[5] = 0, 0
     tensor, axis = ir.tensor(weight), int(turned)
-    scales, codes = _scales(tensor, turned), _quantized(tensor, turned)
+    scales, codes = row_scales(tensor, turned), _quantized(tensor, turned)
     channels = weight if turned else weight.T
     assert codes.shape == channels.T.shape
     assert np.isfinite(scales).all()
