@@ -51,7 +51,13 @@ def check_num_layers(kept: int, num_layers: int) -> None:
 
 
 def cut_pieces(
-    texts: Seq[str], tokenizer_json: bytes, vocab_size: int, *, max_positions: int | None = None
+    texts: Seq[str],
+    tokenizer_json: bytes,
+    vocab_size: int,
+    *,
+    max_positions: int | None = None,
+    num_pieces: int = NUM_PIECES,
+    piece_len: int = PIECE_LEN,
 ) -> list[Int64Array]:
     """Pieces of the texts, spread evenly over all of them.
 
@@ -60,9 +66,11 @@ def cut_pieces(
         tokenizer_json: the draft's ``tokenizer.json``. A piece begins with the token that it puts before a text.
         vocab_size: V; tokens without a row are left out.
         max_positions: most tokens that the draft can read; None for no limit.
+        num_pieces: how many there are at most.
+        piece_len: how many tokens each has at most.
 
     Returns:
-        up to ``NUM_PIECES`` arrays of up to ``PIECE_LEN`` token ids, int64.
+        up to ``num_pieces`` arrays of up to ``piece_len`` token ids, int64.
 
     Raises:
         RecipeError: no token is left.
@@ -75,8 +83,8 @@ def cut_pieces(
     ids = ids[ids < vocab_size]
     if not ids.size:
         raise RecipeError("draft_vocab_texts has no token that the draft knows.", "give texts like those it will read.")
-    length = min(PIECE_LEN, max_positions or PIECE_LEN, len(ids) + len(first)) - len(first)
-    count = min(NUM_PIECES, len(ids) // length)
+    length = min(piece_len, max_positions or piece_len, len(ids) + len(first)) - len(first)
+    count = min(num_pieces, len(ids) // length)
     starts = np.linspace(0, len(ids) - length, count).astype(int)
     return [np.array([*first, *ids[start : start + length]], np.int64) for start in starts]
 

@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from specexport.backends.registry import BACKENDS, find_backend
 from specexport.build.built import BuiltModel
 from specexport.build.check import check_engine, check_obstacle, check_sequences, text_sequences
 from specexport.build.draft_layers import LayerPrune, check_num_layers, cut_pieces
-from specexport.build.draft_vocabulary import HeadCut, choose_head_ids
+from specexport.build.draft_vocabulary import HeadCut, choose_head_ids, read_counting_texts
 from specexport.progress import StageClock
 from specexport.recipe import BuildRecipe, resolve_dtype, resolve_recipe
 from specexport_runtime.abi import ITEM_BYTES
@@ -27,6 +28,8 @@ from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Arr
 STAGES = ("load", "reference", "trace", "passes", "lower", "build", "check")
 
 _NEEDED = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "safetensors", "huggingface_hub")
+CALIBRATION_PIECES, CALIBRATION_LEN = 4, 128
+"""512 tokens: the largest magnitudes settle early, and a large model reads them for a minute."""
 _SPACE_MARGIN = 1.05  # graph, tokenizer and alignment beside the weights
 
 
@@ -113,8 +116,16 @@ def build_model(
         if recipe.check and recipe.dtype == "float16":
             _refuse_overflow(checkpoint, reference)
     fields = _step_sizes(checkpoint, head_ids)
+    ranges = _ranges(checkpoint, recipe, source.role, clock)
     fields |= _compile(
-        recipe, checkpoint, source.role, folder=folder, clock=clock, dump_dir=dump_dir, head_ids=head_ids
+        recipe,
+        checkpoint,
+        source.role,
+        folder=folder,
+        clock=clock,
+        dump_dir=dump_dir,
+        head_ids=head_ids,
+        ranges=ranges,
     )
     if head_ids is not None:
         np.save(folder / HEAD_IDS_NAME, head_ids, allow_pickle=False)
@@ -215,6 +226,24 @@ def _drop_layers(checkpoint: Any, prune: LayerPrune | None, role: str, clock: St
     return dropped
 
 
+def _ranges(checkpoint: Any, recipe: BuildRecipe, role: str, clock: StageClock) -> Mapping[str, Float32Array] | None:
+    """How large the inputs of linear layers get, where they will be quantized; None where they will not."""
+    if recipe.quantization_of(role) is None or find_backend(recipe.backend).quantize_operator:
+        return None
+    from specexport.frontend import activation_ranges
+
+    with clock.stage("calibrate", role, steps=0):
+        pieces = cut_pieces(
+            read_counting_texts(None),
+            checkpoint.tokenizer_json,
+            checkpoint.vocab_size,
+            max_positions=checkpoint.max_positions,
+            num_pieces=CALIBRATION_PIECES,
+            piece_len=CALIBRATION_LEN,
+        )
+        return activation_ranges(checkpoint, pieces)
+
+
 def _head_ids(checkpoint: Any, cut: HeadCut | None) -> Int32Array | None:
     """Token ids that the LM head keeps; None if it keeps all."""
     if cut is None or cut.size == checkpoint.vocab_size:
@@ -238,6 +267,7 @@ def _compile(
     clock: StageClock,
     dump_dir: Path | None,
     head_ids: Int32Array | None,
+    ranges: Mapping[str, Float32Array] | None,
 ) -> dict[str, Any]:
     """Trace to engine files; the checkpoint's torch model is gone afterwards. Returns fields of the manifest entry."""
     from specexport.frontend import trace_checkpoint
@@ -262,6 +292,7 @@ def _compile(
             quantize_operator=backend.quantize_operator,
             quantize_block=backend.quantize_block,
             head_ids=head_ids,
+            ranges=ranges,
         )
         done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=clock.note)
     strip_metadata(ir_model)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoint",
+    "activation_ranges",
     "choose_layers",
     "drop_layers",
     "hash_checkpoint",
@@ -49,6 +50,23 @@ def load_checkpoint(
     from specexport.frontend.load import load
 
     return load(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def activation_ranges(
+    checkpoint: Checkpoint, pieces: "Seq[npt.NDArray[np.int64]]"
+) -> "dict[str, npt.NDArray[np.float32]]":
+    """The largest magnitude of each input channel of each linear layer, over all tokens but the first of each piece.
+
+    Args:
+        checkpoint: the loaded model.
+        pieces: token ids that the model reads, int64.
+
+    Returns:
+        float32 [K] by name of the layer's weight in a traced graph; a weight of several names is under each.
+    """
+    from specexport.frontend.calibrate import ranges
+
+    return ranges(checkpoint, pieces)
 
 
 def choose_layers(

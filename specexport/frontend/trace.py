@@ -38,6 +38,10 @@ class TracedModel(NamedTuple):
     layers: tuple[LayerGeometry, ...]
 
 
+WEIGHT_PREFIX = "model."
+"""What a traced graph puts before the checkpoint's name of a weight: the model is a member of :class:`PackedModel`."""
+
+
 class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
     """The model as the contract sees it: packed tokens and caches in, selected logits and caches out."""
 

@@ -1,6 +1,6 @@
 """Passes over the traced model: one pass a file, each reporting how many things it changed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from specexport.passes.base import CountingPass
-    from specexport_runtime.executors.base import Int32Array
+    from specexport_runtime.executors.base import Float32Array, Int32Array
 
 __all__ = ["default_passes", "run_passes"]
 
@@ -32,6 +32,7 @@ def default_passes(
     quantize_operator: str = "",
     quantize_block: int = 0,
     head_ids: "Int32Array | None" = None,
+    ranges: "Mapping[str, Float32Array] | None" = None,
 ) -> "list[CountingPass]":
     """The passes of one model's build, in order, each with its reason; see ``pipeline.list_passes``."""
     from specexport.passes.pipeline import list_passes
@@ -44,6 +45,7 @@ def default_passes(
         quantize_operator=quantize_operator,
         quantize_block=quantize_block,
         head_ids=head_ids,
+        ranges=ranges,
     )
 
 

@@ -1,6 +1,6 @@
 """The list of passes and the loop that runs it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from specexport.passes.transpose_fold import TransposeFoldPass
 from specexport.passes.weight_deduplicate import WeightDeduplicatePass
 from specexport.passes.weight_remove import WeightRemovePass
 from specexport_runtime.errors import CheckFailedError
-from specexport_runtime.executors.base import Int32Array
+from specexport_runtime.executors.base import Float32Array, Int32Array
 
 
 def list_passes(
@@ -31,6 +31,7 @@ def list_passes(
     quantize_operator: str = "",
     quantize_block: int = 0,
     head_ids: Int32Array | None = None,
+    ranges: Mapping[str, Float32Array] | None = None,
 ) -> list[CountingPass]:
     """The passes of a build, in order. Each says why it is there in its ``reason``.
 
@@ -42,10 +43,17 @@ def list_passes(
         quantize_operator: how the backend's engines take int4 weights; see ``quantize.quantizing_passes``.
         quantize_block: inputs that share a scale there.
         head_ids: token ids that the LM head keeps, int32 [N]; None for all.
+        ranges: largest magnitude of each input channel of linear layers, float32 [K] by name of the weight; None does
+            not smooth activations, nor is it done without ``quantize``.
     """
     cutting: list[CountingPass] = [] if head_ids is None else [LmHeadCutPass(head_ids)]
+    smoothing: list[CountingPass] = []
     packing: list[CountingPass] = []
     quantizing: list[CountingPass] = []
+    if ranges is not None and quantize is not None:
+        from specexport.passes.activation_smooth import ALPHA, ActivationSmoothPass
+
+        smoothing = [ActivationSmoothPass(ranges, ALPHA[quantize])]
     if pack:
         from specexport.passes.linear_pack import packing_passes
 
@@ -63,6 +71,7 @@ def list_passes(
         LogitRowSelectPass(),  # before TransposeFold: it takes the LM head's weight as it is stored
         TransposeFoldPass(),
         *cutting,  # before the weights are cast and quantized: what goes needs neither
+        *smoothing,  # before packing: ranges are known by the checkpoint's weights
         *packing,
         PrecisionCastPass(dtype),
         *quantizing,

@@ -8,6 +8,9 @@ import onnx_ir as ir
 from specexport.onnx_emit import lazy_weight
 from specexport.passes.base import CountingPass, constant_of
 
+FOLDED = ".transposed"
+"""What is added to the name of a weight that was transposed."""
+
 
 class TransposeFoldPass(CountingPass):
     """Fold Transpose nodes on weights into the weights.
@@ -41,7 +44,7 @@ class TransposeFoldPass(CountingPass):
     ) -> None:
         shape = [tensor.numpy().shape[axis] for axis in perm]
         make = partial(_transposed, tensor, perm)
-        value = lazy_weight(model.graph, f"{weight.name}.transposed", tensor.dtype, shape, make)
+        value = lazy_weight(model.graph, f"{weight.name}{FOLDED}", tensor.dtype, shape, make)
         for node in readers:
             ir.convenience.replace_all_uses_with(node.outputs[0], value)
             model.graph.remove(node, safe=True)
