@@ -28,8 +28,8 @@ from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Arr
 STAGES = ("load", "reference", "trace", "passes", "lower", "build", "check")
 
 _NEEDED = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "safetensors", "huggingface_hub")
-CALIBRATION_PIECES, CALIBRATION_LEN = 4, 128
-"""512 tokens: the largest magnitudes settle early, and a large model reads them for a minute."""
+CALIBRATION_PIECES, CALIBRATION_LEN = 16, 64
+"""1,024 tokens from all over the texts: with 512 in four pieces smoothing saved a sixth of the divergence, not half."""
 _SPACE_MARGIN = 1.05  # graph, tokenizer and alignment beside the weights
 
 

@@ -32,7 +32,7 @@ ROTARY_INPUTS = (13, 14)
 _COMMON_LEN = 4096
 _MAX_LOOKAHEAD = 64
 _MIN_TABLE_BYTES = 2 * 2**20
-_TABLE_SHARE = 50
+_TABLE_SHARE = 25
 _HEAD_MULTIPLE = 16  # the fused kernel rotates heads of these sizes, in parts of these sizes
 _ROW_PERM = (0, 2, 1, 3)
 
@@ -61,7 +61,7 @@ def fuse_rotary(ir_model: "ir.Model", rows: int | None = None) -> int:
     A node is changed only if its q and k are rotated alike, in a way that the kernel can do (whole heads or their first
     part, in multiples of 16), and the tables agree with the graph on random vectors. Positions are then the kernel's
     own count of cache entries, which is what they are in an unpadded KV cache. All tables together may take 2 MiB or a
-    fiftieth of the weights, whichever is more; otherwise nothing is changed, as the gain does not grow with the model.
+    25th of the weights, whichever is more; otherwise nothing is changed, as the gain does not grow with the model.
 
     Args:
         ir_model: the traced model, after the passes; changed in place.

@@ -51,9 +51,9 @@ def list_passes(
     packing: list[CountingPass] = []
     quantizing: list[CountingPass] = []
     if ranges is not None and quantize is not None:
-        from specexport.passes.activation_smooth import ALPHA, ActivationSmoothPass
+        from specexport.passes.activation_smooth import ActivationSmoothPass
 
-        smoothing = [ActivationSmoothPass(ranges, ALPHA[quantize])]
+        smoothing = [ActivationSmoothPass(ranges)]
     if pack:
         from specexport.passes.linear_pack import packing_passes
 

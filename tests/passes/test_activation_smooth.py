@@ -71,7 +71,7 @@ def test_the_model_computes_the_same(name: str) -> None:
     models = [trace_of(tiny_model(name)) for _ in range(2)]
     for traced in models:
         run_passes(traced.ir_model, default_passes(Recipe()))
-    smooth = ActivationSmoothPass(ranges, 0.7)
+    smooth = ActivationSmoothPass(ranges)
     smooth(models[1].ir_model)
     assert smooth.changes == SMOOTHED[name]
     plain, found = (computed(traced) for traced in models)
@@ -114,4 +114,4 @@ def test_what_somebody_else_reads_stays() -> None:
     weights = {"scale": np.ones(4, np.float32), "weight": np.eye(4, dtype=np.float32)}
     model = ir.from_onnx_text(text, initializers=[ir.tensor(array, name=name) for name, array in weights.items()])
     ranges = {"weight": np.array([1, 2, 3, 400], np.float32)}
-    assert not ActivationSmoothPass(ranges, 0.5)(model).modified, "the norm's result is an output too"
+    assert not ActivationSmoothPass(ranges)(model).modified, "the norm's result is an output too"
