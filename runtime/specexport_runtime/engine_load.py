@@ -22,6 +22,7 @@ from specexport_runtime.executors.base import Executor, as_gated
 from specexport_runtime.executors.open import backend_of, backends_with, open_executor
 from specexport_runtime.lookahead.base import DraftLength
 from specexport_runtime.lookahead.draft_cost import WeighedDrafter
+from specexport_runtime.machine import has_int8_tiles
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.checks import check_match_length
 from specexport_runtime.requests.drafting import Abilities, DraftDefaults, stage_names
@@ -130,7 +131,13 @@ def _with_costs(
     costs = load_costs(
         runner(target),
         None if draft is None else runner(draft),
-        prior_costs(bundle.manifest.models, on_gpu=on_gpu, max_rows=rows, lookahead=lookahead),
+        prior_costs(
+            bundle.manifest.models,
+            on_gpu=on_gpu,
+            max_rows=rows,
+            lookahead=lookahead,
+            int8_tiles=has_int8_tiles(),
+        ),
         measure=options.adaptive is True,
         bundle_key=bundle.manifest.build_key,
         max_rows=rows,

@@ -32,6 +32,16 @@ def test_quantized_weights_are_read_faster_and_make_tokens_dearer(entries):
     assert small.seconds(5, 1) / small.seconds(1, 1) > 1.05
 
 
+def test_draft_tokens_are_dearer_without_int8_tiles(entries):
+    models = {"target": replace(entries["target"], quantize="int8", num_parameters=10**9, step_parameters=10**9)}
+    tiles, none = (
+        prior_costs(models, on_gpu=False, max_rows=8, lookahead=8, int8_tiles=has).target for has in (True, False)
+    )
+    extra = [cost.seconds(5, 1) / cost.seconds(1, 1) - 1 for cost in (tiles, none)]
+    assert 1.8 < extra[1] / extra[0] < 2.6
+    assert 0.2 < extra[1] < 0.45, "0.28 on two cores of an EPYC, a model of 1.5 billion"
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_more_tokens_rows_and_entries_cost_more(entries, on_gpu):
     target = costs(entries, on_gpu=on_gpu).target

@@ -37,12 +37,16 @@ class _Rates(NamedTuple):
     keys_by_head: bool
 
 
-# The CPU's ratios are those of two cores with AVX-512 and AMX that read 12 GB/s; a step of one token sets the scale.
-_CPU = _Rates(2e10, 3e-5, {None: 1.8e11, "int8": 1e12, "int4": 3e11}, 2.2e10, keys_by_head=True)
+# A step of one token sets the scale. What counts is how much a machine multiplies while it reads a byte: the first are
+# two cores with AVX-512 and AMX that read 12 GB/s, the second two with AVX-512 and VNNI that read 22 GB/s.
+_CPU_TILES = _Rates(2e10, 3e-5, {None: 1.8e11, "int8": 1e12, "int4": 3e11}, 2.2e10, keys_by_head=True)
+_CPU = _Rates(2e10, 3e-5, {None: 1.5e11, "int8": 4.6e11, "int4": 2.6e11}, 2.2e10, keys_by_head=True)
 _GPU = _Rates(1.5e12, 2e-5, {None: 1e14}, 1e13, keys_by_head=False)
 
 
-def prior_costs(models: Mapping[str, ModelEntry], *, on_gpu: bool, max_rows: int, lookahead: int) -> CostCurves:
+def prior_costs(
+    models: Mapping[str, ModelEntry], *, on_gpu: bool, max_rows: int, lookahead: int, int8_tiles: bool = False
+) -> CostCurves:
     """The curves that a bundle's sizes promise.
 
     Args:
@@ -50,8 +54,9 @@ def prior_costs(models: Mapping[str, ModelEntry], *, on_gpu: bool, max_rows: int
         on_gpu: whether the engines run on a GPU.
         max_rows: most rows of a step.
         lookahead: largest K.
+        int8_tiles: the CPU multiplies int8 matrices in tiles (AMX).
     """
-    rates = _GPU if on_gpu else _CPU
+    rates = _GPU if on_gpu else _CPU_TILES if int8_tiles else _CPU
     curves = {role: _curve(entry, rates, max_rows, lookahead + 1) for role, entry in models.items()}
     target, drafters = curves["target"], {}
     if "draft" in curves:
