@@ -3,7 +3,8 @@
 Graphs of one checkpoint differ by what passes and lowerings make of it: a product of floats may be one of integers with
 scales behind it, three linear layers may be one, attention may be another function. So a tensor is known by
 
-- the weight of the linear layer that gives it;
+- the table that tokens are looked up in;
+- the weight of the linear layer that gives it, unless activations were smoothed and that divides what it gives;
 - the cache of the attention that gives it;
 - its place in the residual stream, where layers have gates;
 - its own name, if the same operator gives a tensor of that name in the other graph. Names come from tracing; a graph
@@ -17,12 +18,13 @@ from typing import Any, NamedTuple
 import onnx_ir as ir
 
 from specexport.debug.graph import EngineGraph, values_by_name
+from specexport.passes.activation_smooth import DIVIDED, INVERSE
 from specexport.passes.residual_blocks import cache_writers
 from specexport_runtime.abi import LOGITS
 
 _PRODUCTS = ("MatMul", "Gemm", "MatMulInteger", "MatMulNBits")
 _SCALINGS = {"MatMulInteger": 2}  # products behind it that bring back the scales of the row and of the weight
-_FORMS = re.compile(r"(\.(int8|int4|transposed|weight))+$")
+_FORMS = re.compile(r"(\.(int8|int4|transposed|smooth|divided|weight))+$")
 _PART = ".part"
 _PACKED = ".packed"
 _STEM = re.compile(r"^(model\.)+")
@@ -94,7 +96,7 @@ def find_points(source: EngineGraph) -> dict[Key, Point]:
     """Linear layers, attention and the residual stream of a graph."""
     graph = source.model.graph
     packs = _packs(graph)
-    found = list(_linears(graph, packs))
+    found = [*_embeddings(graph), *_linears(graph, packs)]
     names = values_by_name(source.model)
     for layer, node in enumerate(cache_writers(graph)):
         label = f"layers.{layer}.attention"
@@ -104,6 +106,27 @@ def find_points(source: EngineGraph) -> dict[Key, Point]:
         if name in names:
             found.append(Point(("residual", str(layer), part), label, "residual", name, layer))
     return {point.key: point for point in found if point.name}
+
+
+def _embeddings(graph: ir.Graph) -> Iterator[Point]:
+    """What is looked up by token id, as floats: of an int8 table behind its scales."""
+    count = 0
+    for node in graph:
+        table = node.inputs[0] if node.op_type == "Gather" and node.inputs else None
+        if table is None or not table.is_initializer() or table.shape is None or len(table.shape) != 2:
+            continue
+        value, scalings = node.outputs[0], 0 if table.dtype == ir.DataType.FLOAT else 1
+        while scalings and len(uses := list(value.uses())) == 1:
+            after = uses[0].node
+            scalings -= after.op_type == "Mul"
+            value = after.outputs[0]
+        for use in value.uses():  # smoothing scaled a tied table, and takes that back
+            if any(item is not None and str(item.name).endswith(INVERSE) for item in use.node.inputs):
+                value = use.node.outputs[0]
+                break
+        name = "embedding" if not count else f"embedding.{count}"
+        yield Point(("embedding", str(count)), name, "embedding", str(value.name), None)
+        count += 1
 
 
 def _linears(graph: ir.Graph, packs: dict[str, list[str]]) -> Iterator[Point]:
@@ -117,13 +140,15 @@ def _linears(graph: ir.Graph, packs: dict[str, list[str]]) -> Iterator[Point]:
         base, packed = _base(str(weight.name))
         end, has_bias = _end(node)
         kind = "packed" if packed else "linear"
+        parts = packs.get(base, ()) if packed else ()
         label = _label([base, *(packs.get(base, [base, "others"])[1:] if packed else [])])
         bias = ("bias",) if has_bias else ()
         key = (kind, base, *bias)
-        yield Point(key, label, "linear", str(end.name), _layer_of(base))
-        for name in packs.get(base, ()) if packed else ():
+        if not any(DIVIDED in str(value.name) for value in (weight, *_parts(end))):
+            yield Point(key, label, "linear", str(end.name), _layer_of(base))
+        for name in parts:
             part = next((str(use.name) for use in _parts(end) if _base(str(use.name))[0] == name), None)
-            if part is not None:
+            if part is not None and DIVIDED not in part:
                 yield Point(("linear", name, *bias), name, "linear", part, _layer_of(name), key)
 
 

@@ -18,6 +18,9 @@ from specexport.passes.transpose_fold import FOLDED
 ALPHA = 0.6
 """How much of an activation's range goes into the weights: 0 is nothing, 1 all of it. Of 0.3 to 0.9 it loses least on
 Gemma-3-270M, int8 and int4 alike; a choice for each layer, by what that loses on the texts, was no better."""
+SMOOTH, DIVIDED, INVERSE = ".smooth", ".divided", ".inverse"
+"""What is added to the name of a weight whose inputs were multiplied, of one (or a tensor) that was divided, and of
+what takes the factors back behind a lookup."""
 _NORMS = {"RMSNormalization", "LayerNormalization"}
 _ROW_STEPS = {"Gather", "Reshape", "Squeeze"}
 """Between a norm and a layer: they choose rows or lay them out anew, and touch no channel."""
@@ -97,6 +100,7 @@ class ActivationSmoothPass(CountingPass):
         weights = np.maximum.reduce([np.abs(_now(site).channels()).max(axis=0) for site in group.sites])
         factors = np.maximum(seen, _LEAST) ** self._alpha / np.maximum(weights, _LEAST) ** (1 - self._alpha)
         factors = (factors / np.exp(np.log(factors).mean())).astype(np.float32)
+        _rename(group)
         for site in group.sites:
             weight = _scale_weight(graph, site, factors, inputs=True)
             for lookup in group.lookups:
@@ -109,6 +113,20 @@ class ActivationSmoothPass(CountingPass):
                     group.norm.replace_input_with(index, divided)
         if group.gate is not None:
             _scale_weight(graph, group.gate, 1 / factors, inputs=False)
+
+
+def _rename(group: _Group) -> None:
+    """Mark what is divided from now on: a tensor of the same name in another graph is not the same."""
+    value, first = group.sites[0].source, group.norm
+    if group.gate is not None:
+        group.gate.node.outputs[0].name = f"{group.gate.node.outputs[0].name}{DIVIDED}"
+        first = next(iter(group.gate.node.outputs[0].uses())).node
+    while True:
+        value.name = f"{value.name}{DIVIDED}"
+        node = value.producer()
+        if node is None or node is first or node.inputs[0] is None:
+            return
+        value = node.inputs[0]
 
 
 def _name(site: LinearSite) -> str:
@@ -143,7 +161,7 @@ def _divide_lookup(graph: ir.Graph, lookup: ir.Node, weight: ir.Value, factors: 
     """Look up in the scaled weight, and take the factors back."""
     old, emit = lookup.outputs[0], Emitter(graph)
     lookup.replace_input_with(0, weight)
-    inverse = constant(graph, f"{weight.name}.inverse", 1 / factors)
+    inverse = constant(graph, f"{weight.name}{INVERSE}", 1 / factors)
     result = emit.op("Mul", old, inverse, shape=old.shape)
     emit.place(after=lookup)
     ir.convenience.replace_all_uses_with([old], [result], replace_graph_outputs=False)
@@ -173,7 +191,11 @@ def _scale_weight(graph: ir.Graph, site: LinearSite, factors: FloatVector, *, in
     down = inputs != site.turned  # the factors go along the first axis of the weight as it is stored
     shape = [int(str(size)) for size in site.tensor.shape]
     weight = lazy_weight(
-        graph, f"{site.weight.name}.smooth", site.tensor.dtype, shape, partial(_scaled, site.tensor, factors, down)
+        graph,
+        f"{site.weight.name}{SMOOTH if inputs else DIVIDED}",
+        site.tensor.dtype,
+        shape,
+        partial(_scaled, site.tensor, factors, down),
     )
     site.node.replace_input_with(1, weight)
     return weight

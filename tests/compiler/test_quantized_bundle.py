@@ -129,7 +129,8 @@ def test_a_good_engine_is_close(
     result, _ = quantized(kind)
     check = result.checks["target"]
     assert check is not None
-    assert check.agreement == 1.0
+    assert check.agreement is not None
+    assert check.agreement >= (1.0 if kind == "int8" else 0.95)
     assert check.lost is not None
     assert 0 < check.lost < most_lost, "far inside the limits, which are made for worse models"
     assert check.divergence is not None

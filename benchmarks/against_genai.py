@@ -1,0 +1,109 @@
+"""Plain decoding against onnxruntime-genai, in turns: each turn is a fresh process of one of them.
+
+    python benchmarks/against_genai.py engines/gemma3-270m GENAI_MODEL --python GENAI_ENV/bin/python --prompts P.jsonl
+
+GENAI_MODEL is what ``python -m onnxruntime_genai.models.builder -m CHECKPOINT -o GENAI_MODEL -p fp32 -e cpu`` writes.
+Its ``genai_config.json`` says how many threads it takes (``intra_op_num_threads`` of the session options); give ours as
+many, or the two are not comparable. GENAI_ENV is an environment with onnxruntime-genai: it brings its own onnxruntime.
+Greedy, one sequence at a time. ``whole`` counts the prefill, ``decode`` is from the difference between two lengths.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import median, read_prompts, report
+
+SHORT = 8
+Run = Callable[[str, int], None]
+
+
+def open_ours(bundle: str, num_threads: int) -> Run:
+    """Decode plainly with a bundle."""
+    from specexport_runtime import SamplingParams, SpecEngine
+
+    engine = SpecEngine.load(bundle, num_threads=num_threads)
+
+    def run(prompt: str, tokens: int) -> None:
+        engine.generate([prompt], SamplingParams(max_tokens=tokens, ignore_eos=True), speculation=False)
+
+    return run
+
+
+def open_genai(folder: str) -> Run:
+    """Decode with onnxruntime-genai, past whatever ends a text."""
+    import onnxruntime_genai as og
+
+    model = og.Model(og.Config(folder))
+    tokenizer = og.Tokenizer(model)
+
+    def run(prompt: str, tokens: int) -> None:
+        params = og.GeneratorParams(model)
+        params.set_search_options(max_length=1024, do_sample=False)  # fewer than a sliding window are refused
+        generator = og.Generator(model, params)
+        generator.append_tokens(tokenizer.encode(prompt))
+        for _ in range(tokens):
+            generator.generate_next_token()
+
+    return run
+
+
+def child(job: dict[str, Any]) -> dict[str, float]:
+    """Tokens per second of one process."""
+    run = open_ours(job["path"], job["threads"]) if job["way"] == "ours" else open_genai(job["path"])
+    run(job["prompts"][0], SHORT)
+    seconds = {}
+    for tokens in (job["tokens"], SHORT):
+        start = time.perf_counter()
+        for prompt in job["prompts"]:
+            run(prompt, tokens)
+        seconds[tokens] = (time.perf_counter() - start) / len(job["prompts"])
+    whole, short = seconds[job["tokens"]], seconds[SHORT]
+    return {"whole": job["tokens"] / whole, "decode": (job["tokens"] - SHORT) / (whole - short)}
+
+
+def main() -> None:
+    """Run both in turns; print medians and ratios."""
+    if len(sys.argv) == 2 and sys.argv[1] == "--child":
+        print(json.dumps(child(json.load(sys.stdin))))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("genai", type=Path, help="model folder of onnxruntime-genai")
+    parser.add_argument("--python", default=sys.executable, help="interpreter of its environment")
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--num-prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+
+    common = {
+        "prompts": read_prompts(args.prompts, args.num_prompts),
+        "tokens": args.tokens,
+        "threads": args.threads,
+    }
+    ways = {"ours": (sys.executable, args.bundle), "genai": (args.python, args.genai)}
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for _ in range(args.repeats):
+        for way, (python, path) in ways.items():
+            job = json.dumps(common | {"way": way, "path": str(path)})
+            done = subprocess.run([python, __file__, "--child"], input=job, capture_output=True, text=True, check=True)
+            found[way].append(json.loads(done.stdout.splitlines()[-1]))
+    rows = []
+    for what in ("whole", "decode"):
+        speeds = {way: [each[what] for each in found[way]] for way in ways}
+        ratios = [ours / theirs for ours, theirs in zip(speeds["ours"], speeds["genai"], strict=True)]
+        rows += [(f"{what}, {way}", f"{median(values):.1f} tokens/s") for way, values in speeds.items()]
+        rows.append((f"{what}, ours / genai", f"{median(ratios):.2f}× ({', '.join(f'{x:.2f}' for x in ratios)})"))
+    report("Plain decoding against onnxruntime-genai", rows, {"runs": found}, args.json)
+
+
+if __name__ == "__main__":
+    main()
