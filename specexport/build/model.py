@@ -226,9 +226,14 @@ def _drop_layers(checkpoint: Any, prune: LayerPrune | None, role: str, clock: St
     return dropped
 
 
+def reads_texts(recipe: BuildRecipe, role: str) -> bool:
+    """Whether a model's engine depends on the built-in texts: where activations are quantized, they are smoothed."""
+    return recipe.quantization_of(role) is not None and not find_backend(recipe.backend).quantize_operator
+
+
 def _ranges(checkpoint: Any, recipe: BuildRecipe, role: str, clock: StageClock) -> Mapping[str, Float32Array] | None:
     """How large the inputs of linear layers get, where they will be quantized; None where they will not."""
-    if recipe.quantization_of(role) is None or find_backend(recipe.backend).quantize_operator:
+    if not reads_texts(recipe, role):
         return None
     from specexport.frontend import activation_ranges
 

@@ -23,9 +23,17 @@ from specexport.build.bundle import check_output, find_up_to_date, refuse_to_rep
 from specexport.build.cache import EngineCache
 from specexport.build.check import check_obstacle
 from specexport.build.draft_layers import LayerPrune, check_num_layers
-from specexport.build.draft_vocabulary import HeadCut, check_head_size, read_counting_texts
+from specexport.build.draft_vocabulary import HeadCut, check_head_size, hash_texts, read_counting_texts
 from specexport.build.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, hash_sources, hash_values, tool_versions
-from specexport.build.model import STAGES, WHOLE, ModelSource, Reductions, build_model, require_export_stack
+from specexport.build.model import (
+    STAGES,
+    WHOLE,
+    ModelSource,
+    Reductions,
+    build_model,
+    reads_texts,
+    require_export_stack,
+)
 from specexport.build.prepack import prepack_bundle
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.host import peak_memory_bytes
@@ -193,6 +201,7 @@ def _make_plan(recipe: BuildRecipe) -> _Plan:
             common
             | {"checkpoint": model.sha256, "quantize": recipe.quantization_of(model.role)}
             | ({"role": model.role} if backend.draft_differs else {})
+            | ({"texts": hash_texts(read_counting_texts(None))} if reads_texts(recipe, model.role) else {})
             | (reduced if model.role == "draft" else {})
         )
         for model in models

@@ -35,24 +35,21 @@ def tiny_pair(session_dir: Path) -> TinyPair:
 @pytest.fixture(scope="session")
 def tiny_bundle(session_dir: Path, tiny_pair: TinyPair) -> Path:
     """A bundle of the tiny pair; its engines are in the session's cache too."""
-    folder = session_dir / "tiny-bundle"
-    with locked(session_dir / "tiny-bundle.lock"):
-        if not folder.is_dir():
-            with pytest.MonkeyPatch.context() as patch:
-                export_once(patch)
-                build_bundle(tiny_pair.recipe(folder))
-    return folder
+    return _build_once(session_dir / "tiny-bundle", tiny_pair)
 
 
 @pytest.fixture(scope="session")
 def gated_bundle(session_dir: Path, tiny_pair: TinyPair) -> Path:
     """A bundle of the tiny pair whose target can draft with its own layers."""
-    folder = session_dir / "gated-bundle"
-    with locked(session_dir / "gated-bundle.lock"):
+    return _build_once(session_dir / "gated-bundle", tiny_pair, self_draft=True)
+
+
+def _build_once(folder: Path, pair: TinyPair, **values: object) -> Path:
+    with locked(folder.with_name(f"{folder.name}.lock")):
         if not folder.is_dir():
             with pytest.MonkeyPatch.context() as patch:
                 export_once(patch)
-                build_bundle(tiny_pair.recipe(folder, self_draft=True))
+                build_bundle(pair.recipe(folder, **values))
     return folder
 
 

@@ -20,6 +20,7 @@ from specexport.build.check import check_engine, check_sequences
 from specexport.build.model import STAGES
 from specexport.build.pipeline import build_bundle
 from specexport.progress import ProgressEvent
+from specexport.recipe import resolve_recipe
 from specexport.rounding import LogitTolerance
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
@@ -338,3 +339,20 @@ def test_the_torch_weights_are_gone_before_the_check(
     recipe = tiny_pair.recipe(tmp_path / "out", target=str(tmp_path / "model"), draft=None)
     assert build_bundle(recipe, use_cache=False).max_abs_errors == {"target": 0.25}
     assert addresses
+
+
+def test_engines_that_were_smoothed_on_other_texts_are_not_reused(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specexport.build import pipeline
+
+    def keys(**values: str) -> Any:
+        recipe = resolve_recipe(tiny_pair.recipe(tmp_path / "bundle", **values), [256, 256])
+        return pipeline._make_plan(recipe).engine_keys
+
+    before = keys(quantize="int8"), keys()
+    monkeypatch.setattr(pipeline, "read_counting_texts", lambda _: ("other texts",))
+    after = keys(quantize="int8"), keys()
+    assert before[0]["target"] != after[0]["target"]
+    assert before[0]["draft"] == after[0]["draft"], "it is not quantized"
+    assert before[1] == after[1]
