@@ -20,6 +20,8 @@ from specexport_runtime.errors import RecipeError
 Auto = Literal["auto"]
 
 MIN_MODEL_LEN = 16
+KEEP, FLOAT = "keep", "none"
+"""Quantizations that are none: weights as a quantized checkpoint has them, and float weights whatever it has."""
 _LIMITS = {"max_num_seqs": MAX_NUM_SEQS, "max_num_tokens": MAX_NUM_TOKENS}
 """Most of each limit that a backend does not fix when it builds."""
 _SM = re.compile(r"(?:sm_?)?(\d{1,2})\.?(\d)", re.IGNORECASE)
@@ -51,7 +53,9 @@ class BuildRecipe:
             default when the bundle is loaded.
         max_num_tokens: most tokens of one step; None takes 512. As ``max_num_seqs``.
         gpu_memory_gb: TensorRT: refuse engines and caches that a GPU of this memory (GB) cannot hold.
-        quantize: weights of the target's linear layers: ``"int8"`` (ort-cpu), ``"int4"`` (TensorRT too) or None.
+        quantize: weights of the target's linear layers: ``"int8"`` (ort-cpu), ``"int4"`` (TensorRT too), ``"keep"``
+            (ort-cpu: those of a quantized checkpoint as they are) or ``"none"`` (float). None keeps them where that can
+            be done, and else is ``"none"``; :func:`settle_quantization` decides it.
         draft_quantize: the same for the draft.
         draft_layers: N, the layers that the draft keeps: those that change most; None keeps all.
         draft_vocab_size: N, the tokens that the draft's LM head keeps: the likeliest ones; None keeps all.
@@ -131,9 +135,9 @@ class BuildRecipe:
             if value is None:
                 continue
             known = dict.fromkeys(name for backend in BACKENDS.values() for name in backend.quantizations)
-            if value not in known:
-                raise RecipeError(f"{key} is {value!r}.", f"use one of: {', '.join(known)}; or leave it out.")
-            if value not in find_backend(self.backend).quantizations:
+            if value not in known and value != FLOAT:
+                raise RecipeError(f"{key} is {value!r}.", f"use one of: {', '.join((*known, FLOAT))}; or leave it out.")
+            if value != FLOAT and value not in find_backend(self.backend).quantizations:
                 own = find_backend(self.backend).quantizations
                 able = [backend.name for backend in BACKENDS.values() if value in backend.quantizations]
                 has = f"{' and '.join(own)} only" if own else "no quantized engines"
@@ -239,6 +243,30 @@ class BuildRecipe:
             del data[key]
         data["name"] = self.bundle_name
         return data
+
+
+def settle_quantization(recipe: BuildRecipe, *, quantized: Mapping[str, bool]) -> BuildRecipe:
+    """The recipe with what its quantizations mean for these checkpoints: None is float from here on.
+
+    Args:
+        recipe: as it was given.
+        quantized: of each role, whether its checkpoint may hold quantized weights.
+
+    Raises:
+        RecipeError: weights are to be kept that are not quantized.
+    """
+    found: dict[str, str | None] = {}
+    for role, key in (("target", "quantize"), ("draft", "draft_quantize")):
+        value = recipe.quantization_of(role)
+        if value == KEEP and not quantized.get(role, False):
+            raise RecipeError(
+                f"{key} is {KEEP!r}, and the {role}'s checkpoint holds float weights.",
+                "use int8 or int4, or leave it out.",
+            )
+        if value is None and quantized.get(role, False) and KEEP in find_backend(recipe.backend).quantizations:
+            value = KEEP
+        found[key] = None if value == FLOAT else value
+    return replace(recipe, **found)
 
 
 _HOW_TO_GIVE = {

@@ -17,7 +17,7 @@ class OrtCpu(Backend):
     modules = ("onnxruntime",)
     extra = "cpu"
     options = ("self_draft",)
-    quantizations = ("int8", "int4")
+    quantizations = ("int8", "int4", "keep")
     packs_linear = True
     key_fields = ("quantize_lm_head", "fuse", "self_draft")
 

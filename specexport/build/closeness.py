@@ -18,8 +18,8 @@ DECIDED = float(np.log(2))
 FEWEST_DECIDED = 20
 """Fewer decided positions (an untrained model has none) are judged by what is lost alone."""
 
-LEAST_AGREEMENT = {"int8": 0.9, "int4": 0.65}
-MOST_LOST = {"int8": 0.05, "int4": 0.2}
+LEAST_AGREEMENT = {"int8": 0.9, "int4": 0.65, "keep": 0.9}
+MOST_LOST = {"int8": 0.05, "int4": 0.2, "keep": 0.05}
 """Limits by quantization, two to three times as far as the worst model measured; see ``docs/quantization.md``."""
 
 

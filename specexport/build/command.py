@@ -31,8 +31,10 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--name", help="Name of the bundle [default: the output folder's name].")
 @click.option("--backend", help=f"What runs the engines [default: {DEFAULT_BACKEND}].")
 @click.option("--dtype", help="Dtype of weights and KV caches, as float16 or fp16 [default: auto].")
-@click.option("--quantize", metavar="int8|int4", help="Quantize the target's linear layers (int8: ort-cpu only).")
-@click.option("--draft-quantize", metavar="int8|int4", help="The same for the draft's.")
+@click.option(
+    "--quantize", metavar="keep|int8|int4|none", help="Weights of the target [default: as its file has them]."
+)
+@click.option("--draft-quantize", metavar="keep|int8|int4|none", help="The same for the draft.")
 @click.option("--draft-layers", type=int, metavar="N", help="Keep N of the draft's layers: those that change most.")
 @click.option("--draft-vocab-size", type=int, metavar="N", help="Keep the N likeliest tokens of the draft's LM head.")
 @click.option("--draft-vocab-texts", metavar="PATH", help="File or folder of texts to measure and count them on.")

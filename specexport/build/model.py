@@ -4,6 +4,7 @@ import gc
 import importlib.util
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from specexport.build.check import check_engine, check_obstacle, check_sequences
 from specexport.build.draft_layers import LayerPrune, check_num_layers, cut_pieces
 from specexport.build.draft_vocabulary import HeadCut, choose_head_ids, read_counting_texts
 from specexport.progress import StageClock
-from specexport.recipe import BuildRecipe, resolve_dtype, resolve_recipe
+from specexport.recipe import KEEP, BuildRecipe, resolve_dtype, resolve_recipe
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME
 from specexport_runtime.bundle.files import hash_files
@@ -104,6 +105,8 @@ def build_model(
     with clock.stage("load", source.role, source.name):
         checkpoint = _load(recipe, source)
         recipe = resolve_recipe(recipe, [checkpoint.max_positions])  # refuses a length the model cannot have
+        if recipe.quantization_of(source.role) == KEEP and not checkpoint.kept:  # a GGUF file of float weights
+            recipe = replace(recipe, **{"quantize" if source.role == "target" else "draft_quantize": None})
         copies = 1 + len(recipe.sm)  # the graph, and an engine for each architecture
         head_ids = _head_ids(checkpoint, reductions.cut)
         require_space(folder, int(checkpoint.num_parameters * ITEM_BYTES[recipe.dtype] * copies * _SPACE_MARGIN))
@@ -176,6 +179,7 @@ def _load(recipe: BuildRecipe, source: ModelSource) -> Any:
         dtype=resolve_dtype(recipe),
         revision=source.revision,
         trust_remote_code=recipe.trust_remote_code,
+        keep=recipe.quantization_of(source.role) == KEEP,
     )
     if checkpoint.source_sha256 != source.sha256:
         raise CheckpointError(f"checkpoint {source.name} changed while it was read.", "build again.")
@@ -228,7 +232,7 @@ def _drop_layers(checkpoint: Any, prune: LayerPrune | None, role: str, clock: St
 
 def reads_texts(recipe: BuildRecipe, role: str) -> bool:
     """Whether a model's engine depends on the built-in texts: where activations are quantized, they are smoothed."""
-    return recipe.quantization_of(role) is not None and not find_backend(recipe.backend).quantize_operator
+    return recipe.quantization_of(role) not in (None, KEEP) and not find_backend(recipe.backend).quantize_operator
 
 
 def _ranges(checkpoint: Any, recipe: BuildRecipe, role: str, clock: StageClock) -> Mapping[str, Float32Array] | None:
@@ -298,6 +302,7 @@ def _compile(
             quantize_block=backend.quantize_block,
             head_ids=head_ids,
             ranges=ranges,
+            kept=checkpoint.kept,
         )
         done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=clock.note)
     strip_metadata(ir_model)

@@ -38,7 +38,7 @@ from specexport.build.prepack import prepack_bundle
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.host import peak_memory_bytes
 from specexport.progress import Progress, StageClock
-from specexport.recipe import BuildRecipe, resolve_recipe
+from specexport.recipe import BuildRecipe, resolve_recipe, settle_quantization
 from specexport_runtime.bundle.files import FileEntry
 from specexport_runtime.bundle.manifest import Manifest
 
@@ -131,6 +131,7 @@ def build_bundle(
         exists = check_output(output, force=force)
         backend = find_backend(recipe.backend)
         recipe = replace(recipe, **backend.settle(recipe))
+        recipe = settle_quantization(recipe, quantized=_quantized(recipe))
         plan = _make_plan(recipe)
         present = find_up_to_date(output, plan.build_key) if exists else None
         if exists and present is None and not force:
@@ -215,6 +216,12 @@ def _make_plan(recipe: BuildRecipe) -> _Plan:
         }
     )
     return _Plan(tuple(models), keys, build_key, tools, Reductions(cut, prune))
+
+
+def _quantized(recipe: BuildRecipe) -> dict[str, bool]:
+    """Of each role, whether its checkpoint may hold quantized weights; those of float GGUF files are kept as float."""
+    sources = {"target": recipe.target, "draft": recipe.draft}
+    return {role: source is not None and source.lower().endswith(".gguf") for role, source in sources.items()}
 
 
 def _reductions_of(model: ModelSource, plan: _Plan, built: Mapping[str, BuiltModel]) -> Reductions:

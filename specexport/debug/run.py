@@ -19,7 +19,7 @@ BACKEND = "ort-cpu"
 CACHE_BACKENDS = ("tensorrt", "tensorrt-rtx")
 """Their engines show what they leave in the caches."""
 GraphKind = Literal["engine", "padded", "one-token"]
-TOLERANCES = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1, "int8": 0.1, "int4": 0.5}
+TOLERANCES = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1, "int8": 0.1, "int4": 0.5, "keep": 0.1}
 """Default tolerance by the dtype of the less exact graph, or by how its weights are quantized."""
 _TRACING = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
 

@@ -31,7 +31,12 @@ __all__ = [
 
 
 def load_checkpoint(
-    source: str, *, dtype: str = "float32", revision: str | None = None, trust_remote_code: bool = False
+    source: str,
+    *,
+    dtype: str = "float32",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    keep: bool = False,
 ) -> Checkpoint:
     """Load a checkpoint: a Hugging Face folder, a hub id, or a ``.gguf`` file.
 
@@ -42,14 +47,16 @@ def load_checkpoint(
         dtype: numpy name of the dtype wanted; smaller float types are widened without loss.
         revision: hub revision.
         trust_remote_code: let Python code from the checkpoint run.
+        keep: tell the quantized weights of a GGUF file too, as they are stored.
 
     Raises:
-        CheckpointError: it is missing, empty, damaged, pickled or quantized, or the hub cannot be reached.
+        CheckpointError: it is missing, empty, damaged, pickled or quantized, or the hub cannot be reached; or weights are
+            to be kept in a format that no engine multiplies.
         UnsupportedModelError: it is not a causal language model that transformers knows.
     """
     from specexport.frontend.load import load
 
-    return load(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    return load(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, keep=keep)
 
 
 def activation_ranges(

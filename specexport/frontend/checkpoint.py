@@ -1,10 +1,13 @@
 """A checkpoint that was loaded: the model, its tokenizer, and what a bundle must know of both."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+    from specexport.passes.block_weight import BlockWeight
 
 
 @dataclass
@@ -25,6 +28,7 @@ class Checkpoint:
         vocab_size: rows of the LM head (V).
         num_parameters: parameters, tied ones counted once.
         max_positions: positions the model supports, or None.
+        kept: quantized weights as the checkpoint stores them, by name in a traced graph; only where that was asked for.
     """
 
     source: str
@@ -40,3 +44,4 @@ class Checkpoint:
     vocab_size: int
     num_parameters: int
     max_positions: int | None
+    kept: "Mapping[str, BlockWeight]" = field(default_factory=dict)

@@ -11,18 +11,20 @@ from typing import Any
 import torch
 
 from specexport.frontend.checkpoint import Checkpoint
+from specexport.frontend.kept import kept_weights
 from specexport.frontend.source import Source, hash_source, resolve_source
 from specexport.frontend.tokenizer import collect_eos_ids, load_tokenizer
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 
-def load(source: str, *, dtype: str, revision: str | None, trust_remote_code: bool) -> Checkpoint:
+def load(source: str, *, dtype: str, revision: str | None, trust_remote_code: bool, keep: bool = False) -> Checkpoint:
     """See ``specexport.frontend.load_checkpoint``."""
     found = resolve_source(source, revision, remote_code=trust_remote_code)
     with _quiet_transformers():
         config = _load_config(found, trust_remote_code)
         tokenizer = load_tokenizer(found, trust_remote_code=trust_remote_code)
         model = _load_model(found, config, getattr(torch, dtype), trust_remote_code)
+        kept = kept_weights(found, model) if keep else {}
     text = model.config.get_text_config()
     return Checkpoint(
         source=found.name,
@@ -38,6 +40,7 @@ def load(source: str, *, dtype: str, revision: str | None, trust_remote_code: bo
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         max_positions=getattr(text, "max_position_embeddings", None),
+        kept=kept,
     )
 
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from specexport.passes.base import CountingPass
+    from specexport.passes.block_weight import BlockWeight
     from specexport_runtime.executors.base import Float32Array, Int32Array
 
 __all__ = ["default_passes", "run_passes"]
@@ -33,6 +34,7 @@ def default_passes(
     quantize_block: int = 0,
     head_ids: "Int32Array | None" = None,
     ranges: "Mapping[str, Float32Array] | None" = None,
+    kept: "Mapping[str, BlockWeight] | None" = None,
 ) -> "list[CountingPass]":
     """The passes of one model's build, in order, each with its reason; see ``pipeline.list_passes``."""
     from specexport.passes.pipeline import list_passes
@@ -46,6 +48,7 @@ def default_passes(
         quantize_block=quantize_block,
         head_ids=head_ids,
         ranges=ranges,
+        kept=kept,
     )
 
 

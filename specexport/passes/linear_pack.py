@@ -1,6 +1,6 @@
 """Linear layers that read the same tensor, as one."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -10,12 +10,23 @@ import onnx_ir as ir
 from specexport.onnx_emit import Emitter, constant, lazy_weight
 from specexport.passes.base import CountingPass, attention_nodes, constant_of
 
+PARTS = "specexport.parts"
+"""Where a joined weight keeps the names of what it was joined from."""
+
 _MAX_STEPS = 64  # values looked at between a linear layer and the attention or the product that it feeds
 
 
-def packing_passes() -> list[CountingPass]:
-    """The packing passes, in order."""
-    return [LinearPackPass()]
+FormOf = Callable[[str], object]
+"""Of a weight's name: what layers must agree in to be joined, besides dtype and inputs."""
+
+
+def packing_passes(form_of: FormOf | None = None) -> list[CountingPass]:
+    """The packing passes, in order.
+
+    Args:
+        form_of: how weights will be stored; None where all are stored alike.
+    """
+    return [LinearPackPass(form_of)]
 
 
 class Linear(NamedTuple):
@@ -56,19 +67,35 @@ class LinearPackPass(CountingPass):
     is lazy: it is put together when the engine is written, one weight at a time. Each output is the same sum of the
     same products as before. Layers with a weight that somebody else reads, routers and experts are left alone. Counts
     the layers that were joined.
+
+    Args:
+        form_of: how weights will be stored: only layers of one form are joined. None where all are stored alike.
     """
 
     name = "linear-pack"
     reason = "one product over the tensor that they share: fewer calls, and one quantization of it"
 
+    def __init__(self, form_of: FormOf | None = None) -> None:
+        self._form_of = form_of
+
     def rewrite(self, model: ir.Model) -> int:
         """Join every group that is found."""
         joined = 0
-        for group in [*_attention_groups(model), *_gated_groups(model)]:
+        groups = [*_attention_groups(model), *_gated_groups(model)]
+        for group in [part for group in groups for part in self._alike(group)]:
             if all(layer.matmul.graph is not None for layer in group):  # none was joined before
                 _join(model.graph, group)
                 joined += len(group)
         return joined
+
+    def _alike(self, layers: Iterable[Linear]) -> Iterator[list[Linear]]:
+        """Two and more layers that read one value and are stored in one form."""
+        groups: dict[object, list[Linear]] = {}
+        for layer in layers:
+            name = str(layer.weight.name)
+            form = None if self._form_of is None else self._form_of(name)
+            groups.setdefault((layer.source, layer.weight.dtype, form), []).append(layer)
+        yield from (group for group in groups.values() if len(group) > 1)
 
 
 def _dims(weight: ir.Value) -> tuple[int, ...]:
@@ -115,12 +142,12 @@ def _sources(value: ir.Value | None) -> list[ir.Node]:
 
 
 def _attention_groups(model: ir.Model) -> Iterator[list[Linear]]:
-    """For each attention, the layers of q, k and v that read the same value, in this order."""
+    """For each attention, the layers of q, k and v, in this order."""
     for node in list(attention_nodes(model)):
         layers: dict[ir.Node, Linear] = {}
         for value in node.inputs[:3]:
             layers |= {m: layer for m in _sources(value) if (layer := linear_of(m)) is not None}
-        yield from _by_source(layers.values())
+        yield list(layers.values())
 
 
 def _gated_groups(model: ir.Model) -> Iterator[list[Linear]]:
@@ -131,18 +158,7 @@ def _gated_groups(model: ir.Model) -> Iterator[list[Linear]]:
             continue
         layers = [layer for side in sides if (layer := linear_of(side[0])) is not None]
         if len(layers) == 2 and layers[0].width == layers[1].width:
-            yield from _by_source(layers)
-
-
-def _by_source(layers: Iterable[Linear]) -> Iterator[list[Linear]]:
-    groups: dict[ir.Value, list[Linear]] = {}
-    for layer in layers:
-        groups.setdefault(layer.source, []).append(layer)
-    yield from (group for group in groups.values() if len(group) > 1 and len({_kind(x) for x in group}) == 1)
-
-
-def _kind(layer: Linear) -> tuple[object, int]:
-    return layer.weight.dtype, _dims(layer.weight)[0]
+            yield layers
 
 
 def _join(graph: ir.Graph, group: list[Linear]) -> None:
@@ -167,6 +183,7 @@ def _packed(emit: Emitter, group: list[Linear], stem: str) -> ir.Value:
     tensors = [tensor for layer in group if (tensor := constant_of(layer.weight)) is not None]
     width, depth, dtype = sum(layer.width for layer in group), _dims(group[0].weight)[0], tensors[0].dtype
     weight = lazy_weight(emit.graph, stem, dtype, [depth, width], partial(_concatenate, tensors))
+    weight.meta[PARTS] = [str(layer.weight.name) for layer in group]
     dims, kind = group[0].out.shape, group[0].out.dtype
     shape = None if dims is None else [*dims[:-1], width]
     out = emit.op("MatMul", group[0].source, weight, dtype=kind, shape=shape, name=f"{stem}.matmul")

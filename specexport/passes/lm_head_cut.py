@@ -13,6 +13,9 @@ from specexport_runtime.errors import UnsupportedModelError
 from specexport_runtime.executors.base import Int32Array
 
 _ELEMENTWISE = {"Add", "Sub", "Mul", "Div", "Tanh", "Cast", "Clip", "Identity", "Neg"}
+CUT = ".cut"
+"""What is added to the name of a weight that was cut."""
+
 _CUTS_BATCH = {"Squeeze", "Gather"}
 
 
@@ -69,7 +72,7 @@ def _replace(model: ir.Model, node: ir.Node, index: int, ids: Int32Array, *, axi
     shape = [int(str(size)) for size in tensor.shape]
     shape[axis] = len(ids)
     make = partial(_rows, tensor, ids, axis)
-    node.replace_input_with(index, lazy_weight(model.graph, f"{value.name}.cut", tensor.dtype, shape, make))
+    node.replace_input_with(index, lazy_weight(model.graph, f"{value.name}{CUT}", tensor.dtype, shape, make))
 
 
 def _rows(tensor: ir.TensorProtocol, ids: Int32Array, axis: int) -> np.ndarray:

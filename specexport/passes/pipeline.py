@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
 from specexport.passes.base import CountingPass
+from specexport.passes.block_weight import BlockWeight
 from specexport.passes.constant_fold import ConstantFoldPass
 from specexport.passes.contract_check import ContractCheckPass
 from specexport.passes.lm_head_cut import LmHeadCutPass
@@ -32,19 +34,21 @@ def list_passes(
     quantize_block: int = 0,
     head_ids: Int32Array | None = None,
     ranges: Mapping[str, Float32Array] | None = None,
+    kept: Mapping[str, BlockWeight] | None = None,
 ) -> list[CountingPass]:
     """The passes of a build, in order. Each says why it is there in its ``reason``.
 
     Args:
         dtype: numpy name of the dtype of weights, activations and caches.
         pack: join linear layers that read the same tensor.
-        quantize: ``"int8"``, ``"int4"`` or None.
+        quantize: ``"int8"``, ``"int4"``, ``"keep"`` or None.
         quantize_lm_head: whether that takes the LM head too.
         quantize_operator: how the backend's engines take int4 weights; see ``quantize.quantizing_passes``.
         quantize_block: inputs that share a scale there.
         head_ids: token ids that the LM head keeps, int32 [N]; None for all.
         ranges: largest magnitude of each input channel of linear layers, float32 [K] by name of the weight; None does
             not smooth activations, nor is it done without ``quantize``.
+        kept: with ``"keep"``, the checkpoint's quantized weights by name in the traced graph.
     """
     cutting: list[CountingPass] = [] if head_ids is None else [LmHeadCutPass(head_ids)]
     smoothing: list[CountingPass] = []
@@ -56,9 +60,14 @@ def list_passes(
         smoothing = [ActivationSmoothPass(ranges)]
     if pack:
         from specexport.passes.linear_pack import packing_passes
+        from specexport.passes.quantize_kept import kept_form
 
-        packing = packing_passes()
-    if quantize is not None:
+        packing = packing_passes(partial(kept_form, kept) if kept else None)
+    if kept:
+        from specexport.passes.quantize_kept import KeptWeightPass
+
+        quantizing = [KeptWeightPass(kept, head_ids)]
+    elif quantize is not None:
         from specexport.passes.quantize import quantizing_passes
 
         quantizing = quantizing_passes(

@@ -31,13 +31,14 @@ class EmbeddingQuantizePass(CountingPass):
 
     def rewrite(self, model: ir.Model) -> int:
         """Replace every lookup by token id."""
-        lookups = [node for node in model.graph if _is_lookup(node)]
+        lookups = [node for node in model.graph if is_lookup(node)]
         for node in lookups:
             _replace(model.graph, node)
         return len(lookups)
 
 
-def _is_lookup(node: ir.Node) -> bool:
+def is_lookup(node: ir.Node) -> bool:
+    """Whether a node looks the step's tokens up in a float table."""
     if node.domain != "" or node.op_type != "Gather" or node.attributes.get_int("axis", 0) != 0:
         return False
     table, ids = constant_of(node.inputs[0]), node.inputs[1]

@@ -15,7 +15,7 @@ from specexport_runtime.costs.curves import CostCurves
 from specexport_runtime.costs.step_cost import RowCurve, StepCost
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5625}
+_QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5625, "keep": 0.8}
 """Of a weight, with its share of the scales."""
 
 
@@ -39,8 +39,8 @@ class _Rates(NamedTuple):
 
 # A step of one token sets the scale. What counts is how much a machine multiplies while it reads a byte: the first are
 # two cores with AVX-512 and AMX that read 12 GB/s, the second two with AVX-512 and VNNI that read 22 GB/s.
-_CPU_TILES = _Rates(2e10, 3e-5, {None: 1.8e11, "int8": 1e12, "int4": 3e11}, 2.2e10, keys_by_head=True)
-_CPU = _Rates(2e10, 3e-5, {None: 1.5e11, "int8": 4.6e11, "int4": 2.6e11}, 2.2e10, keys_by_head=True)
+_CPU_TILES = _Rates(2e10, 3e-5, {None: 1.8e11, "int8": 1e12, "int4": 3e11, "keep": 3e11}, 2.2e10, keys_by_head=True)
+_CPU = _Rates(2e10, 3e-5, {None: 1.5e11, "int8": 4.6e11, "int4": 2.6e11, "keep": 2.6e11}, 2.2e10, keys_by_head=True)
 _GPU = _Rates(1.5e12, 2e-5, {None: 1e14}, 1e13, keys_by_head=False)
 
 

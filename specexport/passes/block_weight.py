@@ -1,0 +1,144 @@
+"""A weight as its checkpoint stores it: integers in blocks, which are read and never rounded anew."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport_runtime.executors.base import Float32Array
+
+Rows = npt.NDArray[np.int64]
+_CHUNK = 1 << 22  # weights worked on at a time: bounds the memory beside the result
+
+
+class Form(NamedTuple):
+    """What engines must know of a weight's blocks.
+
+    Attributes:
+        bits: of an integer, 4 or 8.
+        block: inputs that share a scale.
+        has_offsets: whether each block has an offset too.
+    """
+
+    bits: int
+    block: int
+    has_offsets: bool
+
+    @property
+    def zero(self) -> int:
+        """The code that stands for 0 before the offset: 8 or 128."""
+        return 1 << (self.bits - 1)
+
+
+class Blocks(NamedTuple):
+    """Rows of a weight: ``value[n, k] = scales[n, b] * (codes[n, k] - zero) + offsets[n, b]``, with ``b = k // block``.
+
+    Attributes:
+        codes: uint8 [n, K].
+        scales: float32 [n, K / block].
+        offsets: float32 [n, K / block]; None without.
+    """
+
+    codes: npt.NDArray[np.uint8]
+    scales: Float32Array
+    offsets: Float32Array | None
+
+
+@dataclass(frozen=True)
+class BlockWeight:
+    """A weight [N, K] in blocks along K.
+
+    Attributes:
+        kind: the checkpoint's name of the format, for example ``"Q4_K"``.
+        form: of the blocks.
+        shape: N and K.
+        stored_bytes: in the checkpoint.
+        read: gives the blocks of some rows.
+    """
+
+    kind: str
+    form: Form
+    shape: tuple[int, int]
+    stored_bytes: int
+    read: Callable[[Rows], Blocks]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a row."""
+        return self.shape[1] // self.form.block
+
+    def take(self, rows: npt.NDArray[np.integer]) -> "BlockWeight":
+        """The weight of some rows, in that order."""
+        order = rows.astype(np.int64)
+        share = len(order) / self.shape[0]
+        return replace(
+            self,
+            shape=(len(order), self.shape[1]),
+            stored_bytes=int(self.stored_bytes * share),
+            read=lambda wanted: self.read(order[wanted]),
+        )
+
+    def floats(self, rows: Rows | None = None) -> Float32Array:
+        """float32 values of some rows [n, K]; None for all."""
+        wanted = np.arange(self.shape[0]) if rows is None else rows
+        codes, scales, offsets = self.read(wanted)
+        blocks = codes.reshape(len(wanted), self.num_blocks, self.form.block).astype(np.float32) - self.form.zero
+        values = blocks * scales[..., None]
+        if offsets is not None:
+            values += offsets[..., None]
+        return values.reshape(len(wanted), self.shape[1]).astype(np.float32, copy=False)
+
+    def packed_codes(self) -> npt.NDArray[np.uint8]:
+        """uint8 [N, blocks, block * bits / 8], codes of 4 bits two to a byte, the first in the low half."""
+        parts = (self._shaped(self.read(rows).codes) for rows in self._chunks())
+        return np.concatenate(
+            [part[..., 0::2] | (part[..., 1::2] << 4) if self.form.bits == 4 else part for part in parts]
+        )
+
+    def scales(self) -> Float32Array:
+        """float32 [N, blocks]."""
+        return np.concatenate([self.read(rows).scales for rows in self._chunks()])
+
+    def offsets(self) -> Float32Array:
+        """float32 [N, blocks]; zeros without."""
+        found = [self.read(rows).offsets for rows in self._chunks()]
+        return np.concatenate([np.zeros((0, self.num_blocks), np.float32) if part is None else part for part in found])
+
+    def _shaped(self, codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        return codes.reshape(len(codes), self.num_blocks, self.form.block)
+
+    def _chunks(self) -> list[Rows]:
+        step = max(1, _CHUNK // self.shape[1])
+        return [np.arange(start, min(start + step, self.shape[0])) for start in range(0, self.shape[0], step)]
+
+
+def join(weights: Seq[BlockWeight]) -> BlockWeight:
+    """Weights of one form and depth, one below the other."""
+    if len(weights) == 1:
+        return weights[0]
+    bounds = np.cumsum([weight.shape[0] for weight in weights])
+
+    def read(rows: Rows) -> Blocks:
+        starts = np.concatenate([[0], bounds[:-1]])
+        parts = [
+            weight.read(rows[(rows >= start) & (rows < end)] - start)
+            for weight, start, end in zip(weights, starts, bounds, strict=True)
+            if bool(((rows >= start) & (rows < end)).any())
+        ]  # in order: rows are asked for in ascending order
+        codes, scales, offsets = zip(*parts, strict=True)
+        return Blocks(
+            np.concatenate(codes),
+            np.concatenate(scales),
+            np.concatenate(offsets) if weights[0].form.has_offsets else None,
+        )
+
+    return replace(
+        weights[0],
+        kind="+".join(dict.fromkeys(weight.kind for weight in weights)),
+        shape=(int(bounds[-1]), weights[0].shape[1]),
+        stored_bytes=sum(weight.stored_bytes for weight in weights),
+        read=read,
+    )
