@@ -255,7 +255,6 @@ def settle_quantization(recipe: BuildRecipe, *, quantized: Mapping[str, bool]) -
     Raises:
         RecipeError: weights are to be kept that are not quantized.
     """
-    found: dict[str, str | None] = {}
     for role, key in (("target", "quantize"), ("draft", "draft_quantize")):
         value = recipe.quantization_of(role)
         if value == KEEP and not quantized.get(role, False):
@@ -265,8 +264,13 @@ def settle_quantization(recipe: BuildRecipe, *, quantized: Mapping[str, bool]) -
             )
         if value is None and quantized.get(role, False) and KEEP in find_backend(recipe.backend).quantizations:
             value = KEEP
-        found[key] = None if value == FLOAT else value
-    return replace(recipe, **found)
+        recipe = with_quantization(recipe, role, None if value == FLOAT else value)
+    return recipe
+
+
+def with_quantization(recipe: BuildRecipe, role: str, value: str | None) -> BuildRecipe:
+    """The recipe with another quantization of one role."""
+    return replace(recipe, quantize=value) if role == "target" else replace(recipe, draft_quantize=value)
 
 
 _HOW_TO_GIVE = {

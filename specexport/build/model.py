@@ -4,7 +4,6 @@ import gc
 import importlib.util
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from specexport.build.check import check_engine, check_obstacle, check_sequences
 from specexport.build.draft_layers import LayerPrune, check_num_layers, cut_pieces
 from specexport.build.draft_vocabulary import HeadCut, choose_head_ids, read_counting_texts
 from specexport.progress import StageClock
-from specexport.recipe import KEEP, BuildRecipe, resolve_dtype, resolve_recipe
+from specexport.recipe import KEEP, BuildRecipe, resolve_dtype, resolve_recipe, with_quantization
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME
 from specexport_runtime.bundle.files import hash_files
@@ -106,7 +105,7 @@ def build_model(
         checkpoint = _load(recipe, source)
         recipe = resolve_recipe(recipe, [checkpoint.max_positions])  # refuses a length the model cannot have
         if recipe.quantization_of(source.role) == KEEP and not checkpoint.kept:  # a GGUF file of float weights
-            recipe = replace(recipe, **{"quantize" if source.role == "target" else "draft_quantize": None})
+            recipe = with_quantization(recipe, source.role, None)
         copies = 1 + len(recipe.sm)  # the graph, and an engine for each architecture
         head_ids = _head_ids(checkpoint, reductions.cut)
         require_space(folder, int(checkpoint.num_parameters * ITEM_BYTES[recipe.dtype] * copies * _SPACE_MARGIN))

@@ -50,8 +50,8 @@ def load_checkpoint(
         keep: tell the quantized weights of a GGUF file too, as they are stored.
 
     Raises:
-        CheckpointError: it is missing, empty, damaged, pickled or quantized, or the hub cannot be reached; or weights are
-            to be kept in a format that no engine multiplies.
+        CheckpointError: it is missing, empty, damaged, pickled or quantized, or the hub cannot be reached; or
+            weights are to be kept in a format that no engine multiplies.
         UnsupportedModelError: it is not a causal language model that transformers knows.
     """
     from specexport.frontend.load import load

@@ -36,10 +36,17 @@ class Format(NamedTuple):
 
     def read(self, rows: Bytes) -> Blocks:
         """Decode rows [n, bytes of a row]."""
-        found = self.decode(np.ascontiguousarray(rows).reshape(-1, self.num_bytes))
-        codes, scales, offsets = (None if part is None else part.reshape(len(rows), -1) for part in found)
-        assert codes is not None and scales is not None  # noqa: PT018, S101 - a format always has both
-        return Blocks(codes, scales, offsets)
+        codes, scales, offsets = self.decode(np.ascontiguousarray(rows).reshape(-1, self.num_bytes))
+        num_rows = len(rows)
+        return Blocks(
+            codes.reshape(num_rows, -1),
+            scales.reshape(num_rows, -1),
+            None if offsets is None else offsets.reshape(num_rows, -1),
+        )
+
+
+def _blocks(codes: np.ndarray, scales: np.ndarray, offsets: np.ndarray | None = None) -> Blocks:
+    return Blocks(codes.astype(np.uint8, copy=False), scales, offsets)
 
 
 def _half(stored: Bytes) -> Float32Array:
@@ -50,7 +57,8 @@ def _half(stored: Bytes) -> Float32Array:
 def _nibbles(stored: Bytes, width: int) -> Bytes:
     """[m, 2 n] of bytes [m, n]: of each ``width`` bytes first the low halves, then the high ones."""
     groups = stored.reshape(len(stored), -1, 1, width)
-    return ((groups >> np.array([0, 4], np.uint8)[:, None]) & 15).reshape(len(stored), -1)
+    halves: Bytes = (groups >> np.array([0, 4], np.uint8)[:, None]) & np.uint8(15)
+    return halves.reshape(len(stored), -1)
 
 
 def _fifth_bits(stored: Bytes) -> Bytes:
@@ -59,27 +67,27 @@ def _fifth_bits(stored: Bytes) -> Bytes:
 
 
 def _q4_0(stored: Bytes) -> Blocks:
-    return Blocks(_nibbles(stored[:, 2:], 16), _half(stored[:, :2]), None)
+    return _blocks(_nibbles(stored[:, 2:], 16), _half(stored[:, :2]))
 
 
 def _q4_1(stored: Bytes) -> Blocks:
     scale, least = _half(stored[:, :2]), _half(stored[:, 2:4])
-    return Blocks(_nibbles(stored[:, 4:], 16), scale, least + 8 * scale)
+    return _blocks(_nibbles(stored[:, 4:], 16), scale, least + 8 * scale)
 
 
 def _q5_0(stored: Bytes) -> Blocks:
     codes = _nibbles(stored[:, 6:], 16) | (_fifth_bits(stored[:, 2:6]) << 4)
-    return Blocks(codes + np.uint8(112), _half(stored[:, :2]), None)
+    return _blocks(codes + np.uint8(112), _half(stored[:, :2]))
 
 
 def _q5_1(stored: Bytes) -> Blocks:
     scale, least = _half(stored[:, :2]), _half(stored[:, 2:4])
     codes = _nibbles(stored[:, 8:], 16) | (_fifth_bits(stored[:, 4:8]) << 4)
-    return Blocks(codes + np.uint8(112), scale, least + 16 * scale)
+    return _blocks(codes + np.uint8(112), scale, least + 16 * scale)
 
 
 def _q8_0(stored: Bytes) -> Blocks:
-    return Blocks(stored[:, 2:] + np.uint8(128), _half(stored[:, :2]), None)  # int8 + 128, modulo 256
+    return _blocks(stored[:, 2:] + np.uint8(128), _half(stored[:, :2]), None)  # int8 + 128, modulo 256
 
 
 def _six_bits(stored: Bytes) -> tuple[Float32Array, Float32Array]:
@@ -93,7 +101,7 @@ def _six_bits(stored: Bytes) -> tuple[Float32Array, Float32Array]:
 def _q4_k(stored: Bytes) -> Blocks:
     scales, minima = _six_bits(stored[:, 4:16])
     scales = _half(stored[:, :2]) * scales
-    return Blocks(_nibbles(stored[:, 16:], 32), scales, 8 * scales - _half(stored[:, 2:4]) * minima)
+    return _blocks(_nibbles(stored[:, 16:], 32), scales, 8 * scales - _half(stored[:, 2:4]) * minima)
 
 
 def _q5_k(stored: Bytes) -> Blocks:
@@ -101,7 +109,7 @@ def _q5_k(stored: Bytes) -> Blocks:
     scales = _half(stored[:, :2]) * scales
     fifth = (stored[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1  # [m, 8, 32]
     codes = _nibbles(stored[:, 48:], 32) | (fifth.reshape(len(stored), -1) << 4)
-    return Blocks(codes + np.uint8(112), scales, 16 * scales - _half(stored[:, 2:4]) * minima)
+    return _blocks(codes + np.uint8(112), scales, 16 * scales - _half(stored[:, 2:4]) * minima)
 
 
 def _q6_k(stored: Bytes) -> Blocks:
@@ -109,7 +117,7 @@ def _q6_k(stored: Bytes) -> Blocks:
     high = stored[:, 128:192].reshape(len(stored), 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
     codes = low | ((high.reshape(len(stored), 8, 32) & 3) << 4)
     scales = _half(stored[:, 208:]) * np.ascontiguousarray(stored[:, 192:208]).view(np.int8).astype(np.float32)
-    return Blocks((codes + np.uint8(96)).reshape(len(stored), -1), scales, None)
+    return _blocks((codes + np.uint8(96)).reshape(len(stored), -1), scales)
 
 
 def _q3_k(stored: Bytes) -> Blocks:
@@ -119,29 +127,30 @@ def _q3_k(stored: Bytes) -> Blocks:
     third = (mask[:, None, :] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
     codes = codes.reshape(len(stored), -1) + np.uint8(4) + 4 * third.reshape(len(stored), -1)
     six = _nibbles(packed[:, :8], 8) | (((packed[:, None, 8:] >> shifts[:, None]) & 3).reshape(len(stored), 16) << 4)
-    return Blocks(codes, _half(stored[:, 108:]) * (six.astype(np.float32) - 32), None)
+    return _blocks(codes, _half(stored[:, 108:]) * (six.astype(np.float32) - 32))
 
 
 def _q2_k(stored: Bytes) -> Blocks:
     scales = _half(stored[:, 80:82]) * (stored[:, :16] & 15).astype(np.float32)
     minima = _half(stored[:, 82:]) * (stored[:, :16] >> 4).astype(np.float32)
     codes = (stored[:, 16:80].reshape(len(stored), 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3
-    return Blocks(codes.reshape(len(stored), -1) + np.uint8(6), scales, 2 * scales - minima)
+    return _blocks(codes.reshape(len(stored), -1) + np.uint8(6), scales, 2 * scales - minima)
 
 
 def _iq4_codes(stored: Bytes) -> Bytes:
-    return (_IQ4_VALUES + 128).astype(np.uint8)[_nibbles(stored, 16)]
+    values: Bytes = (_IQ4_VALUES + 128).astype(np.uint8)
+    return values[_nibbles(stored, 16)]
 
 
 def _iq4_nl(stored: Bytes) -> Blocks:
-    return Blocks(_iq4_codes(stored[:, 2:]), _half(stored[:, :2]), None)
+    return _blocks(_iq4_codes(stored[:, 2:]), _half(stored[:, :2]))
 
 
 def _iq4_xs(stored: Bytes) -> Blocks:
     high = np.ascontiguousarray(stored[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16)
     low = (stored[:, 4:8, None] >> np.array([0, 4], np.uint8)).reshape(len(stored), 8) & 15
     scales = (low | ((high & 3).astype(np.uint8) << 4)).astype(np.float32) - 32
-    return Blocks(_iq4_codes(stored[:, 8:]), _half(stored[:, :2]) * scales, None)
+    return _blocks(_iq4_codes(stored[:, 8:]), _half(stored[:, :2]) * scales)
 
 
 FORMATS = {

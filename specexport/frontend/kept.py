@@ -12,7 +12,7 @@ import numpy as np
 from specexport.frontend.gguf_blocks import FORMATS, Bytes, Format
 from specexport.frontend.source import Source
 from specexport.frontend.trace import WEIGHT_PREFIX
-from specexport.passes.block_weight import BlockWeight, Blocks, Rows
+from specexport.passes.block_weight import Blocks, BlockWeight, Rows
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}

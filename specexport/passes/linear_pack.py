@@ -81,8 +81,8 @@ class LinearPackPass(CountingPass):
     def rewrite(self, model: ir.Model) -> int:
         """Join every group that is found."""
         joined = 0
-        groups = [*_attention_groups(model), *_gated_groups(model)]
-        for group in [part for group in groups for part in self._alike(group)]:
+        found = [*_attention_groups(model), *_gated_groups(model)]
+        for group in [alike for layers in found for alike in self._alike(layers)]:
             if all(layer.matmul.graph is not None for layer in group):  # none was joined before
                 _join(model.graph, group)
                 joined += len(group)

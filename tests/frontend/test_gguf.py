@@ -1,7 +1,6 @@
 """A GGUF file is read into the same model as its Hugging Face original."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,60 +8,8 @@ import pytest
 from specexport.frontend import hash_checkpoint, load_checkpoint, reference_logits
 from specexport_runtime.errors import CheckpointError
 from tests.engine_harness import make_checkpoint
+from tests.tiny_gguf import write_gguf
 from tests.tiny_models import GROUPED, make_model
-
-NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-BLOCK = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-
-
-def write_gguf(model: Any, path: Path) -> None:
-    """Write a Qwen2 with a byte vocabulary, weights in float32."""
-    import gguf
-    from tokenizers import pre_tokenizers
-
-    config = model.config
-    writer = gguf.GGUFWriter(path, "qwen2")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    tokens = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
-    tokens += [f"<extra{i}>" for i in range(config.vocab_size - len(tokens))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    for name, weight in model.state_dict().items():
-        if name in NAMES:
-            short = NAMES[name]
-        else:
-            _, _, layer, rest = name.split(".", 3)
-            part, kind = rest.rsplit(".", 1)
-            short = f"blk.{layer}.{BLOCK[part]}.{kind}"
-        writer.add_tensor(short, weight.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def test_a_gguf_file_gives_the_original_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

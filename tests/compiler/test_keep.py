@@ -1,0 +1,125 @@
+"""Quantized GGUF files built as they are: close to the file's own values, lossless, refused where that cannot be."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import pytest
+from click.testing import Result
+
+from specexport.build.pipeline import BuildResult, build_bundle
+from specexport.recipe import BuildRecipe, settle_quantization
+from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.errors import RecipeError
+from tests.tiny_gguf import write_gguf
+from tests.tiny_models import GROUPED, make_model
+
+PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on", "to be or not to be"]
+WIDE = GROUPED | {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
+MIXED = {"ffn_down.weight": "Q6_K", "attn_v.weight": "Q6_K", "output.weight": "Q6_K", "": "Q4_K"}
+
+
+def build(folder: Path, kinds: dict[str, str], **values: object) -> BuildResult:
+    """Build a random Qwen2 with weights of these formats."""
+    model = make_model("Qwen2", WIDE | {"tie_word_embeddings": bool(values.pop("tied", False))})
+    write_gguf(model, folder / "tiny.gguf", kinds=kinds)
+    return build_bundle(
+        BuildRecipe(target=str(folder / "tiny.gguf"), output=str(folder / "out"), **values),  # type: ignore[arg-type]
+        use_cache=False,
+    )
+
+
+def operators(folder: Path, role: str = "target") -> list[onnx.NodeProto]:
+    """Products with kept weights in a bundle's graph."""
+    graph = onnx.load(folder / role / "model.onnx", load_external_data=False).graph
+    return [node for node in graph.node if node.op_type == "MatMulNBits"]
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ4_NL", "IQ4_XS"])
+def test_a_format_is_kept_without_being_asked_for(kind: str, tmp_path: Path) -> None:
+    result = build(tmp_path, {"": kind})
+    entry = result.manifest.models["target"]
+    assert entry.quantize == "keep"
+    found = result.checks["target"]
+    assert found is not None
+    assert found.lost is not None
+    assert found.lost < 0.01  # int8 activations are all that is lost
+    # q, k and v are one product, so are gate and up: four a layer, and the LM head
+    assert len(operators(tmp_path / "out")) == 2 * 4 + 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_mixture_stays_a_mixture(tied: bool, tmp_path: Path) -> None:
+    result = build(tmp_path, MIXED, tied=tied)
+    bits = [
+        attribute.i for node in operators(tmp_path / "out") for attribute in node.attribute if attribute.name == "bits"
+    ]
+    # q and k are joined, v has another format (as attn_output); without an LM head of its own the model uses the embedding's Q4_K
+    assert sorted(bits) == sorted([4, 8, 8, 4, 8] * 2 + ([4] if tied else [8]))
+    stored = (tmp_path / "tiny.gguf").stat().st_size
+    assert result.files["target/model.onnx.data"].size < 1.6 * stored  # scales and offsets are float32 here
+    found = result.checks["target"]
+    assert found is not None
+    assert found.lost is not None
+    assert found.lost < 0.01
+
+
+def test_speculative_text_is_plain_text(tmp_path: Path) -> None:
+    model = make_model("Llama", WIDE | {"num_hidden_layers": 1})
+    write_gguf(model, tmp_path / "draft.gguf", architecture="llama", kinds={"": "Q4_0"}, seed=0)
+    write_gguf(make_model("Llama", WIDE), tmp_path / "target.gguf", architecture="llama", kinds={"": "Q4_K"}, seed=0)
+    recipe = BuildRecipe(str(tmp_path / "target.gguf"), str(tmp_path / "out"), draft=str(tmp_path / "draft.gguf"))
+    result = build_bundle(replace(recipe, draft_vocab_size=200), use_cache=False)
+    assert {role: entry.quantize for role, entry in result.manifest.models.items()} == {
+        "target": "keep",
+        "draft": "keep",
+    }
+    engine = SpecEngine.load(tmp_path / "out", max_num_seqs=4, num_threads=1, spin=False)
+    try:
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        plain = [engine.generate(prompt, params, speculation=False)[0].token_ids for prompt in PROMPTS]
+        for drafter in ("draft-model", "lookup"):
+            drafted = 0
+            for lookahead in range(1, 9):
+                results = engine.generate(PROMPTS, params, drafter=drafter, num_speculative_tokens=lookahead)
+                assert [found.token_ids for found in results] == plain, f"{drafter}, K={lookahead}"
+                drafted += sum(found.stats.drafted for found in results)
+            assert drafted > 0
+    finally:
+        engine.close()
+
+
+def test_float_weights_on_request_and_in_float_files(tmp_path: Path) -> None:
+    assert build(tmp_path, MIXED, quantize="none").manifest.models["target"].quantize is None
+    other = tmp_path / "float"
+    other.mkdir()
+    assert build(other, {}).manifest.models["target"].quantize is None
+
+
+def test_what_has_no_home_is_refused(tmp_path: Path, run_cli: Callable[..., Result]) -> None:
+    import gguf
+
+    path = tmp_path / "odd.gguf"
+    write_gguf(make_model("Qwen2", WIDE), path, kinds={"": "Q8_0"})
+    data = bytearray(path.read_bytes())
+    name = b"blk.0.attn_q.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8  # after the number of dimensions, and two of them
+    assert data[at] == gguf.GGMLQuantizationType.Q8_0
+    data[at] = gguf.GGMLQuantizationType.TQ2_0
+    path.write_bytes(data)
+    result = run_cli("build", path, "-o", tmp_path / "out", "--no-cache")
+    assert result.exit_code == 2
+    error = result.stderr.splitlines()[-1]
+    assert "TQ2_0" in error
+    assert "--quantize int8" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_float_checkpoints_have_nothing_to_keep(tmp_path: Path) -> None:
+    recipe = BuildRecipe(str(tmp_path), str(tmp_path / "out"), quantize="keep")
+    with pytest.raises(RecipeError, match="float weights"):
+        settle_quantization(recipe, quantized={"target": False, "draft": False})
+    assert settle_quantization(replace(recipe, quantize=None), quantized={"target": False}).quantize is None
+    assert settle_quantization(replace(recipe, quantize=None), quantized={"target": True}).quantize == "keep"
+    assert settle_quantization(replace(recipe, quantize="int8"), quantized={"target": True}).quantize == "int8"

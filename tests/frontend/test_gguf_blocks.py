@@ -1,0 +1,58 @@
+"""Each format's integers, scales and offsets are worth what the ``gguf`` package makes of the same bytes."""
+
+import gguf
+import numpy as np
+import pytest
+
+from specexport.frontend.gguf_blocks import FORMATS
+from specexport.passes.block_weight import BlockWeight, join
+from tests.tiny_gguf import random_blocks
+
+DEPTH, WIDTH = 512, 24
+ROUNDING = 1e-6
+
+
+def make_weight(kind: str, width: int = WIDTH, seed: int = 7) -> tuple[BlockWeight, np.ndarray]:
+    """A random weight, and its float values."""
+    stored = random_blocks(kind, (width, DEPTH), np.random.default_rng(seed))
+    found = FORMATS[kind]
+    weight = BlockWeight(kind, found.form, (width, DEPTH), stored.nbytes, lambda rows: found.read(stored[rows]))
+    return weight, gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_values_are_those_of_the_format(kind: str) -> None:
+    weight, wanted = make_weight(kind)
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] == (FORMATS[kind].num_values, FORMATS[kind].num_bytes)
+    assert np.abs(wanted).max() > 0.05
+    error = np.abs(weight.floats() - wanted).max()
+    if weight.form.has_offsets:  # a float32 sum, in another order
+        assert error <= ROUNDING * np.abs(wanted).max()
+    else:
+        assert error == 0
+    rows = np.array([17, 3])
+    np.testing.assert_array_equal(weight.floats(rows), weight.floats()[rows])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_codes_fit_and_lie_around_the_zero(kind: str) -> None:
+    weight, _ = make_weight(kind)
+    form = weight.form
+    packed = weight.packed_codes()
+    assert packed.shape == (WIDTH, DEPTH // form.block, form.block * form.bits // 8)
+    codes = np.stack([packed & 15, packed >> 4], axis=-1) if form.bits == 4 else packed
+    read = weight.read(np.arange(WIDTH)).codes
+    np.testing.assert_array_equal(codes.reshape(WIDTH, DEPTH), read)
+    assert abs(float(read.mean()) - form.zero) <= (1 << form.bits) / 25
+    assert weight.scales().shape == weight.offsets().shape == (WIDTH, DEPTH // form.block) or not form.has_offsets
+
+
+def test_weights_are_joined_and_rows_taken() -> None:
+    (first, one), (second, two) = make_weight("Q4_K", 8, seed=1), make_weight("Q4_K", 16, seed=2)
+    joined, wanted = join([first, second]), np.concatenate([one, two])
+    assert joined.shape == (24, DEPTH)
+    np.testing.assert_allclose(joined.floats(), wanted, atol=1e-6)
+    np.testing.assert_array_equal(joined.packed_codes(), np.concatenate([first.packed_codes(), second.packed_codes()]))
+    order = np.array([20, 1, 9])
+    np.testing.assert_allclose(second.take(order - 1).floats(np.array([2, 1])), two[[8, 0]], atol=1e-6)
+    assert first.take(np.array([0, 1])).stored_bytes == first.stored_bytes // 4

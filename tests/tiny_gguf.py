@@ -1,0 +1,109 @@
+"""Tiny GGUF files, float or quantized, shared by the tests of the compiler."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+BLOCK = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+HALVES = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+"""Where the float16 scales of a stored block are: the other bytes may be anything."""
+MIDDLES = {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
+"""What a format's second scale is times the first: values then lie around zero."""
+LEVELS = {"Q2_K": 2 * 15, "Q3_K": 3 * 32, "Q4_K": 8 * 63, "Q5_K": 16 * 63, "Q6_K": 32 * 127, "IQ4_XS": 100 * 32}
+
+
+def random_blocks(kind: str, shape: tuple[int, int], generator: np.random.Generator) -> np.ndarray:
+    """uint8 [N, bytes]: a weight of any integers, most values below 0.2."""
+    import gguf
+
+    block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    stored = generator.integers(0, 256, (shape[0] * shape[1] // block, num_bytes), dtype=np.uint8)
+    most = LEVELS.get(kind, {"Q8_0": 127, "IQ4_NL": 127}.get(kind, 8 if kind.startswith("Q4") else 16))
+    scales = generator.uniform(0.05, 0.2, (len(stored), 1)) / most
+    for at, factor in zip(HALVES[kind], (1.0, MIDDLES.get(kind, 0.0)), strict=False):
+        stored[:, at : at + 2] = (scales * factor).astype(np.float16).view(np.uint8)
+    return stored.reshape(shape[0], -1)
+
+
+def write_gguf(
+    model: Any, path: Path, *, architecture: str = "qwen2", kinds: Mapping[str, str] | None = None, seed: int = 0
+) -> None:
+    """Write a model with a byte vocabulary.
+
+    Args:
+        model: a Qwen2 or Llama; its weights are written, but for those of ``kinds``.
+        path: the file.
+        architecture: GGUF's name of it.
+        kinds: format of each weight whose GGUF name ends so, ``""`` for all matrices; such weights are random.
+        seed: of those.
+    """
+    import gguf
+    from tokenizers import pre_tokenizers
+
+    config, generator = model.config, np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    tokens = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
+    tokens += [f"<extra{i}>" for i in range(config.vocab_size - len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if name in NAMES:
+            short = NAMES[name]
+        else:
+            _, _, layer, rest = name.split(".", 3)
+            part, kind = rest.rsplit(".", 1)
+            short = f"blk.{layer}.{BLOCK[part]}.{kind}"
+        found = [kind for ending, kind in (kinds or {}).items() if short.endswith(ending) and weight.ndim == 2]
+        if found:
+            stored = random_blocks(found[0], tuple(weight.shape), generator)
+            writer.add_tensor(short, stored, raw_dtype=gguf.GGMLQuantizationType[found[0]])
+        else:
+            writer.add_tensor(short, weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
