@@ -123,7 +123,7 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     if entry.one_token_path is not None:
         yield f"  graph for steps of one token a row over the same weights: {entry.one_token_path}"
     if entry.quantize is not None:
-        yield f"  quantized: {entry.quantize} weights in the linear layers{_saved(entry)}"
+        yield from _describe_weights(entry)
     if entry.skipped_layers:
         yield f"  self-drafting: without layers {', '.join(map(str, entry.skipped_layers))}"
     elif entry.num_gates:
@@ -132,6 +132,17 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
         yield f"  no self-drafting: {entry.gate_obstacle}"
     if entry.passes:
         yield "  passes: " + ", ".join(f"{name} {count}" for name, count in (*entry.passes, *entry.fused))
+
+
+def _describe_weights(entry: ModelEntry) -> Iterator[str]:
+    if entry.quantize != "keep":
+        yield f"  quantized: {entry.quantize} weights in the linear layers{_saved(entry)}"
+        return
+    formats = [
+        f"{name} {count / 1e6:.1f} M ({8 * size / count:.2f} bits each, exact)"
+        for name, count, size in entry.weight_formats
+    ]
+    yield f"  weights as the checkpoint has them: {', '.join(formats)}{_saved(entry)}"
 
 
 def _saved(entry: ModelEntry) -> str:

@@ -38,6 +38,7 @@ class OrtCpu(Backend):
         from specexport.lowering.layer_gate import gate_layers
         from specexport.lowering.ort_cpu import lower_ort_cpu
         from specexport.lowering.step_inputs import step_inputs
+        from specexport.passes.quantize_graph import nbits_bytes
         from specexport.passes.residual_blocks import find_residual_blocks
 
         recipe, role, folder = job.recipe, job.role, job.folder
@@ -57,7 +58,10 @@ class OrtCpu(Backend):
             if blocks is not None:
                 obstacle = blocks.obstacle
             lower_ort_cpu(padded_model, padded_kv=True)
+        quantize = recipe.quantization_of(role)
         fields: dict[str, Any] = {}
+        if quantize == "keep":
+            fields["quantized_bytes"] = nbits_bytes(ir_model.graph, recipe.dtype)
         with job.clock.stage("build", role):
             fields["path"] = write_onnx(ir_model, folder)
             fields["padded_path"] = write_padded_onnx(padded_model, folder)
@@ -72,7 +76,7 @@ class OrtCpu(Backend):
             "padded_inputs": step_inputs(padded_model),
             "num_gates": num_gates,
             "gate_obstacle": obstacle,
-            "quantize": recipe.quantization_of(role),
+            "quantize": quantize,
             "fused": tuple(fused),
         }
 

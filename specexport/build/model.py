@@ -117,7 +117,7 @@ def build_model(
             reference = reference._replace(logits=[logits[:, head_ids] for logits in reference.logits])
         if recipe.check and recipe.dtype == "float16":
             _refuse_overflow(checkpoint, reference)
-    fields = _step_sizes(checkpoint, head_ids)
+    fields = _step_sizes(checkpoint, head_ids) | {"weight_formats": _weight_formats(checkpoint)}
     ranges = _ranges(checkpoint, recipe, source.role, clock)
     fields |= _compile(
         recipe,
@@ -168,6 +168,15 @@ def _step_sizes(checkpoint: Any, head_ids: Int32Array | None) -> dict[str, Any]:
         step -= (head.shape[0] - len(head_ids)) * head.shape[1]
     heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
     return {"step_parameters": step, "num_heads": heads if isinstance(heads, int) and heads > 0 else None}
+
+
+def _weight_formats(checkpoint: Any) -> tuple[tuple[str, int, int], ...]:
+    """Name, weights and stored bytes of each format that is kept, the most weights first."""
+    found: dict[str, tuple[int, int]] = {}
+    for weight in {id(weight): weight for weight in checkpoint.kept.values()}.values():  # a tied one counts once
+        count, size = found.get(weight.kind, (0, 0))
+        found[weight.kind] = count + weight.shape[0] * weight.shape[1], size + weight.stored_bytes
+    return tuple(sorted(((kind, *sizes) for kind, sizes in found.items()), key=lambda each: -each[1]))
 
 
 def _load(recipe: BuildRecipe, source: ModelSource) -> Any:

@@ -21,22 +21,23 @@ _ROUNDING = 1e-6  # of the largest value: an offset is added in float32
 _HOW_TO_CONVERT = "say how to quantize it anew: --quantize int8 or int4, or none for float weights."
 
 
-def kept_weights(source: Source, model: Any) -> dict[str, BlockWeight]:
-    """The quantized weights of a checkpoint, by their names in a traced graph; empty if it has none.
-
-    Args:
-        source: where it is.
-        model: loaded from it by transformers.
+def open_quantized(source: Source) -> Any:
+    """A reader of a GGUF file whose weights can all be kept; None for other checkpoints. The file is mapped, not read.
 
     Raises:
-        CheckpointError: it has weights in a format that no engine multiplies as it is.
-        UnsupportedModelError: they are not the loaded model's one for one.
+        CheckpointError: it is damaged, or has weights in a format that no engine multiplies as it is.
     """
     if source.gguf_file is None:
-        return {}
+        return None
     import gguf
 
-    reader = gguf.GGUFReader(source.folder / source.gguf_file)
+    try:
+        reader = gguf.GGUFReader(source.folder / source.gguf_file)
+    except Exception as error:  # whatever a parser of binary data stumbles over
+        raise CheckpointError(
+            f"{source.name} is no readable GGUF file ({type(error).__name__}: {str(error)[:200]}).",
+            "fetch or convert the checkpoint again.",
+        ) from error
     kinds = Counter(tensor.tensor_type.name for tensor in reader.tensors)
     strangers = [name for name in kinds if name not in _FLOATS | FORMATS.keys()]
     if strangers:
@@ -45,6 +46,20 @@ def kept_weights(source: Source, model: Any) -> dict[str, BlockWeight]:
             "these as they are.",
             _HOW_TO_CONVERT,
         )
+    return reader
+
+
+def kept_weights(source: Source, reader: Any, model: Any) -> dict[str, BlockWeight]:
+    """The quantized weights of a checkpoint, by their names in a traced graph; empty if it has none.
+
+    Args:
+        source: where it is.
+        reader: from :func:`open_quantized`.
+        model: loaded from the same file by transformers.
+
+    Raises:
+        UnsupportedModelError: they are not the loaded model's one for one.
+    """
     quantized = [tensor for tensor in reader.tensors if tensor.tensor_type.name in FORMATS]
     if not quantized:
         return {}

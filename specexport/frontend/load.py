@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specexport.frontend.checkpoint import Checkpoint
-from specexport.frontend.kept import kept_weights
+from specexport.frontend.kept import kept_weights, open_quantized
 from specexport.frontend.source import Source, hash_source, resolve_source
 from specexport.frontend.tokenizer import collect_eos_ids, load_tokenizer
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
@@ -20,11 +20,12 @@ from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 def load(source: str, *, dtype: str, revision: str | None, trust_remote_code: bool, keep: bool = False) -> Checkpoint:
     """See ``specexport.frontend.load_checkpoint``."""
     found = resolve_source(source, revision, remote_code=trust_remote_code)
+    reader = open_quantized(found) if keep else None
     with _quiet_transformers():
         config = _load_config(found, trust_remote_code)
         tokenizer = load_tokenizer(found, trust_remote_code=trust_remote_code)
         model = _load_model(found, config, getattr(torch, dtype), trust_remote_code)
-        kept = kept_weights(found, model) if keep else {}
+        kept = {} if reader is None else kept_weights(found, reader, model)
     text = model.config.get_text_config()
     return Checkpoint(
         source=found.name,

@@ -9,6 +9,7 @@ import pytest
 from click.testing import Result
 
 from specexport.build.pipeline import BuildResult, build_bundle
+from specexport.inspect import describe
 from specexport.recipe import BuildRecipe, settle_quantization
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import RecipeError
@@ -17,6 +18,8 @@ from tests.tiny_models import GROUPED, make_model
 
 PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on", "to be or not to be"]
 WIDE = GROUPED | {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
+BITS = {"Q8_0": 8.5, "Q4_1": 5, "Q2_K": 2.625, "IQ4_XS": 4.25}
+"""Bits a weight of the kinds of forms: 8 and 4 bits, blocks of 32 and 16, with offsets and without."""
 MIXED = {"ffn_down.weight": "Q6_K", "attn_v.weight": "Q6_K", "output.weight": "Q6_K", "": "Q4_K"}
 
 
@@ -36,11 +39,13 @@ def operators(folder: Path, role: str = "target") -> list[onnx.NodeProto]:
     return [node for node in graph.node if node.op_type == "MatMulNBits"]
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ4_NL", "IQ4_XS"])
+@pytest.mark.parametrize("kind", BITS)
 def test_a_format_is_kept_without_being_asked_for(kind: str, tmp_path: Path) -> None:
     result = build(tmp_path, {"": kind})
     entry = result.manifest.models["target"]
     assert entry.quantize == "keep"
+    ((name, count, size),) = entry.weight_formats
+    assert (name, 8 * size / count) == (kind, pytest.approx(BITS[kind]))
     found = result.checks["target"]
     assert found is not None
     assert found.lost is not None
@@ -55,7 +60,7 @@ def test_a_mixture_stays_a_mixture(tied: bool, tmp_path: Path) -> None:
     bits = [
         attribute.i for node in operators(tmp_path / "out") for attribute in node.attribute if attribute.name == "bits"
     ]
-    # q and k are joined, v has another format (as attn_output); without an LM head of its own the model uses the embedding's Q4_K
+    # q and k are joined, v has another format; a tied LM head is the embedding's Q4_K
     assert sorted(bits) == sorted([4, 8, 8, 4, 8] * 2 + ([4] if tied else [8]))
     stored = (tmp_path / "tiny.gguf").stat().st_size
     assert result.files["target/model.onnx.data"].size < 1.6 * stored  # scales and offsets are float32 here
@@ -63,6 +68,9 @@ def test_a_mixture_stays_a_mixture(tied: bool, tmp_path: Path) -> None:
     assert found is not None
     assert found.lost is not None
     assert found.lost < 0.01
+    described = "\n".join(describe(result.manifest))
+    assert "weights as the checkpoint has them: Q4_K " in described
+    assert "(6.56 bits each, exact)" in described
 
 
 def test_speculative_text_is_plain_text(tmp_path: Path) -> None:

@@ -42,6 +42,15 @@ def test_draft_tokens_are_dearer_without_int8_tiles(entries):
     assert 0.2 < extra[1] < 0.45, "0.28 on two cores of an EPYC, a model of 1.5 billion"
 
 
+def test_kept_weights_cost_what_their_formats_take(entries):
+    kept = replace(entries["target"], quantize="keep", num_parameters=10**9, step_parameters=10**9)
+    four, eight = (
+        costs({"target": replace(kept, quantized_bytes=(bits * 10**8, 32 * 10**8))}).target.seconds(1, 1)
+        for bits in (5, 9)
+    )
+    assert 1.3 < eight / four < 9 / 5
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_more_tokens_rows_and_entries_cost_more(entries, on_gpu):
     target = costs(entries, on_gpu=on_gpu).target

@@ -103,7 +103,8 @@ class ModelEntry:
         num_gates: G, parts that can be switched off for drafting with the target itself; 0 where none can.
         skipped_layers: layers that such drafts leave out, where the engine fixes them; empty where each prompt decides.
         gate_obstacle: why no layer of a target can be skipped exactly; None where that was not asked, or can be done.
-        quantize: ``"int8"`` or ``"int4"`` where the linear layers' weights are quantized.
+        quantize: ``"int8"`` or ``"int4"`` where the linear layers' weights are quantized, ``"keep"`` where they are
+            the integers of a quantized checkpoint.
         quantized_bytes: bytes of the quantized weights, and what they would take in ``dtype``; None where not counted.
         fused: what the lowering fused: ``[name, count]``.
         one_token_path: graph of a small draft for steps of exactly one new token a row, all with logits, over the same
@@ -117,6 +118,7 @@ class ModelEntry:
         step_parameters: parameters that a step multiplies with each of its tokens: without an embedding that is only
             looked up, and without what an LM head was cut by. None in older bundles.
         num_heads: query heads of an attention layer; None in older bundles, and where the checkpoint does not say.
+        weight_formats: with ``"keep"``, each format of the checkpoint: name, weights and stored bytes.
     """
 
     path: str
@@ -151,6 +153,7 @@ class ModelEntry:
     dropped_layers: tuple[tuple[int, float], ...] = ()
     step_parameters: int | None = None
     num_heads: int | None = None
+    weight_formats: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def head_size(self) -> int:
@@ -178,6 +181,8 @@ class ModelEntry:
         fields["fused"] = tuple((str(name), int(count)) for name, count in data.get("fused", ()))
         if fields.get("quantized_bytes") is not None:
             fields["quantized_bytes"] = tuple(fields["quantized_bytes"])
+        formats = data.get("weight_formats", ())
+        fields["weight_formats"] = tuple((str(name), int(count), int(size)) for name, count, size in formats)
         fields["passes"] = tuple((str(name), int(count)) for name, count in data.get("passes", ()))
         return cls(**fields)
 
@@ -322,6 +327,7 @@ _ENTRY_RULES = _rules_of(
     dropped_layers=list_of(tuple_of(_COUNT, number(-1, 1))),
     step_parameters=optional(_COUNT),
     num_heads=optional(whole(1, 1 << 16)),
+    weight_formats=list_of(tuple_of(text, _COUNT, _COUNT)),
 )
 
 

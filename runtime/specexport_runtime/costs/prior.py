@@ -71,7 +71,7 @@ def prior_costs(
 def _curve(entry: ModelEntry, rates: _Rates, max_rows: int, max_tokens: int) -> StepCost:
     item = _ITEM_BYTES.get(entry.dtype, 4)
     parameters = entry.step_parameters or entry.num_parameters
-    weight_bytes = parameters * _QUANTIZED_BYTES.get(entry.quantize or "", item)
+    weight_bytes = parameters * _bytes_of_weight(entry)
     flops = rates.flops.get(entry.quantize, rates.flops[None])
     read = weight_bytes / rates.bytes + len(entry.layers) * rates.layer_seconds
     each = 2 * parameters / flops
@@ -85,6 +85,14 @@ def _curve(entry: ModelEntry, rates: _Rates, max_rows: int, max_tokens: int) -> 
         value_bytes += item * layer.kv_heads * layer.v_dim
         products += heads * (layer.k_dim + layer.v_dim)
     return StepCost(curves, (key_bytes + value_bytes) / rates.bytes, 2 * products / rates.cache_flops)
+
+
+def _bytes_of_weight(entry: ModelEntry) -> float:
+    item = _ITEM_BYTES.get(entry.dtype, 4)
+    if entry.quantize == "keep" and entry.quantized_bytes is not None:  # any mixture of formats
+        stored, before = entry.quantized_bytes
+        return item * stored / max(before, 1)
+    return _QUANTIZED_BYTES.get(entry.quantize or "", item)
 
 
 def _scaled(cost: StepCost, share: float) -> StepCost:
