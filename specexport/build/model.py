@@ -49,6 +49,7 @@ class ModelSource(NamedTuple):
         revision: hub revision.
         name: its name for reports and the manifest; never a machine path.
         sha256: hash over its files.
+        quantized: whether it may hold quantized weights that can be kept.
     """
 
     role: str
@@ -56,6 +57,7 @@ class ModelSource(NamedTuple):
     revision: str | None
     name: str
     sha256: str
+    quantized: bool = False
 
 
 class Reductions(NamedTuple):

@@ -131,8 +131,9 @@ def build_bundle(
         exists = check_output(output, force=force)
         backend = find_backend(recipe.backend)
         recipe = replace(recipe, **backend.settle(recipe))
-        recipe = settle_quantization(recipe, quantized=_quantized(recipe))
-        plan = _make_plan(recipe)
+        models = _find_models(recipe)
+        recipe = settle_quantization(recipe, quantized={model.role: model.quantized for model in models})
+        plan = _make_plan(recipe, models)
         present = find_up_to_date(output, plan.build_key) if exists else None
         if exists and present is None and not force:
             raise refuse_to_replace(output, recipe)
@@ -173,10 +174,14 @@ def build_bundle(
     return _result(output, manifest, clock, reused=tuple(reused), checks=checks)
 
 
-def _make_plan(recipe: BuildRecipe) -> _Plan:
+def _find_models(recipe: BuildRecipe) -> list[ModelSource]:
     models = [_find_model(recipe, "target", recipe.target, recipe.revision)]
     if recipe.draft is not None:
         models.append(_find_model(recipe, "draft", recipe.draft, recipe.draft_revision))
+    return models
+
+
+def _make_plan(recipe: BuildRecipe, models: list[ModelSource]) -> _Plan:
     tools = tool_versions()
     # "auto" resolves the same way whenever all of this is the same.
     common: dict[str, Any] = {
@@ -218,12 +223,6 @@ def _make_plan(recipe: BuildRecipe) -> _Plan:
     return _Plan(tuple(models), keys, build_key, tools, Reductions(cut, prune))
 
 
-def _quantized(recipe: BuildRecipe) -> dict[str, bool]:
-    """Of each role, whether its checkpoint may hold quantized weights; those of float GGUF files are kept as float."""
-    sources = {"target": recipe.target, "draft": recipe.draft}
-    return {role: source is not None and source.lower().endswith(".gguf") for role, source in sources.items()}
-
-
 def _reductions_of(model: ModelSource, plan: _Plan, built: Mapping[str, BuiltModel]) -> Reductions:
     """What a model is cut down by: only a draft, whose LM head keeps what ends a text of the target."""
     if model.role != "draft":
@@ -235,12 +234,12 @@ def _reductions_of(model: ModelSource, plan: _Plan, built: Mapping[str, BuiltMod
 
 
 def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | None) -> ModelSource:
-    from specexport.frontend.source import hash_source, resolve_source
+    from specexport.frontend.source import hash_source, holds_quantized, resolve_source
 
     if not Path(source).expanduser().exists():  # a hub id: fetching it needs what building needs
         require_export_stack(find_backend(recipe.backend))
     found = resolve_source(source, revision, remote_code=recipe.trust_remote_code)
-    return ModelSource(role, source, revision, found.name, hash_source(found))
+    return ModelSource(role, source, revision, found.name, hash_source(found), holds_quantized(found))
 
 
 def _reuse(cache: EngineCache, key: str, model: ModelSource, folder: Path, clock: StageClock) -> BuiltModel | None:

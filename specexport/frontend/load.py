@@ -4,7 +4,7 @@ Weights are read straight into the wanted dtype, one tensor at a time, so the mo
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 
 from specexport.frontend.checkpoint import Checkpoint
 from specexport.frontend.kept import kept_weights, open_quantized
-from specexport.frontend.source import Source, hash_source, resolve_source
+from specexport.frontend.packed import name_packed, read_packed
+from specexport.frontend.source import PACKED_METHODS, Source, hash_source, resolve_source
 from specexport.frontend.tokenizer import collect_eos_ids, load_tokenizer
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -24,8 +25,13 @@ def load(source: str, *, dtype: str, revision: str | None, trust_remote_code: bo
     with _quiet_transformers():
         config = _load_config(found, trust_remote_code)
         tokenizer = load_tokenizer(found, trust_remote_code=trust_remote_code)
-        model = _load_model(found, config, getattr(torch, dtype), trust_remote_code)
+        settings = _packing(found, config)
+        state, packed = (None, {}) if settings is None else read_packed(found, settings)
+        model = _load_model(found, config, getattr(torch, dtype), trust_remote_code, state)
+        del state
         kept = {} if reader is None else kept_weights(found, reader, model)
+        if keep:
+            kept |= name_packed(packed, model, found.name)
     text = model.config.get_text_config()
     return Checkpoint(
         source=found.name,
@@ -58,26 +64,55 @@ def _load_config(source: Source, trust_remote_code: bool) -> Any:
             f"{source.name}: the model configuration cannot be read ({_first_line(error)}).",
             "check that config.json is complete and that its model_type is one transformers knows.",
         ) from error
-    method = getattr(config, "quantization_config", None)
-    if method is not None and not source.gguf_file:
-        kind = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", "?")
-        raise CheckpointError(
-            f"{source.name} holds quantized weights ({kind}).", "give the checkpoint it was quantized from."
-        )
     return config
 
 
-def _load_model(source: Source, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def _packing(source: Source, config: Any) -> Mapping[str, Any] | None:
+    """``quantization_config`` of a folder with packed weights, taken out of its config; None where there is none.
+
+    Raises:
+        CheckpointError: it is of a method that is not known.
+    """
+    found = getattr(config, "quantization_config", None)
+    if found is None or source.gguf_file:
+        return None
+    settings: Mapping[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    method = getattr(settings.get("quant_method"), "value", settings.get("quant_method"))
+    if method not in PACKED_METHODS:
+        raise CheckpointError(
+            f"{source.name} holds quantized weights ({method}).", "give the checkpoint it was quantized from."
+        )
+    del config.quantization_config
+    return {**settings, "quant_method": method}
+
+
+def _load_model(
+    source: Source,
+    config: Any,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    state: dict[str, torch.Tensor] | None,
+) -> Any:
     from transformers import AutoModelForCausalLM
 
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{config.model_type} cannot be exported: it is an encoder-decoder model.", "use a decoder-only model."
         )
-    kind = {"gguf_file": source.gguf_file} if source.gguf_file else {"use_safetensors": True}
+    place: Any = source.folder
+    kind: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {"use_safetensors": True}
+    loader: Any = AutoModelForCausalLM
+    if state is not None:  # packed weights, made float by now
+        place, kind = None, {"state_dict": state, "config": config}
+        loader = AutoModelForCausalLM._model_mapping.get(type(config), None)
+        if loader is None:
+            raise UnsupportedModelError(
+                f"{config.model_type} cannot be exported from packed weights: its code is not transformers' own.",
+                "give the checkpoint that it was quantized from.",
+            )
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source.folder,
+        model, report = loader.from_pretrained(
+            place,
             dtype=dtype,
             local_files_only=True,
             trust_remote_code=trust_remote_code,

@@ -4,6 +4,7 @@ Only named kinds of files are ever read or fetched: configuration, tokenizer, sa
 """
 
 import hashlib
+import json
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -54,6 +55,21 @@ def resolve_source(source: str, revision: str | None = None, *, remote_code: boo
             "give a Hugging Face folder, a .gguf file or a hub id.",
         )
     return _folder_source(_fetch(source, revision, remote_code), source, remote_code)
+
+
+PACKED_METHODS = ("gptq", "awq", "compressed-tensors")
+"""``quant_method`` of the folders whose weights can be read."""
+
+
+def holds_quantized(source: Source) -> bool:
+    """Whether a checkpoint may hold quantized weights that can be kept: it is a GGUF file, or its config says so."""
+    if source.gguf_file is not None:
+        return True
+    try:
+        config = json.loads((source.folder / _CONFIG).read_text(encoding="utf-8"))
+        return config["quantization_config"]["quant_method"] in PACKED_METHODS
+    except (OSError, ValueError, KeyError, TypeError):  # the loader says what is wrong with a config
+        return False
 
 
 def hash_checkpoint(source: str, revision: str | None = None) -> str:

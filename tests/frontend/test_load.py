@@ -123,8 +123,8 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "no tokenizer": (drop_tokenizer, "tokenizer cannot be loaded", "tokenizer.json"),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("[]"), "tokenizer", "tokenizer.json"),
     "quantized": (
-        lambda f: edit_json(f / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
-        "quantized weights (gptq)",
+        lambda f: edit_json(f / "config.json", quantization_config={"quant_method": "bitsandbytes"}),
+        "quantized weights (bitsandbytes)",
         "quantized from",
     ),
 }

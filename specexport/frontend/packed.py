@@ -1,0 +1,101 @@
+"""Checkpoints of GPTQ, AWQ and compressed-tensors: read from safetensors, without the libraries that made them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from specexport.frontend.packed_blocks import awq_weight, compressed_weight, gptq_weight
+from specexport.frontend.source import Source
+from specexport.frontend.trace import WEIGHT_PREFIX
+from specexport.passes.block_weight import BlockWeight
+from specexport_runtime.errors import CheckpointError, UnsupportedModelError
+
+_PARTS = {
+    "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape",
+    "weight_g_idx", "input_scale",
+}  # fmt: skip
+_FORMATS = {
+    "pack-quantized",
+    "int-quantized",
+}  # of compressed-tensors; others hold floats of 8 and 4 bits, or are sparse
+
+
+def read_packed(source: Source, settings: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, BlockWeight]]:
+    """All weights of a checkpoint as floats, by their names, and the packed ones as they are stored.
+
+    Args:
+        source: where it is.
+        settings: its ``quantization_config``.
+
+    Raises:
+        CheckpointError: a layer has a form that is not known.
+    """
+    from safetensors import safe_open
+
+    method = str(settings["quant_method"])
+    layout = str(settings.get("format", ""))
+    if method == "compressed-tensors" and layout not in _FORMATS:
+        raise CheckpointError(
+            f"{source.name} holds compressed-tensors of format {layout!r}; {', '.join(sorted(_FORMATS))} are known.",
+            "give the checkpoint that it was quantized from.",
+        )
+    state: dict[str, torch.Tensor] = {}
+    packed: dict[str, dict[str, np.ndarray]] = {}
+    for path in source.files:
+        if path.suffix != ".safetensors":
+            continue
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dictionary
+                layer, _, part = name.rpartition(".")
+                tensor = file.get_tensor(name)
+                if part in _PARTS or tensor.dtype == torch.int8:
+                    packed.setdefault(layer, {})[part] = _numpy(tensor)
+                else:
+                    state[name] = tensor
+    weights = {layer: _weight(method, tensors, settings, layer) for layer, tensors in packed.items()}
+    state |= {f"{layer}.weight": torch.from_numpy(weight.floats()) for layer, weight in weights.items()}
+    return state, weights
+
+
+def name_packed(weights: Mapping[str, BlockWeight], model: Any, name: str) -> dict[str, BlockWeight]:
+    """Packed weights by their names in a traced graph.
+
+    Args:
+        weights: by layer, from :func:`read_packed`.
+        model: made of the floats.
+        name: of the checkpoint, for messages.
+
+    Raises:
+        UnsupportedModelError: the model has others: transformers joins or renames them.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found = {}
+    for layer, weight in weights.items():
+        parameter = parameters.get(f"{layer}.weight")
+        if parameter is None or tuple(parameter.shape) != weight.shape:
+            raise UnsupportedModelError(
+                f"{layer} of {name} cannot be kept as it is stored: transformers makes another weight of it.",
+                "say how to quantize it anew: --quantize int8 or int4, or none for float weights.",
+            )
+        found[f"{WEIGHT_PREFIX}{layer}.weight"] = weight
+    return found
+
+
+def _weight(method: str, tensors: Mapping[str, np.ndarray], settings: Mapping[str, Any], layer: str) -> BlockWeight:
+    try:
+        if method == "gptq":
+            return gptq_weight(tensors, settings, layer)
+        if method == "awq":
+            return awq_weight(tensors, settings, layer)
+        return compressed_weight(tensors, layer)
+    except KeyError as error:
+        raise CheckpointError(
+            f"{layer} has no {error.args[0]} beside its other tensors.", "fetch or convert the checkpoint again."
+        ) from error
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    array: np.ndarray = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array

@@ -1,0 +1,140 @@
+"""Weights that GPTQ, AWQ and compressed-tensors pack into 32-bit words, as integers for ONNX Runtime's kernels.
+
+=============  ========================================================  =====================================
+format         words                                                     a weight
+=============  ========================================================  =====================================
+GPTQ           ``qweight`` [K / n, N], along K                           scale [g, N] * (code - zero [g, N])
+AWQ            ``qweight`` [K, N / n], along N, in the order 0 2 4 6 …   the same
+W4A16          ``weight_packed`` [N, K / n], along K                     scale [N, g] * (code - zero [N, g])
+W8A8           ``weight`` int8 [N, K]                                    scale [N, 1] * code
+=============  ========================================================  =====================================
+
+The last two are of compressed-tensors. n is 32 / bits, g a group of inputs. GPTQ's first version stores zeros less one.
+Everything here is numpy.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport.passes.block_weight import Blocks, BlockWeight, Form
+from specexport_runtime.errors import CheckpointError
+
+Words = npt.NDArray[np.int32]
+Codes = npt.NDArray[np.uint8]
+Tensors = Mapping[str, np.ndarray]
+
+_AWQ_ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
+"""Where the first, second, … value of a word is kept in it."""
+_BLOCKS = (128, 64, 32, 16)  # that kernels take; a larger group is cut into these
+_HOW_TO_CONVERT = "give the checkpoint that it was quantized from."
+
+
+def unpack(words: Words, bits: int, axis: int) -> Codes:
+    """Values of 32-bit words, the first in the lowest bits, one after the other along ``axis``."""
+    moved = np.moveaxis(words, axis, -1).astype(np.uint32)
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    values = ((moved[..., None] >> shifts) & np.uint32((1 << bits) - 1)).astype(np.uint8)
+    return np.moveaxis(values.reshape(*moved.shape[:-1], -1), -1, axis)
+
+
+def gptq_weight(tensors: Tensors, settings: Mapping[str, Any], name: str) -> BlockWeight:
+    """A weight of GPTQ.
+
+    Args:
+        tensors: ``qweight``, ``qzeros``, ``scales`` and, if there is one, ``g_idx``.
+        settings: ``quantization_config`` of the checkpoint.
+        name: of the layer, for messages.
+
+    Raises:
+        CheckpointError: its inputs are in an order of their own (``desc_act``), or it has bits or groups of no kernel.
+    """
+    bits = int(settings["bits"])
+    _check_bits(bits, name)
+    codes = unpack(tensors["qweight"], bits, 0).T  # [N, K]
+    zeros = unpack(tensors["qzeros"], bits, 1).T.astype(np.int16)  # [N, groups]
+    if settings.get("checkpoint_format", "gptq") != "gptq_v2":
+        zeros = zeros + 1
+    num_groups = zeros.shape[1]
+    group = -(-codes.shape[1] // num_groups)
+    order = tensors.get("g_idx")
+    if order is not None and not np.array_equal(order, np.arange(codes.shape[1]) // group):
+        raise CheckpointError(
+            f"{name} was quantized with desc_act: its groups are no neighbours, which no kernel here multiplies.",
+            _HOW_TO_CONVERT,
+        )
+    return _grouped("GPTQ", bits, codes, zeros, tensors["scales"].T, name)
+
+
+def awq_weight(tensors: Tensors, settings: Mapping[str, Any], name: str) -> BlockWeight:
+    """A weight of AWQ (GEMM): ``qweight``, ``qzeros``, ``scales``. As :func:`gptq_weight`."""
+    bits = int(settings.get("bits", settings.get("w_bit", 4)))
+    _check_bits(bits, name)
+    order = np.array(_AWQ_ORDER[bits])
+
+    def ordered(words: Words) -> Codes:
+        values = unpack(words, bits, 1)
+        return values.reshape(len(values), -1, len(order))[..., order].reshape(len(values), -1).T
+
+    return _grouped("AWQ", bits, ordered(tensors["qweight"]), ordered(tensors["qzeros"]), tensors["scales"].T, name)
+
+
+def compressed_weight(tensors: Tensors, name: str) -> BlockWeight:
+    """A weight of compressed-tensors: ``weight_packed`` or an int8 ``weight``, and ``weight_scale``.
+
+    Raises:
+        CheckpointError: it has another form.
+    """
+    scales = tensors["weight_scale"]
+    if "weight_packed" not in tensors:
+        weight = tensors["weight"]
+        if weight.dtype != np.int8:
+            raise CheckpointError(f"{name} holds {weight.dtype} weights, which no engine multiplies.", _HOW_TO_CONVERT)
+        codes = (weight.astype(np.int16) + 128).astype(np.uint8)
+        return _grouped("int8", 8, codes, None, scales.reshape(len(codes), -1), name)
+    width, depth = (int(size) for size in tensors["weight_shape"])
+    words = tensors["weight_packed"]
+    bits = 32 // -(-depth // words.shape[1])
+    _check_bits(bits, name)
+    codes = unpack(words, bits, 1)[:, :depth]
+    zeros = None
+    if "weight_zero_point" in tensors:
+        stored = tensors["weight_zero_point"]
+        zeros = (
+            unpack(stored, bits, 0)[:width] if stored.dtype == np.int32 else stored.astype(np.int16) + (1 << (bits - 1))
+        )
+    return _grouped(f"int{bits}", bits, codes, zeros, scales.reshape(width, -1), name)
+
+
+def _check_bits(bits: int, name: str) -> None:
+    if bits not in (4, 8):
+        raise CheckpointError(f"{name} has weights of {bits} bits; 4 and 8 are known.", _HOW_TO_CONVERT)
+
+
+def _grouped(
+    kind: str, bits: int, codes: Codes, zeros: np.ndarray | None, scales: np.ndarray, name: str
+) -> BlockWeight:
+    """A weight of codes [N, K], zeros [N, groups] (None for the middle) and scales [N, groups]."""
+    width, depth = codes.shape
+    groups, middle = scales.shape[1], 1 << (bits - 1)
+    group = depth // groups
+    block = next((size for size in _BLOCKS if group % size == 0), 0)
+    if group * groups != depth or not block:
+        raise CheckpointError(
+            f"{name} has {groups} groups for {depth} inputs; groups must be multiples of {_BLOCKS[-1]} inputs.",
+            _HOW_TO_CONVERT,
+        )
+    spread = np.repeat(scales.astype(np.float32), group // block, axis=1)
+    offsets = None
+    if zeros is not None and not bool((zeros == middle).all()):
+        # float16 or bfloat16 scales times a small integer: exact in float32
+        offsets = spread * np.repeat(middle - zeros.astype(np.float32), group // block, axis=1)
+    stored = codes.size * bits // 8 + scales.nbytes + (0 if zeros is None else zeros.size * bits // 8)
+    contiguous = np.ascontiguousarray(codes)
+
+    def read(rows: npt.NDArray[np.int64]) -> Blocks:
+        return Blocks(contiguous[rows], spread[rows], None if offsets is None else offsets[rows])
+
+    return BlockWeight(kind, Form(bits, block, offsets is not None), (width, depth), stored, read)

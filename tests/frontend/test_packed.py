@@ -1,0 +1,79 @@
+"""Checkpoints of GPTQ, AWQ and compressed-tensors: the floats that they stand for, the integers that are kept."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specexport.build.pipeline import build_bundle
+from specexport.frontend import load_checkpoint
+from specexport.frontend.packed_blocks import awq_weight, compressed_weight, gptq_weight
+from specexport.passes.block_weight import BlockWeight
+from specexport.recipe import BuildRecipe
+from specexport_runtime.errors import CheckpointError
+from tests.tiny_models import GROUPED, make_model, save_checkpoint
+from tests.tiny_packed import SETTINGS, pack_checkpoint, random_layer
+
+SIZES = GROUPED | {"hidden_size": 128, "intermediate_size": 160}
+
+
+def read(method: str, tensors: dict[str, np.ndarray], bits: int = 4) -> BlockWeight:
+    """A layer of any method."""
+    settings = SETTINGS[method] | {"bits": bits}
+    if method == "gptq":
+        return gptq_weight(tensors, settings, "layer")
+    return awq_weight(tensors, settings, "layer") if method == "awq" else compressed_weight(tensors, "layer")
+
+
+@pytest.mark.parametrize(("method", "bits"), [*((method, 4) for method in SETTINGS), ("gptq", 8), ("w4a16", 8)])
+def test_values_are_those_of_the_format(method: str, bits: int) -> None:
+    tensors, wanted = random_layer(method, (24, 128), np.random.default_rng(3), bits)
+    weight = read(method, tensors, bits)
+    np.testing.assert_allclose(weight.floats(), wanted, rtol=0, atol=2e-7)
+    assert weight.form.bits == (8 if method == "w8a8" else bits)
+    assert weight.form.has_offsets == (method not in ("w4a16", "w8a8"))
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+def test_a_checkpoint_is_kept_or_made_float(method: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(make_model("Qwen2", SIZES), tmp_path / "model")
+    floats = pack_checkpoint(folder, method)
+    loaded = load_checkpoint(str(folder), keep=True)
+    state = loaded.model.state_dict()
+    for name, wanted in floats.items():
+        np.testing.assert_allclose(state[name].numpy(), wanted, rtol=0, atol=2e-7)
+    assert set(loaded.kept) == {f"model.{name}" for name in floats}
+    kept = build_bundle(BuildRecipe(str(folder), str(tmp_path / "kept")), use_cache=False)
+    assert kept.manifest.models["target"].quantize == "keep"
+    found = kept.checks["target"]
+    assert found is not None
+    assert found.lost is not None
+    assert found.lost < 0.01
+    if method == "gptq":  # the others are read by the same code
+        plain = build_bundle(BuildRecipe(str(folder), str(tmp_path / "plain"), quantize="none"), use_cache=False)
+        assert plain.manifest.models["target"].quantize is None
+
+
+def test_groups_that_are_no_neighbours_are_refused(tmp_path: Path) -> None:
+    tensors, _ = random_layer("gptq", (24, 128), np.random.default_rng(3))
+    tensors["g_idx"] = tensors["g_idx"][::-1].copy()
+    with pytest.raises(CheckpointError, match="desc_act"):
+        read("gptq", tensors)
+    tensors, _ = random_layer("awq", (24, 128), np.random.default_rng(3))
+    with pytest.raises(CheckpointError, match="3 bits"):
+        read("awq", tensors, bits=3)
+
+
+def test_other_forms_are_refused_by_name(tmp_path: Path) -> None:
+    folder = save_checkpoint(make_model("Qwen2", SIZES), tmp_path / "model")
+    pack_checkpoint(folder, "w8a8")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"]["format"] = "float-quantized"
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="float-quantized"):
+        load_checkpoint(str(folder))
+    config["quantization_config"] = SETTINGS["gptq"]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="qweight"):
+        load_checkpoint(str(folder))
