@@ -16,7 +16,7 @@ from specexport.build.pipeline import build_bundle
 from specexport.passes import quantize_int8
 from specexport.passes.quantize_sites import find_sites
 from specexport.recipe import BuildRecipe
-from specexport.verify.perplexity import count_predicted, engine_loss, make_windows
+from specexport.verify.perplexity import count_predicted, make_windows, score_engine
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.executors.open import open_executor
 
@@ -43,7 +43,7 @@ def measure(folder: Path) -> str:
     texts = [prompt.text for prompt in read_prompts(())]
     windows = make_windows(texts, bundle.tokenizer, vocab_size=vocab_size, max_model_len=manifest.max_model_len)
     executor = open_executor(bundle._replace(max_model_len=max(map(len, windows))), "target", prepacked=False)
-    loss = engine_loss(executor, windows, lookahead=manifest.lookahead)
+    loss = score_engine(executor, windows, lookahead=manifest.lookahead).loss
     executor.close()
     return f"{folder}: {math.exp(loss):.3f} over {count_predicted(windows)} tokens"
 

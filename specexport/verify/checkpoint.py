@@ -10,7 +10,8 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specexport.verify.perplexity import reference_loss
+from specexport.verify.perplexity import score_logits
+from specexport.verify.text_score import TextScore
 from specexport_runtime.bundle.cut_head import CutHead
 from specexport_runtime.bundle.manifest import Manifest
 from specexport_runtime.errors import CheckpointError
@@ -128,7 +129,7 @@ def widen_weights(model: Any) -> None:
         parameter.data = parameter.data.to(torch.float32)
 
 
-def eager_loss(
+def eager_score(
     source: str,
     revision: str | None,
     windows: Seq[Seq[int]],
@@ -137,8 +138,8 @@ def eager_loss(
     trust_remote_code: bool,
     head: CutHead | None = None,
     dropped: Seq[int] = (),
-) -> float:
-    """Mean loss of eager transformers on ``windows`` in nats per token; the model is freed before this returns.
+) -> TextScore:
+    """What eager transformers makes of ``windows``; the model is freed before this returns.
 
     Args:
         source: the checkpoint.
@@ -146,7 +147,7 @@ def eager_loss(
         windows: token ids.
         dtype: see :func:`eager_references`.
         trust_remote_code: let Python code from the checkpoint run.
-        head: see ``perplexity.token_losses``.
+        head: see ``text_score.TextScorer``.
         dropped: layers that the engine was built without.
 
     Raises:
@@ -157,10 +158,10 @@ def eager_loss(
     checkpoint = _load(source, revision, dtype, trust_remote_code, dropped)
     # One window at a time: the logits of a large vocabulary are kept for no longer than they are read.
     logits = (reference_logits(checkpoint, [list(window)])[0] for window in windows)
-    loss = reference_loss(logits, windows, head)
+    score = score_logits(logits, windows, head)
     del checkpoint, logits
     gc.collect()
-    return loss
+    return score
 
 
 def recorded_revision(manifest: Manifest, role: str) -> str | None:

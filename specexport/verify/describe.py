@@ -52,6 +52,10 @@ def _describe_perplexity(result: PerplexityResult) -> Iterator[str]:
         f"{result.reference}: {result.reference_perplexity:.3f}; {result.change:+.2%} on {result.num_tokens} tokens "
         f"(limit {result.limit:+.1%})"
     )
+    yield (
+        f"    its distributions diverge by {result.divergence:.4f} nats (limit {result.divergence_limit:g}); the same "
+        f"likeliest token at {result.agreement:.1%}"
+    )
 
 
 def _describe_neighbours(result: NeighbourResult) -> Iterator[str]:

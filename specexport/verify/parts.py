@@ -8,12 +8,12 @@ from specexport.progress import StageClock
 from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult, check_greedy
 from specexport.verify.neighbours import check_neighbours
-from specexport.verify.perplexity import PerplexityResult, compare_perplexity, count_predicted, engine_loss
+from specexport.verify.perplexity import PerplexityResult, compare_perplexity, count_predicted, score_engine
 from specexport.verify.references import References, roles_of
 from specexport.verify.report import Part, PartStatus
 from specexport.verify.sampling import check_sampling
 from specexport.verify.tensors import TensorResult, check_tensors, make_sequences
-from specexport.verify.tolerance import NEAR_TIE_TOLERANCE, perplexity_limit
+from specexport.verify.tolerance import NEAR_TIE_TOLERANCE, text_limits
 from specexport_runtime.bundle.manifest import Manifest
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import CheckFailedError, UserInputError
@@ -72,16 +72,18 @@ def run_perplexity(
             continue
         with clock.stage("perplexity", role):
             head = engine.draft_head if role == "draft" else None
-            loss = engine_loss(executor, windows, lookahead=manifest.lookahead, head=head)
+            score = score_engine(
+                executor, windows, lookahead=manifest.lookahead, head=head, reference=reference.likeliest
+            )
         entry = manifest.models[role]
         results.append(
             compare_perplexity(
                 role,
-                loss,
+                score,
                 reference.loss,
                 count_predicted(windows, head),
                 quantize=entry.quantize,
-                limit=perplexity_limit(entry.quantize, entry.dtype, len(entry.layers)),
+                limits=text_limits(entry.quantize, entry.dtype, len(entry.layers)),
                 reference=reference.source,
             )
         )

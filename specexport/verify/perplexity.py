@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specexport.verify.text_score import Likeliest, TextScore, TextScorer
+from specexport.verify.tolerance import TextLimits
 from specexport_runtime.bundle.cut_head import CutHead
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import Executor, Float32Array
@@ -37,13 +39,17 @@ class PerplexityResult:
 
     Attributes:
         role: ``"target"`` or ``"draft"``.
-        passed: ``change <= limit``.
+        passed: change and divergence are within their limits.
         quantize: how the engine's weights are quantized; None if they are not.
         num_tokens: tokens predicted.
         perplexity: the engine's.
         reference_perplexity: the float model's.
         change: ``perplexity / reference_perplexity - 1``; negative if the engine happens to be better.
         limit: largest change allowed.
+        divergence: mean Kullback-Leibler divergence of the engine's next-token distributions from the float model's, in
+            nats; see ``specexport.verify.text_score``.
+        divergence_limit: largest one allowed.
+        agreement: share of the tokens where both have the same likeliest one.
         reference: what the float model was, in words.
     """
 
@@ -55,6 +61,9 @@ class PerplexityResult:
     reference_perplexity: float
     change: float
     limit: float
+    divergence: float
+    divergence_limit: float
+    agreement: float
     reference: str
 
 
@@ -106,55 +115,45 @@ def make_windows(
     return windows
 
 
-def token_losses(logits: Float32Array, tokens: Seq[int], head: CutHead | None = None) -> float:
-    """Sum over rows of -ln softmax(logits)[token], in nats, computed in float64.
-
-    Args:
-        logits: [n, V].
-        tokens: the n tokens that came.
-        head: an LM head that was cut: what is compared is how likely each of its tokens is among them. Rows with
-            another token count nothing, and ``logits`` [n, N] are its own.
-    """
-    total = 0.0
-    for row, token in zip(logits, tokens, strict=True):
-        if head is not None:
-            if token not in head.ids:
-                continue
-            token = int(head.ids.searchsorted(token))  # noqa: PLW2901 - its row
-            row = row if len(row) == len(head.ids) else row[head.ids]  # noqa: PLW2901
-        wide = row.astype(np.float64)
-        highest = wide.max()
-        total += float(highest + np.log(np.exp(wide - highest).sum()) - wide[token])
-    return total
-
-
-def engine_loss(executor: Executor, windows: Seq[Seq[int]], *, lookahead: int, head: CutHead | None = None) -> float:
-    """Mean loss of an engine in nats per token; nothing else may use the engine meanwhile.
+def score_engine(
+    executor: Executor,
+    windows: Seq[Seq[int]],
+    *,
+    lookahead: int,
+    head: CutHead | None = None,
+    reference: Likeliest | None = None,
+) -> TextScore:
+    """What an engine makes of a text; nothing else may use the engine meanwhile.
 
     Args:
         executor: the engine.
         windows: token ids, at least two each; the first of each is only read.
         lookahead: K: engines with profiles compute the logits of K+1 tokens a step, and no more.
-        head: see :func:`token_losses`.
+        head: see ``TextScorer``.
+        reference: of :func:`score_logits` or another engine, to be compared with.
     """
     runner = ModelRunner(executor)
     most = runner.max_chunk if executor.max_num_tokens is None else lookahead + 1
     size = max(1, min(most, _LOGIT_BYTES // (4 * executor.vocab_size)))
-    total = 0.0
+    scorer = TextScorer(head, reference)
+    count_predicted(windows, head)  # refuses a text of which nothing is predicted
     for window in windows:
         runner.kv.release(0)
         for start in range(0, len(window) - 1, size):
             chunk = list(window[start : min(start + size, len(window) - 1)])
             logits = runner.step(0, [RowWork(chunk, len(chunk))])
-            total += token_losses(logits, window[start + 1 : start + 1 + len(chunk)], head)
+            scorer.add(logits, window[start + 1 : start + 1 + len(chunk)])
             runner.kv.commit(0, start + len(chunk))
-    return total / count_predicted(windows, head)
+    return scorer.result()
 
 
-def reference_loss(logits: Iterator[Float32Array], windows: Seq[Seq[int]], head: CutHead | None = None) -> float:
-    """Mean loss of reference logits in nats per token; ``logits`` gives [len, V] for each window in turn."""
-    total = sum(token_losses(rows[:-1], window[1:], head) for rows, window in zip(logits, windows, strict=True))
-    return total / count_predicted(windows, head)
+def score_logits(logits: Iterator[Float32Array], windows: Seq[Seq[int]], head: CutHead | None = None) -> TextScore:
+    """What a model makes of a text, of its logits [len, V] for each window in turn."""
+    scorer = TextScorer(head)
+    count_predicted(windows, head)
+    for rows, window in zip(logits, windows, strict=True):
+        scorer.add(rows[:-1], window[1:])
+    return scorer.result()
 
 
 def count_predicted(windows: Seq[Seq[int]], head: CutHead | None = None) -> int:
@@ -172,19 +171,40 @@ def count_predicted(windows: Seq[Seq[int]], head: CutHead | None = None) -> int:
 
 
 def compare_perplexity(
-    role: str, loss: float, float_loss: float, num_tokens: int, *, quantize: str | None, limit: float, reference: str
+    role: str,
+    score: TextScore,
+    float_loss: float,
+    num_tokens: int,
+    *,
+    quantize: str | None,
+    limits: TextLimits,
+    reference: str,
 ) -> PerplexityResult:
-    """Judge a mean loss by the float model's, both in nats per token, by the largest relative rise allowed."""
-    change = math.expm1(loss - float_loss) if abs(loss - float_loss) < 700 else math.inf
+    """Judge an engine's score, compared with the float model's distributions, by the largest differences allowed.
+
+    Args:
+        role: ``"target"`` or ``"draft"``.
+        score: the engine's.
+        float_loss: the float model's, in nats a token.
+        num_tokens: tokens predicted.
+        quantize: how the engine's weights are quantized.
+        limits: what is allowed.
+        reference: what the float model was, in words.
+    """
+    change = math.expm1(score.loss - float_loss) if abs(score.loss - float_loss) < 700 else math.inf
+    divergence = math.nan if score.divergence is None else score.divergence
     return PerplexityResult(
         role,
-        change <= limit,  # false for NaN
+        change <= limits.perplexity and divergence <= limits.divergence,  # false for NaN
         quantize,
         num_tokens,
-        perplexity=_perplexity(loss),
+        perplexity=_perplexity(score.loss),
         reference_perplexity=_perplexity(float_loss),
         change=change,
-        limit=limit,
+        limit=limits.perplexity,
+        divergence=divergence,
+        divergence_limit=limits.divergence,
+        agreement=math.nan if score.agreement is None else score.agreement,
         reference=reference,
     )
 

@@ -15,13 +15,14 @@ import numpy as np
 from specexport.progress import StageClock
 from specexport.verify.checkpoint import (
     CheckpointNotFoundError,
-    eager_loss,
     eager_references,
+    eager_score,
     find_checkpoint,
     recorded_revision,
 )
-from specexport.verify.perplexity import engine_loss
+from specexport.verify.perplexity import score_engine
 from specexport.verify.tensors import make_sequences
+from specexport.verify.text_score import Likeliest
 from specexport_runtime.bundle.cut_head import load_cut_head
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
@@ -50,15 +51,17 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class FloatLoss:
-    """The float model's loss on the windows.
+class FloatScore:
+    """What the float model makes of the windows.
 
     Attributes:
         loss: nats per token.
+        likeliest: its distributions.
         source: what the float model was, in words.
     """
 
     loss: float
+    likeliest: Likeliest | None
     source: str
 
 
@@ -73,7 +76,7 @@ class References:
     """
 
     logits: dict[str, Reference] = field(default_factory=dict)
-    losses: dict[str, FloatLoss] = field(default_factory=dict)
+    losses: dict[str, FloatScore] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
 
@@ -122,10 +125,10 @@ def collect_references(
         head, dropped = load_cut_head(bundle, entry), [layer for layer, _ in entry.dropped_layers]
         with clock.stage("eager reference", role):
             if wants_loss(manifest, role, options) and role not in found.losses:
-                loss = eager_loss(
+                score = eager_score(
                     source, revision, windows, dtype=dtype, trust_remote_code=remote, head=head, dropped=dropped
                 )
-                found.losses[role] = FloatLoss(loss, EAGER)
+                found.losses[role] = FloatScore(score.loss, score.likeliest, EAGER)
             if entry.quantize is None:
                 sequences = make_sequences(
                     prompts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
@@ -209,7 +212,7 @@ def _losses_of_bundle(
             opened = load_bundle(reference, max_num_seqs=1, max_model_len=min(longest, other.max_model_len))
             executor = open_executor(opened, role, num_threads=options.num_threads, spin=options.spin)
             try:
-                loss = engine_loss(executor, windows, lookahead=other.lookahead, head=head)
+                score = score_engine(executor, windows, lookahead=other.lookahead, head=head)
             finally:
                 executor.close()
-            found.losses[role] = FloatLoss(loss, f"bundle {other.name}")
+            found.losses[role] = FloatScore(score.loss, score.likeliest, f"bundle {other.name}")

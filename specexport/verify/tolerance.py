@@ -6,6 +6,8 @@ of their scale in the demo pair and by 3e-6 in Gemma 3 270M. Mistakes made on pu
 by one moves them by 5e-2 and more, one wrong cache entry of 600 by 1e-3.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from specexport.rounding import LogitTolerance, logit_tolerance
@@ -24,6 +26,23 @@ differs by 1e-2, with one query alone in the fused attention kernel by 6e-3, and
 
 PERPLEXITY_LIMIT: dict[str | None, float] = {None: 1e-3, "int8": 0.05, "int4": 1.0, "keep": 0.02}
 """Largest relative rise of perplexity over the float model, by quantization."""
+
+
+DIVERGENCE_LIMIT: dict[str | None, float] = {None: 1e-3, "int8": 0.1, "int4": 1.0, "keep": 0.02}
+"""Largest mean divergence from the float model's distributions, in nats, by quantization: some three times the worst of
+three models (``docs/quantization.md``)."""
+
+
+class TextLimits(NamedTuple):
+    """What an engine may lose on a text.
+
+    Attributes:
+        perplexity: largest relative rise.
+        divergence: largest mean divergence, in nats.
+    """
+
+    perplexity: float
+    divergence: float
 
 
 def logit_scale(logits: Float32Array) -> float:
@@ -54,12 +73,13 @@ def near_tie_tolerance(dtype: str, num_layers: int) -> float:
     return NEAR_TIE_TOLERANCE if dtype == "float32" else logit_tolerance(dtype, num_layers).largest
 
 
-def perplexity_limit(quantize: str | None, dtype: str, num_layers: int) -> float:
-    """Largest relative rise of perplexity: what the quantization may cost, and what 16 bits may.
+def text_limits(quantize: str | None, dtype: str, num_layers: int) -> TextLimits:
+    """What the quantization may cost on a text, and what 16 bits may.
 
     Raises:
-        IncompatibleError: none is known for ``quantize`` or ``dtype``.
+        IncompatibleError: no limit is known for ``quantize`` or ``dtype``.
     """
     if quantize not in PERPLEXITY_LIMIT:
         raise IncompatibleError(f"no limit is known for quantization {quantize}.", "upgrade specexport.")
-    return PERPLEXITY_LIMIT[quantize] + (0.0 if dtype == "float32" else logit_tolerance(dtype, num_layers).rms)
+    rounding = 0.0 if dtype == "float32" else logit_tolerance(dtype, num_layers).rms
+    return TextLimits(PERPLEXITY_LIMIT[quantize] + rounding, DIVERGENCE_LIMIT[quantize] + rounding)

@@ -11,12 +11,13 @@ from verify_fakes import VOCAB, make_executor
 from specexport.verify.perplexity import (
     compare_perplexity,
     count_predicted,
-    engine_loss,
     make_windows,
     read_text,
-    reference_loss,
+    score_engine,
+    score_logits,
 )
-from specexport.verify.tolerance import perplexity_limit
+from specexport.verify.text_score import TextScore, TextScorer
+from specexport.verify.tolerance import text_limits
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError
 
 WINDOWS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [4, 4], [9, 8, 7]]
@@ -43,7 +44,7 @@ def exact_loss(windows):
 def test_the_loss_is_that_of_the_formula_however_it_is_cut(most):
     executor = make_executor()
     executor.max_num_tokens = most  # an engine with profiles takes K+1 tokens a step
-    assert engine_loss(executor, WINDOWS, lookahead=3) == pytest.approx(exact_loss(WINDOWS), rel=1e-6)
+    assert score_engine(executor, WINDOWS, lookahead=3).loss == pytest.approx(exact_loss(WINDOWS), rel=1e-6)
     assert max(shape.num_tokens for shape in executor.calls) == (10 if most is None else 4)
     assert count_predicted(WINDOWS) == 13
 
@@ -51,7 +52,7 @@ def test_the_loss_is_that_of_the_formula_however_it_is_cut(most):
 def test_the_reference_loss_reads_the_same_positions():
     executor = make_executor()
     logits = (np.stack([executor.logits_after(w[: i + 1]) for i in range(len(w))]) for w in WINDOWS)
-    assert reference_loss(logits, WINDOWS) == pytest.approx(exact_loss(WINDOWS), rel=1e-6)
+    assert score_logits(logits, WINDOWS).loss == pytest.approx(exact_loss(WINDOWS), rel=1e-6)
 
 
 def test_windows_are_led_by_bos_and_end_with_the_text():
@@ -84,9 +85,48 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, content, message):
         read_text(path)
 
 
-def judge(loss, quantize="int8"):
-    limit = perplexity_limit(quantize, "float32", 2)
-    return compare_perplexity("target", loss, 2.0, 100, quantize=quantize, limit=limit, reference="eager transformers")
+def judge(loss, quantize="int8", divergence=0.0):
+    limits, score = text_limits(quantize, "float32", 2), TextScore(loss, None, divergence, 1.0)
+    return compare_perplexity("target", score, 2.0, 100, quantize=quantize, limits=limits, reference="eager")
+
+
+def random_places(scale, vocab_size=200):
+    generator = np.random.default_rng(4)
+    theirs = generator.normal(0, 4, (30, vocab_size)).astype(np.float32)
+    return theirs, theirs + generator.normal(0, scale, theirs.shape).astype(np.float32), [0] * len(theirs)
+
+
+def test_the_divergence_is_that_of_the_whole_distributions():
+    for scale, vocab_size in ((0.05, 200), (0.5, 200), (0.5, 40)):
+        theirs, ours, tokens = random_places(scale, vocab_size)
+        first = TextScorer()
+        first.add(theirs, tokens)
+        likeliest = first.result().likeliest
+        second = TextScorer(reference=likeliest)
+        second.add(ours[:10], tokens[:10])  # in any pieces
+        second.add(ours[10:], tokens[10:])
+        found = second.result()
+        p, q = (np.exp(x - x.max(axis=1, keepdims=True)).astype(np.float64) for x in (theirs, ours))
+        p, q = p / p.sum(axis=1, keepdims=True), q / q.sum(axis=1, keepdims=True)
+        exact = float((p * np.log(p / q)).sum(axis=1).mean())
+        assert found.divergence == pytest.approx(exact, rel=0.02)
+        assert found.divergence <= exact * (1 + 1e-6)
+        assert found.agreement == (theirs.argmax(axis=1) == ours.argmax(axis=1)).mean()
+        assert found.loss == pytest.approx(-np.log(q[:, 0]).mean(), rel=1e-6)
+
+
+def test_an_engine_beside_itself_loses_nothing():
+    executor = make_executor()
+    reference = score_engine(executor, WINDOWS, lookahead=3)
+    found = score_engine(executor, WINDOWS, lookahead=3, reference=reference.likeliest)
+    assert found == TextScore(reference.loss, None, pytest.approx(0, abs=1e-6), 1.0)
+
+
+def test_a_divergence_beyond_its_limit_fails():
+    limit = judge(2.0).divergence_limit
+    assert judge(2.0, divergence=0.99 * limit).passed
+    assert not judge(2.0, divergence=1.01 * limit).passed
+    assert not judge(2.0, divergence=math.nan).passed
 
 
 def test_the_change_is_judged_by_the_limit_of_the_quantization():
