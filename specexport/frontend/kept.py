@@ -21,23 +21,16 @@ _ROUNDING = 1e-6  # of the largest value: an offset is added in float32
 _HOW_TO_CONVERT = "say how to quantize it anew: --quantize int8 or int4, or none for float weights."
 
 
-def open_quantized(source: Source) -> Any:
-    """A reader of a GGUF file whose weights can all be kept; None for other checkpoints. The file is mapped, not read.
+def check_formats(source: Source, reader: Any) -> None:
+    """See that all weights of a GGUF file can be kept.
+
+    Args:
+        source: the file.
+        reader: of it.
 
     Raises:
-        CheckpointError: it is damaged, or has weights in a format that no engine multiplies as it is.
+        CheckpointError: it has weights in a format that no engine multiplies as it is.
     """
-    if source.gguf_file is None:
-        return None
-    import gguf
-
-    try:
-        reader = gguf.GGUFReader(source.folder / source.gguf_file)
-    except Exception as error:  # whatever a parser of binary data stumbles over
-        raise CheckpointError(
-            f"{source.name} is no readable GGUF file ({type(error).__name__}: {str(error)[:200]}).",
-            "fetch or convert the checkpoint again.",
-        ) from error
     kinds = Counter(tensor.tensor_type.name for tensor in reader.tensors)
     strangers = [name for name in kinds if name not in _FLOATS | FORMATS.keys()]
     if strangers:
@@ -46,7 +39,6 @@ def open_quantized(source: Source) -> Any:
             "these as they are.",
             _HOW_TO_CONVERT,
         )
-    return reader
 
 
 def kept_weights(source: Source, reader: Any, model: Any) -> dict[str, BlockWeight]:
@@ -54,7 +46,7 @@ def kept_weights(source: Source, reader: Any, model: Any) -> dict[str, BlockWeig
 
     Args:
         source: where it is.
-        reader: from :func:`open_quantized`.
+        reader: of its file.
         model: loaded from the same file by transformers.
 
     Raises:

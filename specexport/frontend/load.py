@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from specexport.frontend.checkpoint import Checkpoint
-from specexport.frontend.kept import kept_weights, open_quantized
+from specexport.frontend.gguf_reader import open_reader, shared
+from specexport.frontend.kept import check_formats, kept_weights
 from specexport.frontend.packed import name_packed, read_packed
 from specexport.frontend.source import PACKED_METHODS, Source, hash_source, resolve_source
 from specexport.frontend.tokenizer import collect_eos_ids, load_tokenizer
@@ -21,17 +22,19 @@ from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 def load(source: str, *, dtype: str, revision: str | None, trust_remote_code: bool, keep: bool = False) -> Checkpoint:
     """See ``specexport.frontend.load_checkpoint``."""
     found = resolve_source(source, revision, remote_code=trust_remote_code)
-    reader = open_quantized(found) if keep else None
-    with _quiet_transformers():
+    reader = open_reader(found)
+    if keep and reader is not None:
+        check_formats(found, reader)
+    with _quiet_transformers(), shared(found, reader):
         config = _load_config(found, trust_remote_code)
         tokenizer = load_tokenizer(found, trust_remote_code=trust_remote_code)
         settings = _packing(found, config)
         state, packed = (None, {}) if settings is None else read_packed(found, settings)
         model = _load_model(found, config, getattr(torch, dtype), trust_remote_code, state)
         del state
-        kept = {} if reader is None else kept_weights(found, reader, model)
-        if keep:
-            kept |= name_packed(packed, model, found.name)
+        kept = name_packed(packed, model, found.name) if keep else {}
+        if keep and reader is not None:
+            kept = kept_weights(found, reader, model)
     text = model.config.get_text_config()
     return Checkpoint(
         source=found.name,

@@ -41,3 +41,18 @@ def test_a_folder_with_only_a_gguf_file_points_at_the_file(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"has no config\.json") as caught:
         load_checkpoint(str(tmp_path))
     assert "model.gguf" in (caught.value.hint or "")
+
+
+def test_the_header_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gguf
+
+    path = tmp_path / "tiny.gguf"
+    write_gguf(make_model("Qwen2", GROUPED), path, kinds={"": "Q8_0"})
+    parsed = []
+    parse = gguf.GGUFReader._build_fields
+    monkeypatch.setattr(gguf.GGUFReader, "_build_fields", lambda *args: parsed.append(1) or parse(*args))
+    opens = gguf.GGUFReader
+    checkpoint = load_checkpoint(str(path), keep=True)
+    assert len(parsed) == 1
+    assert gguf.GGUFReader is opens
+    assert "model.lm_head.weight" in checkpoint.kept
