@@ -60,10 +60,10 @@ def kept_weights(source: Source, reader: Any, model: Any) -> dict[str, BlockWeig
     kept = {}
     for tensor in quantized:
         name = names.get(tensor.name)
-        if name is None:  # no weight of this model: transformers leaves it out too
+        if name is None and len(tensor.data.shape) == 2:  # no weight of this model: transformers leaves it out too
             continue
         weight = _kept(tensor, processor)
-        if weight is None or name not in parameters or not _same(weight, parameters[name]):
+        if weight is None or name is None or name not in parameters or not _same(weight, parameters[name]):
             raise UnsupportedModelError(
                 f"{tensor.name} of {source.name} ({tensor.tensor_type.name}) cannot be kept as it is stored: "
                 "transformers makes another weight of it.",

@@ -98,6 +98,23 @@ def test_speculative_text_is_plain_text(tmp_path: Path) -> None:
         engine.close()
 
 
+def test_a_kept_draft_drafts_what_a_float_target_says(tmp_path: Path) -> None:
+    write_gguf(make_model("Llama", WIDE), tmp_path / "one.gguf", architecture="llama", kinds={"": "Q5_K"})
+    one = str(tmp_path / "one.gguf")
+    recipe = BuildRecipe(one, str(tmp_path / "out"), draft=one, quantize="none")
+    models = build_bundle(recipe, use_cache=False).manifest.models
+    assert {role: entry.quantize for role, entry in models.items()} == {"target": None, "draft": "keep"}
+    engine = SpecEngine.load(tmp_path / "out", max_num_seqs=4, num_threads=1, spin=False)
+    try:
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        results = engine.generate(PROMPTS, params, drafter="draft-model", num_speculative_tokens=4)
+        drafted, accepted = (sum(getattr(result.stats, name) for result in results) for name in ("drafted", "accepted"))
+        assert drafted > 60
+        assert accepted / drafted > 0.9
+    finally:
+        engine.close()
+
+
 def test_float_weights_on_request_and_in_float_files(tmp_path: Path) -> None:
     assert build(tmp_path, MIXED, quantize="none").manifest.models["target"].quantize is None
     other = tmp_path / "float"
