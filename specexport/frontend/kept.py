@@ -96,8 +96,12 @@ def _kept(tensor: Any, processor: Any) -> BlockWeight | None:
     data: Bytes = tensor.data
     found = FORMATS[tensor.tensor_type.name]
     numbers = np.arange(len(data), dtype=np.float64)[:, None]
-    order = processor.process(weights=numbers, name=tensor.name, tensor_key_mapping={}, parsed_parameters={}).weights
-    if order.shape != numbers.shape:
+    try:
+        named: dict[str, Any] = {"tensor_key_mapping": {}, "parsed_parameters": {"tensors": {}}}
+        order = processor.process(weights=numbers, name=tensor.name, **named).weights
+    except (KeyError, ValueError, IndexError):  # it does more than to order rows
+        return None
+    if not isinstance(order, np.ndarray) or order.shape != numbers.shape:
         return None
     depth = data.shape[1] // found.num_bytes * found.num_values
     whole = BlockWeight(

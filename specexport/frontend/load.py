@@ -96,7 +96,7 @@ def _load_model(
     trust_remote_code: bool,
     state: dict[str, torch.Tensor] | None,
 ) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
@@ -107,6 +107,8 @@ def _load_model(
     loader: Any = AutoModelForCausalLM
     if state is not None:  # packed weights, made float by now
         place, kind = None, {"state_dict": state, "config": config}
+        if (source.folder / "generation_config.json").is_file():  # it names what ends a turn
+            kind["generation_config"] = GenerationConfig.from_pretrained(source.folder, local_files_only=True)
         loader = AutoModelForCausalLM._model_mapping.get(type(config), None)
         if loader is None:
             raise UnsupportedModelError(

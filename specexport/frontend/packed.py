@@ -32,7 +32,7 @@ def read_packed(source: Source, settings: Mapping[str, Any]) -> tuple[dict[str, 
     Raises:
         CheckpointError: a layer has a form that is not known.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     method = str(settings["quant_method"])
     layout = str(settings.get("format", ""))
@@ -41,19 +41,31 @@ def read_packed(source: Source, settings: Mapping[str, Any]) -> tuple[dict[str, 
             f"{source.name} holds compressed-tensors of format {layout!r}; {', '.join(sorted(_FORMATS))} are known.",
             "give the checkpoint that it was quantized from.",
         )
+    if (settings.get("transform_config") or {}).get("config_groups") or (
+        (settings.get("sparsity_config") or {}).get("format", "dense") != "dense"
+    ):
+        raise CheckpointError(
+            f"{source.name} holds rotated or sparse weights, which only its own library reads.",
+            "give the checkpoint that it was quantized from.",
+        )
     state: dict[str, torch.Tensor] = {}
     packed: dict[str, dict[str, np.ndarray]] = {}
     for path in source.files:
         if path.suffix != ".safetensors":
             continue
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no dictionary
-                layer, _, part = name.rpartition(".")
-                tensor = file.get_tensor(name)
-                if part in _PARTS or tensor.dtype == torch.int8:
-                    packed.setdefault(layer, {})[part] = _numpy(tensor)
-                else:
-                    state[name] = tensor
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{source.name}: {path.name} cannot be read ({error}).", "fetch or convert the checkpoint again."
+            ) from error
+        for name, tensor in tensors.items():
+            layer, _, part = name.rpartition(".")
+            if part in _PARTS or tensor.dtype == torch.int8:
+                packed.setdefault(layer, {})[part] = _numpy(tensor)
+            else:
+                state[name] = tensor
     weights = {layer: _weight(method, tensors, settings, layer) for layer, tensors in packed.items()}
     state |= {f"{layer}.weight": torch.from_numpy(weight.floats()) for layer, weight in weights.items()}
     return state, weights
@@ -93,6 +105,11 @@ def _weight(method: str, tensors: Mapping[str, np.ndarray], settings: Mapping[st
     except KeyError as error:
         raise CheckpointError(
             f"{layer} has no {error.args[0]} beside its other tensors.", "fetch or convert the checkpoint again."
+        ) from error
+    except (ValueError, IndexError) as error:  # tensors of other shapes than the format has, or of batched experts
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+        raise CheckpointError(
+            f"{layer} is no {method} matrix ({shapes}).", "give the checkpoint that it was quantized from."
         ) from error
 
 

@@ -56,15 +56,8 @@ def gptq_weight(tensors: Tensors, settings: Mapping[str, Any], name: str) -> Blo
     codes = unpack(tensors["qweight"], bits, 0).T  # [N, K]
     zeros = unpack(tensors["qzeros"], bits, 1).T.astype(np.int16)  # [N, groups]
     if settings.get("checkpoint_format", "gptq") != "gptq_v2":
-        zeros = zeros + 1
-    num_groups = zeros.shape[1]
-    group = -(-codes.shape[1] // num_groups)
-    order = tensors.get("g_idx")
-    if order is not None and not np.array_equal(order, np.arange(codes.shape[1]) // group):
-        raise CheckpointError(
-            f"{name} was quantized with desc_act: its groups are no neighbours, which no kernel here multiplies.",
-            _HOW_TO_CONVERT,
-        )
+        zeros = (zeros + 1) & ((1 << bits) - 1)  # a stored -1 wraps to the largest code
+    _check_order(tensors.get("g_idx"), codes.shape[1], zeros.shape[1], name)
     return _grouped("GPTQ", bits, codes, zeros, tensors["scales"].T, name)
 
 
@@ -87,25 +80,55 @@ def compressed_weight(tensors: Tensors, name: str) -> BlockWeight:
     Raises:
         CheckpointError: it has another form.
     """
-    scales = tensors["weight_scale"]
+    stored = tensors.get("weight_zero_point")
     if "weight_packed" not in tensors:
         weight = tensors["weight"]
         if weight.dtype != np.int8:
             raise CheckpointError(f"{name} holds {weight.dtype} weights, which no engine multiplies.", _HOW_TO_CONVERT)
         codes = (weight.astype(np.int16) + 128).astype(np.uint8)
-        return _grouped("int8", 8, codes, None, scales.reshape(len(codes), -1), name)
+        scales = _by_output(tensors["weight_scale"], len(codes), name)
+        zeros = None if stored is None else _by_output(stored.astype(np.int16) + 128, len(codes), name)
+        return _grouped("int8", 8, codes, zeros, scales, name)
     width, depth = (int(size) for size in tensors["weight_shape"])
+    scales = _by_output(tensors["weight_scale"], width, name)
+    _check_order(tensors.get("weight_g_idx"), depth, scales.shape[1], name)
     words = tensors["weight_packed"]
     bits = 32 // -(-depth // words.shape[1])
     _check_bits(bits, name)
     codes = unpack(words, bits, 1)[:, :depth]
     zeros = None
-    if "weight_zero_point" in tensors:
-        stored = tensors["weight_zero_point"]
-        zeros = (
-            unpack(stored, bits, 0)[:width] if stored.dtype == np.int32 else stored.astype(np.int16) + (1 << (bits - 1))
+    if stored is not None:
+        packed = stored.dtype == np.int32
+        zeros = unpack(stored, bits, 0)[:width] if packed else stored.astype(np.int16) + (1 << (bits - 1))
+        zeros = _by_output(zeros, width, name)
+    return _grouped(f"int{bits}", bits, codes, zeros, scales, name)
+
+
+def _by_output(values: np.ndarray, width: int, name: str) -> np.ndarray:
+    """[N, groups] of values [N, groups], [N] or one for all."""
+    if values.size == 1:
+        return np.full((width, 1), values.reshape(()))
+    if values.ndim > 2 or len(values) != width:
+        raise CheckpointError(
+            f"{name} has scales or zeros of shape {list(values.shape)} for {width} outputs.", _HOW_TO_CONVERT
         )
-    return _grouped(f"int{bits}", bits, codes, zeros, scales.reshape(width, -1), name)
+    return values.reshape(width, -1)
+
+
+def _check_order(order: np.ndarray | None, depth: int, num_groups: int, name: str) -> None:
+    """Refuse groups that are no neighbours. An order of -1 throughout stands for none."""
+    if order is None or bool((order == -1).all()):
+        return
+    if len(order) != depth:
+        raise CheckpointError(
+            f"{name} orders {len(order)} inputs and has {depth}: its bits are others than its configuration says.",
+            _HOW_TO_CONVERT,
+        )
+    if not np.array_equal(order, np.arange(depth) // -(-depth // num_groups)):
+        raise CheckpointError(
+            f"{name} was quantized with desc_act: its groups are no neighbours, which no kernel here multiplies.",
+            _HOW_TO_CONVERT,
+        )
 
 
 def _check_bits(bits: int, name: str) -> None:

@@ -21,6 +21,7 @@ from specexport.frontend.checkpoint import Checkpoint
 from specexport.frontend.experts import batched_experts
 from specexport.frontend.geometry import probe_layers
 from specexport.frontend.refuse import check_config, refuse
+from specexport.frontend.trace import WEIGHT_PREFIX
 
 _HINT = "leave out --draft-layers, or take another draft."
 _PROOF_TOKENS = 32
@@ -54,7 +55,13 @@ def drop(checkpoint: Checkpoint, dropped: Collection[int]) -> None:
     wanted_calls = [replace(whole[old], index=new) for new, old in enumerate(kept)]
     with _watch(model, layers, dropped):
         wanted = _read(model, tokens)
+    owners = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
     _remove(model, layers, kept)
+    checkpoint.kept = {  # layers have other numbers now
+        WEIGHT_PREFIX + name: checkpoint.kept[WEIGHT_PREFIX + owners[id(parameter)]]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if WEIGHT_PREFIX + owners[id(parameter)] in checkpoint.kept
+    }
     checkpoint.num_parameters = sum(parameter.numel() for parameter in model.parameters())
     try:
         calls, found = _calls(model), _read(model, tokens)

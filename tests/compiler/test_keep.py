@@ -115,6 +115,21 @@ def test_a_kept_draft_drafts_what_a_float_target_says(tmp_path: Path) -> None:
         engine.close()
 
 
+def test_a_kept_draft_may_lose_layers(tmp_path: Path) -> None:
+    model = make_model("Qwen2", WIDE | {"num_hidden_layers": 4})
+    write_gguf(model, tmp_path / "four.gguf", kinds={"": "Q8_0"})
+    four = str(tmp_path / "four.gguf")
+    recipe = BuildRecipe(four, str(tmp_path / "out"), draft=four, draft_layers=2)
+    result = build_bundle(recipe, use_cache=False)
+    target, draft = (result.manifest.models[role] for role in ("target", "draft"))
+    assert len(draft.dropped_layers) == 2
+    found = result.checks["draft"]
+    assert found is not None
+    assert found.lost is not None
+    assert found.lost < 0.01
+    assert draft.weight_formats[0][1] < target.weight_formats[0][1]
+
+
 def test_float_weights_on_request_and_in_float_files(tmp_path: Path) -> None:
     assert build(tmp_path, MIXED, quantize="none").manifest.models["target"].quantize is None
     other = tmp_path / "float"

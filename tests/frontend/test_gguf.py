@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specexport.frontend import hash_checkpoint, load_checkpoint, reference_logits
+from specexport.frontend import drop_layers, hash_checkpoint, load_checkpoint, reference_logits
 from specexport_runtime.errors import CheckpointError
 from tests.engine_harness import make_checkpoint
 from tests.tiny_gguf import write_gguf
@@ -56,3 +56,16 @@ def test_the_header_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(parsed) == 1
     assert gguf.GGUFReader is opens
     assert "model.lm_head.weight" in checkpoint.kept
+
+
+def test_kept_weights_follow_their_layers(tmp_path: Path) -> None:
+    path = tmp_path / "four.gguf"
+    write_gguf(make_model("Qwen2", GROUPED | {"num_hidden_layers": 4}), path, kinds={"": "Q8_0"})
+    checkpoint = load_checkpoint(str(path), keep=True)
+    drop_layers(checkpoint, [0, 2])
+    parameters = dict(checkpoint.model.named_parameters())
+    assert {name for name in checkpoint.kept if ".layers." in name} == {
+        f"model.{name}" for name, parameter in parameters.items() if ".layers." in name and parameter.ndim == 2
+    }
+    for name, weight in checkpoint.kept.items():
+        np.testing.assert_array_equal(weight.floats(), parameters[name.removeprefix("model.")].numpy())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from specexport.build.pipeline import build_bundle
 from specexport.frontend import load_checkpoint
@@ -39,7 +40,10 @@ def test_values_are_those_of_the_format(method: str, bits: int) -> None:
 def test_a_checkpoint_is_kept_or_made_float(method: str, tmp_path: Path) -> None:
     folder = save_checkpoint(make_model("Qwen2", SIZES), tmp_path / "model")
     floats = pack_checkpoint(folder, method)
+    generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    (folder / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [2, 7]}), encoding="utf-8")
     loaded = load_checkpoint(str(folder), keep=True)
+    assert set(loaded.eos_token_ids) == {2, 7}
     state = loaded.model.state_dict()
     for name, wanted in floats.items():
         np.testing.assert_allclose(state[name].numpy(), wanted, rtol=0, atol=2e-7)
@@ -60,9 +64,31 @@ def test_groups_that_are_no_neighbours_are_refused(tmp_path: Path) -> None:
     tensors["g_idx"] = tensors["g_idx"][::-1].copy()
     with pytest.raises(CheckpointError, match="desc_act"):
         read("gptq", tensors)
+    tensors, _ = random_layer("w4a16", (24, 128), np.random.default_rng(3))
+    read("w4a16", tensors | {"weight_g_idx": np.full(128, -1)})  # none
+    with pytest.raises(CheckpointError, match="desc_act"):
+        read("w4a16", tensors | {"weight_g_idx": np.arange(128)[::-1] // 32})
     tensors, _ = random_layer("awq", (24, 128), np.random.default_rng(3))
     with pytest.raises(CheckpointError, match="3 bits"):
         read("awq", tensors, bits=3)
+
+
+def test_int8_weights_have_zeros_and_one_scale_too() -> None:
+    tensors, floats = random_layer("w8a8", (24, 128), np.random.default_rng(3))
+    zeros = np.arange(-12, 12, dtype=np.int8)[:, None]
+    moved = read("w8a8", tensors | {"weight_zero_point": zeros})
+    np.testing.assert_allclose(moved.floats(), floats - zeros * tensors["weight_scale"], rtol=0, atol=2e-7)
+    one = read("w8a8", tensors | {"weight_scale": np.array([0.002], np.float32)})
+    np.testing.assert_allclose(one.floats(), tensors["weight"] * np.float32(0.002), rtol=0, atol=2e-7)
+    with pytest.raises(CheckpointError, match="24 outputs"):
+        read("w8a8", tensors | {"weight_scale": np.ones((3, 2), np.float32)})
+
+
+def test_a_wrapped_zero_is_zero() -> None:
+    tensors, _ = random_layer("gptq", (8, 128), np.random.default_rng(3))
+    tensors["qzeros"] = np.full_like(tensors["qzeros"], -1)  # every zero less one is 15
+    codes = read("gptq", tensors)
+    assert (codes.floats() >= 0).all()
 
 
 def test_other_forms_are_refused_by_name(tmp_path: Path) -> None:
@@ -73,7 +99,25 @@ def test_other_forms_are_refused_by_name(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(CheckpointError, match="float-quantized"):
         load_checkpoint(str(folder))
+    config["quantization_config"] = SETTINGS["w8a8"] | {"transform_config": {"config_groups": {"R4": {}}}}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="rotated"):
+        load_checkpoint(str(folder))
     config["quantization_config"] = SETTINGS["gptq"]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(CheckpointError, match="qweight"):
+        load_checkpoint(str(folder))
+
+
+def test_a_damaged_file_and_other_shapes_are_refused(tmp_path: Path) -> None:
+    folder = save_checkpoint(make_model("Qwen2", SIZES), tmp_path / "model")
+    pack_checkpoint(folder, "w4a16")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("weight_shape"))
+    save_file(tensors | {name: np.array([2, 24, 128])}, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="is no compressed-tensors matrix"):
+        load_checkpoint(str(folder))
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(CheckpointError, match="cannot be read"):
         load_checkpoint(str(folder))
