@@ -348,7 +348,7 @@ def test_engines_that_were_smoothed_on_other_texts_are_not_reused(
 
     def keys(**values: str) -> Any:
         recipe = resolve_recipe(tiny_pair.recipe(tmp_path / "bundle", **values), [256, 256])
-        return pipeline._make_plan(recipe).engine_keys
+        return pipeline._make_plan(recipe, pipeline._find_models(recipe)).engine_keys
 
     before = keys(quantize="int8"), keys()
     monkeypatch.setattr(pipeline, "read_counting_texts", lambda _: ("other texts",))

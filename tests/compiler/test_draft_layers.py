@@ -14,7 +14,7 @@ from tiny_models import make_llama, make_tokenizer, save_checkpoint
 from specexport import frontend
 from specexport.build.command import result_to_json, summary
 from specexport.build.draft_layers import NUM_PIECES, PIECE_LEN, cut_pieces
-from specexport.build.pipeline import BuildResult, _make_plan, build_bundle
+from specexport.build.pipeline import BuildResult, _find_models, _make_plan, build_bundle
 from specexport.recipe import make_recipe
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.engine import SpecEngine
@@ -195,7 +195,8 @@ def test_number_and_texts_decide_the_drafts_engine_and_no_other(tiny_pair: TinyP
         if texts is not None:
             (tmp_path / "t.txt").write_text(texts, encoding="utf-8")
             values["draft_vocab_texts"] = str(tmp_path / "t.txt")
-        return dict(_make_plan(tiny_pair.recipe(tmp_path / "out", **values)).engine_keys)
+        recipe = tiny_pair.recipe(tmp_path / "out", **values)
+        return dict(_make_plan(recipe, _find_models(recipe)).engine_keys)
 
     found = [keys(None), keys(1), keys(2), keys(2, "aaa"), keys(2, "bbb"), keys(2, "aaa", 40), keys(None, "aaa", 40)]
     assert len({each["target"] for each in found}) == 1

@@ -11,7 +11,7 @@ from pairs import TinyPair
 from tiny_models import make_tokenizer
 
 from specexport.build.draft_vocabulary import HeadCut, choose_head_ids, read_counting_texts
-from specexport.build.pipeline import _make_plan, build_bundle
+from specexport.build.pipeline import _find_models, _make_plan, build_bundle
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.engine import SpecEngine
@@ -135,7 +135,8 @@ def test_what_is_counted_decides_the_drafts_engine_and_no_other(tiny_pair: TinyP
         if texts is not None:
             (tmp_path / "t.txt").write_text(texts, encoding="utf-8")
             values["draft_vocab_texts"] = str(tmp_path / "t.txt")
-        return dict(_make_plan(tiny_pair.recipe(tmp_path / "out", **values)).engine_keys)
+        recipe = tiny_pair.recipe(tmp_path / "out", **values)
+        return dict(_make_plan(recipe, _find_models(recipe)).engine_keys)
 
     found = [keys(*each) for each in ((None, None), (None, SIZE), ("aaa", SIZE), ("bbb", SIZE), ("aaa", SIZE + 1))]
     assert len({each["target"] for each in found}) == 1
