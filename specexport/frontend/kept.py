@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from specexport.frontend.gguf_blocks import FORMATS, Bytes, Format
+from specexport.frontend.gguf_blocks import FORMATS, Bytes
 from specexport.frontend.source import Source
 from specexport.frontend.trace import WEIGHT_PREFIX
-from specexport.passes.block_weight import Blocks, BlockWeight, Rows
+from specexport.passes.block_weight import BlockWeight
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -105,13 +105,9 @@ def _kept(tensor: Any, processor: Any) -> BlockWeight | None:
         return None
     depth = data.shape[1] // found.num_bytes * found.num_values
     whole = BlockWeight(
-        tensor.tensor_type.name, found.form, (len(data), depth), data.nbytes, lambda rows: _read(data, found, rows)
+        tensor.tensor_type.name, found.form, (len(data), depth), data.nbytes, lambda rows: found.read(data[rows])
     )
     return whole if np.array_equal(order, numbers) else whole.take(order[:, 0].astype(np.int64))
-
-
-def _read(data: Bytes, found: Format, rows: Rows) -> Blocks:
-    return found.read(data[rows])
 
 
 def _same(weight: BlockWeight, parameter: Any) -> bool:

@@ -66,7 +66,7 @@ def list_passes(
     if kept:
         from specexport.passes.quantize_kept import KeptWeightPass
 
-        quantizing = [KeptWeightPass(kept, head_ids)]
+        quantizing = [KeptWeightPass(kept, head_ids, lm_head=quantize_lm_head)]
     elif quantize is not None:
         from specexport.passes.quantize import quantizing_passes
 

@@ -13,7 +13,7 @@ from specexport.passes.linear_pack import PARTS
 from specexport.passes.lm_head_cut import CUT
 from specexport.passes.quantize_embedding import is_lookup
 from specexport.passes.quantize_graph import CONTRIB, NBITS, put_in_place
-from specexport.passes.quantize_sites import LinearSite, linear_site
+from specexport.passes.quantize_sites import LinearSite, head_node, linear_site
 from specexport.passes.transpose_fold import FOLDED
 from specexport_runtime.executors.base import Int32Array
 
@@ -36,19 +36,26 @@ class KeptWeightPass(CountingPass):
     Args:
         weights: by the name of a traced graph's weight.
         head_ids: token ids that the LM head was cut to, int32 [N]; None if it was not.
+        lm_head: keep the LM head and the embedding too; else they are float.
     """
 
     name = "weight-keep"
     reason = "memory and quality: a quantized checkpoint is not quantized a second time"
 
-    def __init__(self, weights: Mapping[str, BlockWeight], head_ids: Int32Array | None = None) -> None:
-        self._weights, self._head_ids = weights, head_ids
+    def __init__(
+        self, weights: Mapping[str, BlockWeight], head_ids: Int32Array | None = None, *, lm_head: bool = True
+    ) -> None:
+        self._weights, self._head_ids, self._lm_head = weights, head_ids, lm_head
 
     def rewrite(self, model: ir.Model) -> int:
         """Replace every product and lookup of a kept weight."""
         graph, sums, changes = model.graph, dict[tuple[ir.Value, int], ir.Value](), 0
+        sites = {node: site for node in graph if (site := linear_site(node)) is not None}
+        head = None if self._lm_head else head_node(model, set(sites))
         for node in list(graph):
-            site = linear_site(node)
+            site = sites.get(node)
+            if not self._lm_head and (node is head or is_lookup(node)):
+                continue
             if site is not None and (weight := self._find(site.weight, site)) is not None:
                 _multiply(graph, site, weight, sums)
                 changes += 1
@@ -97,15 +104,11 @@ def _turned(weight: BlockWeight) -> np.ndarray:
     return np.ascontiguousarray(weight.offsets().T)
 
 
-def _base(name: str) -> str:
-    return name.removesuffix(FOLDED)
-
-
 def _multiply(
     graph: ir.Graph, site: LinearSite, weight: BlockWeight, sums: dict[tuple[ir.Value, int], ir.Value]
 ) -> None:
     emit, shape, form = Emitter(graph), site.node.outputs[0].shape, weight.form
-    name = _base(str(site.weight.name))
+    name = str(site.weight.name).removesuffix(FOLDED)
     result = emit.op(
         NBITS,
         site.source,
@@ -152,7 +155,7 @@ def _look_up(graph: ir.Graph, node: ir.Node, weight: BlockWeight) -> bool:
     old, ids = node.outputs[0], node.inputs[1]
     if old.shape is None or len(old.shape) not in (2, 3):
         return False
-    emit, form, name = Emitter(graph), weight.form, _base(str(node.inputs[0].name))  # type: ignore[union-attr]
+    emit, form, name = Emitter(graph), weight.form, str(node.inputs[0].name)  # type: ignore[union-attr]
     codes, scales = _stored(graph, name, weight)
     ids = emit.reshape(ids, [-1])  # type: ignore[arg-type]
     rows = emit.op("Gather", codes, ids, axis=0)  # [T, blocks, bytes]

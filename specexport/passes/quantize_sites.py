@@ -70,7 +70,7 @@ def find_sites(model: ir.Model, kind: str, *, lm_head: bool, multiples: tuple[in
         _refuse_batched(node, kind)
     sites = [site for node in model.graph if (site := linear_site(node)) is not None]
     if not lm_head:
-        head = _head(model, {site.node for site in sites})
+        head = head_node(model, {site.node for site in sites})
         sites = [site for site in sites if site.node is not head]
     if not sites:
         raise UnsupportedModelError(f"{kind} was asked for, and the model has no linear layer for it.", _HOW_TO_LEAVE)
@@ -124,7 +124,7 @@ def _stored(value: ir.Value | None) -> Iterator[ir.Value]:
         value = producer.inputs[0] if producer is not None and producer.op_type in _WEIGHT_STEPS else None
 
 
-def _head(model: ir.Model, linear: set[ir.Node]) -> ir.Node | None:
+def head_node(model: ir.Model, linear: set[ir.Node]) -> ir.Node | None:
     """The linear layer whose result is the logits, with nothing but elementwise nodes (or a cut) in between."""
     value: ir.Value | None = next((value for value in model.graph.outputs if value.name == LOGITS.name), None)
     while value is not None and (node := value.producer()) is not None:

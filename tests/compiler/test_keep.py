@@ -137,6 +137,15 @@ def test_float_weights_on_request_and_in_float_files(tmp_path: Path) -> None:
     assert build(other, {}).manifest.models["target"].quantize is None
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_lm_head_stays_float_on_request(tied: bool, tmp_path: Path) -> None:
+    result = build(tmp_path, {"": "Q8_0"}, tied=tied, quantize_lm_head=False)
+    assert dict(result.manifest.models["target"].passes)["weight-keep"] == 2 * 4
+    graph = onnx.load(tmp_path / "out" / "target" / "model.onnx", load_external_data=False).graph
+    assert not any("lm_head" in tensor.name and "codes" in tensor.name for tensor in graph.initializer)
+    assert not any("embed" in tensor.name and "codes" in tensor.name for tensor in graph.initializer)
+
+
 def test_what_has_no_home_is_refused(tmp_path: Path, run_cli: Callable[..., Result]) -> None:
     import gguf
 

@@ -15,7 +15,7 @@ from specexport_runtime.costs.curves import CostCurves
 from specexport_runtime.costs.step_cost import RowCurve, StepCost
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5625, "keep": 0.8}
+_QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5625}
 """Of a weight, with its share of the scales."""
 
 
