@@ -157,8 +157,60 @@ def constant(graph: "ir.Graph", name: str, array: np.ndarray) -> "ir.Value":
     return known
 
 
+PartOf = Callable[[int, int, int], np.ndarray]
+"""Of an axis, a start and a stop: the same slice of a weight, without making all of it."""
+_PART = "specexport.part"
+
+
+def lazy_tensor(
+    name: str, dtype: "ir.DataType | str", shape: Seq[int], make: Callable[[], np.ndarray], part: PartOf | None = None
+) -> "ir.LazyTensor":
+    """A tensor whose data is made when it is asked for, and again if it is asked for again.
+
+    Args:
+        name: of the tensor.
+        dtype: of it, or its name.
+        shape: of it.
+        make: gives the data.
+        part: gives a part of the data; None cuts it from all of it.
+    """
+    import onnx_ir as ir
+
+    kind = ir.DataType[dtype] if isinstance(dtype, str) else dtype
+    lazy = ir.LazyTensor(lambda: ir.Tensor(make(), dtype=kind), dtype=kind, shape=ir.Shape(shape), name=name)
+    if part is not None:
+        lazy.meta[_PART] = part
+    return lazy
+
+
+def part_of(tensor: "ir.TensorProtocol", axis: int, start: int, stop: int) -> np.ndarray:
+    """A slice of a tensor along an axis; of a lazy one, only that is made where it can be.
+
+    A weight of a model may be the largest thing in memory, and what is made of it as large again: whoever can work on
+    some rows after the others takes them from here.
+    """
+    part: PartOf | None = getattr(tensor, "meta", {}).get(_PART)
+    if part is not None:
+        return part(axis, start, stop)
+    where = tuple(slice(start, stop) if at == axis else slice(None) for at in range(len(tensor.shape)))
+    array: np.ndarray = tensor.numpy()[where]
+    return array
+
+
+def has_parts(tensor: "ir.TensorProtocol") -> bool:
+    """Whether :func:`part_of` makes no more than the part; of a lazy tensor without, all is made each time."""
+    import onnx_ir as ir
+
+    return not isinstance(tensor, ir.LazyTensor) or _PART in tensor.meta
+
+
 def lazy_weight(
-    graph: "ir.Graph", name: str, dtype: "ir.DataType", shape: Seq[int], make: Callable[[], np.ndarray]
+    graph: "ir.Graph",
+    name: str,
+    dtype: "ir.DataType",
+    shape: Seq[int],
+    make: Callable[[], np.ndarray],
+    part: PartOf | None = None,
 ) -> "ir.Value":
     """The initializer ``name``, made if there is none yet, whose data is made when the engine is written.
 
@@ -168,6 +220,7 @@ def lazy_weight(
         dtype: of the weight.
         shape: of the weight.
         make: gives the data; called again if it is asked for again, so that no second copy of a model is held.
+        part: gives a part of the data, see :func:`part_of`.
 
     Raises:
         ValueError: there is one with another dtype or shape.
@@ -176,9 +229,8 @@ def lazy_weight(
 
     known = graph.initializers.get(name)
     if known is None:
-        dims = ir.Shape(shape)
-        lazy = ir.LazyTensor(lambda: ir.Tensor(make(), dtype=dtype), dtype=dtype, shape=dims, name=name)
-        known = ir.Value(name=name, const_value=lazy, type=ir.TensorType(dtype), shape=dims)
+        lazy = lazy_tensor(name, dtype, shape, make, part)
+        known = ir.Value(name=name, const_value=lazy, type=ir.TensorType(dtype), shape=lazy.shape)
         graph.register_initializer(known)
     elif known.dtype != dtype or known.shape != ir.Shape(shape):
         raise ValueError(f"the graph has another weight {name}.")

@@ -104,7 +104,7 @@ def build_model(
     """
     require_export_stack(find_backend(recipe.backend))
     with clock.stage("load", source.role, source.name):
-        checkpoint = _load(recipe, source)
+        checkpoint = _load(recipe, source, stream=reductions.prune is None)  # pruning runs the model again and again
         recipe = resolve_recipe(recipe, [checkpoint.max_positions])  # refuses a length the model cannot have
         if recipe.quantization_of(source.role) == KEEP and not checkpoint.kept:  # a GGUF file of float weights
             recipe = with_quantization(recipe, source.role, None)
@@ -181,7 +181,7 @@ def _weight_formats(checkpoint: Any) -> tuple[tuple[str, int, int], ...]:
     return tuple(sorted(((kind, *sizes) for kind, sizes in found.items()), key=lambda each: -each[1]))
 
 
-def _load(recipe: BuildRecipe, source: ModelSource) -> Any:
+def _load(recipe: BuildRecipe, source: ModelSource, *, stream: bool) -> Any:
     from specexport.frontend import load_checkpoint
 
     checkpoint = load_checkpoint(
@@ -190,6 +190,7 @@ def _load(recipe: BuildRecipe, source: ModelSource) -> Any:
         revision=source.revision,
         trust_remote_code=recipe.trust_remote_code,
         keep=recipe.quantization_of(source.role) == KEEP,
+        stream=stream,
     )
     if checkpoint.source_sha256 != source.sha256:
         raise CheckpointError(f"checkpoint {source.name} changed while it was read.", "build again.")

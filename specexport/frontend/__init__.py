@@ -37,6 +37,7 @@ def load_checkpoint(
     revision: str | None = None,
     trust_remote_code: bool = False,
     keep: bool = False,
+    stream: bool = False,
 ) -> Checkpoint:
     """Load a checkpoint: a Hugging Face folder, a hub id, or a ``.gguf`` file.
 
@@ -47,7 +48,9 @@ def load_checkpoint(
         dtype: numpy name of the dtype wanted; smaller float types are widened without loss.
         revision: hub revision.
         trust_remote_code: let Python code from the checkpoint run.
-        keep: tell the quantized weights of a GGUF file too, as they are stored.
+        keep: tell the quantized weights of a checkpoint too, as they are stored.
+        stream: leave matrices in their files where that can be; see ``Checkpoint.stored``. Only functions of this
+            package run such a model.
 
     Raises:
         CheckpointError: it is missing, empty, damaged, pickled or quantized, or the hub cannot be reached; or
@@ -56,7 +59,7 @@ def load_checkpoint(
     """
     from specexport.frontend.load import load
 
-    return load(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, keep=keep)
+    return load(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, keep=keep, stream=stream)
 
 
 def activation_ranges(
@@ -131,14 +134,16 @@ def trace_checkpoint(checkpoint: Checkpoint) -> "TracedModel":
     from specexport.frontend.experts import batched_experts
     from specexport.frontend.geometry import probe_layers
     from specexport.frontend.refuse import check_config
+    from specexport.frontend.streaming import stand_ins
     from specexport.frontend.trace import trace_model
 
     model: Any = checkpoint.model
     check_config(model)
     with batched_experts(model):
-        calls = probe_layers(model)
-        check_packed(model, calls)
-        return trace_model(model, calls)
+        with stand_ins(model, checkpoint.stored):
+            calls = probe_layers(model)
+            check_packed(model, calls)
+        return trace_model(model, calls, checkpoint.stored)
 
 
 def reference_logits(checkpoint: Checkpoint, sequences: "list[list[int]]") -> "list[npt.NDArray[np.float32]]":
@@ -152,5 +157,7 @@ def reference_logits(checkpoint: Checkpoint, sequences: "list[list[int]]") -> "l
         per sequence, logits [len, V] float32.
     """
     from specexport.frontend.check import eager_logits
+    from specexport.frontend.streaming import streamed
 
-    return eager_logits(checkpoint.model, sequences)
+    with streamed(checkpoint.model, checkpoint.stored):
+        return eager_logits(checkpoint.model, sequences)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from specexport.frontend.stored import StoredWeight
     from specexport.passes.block_weight import BlockWeight
 
 
@@ -18,7 +19,7 @@ class Checkpoint:
         source: hub id, or the name of the local folder or file.
         source_sha256: hash over the checkpoint's files.
         architecture: model class name.
-        model: the model, in eval mode, weights in ``dtype``.
+        model: the model, in eval mode, weights in ``dtype``; some may be in files, see ``stored``.
         dtype: numpy name of the weights' dtype.
         tokenizer_json: the tokenizer in the tokenizers library's own format.
         chat_template: Jinja template, or None.
@@ -28,6 +29,8 @@ class Checkpoint:
         vocab_size: rows of the LM head (V).
         num_parameters: parameters, tied ones counted once.
         max_positions: positions the model supports, or None.
+        stored: parameters that the model has no data of (they are on the ``meta`` device), and where they are read, by
+            name; a tied one under each of its names.
         kept: quantized weights as the checkpoint stores them, by name in a traced graph; only where that was asked for.
     """
 
@@ -44,4 +47,5 @@ class Checkpoint:
     vocab_size: int
     num_parameters: int
     max_positions: int | None
+    stored: "Mapping[str, StoredWeight]" = field(default_factory=dict)
     kept: "Mapping[str, BlockWeight]" = field(default_factory=dict)

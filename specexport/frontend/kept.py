@@ -1,16 +1,20 @@
 """Which weights of a quantized checkpoint can stay as they are stored, by the names that a traced graph has for them.
 
-What transformers does to a GGUF file's weights (other names; rows of queries and keys in another order) is asked of its
-own conversion, and then held to the loaded model: some rows of each weight must be those that the model has.
+Some rows of each weight are compared with those that the model has.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from specexport.frontend.gguf_blocks import FORMATS, Bytes
+from specexport.frontend.gguf_blocks import FORMATS
+from specexport.frontend.gguf_rows import Conversion, RowReader, tensor_shape
 from specexport.frontend.source import Source
+from specexport.frontend.stored import Stored, StoredWeight, WatchedFile
 from specexport.frontend.trace import WEIGHT_PREFIX
 from specexport.passes.block_weight import BlockWeight
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
@@ -41,13 +45,14 @@ def check_formats(source: Source, reader: Any) -> None:
         )
 
 
-def kept_weights(source: Source, reader: Any, model: Any) -> dict[str, BlockWeight]:
+def kept_weights(source: Source, reader: Any, model: Any, stored: Stored) -> dict[str, BlockWeight]:
     """The quantized weights of a checkpoint, by their names in a traced graph; empty if it has none.
 
     Args:
         source: where it is.
         reader: of its file.
         model: loaded from the same file by transformers.
+        stored: weights that the model has no data of.
 
     Raises:
         UnsupportedModelError: they are not the loaded model's one for one.
@@ -55,15 +60,15 @@ def kept_weights(source: Source, reader: Any, model: Any) -> dict[str, BlockWeig
     quantized = [tensor for tensor in reader.tensors if tensor.tensor_type.name in FORMATS]
     if not quantized:
         return {}
-    names, processor = _conversion(reader, model)
+    conversion, file = Conversion(reader, model), WatchedFile(source.files[0], source.name)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     kept = {}
     for tensor in quantized:
-        name = names.get(tensor.name)
+        name = conversion.names.get(tensor.name)
         if name is None and len(tensor.data.shape) == 2:  # no weight of this model: transformers leaves it out too
             continue
-        weight = _kept(tensor, processor)
-        if weight is None or name is None or name not in parameters or not _same(weight, parameters[name]):
+        weight = _kept(tensor, conversion, file)
+        if weight is None or name is None or name not in parameters or not _same(weight, parameters, stored, name):
             raise UnsupportedModelError(
                 f"{tensor.name} of {source.name} ({tensor.tensor_type.name}) cannot be kept as it is stored: "
                 "transformers makes another weight of it.",
@@ -75,45 +80,34 @@ def kept_weights(source: Source, reader: Any, model: Any) -> dict[str, BlockWeig
     return kept
 
 
-def _conversion(reader: Any, model: Any) -> tuple[dict[str, str], Any]:
-    """Names of the model's weights by those of the file, and what transformers changes of their values."""
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        TensorProcessor,
-        get_gguf_hf_weights_map,
-        read_field,
-    )
-
-    config = model.config.get_text_config().to_dict()
-    processor = TENSOR_PROCESSORS.get(read_field(reader, "general.architecture")[0], TensorProcessor)(config=config)
-    return get_gguf_hf_weights_map(model, processor), processor
-
-
-def _kept(tensor: Any, processor: Any) -> BlockWeight | None:
+def _kept(tensor: Any, conversion: Conversion, file: WatchedFile) -> BlockWeight | None:
     """A matrix of the file with its rows in the model's order; None if it is no matrix."""
-    if len(tensor.data.shape) != 2:
+    order = conversion.row_order(tensor)
+    if order is None:
         return None
-    data: Bytes = tensor.data
-    found = FORMATS[tensor.tensor_type.name]
-    numbers = np.arange(len(data), dtype=np.float64)[:, None]
-    try:
-        named: dict[str, Any] = {"tensor_key_mapping": {}, "parsed_parameters": {"tensors": {}}}
-        order = processor.process(weights=numbers, name=tensor.name, **named).weights
-    except (KeyError, ValueError, IndexError):  # it does more than to order rows
-        return None
-    if not isinstance(order, np.ndarray) or order.shape != numbers.shape:
-        return None
-    depth = data.shape[1] // found.num_bytes * found.num_values
+    found, read = FORMATS[tensor.tensor_type.name], RowReader(file, tensor)
     whole = BlockWeight(
-        tensor.tensor_type.name, found.form, (len(data), depth), data.nbytes, lambda rows: found.read(data[rows])
+        tensor.tensor_type.name,
+        found.form,
+        (tensor_shape(tensor)[0], tensor_shape(tensor)[1]),
+        int(tensor.n_bytes),
+        lambda rows: found.read(read(rows)),
     )
-    return whole if np.array_equal(order, numbers) else whole.take(order[:, 0].astype(np.int64))
+    return whole if np.array_equal(order, np.arange(len(order))) else whole.take(order)
 
 
-def _same(weight: BlockWeight, parameter: Any) -> bool:
+def _same(weight: BlockWeight, parameters: Mapping[str, Any], stored: Stored, name: str) -> bool:
+    parameter = parameters[name]
     if tuple(parameter.shape) != weight.shape:
         return False
     rows = np.unique(np.linspace(0, weight.shape[0] - 1, _SAMPLES).astype(np.int64))
-    theirs = parameter.detach()[rows.tolist()].float().numpy()
+    theirs = _rows_of(parameter, stored.get(name), rows.tolist()).float().numpy()
     ours = weight.floats(rows)
     return bool(np.abs(ours - theirs).max() <= _ROUNDING * max(float(np.abs(theirs).max()), 1e-30))
+
+
+def _rows_of(parameter: Any, stored: StoredWeight | None, rows: list[int]) -> Tensor:
+    if stored is None:
+        found: Tensor = parameter.detach()[rows]
+        return found
+    return torch.cat([stored.rows(row, row + 1) for row in rows])

@@ -1,25 +1,30 @@
 """Loading a checkpoint through transformers: safetensors or GGUF, no remote code unless asked for.
 
-Weights are read straight into the wanted dtype, one tensor at a time, so the model is held once.
+Weights are read straight into the wanted dtype, one tensor at a time, so the model is held once. Or matrices stay where
+they are, and the model has no data of them; see ``stored``.
 """
 
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from specexport.frontend.checkpoint import Checkpoint
 from specexport.frontend.gguf_reader import open_reader, shared
 from specexport.frontend.kept import check_formats, kept_weights
-from specexport.frontend.packed import name_packed, read_packed
+from specexport.frontend.packed import Packed, name_packed, read_packed
 from specexport.frontend.source import PACKED_METHODS, Source, hash_source, resolve_source
+from specexport.frontend.stored import Stored, StoredWeight
+from specexport.frontend.tagged import Tags, tagged_gguf, tagged_safetensors
 from specexport.frontend.tokenizer import collect_eos_ids, load_tokenizer
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 
-def load(source: str, *, dtype: str, revision: str | None, trust_remote_code: bool, keep: bool = False) -> Checkpoint:
+def load(
+    source: str, *, dtype: str, revision: str | None, trust_remote_code: bool, keep: bool = False, stream: bool = False
+) -> Checkpoint:
     """See ``specexport.frontend.load_checkpoint``."""
     found = resolve_source(source, revision, remote_code=trust_remote_code)
     reader = open_reader(found)
@@ -29,12 +34,19 @@ def load(source: str, *, dtype: str, revision: str | None, trust_remote_code: bo
         config = _load_config(found, trust_remote_code)
         tokenizer = load_tokenizer(found, trust_remote_code=trust_remote_code)
         settings = _packing(found, config)
-        state, packed = (None, {}) if settings is None else read_packed(found, settings)
-        model = _load_model(found, config, getattr(torch, dtype), trust_remote_code, state)
-        del state
-        kept = name_packed(packed, model, found.name) if keep else {}
+        packed = Packed({}, {}) if settings is None else read_packed(found, settings)
+        how = _How(found, config, getattr(torch, dtype), trust_remote_code, settings is not None)
+        model, stored = None, None
+        if stream:
+            model, stored = _load_tagged(how, reader, packed)
+        if model is None or stored is None:
+            del model
+            model, stored = _load_model(how, packed.all_floats() if how.packed else None), {}
+        kept = name_packed(packed.weights, model, found.name) if keep else {}
         if keep and reader is not None:
-            kept = kept_weights(found, reader, model)
+            kept = kept_weights(found, reader, model, stored)
+    if how.dtype == torch.float16:
+        _refuse_overflow(found, model, stored)
     text = model.config.get_text_config()
     return Checkpoint(
         source=found.name,
@@ -51,7 +63,54 @@ def load(source: str, *, dtype: str, revision: str | None, trust_remote_code: bo
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         max_positions=getattr(text, "max_position_embeddings", None),
         kept=kept,
+        stored=stored,
     )
+
+
+class _How(NamedTuple):
+    """How a model is loaded.
+
+    Attributes:
+        source: the checkpoint.
+        config: its configuration.
+        dtype: of the weights.
+        trust_remote_code: whether code of the checkpoint may run.
+        packed: whether its safetensors hold packed weights.
+    """
+
+    source: Source
+    config: Any
+    dtype: torch.dtype
+    trust_remote_code: bool
+    packed: bool
+
+
+def _load_tagged(how: _How, reader: Any, packed: Packed) -> tuple[Any, dict[str, StoredWeight] | None]:
+    """A model whose matrices stay in their files, and where they are; None where its weights are not those stored."""
+    tags = Tags(how.dtype)
+    if reader is not None:
+        empty = _empty_model(how)
+        state = None if empty is None else tagged_gguf(how.source, reader, empty, tags)
+        if state is None:
+            return None, None
+        model = _load_model(how, state)
+    elif how.packed:
+        model = _load_model(how, packed.tagged(tags))
+    else:
+        with tagged_safetensors(how.source, tags):
+            model = _load_model(how, None)
+    return model, tags.settle(model)
+
+
+def _empty_model(how: _How) -> Any:
+    """A model of the configuration without data; None if there is none."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(how.config)
+    except Exception:
+        return None
 
 
 def _load_config(source: Source, trust_remote_code: bool) -> Any:
@@ -89,15 +148,11 @@ def _packing(source: Source, config: Any) -> Mapping[str, Any] | None:
     return {**settings, "quant_method": method}
 
 
-def _load_model(
-    source: Source,
-    config: Any,
-    dtype: torch.dtype,
-    trust_remote_code: bool,
-    state: dict[str, torch.Tensor] | None,
-) -> Any:
+def _load_model(how: _How, state: dict[str, torch.Tensor] | None) -> Any:
+    """The model, with the weights of ``state``, or with those of the checkpoint's files."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
+    source, config = how.source, how.config
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{config.model_type} cannot be exported: it is an encoder-decoder model.", "use a decoder-only model."
@@ -105,9 +160,9 @@ def _load_model(
     place: Any = source.folder
     kind: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {"use_safetensors": True}
     loader: Any = AutoModelForCausalLM
-    if state is not None:  # packed weights, made float by now
+    if state is not None:
         place, kind = None, {"state_dict": state, "config": config}
-        if (source.folder / "generation_config.json").is_file():  # it names what ends a turn
+        if (source.folder / "generation_config.json").is_file() and not source.gguf_file:  # it names what ends a turn
             kind["generation_config"] = GenerationConfig.from_pretrained(source.folder, local_files_only=True)
         loader = AutoModelForCausalLM._model_mapping.get(type(config), None)
         if loader is None:
@@ -118,9 +173,9 @@ def _load_model(
     try:
         model, report = loader.from_pretrained(
             place,
-            dtype=dtype,
+            dtype=how.dtype,
             local_files_only=True,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=how.trust_remote_code,
             output_loading_info=True,
             **kind,
         )
@@ -141,15 +196,14 @@ def _load_model(
             "give the complete checkpoint.",
         )
     _clear_quantizer_marks(model)
-    if dtype == torch.float16:
-        _refuse_overflow(source, model)
     return model.eval().requires_grad_(False)
 
 
-def _refuse_overflow(source: Source, model: Any) -> None:
+def _refuse_overflow(source: Source, model: Any, stored: Stored) -> None:
     """Float16 ends at 65504; a larger weight of a bfloat16 or float32 checkpoint has become infinite by now."""
     for name, weight in model.named_parameters():
-        if not bool(torch.isfinite(weight).all()):
+        found = stored[name].parts() if name in stored else [weight]
+        if not all(bool(torch.isfinite(part).all()) for part in found):
             raise CheckpointError(f"{source.name}: {name} holds values that float16 cannot.", "use --dtype bfloat16.")
 
 

@@ -1,13 +1,16 @@
 """Checkpoints of GPTQ, AWQ and compressed-tensors: read from safetensors, without the libraries that made them."""
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from specexport.frontend.packed_blocks import awq_weight, compressed_weight, gptq_weight
 from specexport.frontend.source import Source
+from specexport.frontend.tagged import SMALLEST_RANK, Tags
 from specexport.frontend.trace import WEIGHT_PREFIX
 from specexport.passes.block_weight import BlockWeight
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
@@ -22,8 +25,43 @@ _FORMATS = {
 }  # of compressed-tensors; others hold floats of 8 and 4 bits, or are sparse
 
 
-def read_packed(source: Source, settings: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, BlockWeight]]:
-    """All weights of a checkpoint as floats, by their names, and the packed ones as they are stored.
+class Packed(NamedTuple):
+    """What a checkpoint with packed weights holds.
+
+    Attributes:
+        floats: its other tensors, by name.
+        weights: the packed ones, by layer.
+    """
+
+    floats: Mapping[str, Tensor]
+    weights: Mapping[str, BlockWeight]
+
+    def all_floats(self) -> dict[str, Tensor]:
+        """All weights as floats, by name."""
+        made = {f"{layer}.weight": torch.from_numpy(weight.floats()) for layer, weight in self.weights.items()}
+        return {**self.floats, **made}
+
+    def tagged(self, tags: Tags) -> dict[str, Tensor]:
+        """Tags for the matrices, and the vectors."""
+        made = dict(self.floats)
+        for name, tensor in self.floats.items():
+            if tensor.dim() >= SMALLEST_RANK and tensor.is_floating_point():
+                made[name] = tags.make(tuple(tensor.shape), partial(_plain_rows, tensor, tags.dtype))
+        for layer, weight in self.weights.items():
+            made[f"{layer}.weight"] = tags.make(weight.shape, partial(_block_rows, weight, tags.dtype))
+        return made
+
+
+def _plain_rows(tensor: Tensor, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    return tensor[start:stop].to(dtype, copy=True)
+
+
+def _block_rows(weight: BlockWeight, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    return torch.from_numpy(weight.floats(np.arange(start, stop))).to(dtype)
+
+
+def read_packed(source: Source, settings: Mapping[str, Any]) -> Packed:
+    """The tensors of a checkpoint, the packed ones as they are stored.
 
     Args:
         source: where it is.
@@ -67,8 +105,7 @@ def read_packed(source: Source, settings: Mapping[str, Any]) -> tuple[dict[str, 
             else:
                 state[name] = tensor
     weights = {layer: _weight(method, tensors, settings, layer) for layer, tensors in packed.items()}
-    state |= {f"{layer}.weight": torch.from_numpy(weight.floats()) for layer, weight in weights.items()}
-    return state, weights
+    return Packed(state, weights)
 
 
 def name_packed(weights: Mapping[str, BlockWeight], model: Any, name: str) -> dict[str, BlockWeight]:

@@ -7,7 +7,7 @@ can be fused again by a pass; the fusions do not know 24). Inputs and outputs ca
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 from specexport.frontend.attention import AttentionContext, LayerCall, attention_hook, unpadded_attention
+from specexport.frontend.refuse import refuse
+from specexport.frontend.stored import Stored, stored_tensor
+from specexport.frontend.streaming import blanks
 from specexport.ops.onnx_op import build_translation, register_schema
 from specexport.ops.spec import DIM_NAMES
 from specexport_runtime.abi import CACHE_INPUTS, K_CACHE, K_CACHE_OUT, LOGITS, STEP_INPUTS, V_CACHE_OUT, LayerGeometry
@@ -76,21 +79,25 @@ def cache_names(num_layers: int) -> tuple[list[str], list[str]]:
     return inputs, outputs
 
 
-def trace_model(model: Any, calls: tuple[LayerCall, ...]) -> TracedModel:
+def trace_model(model: Any, calls: tuple[LayerCall, ...], stored: Stored | None = None) -> TracedModel:
     """Trace ``model`` (eval mode) to ONNX IR.
 
     Args:
         model: a transformers causal language model.
         calls: its layers, from ``probe_layers``.
+        stored: weights that the model has no data of.
 
     Returns:
-        The traced model; weights stay the model's own memory until they are written.
+        The traced model; weights stay the model's own memory until they are written, or are read then.
+
+    Raises:
+        UnsupportedModelError: the trace has a stored weight under a name that the model has not.
     """
     register_schema()
     packed = PackedModel(model, calls).eval()
     arguments, dims = _example(model.dtype, calls)
     cache_inputs, cache_outputs = cache_names(len(calls))
-    with _quiet(), torch.no_grad():
+    with _quiet(), torch.no_grad(), blanks(model, stored or {}) as names:
         exported = torch.export.export(packed, arguments, dynamic_shapes={"inputs": dims}, strict=False)
         program = torch.onnx.export(
             exported,
@@ -103,10 +110,23 @@ def trace_model(model: Any, calls: tuple[LayerCall, ...]) -> TracedModel:
             output_names=[LOGITS.name, *cache_outputs],
             custom_translation_table={torch.ops.specexport.unpadded_attention.default: build_translation()},
         )
+        _name_stored(model, program.model, stored or {}, names)
     # The exporter notes Python stack traces, with paths of this machine, on every node.
     common_passes.ClearMetadataAndDocStringPass()(program.model)
     name_dimensions(program.model)
     return TracedModel(program.model, tuple(call.geometry for call in calls))
+
+
+def _name_stored(model: Any, ir_model: ir.Model, stored: Stored, names: Mapping[int, str]) -> None:
+    """Give each weight that the trace took from a blank parameter what reads it."""
+    for value in ir_model.graph.initializers.values():
+        raw = getattr(value.const_value, "raw", None)
+        address = raw.data_ptr() if isinstance(raw, Tensor) and raw.numel() else None
+        name = str(value.name).removeprefix(WEIGHT_PREFIX)
+        if name in stored:
+            value.const_value = stored_tensor(str(value.name), stored[name])
+        elif address is not None and address in names:
+            raise refuse(model, f"its trace has {names[address]} in a form that no weight of it has")
 
 
 def _example(dtype: torch.dtype, calls: tuple[LayerCall, ...]) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:

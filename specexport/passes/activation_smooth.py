@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from specexport.onnx_emit import Emitter, constant, lazy_weight
+from specexport.onnx_emit import Emitter, constant, lazy_weight, part_of
 from specexport.passes.base import CountingPass, constant_of
 from specexport.passes.quantize_sites import LinearSite, linear_site
 from specexport.passes.transpose_fold import FOLDED
@@ -97,7 +97,9 @@ class ActivationSmoothPass(CountingPass):
     def _smooth(self, graph: ir.Graph, group: _Group) -> None:
         seen = np.maximum.reduce([self._ranges[_name(site)] for site in group.sites])
         seen = np.maximum(seen, _LEAST_SEEN * np.median(seen))
-        weights = np.maximum.reduce([np.abs(_now(site).channels()).max(axis=0) for site in group.sites])
+        weights = np.maximum.reduce(
+            [np.abs(part).max(axis=0) for site in group.sites for part in _now(site).channels()]
+        )
         factors = np.maximum(seen, _LEAST) ** self._alpha / np.maximum(weights, _LEAST) ** (1 - self._alpha)
         factors = (factors / np.exp(np.log(factors).mean())).astype(np.float32)
         _rename(group)
@@ -196,6 +198,7 @@ def _scale_weight(graph: ir.Graph, site: LinearSite, factors: FloatVector, *, in
         site.tensor.dtype,
         shape,
         partial(_scaled, site.tensor, factors, down),
+        partial(_part, site.tensor, factors, down),
     )
     site.node.replace_input_with(1, weight)
     return weight
@@ -210,4 +213,10 @@ def _now(site: LinearSite) -> LinearSite:
 
 def _scaled(tensor: ir.TensorProtocol, factors: FloatVector, down: bool) -> np.ndarray:
     array: np.ndarray = tensor.numpy() * (factors[:, None] if down else factors[None, :])
+    return array
+
+
+def _part(tensor: ir.TensorProtocol, factors: FloatVector, down: bool, axis: int, start: int, stop: int) -> np.ndarray:
+    own = factors[start:stop] if down == (axis == 0) else factors
+    array: np.ndarray = part_of(tensor, axis, start, stop) * (own[:, None] if down else own[None, :])
     return array

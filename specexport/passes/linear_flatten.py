@@ -50,7 +50,7 @@ def _rewrite(graph: ir.Graph, node: ir.Node, name: str) -> None:
     tensor = constant_of(weight)
     if x is None or x.shape is None or weight is None or tensor is None:
         raise TypeError(f"{node.name} is no linear layer")
-    depth, width = (int(size) for size in tensor.numpy().shape)
+    depth, width = (int(str(size)) for size in tensor.shape)
     is_own = len(list(weight.uses())) == 1
     if is_own:
         del graph.initializers[str(weight.name)]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from specexport.onnx_emit import Emitter, constant, lazy_weight
+from specexport.onnx_emit import Emitter, constant, lazy_weight, part_of
 from specexport.passes.base import CountingPass, attention_nodes, constant_of
 
 PARTS = "specexport.parts"
@@ -182,7 +182,8 @@ def _packed(emit: Emitter, group: list[Linear], stem: str) -> ir.Value:
     """The product with all weights, and the sum with all biases (nothing where a layer has none)."""
     tensors = [tensor for layer in group if (tensor := constant_of(layer.weight)) is not None]
     width, depth, dtype = sum(layer.width for layer in group), _dims(group[0].weight)[0], tensors[0].dtype
-    weight = lazy_weight(emit.graph, stem, dtype, [depth, width], partial(_concatenate, tensors))
+    make, part = partial(_concatenate, tensors), partial(_part, tensors, [layer.width for layer in group])
+    weight = lazy_weight(emit.graph, stem, dtype, [depth, width], make, part)
     weight.meta[PARTS] = [str(layer.weight.name) for layer in group]
     dims, kind = group[0].out.shape, group[0].out.dtype
     shape = None if dims is None else [*dims[:-1], width]
@@ -201,3 +202,15 @@ def _packed(emit: Emitter, group: list[Linear], stem: str) -> ir.Value:
 
 def _concatenate(tensors: list[ir.TensorProtocol]) -> np.ndarray:
     return np.concatenate([tensor.numpy() for tensor in tensors], axis=1)
+
+
+def _part(tensors: list[ir.TensorProtocol], widths: list[int], axis: int, start: int, stop: int) -> np.ndarray:
+    if axis == 0:
+        return np.concatenate([part_of(tensor, 0, start, stop) for tensor in tensors], axis=1)
+    ends = np.cumsum(widths).tolist()
+    parts = [
+        part_of(tensor, 1, max(start - begin, 0), min(stop, end) - begin)
+        for tensor, begin, end in zip(tensors, [0, *ends], ends, strict=False)
+        if start < end and stop > begin
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)

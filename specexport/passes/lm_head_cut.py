@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from specexport.onnx_emit import lazy_weight
+from specexport.onnx_emit import lazy_weight, part_of
 from specexport.passes.base import CountingPass, constant_of
 from specexport.passes.quantize_sites import LinearSite, linear_site
 from specexport_runtime.abi import LOGITS
@@ -71,12 +71,19 @@ def _replace(model: ir.Model, node: ir.Node, index: int, ids: Int32Array, *, axi
     assert value is not None and tensor is not None  # noqa: PT018, S101 - the caller has looked
     shape = [int(str(size)) for size in tensor.shape]
     shape[axis] = len(ids)
-    make = partial(_rows, tensor, ids, axis)
-    node.replace_input_with(index, lazy_weight(model.graph, f"{value.name}{CUT}", tensor.dtype, shape, make))
+    make, part = partial(_rows, tensor, ids, axis), partial(_part, tensor, ids, axis)
+    node.replace_input_with(index, lazy_weight(model.graph, f"{value.name}{CUT}", tensor.dtype, shape, make, part))
 
 
 def _rows(tensor: ir.TensorProtocol, ids: Int32Array, axis: int) -> np.ndarray:
     return np.take(tensor.numpy(), ids, axis=axis)
+
+
+def _part(tensor: ir.TensorProtocol, ids: Int32Array, cut: int, axis: int, start: int, stop: int) -> np.ndarray:
+    if axis != cut:
+        return np.take(part_of(tensor, axis, start, stop), ids, axis=cut)
+    first, last = int(ids[start]), int(ids[stop - 1]) + 1
+    return np.take(part_of(tensor, axis, first, last), ids[start:stop] - first, axis=axis)
 
 
 def _find_head(model: ir.Model) -> tuple[list[ir.Node], LinearSite]:

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from specexport.onnx_emit import Emitter, lazy_weight
+from specexport.onnx_emit import Emitter, lazy_weight, part_of
 from specexport.passes.base import CountingPass, constant_of
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import CheckFailedError, RecipeError
@@ -60,8 +60,9 @@ class PrecisionCastPass(CountingPass):
                 continue
             if weight in model.graph.outputs or not all(self._casts_to_model(node) for node in readers):
                 continue
-            make = partial(_cast, tensor, self.dtype)
-            value = lazy_weight(model.graph, f"{weight.name}.cast", self.dtype, tensor.numpy().shape, make)
+            make, part = partial(_cast, tensor, self.dtype), partial(_part, tensor, self.dtype)
+            shape = [int(str(size)) for size in tensor.shape]
+            value = lazy_weight(model.graph, f"{weight.name}.cast", self.dtype, shape, make, part)
             for node in readers:
                 ir.convenience.replace_all_uses_with(node.outputs[0], value)
                 model.graph.remove(node, safe=True)
@@ -89,3 +90,7 @@ class PrecisionCastPass(CountingPass):
 
 def _cast(tensor: ir.TensorProtocol, dtype: ir.DataType) -> np.ndarray:
     return tensor.numpy().astype(dtype.numpy())
+
+
+def _part(tensor: ir.TensorProtocol, dtype: ir.DataType, axis: int, start: int, stop: int) -> np.ndarray:
+    return part_of(tensor, axis, start, stop).astype(dtype.numpy())

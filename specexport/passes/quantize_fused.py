@@ -1,6 +1,5 @@
 """Linear layers with int4 weights for ONNX Runtime's GPU kernel, which makes them float as it multiplies."""
 
-from collections.abc import Sequence as Seq
 from functools import partial
 
 import numpy as np
@@ -10,7 +9,7 @@ import onnx_ir as ir
 from specexport.onnx_emit import lazy_weight
 from specexport.passes.base import CountingPass
 from specexport.passes.quantize_graph import CONTRIB, pack_pairs, put_nbits
-from specexport.passes.quantize_sites import LinearSite, find_sites
+from specexport.passes.quantize_sites import LinearSite, channel_parts, find_sites
 from specexport.passes.quantize_weights import quantize_blocks, scale_dtype
 
 _ZERO = 8
@@ -61,11 +60,8 @@ def _replace(graph: ir.Graph, site: LinearSite, block: int) -> None:
 
 def _part(tensor: ir.TensorProtocol, turned: bool, block: int, index: int) -> np.ndarray:
     """Packed codes [N, blocks, block / 2] (0) or scales [N * blocks] (1); some outputs at a time, to save memory."""
-    channels = tensor.numpy() if turned else tensor.numpy().T
-    step = max(1, _CHUNK // channels.shape[1])
-    starts: Seq[int] = range(0, channels.shape[0], step)
     rounded = scale_dtype(tensor.dtype)
-    parts = [pack_channels(channels[start : start + step], block, rounded)[index] for start in starts]
+    parts = [pack_channels(channels, block, rounded)[index] for channels in channel_parts(tensor, turned)]
     whole = np.concatenate(parts)
     return whole if index == 0 else whole.reshape(-1).astype(tensor.dtype.numpy())
 

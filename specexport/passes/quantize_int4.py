@@ -8,12 +8,11 @@ import onnx_ir as ir
 from specexport.onnx_emit import lazy_weight
 from specexport.passes.base import CountingPass
 from specexport.passes.quantize_graph import CONTRIB, pack_pairs, put_nbits
-from specexport.passes.quantize_sites import LinearSite, find_sites
+from specexport.passes.quantize_sites import LinearSite, channel_parts, find_sites
 
 BLOCK = 32
 ACCURACY_LEVEL = 4
 _LEVELS = 15
-_CHUNK = 1 << 22  # weight elements worked on at a time
 
 
 class Int4QuantizePass(CountingPass):
@@ -64,10 +63,7 @@ def _replace(graph: ir.Graph, site: LinearSite) -> None:
 
 def _part(index: int, tensor: ir.TensorProtocol, turned: bool) -> np.ndarray:
     """Codes [N, blocks, 16] (0), scales (1) or packed zero points (2) of a matrix; a part at a time, to save memory."""
-    channels = tensor.numpy() if turned else tensor.numpy().T
-    step = max(1, _CHUNK // channels.shape[1])
-    found = [quantize_blocks(channels[start : start + step])[index] for start in range(0, channels.shape[0], step)]
-    whole = np.concatenate(found)
+    whole = np.concatenate([quantize_blocks(part)[index] for part in channel_parts(tensor, turned)])
     return whole if index == 0 else whole.reshape(-1)
 
 

@@ -10,12 +10,11 @@ from specexport.onnx_emit import Emitter, constant, lazy_weight
 from specexport.ops.spec import DIM_NAMES
 from specexport.passes.base import CountingPass
 from specexport.passes.quantize_graph import put_in_place
-from specexport.passes.quantize_sites import LinearSite, find_sites
+from specexport.passes.quantize_sites import LinearSite, channel_parts, find_sites
 from specexport_runtime.abi import INPUT_IDS, LOGIT_ROWS
 
 ZERO_POINT = 128
 LARGEST = 127
-_CHUNK = 1 << 22  # weight elements worked on at a time: bounds the memory beside the weight itself
 _FLOAT = ir.DataType.FLOAT
 
 
@@ -149,8 +148,11 @@ def row_scales(tensor: ir.TensorProtocol, turned: bool = True) -> np.ndarray:
         tensor: the weight.
         turned: it is [N, K], not [K, N].
     """
-    array = tensor.numpy()
-    largest = np.maximum(array.max(axis=int(turned)), -array.min(axis=int(turned))).astype(np.float32)
+    return np.concatenate([_scales(part) for part in channel_parts(tensor, turned)])
+
+
+def _scales(channels: np.ndarray) -> np.ndarray:
+    largest = np.maximum(channels.max(axis=1), -channels.min(axis=1)).astype(np.float32)
     return np.where(largest > 0, largest / np.float32(LARGEST), np.float32(1)).astype(np.float32)
 
 
@@ -161,12 +163,11 @@ def quantized_rows(tensor: ir.TensorProtocol) -> np.ndarray:
 
 def _quantized(tensor: ir.TensorProtocol, turned: bool) -> np.ndarray:
     """int8 [K, N]."""
-    scales = row_scales(tensor, turned)
-    channels = tensor.numpy() if turned else tensor.numpy().T
-    width, depth = channels.shape
-    result = np.empty((depth, width), np.int8)
-    step = max(1, _CHUNK // depth)
-    for start in range(0, width, step):
-        part = channels[start : start + step] / scales[start : start + step, None]
-        result[:, start : start + step] = np.clip(np.rint(part), -LARGEST, LARGEST).astype(np.int8).T
+    first, second = (int(str(size)) for size in tensor.shape)
+    result = np.empty((second, first) if turned else (first, second), np.int8)
+    start = 0
+    for channels in channel_parts(tensor, turned):
+        part = channels / _scales(channels)[:, None]
+        result[:, start : start + len(part)] = np.clip(np.rint(part), -LARGEST, LARGEST).astype(np.int8).T
+        start += len(part)
     return result

@@ -6,10 +6,12 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from specexport.onnx_emit import has_parts, part_of
 from specexport.passes.base import constant_of
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import UnsupportedModelError
 
+_CHUNK = 1 << 22  # weight elements worked on at a time
 _PRODUCTS = {"MatMul", "Gemm", "Einsum", "Conv"}
 # Between a stored weight and the product that it enters.
 _WEIGHT_STEPS = {"Gather", "GatherND", "Transpose", "Reshape", "Unsqueeze", "Squeeze", "Slice", "Cast", "Identity"}
@@ -48,10 +50,25 @@ class LinearSite(NamedTuple):
         """The matrix itself."""
         return self.weight.const_value  # type: ignore[return-value]
 
-    def channels(self) -> np.ndarray:
-        """The matrix as [N, K], a view where it is in memory."""
-        array = self.tensor.numpy()
-        return array if self.turned else array.T
+    def channels(self) -> Iterator[np.ndarray]:
+        """See :func:`channel_parts`."""
+        return channel_parts(self.tensor, self.turned)
+
+
+def channel_parts(tensor: ir.TensorProtocol, turned: bool) -> Iterator[np.ndarray]:
+    """A matrix by its output channels, [n, K] at a time, so that no float copy of a large one is ever whole.
+
+    Args:
+        tensor: the matrix, [N, K] if it is ``turned``, else [K, N].
+        turned: see ``LinearSite``.
+    """
+    axis = 0 if turned else 1
+    width, depth = int(str(tensor.shape[axis])), int(str(tensor.shape[1 - axis]))
+    source = tensor if has_parts(tensor) else ir.tensor(tensor.numpy())
+    step = max(1, _CHUNK // depth)
+    for start in range(0, width, step):
+        part = part_of(source, axis, start, min(start + step, width))
+        yield part if turned else part.T
 
 
 def find_sites(model: ir.Model, kind: str, *, lm_head: bool, multiples: tuple[int, int] = (1, 1)) -> list[LinearSite]:

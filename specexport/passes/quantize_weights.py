@@ -1,6 +1,5 @@
 """Linear layers with int4 weights that the graph makes float again: TensorRT fuses that with the product."""
 
-from collections.abc import Sequence as Seq
 from functools import partial
 
 import ml_dtypes
@@ -11,7 +10,7 @@ import onnx_ir as ir
 from specexport.onnx_emit import Emitter, constant, lazy_weight
 from specexport.passes.base import CountingPass
 from specexport.passes.quantize_graph import put_in_place
-from specexport.passes.quantize_sites import LinearSite, find_sites
+from specexport.passes.quantize_sites import LinearSite, channel_parts, find_sites
 
 _LEAST, _MOST = -8, 7
 _SHRINK = (1.0, 0.93, 0.86, 0.79)
@@ -76,12 +75,10 @@ def _replace(graph: ir.Graph, site: LinearSite, block: int) -> None:
 
 def _part(tensor: ir.TensorProtocol, turned: bool, block: int, index: int, dtype: np.dtype) -> np.ndarray:
     """Codes [K, N] (0) or scales [K / block, N] (1) of a matrix; some outputs at a time, to save memory."""
-    matrix = tensor.numpy().T if turned else tensor.numpy()
-    step = max(1, _CHUNK // matrix.shape[0])
-    starts: Seq[int] = range(0, matrix.shape[1], step)
     rounded = scale_dtype(tensor.dtype)
     parts = [
-        quantize_blocks(matrix[:, start : start + step].astype(np.float32), block, rounded)[index] for start in starts
+        quantize_blocks(channels.T.astype(np.float32), block, rounded)[index]
+        for channels in channel_parts(tensor, turned)
     ]
     return np.concatenate(parts, axis=1).astype(dtype)
 

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from specexport.onnx_emit import lazy_weight
+from specexport.onnx_emit import lazy_weight, part_of
 from specexport.passes.base import CountingPass, constant_of
 
 FOLDED = ".transposed"
@@ -42,9 +42,10 @@ class TransposeFoldPass(CountingPass):
     def _fold(
         model: ir.Model, weight: ir.Value, tensor: ir.TensorProtocol, readers: list[ir.Node], perm: tuple[int, ...]
     ) -> None:
-        shape = [tensor.numpy().shape[axis] for axis in perm]
-        make = partial(_transposed, tensor, perm)
-        value = lazy_weight(model.graph, f"{weight.name}{FOLDED}", tensor.dtype, shape, make)
+        sizes = [int(str(size)) for size in tensor.shape]
+        shape = [sizes[axis] for axis in perm]
+        make, part = partial(_transposed, tensor, perm), partial(_part, tensor, perm)
+        value = lazy_weight(model.graph, f"{weight.name}{FOLDED}", tensor.dtype, shape, make, part)
         for node in readers:
             ir.convenience.replace_all_uses_with(node.outputs[0], value)
             model.graph.remove(node, safe=True)
@@ -57,3 +58,7 @@ def _has_perm(node: ir.Node) -> bool:
 
 def _transposed(tensor: ir.TensorProtocol, perm: tuple[int, ...]) -> np.ndarray:
     return np.ascontiguousarray(tensor.numpy().transpose(perm))
+
+
+def _part(tensor: ir.TensorProtocol, perm: tuple[int, ...], axis: int, start: int, stop: int) -> np.ndarray:
+    return part_of(tensor, perm[axis], start, stop).transpose(perm)

@@ -1,0 +1,120 @@
+"""The weights of a GGUF file as a model of transformers has them, some rows at a time.
+
+What transformers does to them (other names; rows of queries and keys in another order; norms less one) is asked of its
+own conversion.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specexport.frontend.stored import WatchedFile
+
+Rows = npt.NDArray[np.int64]
+Stored = npt.NDArray[np.uint8]
+_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+
+
+class Conversion:
+    """What transformers makes of a file's tensors.
+
+    Args:
+        reader: of the file.
+        model: that the file is of; its weights may be on the ``meta`` device.
+
+    Attributes:
+        names: of the model's weights, by those of the file.
+    """
+
+    def __init__(self, reader: Any, model: Any) -> None:
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+            read_field,
+        )
+
+        config = model.config.get_text_config().to_dict()
+        architecture = read_field(reader, "general.architecture")[0]
+        self._processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config)
+        self.names: dict[str, str] = get_gguf_hf_weights_map(model, self._processor)
+
+    def row_order(self, tensor: Any) -> Rows | None:
+        """Which row of the file each row of the model's matrix is; None if it is no matrix, or more is done to it."""
+        shape = tensor_shape(tensor)
+        if len(shape) != 2:
+            return None
+        numbers = np.arange(shape[0], dtype=np.float64)[:, None]
+        order = self._processed(numbers, tensor.name)
+        if order is None or order.shape != numbers.shape or not np.array_equal(np.sort(order, axis=0), numbers):
+            return None
+        return order[:, 0].astype(np.int64)
+
+    def vector(self, tensor: Any) -> Tensor | None:
+        """A tensor of one dimension as the model has it; None if it goes by another name then."""
+        from gguf import dequantize
+
+        found = self._processed(dequantize(tensor.data, tensor.tensor_type), tensor.name)
+        return None if found is None else torch.from_numpy(found.astype(np.float32))
+
+    def _processed(self, values: np.ndarray, name: str) -> np.ndarray | None:
+        named: dict[str, Any] = {"tensor_key_mapping": {}, "parsed_parameters": {"tensors": {}}}
+        try:
+            result = self._processor.process(weights=values, name=name, **named)
+        except (KeyError, ValueError, IndexError):  # it does more than to order rows
+            return None
+        kept = result.name == name and not named["parsed_parameters"]["tensors"]
+        return result.weights if kept and isinstance(result.weights, np.ndarray) else None
+
+
+def tensor_shape(tensor: Any) -> tuple[int, ...]:
+    """Sizes of a file's tensor, outputs first."""
+    return tuple(int(size) for size in reversed(tensor.shape))
+
+
+class RowReader:
+    """Rows of a matrix in a GGUF file, as they are stored.
+
+    Args:
+        file: where it is.
+        tensor: of the reader.
+    """
+
+    def __init__(self, file: WatchedFile, tensor: Any) -> None:
+        self._file, self._offset = file, int(tensor.data_offset)
+        self._row_bytes = int(tensor.n_bytes) // tensor_shape(tensor)[0]
+
+    def __call__(self, rows: Rows) -> Stored:
+        """uint8 [n, bytes of a row] of some rows, read from the first of them to the last."""
+        if not len(rows):
+            return np.empty((0, self._row_bytes), np.uint8)
+        first, last = int(rows.min()), int(rows.max()) + 1
+        offset, size = self._offset + first * self._row_bytes, (last - first) * self._row_bytes
+        data = self._file.read(offset, size).reshape(last - first, self._row_bytes)
+        return data if len(rows) == last - first and bool((np.diff(rows) == 1).all()) else data[rows - first]
+
+
+def float_rows(file: WatchedFile, tensor: Any, order: Rows, dtype: torch.dtype) -> Callable[[int, int], Tensor]:
+    """Reads rows of a matrix as floats; see ``StoredWeight.rows``.
+
+    Args:
+        file: where it is.
+        tensor: of the reader.
+        order: row of the file that each row of the matrix is.
+        dtype: of what is read.
+    """
+    from gguf import dequantize
+
+    read, kind = RowReader(file, tensor), tensor.tensor_type
+
+    def rows(start: int, stop: int) -> Tensor:
+        data = read(order[start:stop])
+        plain = _FLOATS.get(kind.name)
+        values = dequantize(data, kind) if plain is None else data.view(plain)
+        return torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(dtype)
+
+    return rows

@@ -1,0 +1,126 @@
+"""Weights that stay in their files: where each parameter of a model comes from, read when it is asked for."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specexport_runtime.errors import CheckpointError
+
+CHUNK = 1 << 24  # elements worked on at a time where a weight need not be whole
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A parameter that is in no memory.
+
+    Attributes:
+        shape: of the parameter.
+        dtype: of the parameter.
+        rows: gives rows ``start`` to ``stop`` along the first dimension, in ``dtype``; each call reads anew.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: Callable[[int, int], Tensor]
+
+    def whole(self) -> Tensor:
+        """All of it."""
+        return self.rows(0, self.shape[0])
+
+    def parts(self) -> Iterator[Tensor]:
+        """Its rows, some at a time."""
+        return (self.rows(start, stop) for start, stop in self.chunks())
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """Bounds of the rows that are worked on at a time."""
+        step = max(1, CHUNK // max(1, int(np.prod(self.shape[1:]))))
+        return [(start, min(start + step, self.shape[0])) for start in range(0, self.shape[0], step)]
+
+
+Stored = Mapping[str, StoredWeight]
+"""By name of the parameter; a tied one is under each of its names."""
+
+
+class WatchedFile:
+    """A file that must stay as it was while it is read piece by piece.
+
+    Args:
+        path: where it is.
+        name: of the checkpoint, for messages.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self._name = path, name
+        self._state = _state(path)
+
+    def check(self) -> None:
+        """See that nobody wrote it meanwhile.
+
+        Raises:
+            CheckpointError: somebody did, or it is gone.
+        """
+        try:
+            same = _state(self.path) == self._state
+        except OSError:
+            same = False
+        if not same:
+            raise CheckpointError(
+                f"checkpoint {self._name} changed while it was read ({self.path.name}).", "build again."
+            )
+
+    def read(self, offset: int, num_bytes: int) -> np.ndarray:
+        """uint8 [num_bytes] from ``offset``: a copy, where a mapping would keep what was read resident.
+
+        Raises:
+            CheckpointError: the file changed, or ends before.
+        """
+        self.check()
+        found: np.ndarray = np.fromfile(self.path, np.uint8, num_bytes, offset=offset)
+        if found.size != num_bytes:
+            raise CheckpointError(f"{self._name}: {self.path.name} ends too early.", "fetch the checkpoint again.")
+        return found
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    found = os.stat(path)
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def stored_by_id(model: Any, stored: Stored) -> dict[int, StoredWeight]:
+    """The same by identity of the parameter, which is on the ``meta`` device."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {id(parameters[name]): weight for name, weight in stored.items()}
+
+
+def stored_tensor(name: str, weight: StoredWeight) -> Any:
+    """A weight as a tensor of ONNX IR, whose data are read when they are asked for: all, or some rows.
+
+    Args:
+        name: of the tensor.
+        weight: where it is.
+    """
+    from specexport.onnx_emit import lazy_tensor
+
+    def rows(axis: int, start: int, stop: int) -> np.ndarray:
+        return _array(weight.rows(start, stop) if axis == 0 else weight.whole().narrow(axis, start, stop - start))
+
+    return lazy_tensor(name, _KINDS[weight.dtype], weight.shape, lambda: _array(weight.whole()), rows)
+
+
+_KINDS = {torch.float32: "FLOAT", torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    if tensor.dtype == torch.bfloat16:  # numpy has none of its own
+        import ml_dtypes
+
+        bits: np.ndarray = tensor.view(torch.int16).numpy()
+        return bits.view(ml_dtypes.bfloat16)
+    array: np.ndarray = tensor.numpy()
+    return array

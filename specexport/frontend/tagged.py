@@ -1,0 +1,151 @@
+"""Finding out which stored tensor each parameter of a model is, without reading one.
+
+Transformers renames and ties what it loads, and for some models it joins, splits or turns it. Nobody else knows how. So
+it is asked: it loads tensors of the right shapes that all have one element of memory, repeated. A parameter that still
+lies there is that tensor, as it is stored. If one was made of several, or of other values, the model is loaded whole.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specexport.frontend.gguf_rows import Conversion, float_rows, tensor_shape
+from specexport.frontend.source import Source
+from specexport.frontend.stored import StoredWeight, WatchedFile
+from specexport.frontend.streaming import replace_parameters
+
+SMALLEST_RANK = 2
+"""Vectors (norms, biases) are small, and are loaded."""
+
+
+class Tags:
+    """The tensors that stand for stored ones, by where they lie.
+
+    Args:
+        dtype: of the model.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._kept: list[Tensor] = []
+        self._readers: dict[int, Callable[[int, int], Tensor]] = {}
+
+    def make(self, shape: tuple[int, ...], rows: Callable[[int, int], Tensor]) -> Tensor:
+        """A tensor of ``shape`` that stands for the one whose rows ``rows`` gives."""
+        seed = torch.zeros(1, dtype=self.dtype)
+        self._kept.append(seed)  # the place must not be given to another
+        self._readers[seed.data_ptr()] = rows
+        return seed.expand(shape)
+
+    def settle(self, model: Any) -> dict[str, StoredWeight] | None:
+        """Replace what stands for stored tensors by parameters without data.
+
+        Returns:
+            where each comes from, by name; None if a parameter was made of tensors in another way than by taking one.
+        """
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        stored, meta = {}, {}
+        for name, parameter in parameters.items():
+            rows = self._readers.get(parameter.data_ptr())
+            if rows is None and parameter.dim() < SMALLEST_RANK:
+                continue
+            if rows is None or any(parameter.stride()) or parameter.dtype != self.dtype:
+                return None
+            stored[name] = StoredWeight(tuple(parameter.shape), parameter.dtype, rows)
+            meta[id(parameter)] = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
+        replace_parameters(model, meta)
+        return stored
+
+
+@contextmanager
+def tagged_safetensors(source: Source, tags: Tags) -> Iterator[None]:
+    """Within the block, transformers opens safetensors files and finds tags in them."""
+    from transformers import modeling_utils
+
+    opens = modeling_utils.safe_open
+
+    class Tagged:
+        """What is asked of an open file."""
+
+        def __init__(self, path: Any, **named: Any) -> None:
+            self._file = opens(path, **named).__enter__()
+            self._path = WatchedFile(_inside(source, path), source.name)
+
+        def keys(self) -> list[str]:
+            """Names of the tensors."""
+            return list(self._file.keys())
+
+        def get_slice(self, name: str) -> Tensor:
+            """A tag, or the tensor itself where it is a vector."""
+            found = self._file.get_slice(name)
+            shape = tuple(found.get_shape())
+            if len(shape) < SMALLEST_RANK or found.get_dtype() not in _FLOATS:
+                tensor: Tensor = self._file.get_tensor(name).clone()
+                return tensor
+            return tags.make(shape, _SafetensorsRows(self._path, name, tags.dtype))
+
+        def __exit__(self, *error: Any) -> None:
+            self._file.__exit__(*error)
+
+    modeling_utils.safe_open = Tagged
+    try:
+        yield
+    finally:
+        modeling_utils.safe_open = opens
+
+
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+def _inside(source: Source, path: Any) -> Any:
+    return next((file for file in source.files if file.name == str(path).rpartition("/")[2]), path)
+
+
+class _SafetensorsRows:
+    """Rows of a tensor in a safetensors file, which is opened for each reading: what is mapped stays resident."""
+
+    def __init__(self, file: WatchedFile, name: str, dtype: torch.dtype) -> None:
+        self._file, self._name, self._dtype = file, name, dtype
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        """See ``StoredWeight.rows``."""
+        from safetensors import safe_open
+
+        self._file.check()
+        with safe_open(self._file.path, framework="pt") as file:
+            found: Tensor = file.get_slice(self._name)[start:stop]
+            return found.to(self._dtype, copy=True)
+
+
+def tagged_gguf(source: Source, reader: Any, model: Any, tags: Tags) -> dict[str, Tensor] | None:
+    """Tags for the matrices of a GGUF file and its vectors, by the model's names.
+
+    Args:
+        source: the file.
+        reader: of it.
+        model: of its configuration, without data.
+        tags: where they are made.
+
+    Returns:
+        None if transformers does more to a matrix than to order its rows.
+    """
+    conversion, file = Conversion(reader, model), WatchedFile(source.files[0], source.name)
+    state: dict[str, Tensor] = {}
+    for tensor in reader.tensors:
+        name, shape = conversion.names.get(tensor.name), tensor_shape(tensor)
+        if name is None:  # no weight of this model: transformers leaves it out too
+            continue
+        if len(shape) < SMALLEST_RANK:
+            vector = conversion.vector(tensor)
+            if vector is None:
+                return None
+            state[name] = vector
+            continue
+        order = conversion.row_order(tensor)
+        if order is None:
+            return None
+        state[name] = tags.make(shape, float_rows(file, tensor, order, tags.dtype))
+    return state
