@@ -18,12 +18,14 @@ import numpy as np
 
 from specexport.backends.registry import find_backend
 from specexport.build.built import EngineCheck
+from specexport.build.check_parts import PartedExecutor, is_large
 from specexport.build.closeness import Closeness, measure_closeness
 from specexport.recipe import BuildRecipe
 from specexport.rounding import logit_tolerance
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.executors.base import EngineRequest, Executor, Float32Array, Int64Array
+from specexport_runtime.machine import available_cores
 
 if TYPE_CHECKING:
     from specexport_runtime.packing.batch import ModelRunner
@@ -214,18 +216,24 @@ def _run(folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], *, unpad_k
     """What one graph computes of the sequences, in wide steps and then one token at a time."""
     from specexport_runtime.packing.batch import ModelRunner
 
-    lengths = [len(sequence) for sequence in sequences]
     name = "engine" if unpad_kv else "engine's padded-KV graph"
     narrow = "engine's one-token graph" if unpad_kv and entry.one_token_path else f"{name}, one token at a time,"
     executor = _make_executor(folder, entry, sequences, unpad_kv=unpad_kv)
-    try:
+
+    def read_all() -> list[_Run]:
+        lengths = [len(sequence) for sequence in sequences]
         runner = ModelRunner(executor, unpad_kv=unpad_kv)
         runs = [_read(runner, entry, sequences, _wide_steps(lengths), name)]
         runner.reset()
-        runs.append(_read(runner, entry, sequences, _narrow_steps(lengths), narrow))
+        return [*runs, _read(runner, entry, sequences, _narrow_steps(lengths), narrow)]
+
+    try:
+        if isinstance(executor, PartedExecutor):
+            read_all()  # writes the steps down
+            executor.compute()
+        return read_all()
     finally:
         executor.close()
-    return runs
 
 
 def _read(
@@ -253,13 +261,17 @@ def _make_executor(folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], 
     backend = backend_of(entry.backend)
     if backend is None:
         raise SpecexportError(f"the runtime has no backend {entry.backend!r} to check a new engine with.")
+    num_rows, kv_capacity = len(sequences), max(len(sequence) for sequence in sequences) + max(VERIFY_LENS)
+    if is_large(folder, entry):
+        path = folder / str(entry.path if unpad_kv else entry.padded_path)
+        return PartedExecutor(path, entry, num_rows=num_rows, kv_capacity=kv_capacity, num_threads=available_cores())
     return backend.open(
         EngineRequest(
             folder=folder,
             entry=entry,
             role="new engine",
-            num_rows=len(sequences),
-            kv_capacity=max(len(sequence) for sequence in sequences) + max(VERIFY_LENS),
+            num_rows=num_rows,
+            kv_capacity=kv_capacity,
             lookahead=1,
             spin=False,
             unpad_kv=unpad_kv,
