@@ -160,4 +160,4 @@ def reference_logits(checkpoint: Checkpoint, sequences: "list[list[int]]") -> "l
     from specexport.frontend.streaming import streamed
 
     with streamed(checkpoint.model, checkpoint.stored):
-        return eager_logits(checkpoint.model, sequences)
+        return eager_logits(checkpoint.model, sequences, together=bool(checkpoint.stored))

@@ -20,14 +20,27 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 """Relative to the largest logit. Float32 rounding stays below 1e-5; 16-bit products of packed tokens round more."""
 
 
-def eager_logits(model: Any, sequences: "Seq[Seq[int]]") -> list[npt.NDArray[np.float32]]:
-    """Logits [len, V] of each sequence from the model's eager attention, without a cache."""
+def eager_logits(model: Any, sequences: "Seq[Seq[int]]", *, together: bool = False) -> list[npt.NDArray[np.float32]]:
+    """Logits [len, V] of each sequence from the model's eager attention, without a cache.
+
+    Args:
+        model: the model.
+        sequences: token ids.
+        together: run it once, for where its weights are read in each run. Shorter sequences are filled up behind,
+            where no token sees it.
+    """
     before = model.config._attn_implementation
     if model._can_set_attn_implementation():
         model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            results = [model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0] for ids in sequences]
+            if together:
+                longest = max(map(len, sequences))
+                filled = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in sequences])
+                logits = model(input_ids=filled, use_cache=False).logits
+                results = [row[: len(ids)] for row, ids in zip(logits, sequences, strict=True)]
+            else:
+                results = [model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0] for ids in sequences]
     finally:
         if model._can_set_attn_implementation():
             model.set_attn_implementation(before)

@@ -4,7 +4,9 @@ What transformers does to them (other names; rows of queries and keys in another
 own conversion.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -41,7 +43,8 @@ class Conversion:
         config = model.config.get_text_config().to_dict()
         architecture = read_field(reader, "general.architecture")[0]
         self._processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config)
-        self.names: dict[str, str] = get_gguf_hf_weights_map(model, self._processor)
+        with _one_name_map():
+            self.names: dict[str, str] = get_gguf_hf_weights_map(model, self._processor)
 
     def row_order(self, tensor: Any) -> Rows | None:
         """Which row of the file each row of the model's matrix is; None if it is no matrix, or more is done to it."""
@@ -69,6 +72,19 @@ class Conversion:
             return None
         kept = result.name == name and not named["parsed_parameters"]["tensors"]
         return result.weights if kept and isinstance(result.weights, np.ndarray) else None
+
+
+@contextmanager
+def _one_name_map() -> Iterator[None]:
+    """Within the block, gguf makes its table of names once: transformers asks for it anew for each module."""
+    import gguf
+
+    makes = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = functools.cache(makes)
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map = makes
 
 
 def tensor_shape(tensor: Any) -> tuple[int, ...]:

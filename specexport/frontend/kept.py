@@ -45,7 +45,9 @@ def check_formats(source: Source, reader: Any) -> None:
         )
 
 
-def kept_weights(source: Source, reader: Any, model: Any, stored: Stored) -> dict[str, BlockWeight]:
+def kept_weights(
+    source: Source, reader: Any, model: Any, stored: Stored, conversion: Conversion | None = None
+) -> dict[str, BlockWeight]:
     """The quantized weights of a checkpoint, by their names in a traced graph; empty if it has none.
 
     Args:
@@ -53,6 +55,7 @@ def kept_weights(source: Source, reader: Any, model: Any, stored: Stored) -> dic
         reader: of its file.
         model: loaded from the same file by transformers.
         stored: weights that the model has no data of.
+        conversion: of the file to the model, where it is known.
 
     Raises:
         UnsupportedModelError: they are not the loaded model's one for one.
@@ -60,7 +63,7 @@ def kept_weights(source: Source, reader: Any, model: Any, stored: Stored) -> dic
     quantized = [tensor for tensor in reader.tensors if tensor.tensor_type.name in FORMATS]
     if not quantized:
         return {}
-    conversion, file = Conversion(reader, model), WatchedFile(source.files[0], source.name)
+    conversion, file = conversion or Conversion(reader, model), WatchedFile(source.files[0], source.name)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     kept = {}
     for tensor in quantized:

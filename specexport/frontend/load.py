@@ -13,6 +13,7 @@ import torch
 
 from specexport.frontend.checkpoint import Checkpoint
 from specexport.frontend.gguf_reader import open_reader, shared
+from specexport.frontend.gguf_rows import Conversion
 from specexport.frontend.kept import check_formats, kept_weights
 from specexport.frontend.packed import Packed, name_packed, read_packed
 from specexport.frontend.source import PACKED_METHODS, Source, hash_source, resolve_source
@@ -36,15 +37,16 @@ def load(
         settings = _packing(found, config)
         packed = Packed({}, {}) if settings is None else read_packed(found, settings)
         how = _How(found, config, getattr(torch, dtype), trust_remote_code, settings is not None)
-        model, stored = None, None
+        model, stored, conversion = None, None, None
         if stream:
-            model, stored = _load_tagged(how, reader, packed)
+            conversion = None if reader is None else _conversion(how, reader)
+            model, stored = _load_tagged(how, reader, conversion, packed)
         if model is None or stored is None:
             del model
             model, stored = _load_model(how, packed.all_floats() if how.packed else None), {}
         kept = name_packed(packed.weights, model, found.name) if keep else {}
         if keep and reader is not None:
-            kept = kept_weights(found, reader, model, stored)
+            kept = kept_weights(found, reader, model, stored, conversion)
     if how.dtype == torch.float16:
         _refuse_overflow(found, model, stored)
     text = model.config.get_text_config()
@@ -85,12 +87,13 @@ class _How(NamedTuple):
     packed: bool
 
 
-def _load_tagged(how: _How, reader: Any, packed: Packed) -> tuple[Any, dict[str, StoredWeight] | None]:
+def _load_tagged(
+    how: _How, reader: Any, conversion: Conversion | None, packed: Packed
+) -> tuple[Any, dict[str, StoredWeight] | None]:
     """A model whose matrices stay in their files, and where they are; None where its weights are not those stored."""
     tags = Tags(how.dtype)
     if reader is not None:
-        empty = _empty_model(how)
-        state = None if empty is None else tagged_gguf(how.source, reader, empty, tags)
+        state = None if conversion is None else tagged_gguf(how.source, reader, conversion, tags)
         if state is None:
             return None, None
         model = _load_model(how, state)
@@ -102,13 +105,13 @@ def _load_tagged(how: _How, reader: Any, packed: Packed) -> tuple[Any, dict[str,
     return model, tags.settle(model)
 
 
-def _empty_model(how: _How) -> Any:
-    """A model of the configuration without data; None if there is none."""
+def _conversion(how: _How, reader: Any) -> Conversion | None:
+    """What transformers makes of a GGUF file, found with a model without data; None if there is no such model."""
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(how.config)
+            return Conversion(reader, AutoModelForCausalLM.from_config(how.config))
     except Exception:
         return None
 

@@ -120,19 +120,19 @@ class _SafetensorsRows:
             return found.to(self._dtype, copy=True)
 
 
-def tagged_gguf(source: Source, reader: Any, model: Any, tags: Tags) -> dict[str, Tensor] | None:
+def tagged_gguf(source: Source, reader: Any, conversion: Conversion, tags: Tags) -> dict[str, Tensor] | None:
     """Tags for the matrices of a GGUF file and its vectors, by the model's names.
 
     Args:
         source: the file.
         reader: of it.
-        model: of its configuration, without data.
+        conversion: of it to the model.
         tags: where they are made.
 
     Returns:
         None if transformers does more to a matrix than to order its rows.
     """
-    conversion, file = Conversion(reader, model), WatchedFile(source.files[0], source.name)
+    file = WatchedFile(source.files[0], source.name)
     state: dict[str, Tensor] = {}
     for tensor in reader.tensors:
         name, shape = conversion.names.get(tensor.name), tensor_shape(tensor)
