@@ -12,6 +12,7 @@ import onnx_ir.passes.common as common_passes
 
 from specexport.onnx_emit import Emitter, constant, lazy_weight, part_of
 from specexport.passes.base import CountingPass, constant_of
+from specexport.passes.input_note import carry_inputs
 from specexport.passes.quantize_sites import LinearSite, linear_site
 from specexport.passes.transpose_fold import FOLDED
 
@@ -200,6 +201,7 @@ def _scale_weight(graph: ir.Graph, site: LinearSite, factors: FloatVector, *, in
         partial(_scaled, site.tensor, factors, down),
         partial(_part, site.tensor, factors, down),
     )
+    carry_inputs(site.weight, weight, factors if inputs else None)
     site.node.replace_input_with(1, weight)
     return weight
 
