@@ -22,7 +22,7 @@ Gemma-3-270M, int8 and int4 alike; a choice for each layer, by what that loses o
 SMOOTH, DIVIDED, INVERSE = ".smooth", ".divided", ".inverse"
 """What is added to the name of a weight whose inputs were multiplied, of one (or a tensor) that was divided, and of
 what takes the factors back behind a lookup."""
-_NORMS = {"RMSNormalization", "LayerNormalization"}
+NORMS = {"RMSNormalization", "LayerNormalization"}
 _ROW_STEPS = {"Gather", "Reshape", "Squeeze"}
 """Between a norm and a layer: they choose rows or lay them out anew, and touch no channel."""
 _LEAST_SEEN = 0.5  # of the median channel: what a few texts did not excite, others will
@@ -90,7 +90,7 @@ class ActivationSmoothPass(CountingPass):
             producer = _producer(source)
             if producer is None or producer.domain != "" or (others and not _are_lookups(sites, others)):
                 continue
-            if producer.op_type in _NORMS and _is_own(producer.inputs[1:], sites[0].depth):
+            if producer.op_type in NORMS and _is_own(producer.inputs[1:], sites[0].depth):
                 yield _Group(sites, others, producer, None)
             elif producer.op_type == "Mul" and (gate := _gated_layer(producer)) is not None:
                 yield _Group(sites, others, None, gate)

@@ -1,7 +1,6 @@
 """Scales and zero points of blocks of 4 bits, searched for instead of taken from the extremes."""
 
 import numpy as np
-import numpy.typing as npt
 
 from specexport_runtime.executors.base import Float32Array
 
@@ -11,7 +10,7 @@ _ENDS = ((1.0, 1.0), (0.9, 0.9), (0.8, 0.8), (0.7, 0.7), (0.85, 1.0), (1.0, 0.85
 _CHUNK = 1 << 16  # weights worked on at a time: what is computed from them stays in the processor's cache
 
 
-def search_blocks(values: Float32Array, importance: Float32Array) -> tuple[npt.NDArray[np.uint8], ...]:
+def search_blocks(values: Float32Array, importance: Float32Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes, scales and zero points that lose little of what a layer computes: ``value = (code - zero) * scale``.
 
     A block's result is off by the sum of ``x * (w - w')``, so what is made small is ``sum E[x^2] (w - w')^2``, with the

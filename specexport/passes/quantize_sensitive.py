@@ -6,10 +6,11 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import lazy_weight
+from specexport.passes.activation_smooth import NORMS
 from specexport.passes.base import CountingPass
 from specexport.passes.input_note import inputs_of
 from specexport.passes.quantize_graph import CONTRIB, put_nbits
-from specexport.passes.quantize_sites import LinearSite, channel_parts, linear_site
+from specexport.passes.quantize_sites import LinearSite, channel_parts, head_node, linear_site
 
 BLOCK = 32
 _ACCURACY_LEVEL = 4
@@ -24,7 +25,7 @@ class SensitiveBlocksPass(CountingPass):
        becomes of it. One scale an output leaves the weights of that channel an error that is multiplied by as much;
        4 bits are worse still.
     2. Where activations would have one scale a token: layers whose tokens have a largest channel far beyond their mean,
-       as the product of a gate and a value has (``down_proj``). With blocks, it costs only its own block bits.
+       as the product of a gate and a value has (``down_proj``). With blocks, that costs its own block bits only.
 
     ``com.microsoft.MatMulNBits`` at accuracy level 4 quantizes activations to int8 by token and block, so that no
     token's result depends on the others of the step. In steps of many tokens it is slower than an int8 product, so only
@@ -42,7 +43,9 @@ class SensitiveBlocksPass(CountingPass):
 
     def rewrite(self, model: ir.Model) -> int:
         """Replace every such layer whose inputs are whole blocks."""
-        found = [site for node in model.graph if (site := linear_site(node)) is not None and self._is_sensitive(site)]
+        sites = [site for node in model.graph if (site := linear_site(node)) is not None]
+        head = head_node(model, {site.node for site in sites})  # read whole for every token, perhaps an embedding too
+        found = [site for site in sites if site.node is not head and self._is_sensitive(site)]
         for site in found:
             _replace(model.graph, site)
         if found:
@@ -50,16 +53,12 @@ class SensitiveBlocksPass(CountingPass):
         return len(found)
 
     def _is_sensitive(self, site: LinearSite) -> bool:
-        inputs = inputs_of(site)
-        # Not the LM head, which may be one table with the embedding, and is read whole for every token.
-        if (
-            inputs is None
-            or site.depth % BLOCK
-            or len(site.weight.uses()) > 1
-            or site.node.outputs[0].is_graph_output()
-        ):
+        inputs, producer = inputs_of(site), site.source.producer()
+        if inputs is None or site.depth % BLOCK or len(site.weight.uses()) > 1:
             return False
-        return inputs.ranges.massive or (self._per_token and inputs.ranges.coarse)
+        # Behind a norm the same channels lie far out for every token, and smoothing has taken care of them.
+        normed = producer is not None and producer.op_type in NORMS
+        return inputs.ranges.massive or (self._per_token and inputs.ranges.coarse and not normed)
 
 
 def _replace(graph: ir.Graph, site: LinearSite) -> None:
