@@ -1,5 +1,6 @@
 """What was measured of inputs decides how layers are rounded: blocks for some, weighed errors in 4 bits."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,11 @@ import onnxruntime
 import pytest
 import torch
 
+from specexport.backends import ort
 from specexport.channel_ranges import ChannelRanges
 from specexport.frontend import Checkpoint, activation_ranges
-from specexport.passes import default_passes, run_passes
+from specexport.lowering.ort_cpu import lower_ort_cpu
+from specexport.passes import default_passes, quantize_int4, run_passes
 from specexport.passes.block_search import extreme_blocks, search_blocks
 from specexport.passes.input_note import InputNotePass, inputs_of
 from specexport.passes.quantize import quantizing_passes
@@ -197,3 +200,31 @@ def test_measured_squares_and_first_tokens_are_those_of_the_model() -> None:
     np.testing.assert_allclose(found.squares, torch.cat(seen).square().mean(0).numpy(), rtol=1e-4)
     np.testing.assert_allclose(found.first, torch.stack([each[0] for each in seen]).abs().amax(0).numpy(), rtol=1e-5)
     assert found.crest == pytest.approx(float((rest.abs().amax(1) / rest.square().mean(1).sqrt()).mean()), rel=1e-4)
+
+
+def test_a_weight_is_searched_once_and_nothing_of_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made, left = [], []
+
+    class Watched(quantize_int4._Codes):
+        def part(self, index: int) -> np.ndarray:
+            left.append(sum(len(each._waiting) > 0 for each in made if each is not self))
+            return super().part(index)
+
+        def __init__(self, site: Any) -> None:
+            super().__init__(site)
+            made.append(self)
+
+    searched = []
+    monkeypatch.setattr(quantize_int4, "_Codes", Watched)
+    monkeypatch.setattr(quantize_int4, "search_blocks", lambda *given: searched.append(1) or search_blocks(*given))
+    model = make_model(*ARCHITECTURES["llama"])
+    checkpoint = Checkpoint(**dict.fromkeys(Checkpoint.__dataclass_fields__) | {"model": model})
+    ranges = activation_ranges(checkpoint, PIECES)
+    traced = trace_of(model)
+    report = dict(run_passes(traced.ir_model, default_passes(Recipe(), quantize="int4", ranges=ranges)))
+    lower_ort_cpu(traced.ir_model)
+    monkeypatch.setattr(ort, "INLINE_BYTES", 0)  # small tensors are written after all others, large ones in order
+    ort.write_onnx(traced.ir_model, tmp_path)
+    assert len(searched) == len(made) == report["int4-quantize"]
+    assert max(left) == 0, "parts of one weight were asked for between those of another"
+    assert all(not each._waiting for each in made)
