@@ -63,7 +63,14 @@ def random_blocks(kind: str, shape: tuple[int, int], generator: np.random.Genera
 
 
 def write_gguf(
-    model: Any, path: Path, *, architecture: str = "qwen2", kinds: Mapping[str, str] | None = None, seed: int = 0
+    model: Any,
+    path: Path,
+    *,
+    architecture: str = "qwen2",
+    kinds: Mapping[str, str] | None = None,
+    seed: int = 0,
+    stated: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Write a model with a byte vocabulary.
 
@@ -73,6 +80,8 @@ def write_gguf(
         architecture: GGUF's name of it.
         kinds: format of each weight whose GGUF name ends so, ``""`` for all matrices; such weights are random.
         seed: of those.
+        stated: further settings by their whole keys, or other values of those that are always there; None drops one.
+        tensors: further tensors.
     """
     import gguf
     from tokenizers import pre_tokenizers
@@ -112,6 +121,20 @@ def write_gguf(
             writer.add_tensor(short, stored, raw_dtype=gguf.GGMLQuantizationType[found[0]])
         else:
             writer.add_tensor(short, weight.numpy())
+    for name, value in (tensors or {}).items():
+        writer.add_tensor(name, value)
+    for key, value in (stated or {}).items():
+        writer.kv_data[0].pop(key, None)  # the writer refuses a key twice
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif value is not None:
+            kinds_of = {
+                bool: writer.add_bool,
+                int: writer.add_uint32,
+                float: writer.add_float32,
+                str: writer.add_string,
+            }
+            kinds_of[type(value)](key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
