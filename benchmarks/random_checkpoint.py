@@ -14,6 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 NOISE = 1 << 26
+RESIDUAL, HEAD = 0.25, 4.0
+"""As in trained models, a layer adds little to what it was given, and logits are far apart: else a build's check would
+say that int4 loses most of what there is to lose."""
 
 
 class Writer:
@@ -27,12 +30,12 @@ class Writer:
         self.index: dict[str, str] = {}
         self.total = 0
 
-    def matrix(self, name: str, *shape: int) -> None:
-        """Add noise of the size that keeps activations as they are."""
+    def matrix(self, name: str, *shape: int, scale: float = 1.0) -> None:
+        """Add noise of the size that keeps activations as they are, times ``scale``."""
         size, row = shape[0] * shape[1], shape[1]
         self._at = (self._at + 977) % (NOISE - row)  # no two matrices begin alike
         flat = self._noise.roll(-self._at).repeat(-(-size // NOISE))[:size]
-        self._add(name, (flat.reshape(shape) * row**-0.5).contiguous())
+        self._add(name, (flat.reshape(shape) * (scale * row**-0.5)).contiguous())
 
     def vector(self, name: str, size: int, value: float) -> None:
         """Add one value, repeated."""
@@ -97,14 +100,14 @@ def main() -> None:
         for name, width in (("q", args.heads), ("k", args.kv_heads), ("v", args.kv_heads)):
             writer.matrix(f"{stem}.self_attn.{name}_proj.weight", width * head_dim, args.hidden)
             writer.vector(f"{stem}.self_attn.{name}_proj.bias", width * head_dim, 0.0)
-        writer.matrix(f"{stem}.self_attn.o_proj.weight", args.hidden, args.hidden)
+        writer.matrix(f"{stem}.self_attn.o_proj.weight", args.hidden, args.hidden, scale=RESIDUAL)
         writer.matrix(f"{stem}.mlp.gate_proj.weight", args.intermediate, args.hidden)
         writer.matrix(f"{stem}.mlp.up_proj.weight", args.intermediate, args.hidden)
-        writer.matrix(f"{stem}.mlp.down_proj.weight", args.hidden, args.intermediate)
+        writer.matrix(f"{stem}.mlp.down_proj.weight", args.hidden, args.intermediate, scale=RESIDUAL)
         for name in ("input_layernorm", "post_attention_layernorm"):
             writer.vector(f"{stem}.{name}.weight", args.hidden, 1.0)
     writer.vector("model.norm.weight", args.hidden, 1.0)
-    writer.matrix("lm_head.weight", args.vocab, args.hidden)
+    writer.matrix("lm_head.weight", args.vocab, args.hidden, scale=HEAD)
     writer.flush()
     index = {"metadata": {"total_size": writer.total}, "weight_map": writer.index}
     (args.folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -1,5 +1,6 @@
 """Linear layers in int8: weights per output channel, activations per token."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -174,19 +175,27 @@ def _scales(channels: np.ndarray) -> np.ndarray:
 
 def quantized_rows(tensor: ir.TensorProtocol) -> np.ndarray:
     """int8 [N, K] of a weight [N, K], in the scales of :func:`row_scales`."""
-    return np.ascontiguousarray(_quantized(tensor, turned=True)[0].T)
+    codes, start = np.empty([int(str(size)) for size in tensor.shape], np.int8), 0
+    for part, _ in _coded(tensor, turned=True):
+        codes[start : start + len(part)] = part
+        start += len(part)
+    return codes
 
 
 def _quantized(tensor: ir.TensorProtocol, turned: bool) -> tuple[np.ndarray, np.ndarray]:
     """int8 [K, N], and its scales: float32 [N]."""
     first, second = (int(str(size)) for size in tensor.shape)
     result = np.empty((second, first) if turned else (first, second), np.int8)
-    scales = np.empty(result.shape[1], np.float32)
-    start = 0
-    for channels in channel_parts(tensor, turned):
-        some = slice(start, start + len(channels))
-        scales[some] = _scales(channels)
-        part = channels / scales[some, None]
-        result[:, some] = np.clip(np.rint(part), -LARGEST, LARGEST).astype(np.int8).T
-        start += len(channels)
+    scales, start = np.empty(result.shape[1], np.float32), 0
+    for codes, of_codes in _coded(tensor, turned):
+        some = slice(start, start + len(codes))
+        result[:, some], scales[some] = codes.T, of_codes
+        start += len(codes)
     return result, scales
+
+
+def _coded(tensor: ir.TensorProtocol, turned: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Codes [n, K] and scales [n] of some output channels after the others."""
+    for channels in channel_parts(tensor, turned):
+        scales = _scales(channels)
+        yield np.clip(np.rint(channels / scales[:, None]), -LARGEST, LARGEST).astype(np.int8), scales
