@@ -22,6 +22,13 @@ BLOCK = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+GEMMA = BLOCK | {
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 HALVES = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
@@ -56,16 +63,25 @@ def random_blocks(kind: str, shape: tuple[int, int], generator: np.random.Genera
 
 
 def write_gguf(
-    model: Any, path: Path, *, architecture: str = "qwen2", kinds: Mapping[str, str] | None = None, seed: int = 0
+    model: Any,
+    path: Path,
+    *,
+    architecture: str = "qwen2",
+    kinds: Mapping[str, str] | None = None,
+    seed: int = 0,
+    stated: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Write a model with a byte vocabulary.
 
     Args:
-        model: a Qwen2 or Llama; its weights are written, but for those of ``kinds``.
+        model: a Qwen2, Llama or Gemma3; its weights are written, but for those of ``kinds``.
         path: the file.
         architecture: GGUF's name of it.
         kinds: format of each weight whose GGUF name ends so, ``""`` for all matrices; such weights are random.
         seed: of those.
+        stated: further settings by their whole keys, or other values of those that are always there; None drops one.
+        tensors: further tensors.
     """
     import gguf
     from tokenizers import pre_tokenizers
@@ -78,7 +94,8 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     tokens = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
@@ -96,13 +113,28 @@ def write_gguf(
         else:
             _, _, layer, rest = name.split(".", 3)
             part, kind = rest.rsplit(".", 1)
-            short = f"blk.{layer}.{BLOCK[part]}.{kind}"
+            names = GEMMA if architecture.startswith("gemma") else BLOCK
+            short = f"blk.{layer}.{names[part]}.{kind}"
         found = [kind for ending, kind in (kinds or {}).items() if short.endswith(ending) and weight.ndim == 2]
         if found:
             stored = random_blocks(found[0], tuple(weight.shape), generator)
             writer.add_tensor(short, stored, raw_dtype=gguf.GGMLQuantizationType[found[0]])
         else:
             writer.add_tensor(short, weight.numpy())
+    for name, value in (tensors or {}).items():
+        writer.add_tensor(name, value)
+    for key, value in (stated or {}).items():
+        writer.kv_data[0].pop(key, None)  # the writer refuses a key twice
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif value is not None:
+            kinds_of = {
+                bool: writer.add_bool,
+                int: writer.add_uint32,
+                float: writer.add_float32,
+                str: writer.add_string,
+            }
+            kinds_of[type(value)](key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -67,21 +67,27 @@ def export_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(frontend, "trace_checkpoint", trace_checkpoint)
 
 
-def _export(trace_model: Callable[..., Any], model: Any, calls: Any) -> Any:
+def _export(trace_model: Callable[..., Any], model: Any, calls: Any, stored: Any) -> Any:
+    from specexport.frontend.stored import stored_tensor
+
     key = _content(model, calls)
     if key not in _EXPORTS:
         keep_operator_table()
-        _EXPORTS[key] = trace_model(model, calls)
-    traced = _EXPORTS[key]
-    return traced._replace(ir_model=traced.ir_model.clone())
+        _EXPORTS[key] = trace_model(model, calls, stored)
+    ir_model = _EXPORTS[key].ir_model.clone()
+    for name, value in ir_model.graph.initializers.items():  # those of this checkpoint's files
+        if name.removeprefix("model.") in stored:
+            value.const_value = stored_tensor(name, stored[name.removeprefix("model.")])
+    return _EXPORTS[key]._replace(ir_model=ir_model)
 
 
 def _content(model: Any, calls: Any) -> str:
-    """Hash of a model: its class and configuration, what its layers ask of attention, and its weights."""
+    """Hash of a model: its class and configuration, what its layers ask of attention, and the weights that it has."""
     import torch
 
     found = hashlib.sha256(f"{type(model)} {model.config.to_json_string()} {calls}".encode())
     for name, tensor in model.state_dict().items():
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        if tensor.device.type != "meta":
+            found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

@@ -1,5 +1,7 @@
 """ONNX Runtime engine files: the graph, and its weights in one file laid out for memory mapping."""
 
+import errno
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,18 +27,27 @@ def write_onnx(ir_model: "ir.Model", folder: Path) -> str:
 
     Returns:
         the engine file's name.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
     """
     import onnx_ir as ir
 
     folder.mkdir(parents=True, exist_ok=True)
-    ir.save(
-        ir_model,
-        folder / ENGINE_NAME,
-        external_data=DATA_NAME,
-        size_threshold_bytes=INLINE_BYTES,
-        alignment=PAGE_BYTES,
-        align_threshold=PAGE_BYTES - 1,
-    )
+    try:
+        ir.save(
+            ir_model,
+            folder / ENGINE_NAME,
+            external_data=DATA_NAME,
+            size_threshold_bytes=INLINE_BYTES,
+            alignment=PAGE_BYTES,
+            align_threshold=PAGE_BYTES - 1,
+        )
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        # numpy says only how much of an array it could write.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / DATA_NAME)) from error
     return ENGINE_NAME
 
 

@@ -95,6 +95,7 @@ def _kept(tensor: Any, conversion: Conversion, file: WatchedFile) -> BlockWeight
         (tensor_shape(tensor)[0], tensor_shape(tensor)[1]),
         int(tensor.n_bytes),
         lambda rows: found.read(read(rows)),
+        found.spread,
     )
     return whole if np.array_equal(order, np.arange(len(order))) else whole.take(order)
 

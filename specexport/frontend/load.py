@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from specexport.frontend.checkpoint import Checkpoint
+from specexport.frontend.gguf_config import correct_config
 from specexport.frontend.gguf_reader import open_reader, shared
 from specexport.frontend.gguf_rows import Conversion
+from specexport.frontend.gguf_tokenizer import honour_file
 from specexport.frontend.kept import check_formats, kept_weights
 from specexport.frontend.packed import Packed, name_packed, read_packed
 from specexport.frontend.source import PACKED_METHODS, Source, hash_source, resolve_source
@@ -33,7 +35,8 @@ def load(
         check_formats(found, reader)
     with _quiet_transformers(), shared(found, reader):
         config = _load_config(found, trust_remote_code)
-        tokenizer = load_tokenizer(found, trust_remote_code=trust_remote_code)
+        correct_config(found, reader, config)
+        tokenizer = honour_file(found, reader, load_tokenizer(found, trust_remote_code=trust_remote_code))
         settings = _packing(found, config)
         packed = Packed({}, {}) if settings is None else read_packed(found, settings)
         how = _How(found, config, getattr(torch, dtype), trust_remote_code, settings is not None)
@@ -60,7 +63,7 @@ def load(
         chat_template=tokenizer.chat_template,
         special_tokens=tokenizer.special_tokens,
         bos_token_id=tokenizer.bos_token_id if tokenizer.bos_token_id is not None else text.bos_token_id,
-        eos_token_ids=collect_eos_ids(model, tokenizer.eos_token_id),
+        eos_token_ids=collect_eos_ids(model, tokenizer),
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         max_positions=getattr(text, "max_position_embeddings", None),
@@ -161,7 +164,9 @@ def _load_model(how: _How, state: dict[str, torch.Tensor] | None) -> Any:
             f"{config.model_type} cannot be exported: it is an encoder-decoder model.", "use a decoder-only model."
         )
     place: Any = source.folder
-    kind: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {"use_safetensors": True}
+    kind: dict[str, Any] = (
+        {"gguf_file": source.gguf_file, "config": config} if source.gguf_file else {"use_safetensors": True}
+    )
     loader: Any = AutoModelForCausalLM
     if state is not None:
         place, kind = None, {"state_dict": state, "config": config}

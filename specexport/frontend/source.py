@@ -3,6 +3,7 @@
 Only named kinds of files are ever read or fetched: configuration, tokenizer, safetensors. Pickled weights are refused.
 """
 
+import functools
 import hashlib
 import json
 import re
@@ -85,8 +86,20 @@ def hash_source(source: Source) -> str:
     """SHA-256 over the names and contents of a source's files."""
     digest = hashlib.sha256()
     for path in source.files:
-        digest.update(f"{path.name}\0{sha256_file(path)}\n".encode())
+        digest.update(f"{path.name}\0{_hash_file(path, *file_state(path))}\n".encode())
     return digest.hexdigest()
+
+
+def file_state(path: Path) -> tuple[int, int, int]:
+    """What changes when a file is written."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+@functools.lru_cache(maxsize=256)
+def _hash_file(path: Path, *_: int) -> str:
+    """The hash of a file as it is: a build asks for it before and after it reads, and large ones take half a minute."""
+    return sha256_file(path)
 
 
 def _gguf_source(path: Path) -> Source:

@@ -1,6 +1,5 @@
 """Weights that stay in their files: where each parameter of a model comes from, read when it is asked for."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specexport.frontend.source import file_state
 from specexport_runtime.errors import CheckpointError
 
 CHUNK = 1 << 24  # elements worked on at a time where a weight need not be whole
@@ -57,7 +57,7 @@ class WatchedFile:
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self._name = path, name
-        self._state = _state(path)
+        self._state = file_state(path)
 
     def check(self) -> None:
         """See that nobody wrote it meanwhile.
@@ -66,7 +66,7 @@ class WatchedFile:
             CheckpointError: somebody did, or it is gone.
         """
         try:
-            same = _state(self.path) == self._state
+            same = file_state(self.path) == self._state
         except OSError:
             same = False
         if not same:
@@ -85,11 +85,6 @@ class WatchedFile:
         if found.size != num_bytes:
             raise CheckpointError(f"{self._name}: {self.path.name} ends too early.", "fetch the checkpoint again.")
         return found
-
-
-def _state(path: Path) -> tuple[int, ...]:
-    found = os.stat(path)
-    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def stored_by_id(model: Any, stored: Stored) -> dict[int, StoredWeight]:

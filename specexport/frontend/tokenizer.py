@@ -16,6 +16,7 @@ class TokenizerParts(NamedTuple):
         special_tokens: name to text.
         bos_token_id: or None.
         eos_token_id: or None.
+        more_eos_ids: further ids that end a text.
     """
 
     json: bytes
@@ -23,6 +24,7 @@ class TokenizerParts(NamedTuple):
     special_tokens: dict[str, str]
     bos_token_id: int | None
     eos_token_id: int | None
+    more_eos_ids: tuple[int, ...] = ()
 
 
 def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> TokenizerParts:
@@ -67,11 +69,13 @@ def _chat_template(tokenizer: Any) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def collect_eos_ids(model: Any, tokenizer_eos: int | None) -> tuple[int, ...]:
+def collect_eos_ids(model: Any, tokenizer: TokenizerParts) -> tuple[int, ...]:
     """Every token id that ends a text: generation config (else model config), then the tokenizer's own."""
     generation = getattr(model, "generation_config", None)
     declared = getattr(generation, "eos_token_id", None)
     if declared is None:
         declared = model.config.get_text_config().eos_token_id
     ids = list(declared) if isinstance(declared, Iterable) else [declared]
-    return tuple(dict.fromkeys(int(i) for i in (*ids, tokenizer_eos) if i is not None))
+    return tuple(
+        dict.fromkeys(int(i) for i in (*ids, tokenizer.eos_token_id, *tokenizer.more_eos_ids) if i is not None)
+    )

@@ -7,6 +7,9 @@ import onnx_ir as ir
 
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME
 
+AS_STORED = "specexport.as_stored"
+"""Marks a weight that is as its checkpoint has it, whatever the model's dtype is."""
+
 
 class CountingPass(ir.passes.InPlacePass):
     """A pass with a name, a reason and a count.

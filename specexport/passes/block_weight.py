@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,42 @@ class Form(NamedTuple):
         return 1 << (self.bits - 1)
 
 
+class Spread(NamedTuple):
+    """How a checkpoint stores scales and offsets: small integers, times a number for several blocks.
+
+    ::
+
+        scales  = base * levels            offsets = shift * scales + least * minima
+
+    Attributes:
+        values: weights that share a base, and a least.
+        levels: whether there are levels; else scales are the bases.
+        minima: whether there are minima; else the least is added as it is.
+        shift: see above.
+    """
+
+    values: int
+    levels: bool = False
+    minima: bool = False
+    shift: int = 0
+
+
+class Stored(NamedTuple):
+    """Scales and offsets as a checkpoint stores them, see :class:`Spread`.
+
+    Attributes:
+        base: float16 [n, K / values].
+        levels: int8 [n, K / block], or None.
+        least: float16 [n, K / values]; None without offsets.
+        minima: int8 [n, K / block], or None.
+    """
+
+    base: npt.NDArray[np.float16]
+    levels: npt.NDArray[np.int8] | None = None
+    least: npt.NDArray[np.float16] | None = None
+    minima: npt.NDArray[np.int8] | None = None
+
+
 class Blocks(NamedTuple):
     """Rows of a weight: ``value[n, k] = scales[n, b] * (codes[n, k] - zero) + offsets[n, b]``, with ``b = k // block``.
 
@@ -40,11 +76,13 @@ class Blocks(NamedTuple):
         codes: uint8 [n, K].
         scales: float32 [n, K / block].
         offsets: float32 [n, K / block]; None without.
+        stored: what scales and offsets were made of, where a weight has a ``spread``.
     """
 
     codes: npt.NDArray[np.uint8]
     scales: Float32Array
     offsets: Float32Array | None
+    stored: Stored | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +95,7 @@ class BlockWeight:
         shape: N and K.
         stored_bytes: in the checkpoint.
         read: gives the blocks of some rows.
+        spread: how scales and offsets are stored; None if as float32.
     """
 
     kind: str
@@ -64,6 +103,7 @@ class BlockWeight:
     shape: tuple[int, int]
     stored_bytes: int
     read: Callable[[Rows], Blocks]
+    spread: Spread | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -84,7 +124,7 @@ class BlockWeight:
     def floats(self, rows: Rows | None = None) -> Float32Array:
         """float32 values of some rows [n, K]; None for all."""
         wanted = np.arange(self.shape[0]) if rows is None else rows
-        codes, scales, offsets = self.read(wanted)
+        codes, scales, offsets, _ = self.read(wanted)
         blocks = codes.reshape(len(wanted), self.num_blocks, self.form.block).astype(np.float32) - self.form.zero
         values = blocks * scales[..., None]
         if offsets is not None:
@@ -107,6 +147,11 @@ class BlockWeight:
         found = [self.read(rows).offsets for rows in self._chunks()]
         return np.concatenate([np.zeros((0, self.num_blocks), np.float32) if part is None else part for part in found])
 
+    def part(self, name: str) -> np.ndarray:
+        """A part of :class:`Stored`, by its name: [N, n]."""
+        parts = [self.read(rows).stored for rows in self._chunks()]
+        return np.concatenate([getattr(part, name) for part in parts])
+
     def _shaped(self, codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         return codes.reshape(len(codes), self.num_blocks, self.form.block)
 
@@ -120,6 +165,8 @@ def join(weights: Seq[BlockWeight]) -> BlockWeight:
     if len(weights) == 1:
         return weights[0]
     bounds = np.cumsum([weight.shape[0] for weight in weights])
+    spreads = {weight.spread for weight in weights}
+    spread = weights[0].spread if len(spreads) == 1 else None
 
     def read(rows: Rows) -> Blocks:
         starts = np.concatenate([[0], bounds[:-1]])
@@ -128,11 +175,12 @@ def join(weights: Seq[BlockWeight]) -> BlockWeight:
             for weight, start, end in zip(weights, starts, bounds, strict=True)
             if bool(((rows >= start) & (rows < end)).any())
         ]  # in order: rows are asked for in ascending order
-        codes, scales, offsets = zip(*parts, strict=True)
+        codes, scales, offsets, stored = zip(*parts, strict=True)
         return Blocks(
             np.concatenate(codes),
             np.concatenate(scales),
             np.concatenate(offsets) if weights[0].form.has_offsets else None,
+            None if spread is None else _joined(stored),
         )
 
     return replace(
@@ -141,4 +189,11 @@ def join(weights: Seq[BlockWeight]) -> BlockWeight:
         shape=(int(bounds[-1]), weights[0].shape[1]),
         stored_bytes=sum(weight.stored_bytes for weight in weights),
         read=read,
+        spread=spread,
     )
+
+
+def _joined(parts: Seq[Stored]) -> Stored:
+    columns: Any = zip(*parts, strict=True)
+    made: list[Any] = [None if column[0] is None else np.concatenate(column) for column in columns]
+    return Stored(*made)

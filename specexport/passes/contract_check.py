@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 import onnx_ir as ir
 
 from specexport.ops.spec import DIM_NAMES
-from specexport.passes.base import CountingPass, attention_nodes
+from specexport.passes.base import AS_STORED, CountingPass, attention_nodes
 from specexport_runtime.abi import CACHE_INPUTS, LOGITS, OUTPUTS, STEP_INPUTS, TensorSpec
 from specexport_runtime.errors import CheckFailedError
 
@@ -112,6 +112,8 @@ def _check_weights(model: ir.Model) -> Iterator[str]:
         tensor = value.const_value
         if tensor is None:
             yield f"weight {value.name} has no data"
+        elif value.meta.get(AS_STORED):
+            continue  # scales of a quantized checkpoint, which are made float before anybody multiplies by them
         elif tensor.dtype in _FLOATS | {ir.DataType.DOUBLE} and _is_matrix(tensor) and tensor.dtype != dtype:
             yield f"weight {value.name} is {tensor.dtype}, the model {dtype}"
 

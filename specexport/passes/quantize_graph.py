@@ -1,5 +1,6 @@
 """What quantizing passes do to a graph in the same way."""
 
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -72,14 +73,24 @@ def pack_pairs(codes: np.ndarray) -> np.ndarray:
 
 
 def nbits_bytes(graph: ir.Graph, dtype: str) -> tuple[int, int]:
-    """Bytes of the weights of all ``MatMulNBits``, codes and scales, and what they would take in ``dtype``.
+    """Bytes of the weights of all ``MatMulNBits``, with what scales are made of, and what they would take in ``dtype``.
 
     Args:
         graph: a model's.
         dtype: numpy name, for example ``"float16"``.
     """
     nodes = [node for node in graph.all_nodes() if node.op_type == NBITS]
-    tensors = [constant_of(value) for node in nodes for value in node.inputs[1:]]
-    stored = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    found = {value: tensor for node in nodes for value, tensor in _constants(node.inputs[1:])}
+    stored = sum(tensor.nbytes for tensor in found.values())
     elements = sum(node.attributes["K"].as_int() * node.attributes["N"].as_int() for node in nodes)
     return stored, elements * ITEM_BYTES[dtype]
+
+
+def _constants(values: Iterable[ir.Value | None]) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
+    """The constants that values are, or are computed from."""
+    for value in values:
+        tensor, producer = constant_of(value), None if value is None else value.producer()
+        if value is not None and tensor is not None:
+            yield value, tensor
+        elif producer is not None:
+            yield from _constants(producer.inputs)

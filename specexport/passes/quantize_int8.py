@@ -1,6 +1,6 @@
 """Linear layers in int8: weights per output channel, activations per token."""
 
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -124,16 +124,33 @@ def _zero(graph: ir.Graph) -> ir.Value:
 
 def _replace(graph: ir.Graph, site: LinearSite, source: ir.Value, row_scale: ir.Value) -> None:
     name = int8_name(str(site.weight.name))
-    weight = lazy_weight(
-        graph, name, ir.DataType.INT8, [site.depth, site.width], partial(_quantized, site.tensor, site.turned)
-    )
-    scales = lazy_weight(graph, f"{name}_scale", _FLOAT, [site.width], partial(row_scales, site.tensor, site.turned))
+    made = _Codes(site.tensor, site.turned)
+    weight = lazy_weight(graph, name, ir.DataType.INT8, [site.depth, site.width], made.codes)
+    scales = lazy_weight(graph, f"{name}_scale", _FLOAT, [site.width], made.scales)
     emit, shape = Emitter(graph), site.node.outputs[0].shape
     total = emit.op("MatMulInteger", source, weight, _zero(graph), dtype=ir.DataType.INT32, shape=shape)
     result = emit.op("Cast", total, dtype=_FLOAT, shape=shape, to=_FLOAT)
     result = emit.op("Mul", result, row_scale, shape=shape)
     result = emit.op("Mul", result, scales, shape=shape)
     put_in_place(emit, site, result)
+
+
+class _Codes:
+    """The codes and the scales of a weight, which is read once for both where one is asked for after the other."""
+
+    def __init__(self, tensor: ir.TensorProtocol, turned: bool) -> None:
+        self._tensor, self._turned = tensor, turned
+        self._scales: np.ndarray | None = None
+
+    def codes(self) -> np.ndarray:
+        """int8 [K, N]."""
+        codes, self._scales = _quantized(self._tensor, self._turned)
+        return codes
+
+    def scales(self) -> np.ndarray:
+        """float32 [N]."""
+        found, self._scales = self._scales, None
+        return row_scales(self._tensor, self._turned) if found is None else found
 
 
 def int8_name(name: str) -> str:
@@ -158,16 +175,27 @@ def _scales(channels: np.ndarray) -> np.ndarray:
 
 def quantized_rows(tensor: ir.TensorProtocol) -> np.ndarray:
     """int8 [N, K] of a weight [N, K], in the scales of :func:`row_scales`."""
-    return np.ascontiguousarray(_quantized(tensor, turned=True).T)
+    codes, start = np.empty([int(str(size)) for size in tensor.shape], np.int8), 0
+    for part, _ in _coded(tensor, turned=True):
+        codes[start : start + len(part)] = part
+        start += len(part)
+    return codes
 
 
-def _quantized(tensor: ir.TensorProtocol, turned: bool) -> np.ndarray:
-    """int8 [K, N]."""
+def _quantized(tensor: ir.TensorProtocol, turned: bool) -> tuple[np.ndarray, np.ndarray]:
+    """int8 [K, N], and its scales: float32 [N]."""
     first, second = (int(str(size)) for size in tensor.shape)
     result = np.empty((second, first) if turned else (first, second), np.int8)
-    start = 0
+    scales, start = np.empty(result.shape[1], np.float32), 0
+    for codes, of_codes in _coded(tensor, turned):
+        some = slice(start, start + len(codes))
+        result[:, some], scales[some] = codes.T, of_codes
+        start += len(codes)
+    return result, scales
+
+
+def _coded(tensor: ir.TensorProtocol, turned: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Codes [n, K] and scales [n] of some output channels after the others."""
     for channels in channel_parts(tensor, turned):
-        part = channels / _scales(channels)[:, None]
-        result[:, start : start + len(part)] = np.clip(np.rint(part), -LARGEST, LARGEST).astype(np.int8).T
-        start += len(part)
-    return result
+        scales = _scales(channels)
+        yield np.clip(np.rint(channels / scales[:, None]), -LARGEST, LARGEST).astype(np.int8), scales

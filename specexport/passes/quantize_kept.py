@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from functools import partial
 
-import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter, lazy_weight
-from specexport.passes.base import CountingPass
+from specexport.passes.base import AS_STORED, CountingPass
 from specexport.passes.block_weight import BlockWeight, join
 from specexport.passes.linear_pack import PARTS
 from specexport.passes.lm_head_cut import CUT
@@ -87,21 +86,63 @@ def kept_form(weights: Mapping[str, BlockWeight], name: str) -> object:
     return None if weight is None else weight.form
 
 
-def _stored(graph: ir.Graph, name: str, weight: BlockWeight) -> tuple[ir.Value, ir.Value]:
-    """The codes [N, blocks, bytes] and scales [N, blocks] of a weight, the same for all its readers."""
-    width, form = weight.shape[0], weight.form
-    shape = [width, weight.num_blocks, form.block * form.bits // 8]
-    codes = lazy_weight(graph, f"{name}.codes", _UINT8, shape, weight.packed_codes)
-    return codes, lazy_weight(graph, f"{name}.scales", _FLOAT, shape[:2], weight.scales)
+def _codes(graph: ir.Graph, name: str, weight: BlockWeight) -> ir.Value:
+    """The codes [N, blocks, bytes] of a weight, the same for all its readers."""
+    shape = [weight.shape[0], weight.num_blocks, weight.form.block * weight.form.bits // 8]
+    return lazy_weight(graph, f"{name}.codes", _UINT8, shape, weight.packed_codes)
 
 
-def _offsets(graph: ir.Graph, name: str, weight: BlockWeight) -> ir.Value:
-    shape = [weight.num_blocks, weight.shape[0]]
-    return lazy_weight(graph, f"{name}.offsets", _FLOAT, shape, partial(_turned, weight))
+class _Scales:
+    """Scales and offsets of a weight in a graph: as they are stored, or as what is made of them.
 
+    A product wants float32, of all rows. Where the checkpoint has them as small integers, so has the engine's file, and
+    nodes make them float; ONNX Runtime does that once, when it loads the engine.
 
-def _turned(weight: BlockWeight) -> np.ndarray:
-    return np.ascontiguousarray(weight.offsets().T)
+    Args:
+        graph: the graph.
+        name: of the weight.
+        weight: the weight.
+    """
+
+    def __init__(self, graph: ir.Graph, name: str, weight: BlockWeight) -> None:
+        self._graph, self._name, self._weight = graph, name, weight
+
+    def scales(self, emit: Emitter, ids: ir.Value | None = None) -> ir.Value:
+        """float32 [N, blocks], or of the rows ``ids`` [T]: [T, blocks]."""
+        weight = self._weight
+        if weight.spread is None:
+            whole = lazy_weight(self._graph, f"{self._name}.scales", _FLOAT, self._by_block(), weight.scales)
+            return whole if ids is None else emit.op("Gather", whole, ids, axis=0)
+        return self._product(emit, ids, "base", "levels" if weight.spread.levels else "")
+
+    def offsets(self, emit: Emitter, scales: ir.Value, ids: ir.Value | None = None) -> ir.Value:
+        """The same of the offsets; ``scales`` are those of the same rows."""
+        spread = self._weight.spread
+        if spread is None:
+            whole = lazy_weight(self._graph, f"{self._name}.offsets", _FLOAT, self._by_block(), self._weight.offsets)
+            return whole if ids is None else emit.op("Gather", whole, ids, axis=0)
+        shifted = emit.op("Mul", scales, emit.const(spread.shift, "float32"))
+        return emit.op("Add", shifted, self._product(emit, ids, "least", "minima" if spread.minima else ""))
+
+    def _by_block(self) -> list[int]:
+        return [self._weight.shape[0], self._weight.num_blocks]
+
+    def _product(self, emit: Emitter, ids: ir.Value | None, base: str, levels: str) -> ir.Value:
+        """A number for several blocks times one for each; or the number alone."""
+        width, depth = self._weight.shape
+        values = self._weight.spread.values  # type: ignore[union-attr]
+        found = self._part(emit, ids, base, ir.DataType.FLOAT16, [width, depth // values])
+        if not levels:
+            return found
+        of_block = self._part(emit, ids, levels, ir.DataType.INT8, self._by_block())
+        cut = emit.reshape(of_block, [-1, depth // values, values // self._weight.form.block])
+        product = emit.op("Mul", cut, emit.op("Unsqueeze", found, emit.const([-1])))
+        return emit.reshape(product, [-1, self._weight.num_blocks])
+
+    def _part(self, emit: Emitter, ids: ir.Value | None, name: str, dtype: ir.DataType, shape: list[int]) -> ir.Value:
+        stored = lazy_weight(self._graph, f"{self._name}.{name}", dtype, shape, partial(self._weight.part, name))
+        stored.meta[AS_STORED] = True
+        return emit.cast(stored if ids is None else emit.op("Gather", stored, ids, axis=0), _FLOAT)
 
 
 def _multiply(
@@ -109,10 +150,13 @@ def _multiply(
 ) -> None:
     emit, shape, form = Emitter(graph), site.node.outputs[0].shape, weight.form
     name = str(site.weight.name).removesuffix(FOLDED)
+    made = _Scales(graph, name, weight)
+    scales = made.scales(emit)
     result = emit.op(
         NBITS,
         site.source,
-        *_stored(graph, name, weight),
+        _codes(graph, name, weight),
+        scales,
         dtype=_FLOAT,
         shape=shape,
         domain=CONTRIB,
@@ -124,7 +168,8 @@ def _multiply(
     )
     if form.has_offsets:
         of_block = _block_sums(graph, site, form.block, weight.num_blocks, sums)
-        small = emit.op("MatMul", of_block, _offsets(graph, name, weight), shape=shape)
+        offsets = emit.op("Transpose", made.offsets(emit, scales), perm=[1, 0])
+        small = emit.op("MatMul", of_block, offsets, shape=shape)
         result = emit.op("Add", result, small, shape=shape)
     put_in_place(emit, site, result)
 
@@ -156,9 +201,9 @@ def _look_up(graph: ir.Graph, node: ir.Node, weight: BlockWeight) -> bool:
     if old.shape is None or len(old.shape) not in (2, 3):
         return False
     emit, form, name = Emitter(graph), weight.form, str(node.inputs[0].name)  # type: ignore[union-attr]
-    codes, scales = _stored(graph, name, weight)
+    made = _Scales(graph, name, weight)
     ids = emit.reshape(ids, [-1])  # type: ignore[arg-type]
-    rows = emit.op("Gather", codes, ids, axis=0)  # [T, blocks, bytes]
+    rows = emit.op("Gather", _codes(graph, name, weight), ids, axis=0)  # [T, blocks, bytes]
     if form.bits == 4:
         halves = [
             emit.op("BitwiseAnd", rows, emit.const(15, "uint8")),
@@ -168,12 +213,10 @@ def _look_up(graph: ir.Graph, node: ir.Node, weight: BlockWeight) -> bool:
         pairs = emit.op("Concat", *(emit.op("Unsqueeze", half, ends) for half in halves), axis=-1)
         rows = emit.reshape(pairs, [-1, weight.num_blocks, form.block])
     values = emit.op("Sub", emit.cast(rows, _FLOAT), emit.const(form.zero, "float32"))
-    scale = emit.op("Unsqueeze", emit.op("Gather", scales, ids, axis=0), emit.const([-1]))
-    values = emit.op("Mul", values, scale)
+    scales = made.scales(emit, ids)
+    values = emit.op("Mul", values, emit.op("Unsqueeze", scales, emit.const([-1])))
     if form.has_offsets:
-        columns = emit.op("Gather", _offsets(graph, name, weight), ids, axis=1)  # [blocks, T]
-        offset = emit.op("Transpose", columns, perm=[1, 0])
-        values = emit.op("Add", values, emit.op("Unsqueeze", offset, emit.const([-1])))
+        values = emit.op("Add", values, emit.op("Unsqueeze", made.offsets(emit, scales, ids), emit.const([-1])))
     lead = [1, -1] if len(old.shape) == 3 else [-1]
     emit.replace(node, [emit.op("Reshape", values, emit.const([*lead, weight.shape[1]]), shape=old.shape)])
     return True

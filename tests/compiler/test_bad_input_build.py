@@ -2,6 +2,7 @@
 
 import errno
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from click.testing import Result
 from pairs import TinyPair
 from tiny_models import REFUSED, make_model, save_checkpoint
+
+from specexport.backends import ort
 
 Refuse = Callable[..., str]
 RunCli = Callable[..., Result]
@@ -171,6 +174,25 @@ def test_a_disk_that_fills_up(
     assert "is full" in line
     assert "4,321 bytes written so far" in line
     assert "free" in line
+
+
+def test_a_weights_file_that_ends_too_early(
+    refuse_cli: Refuse, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = ort.write_onnx
+
+    def write_a_little(ir_model: Any, folder: Path) -> str:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # numpy then says what it says of a full disk
+        try:
+            return write(ir_model, folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    monkeypatch.setattr(ort, "write_onnx", write_a_little)
+    line = refuse_cli(*build_args(tiny_pair.target, "--no-cache", out=tmp_path / "out"))
+    assert "is full" in line
+    assert "written so far" in line
 
 
 def test_a_defect_of_ours_keeps_its_traceback(

@@ -63,7 +63,7 @@ def test_a_mixture_stays_a_mixture(tied: bool, tmp_path: Path) -> None:
     # q and k are joined, v has another format; a tied LM head is the embedding's Q4_K
     assert sorted(bits) == sorted([4, 8, 8, 4, 8] * 2 + ([4] if tied else [8]))
     stored = (tmp_path / "tiny.gguf").stat().st_size
-    assert result.files["target/model.onnx.data"].size < 1.6 * stored  # scales and offsets are float32 here
+    assert result.files["target/model.onnx.data"].size < 1.3 * stored  # 8 bits for Q6_K's six, and all scales its own
     found = result.checks["target"]
     assert found is not None
     assert found.lost is not None

@@ -39,6 +39,15 @@ def test_small_engines_are_left_alone(cache, demo_bundle, monkeypatch):
     assert not packed(cache)
 
 
+def test_weights_that_no_memory_holds_are_left_to_the_first_load(cache, demo_bundle, monkeypatch, caplog):
+    monkeypatch.setattr(prepacked, "MIN_WEIGHT_BYTES", 1_000_000)
+    monkeypatch.setattr("specexport.build.prepack.memory_bytes", lambda: (8 * 10**9, 30_000_000, None))
+    with caplog.at_level(logging.WARNING):
+        prepack_bundle(demo_bundle)
+    assert "the target's weights are not packed now: that takes 0.1 GB of memory, and 0.0 GB are free" in caplog.text
+    assert len(packed(cache)) == 2  # the draft's, which has a graph for steps of one token
+
+
 def test_what_goes_wrong_is_a_warning(cache, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         prepack_bundle(tmp_path)

@@ -16,7 +16,9 @@ def make_weight(kind: str, width: int = WIDTH, seed: int = 7) -> tuple[BlockWeig
     """A random weight, and its float values."""
     stored = random_blocks(kind, (width, DEPTH), np.random.default_rng(seed))
     found = FORMATS[kind]
-    weight = BlockWeight(kind, found.form, (width, DEPTH), stored.nbytes, lambda rows: found.read(stored[rows]))
+    weight = BlockWeight(
+        kind, found.form, (width, DEPTH), stored.nbytes, lambda rows: found.read(stored[rows]), found.spread
+    )
     return weight, gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])
 
 
@@ -48,10 +50,42 @@ def test_codes_fit_and_lie_around_the_zero(kind: str) -> None:
     assert weight.offsets().shape == (WIDTH if form.has_offsets else 0, DEPTH // form.block)
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_scales_are_made_of_what_is_stored(kind: str) -> None:
+    weight, _ = make_weight(kind)
+    spread = weight.spread
+    assert spread is not None
+    parts = {"base": (np.float16, spread.values)}
+    parts |= {"levels": (np.int8, weight.form.block)} if spread.levels else {}
+    parts |= {"least": (np.float16, spread.values)} if weight.form.has_offsets else {}
+    parts |= {"minima": (np.int8, weight.form.block)} if spread.minima else {}
+    found = {name: weight.part(name) for name in parts}
+    for name, (dtype, values) in parts.items():
+        assert (found[name].dtype, found[name].shape) == (dtype, (WIDTH, DEPTH // values))
+    times = spread.values // weight.form.block
+    wide = {name: np.repeat(part.astype(np.float32), times if part.dtype == np.float16 else 1, axis=1)
+            for name, part in found.items()}  # fmt: skip
+    scales = wide["base"] * wide.get("levels", 1)
+    np.testing.assert_array_equal(scales, weight.scales())
+    if weight.form.has_offsets:
+        offsets = np.float32(spread.shift) * scales + wide["least"] * wide.get("minima", 1)
+        np.testing.assert_array_equal(offsets, weight.offsets())
+    assert sum(part.nbytes for part in found.values()) * 8 / (WIDTH * DEPTH) <= 1.25  # bits a weight
+
+
+def test_weights_of_one_form_and_other_scales_are_joined_in_float() -> None:
+    (first, one), (second, two) = make_weight("Q4_K", 8, seed=1), make_weight("Q4_1", 16, seed=2)
+    joined = join([first, second])
+    assert joined.spread is None
+    np.testing.assert_allclose(joined.floats(), np.concatenate([one, two]), atol=1e-6)
+
+
 def test_weights_are_joined_and_rows_taken() -> None:
     (first, one), (second, two) = make_weight("Q4_K", 8, seed=1), make_weight("Q4_K", 16, seed=2)
     joined, wanted = join([first, second]), np.concatenate([one, two])
     assert joined.shape == (24, DEPTH)
+    assert joined.spread == first.spread
+    np.testing.assert_array_equal(joined.part("minima"), np.concatenate([first.part("minima"), second.part("minima")]))
     np.testing.assert_allclose(joined.floats(), wanted, atol=1e-6)
     np.testing.assert_array_equal(joined.packed_codes(), np.concatenate([first.packed_codes(), second.packed_codes()]))
     order = np.array([20, 1, 9])

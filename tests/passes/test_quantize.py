@@ -138,7 +138,8 @@ def test_int8_weights_are_within_half_a_step(turned: bool) -> None:
     weight = np.random.default_rng(0).normal(size=(48, 33)).astype(np.float32)
     weight[:, 3], weight[5] = 0, 0
     tensor, axis = ir.tensor(weight), int(turned)
-    scales, codes = row_scales(tensor, turned), _quantized(tensor, turned)
+    scales, (codes, used) = row_scales(tensor, turned), _quantized(tensor, turned)
+    np.testing.assert_array_equal(used, scales)
     channels = weight if turned else weight.T
     assert codes.shape == channels.T.shape
     assert np.isfinite(scales).all()
