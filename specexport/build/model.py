@@ -16,6 +16,7 @@ from specexport.build.built import BuiltModel
 from specexport.build.check import check_engine, check_obstacle, check_sequences, text_sequences
 from specexport.build.draft_layers import LayerPrune, check_num_layers, cut_pieces
 from specexport.build.draft_vocabulary import HeadCut, choose_head_ids, read_counting_texts
+from specexport.channel_ranges import ChannelRanges
 from specexport.progress import StageClock
 from specexport.recipe import KEEP, BuildRecipe, resolve_dtype, resolve_recipe, with_quantization
 from specexport_runtime.abi import ITEM_BYTES
@@ -268,7 +269,7 @@ def reads_texts(recipe: BuildRecipe, role: str) -> bool:
     return recipe.quantization_of(role) not in (None, KEEP) and not find_backend(recipe.backend).quantize_operator
 
 
-def _ranges(checkpoint: Any, recipe: BuildRecipe, role: str, clock: StageClock) -> Mapping[str, Float32Array] | None:
+def _ranges(checkpoint: Any, recipe: BuildRecipe, role: str, clock: StageClock) -> Mapping[str, ChannelRanges] | None:
     """How large the inputs of linear layers get, where they will be quantized; None where they will not."""
     if not reads_texts(recipe, role):
         return None
@@ -309,7 +310,7 @@ def _compile(
     clock: StageClock,
     dump_dir: Path | None,
     head_ids: Int32Array | None,
-    ranges: Mapping[str, Float32Array] | None,
+    ranges: Mapping[str, ChannelRanges] | None,
 ) -> dict[str, Any]:
     """Trace to engine files; the checkpoint's torch model is gone afterwards. Returns fields of the manifest entry."""
     from specexport.frontend import trace_checkpoint

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from specexport.channel_ranges import ChannelRanges
     from specexport.frontend.trace import TracedModel
 
 __all__ = [
@@ -62,17 +63,15 @@ def load_checkpoint(
     return load(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, keep=keep, stream=stream)
 
 
-def activation_ranges(
-    checkpoint: Checkpoint, pieces: "Seq[npt.NDArray[np.int64]]"
-) -> "dict[str, npt.NDArray[np.float32]]":
-    """The largest magnitude of each input channel of each linear layer, over all tokens but the first of each piece.
+def activation_ranges(checkpoint: Checkpoint, pieces: "Seq[npt.NDArray[np.int64]]") -> "dict[str, ChannelRanges]":
+    """How large each input channel of each linear layer gets; the first token of each piece is told apart.
 
     Args:
         checkpoint: the loaded model.
         pieces: token ids that the model reads, int64.
 
     Returns:
-        float32 [K] by name of the layer's weight in a traced graph; a weight of several names is under each.
+        by name of the layer's weight in a traced graph; a weight of several names is under each.
     """
     from specexport.frontend.calibrate import ranges
 

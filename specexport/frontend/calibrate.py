@@ -9,17 +9,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specexport.channel_ranges import ChannelRanges
 from specexport.frontend.checkpoint import Checkpoint
 from specexport.frontend.streaming import streamed
 from specexport.frontend.trace import WEIGHT_PREFIX
 
 
-def ranges(checkpoint: Checkpoint, pieces: Seq[npt.NDArray[np.int64]]) -> dict[str, npt.NDArray[np.float32]]:
+def ranges(checkpoint: Checkpoint, pieces: Seq[npt.NDArray[np.int64]]) -> dict[str, ChannelRanges]:
     """See ``specexport.frontend.activation_ranges``."""
     from transformers.pytorch_utils import Conv1D
 
     model: Any = checkpoint.model
-    largest: dict[str, Tensor] = {}
+    seen: dict[str, _Seen] = {}
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(WEIGHT_PREFIX + name)
@@ -27,14 +28,14 @@ def ranges(checkpoint: Checkpoint, pieces: Seq[npt.NDArray[np.int64]]) -> dict[s
     now = [0, 0]
 
     def watch(module: Any, inputs: tuple[Tensor, ...]) -> None:
-        # Without a text's first token: attention rests there, and its outliers are found in no other token.
-        rows = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).abs()
+        # A text's first token apart: attention rests there, and its outliers are found in no other token.
+        rows = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).abs().float()
         texts = len(rows) == now[0] * now[1]  # a router may have chosen some of the tokens
-        rows = rows.unflatten(0, now)[:, 1:].flatten(0, 1) if texts else rows[1:]
-        if len(rows):
-            found = rows.amax(dim=0).float()
+        first = rows[:: now[1]] if texts else rows[:1]
+        rest = rows.unflatten(0, now)[:, 1:].flatten(0, 1) if texts else rows[1:]
+        if len(rest):
             for name in names[id(module.weight)]:
-                largest[name] = torch.maximum(largest[name], found) if name in largest else found
+                seen.setdefault(name, _Seen(rows.shape[-1])).add(first, rest)
         if module is head:
             raise _EnoughError
 
@@ -49,7 +50,29 @@ def ranges(checkpoint: Checkpoint, pieces: Seq[npt.NDArray[np.int64]]) -> dict[s
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: found.numpy() for name, found in largest.items()}
+    return {name: found.ranges() for name, found in seen.items()}
+
+
+class _Seen:
+    """What a layer has read so far."""
+
+    def __init__(self, depth: int) -> None:
+        self._largest, self._first, self._squares = torch.zeros(3, depth).unbind()
+        self._count, self._rest, self._crest = 0, 0, 0.0
+
+    def add(self, first: Tensor, rest: Tensor) -> None:
+        """Magnitudes of some first tokens and of others, float32 [n, K] each."""
+        self._largest = torch.maximum(self._largest, rest.amax(dim=0))
+        self._first = torch.maximum(self._first, first.amax(dim=0))
+        self._squares = self._squares + first.square().sum(dim=0) + rest.square().sum(dim=0)
+        self._count, self._rest = self._count + len(first) + len(rest), self._rest + len(rest)
+        mean = rest.square().mean(dim=1).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+        self._crest += float((rest.amax(dim=1) / mean).sum())
+
+    def ranges(self) -> ChannelRanges:
+        """Of all tokens."""
+        squares = (self._squares / self._count).numpy()
+        return ChannelRanges(self._largest.numpy(), self._first.numpy(), squares, self._crest / self._rest)
 
 
 class _EnoughError(Exception):

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from specexport.channel_ranges import ChannelRanges
     from specexport.passes.base import CountingPass
     from specexport.passes.block_weight import BlockWeight
-    from specexport_runtime.executors.base import Float32Array, Int32Array
+    from specexport_runtime.executors.base import Int32Array
 
 __all__ = ["default_passes", "run_passes"]
 
@@ -33,7 +34,7 @@ def default_passes(
     quantize_operator: str = "",
     quantize_block: int = 0,
     head_ids: "Int32Array | None" = None,
-    ranges: "Mapping[str, Float32Array] | None" = None,
+    ranges: "Mapping[str, ChannelRanges] | None" = None,
     kept: "Mapping[str, BlockWeight] | None" = None,
 ) -> "list[CountingPass]":
     """The passes of one model's build, in order, each with its reason; see ``pipeline.list_passes``."""

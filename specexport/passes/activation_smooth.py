@@ -12,6 +12,7 @@ import onnx_ir.passes.common as common_passes
 
 from specexport.onnx_emit import Emitter, constant, lazy_weight, part_of
 from specexport.passes.base import CountingPass, constant_of
+from specexport.passes.input_note import carry_inputs
 from specexport.passes.quantize_sites import LinearSite, linear_site
 from specexport.passes.transpose_fold import FOLDED
 
@@ -21,7 +22,7 @@ Gemma-3-270M, int8 and int4 alike; a choice for each layer, by what that loses o
 SMOOTH, DIVIDED, INVERSE = ".smooth", ".divided", ".inverse"
 """What is added to the name of a weight whose inputs were multiplied, of one (or a tensor) that was divided, and of
 what takes the factors back behind a lookup."""
-_NORMS = {"RMSNormalization", "LayerNormalization"}
+NORMS = {"RMSNormalization", "LayerNormalization"}
 _ROW_STEPS = {"Gather", "Reshape", "Squeeze"}
 """Between a norm and a layer: they choose rows or lay them out anew, and touch no channel."""
 _LEAST_SEEN = 0.5  # of the median channel: what a few texts did not excite, others will
@@ -89,7 +90,7 @@ class ActivationSmoothPass(CountingPass):
             producer = _producer(source)
             if producer is None or producer.domain != "" or (others and not _are_lookups(sites, others)):
                 continue
-            if producer.op_type in _NORMS and _is_own(producer.inputs[1:], sites[0].depth):
+            if producer.op_type in NORMS and _is_own(producer.inputs[1:], sites[0].depth):
                 yield _Group(sites, others, producer, None)
             elif producer.op_type == "Mul" and (gate := _gated_layer(producer)) is not None:
                 yield _Group(sites, others, None, gate)
@@ -200,6 +201,7 @@ def _scale_weight(graph: ir.Graph, site: LinearSite, factors: FloatVector, *, in
         partial(_scaled, site.tensor, factors, down),
         partial(_part, site.tensor, factors, down),
     )
+    carry_inputs(site.weight, weight, factors if inputs else None)
     site.node.replace_input_with(1, weight)
     return weight
 

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter, constant, lazy_weight, part_of
 from specexport.passes.base import CountingPass, attention_nodes, constant_of
+from specexport.passes.input_note import carry_inputs
 
 PARTS = "specexport.parts"
 """Where a joined weight keeps the names of what it was joined from."""
@@ -184,6 +185,7 @@ def _packed(emit: Emitter, group: list[Linear], stem: str) -> ir.Value:
     width, depth, dtype = sum(layer.width for layer in group), _dims(group[0].weight)[0], tensors[0].dtype
     make, part = partial(_concatenate, tensors), partial(_part, tensors, [layer.width for layer in group])
     weight = lazy_weight(emit.graph, stem, dtype, [depth, width], make, part)
+    carry_inputs(group[0].weight, weight)  # all of them read the same
     weight.meta[PARTS] = [str(layer.weight.name) for layer in group]
     dims, kind = group[0].out.shape, group[0].out.dtype
     shape = None if dims is None else [*dims[:-1], width]

@@ -8,6 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from specexport.channel_ranges import ChannelRanges
 from specexport.passes.base import CountingPass
 from specexport.passes.block_weight import BlockWeight
 from specexport.passes.constant_fold import ConstantFoldPass
@@ -21,7 +22,7 @@ from specexport.passes.transpose_fold import TransposeFoldPass
 from specexport.passes.weight_deduplicate import WeightDeduplicatePass
 from specexport.passes.weight_remove import WeightRemovePass
 from specexport_runtime.errors import CheckFailedError
-from specexport_runtime.executors.base import Float32Array, Int32Array
+from specexport_runtime.executors.base import Int32Array
 
 
 def list_passes(
@@ -33,7 +34,7 @@ def list_passes(
     quantize_operator: str = "",
     quantize_block: int = 0,
     head_ids: Int32Array | None = None,
-    ranges: Mapping[str, Float32Array] | None = None,
+    ranges: Mapping[str, ChannelRanges] | None = None,
     kept: Mapping[str, BlockWeight] | None = None,
 ) -> list[CountingPass]:
     """The passes of a build, in order. Each says why it is there in its ``reason``.
@@ -46,8 +47,8 @@ def list_passes(
         quantize_operator: how the backend's engines take int4 weights; see ``quantize.quantizing_passes``.
         quantize_block: inputs that share a scale there.
         head_ids: token ids that the LM head keeps, int32 [N]; None for all.
-        ranges: largest magnitude of each input channel of linear layers, float32 [K] by name of the weight; None does
-            not smooth activations, nor is it done without ``quantize``.
+        ranges: how large the inputs of linear layers get, by name of the weight; None does not smooth activations nor
+            weigh errors by them, nor is it done without ``quantize``.
         kept: with ``"keep"``, the checkpoint's quantized weights by name in the traced graph.
     """
     cutting: list[CountingPass] = [] if head_ids is None else [LmHeadCutPass(head_ids)]
@@ -56,8 +57,13 @@ def list_passes(
     quantizing: list[CountingPass] = []
     if ranges is not None and quantize is not None:
         from specexport.passes.activation_smooth import ActivationSmoothPass
+        from specexport.passes.input_note import InputNotePass
 
-        smoothing = [ActivationSmoothPass(ranges)]
+        smoothing = [
+            InputNotePass(ranges),
+            # What comes of massive activations is not told by the other tokens' ranges.
+            ActivationSmoothPass({name: found.largest for name, found in ranges.items() if not found.massive}),
+        ]
     if pack:
         from specexport.passes.linear_pack import packing_passes
         from specexport.passes.quantize_kept import kept_form

@@ -20,11 +20,11 @@ def quantizing_passes(kind: str, *, lm_head: bool, operator: str = "", block: in
     if kind == "int8" and not operator:
         from specexport.passes.quantize_int8 import Int8QuantizePass
 
-        return [Int8QuantizePass(lm_head=lm_head), *_embedding(lm_head)]
+        return [_blocks(per_token=True), Int8QuantizePass(lm_head=lm_head), *_embedding(lm_head)]
     if kind == "int4" and not operator:
         from specexport.passes.quantize_int4 import Int4QuantizePass
 
-        return [Int4QuantizePass(lm_head=lm_head), *_embedding(lm_head)]
+        return [_blocks(per_token=False), Int4QuantizePass(lm_head=lm_head), *_embedding(lm_head)]
     if kind == "int4" and operator == "MatMulNBits":
         from specexport.passes.quantize_fused import Int4FusedPass
 
@@ -34,6 +34,12 @@ def quantizing_passes(kind: str, *, lm_head: bool, operator: str = "", block: in
 
         return [Int4WeightPass(block=block, lm_head=lm_head)]
     raise RecipeError(f"there is no quantization {kind!r} for this backend.", "use int8 or int4, or leave it out.")
+
+
+def _blocks(*, per_token: bool) -> CountingPass:
+    from specexport.passes.quantize_sensitive import SensitiveBlocksPass
+
+    return SensitiveBlocksPass(per_token=per_token)
 
 
 def _embedding(wanted: bool) -> list[CountingPass]:

@@ -34,16 +34,20 @@ def put_in_place(emit: Emitter, site: LinearSite, result: ir.Value) -> None:
     result.name = name
 
 
-def put_nbits(graph: ir.Graph, site: LinearSite, weights: Seq[ir.Value], *, block: int, accuracy_level: int) -> None:
-    """Replace a layer by ``com.microsoft.MatMulNBits`` with weights of 4 bits.
+def put_nbits(
+    graph: ir.Graph, site: LinearSite, weights: Seq[ir.Value], *, block: int, accuracy_level: int, bits: int = 4
+) -> None:
+    """Replace a layer by ``com.microsoft.MatMulNBits``.
 
     Args:
         graph: the layer's graph.
         site: the layer.
-        weights: codes, two to a byte, uint8 [N, blocks, block / 2]; scales [N * blocks] in the dtype of what the layer
-            reads; zero points, two to a byte, uint8 [N * ceil(blocks / 2)], or none: then the zero is code 8.
+        weights: codes, uint8 [N, blocks, block * bits / 8], 4 bits two to a byte; scales [N * blocks] in the dtype of
+            what the layer reads; zero points, two to a byte, uint8 [N * ceil(blocks / 2)], or none: then the zero is
+            code 8, of 8 bits 128.
         block: inputs that share a scale.
         accuracy_level: 4 lets CPUs quantize activations to int8; 0 lets them be.
+        bits: of a code, 4 or 8.
     """
     emit = Emitter(graph)
     result = emit.op(
@@ -55,7 +59,7 @@ def put_nbits(graph: ir.Graph, site: LinearSite, weights: Seq[ir.Value], *, bloc
         domain=CONTRIB,
         K=site.depth,
         N=site.width,
-        bits=4,
+        bits=bits,
         block_size=block,
         accuracy_level=accuracy_level,
     )

@@ -5,14 +5,16 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
+from specexport.channel_ranges import FloatVector
 from specexport.onnx_emit import lazy_weight
 from specexport.passes.base import CountingPass
+from specexport.passes.block_search import extreme_blocks, search_blocks
+from specexport.passes.input_note import inputs_of
 from specexport.passes.quantize_graph import CONTRIB, pack_pairs, put_nbits
 from specexport.passes.quantize_sites import LinearSite, channel_parts, find_sites
 
 BLOCK = 32
 ACCURACY_LEVEL = 4
-_LEVELS = 15
 
 
 class Int4QuantizePass(CountingPass):
@@ -21,7 +23,8 @@ class Int4QuantizePass(CountingPass):
     ``com.microsoft.MatMulNBits`` at accuracy level 4: it quantizes activations to int8 itself, block by block of each
     token, so that no token's result depends on the others of the step; every other level expands the weights to
     float32 in steps of several tokens, which costs several times a step of one. Zero points lose less than a symmetric
-    code. The LM head too, unless asked otherwise. Counts the layers.
+    code; where inputs were measured, scales and zero points are searched for (``block_search.py``). The LM head too,
+    unless asked otherwise. Counts the layers.
 
     Args:
         lm_head: quantize the LM head too.
@@ -49,30 +52,51 @@ class Int4QuantizePass(CountingPass):
 def _replace(graph: ir.Graph, site: LinearSite) -> None:
     blocks = -(-site.depth // BLOCK)
     name = f"{site.weight.name}.int4"
+    codes = _Codes(site)
     parts = [
         (name, ir.DataType.UINT8, [site.width, blocks, BLOCK // 2]),
         (f"{name}_scale", ir.DataType.FLOAT, [site.width * blocks]),
         (f"{name}_zero", ir.DataType.UINT8, [site.width * -(-blocks // 2)]),
     ]
     weights = [
-        lazy_weight(graph, part, dtype, shape, partial(_part, index, site.tensor, site.turned))
+        lazy_weight(graph, part, dtype, shape, partial(codes.part, index))
         for index, (part, dtype, shape) in enumerate(parts)
     ]
     put_nbits(graph, site, weights, block=BLOCK, accuracy_level=ACCURACY_LEVEL)
 
 
-def _part(index: int, tensor: ir.TensorProtocol, turned: bool) -> np.ndarray:
-    """Codes [N, blocks, 16] (0), scales (1) or packed zero points (2) of a matrix; a part at a time, to save memory."""
-    whole = np.concatenate([quantize_blocks(part)[index] for part in channel_parts(tensor, turned)])
-    return whole if index == 0 else whole.reshape(-1)
+class _Codes:
+    """The codes [N, blocks, 16], scales and packed zero points of a layer's weight.
+
+    One search gives all three. They are asked for one after the other, so what was not asked for yet is kept till then:
+    an eighth of the weight at most, of one weight at a time.
+    """
+
+    def __init__(self, site: LinearSite) -> None:
+        inputs = inputs_of(site)
+        self._tensor, self._turned = site.tensor, site.turned
+        self._importance = None if inputs is None else inputs.squares
+        self._waiting: dict[int, np.ndarray] = {}
+
+    def part(self, index: int) -> np.ndarray:
+        """Codes (0), scales (1) or zero points (2); the last two flat."""
+        if index not in self._waiting:
+            parts = channel_parts(self._tensor, self._turned)
+            found = zip(*(quantize_blocks(part, importance=self._importance) for part in parts), strict=True)
+            self._waiting = dict(enumerate(map(np.concatenate, found)))
+        whole = self._waiting.pop(index)
+        return whole if index == 0 else whole.reshape(-1)
 
 
-def quantize_blocks(channels: np.ndarray, block: int = BLOCK) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def quantize_blocks(
+    channels: np.ndarray, block: int = BLOCK, importance: FloatVector | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes of a float matrix, block by block: ``value = (code - zero) * scale``.
 
     Args:
         channels: [N, K]; K is filled up to whole blocks with zeros.
         block: inputs that share a scale and a zero point.
+        importance: of each input, float32 [K]: scales and zero points are searched for. None takes a block's extremes.
 
     Returns:
         codes, two to a byte, the first in the low half: uint8 [N, blocks, block / 2]; float32 scales [N, blocks]; zero
@@ -83,12 +107,12 @@ def quantize_blocks(channels: np.ndarray, block: int = BLOCK) -> tuple[np.ndarra
     values = np.zeros((width, blocks * block), np.float32)
     values[:, :depth] = channels
     values = values.reshape(width, blocks, block)
-    # Zero is always a code: filling and zeros of the weight stay exact.
-    low = np.minimum(values.min(axis=2), 0)
-    scales = (np.maximum(values.max(axis=2), 0) - low) / np.float32(_LEVELS)
-    scales = np.where(scales > 0, scales, np.float32(1)).astype(np.float32)
-    zeros = np.clip(np.rint(-low / scales), 0, _LEVELS)
-    codes = np.clip(np.rint(values / scales[..., None]) + zeros[..., None], 0, _LEVELS).astype(np.uint8)
+    if importance is None:
+        codes, scales, zeros = extreme_blocks(values)
+    else:
+        weights = np.zeros(blocks * block, np.float32)
+        weights[:depth] = importance
+        codes, scales, zeros = search_blocks(values, weights.reshape(blocks, block))
     padded = np.zeros((width, -(-blocks // 2) * 2), np.uint8)
     padded[:, :blocks] = zeros
     return pack_pairs(codes), scales, pack_pairs(padded)

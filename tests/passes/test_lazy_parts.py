@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from specexport.channel_ranges import ChannelRanges
 from specexport.frontend import load_checkpoint, trace_checkpoint
 from specexport.onnx_emit import has_parts, lazy_tensor, part_of
 from specexport.passes.pipeline import list_passes
@@ -20,7 +21,7 @@ def test_what_passes_make_of_a_weight_can_be_made_in_parts(tied: bool, tmp_path:
     model = trace_checkpoint(checkpoint).ir_model.clone()
     generator = np.random.default_rng(0)
     ranges = {
-        f"model.{name}": generator.uniform(0.5, 20, weight.shape[1]).astype(np.float32)
+        f"model.{name}": ChannelRanges(*generator.uniform(0.5, 20, (3, weight.shape[1])).astype(np.float32))
         for name, weight in checkpoint.stored.items()
     }
     ids = np.arange(5, 320, 3, dtype=np.int32)

@@ -1,0 +1,230 @@
+"""What was measured of inputs decides how layers are rounded: blocks for some, weighed errors in 4 bits."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+
+from specexport.backends import ort
+from specexport.channel_ranges import ChannelRanges
+from specexport.frontend import Checkpoint, activation_ranges
+from specexport.lowering.ort_cpu import lower_ort_cpu
+from specexport.passes import default_passes, quantize_int4, run_passes
+from specexport.passes.block_search import extreme_blocks, search_blocks
+from specexport.passes.input_note import InputNotePass, inputs_of
+from specexport.passes.quantize import quantizing_passes
+from specexport.passes.quantize_sensitive import SensitiveBlocksPass
+from specexport.passes.quantize_sites import linear_site
+from tests.engine_harness import Recipe
+from tests.tiny_models import ARCHITECTURES, make_model
+from tests.tiny_traces import trace_of
+
+DEPTH, WIDTH, TOKENS = 96, 40, 64
+PIECES = [np.array(ids, np.int64) for ids in ([3, 4, 5, 9, 11, 7, 60, 61], [250, 62, 61, 60, 7, 11, 9, 5])]
+
+
+def numbers(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def ranges_of(inputs: np.ndarray, first: np.ndarray | None = None) -> ChannelRanges:
+    """Of tokens [T, K]; ``first`` are first tokens, as large as the others if none are given."""
+    size, everything = np.abs(inputs), inputs if first is None else np.concatenate([inputs, first])
+    crest = float((size.max(axis=1) / np.sqrt(np.square(inputs).mean(axis=1))).mean())
+    largest = size.max(axis=0)
+    found = largest if first is None else np.abs(first).max(axis=0)
+    return ChannelRanges(largest, found, np.square(everything).mean(axis=0), crest)
+
+
+def layer(weight: np.ndarray, kind: str | None, ranges: ChannelRanges | None) -> Any:
+    """A session of a linear layer and of another that nothing is known of, and the changes of each pass."""
+    signature = f"(float[T, {DEPTH}] x) => (float[T, {WIDTH}] y, float[T, 4] z)"
+    text = f"""<ir_version: 10, opset_import: ["": 23]> g {signature} {{
+        y = MatMul (x, weight) z = MatMul (x, other)
+    }}"""
+    tensors = [ir.tensor(weight, name="weight"), ir.tensor(numbers(99, DEPTH, 4), name="other")]
+    model = ir.from_onnx_text(text, initializers=tensors)
+    report = {}
+    noting = [] if ranges is None else [InputNotePass({"weight": ranges})]
+    for item in [*noting, *([] if kind is None else quantizing_passes(kind, lm_head=True))]:
+        item(model)
+        report[item.name] = item.changes
+    written = ir.to_proto(model).SerializeToString()
+    return onnxruntime.InferenceSession(written, providers=["CPUExecutionProvider"]), report
+
+
+def product(session: Any, inputs: np.ndarray) -> np.ndarray:
+    return session.run(["y"], {"x": inputs})[0]
+
+
+def spiked(seed: int) -> np.ndarray:
+    """Tokens [T, K] with one channel far out, another one for each."""
+    inputs = numbers(seed, TOKENS, DEPTH)
+    inputs[np.arange(TOKENS), np.random.default_rng(seed).integers(0, DEPTH, TOKENS)] *= 400
+    return inputs
+
+
+def massive(seed: int) -> np.ndarray:
+    """First tokens [1, K] with channel 5 a thousand times as large."""
+    first = numbers(seed, 1, DEPTH)
+    first[:, 5] = 1000
+    return first
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_massive_activations_lose_less_in_blocks_of_8_bits(kind: str) -> None:
+    weight, first = numbers(0, DEPTH, WIDTH), massive(2)
+    weight[:32] *= 0.05  # small beside the others of their outputs, and one of them is met by the largest input
+    ranges = ranges_of(numbers(1, TOKENS, DEPTH), first)
+    assert ranges.massive
+    old, new = layer(weight, kind, None), layer(weight, kind, ranges)
+    assert (old[1]["sensitive-blocks"], new[1]["sensitive-blocks"]) == (0, 1)
+    exact = first @ weight
+    errors = [np.linalg.norm(product(session, first) - exact) for session, _ in (old, new)]
+    assert errors[1] < 0.3 * errors[0]
+
+
+def test_channels_far_out_for_one_token_lose_less_in_blocks() -> None:
+    weight, inputs = numbers(3, DEPTH, WIDTH), spiked(4)
+    exact = inputs @ weight
+    errors = [
+        np.linalg.norm(product(layer(weight, "int8", ranges)[0], inputs) - exact)
+        for ranges in (None, ranges_of(spiked(5))._replace(crest=20.0))
+    ]
+    assert errors[1] < 0.8 * errors[0]
+
+
+def test_only_one_scale_a_token_makes_these_layers_sensitive_and_no_norm_before_them() -> None:
+    coarse = ranges_of(numbers(1, TOKENS, DEPTH))._replace(crest=20.0)
+    weight = numbers(0, DEPTH, WIDTH)
+    assert layer(weight, "int8", coarse)[1]["sensitive-blocks"] == 1
+    assert layer(weight, "int8", coarse._replace(crest=13.0))[1]["sensitive-blocks"] == 0
+    text = f"""<ir_version: 10, opset_import: ["": 23]> g (float[T, {DEPTH}] x) => (float[T, {WIDTH}] y) {{
+        n = RMSNormalization (x, scale) y = MatMul (n, weight)
+    }}"""
+    tensors = [ir.tensor(weight, name="weight"), ir.tensor(np.ones(DEPTH, np.float32), name="scale")]
+    for ranges, expected in ((coarse, 0), (coarse._replace(first=coarse.largest * 4), 1)):
+        model = ir.from_onnx_text(text, initializers=tensors)
+        InputNotePass({"weight": ranges})(model)
+        blocks = SensitiveBlocksPass(per_token=True)
+        blocks(model)
+        assert blocks.changes == expected
+        blocks = SensitiveBlocksPass(per_token=False)
+        model = ir.from_onnx_text(text, initializers=tensors)
+        InputNotePass({"weight": coarse})(model)
+        blocks(model)
+        assert blocks.changes == 0
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("sensitive", [True, False])
+def test_a_token_is_the_same_at_every_width(kind: str, sensitive: bool) -> None:
+    inputs = numbers(6, 9, DEPTH) * np.array([[1.0], [300], [1e-3], [1], [2], [3], [4], [5], [6]], np.float32)
+    ranges = ranges_of(inputs, massive(7) if sensitive else None)
+    session, _ = layer(numbers(8, DEPTH, WIDTH), kind, ranges)
+    whole = product(session, inputs)
+    for width in (1, 2, 5, 9):
+        for start in range(0, len(inputs) - width + 1):
+            np.testing.assert_array_equal(product(session, inputs[start : start + width]), whole[start : start + width])
+
+
+def test_searched_blocks_lose_no_more_than_extremes_in_any_block() -> None:
+    values = numbers(9, 24, 5, 32)
+    values[::3, :, 7] *= 6
+    values[1], values[:, 2, 3] = 0, 0
+    importance = np.exp(2 * numbers(10, 5, 32))
+    losses = []
+    for codes, scales, zeros in (extreme_blocks(values), search_blocks(values, importance)):
+        assert codes.max() <= 15
+        assert zeros.max() <= 15
+        found = (codes.astype(np.float32) - zeros[..., None]) * scales[..., None]
+        assert (found[values == 0] == 0).all()
+        losses.append((np.square(found - values) * importance).sum(axis=2))
+    assert (losses[1] <= losses[0] * 1.0001 + 1e-6).all()
+    assert losses[1].sum() < 0.75 * losses[0].sum()
+
+
+def test_a_searched_block_spares_what_inputs_make_large() -> None:
+    values, importance = numbers(11, 200, 1, 32), np.ones((1, 32), np.float32)
+    importance[0, 4] = 1e4
+    errors = []
+    for codes, scales, zeros in (extreme_blocks(values), search_blocks(values, importance)):
+        found = (codes.astype(np.float32) - zeros[..., None]) * scales[..., None]
+        errors.append(float(np.square(found - values)[..., 4].mean()))
+    assert errors[1] < 0.2 * errors[0]
+
+
+def test_blocks_of_inputs_that_texts_left_at_zero_are_rounded_all_the_same() -> None:
+    values = numbers(12, 8, 2, 32)
+    codes, scales, zeros = search_blocks(values, np.zeros((2, 32), np.float32))
+    found = (codes.astype(np.float32) - zeros[..., None]) * scales[..., None]
+    assert np.linalg.norm(found - values) < 0.1 * np.linalg.norm(values)
+
+
+def test_notes_follow_their_weights_through_smoothing_and_packing() -> None:
+    model = make_model(*ARCHITECTURES["llama"])
+    checkpoint = Checkpoint(**dict.fromkeys(Checkpoint.__dataclass_fields__) | {"model": model})
+    ranges = activation_ranges(checkpoint, PIECES)
+    traced = trace_of(model)
+    passes = default_passes(Recipe(), pack=True, quantize="int8", ranges=ranges)
+    kept = [item for item in passes if item.name not in ("sensitive-blocks", "int8-quantize", "embedding-quantize")]
+    report = dict(run_passes(traced.ir_model, kept))
+    sites = [site for node in traced.ir_model.graph if (site := linear_site(node)) is not None]
+    assert report["input-note"] == 15
+    assert len(sites) == 9, "q, k and v are one layer, gate and up another"
+    for site in sites:
+        inputs = inputs_of(site)
+        assert inputs is not None
+        assert inputs.squares.shape == (site.depth,)
+        expected = inputs.ranges.squares if inputs.factors is None else inputs.ranges.squares / inputs.factors**2
+        np.testing.assert_allclose(inputs.squares, expected, rtol=1e-6)
+    assert sum(inputs_of(site).factors is None for site in sites) == 2, "of attention's output"  # type: ignore[union-attr]
+
+
+def test_measured_squares_and_first_tokens_are_those_of_the_model() -> None:
+    model = make_model(*ARCHITECTURES["llama"])
+    seen = []
+    watched = model.model.layers[1].mlp.down_proj
+    hook = watched.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].reshape(8, -1)))
+    with torch.no_grad():
+        for piece in PIECES:
+            model(torch.from_numpy(piece)[None])
+    hook.remove()
+    checkpoint = Checkpoint(**dict.fromkeys(Checkpoint.__dataclass_fields__) | {"model": model})
+    found = activation_ranges(checkpoint, PIECES)["model.model.layers.1.mlp.down_proj.weight"]
+    rest = torch.cat([each[1:] for each in seen])
+    np.testing.assert_allclose(found.squares, torch.cat(seen).square().mean(0).numpy(), rtol=1e-4)
+    np.testing.assert_allclose(found.first, torch.stack([each[0] for each in seen]).abs().amax(0).numpy(), rtol=1e-5)
+    assert found.crest == pytest.approx(float((rest.abs().amax(1) / rest.square().mean(1).sqrt()).mean()), rel=1e-4)
+
+
+def test_a_weight_is_searched_once_and_nothing_of_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made, left = [], []
+
+    class Watched(quantize_int4._Codes):
+        def part(self, index: int) -> np.ndarray:
+            left.append(sum(len(each._waiting) > 0 for each in made if each is not self))
+            return super().part(index)
+
+        def __init__(self, site: Any) -> None:
+            super().__init__(site)
+            made.append(self)
+
+    searched = []
+    monkeypatch.setattr(quantize_int4, "_Codes", Watched)
+    monkeypatch.setattr(quantize_int4, "search_blocks", lambda *given: searched.append(1) or search_blocks(*given))
+    model = make_model(*ARCHITECTURES["llama"])
+    checkpoint = Checkpoint(**dict.fromkeys(Checkpoint.__dataclass_fields__) | {"model": model})
+    ranges = activation_ranges(checkpoint, PIECES)
+    traced = trace_of(model)
+    report = dict(run_passes(traced.ir_model, default_passes(Recipe(), quantize="int4", ranges=ranges)))
+    lower_ort_cpu(traced.ir_model)
+    monkeypatch.setattr(ort, "INLINE_BYTES", 0)  # small tensors are written after all others, large ones in order
+    ort.write_onnx(traced.ir_model, tmp_path)
+    assert len(searched) == len(made) == report["int4-quantize"]
+    assert max(left) == 0, "parts of one weight were asked for between those of another"
+    assert all(not each._waiting for each in made)
