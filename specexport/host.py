@@ -1,9 +1,13 @@
 """What this machine has. Imports the standard library only."""
 
 import contextlib
+import ctypes
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
 
 
 def memory_bytes() -> tuple[int, int, int | None]:
@@ -36,6 +40,19 @@ def peak_memory_bytes() -> int:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def map_large_blocks() -> None:
+    """Let each block of memory of a megabyte and more go back to the system when it is freed, as long as this process runs.
+
+    A build makes and drops large blocks between small ones that stay. By default glibc keeps blocks of up to 32 MB in a
+    heap, which then cannot shrink: calibrating a model of 28 layers held 1.6 GB of nothing. Other C libraries than glibc
+    are left alone.
+    """
+    if sys.platform.startswith("linux"):
+        set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+        if set_option is not None:
+            set_option(_MMAP_THRESHOLD, 1 << 20)
 
 
 def resident_memory() -> dict[str, int]:

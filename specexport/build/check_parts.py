@@ -5,6 +5,7 @@ and given all steps, one after the other, and what it gives is what the next par
 """
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -212,26 +213,53 @@ def split_graph(path: Path) -> Iterator[Part]:
 
     whole = onnx.load(str(path), load_external_data=False)
     weights = {tensor.name: tensor for tensor in whole.graph.initializer}
-    reads = [_reads(node) for node in whole.graph.node]
+    makers = _constant_makers(whole.graph.node, set(weights))
+    of_constants = set(makers.values())
+    nodes = [node for at, node in enumerate(whole.graph.node) if at not in of_constants]
+    reads = [_reads(node) for node in nodes]
+    # What is made of constants alone belongs to whoever reads it: kernels look at it when an engine is opened.
+    constants = [_behind(names, makers, whole.graph.node) for names in reads]
     last_use = {name: at for at, names in enumerate(reads) for name in names}
     results = {value.name for value in whole.graph.output}
-    for start, stop in _cuts(reads, {name: _num_bytes(tensor) for name, tensor in weights.items()}):
-        nodes = whole.graph.node[start:stop]
-        made = {name for node in nodes for name in node.output if name}
-        used = {name for names in reads[start:stop] for name in names}
-        inputs = sorted(used - made - weights.keys())
+    sizes = {name: _num_bytes(tensor) for name, tensor in weights.items()}
+    for start, stop in _cuts([names | found for names, found in zip(reads, constants, strict=True)], sizes):
+        made = {name for node in nodes[start:stop] for name in node.output if name}
+        used = set[str]().union(*reads[start:stop], *constants[start:stop])
+        own = [whole.graph.node[at] for at in sorted({makers[name] for name in used & makers.keys()})]
+        inputs = sorted(used - made - weights.keys() - makers.keys())
         outputs = sorted(name for name in made if name in results or last_use.get(name, -1) >= stop)
         model = onnx.ModelProto(ir_version=whole.ir_version, opset_import=whole.opset_import, functions=whole.functions)
         model.graph.CopyFrom(
             onnx.GraphProto(
                 name=f"nodes {start} to {stop}",
-                node=nodes,
+                node=[*own, *nodes[start:stop]],
                 initializer=[weights[name] for name in sorted(used & weights.keys())],
                 output=[onnx.ValueInfoProto(name=name) for name in outputs],
             )
         )
         done = tuple(name for name in inputs if last_use[name] < stop)
         yield Part(model, tuple(inputs), done)
+
+
+def _constant_makers(nodes: Iterable[Any], weights: set[str]) -> dict[str, int]:
+    """The nodes that read constants alone, by what they make."""
+    makers: dict[str, int] = {}
+    for at, node in enumerate(nodes):
+        names = _reads(node)
+        if names and all(name in weights or name in makers for name in names):
+            makers |= dict.fromkeys(node.output, at)
+    return makers
+
+
+def _behind(names: set[str], makers: dict[str, int], nodes: Seq[Any]) -> set[str]:
+    """What values that are made of constants are made of, with what lies between."""
+    found, todo = set[str](), [name for name in names if name in makers]
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            todo += _reads(nodes[makers[name]]) if name in makers else set[str]()
+    return found
 
 
 def _cuts(reads: list[set[str]], sizes: dict[str, int]) -> Iterator[tuple[int, int]]:

@@ -88,11 +88,13 @@ def build(
 ) -> None:
     """Build a bundle from TARGET: a Hugging Face folder, a hub id, or a .gguf file."""
     from specexport.build.pipeline import build_bundle
+    from specexport.host import map_large_blocks
     from specexport.progress import show_progress
     from specexport.recipe import make_recipe
 
     flags |= {name: flags[name] or None for name in ("sm", "self_draft_skip")}
     recipe = make_recipe(flags | {"check": False if no_check else None}, recipe_file)
+    map_large_blocks()
     with show_progress(sys.stderr, quiet=quiet) as progress:
         result = build_bundle(
             recipe,

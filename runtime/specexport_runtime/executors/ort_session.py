@@ -65,9 +65,13 @@ def _open_plain(path: Path, num_threads: int, spin: bool) -> Any:
     import onnxruntime
 
     try:
-        return onnxruntime.InferenceSession(str(path), _options(num_threads, spin), providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            str(path), _options(num_threads, spin), providers=["CPUExecutionProvider"]
+        )
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
         raise BundleError(f"{path}: ONNX Runtime cannot load this engine: {error}", "build it again.") from error
+    return_freed_memory()  # what scales were made of, and weights before they were packed
+    return session
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
