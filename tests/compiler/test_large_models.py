@@ -21,6 +21,8 @@ from specexport.recipe import BuildRecipe
 from specexport_runtime.bundle.manifest import ModelEntry, load_manifest
 from specexport_runtime.errors import CheckFailedError
 
+WIDE = GROUPED | {"hidden_size": 256, "intermediate_size": 256}
+
 
 def build(recipe: BuildRecipe, *, stream: bool) -> BuildResult:
     """Build from files, or from memory."""
@@ -46,8 +48,7 @@ def test_weights_from_files_make_the_same_engine(values: dict[str, Any], tmp_pat
 
 
 def test_a_kept_gguf_file_makes_the_same_engine(tmp_path: Path) -> None:
-    config = GROUPED | {"hidden_size": 256, "intermediate_size": 256}
-    write_gguf(make_model("Llama", config), tmp_path / "tiny.gguf", architecture="llama", kinds={"": "Q4_K"})
+    write_gguf(make_model("Llama", WIDE), tmp_path / "tiny.gguf", architecture="llama", kinds={"": "Q4_K"})
     found = []
     for stream in (True, False):
         result = build(BuildRecipe(str(tmp_path / "tiny.gguf"), str(tmp_path / str(stream))), stream=stream)
@@ -88,13 +89,17 @@ def sequences_of(bundle: Path, entry: ModelEntry) -> list[np.ndarray]:
     return text_sequences((bundle / "tokenizer.json").read_bytes(), entry.vocab_size, entry.max_positions)
 
 
-@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@pytest.mark.parametrize("quantize", [None, "int8", "int4", "keep"])
 @pytest.mark.parametrize("unpad_kv", [True, False])
 def test_parts_compute_what_the_whole_engine_does(
     quantize: str | None, unpad_kv: bool, tmp_path: Path, tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = tmp_path / "bundle"
-    build_bundle(tiny_pair.recipe(bundle, draft=None, quantize=quantize))
+    if quantize == "keep":  # scales are made of other constants: each part must have what its own are made of
+        write_gguf(make_model("Qwen2", WIDE), tmp_path / "tiny.gguf", kinds={"": "Q4_K"})
+        build_bundle(BuildRecipe(str(tmp_path / "tiny.gguf"), str(bundle)))
+    else:
+        build_bundle(tiny_pair.recipe(bundle, draft=None, quantize=quantize))
     entry = load_manifest(bundle).models["target"]
     sequences = sequences_of(bundle, entry)
     wanted = check._run(bundle, entry, sequences, unpad_kv=unpad_kv)
