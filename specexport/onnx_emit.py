@@ -5,7 +5,7 @@ model-local functions are the exception: they are ONNX text, in ``specexport.low
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
@@ -202,6 +202,27 @@ def has_parts(tensor: "ir.TensorProtocol") -> bool:
     import onnx_ir as ir
 
     return not isinstance(tensor, ir.LazyTensor) or _PART in tensor.meta
+
+
+class Together:
+    """Several tensors that one reading of a weight gives, for several lazy ones.
+
+    They are asked for one after the other, as they are written. So what was not asked for yet is kept till then: scales
+    and zero points beside codes, of one weight at a time. Who asks for one again has all made again.
+
+    Args:
+        make: gives all of them.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[np.ndarray]]) -> None:
+        self._make = make
+        self._waiting: dict[int, np.ndarray] = {}
+
+    def part(self, index: int) -> np.ndarray:
+        """One of them."""
+        if index not in self._waiting:
+            self._waiting = dict(enumerate(self._make()))
+        return self._waiting.pop(index)
 
 
 def lazy_weight(

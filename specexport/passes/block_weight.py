@@ -131,12 +131,27 @@ class BlockWeight:
             values += offsets[..., None]
         return values.reshape(len(wanted), self.shape[1]).astype(np.float32, copy=False)
 
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """What an engine's file has of it: codes, and what scales and offsets are made of."""
+        if self.spread is None:
+            return ("codes", "scales", *(("offsets",) if self.form.has_offsets else ()))
+        given = {"base": True, "levels": self.spread.levels, "least": self.form.has_offsets}
+        given["minima"] = self.spread.minima
+        return ("codes", *(name for name, there in given.items() if there))
+
+    def parts(self) -> list[np.ndarray]:
+        """The arrays of ``part_names``, in their order, from one reading; codes as :meth:`packed_codes` has them."""
+        found: list[list[np.ndarray]] = []
+        for rows in self._chunks():
+            blocks = self.read(rows)
+            named = (blocks if self.spread is None or blocks.stored is None else blocks.stored)._asdict()
+            found.append([self._packed(blocks.codes), *(named[name] for name in self.part_names[1:])])
+        return [np.concatenate(parts) for parts in zip(*found, strict=True)]
+
     def packed_codes(self) -> npt.NDArray[np.uint8]:
         """uint8 [N, blocks, block * bits / 8], codes of 4 bits two to a byte, the first in the low half."""
-        parts = (self._shaped(self.read(rows).codes) for rows in self._chunks())
-        return np.concatenate(
-            [part[..., 0::2] | (part[..., 1::2] << 4) if self.form.bits == 4 else part for part in parts]
-        )
+        return np.concatenate([self._packed(self.read(rows).codes) for rows in self._chunks()])
 
     def scales(self) -> Float32Array:
         """float32 [N, blocks]."""
@@ -147,13 +162,12 @@ class BlockWeight:
         found = [self.read(rows).offsets for rows in self._chunks()]
         return np.concatenate([np.zeros((0, self.num_blocks), np.float32) if part is None else part for part in found])
 
-    def part(self, name: str) -> np.ndarray:
-        """A part of :class:`Stored`, by its name: [N, n]."""
-        parts = [self.read(rows).stored for rows in self._chunks()]
-        return np.concatenate([getattr(part, name) for part in parts])
-
-    def _shaped(self, codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        return codes.reshape(len(codes), self.num_blocks, self.form.block)
+    def _packed(self, codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        shaped = codes.reshape(len(codes), self.num_blocks, self.form.block)
+        if self.form.bits == 8:
+            return shaped
+        packed: npt.NDArray[np.uint8] = shaped[..., 0::2] | (shaped[..., 1::2] << 4)
+        return packed
 
     def _chunks(self) -> list[Rows]:
         step = max(1, _CHUNK // self.shape[1])

@@ -1,12 +1,13 @@
 """Linear layers with int4 weights in blocks, for memory."""
 
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 
 from specexport.channel_ranges import FloatVector
-from specexport.onnx_emit import lazy_weight
+from specexport.onnx_emit import Together, lazy_weight
 from specexport.passes.base import CountingPass
 from specexport.passes.block_search import extreme_blocks, search_blocks
 from specexport.passes.input_note import inputs_of
@@ -52,40 +53,26 @@ class Int4QuantizePass(CountingPass):
 def _replace(graph: ir.Graph, site: LinearSite) -> None:
     blocks = -(-site.depth // BLOCK)
     name = f"{site.weight.name}.int4"
-    codes = _Codes(site)
+    made = Together(partial(_parts, site))
     parts = [
         (name, ir.DataType.UINT8, [site.width, blocks, BLOCK // 2]),
         (f"{name}_scale", ir.DataType.FLOAT, [site.width * blocks]),
         (f"{name}_zero", ir.DataType.UINT8, [site.width * -(-blocks // 2)]),
     ]
     weights = [
-        lazy_weight(graph, part, dtype, shape, partial(codes.part, index))
+        lazy_weight(graph, part, dtype, shape, partial(made.part, index))
         for index, (part, dtype, shape) in enumerate(parts)
     ]
     put_nbits(graph, site, weights, block=BLOCK, accuracy_level=ACCURACY_LEVEL)
 
 
-class _Codes:
-    """The codes [N, blocks, 16], scales and packed zero points of a layer's weight.
-
-    One search gives all three. They are asked for one after the other, so what was not asked for yet is kept till then:
-    an eighth of the weight at most, of one weight at a time.
-    """
-
-    def __init__(self, site: LinearSite) -> None:
-        inputs = inputs_of(site)
-        self._tensor, self._turned = site.tensor, site.turned
-        self._importance = None if inputs is None else inputs.squares
-        self._waiting: dict[int, np.ndarray] = {}
-
-    def part(self, index: int) -> np.ndarray:
-        """Codes (0), scales (1) or zero points (2); the last two flat."""
-        if index not in self._waiting:
-            parts = channel_parts(self._tensor, self._turned)
-            found = zip(*(quantize_blocks(part, importance=self._importance) for part in parts), strict=True)
-            self._waiting = dict(enumerate(map(np.concatenate, found)))
-        whole = self._waiting.pop(index)
-        return whole if index == 0 else whole.reshape(-1)
+def _parts(site: LinearSite) -> Iterator[np.ndarray]:
+    """The codes [N, blocks, 16] of a layer's weight, and flat its scales and its packed zero points."""
+    inputs = inputs_of(site)
+    importance = None if inputs is None else inputs.squares
+    parts = (quantize_blocks(part, importance=importance) for part in channel_parts(site.tensor, site.turned))
+    codes, scales, zeros = map(np.concatenate, zip(*parts, strict=True))
+    return iter((codes, scales.reshape(-1), zeros.reshape(-1)))
 
 
 def quantize_blocks(

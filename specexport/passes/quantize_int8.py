@@ -1,12 +1,13 @@
 """Linear layers in int8: weights per output channel, activations per token."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from specexport.onnx_emit import Emitter, constant, lazy_weight
+from specexport.onnx_emit import Emitter, Together, constant, lazy_weight
 from specexport.ops.spec import DIM_NAMES
 from specexport.passes.base import CountingPass
 from specexport.passes.quantize_graph import put_in_place
@@ -124,33 +125,15 @@ def _zero(graph: ir.Graph) -> ir.Value:
 
 def _replace(graph: ir.Graph, site: LinearSite, source: ir.Value, row_scale: ir.Value) -> None:
     name = int8_name(str(site.weight.name))
-    made = _Codes(site.tensor, site.turned)
-    weight = lazy_weight(graph, name, ir.DataType.INT8, [site.depth, site.width], made.codes)
-    scales = lazy_weight(graph, f"{name}_scale", _FLOAT, [site.width], made.scales)
+    made = Together(partial(_quantized, site.tensor, site.turned))
+    weight = lazy_weight(graph, name, ir.DataType.INT8, [site.depth, site.width], partial(made.part, 0))
+    scales = lazy_weight(graph, f"{name}_scale", _FLOAT, [site.width], partial(made.part, 1))
     emit, shape = Emitter(graph), site.node.outputs[0].shape
     total = emit.op("MatMulInteger", source, weight, _zero(graph), dtype=ir.DataType.INT32, shape=shape)
     result = emit.op("Cast", total, dtype=_FLOAT, shape=shape, to=_FLOAT)
     result = emit.op("Mul", result, row_scale, shape=shape)
     result = emit.op("Mul", result, scales, shape=shape)
     put_in_place(emit, site, result)
-
-
-class _Codes:
-    """The codes and the scales of a weight, which is read once for both where one is asked for after the other."""
-
-    def __init__(self, tensor: ir.TensorProtocol, turned: bool) -> None:
-        self._tensor, self._turned = tensor, turned
-        self._scales: np.ndarray | None = None
-
-    def codes(self) -> np.ndarray:
-        """int8 [K, N]."""
-        codes, self._scales = _quantized(self._tensor, self._turned)
-        return codes
-
-    def scales(self) -> np.ndarray:
-        """float32 [N]."""
-        found, self._scales = self._scales, None
-        return row_scales(self._tensor, self._turned) if found is None else found
 
 
 def int8_name(name: str) -> str:

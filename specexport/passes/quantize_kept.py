@@ -5,7 +5,7 @@ from functools import partial
 
 import onnx_ir as ir
 
-from specexport.onnx_emit import Emitter, lazy_weight
+from specexport.onnx_emit import Emitter, Together, lazy_weight
 from specexport.passes.base import AS_STORED, CountingPass
 from specexport.passes.block_weight import BlockWeight, join
 from specexport.passes.linear_pack import PARTS
@@ -86,17 +86,11 @@ def kept_form(weights: Mapping[str, BlockWeight], name: str) -> object:
     return None if weight is None else weight.form
 
 
-def _codes(graph: ir.Graph, name: str, weight: BlockWeight) -> ir.Value:
-    """The codes [N, blocks, bytes] of a weight, the same for all its readers."""
-    shape = [weight.shape[0], weight.num_blocks, weight.form.block * weight.form.bits // 8]
-    return lazy_weight(graph, f"{name}.codes", _UINT8, shape, weight.packed_codes)
+class _Kept:
+    """A weight in a graph: its codes, and its scales and offsets as they are stored, or as what is made of them.
 
-
-class _Scales:
-    """Scales and offsets of a weight in a graph: as they are stored, or as what is made of them.
-
-    A product wants float32, of all rows. Where the checkpoint has them as small integers, so has the engine's file, and
-    nodes make them float; ONNX Runtime does that once, when it loads the engine.
+    A product wants these in float32, of all rows. Where the checkpoint has them as small integers, so has the engine's
+    file, and nodes make them float; ONNX Runtime does that once, when it loads the engine.
 
     Args:
         graph: the graph.
@@ -106,12 +100,19 @@ class _Scales:
 
     def __init__(self, graph: ir.Graph, name: str, weight: BlockWeight) -> None:
         self._graph, self._name, self._weight = graph, name, weight
+        self._made = Together(weight.parts)
+
+    def codes(self) -> ir.Value:
+        """The codes [N, blocks, bytes], the same for all readers."""
+        weight = self._weight
+        shape = [weight.shape[0], weight.num_blocks, weight.form.block * weight.form.bits // 8]
+        return self._stored("codes", _UINT8, shape)
 
     def scales(self, emit: Emitter, ids: ir.Value | None = None) -> ir.Value:
         """float32 [N, blocks], or of the rows ``ids`` [T]: [T, blocks]."""
         weight = self._weight
         if weight.spread is None:
-            whole = lazy_weight(self._graph, f"{self._name}.scales", _FLOAT, self._by_block(), weight.scales)
+            whole = self._stored("scales", _FLOAT, self._by_block())
             return whole if ids is None else emit.op("Gather", whole, ids, axis=0)
         return self._product(emit, ids, "base", "levels" if weight.spread.levels else "")
 
@@ -119,7 +120,7 @@ class _Scales:
         """The same of the offsets; ``scales`` are those of the same rows."""
         spread = self._weight.spread
         if spread is None:
-            whole = lazy_weight(self._graph, f"{self._name}.offsets", _FLOAT, self._by_block(), self._weight.offsets)
+            whole = self._stored("offsets", _FLOAT, self._by_block())
             return whole if ids is None else emit.op("Gather", whole, ids, axis=0)
         shifted = emit.op("Mul", scales, emit.const(spread.shift, "float32"))
         return emit.op("Add", shifted, self._product(emit, ids, "least", "minima" if spread.minima else ""))
@@ -140,9 +141,13 @@ class _Scales:
         return emit.reshape(product, [-1, self._weight.num_blocks])
 
     def _part(self, emit: Emitter, ids: ir.Value | None, name: str, dtype: ir.DataType, shape: list[int]) -> ir.Value:
-        stored = lazy_weight(self._graph, f"{self._name}.{name}", dtype, shape, partial(self._weight.part, name))
+        stored = self._stored(name, dtype, shape)
         stored.meta[AS_STORED] = True
         return emit.cast(stored if ids is None else emit.op("Gather", stored, ids, axis=0), _FLOAT)
+
+    def _stored(self, name: str, dtype: ir.DataType, shape: list[int]) -> ir.Value:
+        make = partial(self._made.part, self._weight.part_names.index(name))
+        return lazy_weight(self._graph, f"{self._name}.{name}", dtype, shape, make)
 
 
 def _multiply(
@@ -150,12 +155,12 @@ def _multiply(
 ) -> None:
     emit, shape, form = Emitter(graph), site.node.outputs[0].shape, weight.form
     name = str(site.weight.name).removesuffix(FOLDED)
-    made = _Scales(graph, name, weight)
+    made = _Kept(graph, name, weight)
     scales = made.scales(emit)
     result = emit.op(
         NBITS,
         site.source,
-        _codes(graph, name, weight),
+        made.codes(),
         scales,
         dtype=_FLOAT,
         shape=shape,
@@ -201,9 +206,9 @@ def _look_up(graph: ir.Graph, node: ir.Node, weight: BlockWeight) -> bool:
     if old.shape is None or len(old.shape) not in (2, 3):
         return False
     emit, form, name = Emitter(graph), weight.form, str(node.inputs[0].name)  # type: ignore[union-attr]
-    made = _Scales(graph, name, weight)
+    made = _Kept(graph, name, weight)
     ids = emit.reshape(ids, [-1])  # type: ignore[arg-type]
-    rows = emit.op("Gather", _codes(graph, name, weight), ids, axis=0)  # [T, blocks, bytes]
+    rows = emit.op("Gather", made.codes(), ids, axis=0)  # [T, blocks, bytes]
     if form.bits == 4:
         halves = [
             emit.op("BitwiseAnd", rows, emit.const(15, "uint8")),

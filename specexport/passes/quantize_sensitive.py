@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from specexport.onnx_emit import lazy_weight
+from specexport.onnx_emit import Together, lazy_weight
 from specexport.passes.activation_smooth import NORMS
 from specexport.passes.base import CountingPass
 from specexport.passes.input_note import inputs_of
@@ -63,16 +63,17 @@ class SensitiveBlocksPass(CountingPass):
 
 def _replace(graph: ir.Graph, site: LinearSite) -> None:
     blocks, name = site.depth // BLOCK, f"{site.weight.name}.blocks"
-    make = partial(_part, site.tensor, site.turned)
-    codes = lazy_weight(graph, name, ir.DataType.UINT8, [site.width, blocks, BLOCK], partial(make, 0))
-    scales = lazy_weight(graph, f"{name}_scale", ir.DataType.FLOAT, [site.width * blocks], partial(make, 1))
+    made = Together(partial(_parts, site.tensor, site.turned))
+    codes = lazy_weight(graph, name, ir.DataType.UINT8, [site.width, blocks, BLOCK], partial(made.part, 0))
+    scales = lazy_weight(graph, f"{name}_scale", ir.DataType.FLOAT, [site.width * blocks], partial(made.part, 1))
     put_nbits(graph, site, [codes, scales], block=BLOCK, accuracy_level=_ACCURACY_LEVEL, bits=8)
 
 
-def _part(tensor: ir.TensorProtocol, turned: bool, index: int) -> np.ndarray:
-    """Codes [N, blocks, 32] (0) or scales [N * blocks] (1)."""
-    whole = np.concatenate([quantize_blocks(part)[index] for part in channel_parts(tensor, turned)])
-    return whole if index == 0 else whole.reshape(-1)
+def _parts(tensor: ir.TensorProtocol, turned: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [N, blocks, 32], and flat their scales."""
+    parts = (quantize_blocks(part) for part in channel_parts(tensor, turned))
+    codes, scales = map(np.concatenate, zip(*parts, strict=True))
+    return codes, scales.reshape(-1)
 
 
 def quantize_blocks(channels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -59,7 +59,9 @@ def test_scales_are_made_of_what_is_stored(kind: str) -> None:
     parts |= {"levels": (np.int8, weight.form.block)} if spread.levels else {}
     parts |= {"least": (np.float16, spread.values)} if weight.form.has_offsets else {}
     parts |= {"minima": (np.int8, weight.form.block)} if spread.minima else {}
-    found = {name: weight.part(name) for name in parts}
+    assert weight.part_names == ("codes", *parts)
+    found = dict(zip(weight.part_names, weight.parts(), strict=True))
+    np.testing.assert_array_equal(found.pop("codes"), weight.packed_codes())
     for name, (dtype, values) in parts.items():
         assert (found[name].dtype, found[name].shape) == (dtype, (WIDTH, DEPTH // values))
     times = spread.values // weight.form.block
@@ -85,7 +87,8 @@ def test_weights_are_joined_and_rows_taken() -> None:
     joined, wanted = join([first, second]), np.concatenate([one, two])
     assert joined.shape == (24, DEPTH)
     assert joined.spread == first.spread
-    np.testing.assert_array_equal(joined.part("minima"), np.concatenate([first.part("minima"), second.part("minima")]))
+    for ours, *theirs in zip(joined.parts(), first.parts(), second.parts(), strict=True):
+        np.testing.assert_array_equal(ours, np.concatenate(theirs))
     np.testing.assert_allclose(joined.floats(), wanted, atol=1e-6)
     np.testing.assert_array_equal(joined.packed_codes(), np.concatenate([first.packed_codes(), second.packed_codes()]))
     order = np.array([20, 1, 9])
