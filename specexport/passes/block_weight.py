@@ -166,7 +166,7 @@ class BlockWeight:
         shaped = codes.reshape(len(codes), self.num_blocks, self.form.block)
         if self.form.bits == 8:
             return shaped
-        packed: npt.NDArray[np.uint8] = shaped[..., 0::2] | (shaped[..., 1::2] << 4)
+        packed: npt.NDArray[np.uint8] = shaped[..., 0::2] | (shaped[..., 1::2] << np.uint8(4))
         return packed
 
     def _chunks(self) -> list[Rows]:

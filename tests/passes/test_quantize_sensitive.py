@@ -13,6 +13,7 @@ from specexport.backends import ort
 from specexport.channel_ranges import ChannelRanges
 from specexport.frontend import Checkpoint, activation_ranges
 from specexport.lowering.ort_cpu import lower_ort_cpu
+from specexport.onnx_emit import Together
 from specexport.passes import default_passes, quantize_int4, run_passes
 from specexport.passes.block_search import extreme_blocks, search_blocks
 from specexport.passes.input_note import InputNotePass, inputs_of
@@ -205,17 +206,17 @@ def test_measured_squares_and_first_tokens_are_those_of_the_model() -> None:
 def test_a_weight_is_searched_once_and_nothing_of_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made, left = [], []
 
-    class Watched(quantize_int4._Codes):
+    class Watched(Together):
         def part(self, index: int) -> np.ndarray:
             left.append(sum(len(each._waiting) > 0 for each in made if each is not self))
             return super().part(index)
 
-        def __init__(self, site: Any) -> None:
-            super().__init__(site)
+        def __init__(self, make: Any) -> None:
+            super().__init__(make)
             made.append(self)
 
     searched = []
-    monkeypatch.setattr(quantize_int4, "_Codes", Watched)
+    monkeypatch.setattr(quantize_int4, "Together", Watched)
     monkeypatch.setattr(quantize_int4, "search_blocks", lambda *given: searched.append(1) or search_blocks(*given))
     model = make_model(*ARCHITECTURES["llama"])
     checkpoint = Checkpoint(**dict.fromkeys(Checkpoint.__dataclass_fields__) | {"model": model})
