@@ -94,7 +94,7 @@ def main() -> None:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     (args.folder / "tokenizer_config.json").write_text(json.dumps(settings))
     writer = Writer(args.folder, args.shard_gb * 1e9)
-    writer.matrix("model.embed_tokens.weight", args.vocab, args.hidden)
+    writer.matrix("model.embed_tokens.weight", args.vocab, args.hidden, scale=args.hidden**0.5)
     for layer in range(args.layers):
         stem = f"model.layers.{layer}"
         for name, width in (("q", args.heads), ("k", args.kv_heads), ("v", args.kv_heads)):
