@@ -324,7 +324,8 @@ def test_the_torch_weights_are_gone_before_the_check(
 
     def load_and_note(*args: Any, **kwargs: Any) -> Any:
         checkpoint = load(*args, **kwargs)
-        addresses.update(weight.data_ptr() for weight in checkpoint.model.parameters())
+        addresses.update(weight.data_ptr() for weight in checkpoint.model.parameters() if not weight.is_meta)
+        assert addresses  # vectors are in memory, matrices in the checkpoint's files
         return checkpoint
 
     def no_weight_lives(*_args: object) -> float:

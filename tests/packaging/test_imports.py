@@ -49,6 +49,7 @@ DRIVES_THE_RUNTIME = (
     "demo.py",
     "doctor.py",
     "build/check.py",
+    "build/check_parts.py",
     "build/prepack.py",
     "verify",
     "bench",
