@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map
 
 from specexport.frontend.stored import CHUNK, Stored, StoredWeight, stored_by_id
-from specexport_runtime.machine import return_freed_memory
 
 _CPU = torch.device("cpu")
 
@@ -87,7 +86,6 @@ def streamed(model: Any, stored: Stored) -> Iterator[None]:
         return
     with _Streaming(stored_by_id(model, stored)):
         yield
-    return_freed_memory()  # what is small and stays lies between what was large and went
 
 
 @contextmanager
