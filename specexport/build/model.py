@@ -32,7 +32,6 @@ _NEEDED = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "safetensor
 CALIBRATION_PIECES, CALIBRATION_LEN = 16, 64
 """1,024 tokens from all over the texts: with 512 in four pieces smoothing saved a sixth of the divergence, not half."""
 _QUANTIZED_BYTES = {"int8": 1.01, "int4": 0.75}  # of a weight: int4 with its scales, and an embedding in int8
-_KEPT_GROWTH = 1.6  # scales and offsets are float32 in engines, and some formats have more bits there
 _SPACE_MARGIN = 1.05  # graph, tokenizer and alignment beside the weights
 
 
@@ -184,7 +183,7 @@ def _needed_bytes(recipe: BuildRecipe, checkpoint: Any, role: str) -> int:
     if quantize == KEEP:
         kept = {id(weight): weight for weight in checkpoint.kept.values()}.values()
         stored = sum(weight.shape[0] * weight.shape[1] for weight in kept)
-        size += sum(weight.stored_bytes for weight in kept) * _KEPT_GROWTH + item * (checkpoint.num_parameters - stored)
+        size += sum(weight.engine_bytes for weight in kept) + item * (checkpoint.num_parameters - stored)
     else:
         size += (checkpoint.num_parameters - outside) * _QUANTIZED_BYTES.get(str(quantize), item)
     return int(size * copies * _SPACE_MARGIN)

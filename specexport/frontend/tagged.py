@@ -1,8 +1,9 @@
 """Finding out which stored tensor each parameter of a model is, without reading one.
 
 Transformers renames and ties what it loads, and for some models it joins, splits or turns it. Nobody else knows how. So
-it is asked: it loads tensors of the right shapes that all have one element of memory, repeated. A parameter that still
-lies there is that tensor, as it is stored. If one was made of several, or of other values, the model is loaded whole.
+it is asked: it loads tensors of the right shapes that have memory for one column, repeated. A parameter that still lies
+there, in the same way, is that tensor, as it is stored. If one was made of several, turned, or given other values, the
+model is loaded whole.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,15 +31,14 @@ class Tags:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._kept: list[Tensor] = []
-        self._readers: dict[int, Callable[[int, int], Tensor]] = {}
+        self._made: dict[int, tuple[Tensor, Callable[[int, int], Tensor]]] = {}
 
     def make(self, shape: tuple[int, ...], rows: Callable[[int, int], Tensor]) -> Tensor:
         """A tensor of ``shape`` that stands for the one whose rows ``rows`` gives."""
-        seed = torch.zeros(1, dtype=self.dtype)
-        self._kept.append(seed)  # the place must not be given to another
-        self._readers[seed.data_ptr()] = rows
-        return seed.expand(shape)
+        column = torch.zeros(shape[0], dtype=self.dtype)
+        tag = column.view(shape[0], *[1] * (len(shape) - 1)).expand(shape)
+        self._made[tag.data_ptr()] = tag, rows  # it stays, so that the place is not given to another
+        return tag
 
     def settle(self, model: Any) -> dict[str, StoredWeight] | None:
         """Replace what stands for stored tensors by parameters without data.
@@ -49,10 +49,12 @@ class Tags:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         stored, meta = {}, {}
         for name, parameter in parameters.items():
-            rows = self._readers.get(parameter.data_ptr())
-            if rows is None and parameter.dim() < SMALLEST_RANK:
+            tag, rows = self._made.get(parameter.data_ptr(), (None, None))
+            if tag is None and parameter.dim() < SMALLEST_RANK:
                 continue
-            if rows is None or any(parameter.stride()) or parameter.dtype != self.dtype:
+            if tag is None or rows is None or parameter.dtype != self.dtype:
+                return None
+            if (parameter.shape, parameter.stride()) != (tag.shape, tag.stride()):  # turned, or cut
                 return None
             stored[name] = StoredWeight(tuple(parameter.shape), parameter.dtype, rows)
             meta[id(parameter)] = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)

@@ -132,6 +132,16 @@ class BlockWeight:
         return values.reshape(len(wanted), self.shape[1]).astype(np.float32, copy=False)
 
     @property
+    def engine_bytes(self) -> int:
+        """What its parts take in an engine's file."""
+        count, both = self.shape[0] * self.shape[1], 1 + self.form.has_offsets
+        size = count * self.form.bits // 8
+        if self.spread is None:
+            return size + 4 * both * count // self.form.block
+        of_block = self.spread.levels + self.spread.minima
+        return size + 2 * both * count // self.spread.values + of_block * count // self.form.block
+
+    @property
     def part_names(self) -> tuple[str, ...]:
         """What an engine's file has of it: codes, and what scales and offsets are made of."""
         if self.spread is None:

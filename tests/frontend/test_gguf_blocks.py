@@ -60,6 +60,7 @@ def test_scales_are_made_of_what_is_stored(kind: str) -> None:
     parts |= {"least": (np.float16, spread.values)} if weight.form.has_offsets else {}
     parts |= {"minima": (np.int8, weight.form.block)} if spread.minima else {}
     assert weight.part_names == ("codes", *parts)
+    assert weight.engine_bytes == sum(part.nbytes for part in weight.parts())
     found = dict(zip(weight.part_names, weight.parts(), strict=True))
     np.testing.assert_array_equal(found.pop("codes"), weight.packed_codes())
     for name, (dtype, values) in parts.items():

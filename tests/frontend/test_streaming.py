@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from specexport.frontend import Checkpoint, load_checkpoint, reference_logits, streaming, trace_checkpoint
 from specexport.frontend.stored import StoredWeight
+from specexport.frontend.tagged import Tags
 from specexport_runtime.errors import CheckpointError
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import ARCHITECTURES, GROUPED, make_llama, make_model, save_checkpoint
@@ -189,3 +190,24 @@ def test_a_missing_weight_is_named(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"1 weights are missing, for example model\.layers\.0\.mlp\.up_proj"):
         load_checkpoint(str(folder), stream=True)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda tag: tag, lambda tag: tag.T, lambda tag: tag[:2], lambda tag: tag[2:], lambda tag: tag + 0]
+)
+def test_a_weight_that_is_turned_cut_or_made_anew_is_no_stored_one(change: Callable[[Any], Any]) -> None:
+    tags = Tags(torch.float32)
+    tag = tags.make((4, 4), lambda start, stop: torch.ones(stop - start, 4))
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(change(tag), requires_grad=False)
+    found = tags.settle(model)
+    assert (found is None) == (change(tag) is not tag)
+    assert model.weight.is_meta == (found is not None)
+
+
+def test_matrices_of_one_row_or_column_are_stored_ones() -> None:
+    tags, model = Tags(torch.float32), torch.nn.Module()
+    for at, shape in enumerate([(1, 5), (5, 1), (1, 1)]):
+        tag = tags.make(shape, lambda start, stop: torch.ones(stop - start, 1))
+        model.register_parameter(f"w{at}", torch.nn.Parameter(tag, requires_grad=False))
+    assert set(tags.settle(model) or ()) == {"w0", "w1", "w2"}
