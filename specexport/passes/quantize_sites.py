@@ -89,6 +89,8 @@ def find_sites(model: ir.Model, kind: str, *, lm_head: bool, multiples: tuple[in
     if not lm_head:
         head = head_node(model, {site.node for site in sites})
         sites = [site for site in sites if site.node is not head]
+    if not sites and any(node.op_type == "MatMulNBits" for node in model.graph):
+        return []  # sensitive layers have got their weights before, and there are no others
     if not sites:
         raise UnsupportedModelError(f"{kind} was asked for, and the model has no linear layer for it.", _HOW_TO_LEAVE)
     inputs, outputs = multiples

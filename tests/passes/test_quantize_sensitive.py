@@ -229,3 +229,18 @@ def test_a_weight_is_searched_once_and_nothing_of_it_is_kept(monkeypatch: pytest
     assert len(searched) == len(made) == report["int4-quantize"]
     assert max(left) == 0, "parts of one weight were asked for between those of another"
     assert all(not each._waiting for each in made)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_model_may_have_sensitive_layers_only(kind: str) -> None:
+    text = f"""<ir_version: 10, opset_import: ["": 23]> g (float[T, {DEPTH}] x) => (float[T, {WIDTH}] y) {{
+        y = MatMul (x, weight)
+    }}"""
+    model = ir.from_onnx_text(text, initializers=[ir.tensor(numbers(1, DEPTH, WIDTH), name="weight")])
+    ranges = ranges_of(numbers(2, TOKENS, DEPTH), massive(3))
+    changes = {}
+    for item in [InputNotePass({"weight": ranges}), *quantizing_passes(kind, lm_head=True)]:
+        item(model)
+        changes[item.name] = item.changes
+    assert changes["sensitive-blocks"] == 1
+    assert changes[f"{kind}-quantize"] == 0
