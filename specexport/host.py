@@ -46,7 +46,7 @@ def map_large_blocks() -> None:
     """Let each block of memory of a megabyte and more go back to the system when it is freed, in all of this process.
 
     A build makes and drops large blocks between small ones that stay. By default glibc keeps blocks of up to 32 MB in a
-    heap, which then cannot shrink: calibrating a model of 28 layers held 1.6 GB of nothing. Other C libraries than
+    heap, which then cannot shrink: so most of what a calibration lets go of would stay. Other C libraries than
     glibc are left alone.
     """
     if sys.platform.startswith("linux"):

@@ -21,6 +21,7 @@ D     ``head_dim``          size of one key (or value) head of one layer
 ====  ====================  ==========================================================
 """
 
+from collections.abc import Sequence as Seq
 from typing import Literal, NamedTuple
 
 ABI_VERSION = 3
@@ -243,6 +244,15 @@ class LayerGeometry(NamedTuple):
     kv_heads: int
     k_dim: int
     v_dim: int
+
+
+def cache_shapes(layers: Seq[LayerGeometry], num_rows: int, kv_capacity: int) -> dict[str, tuple[int, ...]]:
+    """Shape [rows, 1, heads, capacity, head size] of each cache input, by name."""
+    return {
+        spec.name.format(i=i): (num_rows, 1, layer.kv_heads, kv_capacity, head_dim)
+        for i, layer in enumerate(layers)
+        for spec, head_dim in zip(CACHE_INPUTS, (layer.k_dim, layer.v_dim), strict=True)
+    }
 
 
 def kv_slack(lookahead: int) -> int:

@@ -21,6 +21,7 @@ from specexport_runtime.abi import (
     STEP_INPUTS,
     V_CACHE_OUT,
     StepShape,
+    cache_shapes,
 )
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import SpecexportError
@@ -164,11 +165,8 @@ class PartedExecutor:
 
     def _empty_caches(self) -> Arrays:
         dtype = np.dtype(self._entry.dtype)
-        return {
-            spec.name.format(i=i): np.zeros((self.num_rows, 1, layer.kv_heads, self.kv_capacity, dim), dtype)
-            for i, layer in enumerate(self._entry.layers)
-            for spec, dim in zip(CACHE_INPUTS, (layer.k_dim, layer.v_dim), strict=True)
-        }
+        shapes = cache_shapes(self._entry.layers, self.num_rows, self.kv_capacity)
+        return {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
 
     def _cache_outputs(self) -> dict[str, str]:
         return {

@@ -165,7 +165,7 @@ def build_model(
 def _step_sizes(checkpoint: Any, head_ids: Int32Array | None) -> dict[str, Any]:
     """What a step's cost can be told from, as fields of the manifest entry."""
     model = checkpoint.model
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    table, head = _tables(model)
     step = checkpoint.num_parameters - (0 if table is head else table.numel())
     if head_ids is not None:
         step -= (head.shape[0] - len(head_ids)) * head.shape[1]

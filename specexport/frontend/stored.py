@@ -1,5 +1,6 @@
 """Weights that stay in their files: where each parameter of a model comes from, read when it is asked for."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,11 @@ class StoredWeight:
     dtype: torch.dtype
     rows: Callable[[int, int], Tensor]
 
+    @property
+    def row_size(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.shape[1:])
+
     def whole(self) -> Tensor:
         """All of it."""
         return self.rows(0, self.shape[0])
@@ -39,7 +45,7 @@ class StoredWeight:
 
     def chunks(self) -> list[tuple[int, int]]:
         """Bounds of the rows that are worked on at a time."""
-        step = max(1, CHUNK // max(1, int(np.prod(self.shape[1:]))))
+        step = max(1, CHUNK // max(1, self.row_size))
         return [(start, min(start + step, self.shape[0])) for start in range(0, self.shape[0], step)]
 
 

@@ -100,7 +100,7 @@ def stand_ins(model: Any, stored: Stored) -> Iterator[None]:
         return
     width = int(model.config.get_text_config().hidden_size)
     generator = torch.Generator().manual_seed(20)
-    largest = max(min(weight.shape[0] * _row(weight), max(CHUNK, _row(weight))) for weight in stored.values())
+    largest = max(min(weight.shape[0] * weight.row_size, max(CHUNK, weight.row_size)) for weight in stored.values())
     noise = torch.randn(largest + 1, generator=generator) * width**-0.5
     weights = {
         id_: StoredWeight(weight.shape, weight.dtype, _Noise(weight, noise))
@@ -108,13 +108,6 @@ def stand_ins(model: Any, stored: Stored) -> Iterator[None]:
     }
     with _Streaming(weights):
         yield
-
-
-def _row(weight: StoredWeight) -> int:
-    size = 1
-    for dim in weight.shape[1:]:
-        size *= dim
-    return size
 
 
 class _Noise:
@@ -125,7 +118,7 @@ class _Noise:
 
     def __call__(self, start: int, stop: int) -> Tensor:
         """See ``StoredWeight.rows``."""
-        row = _row(self._weight)
+        row = self._weight.row_size
         size = (stop - start) * row
         if size > len(self._noise):  # not a matrix that is worked on in chunks
             repeats = -(-size // len(self._noise))

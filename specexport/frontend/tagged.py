@@ -8,6 +8,7 @@ model is loaded whole.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def tagged_safetensors(source: Source, tags: Tags) -> Iterator[None]:
 
         def __init__(self, path: Any, **named: Any) -> None:
             self._file = opens(path, **named).__enter__()
-            self._path = WatchedFile(_inside(source, path), source.name)
+            self._path = WatchedFile(Path(path), source.name)
 
         def keys(self) -> list[str]:
             """Names of the tensors."""
@@ -100,10 +101,6 @@ def tagged_safetensors(source: Source, tags: Tags) -> Iterator[None]:
 
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-
-
-def _inside(source: Source, path: Any) -> Any:
-    return next((file for file in source.files if file.name == str(path).rpartition("/")[2]), path)
 
 
 class _SafetensorsRows:

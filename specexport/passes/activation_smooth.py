@@ -11,7 +11,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from specexport.onnx_emit import Emitter, constant, lazy_weight, part_of
-from specexport.passes.base import CountingPass, constant_of
+from specexport.passes.base import CountingPass, constant_of, sizes_of
 from specexport.passes.input_note import carry_inputs
 from specexport.passes.quantize_sites import LinearSite, linear_site
 from specexport.passes.transpose_fold import FOLDED
@@ -192,12 +192,11 @@ def _scale_weight(graph: ir.Graph, site: LinearSite, factors: FloatVector, *, in
     """Multiply a layer's weight by a factor for each of its inputs, or of its outputs; returns the new one."""
     site = _now(site)
     down = inputs != site.turned  # the factors go along the first axis of the weight as it is stored
-    shape = [int(str(size)) for size in site.tensor.shape]
     weight = lazy_weight(
         graph,
         f"{site.weight.name}{SMOOTH if inputs else DIVIDED}",
         site.tensor.dtype,
-        shape,
+        sizes_of(site.tensor),
         partial(_scaled, site.tensor, factors, down),
         partial(_part, site.tensor, factors, down),
     )

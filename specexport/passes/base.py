@@ -44,3 +44,8 @@ def constant_of(value: ir.Value | None) -> ir.TensorProtocol | None:
     if value is None or not value.is_initializer():
         return None
     return value.const_value
+
+
+def sizes_of(tensor: ir.TensorProtocol) -> list[int]:
+    """The sizes of a weight, as numbers; a lazy one is not made for that."""
+    return [int(str(size)) for size in tensor.shape]

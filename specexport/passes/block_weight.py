@@ -151,26 +151,16 @@ class BlockWeight:
         return ("codes", *(name for name, there in given.items() if there))
 
     def parts(self) -> list[np.ndarray]:
-        """The arrays of ``part_names``, in their order, from one reading; codes as :meth:`packed_codes` has them."""
+        """The arrays of ``part_names``, in their order, from one reading.
+
+        Codes are uint8 [N, blocks, block * bits / 8]; those of 4 bits two to a byte, the first in the low half.
+        """
         found: list[list[np.ndarray]] = []
         for rows in self._chunks():
             blocks = self.read(rows)
             named = (blocks if self.spread is None or blocks.stored is None else blocks.stored)._asdict()
             found.append([self._packed(blocks.codes), *(named[name] for name in self.part_names[1:])])
         return [np.concatenate(parts) for parts in zip(*found, strict=True)]
-
-    def packed_codes(self) -> npt.NDArray[np.uint8]:
-        """uint8 [N, blocks, block * bits / 8], codes of 4 bits two to a byte, the first in the low half."""
-        return np.concatenate([self._packed(self.read(rows).codes) for rows in self._chunks()])
-
-    def scales(self) -> Float32Array:
-        """float32 [N, blocks]."""
-        return np.concatenate([self.read(rows).scales for rows in self._chunks()])
-
-    def offsets(self) -> Float32Array:
-        """float32 [N, blocks]; zeros without."""
-        found = [self.read(rows).offsets for rows in self._chunks()]
-        return np.concatenate([np.zeros((0, self.num_blocks), np.float32) if part is None else part for part in found])
 
     def _packed(self, codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         shaped = codes.reshape(len(codes), self.num_blocks, self.form.block)

@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter, constant, lazy_weight
-from specexport.passes.base import CountingPass, constant_of
+from specexport.passes.base import CountingPass, constant_of, sizes_of
 
 
 class LinearFlattenPass(CountingPass):
@@ -50,7 +50,7 @@ def _rewrite(graph: ir.Graph, node: ir.Node, name: str) -> None:
     tensor = constant_of(weight)
     if x is None or x.shape is None or weight is None or tensor is None:
         raise TypeError(f"{node.name} is no linear layer")
-    depth, width = (int(str(size)) for size in tensor.shape)
+    depth, width = sizes_of(tensor)
     is_own = len(list(weight.uses())) == 1
     if is_own:
         del graph.initializers[str(weight.name)]

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter, constant, lazy_weight, part_of
-from specexport.passes.base import CountingPass, attention_nodes, constant_of
+from specexport.passes.base import CountingPass, attention_nodes, constant_of, sizes_of
 from specexport.passes.input_note import carry_inputs
 
 PARTS = "specexport.parts"
@@ -102,7 +102,7 @@ class LinearPackPass(CountingPass):
 def _dims(weight: ir.Value) -> tuple[int, ...]:
     tensor = constant_of(weight)
     assert tensor is not None  # noqa: S101 - a Linear is made of constants
-    return tuple(int(dim) for dim in tensor.shape)  # type: ignore[arg-type]
+    return tuple(sizes_of(tensor))
 
 
 def linear_of(matmul: ir.Node) -> Linear | None:

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import lazy_weight, part_of
-from specexport.passes.base import CountingPass, constant_of
+from specexport.passes.base import CountingPass, constant_of, sizes_of
 from specexport.passes.quantize_sites import LinearSite, linear_site
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import UnsupportedModelError
@@ -69,7 +69,7 @@ def _replace(model: ir.Model, node: ir.Node, index: int, ids: Int32Array, *, axi
     value = node.inputs[index]
     tensor = constant_of(value)
     assert value is not None and tensor is not None  # noqa: PT018, S101 - the caller has looked
-    shape = [int(str(size)) for size in tensor.shape]
+    shape = sizes_of(tensor)
     shape[axis] = len(ids)
     make, part = partial(_rows, tensor, ids, axis), partial(_part, tensor, ids, axis)
     node.replace_input_with(index, lazy_weight(model.graph, f"{value.name}{CUT}", tensor.dtype, shape, make, part))

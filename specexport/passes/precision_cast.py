@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter, lazy_weight, part_of
-from specexport.passes.base import CountingPass, constant_of
+from specexport.passes.base import CountingPass, constant_of, sizes_of
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import CheckFailedError, RecipeError
 
@@ -61,8 +61,7 @@ class PrecisionCastPass(CountingPass):
             if weight in model.graph.outputs or not all(self._casts_to_model(node) for node in readers):
                 continue
             make, part = partial(_cast, tensor, self.dtype), partial(_part, tensor, self.dtype)
-            shape = [int(str(size)) for size in tensor.shape]
-            value = lazy_weight(model.graph, f"{weight.name}.cast", self.dtype, shape, make, part)
+            value = lazy_weight(model.graph, f"{weight.name}.cast", self.dtype, sizes_of(tensor), make, part)
             for node in readers:
                 ir.convenience.replace_all_uses_with(node.outputs[0], value)
                 model.graph.remove(node, safe=True)

@@ -4,9 +4,9 @@ from functools import partial
 
 import onnx_ir as ir
 
-from specexport.onnx_emit import Emitter, lazy_weight
-from specexport.passes.base import CountingPass, constant_of
-from specexport.passes.quantize_int8 import int8_name, quantized_rows, row_scales
+from specexport.onnx_emit import Emitter, Together, lazy_weight
+from specexport.passes.base import CountingPass, constant_of, sizes_of
+from specexport.passes.quantize_int8 import int8_name, quantized_rows
 from specexport_runtime.abi import INPUT_IDS
 
 _FLOAT = ir.DataType.FLOAT
@@ -53,7 +53,7 @@ def _replace(graph: ir.Graph, node: ir.Node) -> None:
     table, ids = node.inputs[0], node.inputs[1]
     tensor = constant_of(table)
     assert tensor is not None  # noqa: S101 - a lookup
-    num_tokens, width = (int(str(size)) for size in tensor.shape)
+    num_tokens, width = sizes_of(tensor)
     emit, old = Emitter(graph), node.outputs[0]
     shape = None if old.shape is None else list(old.shape)
     rows = None if shape is None else [*shape[:-1], 1]
@@ -65,10 +65,9 @@ def _replace(graph: ir.Graph, node: ir.Node) -> None:
         columns = emit.op("Gather", head, ids, axis=1)  # [H, …]
         found = emit.op("Transpose", columns, shape=shape, perm=[*range(1, len(ids.shape) + 1), 0])
     else:
-        head = lazy_weight(
-            graph, f"{name}_rows", ir.DataType.INT8, [num_tokens, width], partial(quantized_rows, tensor)
-        )
-        scales = lazy_weight(graph, f"{name}_rows_scale", _FLOAT, [num_tokens], partial(row_scales, tensor))
+        made = Together(partial(quantized_rows, tensor))
+        head = lazy_weight(graph, f"{name}_rows", ir.DataType.INT8, [num_tokens, width], partial(made.part, 0))
+        scales = lazy_weight(graph, f"{name}_rows_scale", _FLOAT, [num_tokens], partial(made.part, 1))
         found = emit.op("Gather", head, ids, shape=shape, axis=0)
     found = emit.op("Cast", found, dtype=_FLOAT, shape=shape, to=_FLOAT)
     scale = emit.op("Unsqueeze", emit.op("Gather", scales, ids, axis=0), emit.const([-1]), shape=rows)

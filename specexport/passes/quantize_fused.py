@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specexport.onnx_emit import lazy_weight
+from specexport.onnx_emit import Together, lazy_weight
 from specexport.passes.base import CountingPass
 from specexport.passes.quantize_graph import CONTRIB, pack_pairs, put_nbits
 from specexport.passes.quantize_sites import LinearSite, channel_parts, find_sites
@@ -15,7 +15,6 @@ from specexport.passes.quantize_weights import quantize_blocks, scale_dtype
 _ZERO = 8
 _ALIGNED = 8
 """The kernel takes inputs and outputs in eights. Other layers would be made float in every step, into memory."""
-_CHUNK = 1 << 22  # weight elements worked on at a time
 
 
 class Int4FusedPass(CountingPass):
@@ -52,18 +51,18 @@ class Int4FusedPass(CountingPass):
 
 def _replace(graph: ir.Graph, site: LinearSite, block: int) -> None:
     blocks, dtype, name = -(-site.depth // block), site.tensor.dtype, f"{site.weight.name}.int4"
-    make = partial(_part, site.tensor, site.turned, block)
-    codes = lazy_weight(graph, name, ir.DataType.UINT8, [site.width, blocks, block // 2], partial(make, 0))
-    scales = lazy_weight(graph, f"{name}_scale", dtype, [site.width * blocks], partial(make, 1))
+    made = Together(partial(_parts, site.tensor, site.turned, block))
+    codes = lazy_weight(graph, name, ir.DataType.UINT8, [site.width, blocks, block // 2], partial(made.part, 0))
+    scales = lazy_weight(graph, f"{name}_scale", dtype, [site.width * blocks], partial(made.part, 1))
     put_nbits(graph, site, [codes, scales], block=block, accuracy_level=0)
 
 
-def _part(tensor: ir.TensorProtocol, turned: bool, block: int, index: int) -> np.ndarray:
-    """Packed codes [N, blocks, block / 2] (0) or scales [N * blocks] (1); some outputs at a time, to save memory."""
+def _parts(tensor: ir.TensorProtocol, turned: bool, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Packed codes [N, blocks, block / 2], and scales [N * blocks]; some outputs at a time, to save memory."""
     rounded = scale_dtype(tensor.dtype)
-    parts = [pack_channels(channels, block, rounded)[index] for channels in channel_parts(tensor, turned)]
-    whole = np.concatenate(parts)
-    return whole if index == 0 else whole.reshape(-1).astype(tensor.dtype.numpy())
+    parts = (pack_channels(channels, block, rounded) for channels in channel_parts(tensor, turned))
+    codes, scales = map(np.concatenate, zip(*parts, strict=True))
+    return codes, scales.reshape(-1).astype(tensor.dtype.numpy())
 
 
 def pack_channels(channels: np.ndarray, block: int, rounded: npt.DTypeLike) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,5 @@
 """Linear layers in int8: weights per output channel, activations per token."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -9,7 +8,7 @@ import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter, Together, constant, lazy_weight
 from specexport.ops.spec import DIM_NAMES
-from specexport.passes.base import CountingPass
+from specexport.passes.base import CountingPass, sizes_of
 from specexport.passes.quantize_graph import put_in_place
 from specexport.passes.quantize_sites import LinearSite, channel_parts, find_sites
 from specexport_runtime.abi import INPUT_IDS, LOGIT_ROWS
@@ -141,44 +140,26 @@ def int8_name(name: str) -> str:
     return f"{name}.int8"
 
 
-def row_scales(tensor: ir.TensorProtocol, turned: bool = True) -> np.ndarray:
-    """float32 [N]: largest magnitude of each output channel over 127; 1 for a channel of zeros.
-
-    Args:
-        tensor: the weight.
-        turned: it is [N, K], not [K, N].
-    """
-    return np.concatenate([_scales(part) for part in channel_parts(tensor, turned)])
-
-
-def _scales(channels: np.ndarray) -> np.ndarray:
-    largest = np.maximum(channels.max(axis=1), -channels.min(axis=1)).astype(np.float32)
-    return np.where(largest > 0, largest / np.float32(LARGEST), np.float32(1)).astype(np.float32)
-
-
-def quantized_rows(tensor: ir.TensorProtocol) -> np.ndarray:
-    """int8 [N, K] of a weight [N, K], in the scales of :func:`row_scales`."""
-    codes, start = np.empty([int(str(size)) for size in tensor.shape], np.int8), 0
-    for part, _ in _coded(tensor, turned=True):
-        codes[start : start + len(part)] = part
-        start += len(part)
-    return codes
+def quantized_rows(tensor: ir.TensorProtocol) -> tuple[np.ndarray, np.ndarray]:
+    """int8 codes [N, K] of a weight [N, K], and their scales, float32 [N]."""
+    codes = np.empty(sizes_of(tensor), np.int8)
+    return codes, _code_into(codes, tensor, turned=True)
 
 
 def _quantized(tensor: ir.TensorProtocol, turned: bool) -> tuple[np.ndarray, np.ndarray]:
-    """int8 [K, N], and its scales: float32 [N]."""
-    first, second = (int(str(size)) for size in tensor.shape)
-    result = np.empty((second, first) if turned else (first, second), np.int8)
-    scales, start = np.empty(result.shape[1], np.float32), 0
-    for codes, of_codes in _coded(tensor, turned):
-        some = slice(start, start + len(codes))
-        result[:, some], scales[some] = codes.T, of_codes
-        start += len(codes)
-    return result, scales
+    """int8 codes [K, N] of a weight, which is [N, K] if it is ``turned``, and their scales, float32 [N]."""
+    sizes = sizes_of(tensor)
+    codes = np.empty(sizes[::-1] if turned else sizes, np.int8)
+    return codes, _code_into(codes.T, tensor, turned)
 
 
-def _coded(tensor: ir.TensorProtocol, turned: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Codes [n, K] and scales [n] of some output channels after the others."""
+def _code_into(codes: np.ndarray, tensor: ir.TensorProtocol, turned: bool) -> np.ndarray:
+    """Write codes [N, K]; returns the scales: the largest magnitude of each output over 127, 1 for one of zeros."""
+    scales, start = np.empty(len(codes), np.float32), 0
     for channels in channel_parts(tensor, turned):
-        scales = _scales(channels)
-        yield np.clip(np.rint(channels / scales[:, None]), -LARGEST, LARGEST).astype(np.int8), scales
+        some = slice(start, start + len(channels))
+        largest = np.maximum(channels.max(axis=1), -channels.min(axis=1)).astype(np.float32)
+        scales[some] = np.where(largest > 0, largest / np.float32(LARGEST), np.float32(1))
+        codes[some] = np.clip(np.rint(channels / scales[some, None]), -LARGEST, LARGEST)
+        start += len(channels)
+    return scales

@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import has_parts, part_of
-from specexport.passes.base import constant_of
+from specexport.passes.base import constant_of, sizes_of
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import UnsupportedModelError
 
@@ -63,7 +63,8 @@ def channel_parts(tensor: ir.TensorProtocol, turned: bool) -> Iterator[np.ndarra
         turned: see ``LinearSite``.
     """
     axis = 0 if turned else 1
-    width, depth = int(str(tensor.shape[axis])), int(str(tensor.shape[1 - axis]))
+    sizes = sizes_of(tensor)
+    width, depth = sizes[axis], sizes[1 - axis]
     source = tensor if has_parts(tensor) else ir.tensor(tensor.numpy())
     step = max(1, _CHUNK // depth)
     for start in range(0, width, step):
@@ -115,7 +116,7 @@ def linear_site(node: ir.Node) -> LinearSite | None:
     if node.attributes.get_int("transA", 0) or not plain:
         return None
     turned = bool(node.attributes.get_int("transB", 0))
-    first, second = (int(str(size)) for size in tensor.shape)
+    first, second = sizes_of(tensor)
     return LinearSite(node, weight, turned, *((second, first) if turned else (first, second)))
 
 

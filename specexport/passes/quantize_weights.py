@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specexport.onnx_emit import Emitter, constant, lazy_weight
+from specexport.onnx_emit import Emitter, Together, constant, lazy_weight
 from specexport.passes.base import CountingPass
 from specexport.passes.quantize_graph import put_in_place
 from specexport.passes.quantize_sites import LinearSite, channel_parts, find_sites
@@ -15,7 +15,6 @@ from specexport.passes.quantize_sites import LinearSite, channel_parts, find_sit
 _LEAST, _MOST = -8, 7
 _SHRINK = (1.0, 0.93, 0.86, 0.79)
 """Shares of a block's largest weight that are tried as the largest code: the one with the least squared error stays."""
-_CHUNK = 1 << 22  # weight elements worked on at a time
 
 
 class Int4WeightPass(CountingPass):
@@ -54,10 +53,10 @@ class Int4WeightPass(CountingPass):
 
 def _replace(graph: ir.Graph, site: LinearSite, block: int) -> None:
     dtype, name = site.tensor.dtype, f"{site.weight.name}.int4"
-    make = partial(_part, site.tensor, site.turned, block)
+    made = Together(partial(_parts, site.tensor, site.turned, block))
     sizes, scale_sizes = [site.depth, site.width], [site.depth // block, site.width]
-    codes = lazy_weight(graph, name, ir.DataType.INT4, sizes, partial(make, 0, np.dtype(ml_dtypes.int4)))
-    scales = lazy_weight(graph, f"{name}_scale", dtype, scale_sizes, partial(make, 1, dtype.numpy()))
+    codes = lazy_weight(graph, name, ir.DataType.INT4, sizes, partial(made.part, 0))
+    scales = lazy_weight(graph, f"{name}_scale", dtype, scale_sizes, partial(made.part, 1))
     emit = Emitter(graph)
     weight = emit.op("DequantizeLinear", codes, scales, dtype=dtype, shape=sizes, axis=0, block_size=block)
     source, shape = site.source, site.node.outputs[0].shape
@@ -73,14 +72,12 @@ def _replace(graph: ir.Graph, site: LinearSite, block: int) -> None:
     put_in_place(emit, site, result)
 
 
-def _part(tensor: ir.TensorProtocol, turned: bool, block: int, index: int, dtype: np.dtype) -> np.ndarray:
-    """Codes [K, N] (0) or scales [K / block, N] (1) of a matrix; some outputs at a time, to save memory."""
+def _parts(tensor: ir.TensorProtocol, turned: bool, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [K, N] and scales [K / block, N] of a matrix; some outputs at a time, to save memory."""
     rounded = scale_dtype(tensor.dtype)
-    parts = [
-        quantize_blocks(channels.T.astype(np.float32), block, rounded)[index]
-        for channels in channel_parts(tensor, turned)
-    ]
-    return np.concatenate(parts, axis=1).astype(dtype)
+    parts = (quantize_blocks(part.T.astype(np.float32), block, rounded) for part in channel_parts(tensor, turned))
+    codes, scales = (np.concatenate(found, axis=1) for found in zip(*parts, strict=True))
+    return codes, scales.astype(tensor.dtype.numpy())
 
 
 def scale_dtype(weight: ir.DataType) -> np.dtype:

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import lazy_weight, part_of
-from specexport.passes.base import CountingPass, constant_of
+from specexport.passes.base import CountingPass, constant_of, sizes_of
 
 FOLDED = ".transposed"
 """What is added to the name of a weight that was transposed."""
@@ -42,7 +42,7 @@ class TransposeFoldPass(CountingPass):
     def _fold(
         model: ir.Model, weight: ir.Value, tensor: ir.TensorProtocol, readers: list[ir.Node], perm: tuple[int, ...]
     ) -> None:
-        sizes = [int(str(size)) for size in tensor.shape]
+        sizes = sizes_of(tensor)
         shape = [sizes[axis] for axis in perm]
         make, part = partial(_transposed, tensor, perm), partial(_part, tensor, perm)
         value = lazy_weight(model.graph, f"{weight.name}{FOLDED}", tensor.dtype, shape, make, part)

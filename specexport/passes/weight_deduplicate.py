@@ -1,18 +1,18 @@
 """Store equal weights once."""
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 import numpy as np
 import onnx_ir as ir
 
-from specexport.onnx_emit import has_parts, part_of
-from specexport.passes.base import CountingPass
+from specexport.onnx_emit import part_of
+from specexport.passes.base import CountingPass, sizes_of
 
 _SAMPLES = 512
-_ROWS = 4  # of a matrix, beside its last one
-_MATRIX = 2
+_ROWS = 4  # beside the last one
 _CHUNK = 1 << 22  # elements hashed at a time
 _Key = Callable[[ir.TensorProtocol], object]
 
@@ -54,24 +54,23 @@ def _group(values: Iterable[ir.Value], key: _Key) -> list[list[ir.Value]]:
 
 
 def _sample_key(tensor: ir.TensorProtocol) -> object:
-    shape = tuple(int(str(size)) for size in tensor.shape)
-    if len(shape) < _MATRIX or not has_parts(tensor):
-        flat = tensor.numpy().reshape(-1)
-        sample = np.ascontiguousarray(flat[:: max(1, flat.size // _SAMPLES)]).tobytes()
-        return tensor.dtype, shape, sample
-    rows = sorted({*range(0, shape[0], max(1, shape[0] // _ROWS)), shape[0] - 1}) if shape[0] else []
-    return tensor.dtype, shape, b"".join(_bytes(part_of(tensor, 0, row, row + 1)[..., :_SAMPLES]) for row in rows)
+    sizes = sizes_of(tensor)
+    count = sizes[0] if sizes else 0
+    rows = sorted({*range(0, count, max(1, count // _ROWS)), count - 1}) if count else []
+    return (
+        tensor.dtype,
+        tuple(sizes),
+        b"".join(_bytes(part_of(tensor, 0, row, row + 1)[..., :_SAMPLES]) for row in rows),
+    )
 
 
 def _content_key(tensor: ir.TensorProtocol) -> object:
-    digest = hashlib.sha256()
-    shape = tuple(int(str(size)) for size in tensor.shape)
-    if len(shape) < _MATRIX or not has_parts(tensor):
-        digest.update(_bytes(tensor.numpy()))
-        return digest.digest()
-    step = max(1, _CHUNK // max(1, int(np.prod(shape[1:]))))
-    for start in range(0, shape[0], step):
-        digest.update(_bytes(part_of(tensor, 0, start, min(start + step, shape[0]))))
+    sizes = sizes_of(tensor)
+    if not sizes:
+        return _bytes(tensor.numpy())
+    digest, step = hashlib.sha256(), max(1, _CHUNK // max(1, math.prod(sizes[1:])))
+    for start in range(0, sizes[0], step):
+        digest.update(_bytes(part_of(tensor, 0, start, min(start + step, sizes[0]))))
     return digest.digest()
 
 

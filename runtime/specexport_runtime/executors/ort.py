@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.abi import (
-    CACHE_INPUTS,
     K_CACHE_OUT,
     KV_POSITIONS,
     LOGITS,
@@ -21,6 +20,7 @@ from specexport_runtime.abi import (
     STEP_INPUTS,
     V_CACHE_OUT,
     StepShape,
+    cache_shapes,
 )
 from specexport_runtime.bundle.manifest import SMALL_DRAFT_PARAMETERS, ModelEntry
 from specexport_runtime.errors import IncompatibleError, SpecexportError
@@ -120,11 +120,7 @@ class OrtExecutor(GatedByInputs):
         self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
 
     def _make_caches(self, entry: ModelEntry) -> dict[str, npt.NDArray[Any]]:
-        shapes = {
-            spec.name.format(i=i): (self.num_rows, 1, layer.kv_heads, self.kv_capacity, head_dim)
-            for i, layer in enumerate(entry.layers)
-            for spec, head_dim in zip(CACHE_INPUTS, (layer.k_dim, layer.v_dim), strict=True)
-        }
+        shapes = cache_shapes(entry.layers, self.num_rows, self.kv_capacity)
         try:
             return {name: untouched_zeros(shape, self._dtype) for name, shape in shapes.items()}
         except (OSError, OverflowError, MemoryError):
