@@ -1,4 +1,4 @@
-"""What was measured of a linear layer's inputs on texts."""
+"""What was measured of a model on texts: of a linear layer's inputs, and of what attention keeps."""
 
 from typing import NamedTuple
 
@@ -40,3 +40,15 @@ class ChannelRanges(NamedTuple):
     def coarse(self) -> bool:
         """Whether one scale a token is too coarse: its largest channel leaves most others few of the 8 bits."""
         return self.crest > CREST
+
+
+class CacheRange(NamedTuple):
+    """How large the entries of a layer's caches get.
+
+    Attributes:
+        keys: largest magnitude of each channel, after rotation; float32 [H * D].
+        values: the same of the values.
+    """
+
+    keys: FloatVector
+    values: FloatVector

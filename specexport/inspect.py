@@ -10,10 +10,10 @@ import click
 from specexport.build.draft_layers import describe_layers
 from specexport_runtime.abi import (
     ALIGNED_STEP_INPUTS,
+    CACHE_BYTES,
     CACHE_INPUTS,
     EXTENT_INPUTS,
     GATE_INPUTS,
-    ITEM_BYTES,
     OUTPUTS,
     SIMILARITY,
     STEP_INPUTS,
@@ -70,7 +70,7 @@ def contract_of(entry: ModelEntry) -> list[TensorSpec]:
 def kv_bytes_per_token(entry: ModelEntry) -> int:
     """Bytes of KV cache that one token takes, over all layers."""
     values = sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in entry.layers)
-    return values * ITEM_BYTES.get(entry.dtype, 4)
+    return values * CACHE_BYTES.get(entry.cache_dtype, 4)
 
 
 def _engine_bytes(manifest: Manifest, role: str) -> int:
@@ -112,9 +112,10 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
         yield f"  {describe_layers(entry)}"
     if entry.num_head_ids is not None:
         yield f"  LM head: {entry.num_head_ids} of {entry.vocab_size} tokens"
-    yield f"  KV cache: {kv_bytes_per_token(entry)} bytes a token"
+    yield f"  KV cache: {entry.cache_dtype}, {kv_bytes_per_token(entry)} bytes a token"
+    dtypes = {"model": entry.dtype, "cache": entry.cache_dtype}
     yield "  graph: " + ", ".join(
-        f"{spec.name}[{','.join(map(str, spec.shape))}] {entry.dtype if spec.dtype == 'model' else spec.dtype}"
+        f"{spec.name}[{','.join(map(str, spec.shape))}] {dtypes.get(spec.dtype, spec.dtype)}"
         for spec in contract_of(entry)
     )
     yield from _describe_engines(entry)

@@ -22,11 +22,15 @@ Auto = Literal["auto"]
 MIN_MODEL_LEN = 16
 KEEP, FLOAT = "keep", "none"
 """Quantizations that are none: weights as a quantized checkpoint has them, and float weights whatever it has."""
+KV_CACHE_DTYPES = ("int8",)
 _LIMITS = {"max_num_seqs": MAX_NUM_SEQS, "max_num_tokens": MAX_NUM_TOKENS}
 """Most of each limit that a backend does not fix when it builds."""
 _SM = re.compile(r"(?:sm_?)?(\d{1,2})\.?(\d)", re.IGNORECASE)
 _ALIASES = {"num_speculative_tokens": "lookahead"}
 _DTYPE_ALIASES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
+_TEXT_KEYS = (
+    "draft", "revision", "draft_revision", "quantize", "draft_quantize", "draft_vocab_texts", "kv_cache_dtype",
+)  # fmt: skip
 _PATH_KEYS = ("target", "draft", "output", "draft_vocab_texts")
 
 
@@ -62,6 +66,8 @@ class BuildRecipe:
         draft_vocab_texts: file or folder of the texts that tokens are counted and layers measured on; None takes the
             prompts of ``bench``.
         quantize_lm_head: whether quantization takes the LM head too.
+        kv_cache_dtype: ort-cpu: ``"int8"`` lets models with quantized weights keep their KV caches in 8 bits; None and
+            ``"auto"`` give caches the dtype of the model.
         fuse: ort-cpu: pack and fuse operators where that is faster; off is for comparison.
         self_draft: let the target draft with some of its own layers.
         self_draft_skip: TensorRT: the layers (from 0) that these drafts leave out; empty takes every third, but not the
@@ -94,6 +100,7 @@ class BuildRecipe:
     draft_vocab_size: int | None = None
     draft_vocab_texts: str | None = None
     quantize_lm_head: bool = True
+    kv_cache_dtype: str | None = None
     fuse: bool = True
     self_draft: bool = False
     self_draft_skip: tuple[int, ...] = ()
@@ -103,6 +110,7 @@ class BuildRecipe:
         object.__setattr__(self, "sm", normalize_architectures(self.sm))
         object.__setattr__(self, "self_draft_skip", normalize_layers(self.self_draft_skip))
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
+        object.__setattr__(self, "kv_cache_dtype", None if self.kv_cache_dtype == "auto" else self.kv_cache_dtype)
         dtypes = find_backend(self.backend).dtypes
         if self.dtype not in ("auto", *dtypes):
             raise RecipeError(
@@ -145,6 +153,9 @@ class BuildRecipe:
                     f"{key} is {value!r}, and backend {self.backend} has {has}.",
                     f"build with `--backend {' or '.join(able)}`, or leave it out.",
                 )
+        if self.kv_cache_dtype not in (None, *KV_CACHE_DTYPES):
+            known = ", ".join(("auto", *KV_CACHE_DTYPES))
+            raise RecipeError(f"kv_cache_dtype is {self.kv_cache_dtype!r}.", f"use one of: {known}.")
         if self.draft is None and self.draft_quantize is not None:
             raise RecipeError("draft_quantize is given and draft is not.", "give the draft, or leave both out.")
 
@@ -213,7 +224,7 @@ class BuildRecipe:
                 raise RecipeError(f"{key} is missing.", _HOW_TO_GIVE[key])
         for key in ("name", "backend", "dtype", "lowering"):
             _require_type(key, getattr(self, key), str, "text")
-        for key in ("draft", "revision", "draft_revision", "quantize", "draft_quantize", "draft_vocab_texts"):
+        for key in _TEXT_KEYS:
             if getattr(self, key) is not None:
                 _require_type(key, getattr(self, key), str, "text")
         for key in ("trust_remote_code", "check", "quantize_lm_head", "fuse", "self_draft"):
@@ -265,7 +276,28 @@ def settle_quantization(recipe: BuildRecipe, *, quantized: Mapping[str, bool]) -
         if value is None and quantized.get(role, False) and KEEP in find_backend(recipe.backend).quantizations:
             value = KEEP
         recipe = with_quantization(recipe, role, None if value == FLOAT else value)
+    check_kv_cache(recipe)
     return recipe
+
+
+def check_kv_cache(recipe: BuildRecipe) -> None:
+    """Refuse an int8 KV cache of a target with float weights.
+
+    Float products depend, in their last bits, on the width of the step. Rounding makes whole steps of an int8 of that,
+    which stay in the cache: speculative text would not be plain text.
+
+    Args:
+        recipe: with its quantizations settled.
+
+    Raises:
+        RecipeError: it asks for that.
+    """
+    if recipe.kv_cache_dtype is not None and recipe.quantize is None:
+        raise RecipeError(
+            f"kv_cache_dtype is {recipe.kv_cache_dtype!r}, and the target's weights are float: what it keeps would "
+            "depend on the other tokens of a step.",
+            "give `--quantize int8` or `int4` too, or leave it out.",
+        )
 
 
 def with_quantization(recipe: BuildRecipe, role: str, value: str | None) -> BuildRecipe:

@@ -36,7 +36,8 @@ class TensorSpec(NamedTuple):
 
     Attributes:
         name: graph input or output name; ``{i}`` stands for the layer number.
-        dtype: numpy dtype name, or ``"model"`` for the model's own dtype.
+        dtype: numpy dtype name; ``"model"`` for the model's own dtype; ``"cache"`` for that of its KV cache, which is
+            the same, or int8.
         shape: dimension words or fixed sizes.
         role: what the tensor is for.
         meaning: one sentence.
@@ -107,14 +108,14 @@ SKIP_SLOTS = TensorSpec(
 )
 K_CACHE = TensorSpec(
     "k_cache.{i}",
-    "model",
+    "cache",
     ("B", 1, "H", "L", "D"),
     "cache",
     "keys of layer i, updated in place (output bound to input)",
 )
 V_CACHE = TensorSpec(
     "v_cache.{i}",
-    "model",
+    "cache",
     ("B", 1, "H", "L", "D"),
     "cache",
     "values of layer i, updated in place (output bound to input)",
@@ -149,8 +150,8 @@ QUERY = TensorSpec(
     "TensorRT engines with folded attention only: queries of layer i, for the engine itself, which reads the caches in "
     "place if they are an output; all layers write to the same memory, one after the other",
 )
-K_CACHE_OUT = TensorSpec("k_cache_out.{i}", "model", ("B", 1, "H", "L", "D"), "output", "same memory as k_cache.{i}")
-V_CACHE_OUT = TensorSpec("v_cache_out.{i}", "model", ("B", 1, "H", "L", "D"), "output", "same memory as v_cache.{i}")
+K_CACHE_OUT = TensorSpec("k_cache_out.{i}", "cache", ("B", 1, "H", "L", "D"), "output", "same memory as k_cache.{i}")
+V_CACHE_OUT = TensorSpec("v_cache_out.{i}", "cache", ("B", 1, "H", "L", "D"), "output", "same memory as v_cache.{i}")
 
 STEP_INPUTS = (
     INPUT_IDS,
@@ -182,6 +183,7 @@ CACHE_INPUTS = (K_CACHE, V_CACHE)
 OUTPUTS = (LOGITS, K_CACHE_OUT, V_CACHE_OUT)
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+CACHE_BYTES = {**ITEM_BYTES, "int8": 1}
 """Bytes of one value of each dtype that weights and caches may have."""
 
 OP_DOMAIN = "specexport"

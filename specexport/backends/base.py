@@ -5,6 +5,7 @@ each registry: ``backends/registry.py`` here, ``executors/open.py`` there. Nothi
 """
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -14,6 +15,7 @@ from specexport_runtime.abi import LayerGeometry
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from specexport.channel_ranges import CacheRange
     from specexport_runtime.bundle.manifest import ModelEntry
 
 
@@ -64,6 +66,7 @@ class BuildJob(NamedTuple):
         max_positions: positions the model supports; None if it has no limit.
         folder: where the engine files go.
         clock: times the stages and takes notes.
+        cache_ranges: of each layer, where KV caches are int8; None where they have the model's dtype.
     """
 
     recipe: RecipeFields
@@ -73,6 +76,7 @@ class BuildJob(NamedTuple):
     max_positions: int | None
     folder: Path
     clock: StageClock
+    cache_ranges: "Seq[CacheRange] | None" = None
 
 
 class Backend:

@@ -16,10 +16,10 @@ class OrtCpu(Backend):
     dtypes = ("float32",)
     modules = ("onnxruntime",)
     extra = "cpu"
-    options = ("self_draft",)
+    options = ("self_draft", "kv_cache_dtype")
     quantizations = ("int8", "int4", "keep")
     packs_linear = True
-    key_fields = ("quantize_lm_head", "fuse", "self_draft")
+    key_fields = ("quantize_lm_head", "fuse", "self_draft", "kv_cache_dtype")
 
     def engine_key(self, recipe: RecipeFields) -> dict[str, Any]:
         """See ``Backend.engine_key``."""
@@ -35,6 +35,7 @@ class OrtCpu(Backend):
         """
         from specexport.backends.ort import write_one_token_onnx, write_onnx, write_padded_onnx
         from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
+        from specexport.lowering.int8_kv import use_int8_caches
         from specexport.lowering.layer_gate import gate_layers
         from specexport.lowering.ort_cpu import lower_ort_cpu
         from specexport.lowering.step_inputs import step_inputs
@@ -48,6 +49,9 @@ class OrtCpu(Backend):
             if recipe.fuse:
                 rows = rotary_rows(int(recipe.max_model_len), job.max_positions)
                 fused.append(("rotary-fuse", fuse_rotary(ir_model, rows)))
+            if job.cache_ranges is not None:
+                for model in (ir_model, padded_model):
+                    use_int8_caches(model, job.cache_ranges)
             one_token_model = _one_token_model(ir_model, job)
             blocks = find_residual_blocks(ir_model) if recipe.self_draft and role == "target" else None
             lower_ort_cpu(ir_model)
@@ -77,6 +81,7 @@ class OrtCpu(Backend):
             "num_gates": num_gates,
             "gate_obstacle": obstacle,
             "quantize": quantize,
+            "kv_dtype": None if job.cache_ranges is None else "int8",
             "fused": tuple(fused),
         }
 

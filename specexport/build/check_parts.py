@@ -164,7 +164,7 @@ class PartedExecutor:
             values.update(found)
 
     def _empty_caches(self) -> Arrays:
-        dtype = np.dtype(self._entry.dtype)
+        dtype = np.dtype(self._entry.cache_dtype)
         shapes = cache_shapes(self._entry.layers, self.num_rows, self.kv_capacity)
         return {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
 

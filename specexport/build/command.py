@@ -39,6 +39,7 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--draft-vocab-size", type=int, metavar="N", help="Keep the N likeliest tokens of the draft's LM head.")
 @click.option("--draft-vocab-texts", metavar="PATH", help="File or folder of texts to measure and count them on.")
 @click.option("--quantize-lm-head/--no-quantize-lm-head", default=None, help="Quantize the LM head too [default: yes].")
+@click.option("--kv-cache-dtype", metavar="auto|int8", help="KV caches of quantized models [default: auto].")
 @click.option("--fuse/--no-fuse", default=None, help="Pack and fuse operators where that is faster [default: yes].")
 @click.option("--self-draft", is_flag=True, default=None, help="Let the target draft with some of its own layers.")
 @click.option(

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specexport.atomic import require_space
-from specexport.backends.base import Backend, BuildJob, release_weights
+from specexport.backends.base import AUTO_MODEL_LEN, Backend, BuildJob, release_weights
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.build.built import BuiltModel
 from specexport.build.check import check_engine, check_obstacle, check_sequences, text_sequences
 from specexport.build.draft_layers import LayerPrune, check_num_layers, cut_pieces
 from specexport.build.draft_vocabulary import HeadCut, choose_head_ids, read_counting_texts
-from specexport.channel_ranges import ChannelRanges
+from specexport.channel_ranges import CacheRange, ChannelRanges
 from specexport.progress import StageClock
-from specexport.recipe import KEEP, BuildRecipe, resolve_dtype, resolve_recipe, with_quantization
+from specexport.recipe import KEEP, BuildRecipe, check_kv_cache, resolve_dtype, resolve_recipe, with_quantization
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME
 from specexport_runtime.bundle.files import hash_files
@@ -31,7 +31,8 @@ STAGES = ("load", "reference", "trace", "passes", "lower", "build", "check")
 _NEEDED = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "safetensors", "huggingface_hub")
 CALIBRATION_PIECES, CALIBRATION_LEN = 16, 64
 """1,024 tokens from all over the texts: with 512 in four pieces smoothing saved a sixth of the divergence, not half."""
-_QUANTIZED_BYTES = {"int8": 1.01, "int4": 0.75}  # of a weight: int4 with its scales, and an embedding in int8
+_QUANTIZED_BYTES = {"int8": 1.01, "int4": 0.65}  # of a weight, with its scales
+_INT8 = "int8"  # what embeddings and LM heads get
 _SPACE_MARGIN = 1.05  # graph, tokenizer and alignment beside the weights
 
 
@@ -110,6 +111,7 @@ def build_model(
         recipe = resolve_recipe(recipe, [checkpoint.max_positions])  # refuses a length the model cannot have
         if recipe.quantization_of(source.role) == KEEP and not checkpoint.kept:  # a GGUF file of float weights
             recipe = with_quantization(recipe, source.role, None)
+            check_kv_cache(recipe)
         head_ids = _head_ids(checkpoint, reductions.cut)
         require_space(folder, _needed_bytes(recipe, checkpoint, source.role))
     dropped = _drop_layers(checkpoint, reductions.prune, source.role, clock)
@@ -122,6 +124,7 @@ def build_model(
             _refuse_overflow(checkpoint, reference)
     fields = _step_sizes(checkpoint, head_ids) | {"weight_formats": _weight_formats(checkpoint)}
     ranges = _ranges(checkpoint, recipe, source.role, clock)
+    cached = _cache_ranges(checkpoint, recipe, source.role, clock)
     fields |= _compile(
         recipe,
         checkpoint,
@@ -131,6 +134,7 @@ def build_model(
         dump_dir=dump_dir,
         head_ids=head_ids,
         ranges=ranges,
+        cached=cached,
     )
     if head_ids is not None:
         np.save(folder / HEAD_IDS_NAME, head_ids, allow_pickle=False)
@@ -185,7 +189,9 @@ def _needed_bytes(recipe: BuildRecipe, checkpoint: Any, role: str) -> int:
         stored = sum(weight.shape[0] * weight.shape[1] for weight in kept)
         size += sum(weight.engine_bytes for weight in kept) + item * (checkpoint.num_parameters - stored)
     else:
-        size += (checkpoint.num_parameters - outside) * _QUANTIZED_BYTES.get(str(quantize), item)
+        held = sum(tables.values()) - outside
+        size += held * _QUANTIZED_BYTES.get(_INT8 if quantize is not None else "", item)
+        size += (checkpoint.num_parameters - held - outside) * _QUANTIZED_BYTES.get(str(quantize), item)
     return int(size * copies * _SPACE_MARGIN)
 
 
@@ -264,26 +270,51 @@ def _drop_layers(checkpoint: Any, prune: LayerPrune | None, role: str, clock: St
 
 
 def reads_texts(recipe: BuildRecipe, role: str) -> bool:
-    """Whether a model's engine depends on the built-in texts: where activations are quantized, they are smoothed."""
+    """Whether a model's engine depends on the built-in texts: something of it was measured on them."""
+    return _smooths(recipe, role) or _has_int8_caches(recipe, role)
+
+
+def _smooths(recipe: BuildRecipe, role: str) -> bool:
+    """Whether activations are quantized anew, so that they are smoothed."""
     return recipe.quantization_of(role) not in (None, KEEP) and not find_backend(recipe.backend).quantize_operator
+
+
+def _has_int8_caches(recipe: BuildRecipe, role: str) -> bool:
+    return recipe.kv_cache_dtype is not None and recipe.quantization_of(role) is not None
 
 
 def _ranges(checkpoint: Any, recipe: BuildRecipe, role: str, clock: StageClock) -> Mapping[str, ChannelRanges] | None:
     """How large the inputs of linear layers get, where they will be quantized; None where they will not."""
-    if not reads_texts(recipe, role):
+    if not _smooths(recipe, role):
         return None
     from specexport.frontend import activation_ranges
 
     with clock.stage("calibrate", role, steps=0):
-        pieces = cut_pieces(
-            read_counting_texts(None),
-            checkpoint.tokenizer_json,
-            checkpoint.vocab_size,
-            max_positions=checkpoint.max_positions,
-            num_pieces=CALIBRATION_PIECES,
-            piece_len=CALIBRATION_LEN,
+        return activation_ranges(checkpoint, _calibration_pieces(checkpoint))
+
+
+def _cache_ranges(checkpoint: Any, recipe: BuildRecipe, role: str, clock: StageClock) -> Seq[CacheRange] | None:
+    """How large keys and values get, where KV caches will be int8; None where they will not."""
+    if not _has_int8_caches(recipe, role):
+        return None
+    from specexport.frontend import cache_ranges
+
+    longest = max(AUTO_MODEL_LEN, int(recipe.max_model_len))
+    with clock.stage("calibrate", role, "KV cache", steps=0):
+        return cache_ranges(
+            checkpoint, _calibration_pieces(checkpoint), max_len=min(longest, checkpoint.max_positions or longest)
         )
-        return activation_ranges(checkpoint, pieces)
+
+
+def _calibration_pieces(checkpoint: Any) -> list[Int64Array]:
+    return cut_pieces(
+        read_counting_texts(None),
+        checkpoint.tokenizer_json,
+        checkpoint.vocab_size,
+        max_positions=checkpoint.max_positions,
+        num_pieces=CALIBRATION_PIECES,
+        piece_len=CALIBRATION_LEN,
+    )
 
 
 def _head_ids(checkpoint: Any, cut: HeadCut | None) -> Int32Array | None:
@@ -310,6 +341,7 @@ def _compile(
     dump_dir: Path | None,
     head_ids: Int32Array | None,
     ranges: Mapping[str, ChannelRanges] | None,
+    cached: Seq[CacheRange] | None,
 ) -> dict[str, Any]:
     """Trace to engine files; the checkpoint's torch model is gone afterwards. Returns fields of the manifest entry."""
     from specexport.frontend import trace_checkpoint
@@ -323,7 +355,7 @@ def _compile(
         traced_weights = list(ir_model.graph.initializers.values())
         gc.collect()
     backend = find_backend(recipe.backend)
-    job = BuildJob(recipe, role, layers, checkpoint.num_parameters, checkpoint.max_positions, folder, clock)
+    job = BuildJob(recipe, role, layers, checkpoint.num_parameters, checkpoint.max_positions, folder, clock, cached)
     backend.check_memory(job)
     with clock.stage("passes", role):
         passes = default_passes(

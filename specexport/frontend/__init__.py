@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from specexport.channel_ranges import ChannelRanges
+    from specexport.channel_ranges import CacheRange, ChannelRanges
     from specexport.frontend.trace import TracedModel
 
 __all__ = [
     "Checkpoint",
     "activation_ranges",
+    "cache_ranges",
     "choose_layers",
     "drop_layers",
     "hash_checkpoint",
@@ -76,6 +77,29 @@ def activation_ranges(checkpoint: Checkpoint, pieces: "Seq[npt.NDArray[np.int64]
     from specexport.frontend.calibrate import ranges
 
     return ranges(checkpoint, pieces)
+
+
+def cache_ranges(checkpoint: Checkpoint, pieces: "Seq[npt.NDArray[np.int64]]", *, max_len: int) -> "list[CacheRange]":
+    """How large the keys and values of each layer get.
+
+    Args:
+        checkpoint: the loaded model.
+        pieces: token ids that the model reads, int64.
+        max_len: positions that the pieces are spread over.
+
+    Raises:
+        UnsupportedModelError: the model cannot be exported.
+    """
+    from specexport.frontend.calibrate_kv import cache_ranges as measure
+    from specexport.frontend.experts import batched_experts
+    from specexport.frontend.geometry import probe_layers
+    from specexport.frontend.streaming import stand_ins
+
+    model: Any = checkpoint.model
+    with batched_experts(model):
+        with stand_ins(model, checkpoint.stored):
+            calls = probe_layers(model)
+        return measure(checkpoint, calls, pieces, max_len)
 
 
 def choose_layers(

@@ -62,7 +62,18 @@ def check_packed(model: Any, calls: tuple[LayerCall, ...]) -> None:
         caches += [torch.zeros(2, 1, heads, max(_SEQUENCES), dim, dtype=model.dtype) for dim in (k_dim, v_dim)]
     starts = (0, 0)
     for ends in (_FIRST_STEP, _SEQUENCES):
-        logits, caches = _packed_step(model, calls, sequences, starts, ends, caches)
+        spans = [(start, end) for start, end in zip(starts, ends, strict=True)]
+        tokens = [token for ids, (start, end) in zip(sequences, spans, strict=True) for token in ids[start:end]]
+        logits, caches = packed_step(
+            model,
+            calls,
+            tokens=tokens,
+            positions=[position for start, end in spans for position in range(start, end)],
+            kv_lens=starts,
+            counts=[end - start for start, end in spans],
+            caches=caches,
+            logit_rows=range(len(tokens)),
+        )
         wanted = np.concatenate([expected[row][starts[row] : ends[row]] for row in range(2)])
         error, scale = float(np.abs(logits - wanted).max()), max(1.0, float(np.abs(wanted).max()))
         if not error <= TOLERANCE[model.dtype] * scale:
@@ -70,25 +81,40 @@ def check_packed(model: Any, calls: tuple[LayerCall, ...]) -> None:
         starts = ends
 
 
-def _packed_step(
+def packed_step(
     model: Any,
     calls: tuple[LayerCall, ...],
-    sequences: list[list[int]],
-    starts: tuple[int, ...],
-    ends: tuple[int, ...],
+    *,
+    tokens: "Seq[int] | npt.NDArray[np.int64]",
+    positions: "Seq[int] | npt.NDArray[np.int64]",
+    kv_lens: "Seq[int]",
+    counts: "Seq[int]",
     caches: list[Tensor],
+    logit_rows: "Seq[int]",
 ) -> tuple[npt.NDArray[np.float32], list[Tensor]]:
+    """One step of the packed model, run eagerly.
+
+    Args:
+        model: the model.
+        calls: what its layers ask of attention.
+        tokens: of all rows, one row behind the other [T].
+        positions: of each token [T].
+        kv_lens: cache entries of each row before the step.
+        counts: new tokens of each row.
+        caches: keys and values of each layer, [B, 1, H, L, D] each.
+        logit_rows: the tokens whose logits are wanted.
+
+    Returns:
+        logits [R, V], and the caches after the step.
+    """
     from specexport.frontend.trace import PackedModel
 
-    tokens = [t for row, ids in enumerate(sequences) for t in ids[starts[row] : ends[row]]]
-    positions = [p for row in range(len(sequences)) for p in range(starts[row], ends[row])]
-    counts = [end - start for start, end in zip(starts, ends, strict=True)]
     zeros = torch.zeros(1, dtype=torch.int64)  # the torch op reads neither totals nor pad indices
     step = {
-        "input_ids": torch.tensor(tokens),
-        "positions": torch.tensor(positions),
-        "logit_rows": torch.arange(len(tokens)),
-        "kv_lens": torch.tensor(starts, dtype=torch.int32)[:, None],
+        "input_ids": torch.as_tensor(tokens),
+        "positions": torch.as_tensor(positions),
+        "logit_rows": torch.as_tensor(logit_rows),
+        "kv_lens": torch.tensor(kv_lens, dtype=torch.int32)[:, None],
         "cu_new_tokens": torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32),
     }
     inputs = [step.get(spec.name, zeros) for spec in STEP_INPUTS]

@@ -8,6 +8,7 @@ attributes of the function itself (``@scale``). As text they read like what they
 parse. ``parse_function`` is the only reader.
 """
 
+import json
 from typing import TYPE_CHECKING
 
 from specexport_runtime.abi import OP_DOMAIN
@@ -95,19 +96,19 @@ _CAUSAL_WINDOW = """causal = LessOrEqual(entries, queries)
 _ATTENTION = """{name}<num_heads, kv_num_heads, scale, window, softcap, out_shape>({inputs})
   => (output, k_cache_out, v_cache_out) {{
 {pack}  output, k_cache_out, v_cache_out = If<then_branch = all_rows_full () => (
-      float[T, HqDv] full_output, float[B, 1, H, L, D] full_k, float[B, 1, H, L, Dv] full_v) {{
+      float[T, HqDv] full_output, {cache}[B, 1, H, L, D] full_k, {cache}[B, 1, H, L, Dv] full_v) {{
     {tiles}
     full_out, full_k, full_v = Scan<num_scan_inputs = {num_full}, body = full_row (
-        {full_inputs}, float[1, H, L, D] row_k_cache, float[1, H, L, Dv] row_v_cache, int32[1] row_last,
+        {full_inputs}, {cache}[1, H, L, D] row_k_cache, {cache}[1, H, L, Dv] row_v_cache, int32[1] row_last,
         int32[1] row_total{mask_input}
-    ) => (float[1, Q, HqDv] attended, float[1, H, L, D] row_k_out, float[1, H, L, Dv] row_v_out) {{
+    ) => (float[1, Q, HqDv] attended, {cache}[1, H, L, D] row_k_out, {cache}[1, H, L, Dv] row_v_out) {{
 {full_row}
     }}>({full_names}, k_cache, v_cache, row_lasts, run_totals{mask_name})
     full_shape = Constant<value_ints: ints = @out_shape>()
     {full_cut}
     full_output = Reshape(full_own, full_shape)
   }}, else_branch = ragged_rows () => (
-      float[T, HqDv] ragged_output, float[B, 1, H, L, D] ragged_k, float[B, 1, H, L, Dv] ragged_v) {{
+      float[T, HqDv] ragged_output, {cache}[B, 1, H, L, D] ragged_k, {cache}[B, 1, H, L, Dv] ragged_v) {{
     front = Constant<value_ints = [0]>()
     token_axis = Constant<value_ints = [1]>()
     {tokens}
@@ -120,9 +121,9 @@ _ATTENTION = """{name}<num_heads, kv_num_heads, scale, window, softcap, out_shap
     last_slots = Sub(counts, one)
     row_slots = Min(tile_slots, last_slots)
     ragged_out, ragged_k, ragged_v = Scan<num_scan_inputs = {num_ragged}, body = ragged_row (
-        int64[1] row_start, int64[1] row_end, int64[Q] row_slot, float[1, H, L, D] row_k_cache,
-        float[1, H, L, Dv] row_v_cache, int32[1] row_last, int32[1] row_total{pair_input}{ragged_mask_input}
-    ) => (float[1, Q, HqDv] row_out, float[1, H, L, D] row_k_out, float[1, H, L, Dv] row_v_out) {{
+        int64[1] row_start, int64[1] row_end, int64[Q] row_slot, {cache}[1, H, L, D] row_k_cache,
+        {cache}[1, H, L, Dv] row_v_cache, int32[1] row_last, int32[1] row_total{pair_input}{ragged_mask_input}
+    ) => (float[1, Q, HqDv] row_out, {cache}[1, H, L, D] row_k_out, {cache}[1, H, L, Dv] row_v_out) {{
       {slices}
 {ragged_row}
       row_out = Gather<axis = 1>(attended, row_slot)
@@ -138,10 +139,17 @@ _MASK_SLICE = """
       mask_axes = Constant<value_ints = [2, 3]>()
       row_mask = Slice(row_mask_tile, mask_start, row_size, mask_axes)"""
 
+INT8_KV_ATTRIBUTES: dict[str, int | float | str] = {
+    "k_quant_type": "PER_CHANNEL",
+    "v_quant_type": "PER_CHANNEL",
+    "kv_cache_bit_width": 8,
+}
+"""What tells the fused kernel that its caches hold int8."""
+_FUSED_HEAD_MULTIPLE = 8
 FUSED_ROW = """
       attended, row_k_out, row_v_out = com.microsoft.GroupQueryAttention<
           num_heads: int = @num_heads, kv_num_heads: int = @kv_num_heads, scale: float = @scale,
-          local_window_size{window}, softcap: float = @softcap{rotary}
+          local_window_size{window}, softcap: float = @softcap{rotary}{kv}
       >(row_qkv, , , row_k_cache, row_v_cache, row_last, row_total{rest})"""
 
 
@@ -181,22 +189,29 @@ def mask_text(name: str, *, window: bool) -> str:
     return _MASK.format(name=name, attributes=attributes, seen=seen)
 
 
-def fused_row(*, sinks: bool, masked: bool, rotary: str = "") -> str:
+def fused_takes(k_dim: int, v_dim: int) -> bool:
+    """Whether the fused kernel takes heads of these sizes."""
+    return k_dim == v_dim and k_dim % _FUSED_HEAD_MULTIPLE == 0
+
+
+def fused_row(*, sinks: bool, masked: bool, rotary: str = "", int8_kv: bool = False) -> str:
     """One row by the fused kernel. The mask holds the window where there is one: windows count positions then.
 
     Args:
         sinks: one more score a head.
         masked: add ``row_mask`` to the scores.
         rotary: ``"half"`` or ``"interleaved"``: rotate q and k by ``cos_table`` and ``sin_table``; empty: they are.
+        int8_kv: the caches hold int8, with the scales ``k_scale`` and ``v_scale`` of each channel.
     """
-    # The kernel's inputs go on with cos_cache, sin_cache, position_ids, attention_bias, head_sink.
+    # The kernel's inputs go on with cos_cache, sin_cache, position_ids, attention_bias, head_sink, k_scale, v_scale.
     rest = ["cos_table", "sin_table"] if rotary else ["", ""]
-    rest += ["", "row_mask" if masked else "", "sinks" if sinks else ""]
+    rest += ["", "row_mask" if masked else "", "sinks" if sinks else "", *(("k_scale", "v_scale") if int8_kv else ())]
     while rest and not rest[-1]:
         rest.pop()
     kind = f", do_rotary = 1, rotary_interleaved = {int(rotary == 'interleaved')}" if rotary else ""
     window = "= -1" if masked else ": int = @window"
-    return FUSED_ROW.format(window=window, rotary=kind, rest="".join(f", {name}" for name in rest))
+    kv = "".join(f", {name} = {json.dumps(value)}" for name, value in INT8_KV_ATTRIBUTES.items()) if int8_kv else ""
+    return FUSED_ROW.format(window=window, rotary=kind, kv=kv, rest="".join(f", {name}" for name in rest))
 
 
 def attention_text(
@@ -208,6 +223,7 @@ def attention_text(
     masked: bool,
     packed: bool = False,
     paired: bool = False,
+    int8_kv: bool = False,
 ) -> str:
     """One layer: append and attention of every row.
 
@@ -223,6 +239,7 @@ def attention_text(
         masked: rows read ``row_mask``, from ``kv_mask``.
         packed: the input ``qkv`` [1, T, W] is there already.
         paired: a row with one token runs it twice, so that its result does not depend on the length of the step.
+        int8_kv: the caches hold int8.
     """
     tile = "whole_{0} = Reshape({0}, tile_shape)\n    tile_{0} = Gather<axis = 2>(whole_{0}, pair_slots)"
     cut = (
@@ -234,6 +251,7 @@ def attention_text(
         tile, cut = "tile_{0} = Reshape({0}, tile_shape)", "row_{0} = Slice(tokens_{0}, row_start, row_end, token_axis)"
     return _ATTENTION.format(
         name=name,
+        cache="int8" if int8_kv else "float",
         inputs=inputs,
         pack="  qkv = Concat<axis = 1>(q, k, v)\n" if parts == ("qkv",) and not packed else "",
         tiles="\n    ".join(tile.format(part) for part in parts),

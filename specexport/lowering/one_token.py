@@ -7,7 +7,9 @@ for any step has, so that graph inputs are declared without it here, and bound t
 
 from typing import TYPE_CHECKING
 
+from specexport.lowering.functions import INT8_KV_ATTRIBUTES
 from specexport.lowering.fuse import packed_qkv, remove_dead_nodes, rotary_kind
+from specexport.lowering.int8_kv import has_int8_caches
 from specexport.lowering.ort_cpu import choose_body, head_dim, named_inputs
 from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.onnx_emit import Emitter
@@ -89,13 +91,14 @@ def _inputs(ir_model: "ir.Model", node: "ir.Node", total: "ir.Value", emit: Emit
         *[*tokens, None, None][:3],
         *(given["k_cache"], given["v_cache"], _input(ir_model, KV_LENS.name), total),
         *(given.get("cos_table"), given.get("sin_table"), None, None, given.get("sinks")),
+        *(given.get("k_scale"), given.get("v_scale")),
     ]
     while inputs[-1] is None:
         inputs.pop()
     return inputs
 
 
-def _attributes(node: "ir.Node") -> "dict[str, int | float]":
+def _attributes(node: "ir.Node") -> "dict[str, int | float | str]":
     kind = rotary_kind(node)
     return {
         **{name: node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads")},
@@ -103,6 +106,7 @@ def _attributes(node: "ir.Node") -> "dict[str, int | float]":
         "local_window_size": node.attributes["window"].as_int(),
         "do_rotary": int(bool(kind)),
         "rotary_interleaved": int(kind == "interleaved"),
+        **(INT8_KV_ATTRIBUTES if has_int8_caches(node) else {}),
     }
 
 

@@ -17,12 +17,14 @@ from specexport.lowering.functions import (
     PLAN_OUTPUTS,
     attention_text,
     fused_row,
+    fused_takes,
     mask_text,
     parse_function,
     plan_outputs,
     plan_text,
 )
 from specexport.lowering.fuse import ROTARY_ATTRIBUTE, packed_qkv, remove_dead_nodes, rotary_kind
+from specexport.lowering.int8_kv import has_int8_caches
 from specexport.lowering.portable import portable_row
 from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.onnx_emit import Emitter, add_input
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _CONTRIB = "com.microsoft"
-_FUSED_HEAD_MULTIPLE = 8  # the fused kernel refuses other head sizes
 _ROUNDING = {"MatMulInteger", "MatMulNBits"}
 _PLAN_NAME = "RowPlan"
 _MASK_NAME = "KvMask"
@@ -58,6 +59,7 @@ class Body(NamedTuple):
         rotary: ``"half"`` or ``"interleaved"``: the kernel rotates q and k; empty if it does not.
         packed: q, k and v come as one tensor.
         paired: a row with one token runs it twice.
+        int8_kv: the caches hold int8.
         num_heads: query heads (0 for the fused kernel, which has them as an attribute).
         geometry: cache sizes that the portable body has as constants.
     """
@@ -69,6 +71,7 @@ class Body(NamedTuple):
     rotary: str = ""
     packed: bool = False
     paired: bool = False
+    int8_kv: bool = False
     num_heads: int = 0
     geometry: LayerGeometry | None = None
 
@@ -83,6 +86,7 @@ class Body(NamedTuple):
             ("Rotary" + self.rotary.capitalize(), bool(self.rotary)),
             ("Packed", self.packed),
             ("Paired", self.paired),
+            ("Int8Kv", self.int8_kv),
         )
         kind = "Fused" if self.geometry is None else "Portable" + "x".join(map(str, (self.num_heads, *self.geometry)))
         return OP_NAME + kind + "".join(name for name, given in parts if given)
@@ -103,6 +107,7 @@ class Body(NamedTuple):
             ("row_sizes", "kv_mask"): self.masked,
             ("sinks",): self.sinks,
             ("cos_table", "sin_table"): bool(self.rotary),
+            ("k_scale", "v_scale"): self.int8_kv,
         }
         return tuple(name for names, wanted in given.items() if wanted for name in names)
 
@@ -120,10 +125,11 @@ def choose_body(node: "ir.Node", *, masked: bool = False) -> Body:
     given = named_inputs(node)
     k_dim, v_dim = head_dim(node, given["k_cache"]), head_dim(node, given["v_cache"])
     sinks = given.get("sinks") is not None
-    if k_dim == v_dim and k_dim % _FUSED_HEAD_MULTIPLE == 0:
+    if fused_takes(k_dim, v_dim):
         rotary = rotary_kind(node)
         packed = not masked and packed_qkv(node) is not None
-        return Body(sinks=sinks, window=False, softcap=False, masked=masked, rotary=rotary, packed=packed)
+        body = Body(sinks=sinks, window=False, softcap=False, masked=masked, rotary=rotary, packed=packed)
+        return body._replace(int8_kv=has_int8_caches(node))
     heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
     return Body(
         sinks=sinks,
@@ -136,8 +142,8 @@ def choose_body(node: "ir.Node", *, masked: bool = False) -> Body:
 
 
 def named_inputs(node: "ir.Node") -> dict[str, "ir.Value | None"]:
-    """Inputs of an ``UnpaddedAttention`` node by name, the rotary tables with them; absent ones may be missing."""
-    names = [*(item.name for item in UNPADDED_ATTENTION.inputs), "cos_table", "sin_table"]
+    """Inputs of an ``UnpaddedAttention`` node by name, those of fusions with them; absent ones may be missing."""
+    names = [*(item.name for item in UNPADDED_ATTENTION.inputs), "cos_table", "sin_table", "k_scale", "v_scale"]
     return dict(zip(names, node.inputs, strict=False))
 
 
@@ -160,15 +166,14 @@ def _window(node: "ir.Node") -> int:
 def build_function(body: Body, opset: int) -> "ir.Function":
     """The model-local function of ``body``."""
     if body.geometry is None:
-        row = fused_row(sinks=body.sinks, masked=body.masked, rotary=body.rotary)
+        row = fused_row(sinks=body.sinks, masked=body.masked, rotary=body.rotary, int8_kv=body.int8_kv)
     else:
         kinds = {"sinks": body.sinks, "window": body.window, "softcap": body.softcap, "masked": body.masked}
         row = portable_row(body.num_heads, body.geometry, **kinds)
     parts = ("qkv",) if body.fused else ("q", "k", "v")
     inputs = ", ".join(body.inputs)
-    text = attention_text(
-        body.function_name, inputs, parts=parts, row=row, masked=body.masked, packed=body.packed, paired=body.paired
-    )
+    kinds = {"masked": body.masked, "packed": body.packed, "paired": body.paired, "int8_kv": body.int8_kv}
+    text = attention_text(body.function_name, inputs, parts=parts, row=row, **kinds)
     return parse_function(text, opset)
 
 
@@ -182,7 +187,9 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
     nodes = [n for n in ir_model.graph if n.op_type == OP_NAME and n.domain == OP_DOMAIN]
     # Quantized activations turn a difference of rounding into one of a whole step: there, results must not depend on
     # how many tokens a row has. (In padded-KV graphs, which are for comparison, they do.)
-    paired = not padded_kv and any(node.op_type in _ROUNDING for node in ir_model.graph)
+    # Over int8 caches they never do.
+    rounded = any(node.op_type in _ROUNDING for node in ir_model.graph)
+    paired = rounded and not padded_kv and not all(map(has_int8_caches, nodes))
     shared = _prologue(ir_model, sorted({_window(node) for node in nodes}) if padded_kv else [], paired=paired)
     for node in nodes:
         body = choose_body(node, masked=padded_kv)._replace(paired=paired)

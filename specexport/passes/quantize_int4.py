@@ -24,18 +24,12 @@ class Int4QuantizePass(CountingPass):
     ``com.microsoft.MatMulNBits`` at accuracy level 4: it quantizes activations to int8 itself, block by block of each
     token, so that no token's result depends on the others of the step; every other level expands the weights to
     float32 in steps of several tokens, which costs several times a step of one. Zero points lose less than a symmetric
-    code; where inputs were measured, scales and zero points are searched for (``block_search.py``). The LM head too,
-    unless asked otherwise. Counts the layers.
-
-    Args:
-        lm_head: quantize the LM head too.
+    code; where inputs were measured, scales and zero points are searched for (``block_search.py``). The LM head
+    is left: it gets 8 bits or none (``quantize.py``). Counts the layers.
     """
 
     name = "int4-quantize"
     reason = "memory: an eighth of the bytes, and a scale and a zero point for every 32 of them"
-
-    def __init__(self, *, lm_head: bool) -> None:
-        self._lm_head = lm_head
 
     def rewrite(self, model: ir.Model) -> int:
         """Quantize every linear layer.
@@ -43,7 +37,7 @@ class Int4QuantizePass(CountingPass):
         Raises:
             UnsupportedModelError: a layer's weights cannot be int4.
         """
-        sites = find_sites(model, "int4", lm_head=self._lm_head)
+        sites = find_sites(model, "int4", lm_head=False)
         for site in sites:
             _replace(model.graph, site)
         model.opset_imports.setdefault(CONTRIB, 1)

@@ -10,7 +10,7 @@ from specexport.onnx_emit import Emitter, Together, constant, lazy_weight
 from specexport.ops.spec import DIM_NAMES
 from specexport.passes.base import CountingPass, sizes_of
 from specexport.passes.quantize_graph import put_in_place
-from specexport.passes.quantize_sites import LinearSite, channel_parts, find_sites
+from specexport.passes.quantize_sites import LinearSite, channel_parts, find_sites, head_sites
 from specexport_runtime.abi import INPUT_IDS, LOGIT_ROWS
 
 ZERO_POINT = 128
@@ -35,21 +35,22 @@ class Int8QuantizePass(CountingPass):
 
     Args:
         lm_head: quantize the LM head too.
+        others: quantize the other linear layers; False leaves them to another pass, and only the LM head is taken.
     """
 
     name = "int8-quantize"
     reason = "decoding reads every weight for every token: a quarter of the bytes, and integer sums are exact"
 
-    def __init__(self, *, lm_head: bool) -> None:
-        self._lm_head = lm_head
+    def __init__(self, *, lm_head: bool, others: bool = True) -> None:
+        self._lm_head, self._others = lm_head, others
 
     def rewrite(self, model: ir.Model) -> int:
-        """Quantize every linear layer.
+        """Quantize the linear layers.
 
         Raises:
             UnsupportedModelError: a layer's weights cannot be int8.
         """
-        sites = find_sites(model, "int8", lm_head=self._lm_head)
+        sites = find_sites(model, "int8", lm_head=self._lm_head) if self._others else head_sites(model)
         rows = _RowQuantizer(model.graph)
         for site in sites:
             _replace(model.graph, site, *rows.quantize(site))

@@ -144,6 +144,13 @@ def _stored(value: ir.Value | None) -> Iterator[ir.Value]:
         value = producer.inputs[0] if producer is not None and producer.op_type in _WEIGHT_STEPS else None
 
 
+def head_sites(model: ir.Model) -> list[LinearSite]:
+    """The LM head, if it is a linear layer."""
+    sites = {site.node: site for node in model.graph if (site := linear_site(node)) is not None}
+    head = head_node(model, set(sites))
+    return [] if head is None else [sites[head]]
+
+
 def head_node(model: ir.Model, linear: set[ir.Node]) -> ir.Node | None:
     """The linear layer whose result is the logits, with nothing but elementwise nodes (or a cut) in between."""
     value: ir.Value | None = next((value for value in model.graph.outputs if value.name == LOGITS.name), None)

@@ -135,8 +135,9 @@ def test_progress_is_plain_lines_off_a_terminal_and_a_bar_on_one() -> None:
 def test_inspect_needs_the_manifest_only(run_cli: RunCli, tiny_bundle: Path) -> None:
     result = run_cli("inspect", tiny_bundle, "--check-files")
     assert result.exit_code == 0, result.output
-    for words in ("target: LlamaForCausalLM", "input_ids[T] int64", "KV cache: 512 bytes a token", "not verified yet",
-                  "lookahead K up to 8", "max_model_len 256", "every hash checked", "torch 2."):  # fmt: skip
+    for words in ("target: LlamaForCausalLM", "input_ids[T] int64", "KV cache: float32, 512 bytes a token",
+                  "not verified yet", "lookahead K up to 8", "max_model_len 256", "every hash checked",
+                  "torch 2."):  # fmt: skip
         assert words in result.stdout, words
     assert result.stdout.index("target: ") < result.stdout.index("draft: ")
     data = json.loads(run_cli("inspect", tiny_bundle, "--json").stdout)

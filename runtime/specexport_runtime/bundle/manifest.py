@@ -12,7 +12,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from specexport_runtime.abi import ABI_VERSION, ITEM_BYTES, READABLE_ABIS, LayerGeometry
+from specexport_runtime.abi import ABI_VERSION, CACHE_BYTES, ITEM_BYTES, READABLE_ABIS, LayerGeometry
 from specexport_runtime.bundle.files import FileEntry
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.bundle.rules import (
@@ -32,12 +32,12 @@ from specexport_runtime.bundle.rules import (
 )
 from specexport_runtime.errors import BundleError, IncompatibleError
 
-SCHEMA_VERSION = 8
-READABLE_SCHEMAS = (2, 3, 4, 5, 6, 7, 8)
+SCHEMA_VERSION = 9
+READABLE_SCHEMAS = (2, 3, 4, 5, 6, 7, 8, 9)
 """Version 3 added the fields of engines that are built for a GPU, version 4 those of self-drafting and quantization,
 version 5 the defaults for loading, and engines that are stored as a difference, version 6 those of a cut LM head,
-version 7 the layers that a draft was built without, version 8 what a step's cost can be told from. An older manifest is
-one without them. Version 5 also renamed some."""
+version 7 the layers that a draft was built without, version 8 what a step's cost can be told from, version 9 the
+dtype of KV caches. An older manifest is one without them. Version 5 also renamed some."""
 _RENAMED = {"full_path": "one_token_path", "full_inputs": "one_token_inputs"}
 MANIFEST_NAME = "manifest.json"
 DEFAULT_NUM_SEQS = 8
@@ -83,7 +83,7 @@ class ModelEntry:
         path: engine file, relative to the bundle folder.
         backend: backend that built it, for example ``"ort-cpu"``.
         architecture: model class name of the checkpoint.
-        dtype: dtype of weights, activations and caches, a numpy name.
+        dtype: dtype of weights, activations and, unless ``kv_dtype`` says otherwise, caches; a numpy name.
         vocab_size: token ids of the model (V): rows of its LM head, unless that was cut.
         layers: cache sizes of each attention layer, in order.
         inputs: step inputs the lowered graph takes (names of the contract).
@@ -119,6 +119,7 @@ class ModelEntry:
             looked up, and without what an LM head was cut by. None in older bundles.
         num_heads: query heads of an attention layer; None in older bundles, and where the checkpoint does not say.
         weight_formats: with ``"keep"``, each format of the checkpoint: name, weights and stored bytes.
+        kv_dtype: dtype of the KV caches, ``"int8"``, where they are of another than ``dtype``; None where not.
     """
 
     path: str
@@ -154,6 +155,12 @@ class ModelEntry:
     step_parameters: int | None = None
     num_heads: int | None = None
     weight_formats: tuple[tuple[str, int, int], ...] = ()
+    kv_dtype: str | None = None
+
+    @property
+    def cache_dtype(self) -> str:
+        """What the KV caches hold, a numpy name."""
+        return self.kv_dtype or self.dtype
 
     @property
     def head_size(self) -> int:
@@ -328,6 +335,7 @@ _ENTRY_RULES = _rules_of(
     step_parameters=optional(_COUNT),
     num_heads=optional(whole(1, 1 << 16)),
     weight_formats=list_of(tuple_of(text, _COUNT, _COUNT)),
+    kv_dtype=optional(one_of(*CACHE_BYTES)),
 )
 
 

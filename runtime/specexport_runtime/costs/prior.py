@@ -10,11 +10,11 @@ the standard library.
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from specexport_runtime.abi import CACHE_BYTES, ITEM_BYTES
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.costs.curves import CostCurves
 from specexport_runtime.costs.step_cost import RowCurve, StepCost
 
-_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5625}
 """Of a weight, with its share of the scales."""
 
@@ -69,7 +69,6 @@ def prior_costs(
 
 
 def _curve(entry: ModelEntry, rates: _Rates, max_rows: int, max_tokens: int) -> StepCost:
-    item = _ITEM_BYTES.get(entry.dtype, 4)
     parameters = entry.step_parameters or entry.num_parameters
     weight_bytes = parameters * _bytes_of_weight(entry)
     flops = rates.flops.get(entry.quantize, rates.flops[None])
@@ -78,17 +77,18 @@ def _curve(entry: ModelEntry, rates: _Rates, max_rows: int, max_tokens: int) -> 
     widths = tuple(sorted({1, max(max_tokens, 1)}))
     rows = sorted({1, max_rows})
     curves = tuple(RowCurve(count, widths, tuple(read + count * width * each for width in widths)) for count in rows)
+    entry_bytes = CACHE_BYTES.get(entry.cache_dtype, 4)
     key_bytes, value_bytes, products = 0, 0, 0
     for layer in entry.layers:
         heads = max(entry.num_heads or layer.kv_heads, layer.kv_heads)
-        key_bytes += item * (heads if rates.keys_by_head else layer.kv_heads) * layer.k_dim
-        value_bytes += item * layer.kv_heads * layer.v_dim
+        key_bytes += entry_bytes * (heads if rates.keys_by_head else layer.kv_heads) * layer.k_dim
+        value_bytes += entry_bytes * layer.kv_heads * layer.v_dim
         products += heads * (layer.k_dim + layer.v_dim)
     return StepCost(curves, (key_bytes + value_bytes) / rates.bytes, 2 * products / rates.cache_flops)
 
 
 def _bytes_of_weight(entry: ModelEntry) -> float:
-    item = _ITEM_BYTES.get(entry.dtype, 4)
+    item = ITEM_BYTES.get(entry.dtype, 4)
     if entry.quantize == "keep" and entry.quantized_bytes is not None:  # any mixture of formats
         stored, before = entry.quantized_bytes
         return item * stored / max(before, 1)

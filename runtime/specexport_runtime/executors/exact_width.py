@@ -15,7 +15,12 @@ _FEW_COLUMNS = 64
 
 def sum_border(entry: ModelEntry) -> int:
     """Entries up to which a step sums otherwise than beyond; 0 where there is no such border, or it does not matter."""
-    exact = entry.quantize is not None and any(layer.k_dim > _WHOLE_HEAD for layer in entry.layers)
+    # The kernel for int8 caches adds up in one order at every width.
+    exact = (
+        entry.quantize is not None
+        and entry.kv_dtype != "int8"
+        and any(layer.k_dim > _WHOLE_HEAD for layer in entry.layers)
+    )
     return _FEW_COLUMNS if exact else 0
 
 

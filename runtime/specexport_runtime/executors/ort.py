@@ -111,7 +111,7 @@ class OrtExecutor(GatedByInputs):
         self._one_token = open_one_token_graph(path, entry, spin=spin, engine_hash=one_token_hash) if unpad_kv else None
         self.num_gates = entry.num_gates if unpad_kv else 0  # a padded-KV graph never has gates
         self._gates = OrtGates(self._graph.session, self.num_gates, path)
-        self._dtype = np.dtype(entry.dtype)
+        self._cache_dtype = np.dtype(entry.cache_dtype)
         self._caches = self._make_caches(entry)
         self._row_values: dict[tuple[int, int, bool], list[tuple[str, str, Any]]] = {}
         self._bindings: OrderedDict[tuple[StepShape, bool], _Binding] = OrderedDict()
@@ -122,9 +122,9 @@ class OrtExecutor(GatedByInputs):
     def _make_caches(self, entry: ModelEntry) -> dict[str, npt.NDArray[Any]]:
         shapes = cache_shapes(entry.layers, self.num_rows, self.kv_capacity)
         try:
-            return {name: untouched_zeros(shape, self._dtype) for name, shape in shapes.items()}
+            return {name: untouched_zeros(shape, self._cache_dtype) for name, shape in shapes.items()}
         except (OSError, OverflowError, MemoryError):
-            size = sum(map(math.prod, shapes.values())) * self._dtype.itemsize
+            size = sum(map(math.prod, shapes.values())) * self._cache_dtype.itemsize
             raise IncompatibleError(
                 f"this machine has no memory for a KV cache of {self.num_rows} rows of {self.kv_capacity} entries: "
                 f"{size / 1e9:.1f} GB.",

@@ -16,7 +16,8 @@ PREFILL_WIDTH = 16
 _PAST = 5
 _SLACK = 3
 """Entries that stay free: a lone token may be computed twice, and writes two."""
-_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
+_INT8_SPREAD = 40.0
 
 
 class ProbedStep(NamedTuple):
@@ -84,7 +85,10 @@ def _feed(inputs: Any, width: int, vocab_size: int) -> dict[str, npt.NDArray[Any
         if value.name in caches:
             _, *middle, heads, _, depth = value.shape
             shape = (rows, *middle, heads, _PAST + width + _SLACK, depth)
-            feed[value.name] = generator.standard_normal(shape, np.float32).astype(_DTYPES[value.type])
+            dtype = _DTYPES[value.type]
+            spread = _INT8_SPREAD if dtype is np.int8 else 1.0
+            entries = np.clip(spread * generator.standard_normal(shape, np.float32), -127, 127)
+            feed[value.name] = entries.astype(dtype)
         elif value.name in gates:
             feed[value.name] = np.full(value.shape, value.name == LAYER_MASK.name)
         else:

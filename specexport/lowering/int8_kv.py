@@ -1,0 +1,68 @@
+"""KV caches in int8: a quarter of float32's memory, with a fixed scale for each channel of each layer.
+
+``com.microsoft.GroupQueryAttention`` rounds new keys and values when it appends them, and reads all entries as they are
+stored, those of the step's own tokens too. So a token's result does not depend on the step it is in; and unlike the
+float32 kernels these add up in one order at every width.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specexport.channel_ranges import CacheRange, FloatVector
+from specexport.lowering.functions import fused_takes
+from specexport.onnx_emit import constant
+from specexport_runtime.abi import OP_DOMAIN, OP_NAME
+from specexport_runtime.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+SCALE_INPUTS = (15, 16)
+"""Which inputs of an attention node are the scales of keys and values: float32 [H * D] each."""
+_CACHES = (3, 4)
+_LARGEST = 127
+
+
+def use_int8_caches(ir_model: "ir.Model", ranges: Seq[CacheRange]) -> None:
+    """Let a model's attention keep its caches in int8, in place.
+
+    Args:
+        ir_model: the traced model, after the passes and, if rotary embeddings are fused, after that.
+        ranges: of each layer.
+
+    Raises:
+        UnsupportedModelError: the kernel cannot do a layer's attention.
+    """
+    import onnx_ir as ir
+
+    nodes = [node for node in ir_model.graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN]
+    for layer, (node, found) in enumerate(zip(nodes, ranges, strict=True)):
+        dims = [len(largest) // node.attributes["kv_num_heads"].as_int() for largest in found]
+        if not fused_takes(*dims):
+            raise UnsupportedModelError(
+                f"the heads of layer {layer} have keys of {dims[0]} and values of {dims[1]} numbers, and the kernel "
+                "for int8 KV caches takes equal multiples of 8.",
+                "build without --kv-cache-dtype.",
+            )
+        inputs = [*node.inputs, *[None] * (SCALE_INPUTS[0] - len(node.inputs))]
+        for name, largest in (("k", found.keys), ("v", found.values)):
+            inputs.append(constant(ir_model.graph, f"{name}_cache_scale.{layer}", _scales(largest)))
+        node.resize_inputs(len(inputs))
+        for index, value in enumerate(inputs):
+            node.replace_input_with(index, value)
+        for cache in (*(node.inputs[index] for index in _CACHES), *node.outputs[1:]):
+            cache.type = ir.TensorType(ir.DataType.INT8)  # type: ignore[union-attr]
+
+
+def has_int8_caches(node: "ir.Node") -> bool:
+    """Whether an attention node keeps its caches in int8."""
+    return len(node.inputs) > SCALE_INPUTS[0] and node.inputs[SCALE_INPUTS[0]] is not None
+
+
+def _scales(largest: FloatVector) -> FloatVector:
+    """A channel that was quiet on all texts gets a hundredth of its layer's largest, so that nothing divides by 0."""
+    least = max(float(largest.max()) / 100, float(np.finfo(np.float32).tiny) * _LARGEST)
+    found: FloatVector = (np.maximum(largest, least) / _LARGEST).astype(np.float32)
+    return found
