@@ -154,8 +154,8 @@ class BuildRecipe:
                     f"build with `--backend {' or '.join(able)}`, or leave it out.",
                 )
         if self.kv_cache_dtype not in (None, *KV_CACHE_DTYPES):
-            known = ", ".join(("auto", *KV_CACHE_DTYPES))
-            raise RecipeError(f"kv_cache_dtype is {self.kv_cache_dtype!r}.", f"use one of: {known}.")
+            names = ", ".join(("auto", *KV_CACHE_DTYPES))
+            raise RecipeError(f"kv_cache_dtype is {self.kv_cache_dtype!r}.", f"use one of: {names}.")
         if self.draft is None and self.draft_quantize is not None:
             raise RecipeError("draft_quantize is given and draft is not.", "give the draft, or leave both out.")
 

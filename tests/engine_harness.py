@@ -95,6 +95,10 @@ def pack(tokens: Seq[Seq[int]], pasts: Seq[int], held: Seq[Seq[int]] | None = No
     }
 
 
+INT8_POISON = -77
+"""What caches in 8 bits hold where nothing was written."""
+
+
 class Engine:
     """A session with its cache arena; ``step`` binds rows by address and updates them in place."""
 
@@ -115,8 +119,10 @@ class Engine:
         self.session = ort.InferenceSession(str(folder / graph), options, providers=["CPUExecutionProvider"])
         self.inputs = {value.name for value in self.session.get_inputs()}
         self.flat_caches = len(next(x.shape for x in self.session.get_inputs() if x.name == "k_cache.0")) == 4
+        kind = next(value.type for value in self.session.get_inputs() if value.name == "k_cache.0")
+        fill, self.cache_dtype = (poison, np.float32) if kind == "tensor(float)" else (INT8_POISON, np.int8)
         self.caches = {
-            spec.name.format(i=i): np.full((num_rows, 1, layer.kv_heads, capacity, dim), poison, np.float32)
+            spec.name.format(i=i): np.full((num_rows, 1, layer.kv_heads, capacity, dim), fill, self.cache_dtype)
             for i, layer in enumerate(layers)
             for spec, dim in zip(CACHE_INPUTS, (layer.k_dim, layer.v_dim), strict=True)
         }
@@ -137,7 +143,7 @@ class Engine:
         for name, cache in self.caches.items():
             rows = cache[first_row : first_row + len(tokens)]
             rows = rows[:, 0] if self.flat_caches else rows
-            bound = ("cpu", 0, np.float32, rows.shape, rows.ctypes.data)
+            bound = ("cpu", 0, self.cache_dtype, rows.shape, rows.ctypes.data)
             io.bind_input(name, *bound)
             io.bind_output(name.replace("_cache.", "_cache_out."), *bound)
         io.bind_output("logits", "cpu")

@@ -28,12 +28,13 @@ WAYS: dict[str, dict[str, Any]] = {
 DEPTH, RUNS = 3, 400
 
 
-@pytest.fixture(scope="module", params=["int8", "int4"])
+@pytest.fixture(scope="module", params=["int8", "int4", "int8, int8 KV cache"])
 def engine(
     request: pytest.FixtureRequest, tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SpecEngine]:
     folder: Path = tmp_path_factory.mktemp("quantized") / "bundle"
-    build_bundle(tiny_pair.recipe(folder, quantize=request.param, draft_quantize=request.param, self_draft=True))
+    kind, cache = request.param.split(",")[0], "int8" if "KV" in request.param else None
+    build_bundle(tiny_pair.recipe(folder, quantize=kind, draft_quantize=kind, self_draft=True, kv_cache_dtype=cache))
     loaded = SpecEngine.load(folder, max_num_seqs=8, num_threads=1, spin=False, adaptive=True)
     yield loaded
     loaded.close()

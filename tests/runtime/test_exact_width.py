@@ -42,6 +42,7 @@ def test_only_quantized_models_with_long_heads_have_a_border(demo_bundle: Path) 
     long_heads = (LayerGeometry(1, 256, 256),)
     assert sum_border(replace(entry, quantize="int8", layers=long_heads)) == BORDER
     assert sum_border(replace(entry, quantize="int8")) == 0
+    assert sum_border(replace(entry, quantize="int8", layers=long_heads, kv_dtype="int8")) == 0
     assert sum_border(replace(entry, layers=long_heads)) == 0
 
 

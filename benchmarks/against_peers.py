@@ -1,11 +1,15 @@
-"""Plain decoding against onnxruntime-genai, in turns: each turn is a fresh process of one of them.
+r"""Plain decoding against other programs, in turns: each turn is a fresh process of one of them.
 
-    python benchmarks/against_genai.py engines/gemma3-270m GENAI_MODEL --python GENAI_ENV/bin/python --prompts P.jsonl
+    python benchmarks/against_peers.py engines/gemma3-270m --prompts P.jsonl \
+        --peer genai=GENAI_MODEL --python genai=GENAI_ENV/bin/python \
+        --peer openvino=OPENVINO_MODEL --python openvino=OPENVINO_ENV/bin/python
 
-GENAI_MODEL is what ``python -m onnxruntime_genai.models.builder -m CHECKPOINT -o GENAI_MODEL -p fp32 -e cpu`` writes.
-Its ``genai_config.json`` says how many threads it takes (``intra_op_num_threads`` of the session options); give ours as
-many, or the two are not comparable. GENAI_ENV is an environment with onnxruntime-genai: it brings its own onnxruntime.
-Greedy, one sequence at a time. ``whole`` counts the prefill, ``decode`` is from the difference between two lengths.
+GENAI_MODEL is what ``python -m onnxruntime_genai.models.builder -m CHECKPOINT -o GENAI_MODEL -p fp32 -e cpu`` writes, or
+``-p int4``. Its ``genai_config.json`` says how many threads it takes (``intra_op_num_threads`` of the session
+options); give ours as many, or the two are not comparable. OPENVINO_MODEL is what ``optimum-cli export openvino -m
+CHECKPOINT --weight-format int8 OPENVINO_MODEL`` writes; its environment needs openvino-genai. Each brings libraries of
+its own. Greedy, one sequence at a time. ``whole`` counts the prefill, ``decode`` is from the difference between two
+lengths.
 """
 
 import argparse
@@ -53,9 +57,28 @@ def open_genai(folder: str) -> Run:
     return run
 
 
+def open_openvino(folder: str, num_threads: int) -> Run:
+    """Decode with OpenVINO GenAI, past whatever ends a text."""
+    import openvino_genai
+
+    pipeline = openvino_genai.LLMPipeline(folder, "CPU", INFERENCE_NUM_THREADS=num_threads)
+
+    def run(prompt: str, tokens: int) -> None:
+        pipeline.generate(prompt, max_new_tokens=tokens, ignore_eos=True, do_sample=False, apply_chat_template=False)
+
+    return run
+
+
+OPEN: dict[str, Callable[[str, int], Run]] = {
+    "ours": open_ours,
+    "genai": lambda folder, _: open_genai(folder),
+    "openvino": open_openvino,
+}
+
+
 def child(job: dict[str, Any]) -> dict[str, float]:
     """Tokens per second of one process."""
-    run = open_ours(job["path"], job["threads"]) if job["way"] == "ours" else open_genai(job["path"])
+    run = OPEN[job["way"]](job["path"], job["threads"])
     run(job["prompts"][0], SHORT)
     seconds = {}
     for tokens in (job["tokens"], SHORT):
@@ -68,14 +91,14 @@ def child(job: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run both in turns; print medians and ratios."""
+    """Run all in turns; print medians and ratios."""
     if len(sys.argv) == 2 and sys.argv[1] == "--child":
         print(json.dumps(child(json.load(sys.stdin))))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("genai", type=Path, help="model folder of onnxruntime-genai")
-    parser.add_argument("--python", default=sys.executable, help="interpreter of its environment")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=MODEL", help="genai or openvino")
+    parser.add_argument("--python", action="append", default=[], metavar="NAME=FILE", help="its interpreter")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--num-prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=48)
@@ -89,7 +112,11 @@ def main() -> None:
         "tokens": args.tokens,
         "threads": args.threads,
     }
-    ways = {"ours": (sys.executable, args.bundle), "genai": (args.python, args.genai)}
+    peers, pythons = (dict(each.split("=", 1) for each in given) for given in (args.peer, args.python))
+    if unknown := peers.keys() - OPEN.keys():
+        parser.error(f"there is no peer {sorted(unknown)[0]!r}.")
+    ways = {"ours": (sys.executable, args.bundle)}
+    ways |= {name: (pythons.get(name, sys.executable), Path(model)) for name, model in peers.items()}
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(args.repeats):
         for way, (python, path) in ways.items():
@@ -99,10 +126,11 @@ def main() -> None:
     rows = []
     for what in ("whole", "decode"):
         speeds = {way: [each[what] for each in found[way]] for way in ways}
-        ratios = [ours / theirs for ours, theirs in zip(speeds["ours"], speeds["genai"], strict=True)]
         rows += [(f"{what}, {way}", f"{median(values):.1f} tokens/s") for way, values in speeds.items()]
-        rows.append((f"{what}, ours / genai", f"{median(ratios):.2f}× ({', '.join(f'{x:.2f}' for x in ratios)})"))
-    report("Plain decoding against onnxruntime-genai", rows, {"runs": found}, args.json)
+        for name in peers:
+            ratios = [ours / theirs for ours, theirs in zip(speeds["ours"], speeds[name], strict=True)]
+            rows.append((f"{what}, ours / {name}", f"{median(ratios):.2f}× ({', '.join(f'{x:.2f}' for x in ratios)})"))
+    report("Plain decoding against other programs", rows, {"runs": found}, args.json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,156 @@
+"""KV caches in int8: entries are the float ones rounded, and no token's result depends on its step's width."""
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from specexport.backends.ort import write_one_token_onnx, write_onnx, write_padded_onnx
+from specexport.channel_ranges import CacheRange
+from specexport.frontend import cache_ranges
+from specexport.lowering.fuse import fuse_rotary
+from specexport.lowering.int8_kv import use_int8_caches
+from specexport.lowering.one_token import lower_one_token
+from specexport.lowering.ort_cpu import lower_ort_cpu
+from specexport.passes import default_passes, run_passes
+from specexport_runtime.errors import UnsupportedModelError
+from tests.engine_harness import INT8_POISON, Engine, Recipe, make_checkpoint
+from tests.tiny_models import make_llama, make_model
+from tests.tiny_traces import tiny_model, trace_of
+
+TEXTS = np.random.default_rng(7).integers(3, 200, (3, 90))
+ARCHITECTURES = ["llama", "gpt2", "gemma2", "gemma3", "gpt_oss", "phi", "mistral"]
+"""Rotation in the kernel and before it, none, windows, caps, sinks, part of a head rotated."""
+
+
+class Lowered(NamedTuple):
+    """A model's graphs."""
+
+    folder: Path
+    layers: Any
+    ranges: list[CacheRange]
+
+    def engine(self, num_rows: int = 1, capacity: int = 96, graph: str = "model.onnx") -> Engine:
+        return Engine(self.folder, self.layers, num_rows, capacity, graph=graph)
+
+
+def ranges_of(model: Any, pieces: Seq[np.ndarray] = TEXTS, max_len: int = 90) -> list[CacheRange]:
+    return cache_ranges(make_checkpoint(model), pieces, max_len=max_len)
+
+
+def lower(model: Any, folder: Path, ranges: list[CacheRange] | None, quantize: str | None = None) -> Lowered:
+    """Write the graphs of a model; float caches without ``ranges``."""
+    traced = trace_of(model)
+    run_passes(traced.ir_model, default_passes(Recipe(), quantize=quantize))
+    graph, padded = traced.ir_model, traced.ir_model.clone()
+    fuse_rotary(graph, 128)
+    for each in (graph, padded) if ranges is not None else ():
+        use_int8_caches(each, ranges)
+    one_token = graph.clone()
+    assert lower_one_token(one_token)
+    lower_ort_cpu(graph)
+    lower_ort_cpu(padded, padded_kv=True)
+    write_onnx(graph, folder)
+    write_padded_onnx(padded, folder)
+    write_one_token_onnx(one_token, folder)
+    return Lowered(folder, traced.layers, ranges or [])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_entries_are_the_float_ones_rounded(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
+    plain, packed = lower(model, tmp_path / "a", None), lower(model, tmp_path / "b", ranges_of(model))
+    steps = [([TEXTS[0][:40], TEXTS[1][:31]], [0, 0]), ([TEXTS[0][40:41], TEXTS[1][31:36]], [40, 31])]
+    engines = plain.engine(2), packed.engine(2)
+    for tokens, pasts in steps:
+        wanted, found = (engine.step([ids.tolist() for ids in tokens], pasts) for engine in engines)
+        assert np.abs(found - wanted).max() < 0.1 * np.abs(wanted).max()
+    for kind, largest in zip("kv", packed.ranges[0], strict=True):  # of the first layer: what it reads is the same
+        floats, codes = (engine.caches[f"{kind}_cache.0"] for engine in engines)
+        scale = largest.reshape(floats.shape[2], 1, -1) / 127
+        for row, count in enumerate((41, 36)):
+            entry, code = floats[row, 0, :, :count], codes[row, 0, :, :count].astype(np.float32)
+            assert np.abs(code * scale - entry).max() <= (scale * 0.501).max()
+            assert (np.abs(code * scale - entry) <= scale * 0.501).all()
+            assert (codes[row, 0, :, count:] == INT8_POISON).all()
+
+
+@pytest.mark.parametrize("head_dim", [16, 160])
+def test_no_result_depends_on_the_width_of_a_step(head_dim: int, tmp_path: Path) -> None:
+    """Heads of more than 128 and texts of more than 64 tokens are where float32's kernel adds up in another order."""
+    model = make_llama(head_dim=head_dim)
+    lowered = lower(model, tmp_path, ranges_of(model), quantize="int8")
+    ids = TEXTS[0].tolist()
+    found = []
+    for width in (90, 1, 2, 3, 7):
+        engine = lowered.engine()
+        parts = [engine.step([ids[at : at + width]], [at]) for at in range(0, 90, width)]
+        found.append((np.concatenate(parts), engine.caches))
+    for logits, caches in found[1:]:
+        np.testing.assert_array_equal(logits, found[0][0])
+        for name, cache in caches.items():
+            np.testing.assert_array_equal(cache[..., :90, :], found[0][1][name][..., :90, :])
+
+
+def test_neighbours_and_the_other_graphs_agree(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    lowered = lower(model, tmp_path, ranges_of(model), quantize="int8")
+    texts = [ids.tolist() for ids in TEXTS]
+    alone = [lowered.engine().step([ids], [0]) for ids in texts]
+    engine = lowered.engine(3)
+    engine.step([ids[:50] for ids in texts], [0, 0, 0])
+    np.testing.assert_array_equal(
+        engine.step([texts[0][50:51], texts[1][50:60], texts[2][50:52]], [50] * 3),
+        np.concatenate([alone[0][50:51], alone[1][50:60], alone[2][50:52]]),
+    )
+    single = lowered.engine(3, graph="model.one_token.onnx")
+    for name, cache in single.caches.items():
+        cache[...] = engine.caches[name]
+    np.testing.assert_array_equal(
+        single.step([[texts[0][51]], [texts[1][60]], [texts[2][52]]], [51, 60, 52]),
+        np.stack([alone[0][51], alone[1][60], alone[2][52]]),
+    )
+    padded = lowered.engine(2, graph="model.padded.onnx")
+    held = [[*range(20)], [*range(12)] + [-1] * 8]
+    padded.step([texts[0][:20], texts[1][:12]], [0, 0], held=[[], []])
+    # Entries past the shorter row's own are padding: whatever lies there, in 8 bits too.
+    logits = padded.step([texts[0][20:24], texts[1][12:16]], [20, 20], held=held)
+    wanted = np.concatenate([alone[0][20:24], alone[1][12:16]])
+    assert np.abs(logits - wanted).max() < 0.02 * np.abs(wanted).max()
+
+
+def test_ranges_are_those_of_the_models_own_cache() -> None:
+    import torch
+    from transformers import DynamicCache
+
+    model = tiny_model("gemma3")
+    pieces = [TEXTS[0][:40], TEXTS[1][:25]]
+    found = ranges_of(model, pieces, max_len=200)
+    caches = []
+    for ids, start in zip(pieces, (0, 160), strict=True):
+        cache = DynamicCache()
+        tokens = torch.from_numpy(ids)[None]
+        with torch.no_grad():
+            model(input_ids=tokens, position_ids=torch.arange(len(ids))[None] + start, past_key_values=cache)
+        caches.append(cache)
+    for layer, each in enumerate(found):
+        for kind, values in zip(("keys", "values"), each, strict=True):
+            wanted = [getattr(cache.layers[layer], kind)[0].abs().amax(1).flatten().numpy() for cache in caches]
+            np.testing.assert_allclose(values, np.maximum(*wanted), rtol=1e-4, atol=1e-6)
+
+
+def test_a_quiet_channel_divides_by_no_zero(tmp_path: Path) -> None:
+    model = make_llama()
+    ranges = [CacheRange(each.keys * 0, each.values * (np.arange(len(each.values)) % 2)) for each in ranges_of(model)]
+    logits = lower(model, tmp_path, ranges).engine().step([TEXTS[0].tolist()], [0])
+    assert np.isfinite(logits).all()
+
+
+def test_heads_that_the_kernel_cannot_do_are_refused() -> None:
+    model = make_model("Llama", {"hidden_size": 60, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12})
+    traced = trace_of(model)
+    with pytest.raises(UnsupportedModelError, match="layer 0 have keys of 12 and values of 12") as error:
+        use_int8_caches(traced.ir_model, ranges_of(model))
+    assert "without --kv-cache-dtype" in str(error.value)
