@@ -4,7 +4,7 @@ r"""Plain decoding against other programs, in turns: each turn is a fresh proces
         --peer genai=GENAI_MODEL --python genai=GENAI_ENV/bin/python \
         --peer openvino=OPENVINO_MODEL --python openvino=OPENVINO_ENV/bin/python
 
-GENAI_MODEL is what ``python -m onnxruntime_genai.models.builder -m CHECKPOINT -o GENAI_MODEL -p fp32 -e cpu`` writes, or
+GENAI_MODEL is what ``python -m onnxruntime_genai.models.builder -m CHECKPOINT -o GENAI_MODEL -p fp32 -e cpu`` makes, or
 ``-p int4``. Its ``genai_config.json`` says how many threads it takes (``intra_op_num_threads`` of the session
 options); give ours as many, or the two are not comparable. OPENVINO_MODEL is what ``optimum-cli export openvino -m
 CHECKPOINT --weight-format int8 OPENVINO_MODEL`` writes; its environment needs openvino-genai. Each brings libraries of

@@ -25,9 +25,8 @@ def quantizing_passes(kind: str, *, lm_head: bool, operator: str = "", block: in
         from specexport.passes.quantize_int4 import Int4QuantizePass
         from specexport.passes.quantize_int8 import Int8QuantizePass
 
-        # Four bits cost most in the LM head, and eight are there already where it is tied to the embedding.
-        head = [Int8QuantizePass(lm_head=True, others=False)] if lm_head else []
-        return [_blocks(per_token=False), Int4QuantizePass(), *head, *_embedding(lm_head)]
+        head = [Int8QuantizePass(lm_head=True, others=False)] if lm_head else []  # if it is still there
+        return [_blocks(per_token=False), Int4QuantizePass(lm_head=lm_head), *head, *_embedding(lm_head)]
     if kind == "int4" and operator == "MatMulNBits":
         from specexport.passes.quantize_fused import Int4FusedPass
 

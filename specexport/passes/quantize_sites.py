@@ -151,6 +151,14 @@ def head_sites(model: ir.Model) -> list[LinearSite]:
     return [] if head is None else [sites[head]]
 
 
+def linear_share(model: ir.Model, site: LinearSite) -> float:
+    """How much of the weights of all linear layers one layer has, whatever has been quantized before (0 to 1)."""
+    others = (node for node in model.graph if node.op_type == "MatMulNBits")
+    done = sum(node.attributes["K"].as_int() * node.attributes["N"].as_int() for node in others)
+    left = sum(found.depth * found.width for node in model.graph if (found := linear_site(node)) is not None)
+    return site.depth * site.width / (done + left)
+
+
 def head_node(model: ir.Model, linear: set[ir.Node]) -> ir.Node | None:
     """The linear layer whose result is the logits, with nothing but elementwise nodes (or a cut) in between."""
     value: ir.Value | None = next((value for value in model.graph.outputs if value.name == LOGITS.name), None)

@@ -11,11 +11,11 @@ import pytest
 
 from specexport.passes import default_passes, run_passes
 from specexport.passes.quantize import quantizing_passes
-from specexport.passes.quantize_int4 import quantize_blocks
+from specexport.passes.quantize_int4 import HEAD_SHARE, quantize_blocks
 from specexport.passes.quantize_int8 import _quantized
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
 from tests.engine_harness import Engine, Recipe
-from tests.tiny_models import VOCAB
+from tests.tiny_models import VOCAB, make_llama
 from tests.tiny_traces import tiny_model, trace_of
 
 Traced = Callable[[str], Any]
@@ -62,9 +62,7 @@ def test_every_linear_layer_is_quantized_and_the_logits_stay_near(name: str, tmp
         graph, layers, report = build(name, folder, kind)
         logits[kind] = verify_logits(folder, layers, [0, 1])
         if kind is not None:
-            of_head = kind == "int4"  # it has 8 bits
-            assert report[f"{kind}-quantize"] == NUM_LINEAR[name] - of_head
-            assert report["int8-quantize"] == (1 if of_head else NUM_LINEAR[name])
+            assert report[f"{kind}-quantize"] + (kind == "int4") * report["int8-quantize"] == NUM_LINEAR[name]
             assert not [node for node in graph.graph if node.op_type == "Gemm"]
             large = [v for v in graph.graph.initializers.values() if len(v.shape) == 2 and v.dtype == ir.DataType.FLOAT]
             assert len(large) == LEARNED_POSITIONS.get(name, 0), "a float matrix that is no table of positions"
@@ -121,6 +119,19 @@ def test_the_lm_head_can_stay_as_it_is(traced: Traced, kind: str) -> None:
     assert report[f"{kind}-quantize"] == 14
     (head,) = [node for node in model.graph if node.op_type == "Gemm"]
     assert tuple(head.inputs[1].shape) == (VOCAB, 128)
+
+
+@pytest.mark.parametrize(("vocab_size", "bits"), [(320, 8), (4000, 4)])
+def test_a_small_lm_head_has_eight_bits_beside_int4(vocab_size: int, bits: int) -> None:
+    model = make_llama(vocab_size=vocab_size, tie_word_embeddings=True)
+    head, layers = vocab_size * 64, sum(p.numel() for n, p in model.named_parameters() if "proj" in n)
+    assert (head / (head + layers) > HEAD_SHARE) == (bits == 4), "the test's own models"
+    graph = trace_of(model).ir_model
+    report = dict(run_passes(graph, default_passes(Recipe(), quantize="int4")))
+    assert (report["int4-quantize"], report["int8-quantize"]) == ((15, 0) if bits == 4 else (14, 1))
+    tables = [v for v in graph.graph.initializers.values() if v.dtype == ir.DataType.INT8 and len(v.shape or ()) == 2]
+    assert len(tables) == 1, "of the embedding; a head of 8 bits is the same table"
+    assert (tables[0].shape == ir.Shape([64, vocab_size])) == (bits == 8)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
