@@ -183,8 +183,9 @@ CACHE_INPUTS = (K_CACHE, V_CACHE)
 OUTPUTS = (LOGITS, K_CACHE_OUT, V_CACHE_OUT)
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of one value of each dtype that models may have."""
 CACHE_BYTES = {**ITEM_BYTES, "int8": 1}
-"""Bytes of one value of each dtype that weights and caches may have."""
+"""The same of KV caches."""
 
 OP_DOMAIN = "specexport"
 OP_NAME = "UnpaddedAttention"

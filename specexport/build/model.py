@@ -191,6 +191,8 @@ def _needed_bytes(recipe: BuildRecipe, checkpoint: Any, role: str) -> int:
     else:
         held = sum(tables.values()) - outside
         size += held * _QUANTIZED_BYTES.get(_INT8 if quantize is not None else "", item)
+        if quantize == "int4" and len(tables) == 1:  # a large tied LM head has codes of its own
+            size += held * _QUANTIZED_BYTES[quantize]
         size += (checkpoint.num_parameters - held - outside) * _QUANTIZED_BYTES.get(str(quantize), item)
     return int(size * copies * _SPACE_MARGIN)
 

@@ -62,7 +62,7 @@ def check_packed(model: Any, calls: tuple[LayerCall, ...]) -> None:
         caches += [torch.zeros(2, 1, heads, max(_SEQUENCES), dim, dtype=model.dtype) for dim in (k_dim, v_dim)]
     starts = (0, 0)
     for ends in (_FIRST_STEP, _SEQUENCES):
-        spans = [(start, end) for start, end in zip(starts, ends, strict=True)]
+        spans = list(zip(starts, ends, strict=True))
         tokens = [token for ids, (start, end) in zip(sequences, spans, strict=True) for token in ids[start:end]]
         logits, caches = packed_step(
             model,

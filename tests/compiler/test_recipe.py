@@ -84,6 +84,12 @@ def test_a_missing_recipe_file_is_refused(tmp_path: Path) -> None:
         ({"draft_quantize": "int8"}, "draft_quantize is given and draft is not"),
         ({"draft": "d", "draft_quantize": "fp8"}, "draft_quantize is 'fp8'"),
         ({"quantize_lm_head": "no"}, "quantize_lm_head is 'no', not true or false"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8'"),
+        ({"kv_cache_dtype": 8}, "kv_cache_dtype is 8, not text"),
+        (
+            {"kv_cache_dtype": "int8", "backend": "ort-cuda"},
+            "kv_cache_dtype is given, and backend ort-cuda fixes nothing",
+        ),
         ({"target": ""}, "target is missing"),
         ({"output": ""}, "output is missing"),
     ],

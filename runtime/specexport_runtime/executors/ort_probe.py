@@ -18,6 +18,7 @@ _SLACK = 3
 """Entries that stay free: a lone token may be computed twice, and writes two."""
 _DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
 _INT8_SPREAD = 40.0
+"""Standard deviation of what int8 caches are filled with."""
 
 
 class ProbedStep(NamedTuple):
