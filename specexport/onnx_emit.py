@@ -258,6 +258,14 @@ def lazy_weight(
     return known
 
 
+def set_inputs(node: "ir.Node", first: int, values: "Seq[ir.Value]") -> None:
+    """Give a node inputs from ``first`` on; those between its own and them stay empty."""
+    inputs = [*node.inputs, *[None] * (first - len(node.inputs)), *values]
+    node.resize_inputs(len(inputs))
+    for index, value in enumerate(inputs):
+        node.replace_input_with(index, value)
+
+
 def add_input(
     graph: "ir.Graph", name: str, dtype: "ir.DataType", shape: Seq[int | str], at: int | None = None
 ) -> "ir.Value":

@@ -23,6 +23,7 @@ MIN_MODEL_LEN = 16
 KEEP, FLOAT = "keep", "none"
 """Quantizations that are none: weights as a quantized checkpoint has them, and float weights whatever it has."""
 KV_CACHE_DTYPES = ("int8",)
+"""What KV caches may hold in the place of the model's dtype."""
 _LIMITS = {"max_num_seqs": MAX_NUM_SEQS, "max_num_tokens": MAX_NUM_TOKENS}
 """Most of each limit that a backend does not fix when it builds."""
 _SM = re.compile(r"(?:sm_?)?(\d{1,2})\.?(\d)", re.IGNORECASE)

@@ -32,7 +32,6 @@ _NEEDED = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "safetensor
 CALIBRATION_PIECES, CALIBRATION_LEN = 16, 64
 """1,024 tokens from all over the texts: with 512 in four pieces smoothing saved a sixth of the divergence, not half."""
 _QUANTIZED_BYTES = {"int8": 1.01, "int4": 0.65}  # of a weight, with its scales
-_INT8 = "int8"  # what embeddings and LM heads get
 _SPACE_MARGIN = 1.05  # graph, tokenizer and alignment beside the weights
 
 
@@ -123,8 +122,7 @@ def build_model(
         if recipe.check and recipe.dtype == "float16":
             _refuse_overflow(checkpoint, reference)
     fields = _step_sizes(checkpoint, head_ids) | {"weight_formats": _weight_formats(checkpoint)}
-    ranges = _ranges(checkpoint, recipe, source.role, clock)
-    cached = _cache_ranges(checkpoint, recipe, source.role, clock)
+    ranges, cached = _calibrate(checkpoint, recipe, source.role, clock)
     fields |= _compile(
         recipe,
         checkpoint,
@@ -189,11 +187,11 @@ def _needed_bytes(recipe: BuildRecipe, checkpoint: Any, role: str) -> int:
         stored = sum(weight.shape[0] * weight.shape[1] for weight in kept)
         size += sum(weight.engine_bytes for weight in kept) + item * (checkpoint.num_parameters - stored)
     else:
-        held = sum(tables.values()) - outside
-        size += held * _QUANTIZED_BYTES.get(_INT8 if quantize is not None else "", item)
+        each = _QUANTIZED_BYTES.get(str(quantize), item)
+        of_table, held = item if quantize is None else _QUANTIZED_BYTES["int8"], sum(tables.values()) - outside
+        size += of_table * held + each * (checkpoint.num_parameters - held - outside)
         if quantize == "int4" and len(tables) == 1:  # a large tied LM head has codes of its own
-            size += held * _QUANTIZED_BYTES[quantize]
-        size += (checkpoint.num_parameters - held - outside) * _QUANTIZED_BYTES.get(str(quantize), item)
+            size += each * held
     return int(size * copies * _SPACE_MARGIN)
 
 
@@ -285,38 +283,31 @@ def _has_int8_caches(recipe: BuildRecipe, role: str) -> bool:
     return recipe.kv_cache_dtype is not None and recipe.quantization_of(role) is not None
 
 
-def _ranges(checkpoint: Any, recipe: BuildRecipe, role: str, clock: StageClock) -> Mapping[str, ChannelRanges] | None:
-    """How large the inputs of linear layers get, where they will be quantized; None where they will not."""
-    if not _smooths(recipe, role):
-        return None
-    from specexport.frontend import activation_ranges
+def _calibrate(
+    checkpoint: Any, recipe: BuildRecipe, role: str, clock: StageClock
+) -> tuple[Mapping[str, ChannelRanges] | None, Seq[CacheRange] | None]:
+    """How large the inputs of linear layers get, and keys and values; each None where nothing needs to know it."""
+    if not reads_texts(recipe, role):
+        return None, None
+    from specexport.frontend import activation_ranges, cache_ranges
 
+    ranges, cached = None, None
     with clock.stage("calibrate", role, steps=0):
-        return activation_ranges(checkpoint, _calibration_pieces(checkpoint))
-
-
-def _cache_ranges(checkpoint: Any, recipe: BuildRecipe, role: str, clock: StageClock) -> Seq[CacheRange] | None:
-    """How large keys and values get, where KV caches will be int8; None where they will not."""
-    if not _has_int8_caches(recipe, role):
-        return None
-    from specexport.frontend import cache_ranges
-
-    longest = max(AUTO_MODEL_LEN, int(recipe.max_model_len))
-    with clock.stage("calibrate", role, "KV cache", steps=0):
-        return cache_ranges(
-            checkpoint, _calibration_pieces(checkpoint), max_len=min(longest, checkpoint.max_positions or longest)
+        pieces = cut_pieces(
+            read_counting_texts(None),
+            checkpoint.tokenizer_json,
+            checkpoint.vocab_size,
+            max_positions=checkpoint.max_positions,
+            num_pieces=CALIBRATION_PIECES,
+            piece_len=CALIBRATION_LEN,
         )
-
-
-def _calibration_pieces(checkpoint: Any) -> list[Int64Array]:
-    return cut_pieces(
-        read_counting_texts(None),
-        checkpoint.tokenizer_json,
-        checkpoint.vocab_size,
-        max_positions=checkpoint.max_positions,
-        num_pieces=CALIBRATION_PIECES,
-        piece_len=CALIBRATION_LEN,
-    )
+        if _smooths(recipe, role):
+            ranges = activation_ranges(checkpoint, pieces)
+        if _has_int8_caches(recipe, role):
+            longest = max(AUTO_MODEL_LEN, int(recipe.max_model_len))
+            max_len = min(longest, checkpoint.max_positions or longest)
+            cached = cache_ranges(checkpoint, pieces, max_len=max_len)
+    return ranges, cached
 
 
 def _head_ids(checkpoint: Any, cut: HeadCut | None) -> Int32Array | None:

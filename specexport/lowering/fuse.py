@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from specexport.lowering.fuse_norm import NORMS, fuse_norms
-from specexport.onnx_emit import Emitter, constant
+from specexport.onnx_emit import Emitter, constant, set_inputs
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME, kv_slack
 
 if TYPE_CHECKING:
@@ -80,10 +80,7 @@ def fuse_rotary(ir_model: "ir.Model", rows: int | None = None) -> int:
     for node, sides, rotation in found:
         for index, side in enumerate(sides):
             node.replace_input_with(index, _flat_root(ir_model, node, side))
-        inputs = [*node.inputs, *[None] * (ROTARY_INPUTS[0] - len(node.inputs)), *_tables(ir_model, rotation)]
-        node.resize_inputs(len(inputs))
-        for index, value in enumerate(inputs):
-            node.replace_input_with(index, value)
+        set_inputs(node, ROTARY_INPUTS[0], _tables(ir_model, rotation))
         node.attributes.add(_int_attribute(ROTARY_ATTRIBUTE, int(rotation.interleaved)))
     remove_dead_nodes(ir_model)
     return len(found)

@@ -12,16 +12,15 @@ import numpy as np
 
 from specexport.channel_ranges import CacheRange, FloatVector
 from specexport.lowering.functions import fused_takes
-from specexport.onnx_emit import constant
+from specexport.onnx_emit import constant, set_inputs
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME
 from specexport_runtime.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-SCALE_INPUTS = (15, 16)
-"""Which inputs of an attention node are the scales of keys and values: float32 [H * D] each."""
 _CACHES = (3, 4)
+_FIRST_SCALE = 15  # of an attention node's inputs: scales of keys and of values, float32 [H * D] each
 _LARGEST = 127
 
 
@@ -46,19 +45,18 @@ def use_int8_caches(ir_model: "ir.Model", ranges: Seq[CacheRange]) -> None:
                 "for int8 KV caches takes equal multiples of 8.",
                 "build without --kv-cache-dtype.",
             )
-        inputs = [*node.inputs, *[None] * (SCALE_INPUTS[0] - len(node.inputs))]
-        for name, largest in (("k", found.keys), ("v", found.values)):
-            inputs.append(constant(ir_model.graph, f"{name}_cache_scale.{layer}", _scales(largest)))
-        node.resize_inputs(len(inputs))
-        for index, value in enumerate(inputs):
-            node.replace_input_with(index, value)
+        scales = [
+            constant(ir_model.graph, f"{name}_cache_scale.{layer}", _scales(largest))
+            for name, largest in zip("kv", found, strict=True)
+        ]
+        set_inputs(node, _FIRST_SCALE, scales)
         for cache in (*(node.inputs[index] for index in _CACHES), *node.outputs[1:]):
             cache.type = ir.TensorType(ir.DataType.INT8)  # type: ignore[union-attr]
 
 
 def has_int8_caches(node: "ir.Node") -> bool:
     """Whether an attention node keeps its caches in int8."""
-    return len(node.inputs) > SCALE_INPUTS[0] and node.inputs[SCALE_INPUTS[0]] is not None
+    return len(node.inputs) > _FIRST_SCALE
 
 
 def _scales(largest: FloatVector) -> FloatVector:
