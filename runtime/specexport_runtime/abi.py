@@ -18,15 +18,16 @@ H     ``kv_heads``          key/value heads of one layer
 N     ``num_layers``        attention layers of the model
 G     ``num_gates``         parts that can be switched off: an attention and an MLP a layer, 2N
 D     ``head_dim``          size of one key (or value) head of one layer
+E     ``feature_size``      width of a feature: what a draft head reads of its target for each token
 ====  ====================  ==========================================================
 """
 
 from collections.abc import Sequence as Seq
 from typing import Literal, NamedTuple
 
-ABI_VERSION = 3
-READABLE_ABIS = (2, 3)
-"""Version 3 added the gates of self-drafting; a version 2 graph is one without them."""
+ABI_VERSION = 4
+READABLE_ABIS = (2, 3, 4)
+"""Version 3 added the gates of self-drafting, version 4 the features of draft heads; an older graph has none of them."""
 
 Role = Literal["token", "index", "padding", "cache", "gate", "output"]
 
@@ -138,6 +139,30 @@ SIMILARITY = TensorSpec(
     "the same targets only: cosine similarity of each token's residual stream before and after attention i; [N, 0] "
     "unless wanted",
 )
+WANT_FEATURES = TensorSpec(
+    "want_features", "bool", (1,), "gate", "targets with a draft head only: whether to compute `features`"
+)
+FEATURES = TensorSpec(
+    "features",
+    "float32",
+    ("T", "E"),
+    "output",
+    "the same targets only: the hidden states that the head reads, through its first projection; [0, E] unless wanted",
+)
+TOKEN_FEATURES = TensorSpec(
+    "token_features",
+    "float32",
+    ("T", "E"),
+    "token",
+    "draft heads only: for each token, the feature of the token before it: the target's, or the head's own",
+)
+NEXT_FEATURES = TensorSpec(
+    "next_features",
+    "float32",
+    ("R", "E"),
+    "output",
+    "draft heads only: the head's hidden state at the selected rows, which its next step reads as `token_features`",
+)
 LOGITS = TensorSpec("logits", "float32", ("R", "V"), "output", "raw logits of the selected rows")
 TOKEN_IDS = TensorSpec(
     "token_ids", "int64", ("R",), "output", "GPU engines only: argmax of each row of logits; -1 for a row with a NaN"
@@ -178,6 +203,12 @@ EXTENT_INPUTS = (SKIP_TOKENS, SKIP_SLOTS)
 
 GATE_INPUTS = (LAYER_MASK, WANT_SIMILARITY)
 """Inputs of a target whose layers can be switched off. They depend on no step shape."""
+
+FEATURE_INPUTS = (WANT_FEATURES, TOKEN_FEATURES)
+"""Inputs of a target with a draft head, and of the head."""
+
+AFTER_NORM = -1
+"""Stands for the hidden state behind a target's last norm, among those that a draft head reads."""
 
 CACHE_INPUTS = (K_CACHE, V_CACHE)
 OUTPUTS = (LOGITS, K_CACHE_OUT, V_CACHE_OUT)
@@ -272,10 +303,13 @@ def format_table() -> str:
         UNTILE_INDEX,
         *EXTENT_INPUTS,
         *GATE_INPUTS,
+        *FEATURE_INPUTS,
         *CACHE_INPUTS,
         LOGITS,
         TOKEN_IDS,
         SIMILARITY,
+        FEATURES,
+        NEXT_FEATURES,
         QUERY,
         *OUTPUTS[1:],
     ):

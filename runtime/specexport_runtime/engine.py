@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from specexport_runtime.decoding.handle import Callback, RequestHandle, RequestListener
 from specexport_runtime.decoding.loop import DecodeLoop
 from specexport_runtime.drafters.base import DrafterFactory, DrafterParts, DraftOffer, Obstacle
+from specexport_runtime.drafters.head import head_obstacle
 from specexport_runtime.engine_load import (
     check_empty,
     describe_abilities,
@@ -59,11 +60,12 @@ class SpecEngine:
     Args:
         target: the target's executor.
         tokenizer: tokenizer of both models.
-        draft: the draft's executor; None for plain decoding only.
+        draft: the draft model's executor, if there is one.
+        head: the draft head's, if there is one; the target's executor then gives features.
         max_model_len: most tokens of one sequence, prompt included.
         lookahead: largest K that may be asked for.
         draft_vocab_size: ids below it may be drafted; None takes the smaller LM head.
-        draft_head: the token ids of the draft's LM head; None where it has all.
+        draft_head: the token ids of the LM head of either; None where it has all.
         eos_token_ids: ids that end a text.
         chat_template: Jinja template of the checkpoint.
         special_tokens: named special tokens for the chat template.
@@ -89,6 +91,7 @@ class SpecEngine:
         tokenizer: "Tokenizer",
         *,
         draft: Executor | None = None,
+        head: Executor | None = None,
         max_model_len: int,
         lookahead: int = 8,
         draft_vocab_size: int | None = None,
@@ -112,7 +115,7 @@ class SpecEngine:
             raise InvalidRequestError(f"max_num_batched_tokens is {max_num_batched_tokens}.", "give 1 or more.")
         check_match_length(draft_defaults.match_length)
         self.target = target
-        self.draft = draft
+        self.draft, self.head = draft, head
         self.draft_head = draft_head
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
@@ -121,16 +124,22 @@ class SpecEngine:
         self.tune_profile = tune_profile
         self.fingerprint = fingerprint
         runner = ModelRunner(target, unpad_kv=unpad_kv, unpad_input=unpad_input)
-        self._draft_runner = None if draft is None else ModelRunner(draft, unpad_kv=unpad_kv, unpad_input=unpad_input)
+        own = dict(unpad_kv=unpad_kv, unpad_input=unpad_input)
+        self._drafting = {
+            name: ModelRunner(executor, **own)
+            for name, executor in (("draft", draft), ("head", head))
+            if executor is not None
+        }
         layers_obstacle = self_obstacle or self_draft_obstacle(runner)
-        offer = DraftOffer(draft is not None, layers_obstacle)
+        offer = DraftOffer(draft is not None, layers_obstacle, head_obstacle(runner, has_head=head is not None))
         parts = DrafterParts(
             runner,
-            self._draft_runner,
+            self._drafting.get("draft"),
             draft_vocab_size or target.vocab_size,
             draft_defaults.match_length,
             None if suffixes is None else suffixes.store,
             draft_head,
+            self._drafting.get("head"),
         )
         made = make_drafters(parts, offer, drafters)
         weighed = weigh_drafters(made, cost_curves)
@@ -216,7 +225,7 @@ class SpecEngine:
         Raises:
             SpecexportError: something was, or a request has not ended.
         """
-        self._loop.check_idle(lambda: check_empty(self._loop.decoder, self._draft_runner))
+        self._loop.check_idle(lambda: check_empty(self._loop.decoder, self._drafting))
 
     @classmethod
     def load(
@@ -251,6 +260,7 @@ class SpecEngine:
             parts.target,
             parts.bundle.tokenizer,
             draft=parts.draft,
+            head=parts.head,
             max_model_len=parts.bundle.max_model_len,
             lookahead=manifest.lookahead,
             draft_vocab_size=manifest.vocabulary.size,
@@ -450,8 +460,8 @@ class SpecEngine:
                 except OSError as error:  # everything else is to be released all the same
                     _log.warning("What was generated could not be kept in %s: %s", self._suffixes.file, error)
             self.target.close()
-            if self.draft is not None:
-                self.draft.close()
+            for runner in self._drafting.values():
+                runner.executor.close()
 
 
 def _results_in_order(handles: Seq[RequestHandle]) -> Iterator[GenerationResult]:

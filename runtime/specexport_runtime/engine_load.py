@@ -9,11 +9,12 @@ from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.bundle.opened import Bundle, load_bundle
 from specexport_runtime.costs.curves import CostCurves, KnownCosts, load_costs
 from specexport_runtime.costs.learned import LearnedCosts
-from specexport_runtime.costs.prior import prior_costs
+from specexport_runtime.costs.prior import DRAFTER_OF, prior_costs
 from specexport_runtime.costs.tune_profile import TuneProfile, load_profile
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.base import Drafter, DrafterFactory, DrafterParts, DraftOffer, Obstacle
 from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.drafters.head import head_obstacle
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.drafters.suffix_open import KeptSuffixes, open_suffixes
 from specexport_runtime.engine_options import EngineOptions
@@ -37,12 +38,13 @@ class EngineParts(NamedTuple):
         bundle: the opened bundle.
         target: the target's executor.
         draft: the draft model's, if there is one.
+        head: the draft head's, if there is one.
         defaults: how to draft for requests that do not say.
         self_obstacle: why the target cannot draft with its own layers; None if it can.
         costs: what steps cost; None unless the engine is to be adaptive.
         profile: the tune profile, if there is one that fits.
         suffixes: what was generated earlier.
-        draft_head: the token ids of the draft's LM head; None where it has all.
+        draft_head: the token ids of the LM head of either; None where it has all.
     """
 
     bundle: Bundle
@@ -54,6 +56,7 @@ class EngineParts(NamedTuple):
     profile: TuneProfile | None = None
     suffixes: KeptSuffixes | None = None
     draft_head: CutHead | None = None
+    head: Executor | None = None
 
 
 def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
@@ -67,8 +70,8 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
     """
     bundle = load_bundle(path, max_model_len=options.max_model_len, max_num_seqs=options.max_num_seqs)
     defaults = _draft_defaults(bundle, options)
-    draft = bundle.manifest.models.get("draft")
-    head = None if draft is None else load_cut_head(bundle.folder, draft)
+    drafting = [bundle.manifest.models[role] for role in ("draft", "head") if role in bundle.manifest.models]
+    head = load_cut_head(bundle.folder, drafting[0]) if drafting else None
     executors: dict[str, Executor] = {}
     try:
         for role in sorted(bundle.manifest.models, reverse=True):  # the target first: a draft takes what it leaves
@@ -109,9 +112,9 @@ def _with_costs(
     def runner(executor: Executor) -> ModelRunner:
         return ModelRunner(executor, unpad_kv=options.unpad_kv, unpad_input=options.unpad_input)
 
-    target, draft = executors["target"], executors.get("draft")
+    target, draft, head = executors["target"], executors.get("draft"), executors.get("head")
     obstacle = self_draft_obstacle(runner(target), bundle.manifest.models["target"])
-    offer = DraftOffer(draft is not None, obstacle)
+    offer = DraftOffer(draft is not None, obstacle, head_obstacle(runner(target), has_head=head is not None))
     if defaults.drafter not in (None, "none"):
         stage_names(defaults.drafter, describe_abilities(offer, {}, lookahead=bundle.manifest.lookahead))
     suffixes = open_suffixes(
@@ -122,7 +125,7 @@ def _with_costs(
         corpus=options.corpus,
         file=options.suffix_file,
     )
-    parts = EngineParts(bundle, target, draft, defaults, obstacle, suffixes=suffixes)
+    parts = EngineParts(bundle, target, draft, defaults, obstacle, suffixes=suffixes, head=head)
     if options.adaptive is False and "auto" not in (defaults.drafter, defaults.lookahead):
         return parts
     rows, lookahead = bundle.max_num_seqs, bundle.manifest.lookahead
@@ -130,7 +133,7 @@ def _with_costs(
     on_gpu = backend is not None and backend.on_gpu
     costs = load_costs(
         runner(target),
-        None if draft is None else runner(draft),
+        {DRAFTER_OF[role]: runner(executor) for role, executor in executors.items() if role in DRAFTER_OF},
         prior_costs(
             bundle.manifest.models,
             on_gpu=on_gpu,
@@ -262,12 +265,12 @@ def make_decoder(
     )
 
 
-def check_empty(decoder: Decoder, draft: ModelRunner | None) -> None:
+def check_empty(decoder: Decoder, drafting: Mapping[str, ModelRunner]) -> None:
     """Assert that nothing of any request is left in an engine.
 
     Args:
         decoder: its decoder.
-        draft: its draft model, if there is one.
+        drafting: its draft model, or its draft head, if there is one, by role.
 
     Raises:
         SpecexportError: something is.
@@ -275,10 +278,10 @@ def check_empty(decoder: Decoder, draft: ModelRunner | None) -> None:
     decoder.check()
     if decoder.has_work:
         raise SpecexportError(f"nothing was asked for, and there is {decoder.load}.")
-    if draft is not None:
-        draft.kv.check()
-        if draft.kv.num_committed:
-            raise SpecexportError(f"{draft.kv.num_committed} cache entries of the draft model were left behind.")
+    for role, runner in drafting.items():
+        runner.kv.check()
+        if runner.kv.num_committed:
+            raise SpecexportError(f"{runner.kv.num_committed} cache entries of the {role} were left behind.")
 
 
 def self_draft_obstacle(target: ModelRunner, entry: ModelEntry | None = None) -> Obstacle | None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from specexport.channel_ranges import CacheRange, ChannelRanges
+    from specexport.frontend.taps import FeatureRequest
     from specexport.frontend.trace import TracedModel
 
 __all__ = [
@@ -144,11 +145,15 @@ def drop_layers(checkpoint: Checkpoint, dropped: "Collection[int]") -> None:
     drop(checkpoint, dropped)
 
 
-def trace_checkpoint(checkpoint: Checkpoint) -> "TracedModel":
+def trace_checkpoint(checkpoint: Checkpoint, features: "FeatureRequest | None" = None) -> "TracedModel":
     """Trace a checkpoint to ONNX IR with one ``specexport::UnpaddedAttention`` a layer.
 
     Before tracing, the packed model is run on a few tokens against the model's own attention, so that a model that
     behaves unlike its configuration says is refused too.
+
+    Args:
+        checkpoint: the loaded model.
+        features: what it gives to a draft head; None for nothing.
 
     Raises:
         UnsupportedModelError: the model cannot be traced exactly; the message names its type and the reason.
@@ -166,7 +171,7 @@ def trace_checkpoint(checkpoint: Checkpoint) -> "TracedModel":
         with stand_ins(model, checkpoint.stored):
             calls = probe_layers(model)
             check_packed(model, calls)
-        return trace_model(model, calls, checkpoint.stored)
+        return trace_model(model, calls, checkpoint.stored, features)
 
 
 def reference_logits(checkpoint: Checkpoint, sequences: "list[list[int]]") -> "list[npt.NDArray[np.float32]]":

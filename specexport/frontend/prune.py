@@ -20,6 +20,7 @@ from specexport.frontend.check import TOLERANCE
 from specexport.frontend.checkpoint import Checkpoint
 from specexport.frontend.experts import batched_experts
 from specexport.frontend.geometry import probe_layers
+from specexport.frontend.layers import find_layers, hidden_of
 from specexport.frontend.refuse import check_config, refuse
 from specexport.frontend.trace import WEIGHT_PREFIX
 
@@ -33,7 +34,7 @@ def choose(checkpoint: Checkpoint, count: int, pieces: Seq[npt.NDArray[np.int64]
     """See ``specexport.frontend.choose_layers``."""
     model: Any = checkpoint.model
     check_config(model)
-    layers = _find_layers(model)
+    layers = find_layers(model, _HINT)
     dropped: dict[int, float] = {}
     # One at a time: a layer is measured on what reaches it when those chosen before are gone, as in the pruned model.
     for _ in range(count):
@@ -47,7 +48,7 @@ def drop(checkpoint: Checkpoint, dropped: Collection[int]) -> None:
     """See ``specexport.frontend.drop_layers``."""
     model: Any = checkpoint.model
     check_config(model)
-    layers = _find_layers(model)
+    layers = find_layers(model, _HINT)
     kept = [i for i in range(len(layers)) if i not in dropped]
     vocab = model.config.get_text_config().vocab_size
     tokens = torch.tensor([[(11 * i + 5) % vocab for i in range(_PROOF_TOKENS)]])
@@ -70,29 +71,6 @@ def drop(checkpoint: Checkpoint, dropped: Collection[int]) -> None:
     limit = TOLERANCE[model.dtype] * max(1.0, float(wanted.abs().max()))
     if calls != wanted_calls or not torch.allclose(found, wanted, rtol=0, atol=limit, equal_nan=True):
         raise refuse(model, "what its layers compute depends on their number or on their place", _HINT)
-
-
-def _find_layers(model: Any) -> Any:
-    """The list of the decoder layers: the one of which each member has its own number in its attention.
-
-    Raises:
-        UnsupportedModelError: there is none, or more than one.
-    """
-    size = model.config.get_text_config().num_hidden_layers
-    found = [
-        module
-        for module in model.modules()
-        if isinstance(module, torch.nn.ModuleList)
-        and len(module) == size
-        and all(i in _numbers(layer) for i, layer in enumerate(module))
-    ]
-    if len(found) != 1:
-        raise refuse(model, f"its {size} decoder layers are in {len(found)} lists of modules, not in one", _HINT)
-    return found[0]
-
-
-def _numbers(layer: Any) -> set[int]:
-    return {module.layer_idx for module in layer.modules() if isinstance(getattr(module, "layer_idx", None), int)}
 
 
 def _measure(model: Any, layers: Any, pieces: Seq[npt.NDArray[np.int64]], dropped: Collection[int]) -> dict[int, float]:
@@ -119,7 +97,7 @@ def _watch(model: Any, layers: Any, dropped: Collection[int], note: OnLayer | No
     def hook(index: int) -> Callable[..., Any]:
         def after(_layer: Any, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
             before = given[0] if given else named.get("hidden_states")
-            hidden = output[0] if isinstance(output, tuple) else output
+            hidden = hidden_of(output)
             if not isinstance(before, Tensor) or not isinstance(hidden, Tensor) or before.shape != hidden.shape:
                 raise refuse(model, f"layer {index} does not turn one hidden state into another", _HINT)
             if note is not None:

@@ -20,9 +20,20 @@ from specexport.frontend.attention import AttentionContext, LayerCall, attention
 from specexport.frontend.refuse import refuse
 from specexport.frontend.stored import Stored, stored_tensor
 from specexport.frontend.streaming import blanks
+from specexport.frontend.taps import FeatureRequest, tapped
 from specexport.ops.onnx_op import build_translation, register_schema
 from specexport.ops.spec import DIM_NAMES
-from specexport_runtime.abi import CACHE_INPUTS, K_CACHE, K_CACHE_OUT, LOGITS, STEP_INPUTS, V_CACHE_OUT, LayerGeometry
+from specexport_runtime.abi import (
+    CACHE_INPUTS,
+    FEATURES,
+    K_CACHE,
+    K_CACHE_OUT,
+    LOGITS,
+    STEP_INPUTS,
+    V_CACHE_OUT,
+    LayerGeometry,
+    TensorSpec,
+)
 
 OPSET = 23
 # Sizes of the example inputs: all different, so that no two dimensions are taken for one.
@@ -46,12 +57,20 @@ WEIGHT_PREFIX = "model."
 
 
 class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
-    """The model as the contract sees it: packed tokens and caches in, selected logits and caches out."""
+    """The model as the contract sees it: packed tokens and caches in, selected logits and caches out.
 
-    def __init__(self, model: Any, calls: tuple[LayerCall, ...]) -> None:
+    Args:
+        model: a transformers causal language model.
+        calls: its layers.
+        features: what it gives besides, behind the logits; None for nothing.
+    """
+
+    def __init__(self, model: Any, calls: tuple[LayerCall, ...], features: FeatureRequest | None = None) -> None:
         super().__init__()
         self.model = model
         self.num_layers = len(calls)
+        self.taps = () if features is None else features.taps
+        self.projection = None if features is None else features.projection
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """One step. Inputs: the step inputs, then k and v cache of each layer; outputs: logits [R, V], then caches."""
@@ -64,11 +83,14 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
             output, *caches[pair] = unpadded_attention(call, q, k, v, (old_k, old_v), tuple(step), sinks)
             return output
 
-        with attention_hook(self.model, AttentionContext(answer)):
+        with attention_hook(self.model, AttentionContext(answer)), tapped(self.model, self.taps) as found:
             result = self.model(
                 input_ids=input_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows
             )
-        return (result.logits[0], *caches)
+        if self.projection is None:
+            return (result.logits[0], *caches)
+        features = self.projection([found[tap][0] for tap in self.taps]).float()
+        return (result.logits[0], features, *caches)
 
 
 def cache_names(num_layers: int) -> tuple[list[str], list[str]]:
@@ -79,13 +101,16 @@ def cache_names(num_layers: int) -> tuple[list[str], list[str]]:
     return inputs, outputs
 
 
-def trace_model(model: Any, calls: tuple[LayerCall, ...], stored: Stored | None = None) -> TracedModel:
+def trace_model(
+    model: Any, calls: tuple[LayerCall, ...], stored: Stored | None = None, features: FeatureRequest | None = None
+) -> TracedModel:
     """Trace ``model`` (eval mode) to ONNX IR.
 
     Args:
         model: a transformers causal language model.
         calls: its layers, from ``probe_layers``.
         stored: weights that the model has no data of.
+        features: what it gives to a draft head; None for nothing.
 
     Returns:
         The traced model; weights stay the model's own memory until they are written, or are read then.
@@ -93,11 +118,36 @@ def trace_model(model: Any, calls: tuple[LayerCall, ...], stored: Stored | None 
     Raises:
         UnsupportedModelError: the trace has a stored weight under a name that the model has not.
     """
+    packed = PackedModel(model, calls, features).eval()
+    outputs = [LOGITS] if features is None else [LOGITS, FEATURES]
+    with torch.no_grad(), blanks(model, stored or {}) as names:
+        ir_model = trace_step(packed, model.dtype, calls, list(STEP_INPUTS), outputs)
+        _name_stored(model, ir_model, stored or {}, names)
+    return TracedModel(ir_model, tuple(call.geometry for call in calls))
+
+
+def trace_step(
+    packed: torch.nn.Module,
+    dtype: torch.dtype,
+    calls: tuple[LayerCall, ...],
+    inputs: list[TensorSpec],
+    outputs: list[TensorSpec],
+    sizes: Mapping[str, int] | None = None,
+) -> ir.Model:
+    """Trace a module that computes a packed step.
+
+    Args:
+        packed: takes ``inputs``, then the caches; gives ``outputs``, then the caches.
+        dtype: of the caches.
+        calls: its attention layers.
+        inputs: tensors of the contract.
+        outputs: likewise.
+        sizes: dimension words of ``inputs`` that are fixed.
+    """
     register_schema()
-    packed = PackedModel(model, calls).eval()
-    arguments, dims = _example(model.dtype, calls)
+    arguments, dims = _example(dtype, calls, inputs, sizes or {})
     cache_inputs, cache_outputs = cache_names(len(calls))
-    with _quiet(), torch.no_grad(), blanks(model, stored or {}) as names:
+    with _quiet(), torch.no_grad():
         exported = torch.export.export(packed, arguments, dynamic_shapes={"inputs": dims}, strict=False)
         program = torch.onnx.export(
             exported,
@@ -106,15 +156,14 @@ def trace_model(model: Any, calls: tuple[LayerCall, ...], stored: Stored | None 
             opset_version=OPSET,
             optimize=False,  # the passes do that, without copying weights
             verbose=False,
-            input_names=[*(spec.name for spec in STEP_INPUTS), *cache_inputs],
-            output_names=[LOGITS.name, *cache_outputs],
+            input_names=[*(spec.name for spec in inputs), *cache_inputs],
+            output_names=[*(spec.name for spec in outputs), *cache_outputs],
             custom_translation_table={torch.ops.specexport.unpadded_attention.default: build_translation()},
         )
-        _name_stored(model, program.model, stored or {}, names)
     # The exporter notes Python stack traces, with paths of this machine, on every node.
     common_passes.ClearMetadataAndDocStringPass()(program.model)
     name_dimensions(program.model)
-    return TracedModel(program.model, tuple(call.geometry for call in calls))
+    return program.model
 
 
 def _name_stored(model: Any, ir_model: ir.Model, stored: Stored, names: Mapping[int, str]) -> None:
@@ -129,15 +178,18 @@ def _name_stored(model: Any, ir_model: ir.Model, stored: Stored, names: Mapping[
             raise refuse(model, f"its trace has {names[address]} in a form that no weight of it has")
 
 
-def _example(dtype: torch.dtype, calls: tuple[LayerCall, ...]) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+def _example(
+    dtype: torch.dtype, calls: tuple[LayerCall, ...], inputs: list[TensorSpec], sizes: Mapping[str, int]
+) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     """Example inputs and their dynamic dimensions."""
     words = {word: torch.export.Dim(name, min=1, max=1 << 24) for word, name in DIM_NAMES.items()}
     words["B+1"] = words["B"] + 1
     tensors, dims = [], []
-    for spec in STEP_INPUTS:
-        shape = [_EXAMPLE[word] if isinstance(word, str) else word for word in spec.shape]
+    known = {**_EXAMPLE, **sizes}
+    for spec in inputs:
+        shape = [known[word] if isinstance(word, str) else word for word in spec.shape]
         tensors.append(torch.zeros(shape, dtype=getattr(torch, spec.dtype)))
-        dims.append({axis: words[word] for axis, word in enumerate(spec.shape) if isinstance(word, str)})
+        dims.append({axis: words[str(word)] for axis, word in enumerate(spec.shape) if word in words})
     for call in calls:
         heads, k_dim, v_dim = call.geometry
         for head_dim in (k_dim, v_dim):

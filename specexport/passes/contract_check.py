@@ -7,7 +7,16 @@ import onnx_ir as ir
 
 from specexport.ops.spec import DIM_NAMES
 from specexport.passes.base import AS_STORED, CountingPass, attention_nodes
-from specexport_runtime.abi import CACHE_INPUTS, LOGITS, OUTPUTS, STEP_INPUTS, TensorSpec
+from specexport_runtime.abi import (
+    CACHE_INPUTS,
+    FEATURES,
+    LOGITS,
+    NEXT_FEATURES,
+    OUTPUTS,
+    STEP_INPUTS,
+    TOKEN_FEATURES,
+    TensorSpec,
+)
 from specexport_runtime.errors import CheckFailedError
 
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
@@ -42,6 +51,12 @@ class ContractCheckPass(CountingPass):
         expected_inputs = list(STEP_INPUTS) + [_numbered(spec, i) for i in range(layers) for spec in CACHE_INPUTS]
         logits = LOGITS._replace(dtype=_logits_dtype(model)) if cast_to_come else LOGITS
         expected_outputs = [logits] + [_numbered(spec, i) for i in range(layers) for spec in OUTPUTS if spec != LOGITS]
+        given = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
+        if TOKEN_FEATURES.name in given or NEXT_FEATURES.name in given:  # a draft head has both
+            expected_inputs.append(TOKEN_FEATURES)
+            expected_outputs.append(NEXT_FEATURES)
+        elif FEATURES.name in given:
+            expected_outputs.append(FEATURES)
         return [
             *_compare("input", expected_inputs, model.graph.inputs),
             *_compare("output", expected_outputs, model.graph.outputs),

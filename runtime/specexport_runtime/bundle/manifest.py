@@ -32,12 +32,12 @@ from specexport_runtime.bundle.rules import (
 )
 from specexport_runtime.errors import BundleError, IncompatibleError
 
-SCHEMA_VERSION = 9
-READABLE_SCHEMAS = (2, 3, 4, 5, 6, 7, 8, 9)
+SCHEMA_VERSION = 10
+READABLE_SCHEMAS = (2, 3, 4, 5, 6, 7, 8, 9, 10)
 """Version 3 added the fields of engines that are built for a GPU, version 4 those of self-drafting and quantization,
 version 5 the defaults for loading, and engines that are stored as a difference, version 6 those of a cut LM head,
 version 7 the layers that a draft was built without, version 8 what a step's cost can be told from, version 9 the
-dtype of KV caches. An older manifest is one without them. Version 5 also renamed some."""
+dtype of KV caches, version 10 draft heads. An older manifest is one without them. Version 5 also renamed some."""
 _RENAMED = {"full_path": "one_token_path", "full_inputs": "one_token_inputs"}
 MANIFEST_NAME = "manifest.json"
 DEFAULT_NUM_SEQS = 8
@@ -120,6 +120,11 @@ class ModelEntry:
         num_heads: query heads of an attention layer; None in older bundles, and where the checkpoint does not say.
         weight_formats: with ``"keep"``, each format of the checkpoint: name, weights and stored bytes.
         kv_dtype: dtype of the KV caches, ``"int8"``, where they are of another than ``dtype``; None where not.
+        feature_size: E: of a target with a draft head, width of the features that it gives; of the head, of those that
+            it reads. 0 for all others.
+        head_kind: of a draft head: what it computes, ``"eagle3"`` or another; None for all others.
+        taps: of a draft head: the target's hidden states that features are made of, as transformers numbers them, and -1
+            for the one behind its last norm.
     """
 
     path: str
@@ -156,6 +161,9 @@ class ModelEntry:
     num_heads: int | None = None
     weight_formats: tuple[tuple[str, int, int], ...] = ()
     kv_dtype: str | None = None
+    feature_size: int = 0
+    head_kind: str | None = None
+    taps: tuple[int, ...] = ()
 
     @property
     def cache_dtype(self) -> str:
@@ -182,6 +190,7 @@ class ModelEntry:
         fields["padded_inputs"] = tuple(data.get("padded_inputs", ()))
         fields["skipped_layers"] = tuple(fields.get("skipped_layers", ()))
         fields["dropped_layers"] = tuple((int(layer), float(value)) for layer, value in data.get("dropped_layers", ()))
+        fields["taps"] = tuple(fields.get("taps", ()))
         fields["one_token_inputs"] = tuple(fields.get("one_token_inputs", ()))
         fields["engines"] = tuple(EngineFile(**engine) for engine in data.get("engines", ()))
         fields["profiles"] = tuple(Profile(*profile) for profile in data.get("profiles", ()))
@@ -227,7 +236,7 @@ class Manifest:
         lookahead: largest K the bundle was built and verified for.
         max_num_seqs: sequences that are decoded at a time, unless a load says otherwise; None leaves it to the runtime.
         max_num_tokens: most tokens of one step, likewise.
-        models: ``"target"`` and, if the bundle has a draft model, ``"draft"``.
+        models: ``"target"`` and, if the bundle has a draft model, ``"draft"``, or a draft head, ``"head"``.
         files: every other file of the bundle by relative path.
         verify: summary of the last ``specexport verify``; None before the first.
     """
@@ -336,6 +345,9 @@ _ENTRY_RULES = _rules_of(
     num_heads=optional(whole(1, 1 << 16)),
     weight_formats=list_of(tuple_of(text, _COUNT, _COUNT)),
     kv_dtype=optional(one_of(*CACHE_BYTES)),
+    feature_size=whole(0, 1 << 20),
+    head_kind=optional(text),
+    taps=list_of(whole(-1, 1 << 20)),
 )
 
 
@@ -360,7 +372,7 @@ _MANIFEST_RULES = _rules_of(
     vocabulary=_VOCABULARY_RULES,
     max_model_len=whole(2, MAX_MODEL_LEN),
     lookahead=whole(1, MAX_LOOKAHEAD),
-    models=table_of(_model_rules, keys=one_of("target", "draft")),
+    models=table_of(_model_rules, keys=one_of("target", "draft", "head")),
     files=table_of(_rules_of(FileEntry, sha256=text, size=_COUNT), keys=inner_path),
     verify=optional(table_of(anything)),
     max_num_seqs=optional(whole(1, MAX_NUM_SEQS)),

@@ -21,7 +21,7 @@ from specexport_runtime.machine import machine_key
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.user_cache import cache_folder, read_json, write_json
 
-SCHEMA = "specexport.costs/4"
+SCHEMA = "specexport.costs/5"
 DRAFT_WIDTH = 2
 """Tokens a row that a drafting step is measured with: one, and two after a draft that was accepted whole."""
 _DRAFT_BUDGET_S = 0.25
@@ -123,21 +123,24 @@ class CostCurves:
             raise ValueError(f"no cost curves: {error!r}") from error
 
 
-def measure_costs(target: ModelRunner, draft: ModelRunner | None, *, max_rows: int, lookahead: int) -> CostCurves:
+def measure_costs(
+    target: ModelRunner, drafting: Mapping[str, ModelRunner], *, max_rows: int, lookahead: int
+) -> CostCurves:
     """Measure the curves of a bundle; all cache rows must be empty, and are empty afterwards.
 
     Args:
         target: the target.
-        draft: the draft model, if there is one.
+        drafting: the models that draft, by the names of their drafters.
         max_rows: most rows of a step.
         lookahead: largest K.
     """
     whole = measure_step_cost(target, max_rows=max_rows, max_tokens=lookahead + 1)
-    drafters = {}
-    if draft is not None:
-        drafters["draft-model"] = measure_step_cost(
-            draft, max_rows=max_rows, max_tokens=DRAFT_WIDTH, all_logits=False, budget_s=_DRAFT_BUDGET_S
+    drafters = {
+        name: measure_step_cost(
+            runner, max_rows=max_rows, max_tokens=DRAFT_WIDTH, all_logits=False, budget_s=_DRAFT_BUDGET_S
         )
+        for name, runner in drafting.items()
+    }
     gated = as_gated(target.executor)
     if gated is not None and gated.fixed_layers is not None:
         drafters["self"] = _measure_fixed(target, gated, max_rows)
@@ -196,7 +199,7 @@ class KnownCosts(NamedTuple):
 
 def load_costs(
     target: ModelRunner,
-    draft: ModelRunner | None,
+    drafting: Mapping[str, ModelRunner],
     prior: CostCurves,
     *,
     measure: bool,
@@ -216,7 +219,7 @@ def load_costs(
 
     Args:
         target: the target; all its cache rows must be empty.
-        draft: the draft model, if there is one; likewise.
+        drafting: the models that draft, by the names of their drafters; likewise.
         prior: the curves where nothing was measured.
         measure: measure them where the cache has none that were.
         bundle_key: what tells this bundle from all others: the manifest's ``build_key``.
@@ -237,7 +240,7 @@ def load_costs(
         "spin": spin,
         "cuda_graphs": cuda_graphs,
         "padded": [not target.unpad_kv, not target.unpad_input],
-        "draft": draft is not None,
+        "drafting": sorted(drafting),
         "gates": getattr(target.executor, "num_gates", 0),
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32] + ".json"
@@ -254,7 +257,7 @@ def load_costs(
     if not measured and curves != prior:
         curves, learned = prior, None  # what was learned mends another version's prior
     if measure and not measured:
-        found = measure_costs(target, draft, max_rows=max_rows, lookahead=lookahead)
+        found = measure_costs(target, drafting, max_rows=max_rows, lookahead=lookahead)
         if found.noise <= MAX_NOISE:
             curves, measured, learned = found, True, None
             keep(curves, measured, {})

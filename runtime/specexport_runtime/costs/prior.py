@@ -15,6 +15,8 @@ from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.costs.curves import CostCurves
 from specexport_runtime.costs.step_cost import RowCurve, StepCost
 
+DRAFTER_OF = {"draft": "draft-model", "head": "head"}
+"""The drafter that each model of a bundle besides the target is for."""
 _QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5625}
 """Of a weight, with its share of the scales."""
 
@@ -50,7 +52,7 @@ def prior_costs(
     """The curves that a bundle's sizes promise.
 
     Args:
-        models: ``"target"`` and, if there is one, ``"draft"``.
+        models: ``"target"`` and, if there is one, ``"draft"`` or ``"head"``.
         on_gpu: whether the engines run on a GPU.
         max_rows: most rows of a step.
         lookahead: largest K.
@@ -58,9 +60,8 @@ def prior_costs(
     """
     rates = _GPU if on_gpu else _CPU_TILES if int8_tiles else _CPU
     curves = {role: _curve(entry, rates, max_rows, lookahead + 1) for role, entry in models.items()}
-    target, drafters = curves["target"], {}
-    if "draft" in curves:
-        drafters["draft-model"] = curves["draft"]
+    target = curves["target"]
+    drafters = {DRAFTER_OF[role]: curve for role, curve in curves.items() if role in DRAFTER_OF}
     entry = models["target"]
     if entry.skipped_layers:
         share = 1 - len(entry.skipped_layers) / max(len(entry.layers), 1)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from specexport_runtime.decoding.scheduler import Scheduler
-from specexport_runtime.decoding.similarity import measured_step
+from specexport_runtime.decoding.told_step import told_step
 from specexport_runtime.drafters.base import Drafter, prefill_seconds_of
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, argmax_ids
@@ -230,8 +230,8 @@ class Decoder:
         work = [self._work(row, counts.get(row, 0), proposals.get(row)) for row in range(first, max(rows) + 1)]
         # Where all that is read is greedy, a GPU need not send logits: the argmax is taken beside them.
         want: Want = "logits" if any(self._in_row(row).needs_logits for row in proposals) else "token_ids"
-        prompts = [self._in_row(row) for row in chunks]
-        output = measured_step(self.target, self.drafter, prompts, first, work, want)
+        sequences, prompts = [self._in_row(row) for row in counts], [self._in_row(row) for row in chunks]
+        output = told_step(self.target, self.drafter, sequences, prompts, first, work, want)
         executed = time.perf_counter()
         verified = []
         for row, count in counts.items():

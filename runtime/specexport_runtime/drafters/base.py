@@ -27,9 +27,11 @@ __all__ = [
     "DrafterKind",
     "DrafterParts",
     "DrafterTraits",
+    "FeatureDrafter",
     "Obstacle",
     "Proposal",
     "SimilarityDrafter",
+    "as_feature_drafter",
     "as_similarity",
     "prefill_seconds_of",
 ]
@@ -93,6 +95,26 @@ def prefill_seconds_of(drafter: Drafter) -> float:
     return seconds
 
 
+class FeatureDrafter(Drafter, Protocol):
+    """A drafter that reads the target's hidden states, of every token of a sequence; optional."""
+
+    def wants_features(self, sequence: "Sequence") -> bool:
+        """Whether the target should give features of what it reads of this sequence; the same for its whole life."""
+        ...
+
+    def note_features(self, sequence: "Sequence", start: int, features: "Float32Array") -> None:
+        """Features [t, E] of the tokens from position ``start`` on that the target has just read, drafts included.
+
+        A view that the target's next step overwrites. What becomes of the drafts is told by the next ``commit``.
+        """
+        ...
+
+
+def as_feature_drafter(drafter: Drafter) -> FeatureDrafter | None:
+    """``drafter`` if it follows :class:`FeatureDrafter`; None if not."""
+    return drafter if hasattr(drafter, "wants_features") else None  # type: ignore[return-value]
+
+
 class CostedDrafter(Drafter, Protocol):
     """A drafter whose steps have a known cost, so that K can be chosen (``"auto"``); optional, not for free ones."""
 
@@ -114,10 +136,12 @@ class DraftOffer(NamedTuple):
     Attributes:
         has_draft: there is a draft model.
         layers_obstacle: why layers of the target cannot be left out; None if they can.
+        head_obstacle: why no draft head can be asked; None if one can.
     """
 
     has_draft: bool
     layers_obstacle: Obstacle | None
+    head_obstacle: Obstacle | None = Obstacle("there is no draft head.", "build the bundle with --head.")
 
 
 class DrafterParts(NamedTuple):
@@ -129,7 +153,8 @@ class DrafterParts(NamedTuple):
         vocab_size: ids below it may be drafted.
         match_length: fewest tokens that a copy must match.
         store: what was generated before; None lets the drafter that remembers begin with nothing.
-        draft_head: the token ids of the draft model's LM head; None where it has all.
+        draft_head: the token ids of the LM head of the draft model, or the draft head; None where it has all.
+        head: the draft head; None if there is none.
     """
 
     target: "ModelRunner"
@@ -138,6 +163,7 @@ class DrafterParts(NamedTuple):
     match_length: int
     store: "SuffixStore | None" = None
     draft_head: "CutHead | None" = None
+    head: "ModelRunner | None" = None
 
 
 DrafterFactory = Callable[[DrafterParts], Drafter]

@@ -7,7 +7,9 @@ from collections.abc import Sequence as Seq
 from specexport_runtime.drafters.base import (
     Drafter,
     DrafterTraits,
+    FeatureDrafter,
     SimilarityDrafter,
+    as_feature_drafter,
     as_similarity,
     prefill_seconds_of,
 )
@@ -152,6 +154,22 @@ class ChainDrafter:
         """Tell the drafters of the sequence's plan that want to know."""
         for drafter in self._curious(sequence):
             drafter.note_similarity(sequence, similarity)
+
+    def wants_features(self, sequence: Sequence) -> bool:
+        """Whether a drafter of the sequence's plan does."""
+        return any(True for _ in self._reading(sequence))
+
+    def note_features(self, sequence: Sequence, start: int, features: Float32Array) -> None:
+        """Tell the drafters of the sequence's plan that want to know."""
+        for drafter in self._reading(sequence):
+            drafter.note_features(sequence, start, features)
+
+    def _reading(self, sequence: Sequence) -> Iterator[FeatureDrafter]:
+        """The drafters of a sequence's plan that read features of it."""
+        for name, _ in sequence.draft_plan:
+            drafter = as_feature_drafter(self.drafters[name])
+            if drafter is not None and drafter.wants_features(sequence):
+                yield drafter
 
     def _curious(self, sequence: Sequence) -> Iterator[SimilarityDrafter]:
         """The drafters of a sequence's plan that want to know its similarity."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
-from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want
+from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, as_head
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.distribution import Distribution, sample_token
 from specexport_runtime.sequences.records import DraftEnd, Proposal
@@ -31,6 +31,7 @@ class Draft:
         tokens: draft tokens so far.
         distributions: what each was drawn from; None for a greedy sequence.
         has_exited: it ended because the model was no longer sure.
+        carried: of a draft head: what it handed on behind its last token, float32 [E]; None before that.
         error: what came of drawing a token from the model's logits, if that failed: they were no numbers, say.
     """
 
@@ -39,6 +40,7 @@ class Draft:
         self.tokens: list[int] = []
         self.distributions: list[Distribution] | None = None if sequence.sampler.is_greedy else []
         self.has_exited = False
+        self.carried: Float32Array | None = None
         self.error: Exception | None = None
 
     @property
@@ -107,7 +109,7 @@ def run_drafts(
     runner: ModelRunner,
     drafts: Seq[Draft],
     vocab_size: int,
-    pending: Callable[[Sequence, list[int]], list[int]],
+    pending: Callable[[Draft], RowWork],
     head: "CutHead | None" = None,
 ) -> None:
     """Fill all drafts, one packed step of the model for each depth. Rows without an open draft sit a step out.
@@ -116,14 +118,17 @@ def run_drafts(
         runner: the model; its committed lengths grow by what it is fed.
         drafts: in ascending rows.
         vocab_size: ids that may be drafted; logits beyond it are cut off.
-        pending: ``pending(sequence, tokens)`` gives what the model is fed for a sequence that has drafted ``tokens``.
+        pending: gives what the model is fed for a draft as it stands: what the sequence has that the model has not seen,
+            or the last draft token.
         head: the ids below ``vocab_size`` that the model's LM head has rows for; None where it has all.
     """
     num_rows = vocab_size if head is None else len(head.ids)
     while active := [draft for draft in drafts if draft.is_open]:
-        work = [(draft.sequence.row, pending(draft.sequence, draft.tokens)) for draft in active]
+        work = [(draft.sequence.row, pending(draft)) for draft in active]
         if any(draft.needs_logits for draft in active):
-            for draft, row in zip(active, _step(runner, work, "logits")[:, :num_rows], strict=True):
+            logits = _step(runner, work, "logits")[:, :num_rows]
+            _carry(runner, active)
+            for draft, row in zip(active, logits, strict=True):
                 try:
                     draft.draw(row, head)
                 except Exception as error:  # whatever it is, it concerns this sequence alone
@@ -132,7 +137,9 @@ def run_drafts(
                     else:
                         draft.error = error
         else:
-            for draft, token in zip(active, _step(runner, work, "token_ids").tolist(), strict=True):
+            ids = _step(runner, work, "token_ids").tolist()
+            _carry(runner, active)
+            for draft, token in zip(active, ids, strict=True):
                 if token == NO_TOKEN:
                     draft.error = CheckFailedError(_NAN)
                 else:  # an id that may not be drafted: a wrong guess costs a rejection, nothing else
@@ -140,15 +147,23 @@ def run_drafts(
                     draft.tokens.append(row_id if head is None else int(head.ids[row_id]))
 
 
-def _step(runner: ModelRunner, fed: Seq[tuple[int, list[int]]], want: Want) -> StepOutput:
+def _carry(runner: ModelRunner, active: Seq[Draft]) -> None:
+    """Give each draft what a head handed on for it; nothing with other models."""
+    head = as_head(runner.executor)
+    if head is not None:
+        for draft, handed in zip(active, head.next_features.copy(), strict=True):
+            draft.carried = handed
+
+
+def _step(runner: ModelRunner, fed: Seq[tuple[int, RowWork]], want: Want) -> StepOutput:
     """Feed tokens to rows and count them as seen; logits [A, V] or token ids [A], one for each of the A rows."""
     first = fed[0][0]
     work = [IDLE] * (fed[-1][0] - first + 1)
-    for row, tokens in fed:
-        work[row - first] = RowWork(tokens, 1)
+    for row, given in fed:
+        work[row - first] = given
     output = runner.step(first, work, want)
-    for row, tokens in fed:
-        runner.kv.commit(row, runner.kv.kv_len(row) + len(tokens))
+    for row, given in fed:
+        runner.kv.commit(row, runner.kv.kv_len(row) + len(given.tokens))
     if len(output) > len(fed):  # a runner that pads its input returns logits of padding too
         output = output[[runner.logit_starts[row - first] for row, _ in fed]]
     return output

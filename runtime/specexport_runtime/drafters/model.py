@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from specexport_runtime.drafters.base import DrafterKind, DrafterParts, DrafterTraits, DraftOffer, Obstacle
 from specexport_runtime.drafters.draft_loop import Draft, run_drafts
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.sequences.records import Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
@@ -72,15 +72,16 @@ class ModelDrafter:
         run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head)
         return [draft.proposal(DRAFT_MODEL) for draft in drafts]
 
-    def _pending(self, seq: Sequence, drafted: list[int]) -> list[int]:
+    def _pending(self, draft: Draft) -> RowWork:
         """Tokens the draft model has not seen: the last draft token, or what it must catch up on."""
-        if drafted:
-            return drafted[-1:]
+        if draft.tokens:
+            return RowWork(draft.tokens[-1:], 1)
+        seq = draft.sequence
         pending = self._known(seq.tokens[self.runner.kv.kv_len(seq.row) :])
         if len(pending) > self.max_backlog:
             self.runner.prefill(seq.row, pending[:-1])
             pending = pending[-1:]
-        return pending
+        return RowWork(pending, 1)
 
     def _known(self, tokens: list[int]) -> list[int]:
         """Ids the draft model can embed. The target may emit a padding id of its own; any stand-in is lossless."""

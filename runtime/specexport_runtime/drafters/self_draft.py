@@ -23,7 +23,7 @@ from specexport_runtime.drafters.base import DrafterKind, DrafterTraits
 from specexport_runtime.drafters.draft_loop import Draft, run_drafts
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import BoolArray, Float32Array, as_gated
-from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.sequences.layer_choice import LayerChoice, choose_layers
 from specexport_runtime.sequences.records import Proposal
 from specexport_runtime.sequences.sequence import Sequence
@@ -171,9 +171,9 @@ def _choice_of_mask(mask: BoolArray) -> LayerChoice:
     return LayerChoice(tuple(mask[0::2].tolist()), tuple(mask[1::2].tolist()))
 
 
-def _unseen(seq: Sequence, drafted: list[int]) -> list[int]:
+def _unseen(draft: Draft) -> RowWork:
     """What the next draft step is fed: the newest token. The target has seen all but the last that was committed."""
-    return drafted[-1:] or seq.tokens[-1:]
+    return RowWork(draft.tokens[-1:] or draft.sequence.tokens[-1:], 1)
 
 
 KIND = DrafterKind(

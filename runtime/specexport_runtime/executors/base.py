@@ -58,6 +58,8 @@ class StepBuffers(NamedTuple):
     unpad_index: Int64Array
     kv_positions: Int64Array | None = None
     """Only where the shape has a ``kv_span``."""
+    token_features: Float32Array | None = None
+    """Only of a draft head."""
 
 
 class Executor(Protocol):
@@ -148,6 +150,44 @@ class GatedExecutor(Executor, Protocol):
         ...
 
 
+class FeaturedExecutor(Executor, Protocol):
+    """An executor of a target that a draft head reads: it gives features of the tokens of a step."""
+
+    feature_size: int
+    """E."""
+
+    def want_features(self, wanted: bool) -> None:
+        """Whether the next steps compute :attr:`features`. A step that does not pays nothing for them."""
+        ...
+
+    @property
+    def features(self) -> Float32Array:
+        """Features [T, E] of the last step, float32; a view that the next step overwrites. [0, E] if not computed."""
+        ...
+
+
+class HeadExecutor(Executor, Protocol):
+    """An executor of a draft head: each token of a step comes with a feature, ``StepBuffers.token_features``."""
+
+    feature_size: int
+    """E."""
+
+    @property
+    def next_features(self) -> Float32Array:
+        """What the last step handed on for its logit rows [R, E], float32; a view that the next step overwrites."""
+        ...
+
+
+def as_featured(executor: Executor) -> FeaturedExecutor | None:
+    """``executor`` if it is of a target that gives features; None if not."""
+    return executor if getattr(executor, "gives_features", False) else None  # type: ignore[return-value]
+
+
+def as_head(executor: Executor) -> HeadExecutor | None:
+    """``executor`` if it is of a draft head; None if not."""
+    return executor if getattr(executor, "reads_features", False) else None  # type: ignore[return-value]
+
+
 def as_gated(executor: Executor) -> GatedExecutor | None:
     """``executor`` if layers of its engine can be switched off; None if not."""
     return executor if getattr(executor, "num_gates", 0) else None  # type: ignore[return-value]
@@ -160,7 +200,7 @@ class EngineRequest:
     Attributes:
         folder: the bundle's folder.
         entry: the model's manifest entry.
-        role: ``"target"`` or ``"draft"``.
+        role: ``"target"``, ``"draft"`` or ``"head"``.
         num_rows: cache rows.
         kv_capacity: L, entries of a cache row, where the engine does not fix it.
         lookahead: largest K of the bundle.

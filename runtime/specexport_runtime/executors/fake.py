@@ -33,6 +33,11 @@ class FakeExecutor:
             plus ``gate_noise`` of a third random function, of the tokens and of which parts are off. An entry that was
             written with parts off serves steps with the same parts off, and no others.
         gate_noise: its standard deviation.
+        gives_features: the executor of a target for a draft head (``FeaturedExecutor``): a token's feature is the ids of
+            the last ``context`` tokens.
+        reads_features: the executor of a draft head (``HeadExecutor``): its logits are a function of the feature and
+            the token that an entry has, and of nothing else, so that a wrong feature shows. Fed what it handed on, it
+            is as good; with ``noise`` it is not.
     """
 
     def __init__(
@@ -48,6 +53,8 @@ class FakeExecutor:
         negate: bool = False,
         num_gates: int = 0,
         gate_noise: float = 0.4,
+        gives_features: bool = False,
+        reads_features: bool = False,
     ) -> None:
         self.vocab_size = vocab_size
         self.num_rows = num_rows
@@ -70,6 +77,11 @@ class FakeExecutor:
         self._writers = np.zeros((num_rows, kv_capacity), np.int64)
         self._wants_similarity = False
         self._similarity: Float32Array = np.zeros((num_gates // 2, 0), np.float32)
+        self.gives_features, self.reads_features = gives_features, reads_features
+        self.feature_size = context if gives_features or reads_features else 0
+        self._wants_features = False
+        self.features: Float32Array = np.zeros((0, self.feature_size), np.float32)
+        self.next_features: Float32Array = np.zeros((0, self.feature_size), np.float32)
         self._memo: dict[tuple[object, ...], Float32Array] = {}
         self._shape: StepShape | None = None
         self._buffers: StepBuffers | None = None
@@ -109,6 +121,11 @@ class FakeExecutor:
         layers, ids = np.arange(self.num_gates // 2)[:, None], np.asarray(tokens, np.int64)[None]
         return (1.0 - 0.01 * ((3 * layers + ids) % 7)).astype(np.float32)
 
+    def want_features(self, wanted: bool) -> None:
+        """See ``FeaturedExecutor.want_features``."""
+        _require(self.gives_features, "only a target with a draft head gives features")
+        self._wants_features = wanted
+
     def prepare(self, shape: StepShape) -> StepBuffers:
         """Fresh arrays full of poison, so that every value must be filled."""
         if min(shape.num_seqs, shape.num_tokens, shape.num_logit_rows) < 1:
@@ -118,6 +135,9 @@ class FakeExecutor:
         self._shape = shape
         inputs = PADDED_STEP_INPUTS if shape.kv_span else STEP_INPUTS
         self._buffers = StepBuffers(*(np.full(shape.shape_of(spec), -7, spec.dtype) for spec in inputs))
+        if self.reads_features:
+            poison = np.full((shape.num_tokens, self.feature_size), np.nan, np.float32)
+            self._buffers = self._buffers._replace(token_features=poison)
         return self._buffers
 
     def execute(self, want: Want = "logits") -> StepOutput:
@@ -136,16 +156,22 @@ class FakeExecutor:
         _require(not len(measured) or self._mask is None, "similarity is measured with everything on")
         self._similarity = self.similarity_of(measured)
         after: dict[int, Float32Array] = {}
+        given = shape.num_tokens if self._wants_features else 0
+        self.features = np.full((given, self.feature_size), -1, np.float32)
+        handed = np.zeros((shape.num_tokens, self.feature_size), np.float32)
         for offset in range(shape.num_seqs):
-            after.update(self._run_row(shape, buffers, offset))
+            after.update(self._run_row(shape, buffers, offset, handed))
         self._shape = None
         rows = [int(row) for row in buffers.logit_rows]
         _require(all(row in after for row in rows), f"logit_rows {rows} are not rows of the step")
         self.engine_seconds += time.perf_counter() - start
         logits = np.stack([after[row] for row in rows])
+        self.next_features = handed[rows]
         return logits if want == "logits" else argmax_ids(logits)
 
-    def _run_row(self, shape: StepShape, buffers: StepBuffers, offset: int) -> dict[int, Float32Array]:
+    def _run_row(
+        self, shape: StepShape, buffers: StepBuffers, offset: int, handed: Float32Array
+    ) -> dict[int, Float32Array]:
         begin, end = (int(value) for value in buffers.cu_new_tokens[offset : offset + 2])
         kv_len, count = int(buffers.kv_lens[offset, 0]), end - begin
         cache = self._cache[shape.first_row + offset]
@@ -180,7 +206,29 @@ class FakeExecutor:
             own = buffers.kv_positions[offset, 0, kv_len : kv_len + count].tolist()
             _require(own == positions, "kv_positions holds the step's own tokens")
         rows = [known + list(range(kv_len, kv_len + j + 1)) for j in range(count)]
+        if buffers.token_features is not None:
+            features = buffers.token_features[begin:end]
+            _require(bool(np.isfinite(features).all()), f"row {offset} has a feature for each token")
+            contexts = [[*feature.astype(int).tolist(), int(token)] for feature, token in zip(features, tokens, strict=False)]
+            return {
+                begin + j: self._hand_on(handed, begin + j, [token for token in context if token >= 0])
+                for j, context in enumerate(contexts)
+            }
+        if self._wants_features:
+            for j, row in enumerate(rows):
+                self._note(self.features, begin + j, cache[row])
         return {begin + j: self.logits_after(cache[row], self._mask) for j, row in enumerate(rows)}
+
+    def _hand_on(self, handed: Float32Array, at: int, context: list[int]) -> Float32Array:
+        """A head's logits for ``context``, and what it hands on behind it."""
+        self._note(handed, at, context)
+        return self.logits_after(context)
+
+    def _note(self, features: Float32Array, at: int, tokens: npt.ArrayLike) -> None:
+        """The feature behind ``tokens``: the last of them, -1 where there are fewer."""
+        last = np.asarray(tokens)[-self.feature_size :]
+        features[at] = -1
+        features[at, self.feature_size - len(last) :] = last
 
     @staticmethod
     def _known(kv_positions: npt.NDArray[np.int64], entries: int) -> list[int]:

@@ -35,6 +35,7 @@ from specexport_runtime.executors.base import (
     argmax_ids,
 )
 from specexport_runtime.executors.exact_width import sum_border
+from specexport_runtime.executors.ort_features import BoundFeatures, OrtFeatures
 from specexport_runtime.executors.ort_gates import GatedByInputs, OrtGates
 from specexport_runtime.executors.ort_graph import OrtGraph, open_graph, open_one_token_graph
 from specexport_runtime.executors.ort_session import untouched_zeros
@@ -55,6 +56,7 @@ class _Binding(NamedTuple):
     buffers: StepBuffers
     logits: Float32Array
     similarity: Float32Array
+    features: BoundFeatures
 
 
 class OrtExecutor(GatedByInputs):
@@ -111,12 +113,16 @@ class OrtExecutor(GatedByInputs):
         self._one_token = open_one_token_graph(path, entry, spin=spin, engine_hash=one_token_hash) if unpad_kv else None
         self.num_gates = entry.num_gates if unpad_kv else 0  # a padded-KV graph never has gates
         self._gates = OrtGates(self._graph.session, self.num_gates, path)
+        self._features = OrtFeatures(self._graph.session, entry.feature_size if unpad_kv else 0, path)
+        self.feature_size = self._features.size
+        self.gives_features, self.reads_features = self._features.gives, self._features.reads
         self._cache_dtype = np.dtype(entry.cache_dtype)
         self._caches = self._make_caches(entry)
         self._row_values: dict[tuple[int, int, bool], list[tuple[str, str, Any]]] = {}
-        self._bindings: OrderedDict[tuple[StepShape, bool], _Binding] = OrderedDict()
+        self._bindings: OrderedDict[tuple[StepShape, bool, bool], _Binding] = OrderedDict()
         self._logits: Float32Array = np.empty((0, self.vocab_size), np.float32)
         self._current: _Binding | None = None
+        self._bound = BoundFeatures()
         self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
 
     def _make_caches(self, entry: ModelEntry) -> dict[str, npt.NDArray[Any]]:
@@ -138,7 +144,7 @@ class OrtExecutor(GatedByInputs):
 
     def prepare(self, shape: StepShape) -> StepBuffers:
         """Bind ``shape`` (or find its binding) and return the arrays to fill. See ``Executor.prepare``."""
-        key = (shape, self._gates.wanted)
+        key = (shape, self._gates.wanted, self._features.wanted)
         binding = self._bindings.get(key)
         if binding is None:
             binding = self._bind(*key)
@@ -155,8 +161,24 @@ class OrtExecutor(GatedByInputs):
         start = time.perf_counter()
         binding.session.run_with_iobinding(binding.io)
         self.engine_seconds += time.perf_counter() - start
-        self._similarity = binding.similarity
+        self._similarity, self._bound = binding.similarity, binding.features
         return binding.logits if want == "logits" else argmax_ids(binding.logits)
+
+    def want_features(self, wanted: bool) -> None:
+        """See ``FeaturedExecutor.want_features``; holds for steps that are prepared from here on."""
+        self._features.want(wanted)
+
+    @property
+    def features(self) -> Float32Array:
+        """Features [T, E] of the last step; [0, E] if they were not computed."""
+        given = self._bound.given
+        return np.zeros((0, self.feature_size), np.float32) if given is None else given
+
+    @property
+    def next_features(self) -> Float32Array:
+        """See ``HeadExecutor.next_features``."""
+        handed = self._bound.handed_on
+        return np.zeros((0, self.feature_size), np.float32) if handed is None else handed
 
     def step_inputs(self) -> dict[str, npt.NDArray[Any]]:
         """Copies of what the prepared step gives to a graph, by name: all step inputs, read or not, and the caches."""
@@ -202,7 +224,9 @@ class OrtExecutor(GatedByInputs):
         self._current = None
         self._graph, self._one_token = OrtGraph(None, frozenset()), None
 
-    def _bind(self, shape: StepShape, measured: bool) -> _Binding:
+    def _bind(self, shape: StepShape, measured: bool, featured: bool) -> _Binding:
+        if not self._features.fits(shape.num_tokens):
+            self._bindings.clear()
         if shape.num_logit_rows > len(self._logits):
             # All bindings share one logits array; a larger one makes the old addresses stale.
             self._bindings.clear()
@@ -225,10 +249,11 @@ class OrtExecutor(GatedByInputs):
             io.bind_ortvalue_output(out_name, rows)
         logits = self._logits[: shape.num_logit_rows]
         io.bind_output(LOGITS.name, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        binding = _Binding(
-            shape, graph.session, io, StepBuffers(**arrays), logits, self._gates.bind(io, shape, measured)
-        )
-        self._bindings[shape, measured] = binding
+        features = self._features.bind(io, shape, featured)
+        buffers = StepBuffers(**arrays, token_features=features.read)
+        similarity = self._gates.bind(io, shape, measured)
+        binding = _Binding(shape, graph.session, io, buffers, logits, similarity, features)
+        self._bindings[shape, measured, featured] = binding
         return binding
 
     def _bound_rows(self, first_row: int, num_seqs: int, one_token: bool) -> list[tuple[str, str, Any]]:
@@ -273,7 +298,7 @@ def open_ort_executor(request: EngineRequest) -> OrtExecutor:
     if path is None:
         raise IncompatibleError(f"{request.folder}: the {request.role} has no padded-KV graph.", "build it again.")
     shared = join_threads(num_threads, spin=spin, begin=request.share_threads)
-    if not shared and request.role == "draft":
+    if not shared and request.role != "target":
         small = entry.num_parameters < SMALL_DRAFT_PARAMETERS
         num_threads, spin = (1 if small else num_threads), spin and small
     hash_of = request.hash_of

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specexport_runtime.abi import StepShape
-from specexport_runtime.executors.base import Executor, StepBuffers, StepOutput, Want
+from specexport_runtime.executors.base import Executor, Float32Array, StepBuffers, StepOutput, Want
 from specexport_runtime.packing.kv import KvArena
 from specexport_runtime.packing.padded_kv import PaddedKvArena
 
@@ -28,10 +28,12 @@ class RowWork(NamedTuple):
     Attributes:
         tokens: new tokens, in order; empty for a row that sits the step out.
         num_logits: how many of the last tokens need logits.
+        features: of a draft head: the feature that comes with each token, float32 [n, E]; None gives zeros.
     """
 
     tokens: Seq[int]
     num_logits: int
+    features: Float32Array | None = None
 
 
 IDLE = RowWork((), 0)
@@ -79,6 +81,14 @@ def fill_index_inputs(buffers: StepBuffers, counts: Seq[int], num_logits: Seq[in
     np.add(np.arange(num_tokens), np.repeat(np.arange(num_rows) * width - cu[:-1], given), out=buffers.unpad_index)
     firsts = np.cumsum(wanted) - wanted
     np.add(np.arange(firsts[-1] + wanted[-1]), np.repeat(cu[1:] - wanted - firsts, wanted), out=buffers.logit_rows)
+
+
+def _fill_features(buffer: Float32Array, work: Seq[RowWork]) -> None:
+    """Put the features of all rows one behind the other."""
+    start = 0
+    for row in work:
+        buffer[start : start + len(row.tokens)] = 0.0 if row.features is None else row.features
+        start += len(row.tokens)
 
 
 class ModelRunner:
@@ -182,18 +192,27 @@ class ModelRunner:
             if len(self._arange) < len(buffers.positions):  # many short rows make a step longer than any row
                 self._arange = np.arange(len(buffers.positions), dtype=np.int64)
             np.add(self._arange[: len(buffers.positions)], np.repeat(shifts, counts), out=buffers.positions)
+        if buffers.token_features is not None:
+            _fill_features(buffers.token_features, work)
         buffers.kv_lens[:, 0] = [self.kv.entries(first_row + i) for i in range(len(work))]
         buffers.row_totals[:, 0] = buffers.kv_lens[:, 0] + needed
         if buffers.kv_positions is not None and isinstance(self.kv, PaddedKvArena):
             span = buffers.kv_positions.shape[2]
             buffers.kv_positions[:, 0] = self.kv.kv_positions[first_row : first_row + len(work), :span]
 
-    def prefill(self, row: int, tokens: Seq[int]) -> None:
-        """Feed ``tokens`` to ``row`` in chunks and commit them; their logits are not wanted."""
+    def prefill(self, row: int, tokens: Seq[int], features: Float32Array | None = None) -> None:
+        """Feed ``tokens`` to ``row`` in chunks and commit them; their logits are not wanted.
+
+        Args:
+            row: cache row.
+            tokens: in order.
+            features: of a draft head, see ``RowWork``.
+        """
         before = self.executor.engine_seconds
         for start in range(0, len(tokens), self.max_chunk):
             chunk = tokens[start : start + self.max_chunk]
-            self.step(row, [RowWork(chunk, 1)], "token_ids")
+            own = None if features is None else features[start : start + self.max_chunk]
+            self.step(row, [RowWork(chunk, 1, own)], "token_ids")
             self.kv.commit(row, self.kv.kv_len(row) + len(chunk))
         self.prefill_seconds += self.executor.engine_seconds - before
 

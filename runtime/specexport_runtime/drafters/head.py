@@ -1,0 +1,220 @@
+"""Drafting with a head: a small model that reads the target's own hidden states (EAGLE; Li et al. 2024, 2025).
+
+::
+
+    position:     0    1    2    3    4
+    token:        a    b    c    d    e         e is the newest, which the target has not seen
+    feature:      fa   fb   fc   fd             what the target thought behind each
+    head entry:   fa,b fb,c fc,d fd,e           entry i: the feature of token i, and token i+1; it guesses token i+2
+
+A draft goes on with what the head itself handed on, in the place of features that nobody has yet. When the target has
+tested the draft, the entries behind the last true feature are forgotten, and the accepted tokens are fed again with the
+features that the target gave: left in the cache, the head's own would cost acceptance.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from specexport_runtime.drafters.base import DrafterKind, DrafterParts, DrafterTraits, DraftOffer, Obstacle
+from specexport_runtime.drafters.draft_loop import Draft, run_drafts
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.base import Float32Array, as_head
+from specexport_runtime.packing.batch import ModelRunner, RowWork
+from specexport_runtime.sequences.records import Proposal
+from specexport_runtime.sequences.sequence import NO_ROW, Sequence
+
+if TYPE_CHECKING:
+    from specexport_runtime.bundle.cut_head import CutHead
+    from specexport_runtime.costs.curves import CostCurves
+    from specexport_runtime.lookahead.draft_cost import DraftCost
+
+HEAD = "head"
+"""Name of this drafter in draft plans."""
+DEFAULT_HEAD_LOOKAHEAD = 4
+"""K where nothing else is asked for: a head's step is cheap, and its acceptance falls with each of its own features."""
+MAX_BACKLOG = 32  # entries that a head catches up on within a drafting step
+MAX_HELD = 512  # features of a sequence that wait for the head to read them
+
+
+class _Held:
+    """Features of a sequence that the head has not read: those of consecutive positions."""
+
+    def __init__(self) -> None:
+        self.start = 0
+        self.parts: list[Float32Array] = []
+        self.count = 0
+
+    def add(self, start: int, features: Float32Array) -> None:
+        if not self.count:
+            self.start = start
+        if start != self.start + self.count:
+            raise SpecexportError(f"features of position {start} came, and {self.start + self.count} is next.")
+        self.parts.append(features.copy())
+        self.count += len(features)
+
+    def keep(self, count: int) -> None:
+        """Forget all but the first ``count``."""
+        if count < self.count:
+            self.parts = [np.concatenate(self.parts)[:count].copy()] if count > 0 else []
+            self.count = max(count, 0)
+
+    def take(self) -> Float32Array:
+        """All of them; none are left."""
+        features = self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
+        self.parts, self.count = [], 0
+        return features
+
+
+class HeadDrafter:
+    """Draft tokens from a head over the target's features, with a KV cache of its own, row for row beside the target's.
+
+    Args:
+        runner: the head.
+        vocab_size: ids that may be drafted.
+        lm_head: the token ids of its LM head; None where it has all.
+        max_backlog: a sequence with more entries to catch up on is prefilled alone first, so that the packed step stays
+            narrow; at most what lets every row catch up in one step of the head's engine.
+
+    Raises:
+        SpecexportError: the runner's engine is no head's.
+    """
+
+    traits = DrafterTraits(default_lookahead=DEFAULT_HEAD_LOOKAHEAD, has_own_cache=True, can_exit=True)
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        vocab_size: int,
+        lm_head: "CutHead | None" = None,
+        max_backlog: int = MAX_BACKLOG,
+    ) -> None:
+        if as_head(runner.executor) is None:
+            raise SpecexportError("the head drafter needs the engine of a draft head.")
+        self.runner = runner
+        known = runner.executor.vocab_size if lm_head is None else lm_head.vocab_size
+        self.vocab_size = min(vocab_size, known)
+        self._known_ids = known
+        self._lm_head = None if lm_head is None else lm_head.below(self.vocab_size)
+        limit = runner.executor.max_num_tokens
+        self.max_backlog = max_backlog if limit is None else min(max_backlog, max(1, limit // runner.executor.num_rows))
+        # By sequence, not by row: nothing to do when rows move, and a dropped sequence takes its features along.
+        self._held: WeakKeyDictionary[Sequence, _Held] = WeakKeyDictionary()
+
+    @property
+    def engine_seconds(self) -> float:
+        """Seconds spent inside the head's engine since creation."""
+        return self.runner.executor.engine_seconds
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Of these, in steps that only read what it had not seen."""
+        return self.runner.prefill_seconds
+
+    def wants_features(self, sequence: Sequence) -> bool:
+        """Whether the head may be asked for this sequence; see ``FeatureDrafter.wants_features``."""
+        return any(stage.drafter == HEAD for stage in sequence.draft_plan)
+
+    def note_features(self, sequence: Sequence, start: int, features: Float32Array) -> None:
+        """Keep features for the head's next step; see ``FeatureDrafter.note_features``.
+
+        Those kept so far are of committed tokens. If there are many, of a long prompt or after many rounds without a
+        draft, the head reads them now.
+        """
+        held = self._held.setdefault(sequence, _Held())
+        if held.count + len(features) > MAX_HELD and held.count:
+            self.runner.prefill(sequence.row, *self._entries(sequence, held))
+        held.add(start, features)
+
+    def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
+        """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``Drafter.propose``.
+
+        A sequence whose prompt the target has not read to its end drafts nothing.
+        """
+        drafts = [
+            Draft(seq, limit if seq.num_generated else 0) for seq, limit in zip(sequences, lookaheads, strict=True)
+        ]
+        run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._lm_head)
+        return [draft.proposal(HEAD) for draft in drafts]
+
+    def _pending(self, draft: Draft) -> RowWork:
+        """The last draft token with what the head handed on, or the entries whose true features it has not read."""
+        if draft.tokens:
+            if draft.carried is None:
+                raise SpecexportError("the head handed nothing on.")
+            return RowWork(self._known(draft.tokens[-1:]), 1, draft.carried[None])
+        seq = draft.sequence
+        held = self._held.get(seq)
+        if held is None or not held.count:
+            raise SpecexportError("the target gave no features of this sequence.")
+        tokens, features = self._entries(seq, held)
+        if len(tokens) > self.max_backlog:
+            self.runner.prefill(seq.row, tokens[:-1], features[:-1])
+            tokens, features = tokens[-1:], features[-1:]
+        return RowWork(tokens, 1, features)
+
+    def _entries(self, seq: Sequence, held: _Held) -> tuple[list[int], Float32Array]:
+        """Tokens and features of the entries that are held; none are left."""
+        start, count = held.start, held.count
+        if start != self.runner.kv.kv_len(seq.row):
+            raise SpecexportError(f"features begin at {start}, and the head goes on at {self.runner.kv.kv_len(seq.row)}.")
+        return self._known(seq.tokens[start + 1 : start + 1 + count]), held.take()
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """Ids that the head can embed; any stand-in for another is lossless."""
+        limit = self._known_ids
+        return tokens if max(tokens) < limit else [token if token < limit else 0 for token in tokens]
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        """Forget features of rejected tokens, and all entries that the head made of features of its own."""
+        for seq in sequences:
+            held = self._held.get(seq)
+            if held is not None and held.count:
+                held.keep(len(seq.tokens) - 1 - held.start)
+                if seq.row != NO_ROW and self.runner.kv.kv_len(seq.row) > held.start:
+                    self.runner.kv.commit(seq.row, held.start)
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Move a sequence's cache to another row."""
+        self.runner.move_row(source, destination)
+
+    def release_row(self, row: int) -> None:
+        """Forget the sequence of ``row``."""
+        self.runner.release_row(row)
+
+    def cost(self, curves: "CostCurves") -> "DraftCost | None":
+        """See ``CostedDrafter.cost``."""
+        from specexport_runtime.lookahead.draft_cost import EngineCost
+
+        curve = curves.drafters.get(HEAD)
+        return None if curve is None else EngineCost(curve)
+
+
+def _make(parts: DrafterParts) -> HeadDrafter:
+    if parts.head is None:
+        raise SpecexportError("there is no draft head to draft with.")
+    return HeadDrafter(parts.head, vocab_size=parts.vocab_size, lm_head=parts.draft_head)
+
+
+def head_obstacle(target: ModelRunner, has_head: bool) -> Obstacle | None:
+    """Why no head can draft for a target; None if one can.
+
+    Args:
+        target: the target.
+        has_head: whether there is a head.
+    """
+    from specexport_runtime.executors.base import as_featured
+
+    if not has_head:
+        return Obstacle("this bundle has no draft head.", "build it with --head, or use drafter 'lookup'.")
+    if not (target.unpad_kv and target.unpad_input):
+        return Obstacle("drafter 'head' needs unpadded KV and unpadded input.", "leave unpad_kv and unpad_input on.")
+    if as_featured(target.executor) is None:
+        return Obstacle("drafter 'head' needs a target that gives features.", "build the bundle again with --head.")
+    return None
+
+
+KIND = DrafterKind(HeadDrafter.traits, _make, lambda offer: offer.head_obstacle, method="eagle3")

@@ -1,0 +1,76 @@
+"""Reading hidden states of a target while it runs, by the numbers that transformers gives them."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from specexport.frontend.layers import find_layers, hidden_of
+from specexport_runtime.abi import AFTER_NORM
+from specexport_runtime.errors import CheckpointError
+
+
+class FeatureRequest(NamedTuple):
+    """The features that a target is to give.
+
+    Attributes:
+        taps: hidden states that they are made of: ``i`` is what decoder layer ``i`` reads, N (how many there are) what
+            the last one gives, ``abi.AFTER_NORM`` what is behind the last norm.
+        projection: a module from their list, [..., H] each, to the features [..., E].
+        size: E.
+    """
+
+    taps: tuple[int, ...]
+    projection: Any
+    size: int
+
+
+@contextmanager
+def tapped(model: Any, taps: Seq[int]) -> Iterator[dict[int, Tensor]]:
+    """Within the block, what the model's last run had at ``taps``, [B, T, H] each, by tap.
+
+    Args:
+        model: a transformers causal language model.
+        taps: see :class:`FeatureRequest`.
+
+    Raises:
+        UnsupportedModelError: its decoder layers or its last norm cannot be found.
+        CheckpointError: it has fewer layers.
+    """
+    layers = find_layers(model, _HINT)
+    count = len(layers)
+    beyond = [tap for tap in taps if not (tap == AFTER_NORM or 0 <= tap <= count)]
+    if beyond:
+        raise CheckpointError(
+            f"the head reads hidden state {beyond[0]}, and the target has {count} layers: 0 to {count}.",
+            "give a head that was made for this target.",
+        )
+    found: dict[int, Tensor] = {}
+
+    def before(index: int) -> Any:
+        def note(_module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            found[index] = given[0] if given else named["hidden_states"]
+
+        return note
+
+    def after(index: int) -> Any:
+        def note(_module: Any, _given: Any, output: Any) -> None:
+            found[index] = hidden_of(output)
+
+        return note
+
+    hooks = [layers[i].register_forward_pre_hook(before(i), with_kwargs=True) for i in taps if 0 <= i < count]
+    if count in taps:
+        hooks.append(layers[count - 1].register_forward_hook(after(count)))
+    if AFTER_NORM in taps:
+        hooks.append(model.base_model.register_forward_hook(after(AFTER_NORM)))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+_HINT = "draft with a model or with `lookup` instead."

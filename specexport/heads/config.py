@@ -1,0 +1,62 @@
+"""What a draft head computes, whatever file it came from. Imports the standard library."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+HeadKind = Literal["eagle3", "eagle"]
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """A draft head, in terms of the arithmetic: which hidden states it reads, and where it has norms.
+
+    Attributes:
+        kind: ``"eagle3"`` joins a token's embedding and a feature at the input of its first attention (Li et al. 2025),
+            ``"eagle"`` in a linear layer before its first decoder layer (Li et al. 2024).
+        layer_config: transformers' configuration of its decoder layers, with ``model_type``.
+        taps: hidden states of the target that it reads: ``i`` is what decoder layer ``i`` reads, and N (how many there
+            are) what the last one gives; ``abi.AFTER_NORM`` is that behind the last norm.
+        target_hidden_size: their width.
+        vocab_size: V of the target.
+        draft_vocab_size: rows of its LM head.
+        norm_before_residual: the first layer's residual is the normed feature, not the feature.
+        norm_before_fc: a norm over all hidden states together, before they are projected.
+        fc_norm: a norm over each of them instead.
+        norm_output: what it hands on is normed, as what its LM head reads is.
+        max_positions: positions it supports; None for no limit.
+        source_format: which writer's names the file had, for reports.
+    """
+
+    kind: HeadKind
+    layer_config: Mapping[str, Any] = field(hash=False)
+    taps: tuple[int, ...]
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    max_positions: int | None = None
+    source_format: str = ""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of its hidden state, and so of a feature that it reads (E)."""
+        return int(self.layer_config["hidden_size"])
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return int(self.layer_config["num_hidden_layers"])
+
+    @property
+    def projects(self) -> bool:
+        """Whether the target's hidden states go through a linear layer of the head before it reads them."""
+        return self.kind == "eagle3"
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """What EAGLE-3 reads of a target of ``num_layers`` layers where nothing else is said (Li et al. 2025, their code)."""
+    return 2, num_layers // 2, num_layers - 3

@@ -1,0 +1,88 @@
+"""From a draft head in torch to a packed ONNX graph, by the same way that a target goes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specexport.frontend.attention import AttentionContext, LayerCall, attention_hook, unpadded_attention
+from specexport.frontend.trace import TracedModel, trace_step
+from specexport.heads.modules import DraftHead
+from specexport_runtime.abi import LOGITS, NEXT_FEATURES, STEP_INPUTS, TOKEN_FEATURES
+
+
+class HeadStep(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
+    """A head as the contract sees it: packed tokens, features and caches in; logits, next features and caches out.
+
+    Args:
+        head: the head.
+    """
+
+    def __init__(self, head: DraftHead) -> None:
+        super().__init__()
+        self.model = head
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """One step. Inputs: the step inputs, the features, then k and v cache of each layer."""
+        input_ids, positions, logit_rows, *step = inputs[: len(STEP_INPUTS)]
+        features, *caches = inputs[len(STEP_INPUTS) :]
+
+        def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+            pair = slice(2 * call.index, 2 * call.index + 2)
+            old_k, old_v = caches[pair]
+            output, *caches[pair] = unpadded_attention(call, q, k, v, (old_k, old_v), tuple(step), sinks)
+            return output
+
+        state = run_layers(self.model, AttentionContext(answer), input_ids, positions, features)
+        logits, handed_on = self.model.read(state[0].index_select(0, logit_rows))
+        return (logits, handed_on.float(), *caches)
+
+
+def run_layers(
+    head: DraftHead, context: AttentionContext, input_ids: Tensor, positions: Tensor, features: Tensor
+) -> Tensor:
+    """The hidden state [1, T, H] behind a head's layers.
+
+    Args:
+        head: the head.
+        context: answers its attention.
+        input_ids: [T].
+        positions: [T].
+        features: [T, E].
+    """
+    given = features[None].to(head.lm_head.weight.dtype)
+    rotary = head.body.rotary_emb(given, positions[None])
+
+    def attend(module: Any, hidden: Tensor) -> Tensor:
+        output: Tensor = module(hidden_states=hidden, position_embeddings=rotary, attention_mask=None)[0]
+        return output
+
+    with attention_hook(head.body, context):
+        return head.hidden(head.embed(input_ids)[None], given, attend)
+
+
+def probe_head(head: DraftHead) -> tuple[LayerCall, ...]:
+    """What each attention layer of a head asks for, in layer order."""
+
+    def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:  # noqa: ARG001
+        return q.new_zeros(q.shape[0], call.num_heads * call.geometry.v_dim)
+
+    context = AttentionContext(answer)
+    tokens = torch.arange(3)
+    with torch.no_grad():
+        run_layers(head, context, tokens, tokens, torch.zeros(3, head.head_config.hidden_size))
+    return tuple(context.calls)
+
+
+def trace_head(head: DraftHead) -> TracedModel:
+    """Trace a head (eval mode) to ONNX IR with one ``specexport::UnpaddedAttention`` a layer."""
+    calls = probe_head(head)
+    ir_model = trace_step(
+        HeadStep(head).eval(),
+        head.lm_head.weight.dtype,
+        calls,
+        [*STEP_INPUTS, TOKEN_FEATURES],
+        [LOGITS, NEXT_FEATURES],
+        {"E": head.head_config.hidden_size},
+    )
+    return TracedModel(ir_model, tuple(call.geometry for call in calls))

@@ -1,0 +1,265 @@
+"""The training loop: batches in, a better head out, with all that is needed to go on after a crash."""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specexport.heads.modules import DraftHead, FeatureProjection
+from specexport.train.loss import Batch, divergence, unroll
+from specexport.train.store import FeatureStore, batches
+
+STEP_DECAY = 0.8
+"""Weight of each further draft step in the loss, as EAGLE-3's own training has it."""
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How a head is trained.
+
+    Attributes:
+        steps: draft steps of the training-time test.
+        batch_tokens: most tokens of a batch.
+        max_len: tokens of a text that are read.
+        matrix_rate: learning rate of the matrices (Muon).
+        vector_rate: that of all else (AdamW), the LM head included.
+        warmup: batches until the full rate.
+        total: batches in all; the rate falls to nothing till then.
+        seed: of the order of batches.
+    """
+
+    steps: int = 3
+    batch_tokens: int = 2048
+    max_len: int = 512
+    matrix_rate: float = 0.01
+    vector_rate: float = 5e-4
+    warmup: int = 30
+    total: int = 1000
+    seed: int = 0
+
+
+class Target(NamedTuple):
+    """What of the target a loss needs.
+
+    Attributes:
+        lm_head: rows of its LM head for the head's tokens [N, H].
+        softcap: bound of its logits; 0 for none.
+    """
+
+    lm_head: Tensor
+    softcap: float = 0.0
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., N] of what its LM head reads [..., H]."""
+        logits = hidden.to(self.lm_head.dtype) @ self.lm_head.T
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+
+class Trainer:
+    """Trains a head and its projection.
+
+    Args:
+        head: the head.
+        projection: its projection, which is trained with it.
+        target: for the loss.
+        store: what it learns from.
+        indices: texts to learn from.
+        settings: how.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        projection: FeatureProjection,
+        target: Target,
+        store: FeatureStore,
+        indices: Seq[int],
+        settings: TrainSettings,
+    ) -> None:
+        self.head, self.projection, self.target = head, projection, target
+        self.store, self.indices, self.settings = store, indices, settings
+        self.modules = torch.nn.ModuleDict({"head": head, "projection": projection})
+        head.embed_tokens.weight.requires_grad_(False)
+        matrices, others = [], []
+        for name, parameter in self.modules.named_parameters():
+            if parameter.requires_grad:
+                is_matrix = parameter.dim() == 2 and "lm_head" not in name
+                (matrices if is_matrix else others).append(parameter)
+        rates = settings.matrix_rate, settings.vector_rate
+        self.optimizers: list[Any] = [
+            torch.optim.Muon(matrices, lr=rates[0], weight_decay=0.01),
+            torch.optim.AdamW(others, lr=rates[1], betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self._rates = rates
+        self.done = 0
+        self.seconds = 0.0
+        self.curve: list[dict[str, float]] = []
+        self._batches: list[list[int]] = []
+        self._epoch = -1
+
+    def rate(self) -> float:
+        """Share of the full learning rate at this batch."""
+        settings = self.settings
+        if self.done < settings.warmup:
+            return (self.done + 1) / settings.warmup
+        left = (settings.total - self.done) / max(1, settings.total - settings.warmup)
+        return max(0.02, min(1.0, left))
+
+    def step(self) -> float:
+        """Learn from one batch; returns the loss of the first draft step, nats a token."""
+        start = time.perf_counter()
+        share = self.rate()
+        for optimizer, rate in zip(self.optimizers, self._rates, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * share
+        batch = self.read(self._next())
+        total, first = torch.zeros(()), 0.0
+        with torch.autocast("cpu", torch.bfloat16):
+            for number, result in enumerate(unroll(self.head, self.projection, batch, self.settings.steps)):
+                with torch.no_grad():
+                    wanted = self._wanted(batch, result.offset, result.logits.shape[1])
+                loss = divergence(result.logits, wanted, result.valid)
+                first = first or float(loss.detach())
+                total = total + STEP_DECAY**number * loss
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        total.backward()
+        torch.nn.utils.clip_grad_norm_([p for p in self.modules.parameters() if p.grad is not None], 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.done += 1
+        self.seconds += time.perf_counter() - start
+        return first
+
+    def _wanted(self, batch: Batch, offset: int, width: int) -> Tensor:
+        last = torch.nn.functional.pad(batch.last[:, offset:], (0, 0, 0, offset))[:, :width]
+        return self.target.logits(last)
+
+    def read(self, indices: Seq[int]) -> Batch:
+        """The texts of a batch, filled up to one length."""
+        examples = [self.store.read(i) for i in indices]
+        tokens = [each.tokens[: self.settings.max_len] for each in examples]
+        lengths = torch.tensor([len(each) for each in tokens])
+        states = [each.states[: self.settings.max_len].float() for each in examples]
+        padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
+        filled = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+        *taps, last = padded.unbind(dim=2)
+        return Batch(filled, taps, last, lengths)
+
+    def _next(self) -> list[int]:
+        settings, number = self.settings, self.done
+        while True:  # the batches of an epoch are the same whenever they are made
+            epoch, before = 0, 0
+            while True:
+                found = self._of_epoch(epoch)
+                if number < before + len(found):
+                    return found[number - before]
+                before += len(found)
+                epoch += 1
+            del settings
+
+    def _of_epoch(self, epoch: int) -> list[list[int]]:
+        settings = self.settings
+        if self._epoch != epoch:
+            seed = settings.seed + 1000 * epoch
+            found = batches(self.store, self.indices, settings.batch_tokens, settings.max_len, seed)
+            self._batches, self._epoch = list(found), epoch
+        return self._batches
+
+    def save(self, folder: Path) -> None:
+        """Write all that :meth:`resume` needs; what was there is replaced when that is whole."""
+        tensors: dict[str, Tensor] = dict(self.modules.state_dict())
+        tensors.pop("head.embed_tokens.weight")
+        scalars: dict[str, Any] = {}
+        for number, optimizer in enumerate(self.optimizers):
+            for index, state in optimizer.state_dict()["state"].items():
+                for key, value in state.items():
+                    tensors[f"optimizer.{number}.{index}.{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+        scalars = {"done": self.done, "seconds": self.seconds, "curve": self.curve, "settings": asdict(self.settings)}
+        folder.mkdir(parents=True, exist_ok=True)
+        path, temporary = folder / "state.safetensors", folder / "state.tmp"
+        save_file({k: v.contiguous() for k, v in tensors.items()}, temporary, {"state": json.dumps(scalars)})
+        temporary.replace(path)
+
+    def resume(self, folder: Path) -> bool:
+        """Go on from what :meth:`save` wrote; False if there is nothing."""
+        from safetensors import safe_open
+
+        path = folder / "state.safetensors"
+        if not path.is_file():
+            return False
+        with safe_open(path, framework="pt") as file:
+            scalars = json.loads(file.metadata()["state"])
+        tensors = load_file(path)
+        own = {key: value for key, value in tensors.items() if not key.startswith("optimizer.")}
+        self.modules.load_state_dict(own, strict=False)
+        for number, optimizer in enumerate(self.optimizers):
+            state: dict[int, dict[str, Tensor]] = {}
+            for key, value in tensors.items():
+                parts = key.split(".")
+                if parts[0] == "optimizer" and int(parts[1]) == number:
+                    state.setdefault(int(parts[2]), {})[parts[3]] = value
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        self.done, self.seconds, self.curve = scalars["done"], scalars["seconds"], scalars["curve"]
+        return True
+
+
+class Acceptance(NamedTuple):
+    """How a head would draft on texts that it did not learn from.
+
+    Attributes:
+        rates: for each draft step, the share of places where its best token is the target's, of those where all steps
+            before were right.
+        length: mean tokens a round with as many drafts: 1 and the accepted ones.
+        loss: of the first step, nats a token.
+    """
+
+    rates: tuple[float, ...]
+    length: float
+    loss: float
+
+
+def measure_acceptance(
+    trainer: Trainer, indices: Seq[int], best: Callable[[Tensor], Tensor], head_ids: Tensor, steps: int = 5
+) -> Acceptance:
+    """Greedy drafts of a head on held-out texts; the tokens fed are the text's own, as an accepted draft's are.
+
+    Args:
+        trainer: has the head.
+        indices: the texts.
+        best: the target's best token ids of hidden states [n, H], over its whole vocabulary.
+        head_ids: token ids of the head's LM head [N].
+        steps: draft steps.
+    """
+    right, seen, loss, groups = [0.0] * steps, [0.0] * steps, 0.0, 0
+    for group in batches(trainer.store, indices, trainer.settings.batch_tokens, trainer.settings.max_len, 0):
+        batch = trainer.read(group)
+        width = batch.tokens.shape[1]
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            argmax = best(batch.last.flatten(0, 1)).view(batch.tokens.shape)
+            alive: Tensor | None = None
+            for step, result in enumerate(unroll(trainer.head, trainer.projection, batch, steps)):
+                drafted = head_ids[result.logits.argmax(-1)]
+                wanted = torch.nn.functional.pad(argmax[:, result.offset :], (0, result.offset))[:, : width - 1]
+                # A place counts where the text went on as the target would have: there a draft can be right.
+                follows = torch.nn.functional.pad(batch.tokens[:, 1 + result.offset :], (0, result.offset))
+                follows = follows[:, : width - 1]
+                chance = result.valid if alive is None else alive & result.valid
+                hit = chance & (drafted == wanted)
+                seen[step] += float(chance.sum())
+                right[step] += float(hit.sum())
+                alive = hit & (follows == wanted)
+                if step == 0:
+                    loss += float(divergence(result.logits, trainer._wanted(batch, 1, width - 1), result.valid))
+                    groups += 1
+    rates = tuple(r / max(s, 1.0) for r, s in zip(right, seen, strict=True))
+    length = 1 + sum(math.prod(rates[: n + 1]) for n in range(steps))
+    return Acceptance(rates, length, loss / max(groups, 1))

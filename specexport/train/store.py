@@ -1,0 +1,123 @@
+"""Hidden states of a target on disk: what a head learns from, in files of a bounded size."""
+
+import json
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+FILE_TOKENS = 16_384
+"""A file is closed when it has so many tokens."""
+
+
+class Example(NamedTuple):
+    """A text as the target read it.
+
+    Attributes:
+        tokens: int64 [n].
+        states: tapped hidden states, and the one that its LM head reads last, bfloat16 [n, taps + 1, H].
+    """
+
+    tokens: Tensor
+    states: Tensor
+
+
+class FeatureStore:
+    """Texts with hidden states, in a folder.
+
+    A file is written whole under another name, then renamed: what is there can be read, however the writer ended.
+
+    Args:
+        folder: where the files are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._places: list[tuple[Path, int, int]] = []
+        for path in sorted(folder.glob("states-*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                lengths = json.loads(file.metadata()["lengths"])
+            start = 0
+            for length in lengths:
+                self._places.append((path, start, start + length))
+                start += length
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all texts."""
+        return sum(stop - start for _, start, stop in self._places)
+
+    def length(self, index: int) -> int:
+        """Tokens of one text."""
+        _, start, stop = self._places[index]
+        return stop - start
+
+    def read(self, index: int) -> Example:
+        """One text."""
+        path, start, stop = self._places[index]
+        with safe_open(path, framework="pt") as file:
+            return Example(file.get_slice("tokens")[start:stop].long(), file.get_slice("states")[start:stop])
+
+
+class StoreWriter:
+    """Adds texts to a folder, a file at a time.
+
+    Args:
+        folder: where the files go.
+        first: number of the next file.
+    """
+
+    def __init__(self, folder: Path, first: int) -> None:
+        self.folder, self._next = folder, first
+        self._waiting: list[Example] = []
+
+    def add(self, example: Example) -> None:
+        """Keep a text; written when there are enough."""
+        self._waiting.append(example)
+        if sum(len(each.tokens) for each in self._waiting) >= FILE_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits."""
+        if not self._waiting:
+            return
+        path = self.folder / f"states-{self._next:05d}.safetensors"
+        temporary = path.with_suffix(".tmp")
+        data = {
+            "tokens": torch.cat([each.tokens for each in self._waiting]).int(),
+            "states": torch.cat([each.states for each in self._waiting]).contiguous(),
+        }
+        lengths = [len(each.tokens) for each in self._waiting]
+        try:
+            save_file(data, temporary, {"lengths": json.dumps(lengths)})
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._waiting, self._next = [], self._next + 1
+
+
+def batches(store: FeatureStore, indices: Seq[int], max_tokens: int, max_len: int, seed: int) -> Iterator[list[int]]:
+    """Texts of like lengths together, in an order that ``seed`` decides; no batch has more than ``max_tokens``."""
+    generator = torch.Generator().manual_seed(seed)
+    order = [indices[i] for i in torch.randperm(len(indices), generator=generator).tolist()]
+    groups: list[list[int]] = []
+    for at in range(0, len(order), 64):
+        near = sorted(order[at : at + 64], key=store.length)
+        batch: list[int] = []
+        for index in near:
+            width = min(store.length(index), max_len)
+            if batch and width * (len(batch) + 1) > max_tokens:
+                groups.append(batch)
+                batch = []
+            batch.append(index)
+        groups.append(batch)
+    for at in torch.randperm(len(groups), generator=generator).tolist():
+        yield groups[at]

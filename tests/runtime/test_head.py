@@ -1,0 +1,175 @@
+"""Drafting with a head, on fakes whose features hold the tokens that they are of: a wrong feature is a wrong guess."""
+
+import gc
+
+import numpy as np
+import pytest
+from chance import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from loop import CAPACITY, VOCAB, greedy_reference, make_decoder, make_sequence, make_target, run
+
+from specexport_runtime.bundle.cut_head import CutHead
+from specexport_runtime.drafters import head as head_module
+from specexport_runtime.drafters.head import HeadDrafter, head_obstacle
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.records import DraftStage
+
+PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]
+NOISES = {"same": 0.0, "good": 0.4, "random": 30.0}
+
+
+def head_decoder(lookahead, noise=0.0, rows=4, *, stages=("head",), max_chunk=512, lm_head=None, **options):
+    target = make_target(rows, gives_features=True)
+    decoder = make_decoder(target, None, 0, max_chunk=max_chunk, **options)
+    executor = FakeExecutor(VOCAB, rows, CAPACITY, noise=noise, reads_features=True)
+    drafter = HeadDrafter(ModelRunner(executor, max_chunk=max_chunk), vocab_size=VOCAB, lm_head=lm_head)
+    decoder.drafter.drafters["head"] = drafter
+    decoder.plan = tuple(DraftStage(name, lookahead) for name in stages)
+    return decoder, target, drafter
+
+
+def check_plain(target, sequences):
+    for seq in sequences:
+        prompt = seq.tokens[: seq.num_prompt_tokens]
+        assert seq.output == greedy_reference(target, prompt, seq.max_tokens)
+
+
+def totals(sequences):
+    return tuple(sum(getattr(seq.stats, name) for seq in sequences) for name in ("drafted", "accepted"))
+
+
+@pytest.mark.parametrize("lookahead", range(1, 9))
+@pytest.mark.parametrize("noise", NOISES)
+def test_greedy_text_equals_plain_greedy(noise, lookahead):
+    decoder, target, drafter = head_decoder(lookahead, NOISES[noise])
+    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=5 + 7 * i)) for i, prompt in enumerate(PROMPTS)]
+    run(decoder, sequences)
+    check_plain(target, sequences)
+    drafted, accepted = totals(sequences)
+    assert drafted > 50
+    assert {"same": accepted == drafted, "good": accepted > drafted / 3, "random": accepted < drafted / 3}[noise]
+    drafter.runner.kv.check()
+    assert not drafter.runner.kv.num_committed
+
+
+@examples(40)
+@given(
+    lookahead=st.integers(1, 8),
+    rows=st.integers(1, 4),
+    max_chunk=st.integers(1, 10),
+    held=st.integers(1, 6),
+    lookup=st.booleans(),
+)
+def test_every_draft_is_made_of_true_features_whatever_the_chunks_and_the_neighbours(
+    lookahead, rows, max_chunk, held, lookup
+):
+    patch = pytest.MonkeyPatch()
+    patch.setattr(head_module, "MAX_HELD", held)
+    stages = ("lookup", "head") if lookup else ("head",)
+    decoder, target, drafter = head_decoder(lookahead, 0.0, rows, stages=stages, max_chunk=max_chunk)
+    drafter.max_backlog = 3
+    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=4 + 5 * i)) for i, prompt in enumerate(PROMPTS)]
+    try:
+        run(decoder, sequences)
+    finally:
+        patch.undo()
+    check_plain(target, sequences)
+    if not lookup:
+        drafted, accepted = totals(sequences)
+        assert accepted == drafted > 0
+
+
+class Forgetful(HeadDrafter):
+    """Leaves the head's own features in the place of true ones, as a drafter without catch-up does."""
+
+    def note_features(self, sequence, start, features):
+        super().note_features(sequence, start, features if start == 0 else np.full_like(features, 1.0))
+
+
+def test_wrong_features_are_seen_in_the_acceptance():
+    """The fakes can fail: features that are not the target's cost acceptance, and nothing else."""
+    rates = []
+    for kind in (HeadDrafter, Forgetful):
+        decoder, target, drafter = head_decoder(4, 0.0)
+        decoder.drafter.drafters["head"] = kind(drafter.runner, vocab_size=VOCAB)
+        sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=30)) for i, prompt in enumerate(PROMPTS)]
+        run(decoder, sequences)
+        check_plain(target, sequences)
+        drafted, accepted = totals(sequences)
+        rates.append(accepted / drafted)
+    assert rates[0] == 1.0
+    assert rates[1] < 0.5
+
+
+def test_features_are_asked_for_only_where_a_head_may_draft():
+    decoder, target, _ = head_decoder(3)
+    wanted = []
+    want = target.want_features
+    target.want_features = lambda on: (wanted.append(on), want(on))
+    plain = make_sequence(0, [1, 2, 3], SamplingParams(max_tokens=6), draft_plan=(DraftStage("lookup", 3),))
+    run(decoder, [plain])
+    assert True not in wanted
+    run(decoder, [make_sequence(1, [1, 2, 3], SamplingParams(max_tokens=6))])
+    assert wanted[0] is True
+    assert wanted[-1] is False
+
+
+def test_sampled_text_does_not_depend_on_the_batch():
+    def make(i):
+        return make_sequence(i, PROMPTS[i], SamplingParams(max_tokens=25, temperature=0.8, top_k=12), seed=i + 5)
+
+    decoder, _, _ = head_decoder(4, 0.4)
+    together = [make(i) for i in range(4)]
+    run(decoder, together)
+    for i, seq in enumerate(together):
+        decoder, _, _ = head_decoder(4, 0.4)
+        alone = make(i)
+        run(decoder, [alone])
+        assert seq.output == alone.output
+        assert seq.stats.accepted == alone.stats.accepted > 0
+
+
+def test_a_cut_lm_head_drafts_only_what_it_has():
+    ids = np.array([0, 2, 3, 5, 7, 8, 11, 16], np.int32)
+    decoder, target, drafter = head_decoder(4, 0.0, lm_head=CutHead(ids, VOCAB))
+    after = drafter.runner.executor.logits_after
+    drafter.runner.executor.logits_after = lambda tokens, mask=None: after(tokens, mask)[ids]
+    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=30)) for i, prompt in enumerate(PROMPTS)]
+    events = run(decoder, sequences)
+    check_plain(target, sequences)
+    drafted = [token for event in events for token in event.proposal.tokens]
+    assert set(drafted) <= set(ids.tolist())
+    assert totals(sequences)[1] > 10
+
+
+def test_a_cancelled_sequence_leaves_nothing_and_its_neighbours_go_on():
+    decoder, target, drafter = head_decoder(4, 0.4, rows=3)
+    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=30)) for i, prompt in enumerate(PROMPTS[:3])]
+    for seq in sequences:
+        decoder.add(seq)
+    for _ in range(3):
+        decoder.step()
+    decoder.cancel(sequences[0])
+    while decoder.has_work:
+        decoder.step()
+        decoder.check()
+        drafter.runner.kv.check()
+    check_plain(target, sequences[1:])
+    assert not drafter.runner.kv.num_committed
+    del seq, sequences
+    gc.collect()
+    assert not drafter._held
+
+
+def test_why_a_head_cannot_draft_is_said():
+    target = make_target(gives_features=True)
+    assert head_obstacle(ModelRunner(target), has_head=True) is None
+    assert "no draft head" in head_obstacle(ModelRunner(target), has_head=False).message
+    assert "gives features" in head_obstacle(ModelRunner(make_target()), has_head=True).message
+    assert "unpadded" in head_obstacle(ModelRunner(target, unpad_input=False), has_head=True).message
+    with pytest.raises(SpecexportError, match="needs the engine of a draft head"):
+        HeadDrafter(ModelRunner(target), vocab_size=VOCAB)
