@@ -30,9 +30,9 @@ _SM = re.compile(r"(?:sm_?)?(\d{1,2})\.?(\d)", re.IGNORECASE)
 _ALIASES = {"num_speculative_tokens": "lookahead"}
 _DTYPE_ALIASES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 _TEXT_KEYS = (
-    "draft", "revision", "draft_revision", "quantize", "draft_quantize", "draft_vocab_texts", "kv_cache_dtype",
+    "draft", "head", "revision", "draft_revision", "quantize", "draft_quantize", "draft_vocab_texts", "kv_cache_dtype",
 )  # fmt: skip
-_PATH_KEYS = ("target", "draft", "output", "draft_vocab_texts")
+_PATH_KEYS = ("target", "draft", "head", "output", "draft_vocab_texts")
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class BuildRecipe:
         target: checkpoint of the target: a local folder, a ``.gguf`` file, or a hub id.
         output: folder of the bundle.
         draft: checkpoint of the draft; None builds a bundle that decodes plainly or with drafters that need no model.
+        head: checkpoint of a draft head, which reads the target's hidden states; None for none. A bundle has one or the
+            other.
         name: name of the bundle; empty takes the output folder's name.
         backend: what runs the engines.
         dtype: dtype of weights, activations and KV caches, or ``"auto"``; ``"fp16"`` and the like get their long names.
@@ -61,7 +63,7 @@ class BuildRecipe:
         quantize: weights of the target's linear layers: ``"int8"`` (ort-cpu), ``"int4"`` (TensorRT too), ``"keep"``
             (ort-cpu: those of a quantized checkpoint as they are) or ``"none"`` (float). None keeps them where that can
             be done, and else is ``"none"``; :func:`settle_quantization` decides it.
-        draft_quantize: the same for the draft.
+        draft_quantize: the same for the draft, or for the draft head. None gives a head of a quantized target int8.
         draft_layers: N, the layers that the draft keeps: those that change most; None keeps all.
         draft_vocab_size: N, the tokens that the draft's LM head keeps: the likeliest ones; None keeps all.
         draft_vocab_texts: file or folder of the texts that tokens are counted and layers measured on; None takes the
@@ -81,6 +83,7 @@ class BuildRecipe:
     target: str
     output: str
     draft: str | None = None
+    head: str | None = None
     name: str = ""
     backend: str = DEFAULT_BACKEND
     dtype: str = "auto"
@@ -157,8 +160,27 @@ class BuildRecipe:
         if self.kv_cache_dtype not in (None, *KV_CACHE_DTYPES):
             names = ", ".join(("auto", *KV_CACHE_DTYPES))
             raise RecipeError(f"kv_cache_dtype is {self.kv_cache_dtype!r}.", f"use one of: {names}.")
-        if self.draft is None and self.draft_quantize is not None:
+        if self.draft is None and self.head is None and self.draft_quantize is not None:
             raise RecipeError("draft_quantize is given and draft is not.", "give the draft, or leave both out.")
+        self._check_head()
+
+    def _check_head(self) -> None:
+        if self.head is None:
+            return
+        if self.draft is not None:
+            raise RecipeError("draft and head are both given.", "a bundle drafts with one of them: give one.")
+        if self.self_draft:
+            raise RecipeError(
+                "head and self_draft are both given: a head reads layers that such drafts leave out.", "give one of them."
+            )
+        if not find_backend(self.backend).has_heads:
+            able = [backend.name for backend in BACKENDS.values() if backend.has_heads]
+            raise RecipeError(
+                f"head is given, and backend {self.backend} runs no draft heads.",
+                f"build with `--backend {' or '.join(able)}`.",
+            )
+        if self.draft_quantize == KEEP:
+            raise RecipeError("draft_quantize is 'keep', and draft heads hold float weights.", "use int8, int4 or none.")
 
     def _check_draft_reductions(self) -> None:
         for key in ("draft_layers", "draft_vocab_size", "draft_vocab_texts"):
@@ -251,6 +273,7 @@ class BuildRecipe:
         data = asdict(self)
         data |= {"sm": list(self.sm), "self_draft_skip": list(self.self_draft_skip)}  # as they read back from JSON
         data["has_draft"] = self.draft is not None
+        data["has_head"] = self.head is not None
         for key in _PATH_KEYS:
             del data[key]
         data["name"] = self.bundle_name
@@ -277,6 +300,10 @@ def settle_quantization(recipe: BuildRecipe, *, quantized: Mapping[str, bool]) -
         if value is None and quantized.get(role, False) and KEEP in find_backend(recipe.backend).quantizations:
             value = KEEP
         recipe = with_quantization(recipe, role, None if value == FLOAT else value)
+        if role == "target" and recipe.head is not None and recipe.draft_quantize is None:
+            # Fast without flags: what is quantized for speed is drafted for in the same way.
+            own = find_backend(recipe.backend).quantizations
+            recipe = replace(recipe, draft_quantize="int8" if recipe.quantize and "int8" in own else FLOAT)
     check_kv_cache(recipe)
     return recipe
 

@@ -95,6 +95,7 @@ class Backend:
             empty for operators for CPUs, which quantize activations too.
         quantize_block: inputs that share a scale in int4 there.
         packs_linear: linear layers that share their input are packed into one.
+        has_heads: draft heads can be built, and targets that give features to them.
         needs_gpu: engines are built only where the GPU is that they are for.
         key_fields: recipe fields that decide an engine, besides those that decide every backend's.
         draft_differs: a draft's engine is built otherwise than a target's.
@@ -111,6 +112,7 @@ class Backend:
     quantize_operator: str = ""
     quantize_block: int = 0
     packs_linear: bool = False
+    has_heads: bool = False
     needs_gpu: bool = False
     key_fields: tuple[str, ...] = ()
     draft_differs: bool = True

@@ -19,6 +19,7 @@ class OrtCpu(Backend):
     options = ("self_draft", "kv_cache_dtype")
     quantizations = ("int8", "int4", "keep")
     packs_linear = True
+    has_heads = True
     key_fields = ("quantize_lm_head", "fuse", "self_draft", "kv_cache_dtype")
 
     def engine_key(self, recipe: RecipeFields) -> dict[str, Any]:
@@ -34,6 +35,7 @@ class OrtCpu(Backend):
         their norms joined with the additions before them instead: the two exclude each other.
         """
         from specexport.backends.ort import write_one_token_onnx, write_onnx, write_padded_onnx
+        from specexport.lowering.feature_gate import drop_features, gate_features
         from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
         from specexport.lowering.int8_kv import use_int8_caches
         from specexport.lowering.layer_gate import gate_layers
@@ -45,12 +47,14 @@ class OrtCpu(Backend):
         recipe, role, folder = job.recipe, job.role, job.folder
         fused, num_gates, obstacle = [], 0, None
         with job.clock.stage("lower", role, self.name):
-            padded_model = ir_model.clone()  # shares the weights
+            padded_model = None if role == "head" else ir_model.clone()  # shares the weights
+            if padded_model is not None:
+                drop_features(padded_model)
             if recipe.fuse:
                 rows = rotary_rows(int(recipe.max_model_len), job.max_positions)
                 fused.append(("rotary-fuse", fuse_rotary(ir_model, rows)))
             if job.cache_ranges is not None:
-                for model in (ir_model, padded_model):
+                for model in (ir_model, *([] if padded_model is None else [padded_model])):
                     use_int8_caches(model, job.cache_ranges)
             one_token_model = _one_token_model(ir_model, job)
             blocks = find_residual_blocks(ir_model) if recipe.self_draft and role == "target" else None
@@ -61,15 +65,19 @@ class OrtCpu(Backend):
                 fused.append(("norm-fuse", fuse_norms(ir_model)))
             if blocks is not None:
                 obstacle = blocks.obstacle
-            lower_ort_cpu(padded_model, padded_kv=True)
+            feature_size = gate_features(ir_model)
+            if padded_model is not None:
+                lower_ort_cpu(padded_model, padded_kv=True)
         quantize = recipe.quantization_of(role)
         fields: dict[str, Any] = {}
         if quantize == "keep":
             fields["quantized_bytes"] = nbits_bytes(ir_model.graph, recipe.dtype)
         with job.clock.stage("build", role):
             fields["path"] = write_onnx(ir_model, folder)
-            fields["padded_path"] = write_padded_onnx(padded_model, folder)
-            release_weights(padded_model.graph.initializers.values())
+            if padded_model is not None:
+                fields["padded_path"] = write_padded_onnx(padded_model, folder)
+                fields["padded_inputs"] = step_inputs(padded_model)
+                release_weights(padded_model.graph.initializers.values())
             if one_token_model is not None:
                 fields["one_token_path"] = write_one_token_onnx(one_token_model, folder)
                 fields["one_token_inputs"] = step_inputs(one_token_model)
@@ -77,12 +85,12 @@ class OrtCpu(Backend):
         return {
             **fields,
             "inputs": step_inputs(ir_model),
-            "padded_inputs": step_inputs(padded_model),
             "num_gates": num_gates,
             "gate_obstacle": obstacle,
             "quantize": quantize,
             "kv_dtype": None if job.cache_ranges is None else "int8",
             "fused": tuple(fused),
+            "feature_size": feature_size,
         }
 
 

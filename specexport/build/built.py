@@ -30,7 +30,7 @@ class EngineCheck(NamedTuple):
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A target or draft, built.
+    """A target, draft or head, built.
 
     Attributes:
         entry: its manifest entry; paths are relative to the model's own folder.

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import CheckpointError, MissingDependencyError, UnsupportedModelError
 from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Array
+
+if TYPE_CHECKING:
+    from specexport.frontend.taps import FeatureRequest
 
 STAGES = ("load", "reference", "trace", "passes", "lower", "build", "check")
 
@@ -46,7 +49,7 @@ class ModelSource(NamedTuple):
     """A checkpoint to build from, found and hashed.
 
     Attributes:
-        role: ``"target"`` or ``"draft"``.
+        role: ``"target"``, ``"draft"`` or ``"head"``.
         source: checkpoint as it was given: a folder, a ``.gguf`` file or a hub id.
         revision: hub revision.
         name: its name for reports and the manifest; never a machine path.
@@ -85,6 +88,7 @@ def build_model(
     clock: StageClock,
     dump_dir: Path | None = None,
     reductions: Reductions = WHOLE,
+    features: "FeatureRequest | None" = None,
 ) -> BuiltModel:
     """Build one engine.
 
@@ -95,6 +99,7 @@ def build_model(
         clock: times the stages.
         dump_dir: where to write the graph after each pass, if anywhere.
         reductions: what the model is cut down by.
+        features: what a target gives to a draft head; None for nothing.
 
     Returns:
         the engine and what a bundle must know of its checkpoint.
@@ -106,7 +111,7 @@ def build_model(
     """
     require_export_stack(find_backend(recipe.backend))
     with clock.stage("load", source.role, source.name):
-        checkpoint = _load(recipe, source, stream=reductions.prune is None)  # pruning runs the model again and again
+        checkpoint = load_source(recipe, source, stream=reductions.prune is None)  # pruning runs the model again and again
         recipe = resolve_recipe(recipe, [checkpoint.max_positions])  # refuses a length the model cannot have
         if recipe.quantization_of(source.role) == KEEP and not checkpoint.kept:  # a GGUF file of float weights
             recipe = with_quantization(recipe, source.role, None)
@@ -133,6 +138,7 @@ def build_model(
         head_ids=head_ids,
         ranges=ranges,
         cached=cached,
+        features=features,
     )
     if head_ids is not None:
         np.save(folder / HEAD_IDS_NAME, head_ids, allow_pickle=False)
@@ -209,7 +215,12 @@ def _weight_formats(checkpoint: Any) -> tuple[tuple[str, int, int], ...]:
     return tuple(sorted(((kind, *sizes) for kind, sizes in found.items()), key=lambda each: -each[1]))
 
 
-def _load(recipe: BuildRecipe, source: ModelSource, *, stream: bool) -> Any:
+def load_source(recipe: BuildRecipe, source: ModelSource, *, stream: bool = True) -> Any:
+    """Load a checkpoint as a recipe wants it.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: it cannot be used, or changed since it was hashed.
+    """
     from specexport.frontend import load_checkpoint
 
     checkpoint = load_checkpoint(
@@ -335,13 +346,14 @@ def _compile(
     head_ids: Int32Array | None,
     ranges: Mapping[str, ChannelRanges] | None,
     cached: Seq[CacheRange] | None,
+    features: "FeatureRequest | None",
 ) -> dict[str, Any]:
     """Trace to engine files; the checkpoint's torch model is gone afterwards. Returns fields of the manifest entry."""
     from specexport.frontend import trace_checkpoint
     from specexport.passes import default_passes, run_passes
 
     with clock.stage("trace", role):
-        traced = trace_checkpoint(checkpoint)
+        traced = trace_checkpoint(checkpoint, features)
         # A copy of the graph (not of the weights): the exporter's own still refers to tied weights it has dropped.
         ir_model, layers = traced.ir_model.clone(), tuple(traced.layers)
         del traced, checkpoint.model  # the graph holds the weights now

@@ -24,6 +24,7 @@ from specexport.build.cache import EngineCache
 from specexport.build.check import check_obstacle
 from specexport.build.draft_layers import LayerPrune, check_num_layers
 from specexport.build.draft_vocabulary import HeadCut, check_head_size, hash_texts, read_counting_texts
+from specexport.build.head import HeadPlan, build_head, plan_head
 from specexport.build.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, hash_sources, hash_values, tool_versions
 from specexport.build.model import (
     STAGES,
@@ -125,8 +126,9 @@ def build_bundle(
         CheckFailedError: an engine's logits differ from eager transformers.
     """
     output = Path(recipe.output).expanduser()
-    num_models = 2 if recipe.draft is not None else 1
-    clock = StageClock(progress, num_steps=len(STAGES) * num_models + _NUM_COMMON_STAGES + prepack)
+    num_models = 1 + (recipe.draft is not None) + (recipe.head is not None)
+    num_steps = len(STAGES) * num_models + _NUM_COMMON_STAGES + (recipe.head is not None) + prepack
+    clock = StageClock(progress, num_steps=num_steps)
     with clock.stage("plan"):
         exists = check_output(output, force=force)
         backend = find_backend(recipe.backend)
@@ -146,6 +148,7 @@ def build_bundle(
     cache = EngineCache() if use_cache else None
     built: dict[str, BuiltModel] = {}
     reused: list[str] = []
+    heads = _Heads(recipe, plan.models, clock)
     with new_folder(output, replace=exists) as folder:
         for model in plan.models:
             key, place = plan.engine_keys[model.role], folder / model.role
@@ -161,6 +164,7 @@ def build_bundle(
                 key=key,
                 dump=dump_passes,
                 reductions=_reductions_of(model, plan, built),
+                heads=heads,
             )
         with clock.stage("bundle"):
             _check_built_vocabularies(built)
@@ -178,7 +182,35 @@ def _find_models(recipe: BuildRecipe) -> list[ModelSource]:
     models = [_find_model(recipe, "target", recipe.target, recipe.revision)]
     if recipe.draft is not None:
         models.append(_find_model(recipe, "draft", recipe.draft, recipe.draft_revision))
+    if recipe.head is not None:
+        models.append(_find_model(recipe, "head", recipe.head, None))
     return models
+
+
+class _Heads:
+    """What is known of a bundle's draft head, found out when an engine is built that depends on it.
+
+    Args:
+        recipe: the recipe.
+        models: the checkpoints.
+        clock: times the stage.
+    """
+
+    def __init__(self, recipe: BuildRecipe, models: tuple[ModelSource, ...], clock: StageClock) -> None:
+        self._recipe, self._clock = recipe, clock
+        self._sources = {model.role: model for model in models}
+        self._plan: HeadPlan | None = None
+
+    @property
+    def target(self) -> ModelSource:
+        """The target."""
+        return self._sources["target"]
+
+    def plan(self) -> HeadPlan | None:
+        """What the target gives, and what the head computes; None where there is no head."""
+        if "head" in self._sources and self._plan is None:
+            self._plan = plan_head(self._recipe, self._sources["head"], self.target, self._clock)
+        return self._plan
 
 
 def _make_plan(recipe: BuildRecipe, models: list[ModelSource]) -> _Plan:
@@ -202,6 +234,11 @@ def _make_plan(recipe: BuildRecipe, models: list[ModelSource]) -> _Plan:
     if recipe.draft_layers is not None:
         prune = LayerPrune(recipe.draft_layers, read_counting_texts(recipe.draft_vocab_texts))
         reduced["layers"] = {"size": prune.num_layers, "texts": prune.texts_sha256}
+    # A target gives what its head reads; a head may have its embedding from its target.
+    beside = {}
+    if recipe.head is not None:
+        hashes = {model.role: model.sha256 for model in models}
+        beside = {"target": {"head": hashes["head"]}, "head": {"role": "head", "target": hashes["target"]}}
     keys = {
         model.role: hash_values(
             common
@@ -209,6 +246,7 @@ def _make_plan(recipe: BuildRecipe, models: list[ModelSource]) -> _Plan:
             | ({"role": model.role} if backend.draft_differs else {})
             | ({"texts": hash_texts(read_counting_texts(None))} if reads_texts(recipe, model.role) else {})
             | (reduced if model.role == "draft" else {})
+            | beside.get(model.role, {})
         )
         for model in models
     }
@@ -262,9 +300,17 @@ def _build_anew(
     key: str,
     dump: Path | None,
     reductions: Reductions,
+    heads: _Heads,
 ) -> BuiltModel:
     dump_dir = dump / model.role if dump is not None else None
-    built = build_model(recipe, model, folder, clock=clock, dump_dir=dump_dir, reductions=reductions)
+    plan = None if model.role == "draft" else heads.plan()
+    if plan is not None and model.role == "head":
+        built = build_head(recipe, model, heads.target, plan, folder, clock=clock, dump_dir=dump_dir)
+    else:
+        request = None if plan is None else plan.request
+        built = build_model(
+            recipe, model, folder, clock=clock, dump_dir=dump_dir, reductions=reductions, features=request
+        )
     # An engine that could have been checked and was not is not kept.
     if cache is not None and (built.check is not None or check_obstacle(replace(recipe, check=True))):
         cache.store(key, built, folder)

@@ -43,8 +43,13 @@ class HeadConfig:
 
     @property
     def hidden_size(self) -> int:
-        """Width of its hidden state, and so of a feature that it reads (E)."""
+        """Width of its hidden state."""
         return int(self.layer_config["hidden_size"])
+
+    @property
+    def feature_size(self) -> int:
+        """E, the width of what it reads: its own, or the target's where nothing is projected."""
+        return self.hidden_size if self.projects else self.target_hidden_size
 
     @property
     def num_layers(self) -> int:

@@ -48,11 +48,12 @@ class DraftHead(nn.Module):  # type: ignore[misc]
         body: transformers' model of the layers' kind, for its layers, rotary embedding and last norm.
         embed_tokens: token embedding [V, H].
         lm_head: [N, H].
+        swap: what its first linear layer joins comes in the other order, feature first.
     """
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
-        self.head_config = config
+        self.head_config, self.swap = config, False
         self.body = _make_body(config)
         width, first = config.hidden_size, self.body.layers[0]
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
@@ -85,7 +86,7 @@ class DraftHead(nn.Module):  # type: ignore[misc]
         if self.head_config.kind == "eagle3":
             state = self._join(layers.pop(0), embedded, features, attend)
         else:
-            state = self.fc(torch.cat([embedded, features], dim=-1))
+            state = self.fc(self._side_by_side(embedded, features))
         for layer in layers:
             state = state + attend(layer.self_attn, layer.input_layernorm(state))
             state = state + layer.mlp(layer.post_attention_layernorm(state))
@@ -94,11 +95,14 @@ class DraftHead(nn.Module):  # type: ignore[misc]
     def _join(self, layer: Any, embedded: Tensor, features: Tensor, attend: Attend) -> Tensor:
         """EAGLE-3's first layer: its attention reads embedding and feature side by side."""
         normed = layer.hidden_norm(features)
-        both = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
+        both = self._side_by_side(layer.input_layernorm(embedded), normed)
         residual = normed if self.head_config.norm_before_residual else features
         state = residual + attend(layer.self_attn, both)
         joined: Tensor = state + layer.mlp(layer.post_attention_layernorm(state))
         return joined
+
+    def _side_by_side(self, embedded: Tensor, features: Tensor) -> Tensor:
+        return torch.cat([features, embedded] if self.swap else [embedded, features], dim=-1)
 
     def read(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [..., N] of hidden states [..., H], and what the next step reads as features [..., E]."""

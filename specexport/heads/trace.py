@@ -61,7 +61,31 @@ def run_layers(
         return head.hidden(head.embed(input_ids)[None], given, attend)
 
 
-def probe_head(head: DraftHead) -> tuple[LayerCall, ...]:
+def causal_step(head: DraftHead, input_ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    """A head over one sequence from its beginning, with attention as transformers computes it; nothing is packed.
+
+    Args:
+        head: the head.
+        input_ids: the token behind each feature [T].
+        features: [T, E].
+
+    Returns:
+        logits [T, N], and what it hands on [T, E].
+    """
+    width = len(input_ids)
+    mask = torch.full((width, width), float("-inf")).triu(1)[None, None]
+    rotary = head.body.rotary_emb(features, torch.arange(width)[None])
+
+    def attend(module: Any, hidden: Tensor) -> Tensor:
+        output: Tensor = module(hidden_states=hidden, position_embeddings=rotary, attention_mask=mask)[0]
+        return output
+
+    with torch.no_grad():
+        logits, handed_on = head.read(head.hidden(head.embed(input_ids)[None], features[None], attend)[0])
+    return logits, handed_on
+
+
+def probe_calls(head: DraftHead) -> tuple[LayerCall, ...]:
     """What each attention layer of a head asks for, in layer order."""
 
     def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:  # noqa: ARG001
@@ -70,19 +94,19 @@ def probe_head(head: DraftHead) -> tuple[LayerCall, ...]:
     context = AttentionContext(answer)
     tokens = torch.arange(3)
     with torch.no_grad():
-        run_layers(head, context, tokens, tokens, torch.zeros(3, head.head_config.hidden_size))
+        run_layers(head, context, tokens, tokens, torch.zeros(3, head.head_config.feature_size))
     return tuple(context.calls)
 
 
 def trace_head(head: DraftHead) -> TracedModel:
     """Trace a head (eval mode) to ONNX IR with one ``specexport::UnpaddedAttention`` a layer."""
-    calls = probe_head(head)
+    calls = probe_calls(head)
     ir_model = trace_step(
         HeadStep(head).eval(),
         head.lm_head.weight.dtype,
         calls,
         [*STEP_INPUTS, TOKEN_FEATURES],
         [LOGITS, NEXT_FEATURES],
-        {"E": head.head_config.hidden_size},
+        {"E": head.head_config.feature_size},
     )
     return TracedModel(ir_model, tuple(call.geometry for call in calls))

@@ -2,7 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from specexport_runtime.abi import ALIGNED_STEP_INPUTS, EXTENT_INPUTS, GATE_INPUTS, PADDED_STEP_INPUTS
+from specexport_runtime.abi import (
+    ALIGNED_STEP_INPUTS,
+    EXTENT_INPUTS,
+    FEATURE_INPUTS,
+    GATE_INPUTS,
+    PADDED_STEP_INPUTS,
+)
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -11,7 +17,7 @@ if TYPE_CHECKING:
 def step_inputs(ir_model: "ir.Model") -> tuple[str, ...]:
     """Names of the step inputs that a lowered graph takes, in the contract's order."""
     present = {value.name for value in ir_model.graph.inputs}
-    specs = (*PADDED_STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS, *GATE_INPUTS)
+    specs = (*PADDED_STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS, *GATE_INPUTS, *FEATURE_INPUTS)
     names = dict.fromkeys(spec.name for spec in specs)
     return tuple(name for name in names if name in present)
 

@@ -39,7 +39,7 @@ class TrainSettings:
     steps: int = 3
     batch_tokens: int = 2048
     max_len: int = 512
-    matrix_rate: float = 0.01
+    matrix_rate: float = 0.003
     vector_rate: float = 5e-4
     warmup: int = 30
     total: int = 1000
@@ -95,7 +95,7 @@ class Trainer:
                 (matrices if is_matrix else others).append(parameter)
         rates = settings.matrix_rate, settings.vector_rate
         self.optimizers: list[Any] = [
-            torch.optim.Muon(matrices, lr=rates[0], weight_decay=0.01),
+            torch.optim.Muon(matrices, lr=rates[0], weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=rates[1], betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self._rates = rates

@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specexport_runtime.abi import GATE_INPUTS, LAYER_MASK, LOGITS, PADDED_STEP_INPUTS, StepShape
+from specexport_runtime.abi import (
+    FEATURES,
+    GATE_INPUTS,
+    LAYER_MASK,
+    LOGITS,
+    NEXT_FEATURES,
+    PADDED_STEP_INPUTS,
+    TOKEN_FEATURES,
+    WANT_FEATURES,
+    StepShape,
+)
 
 PREFILL_WIDTH = 16
 _PAST = 5
@@ -48,18 +58,22 @@ def probe_session(session: Any, widths: tuple[int, ...]) -> list[ProbedStep]:
     """Run one step of each width, all rows with logits, over a cache that holds a few entries.
 
     A step of w tokens is one row's; in a one-token graph, whose caches lack the second dimension, that of w rows. Gates
-    are open.
+    are open, and features are wanted.
 
     Args:
         session: an ``onnxruntime.InferenceSession`` of a graph by the contract.
         widths: tokens of the steps.
     """
     vocab_size = next(output.shape[1] for output in session.get_outputs() if output.name == LOGITS.name)
+    given = {output.name for output in session.get_outputs()}
+    names = [name for name in (LOGITS.name, FEATURES.name, NEXT_FEATURES.name) if name in given]
     steps = []
     for width in widths:
-        logits = session.run([LOGITS.name], _feed(session.get_inputs(), width, vocab_size))[0]
-        digest = hashlib.sha256(np.ascontiguousarray(logits).data).hexdigest()
-        steps.append(ProbedStep(width, digest, bool(np.isfinite(logits).all())))
+        found = session.run(names, _feed(session.get_inputs(), width, vocab_size))
+        digest = hashlib.sha256()
+        for array in found:
+            digest.update(np.ascontiguousarray(array).data)
+        steps.append(ProbedStep(width, digest.hexdigest(), all(bool(np.isfinite(array).all()) for array in found)))
     return steps
 
 
@@ -80,7 +94,7 @@ def _feed(inputs: Any, width: int, vocab_size: int) -> dict[str, npt.NDArray[Any
     caches = {value.name: value for value in inputs if value.name.startswith(("k_cache.", "v_cache."))}
     rows = width if any(len(value.shape) == 4 for value in caches.values()) else 1
     arrays = _step_arrays(rows, width // rows, generator.integers(0, vocab_size, width))
-    gates = {spec.name for spec in GATE_INPUTS}
+    gates = {spec.name for spec in (*GATE_INPUTS, WANT_FEATURES)}
     feed: dict[str, npt.NDArray[Any]] = {}
     for value in inputs:
         if value.name in caches:
@@ -91,7 +105,9 @@ def _feed(inputs: Any, width: int, vocab_size: int) -> dict[str, npt.NDArray[Any
             entries = np.clip(spread * generator.standard_normal(shape, np.float32), -127, 127)
             feed[value.name] = entries.astype(dtype)
         elif value.name in gates:
-            feed[value.name] = np.full(value.shape, value.name == LAYER_MASK.name)
+            feed[value.name] = np.full(value.shape, value.name in (LAYER_MASK.name, WANT_FEATURES.name))
+        elif value.name == TOKEN_FEATURES.name:
+            feed[value.name] = generator.standard_normal((width, value.shape[1]), np.float32)
         else:
             feed[value.name] = arrays[value.name]
     return feed

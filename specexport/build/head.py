@@ -1,0 +1,330 @@
+"""A draft head through the stages: what it reads of its target is settled first, for the target's engine gives it."""
+
+import gc
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from specexport.backends.base import BuildJob, release_weights
+from specexport.backends.registry import find_backend
+from specexport.build.built import BuiltModel, EngineCheck
+from specexport.build.draft_layers import cut_pieces
+from specexport.build.draft_vocabulary import read_counting_texts
+from specexport.build.model import ModelSource, load_source, strip_metadata
+from specexport.progress import StageClock
+from specexport.recipe import BuildRecipe, resolve_recipe
+from specexport.rounding import logit_tolerance
+from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME
+from specexport_runtime.bundle.files import hash_files
+from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.errors import CheckFailedError
+
+if TYPE_CHECKING:
+    from specexport.frontend.taps import FeatureRequest
+    from specexport.heads.config import HeadConfig
+    from specexport.heads.load import LoadedHead, TargetTables
+    from specexport.heads.probe import Probe
+
+PROBE_PIECES, PROBE_LEN = 6, 64
+"""384 tokens from all over the built-in texts."""
+CHECK_LENS, CHECK_STEPS = (9, 6), ((5, 2), (3, 1), (1, 3))
+QUANTIZED_ERROR = 0.25
+"""Most of what a quantized head hands on that may be error, as a share of its size: int8 loses 1 to 3 %."""
+
+
+class HeadPlan(NamedTuple):
+    """What is known of a head before its target is built.
+
+    Attributes:
+        config: what it computes, as it is accepted.
+        swap: see ``DraftHead``.
+        request: what the target is to give.
+        probe: how often it guessed right; None if that was not looked at.
+    """
+
+    config: "HeadConfig"
+    swap: bool
+    request: "FeatureRequest"
+    probe: "Probe | None"
+
+
+def plan_head(recipe: BuildRecipe, source: ModelSource, target: ModelSource, clock: StageClock) -> HeadPlan:
+    """Read a head's configuration and look at how it guesses.
+
+    Args:
+        recipe: the recipe.
+        source: the head.
+        target: the target.
+        clock: times the stage.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: it cannot be read, is for another target, or guesses at chance.
+    """
+    with clock.stage("probe", source.role, source.name):
+        checkpoint = load_source(recipe, target)
+        loaded = _load(source, checkpoint)
+        probe, config, swap = None, loaded.config, False
+        if recipe.check:
+            from specexport.frontend.streaming import streamed
+            from specexport.heads.probe import check_probe, probe_head
+
+            with streamed(checkpoint.model, checkpoint.stored):
+                probe = probe_head(checkpoint.model, loaded, _pieces(checkpoint), _num_layers(checkpoint))
+            check_probe(probe, source.name)
+            config, swap = probe.reading.config, probe.reading.swap
+        request = _request(config, loaded.projection)
+    del checkpoint, loaded
+    gc.collect()
+    return HeadPlan(config, swap, request, probe)
+
+
+def _request(config: "HeadConfig", projection: Any) -> "FeatureRequest":
+    from specexport.frontend.taps import FeatureRequest
+
+    return FeatureRequest(config.taps, projection, config.feature_size)
+
+
+def _load(source: ModelSource, checkpoint: Any, config: "HeadConfig | None" = None) -> "LoadedHead":
+    import torch
+
+    from specexport.frontend.source import resolve_source
+    from specexport.heads.load import load_head
+    from specexport.heads.read import open_head, read_config
+
+    files = open_head(resolve_source(source.source, source.revision))
+    if config is None:
+        text = checkpoint.model.config.get_text_config()
+        config = read_config(
+            files,
+            num_layers=_num_layers(checkpoint),
+            target_hidden_size=int(text.hidden_size),
+            vocab_size=checkpoint.vocab_size,
+        )
+    return load_head(files, config, _tables(checkpoint), getattr(torch, checkpoint.dtype))
+
+
+def _num_layers(checkpoint: Any) -> int:
+    return int(checkpoint.model.config.get_text_config().num_hidden_layers)
+
+
+def _tables(checkpoint: Any) -> "TargetTables":
+    """Embedding and LM head of a target, read if they are in files."""
+    from specexport.frontend.stored import stored_by_id
+    from specexport.heads.load import TargetTables
+
+    model, stored = checkpoint.model, stored_by_id(checkpoint.model, checkpoint.stored)
+    weights = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    found: dict[int, Any] = {}
+    for weight in weights:
+        if id(weight) not in found:
+            found[id(weight)] = stored[id(weight)].whole() if id(weight) in stored else weight.detach()
+    return TargetTables(*(found[id(weight)] for weight in weights))
+
+
+def _pieces(checkpoint: Any) -> Seq[np.ndarray]:
+    return cut_pieces(
+        read_counting_texts(None),
+        checkpoint.tokenizer_json,
+        checkpoint.vocab_size,
+        max_positions=checkpoint.max_positions,
+        num_pieces=PROBE_PIECES,
+        piece_len=PROBE_LEN,
+    )
+
+
+def build_head(
+    recipe: BuildRecipe,
+    source: ModelSource,
+    target: ModelSource,
+    plan: HeadPlan,
+    folder: Path,
+    *,
+    clock: StageClock,
+    dump_dir: Path | None = None,
+) -> BuiltModel:
+    """Build the engine of a head.
+
+    Args:
+        recipe: the recipe, ``"auto"`` allowed.
+        source: the head.
+        target: the target, whose embedding and LM head it may share.
+        plan: from :func:`plan_head`.
+        folder: where the engine files go; created.
+        clock: times the stages.
+        dump_dir: where to write the graph after each pass, if anywhere.
+
+    Raises:
+        CheckpointError: the head cannot be read.
+        CheckFailedError: the engine computes something else than the head.
+    """
+    from specexport.heads.trace import trace_head
+    from specexport.passes import default_passes, run_passes
+
+    role = source.role
+    with clock.stage("load", role, source.name):
+        checkpoint = load_source(recipe, target)
+        recipe = resolve_recipe(recipe, [checkpoint.max_positions])
+        loaded = _load(source, checkpoint, plan.config)
+        loaded.head.swap = plan.swap
+        tokenizer_json, max_positions = checkpoint.tokenizer_json, checkpoint.max_positions
+        del checkpoint
+    with clock.stage("reference", role):
+        reference = _reference(loaded) if recipe.check and find_backend(recipe.backend).check_obstacle(recipe) is None else None
+    head, config = loaded.head, loaded.config
+    num_parameters = sum(parameter.numel() for parameter in head.parameters())
+    table = head.embed_tokens.weight.numel()
+    with clock.stage("trace", role):
+        traced = trace_head(head)
+        ir_model, layers = traced.ir_model.clone(), tuple(traced.layers)
+        weights = list(ir_model.graph.initializers.values())
+        del traced, head
+        ids = loaded.ids
+        del loaded
+    backend, quantize = find_backend(recipe.backend), recipe.quantization_of(role)
+    job = BuildJob(recipe, role, layers, num_parameters - table, max_positions, folder, clock)
+    backend.check_memory(job)
+    with clock.stage("passes", role):
+        passes = default_passes(
+            recipe,
+            pack=recipe.fuse and backend.packs_linear,
+            quantize=quantize,
+            quantize_lm_head=recipe.quantize_lm_head,
+            quantize_operator=backend.quantize_operator,
+            quantize_block=backend.quantize_block,
+        )
+        done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=clock.note)
+    strip_metadata(ir_model)
+    fields: dict[str, Any] = backend.build(ir_model, job)
+    release_weights([*weights, *ir_model.graph.initializers.values()])
+    if ids is not None:
+        np.save(folder / HEAD_IDS_NAME, ids, allow_pickle=False)
+        fields |= {"head_ids_path": HEAD_IDS_NAME, "num_head_ids": len(ids)}
+    gc.collect()
+    entry = ModelEntry(
+        **{
+            **fields,
+            "layers": layers,
+            "passes": done,
+            "feature_size": config.feature_size,
+            "head_kind": config.kind,
+            "taps": config.taps,
+        },
+        backend=recipe.backend,
+        architecture=f"{config.kind} head ({config.layer_config['model_type']})",
+        dtype=recipe.dtype,
+        vocab_size=config.vocab_size,
+        num_parameters=num_parameters,
+        max_positions=max_positions,
+        source=source.name,
+        source_sha256=source.sha256,
+        step_parameters=num_parameters - table,
+        num_heads=int(config.layer_config["num_attention_heads"]),
+    )
+    with clock.stage("check", role, "" if reference is not None else "not checked"):
+        found = check_head(folder, entry, reference) if reference is not None else None
+    return BuiltModel(
+        entry=entry,
+        files=hash_files(folder, [path.name for path in folder.iterdir()]),
+        tokenizer_json=tokenizer_json,
+        chat_template=None,
+        special_tokens={},
+        bos_token_id=None,
+        eos_token_ids=(),
+        check=found,
+    )
+
+
+class HeadReference(NamedTuple):
+    """What a head computes in torch, one sequence at a time.
+
+    Attributes:
+        tokens: of each sequence, int64 [n].
+        features: likewise, float32 [n, E].
+        logits: likewise [n, N].
+        handed_on: likewise [n, E].
+    """
+
+    tokens: Seq[np.ndarray]
+    features: Seq[np.ndarray]
+    logits: Seq[np.ndarray]
+    handed_on: Seq[np.ndarray]
+
+
+def _reference(loaded: "LoadedHead") -> HeadReference:
+    import torch
+
+    from specexport.heads.trace import causal_step
+
+    generator = np.random.default_rng(21)
+    tokens = [generator.integers(0, loaded.config.vocab_size, n) for n in CHECK_LENS]
+    features = [generator.normal(0, 1, (n, loaded.config.feature_size)).astype(np.float32) for n in CHECK_LENS]
+    runs = [
+        causal_step(loaded.head, torch.from_numpy(ids), torch.from_numpy(each).to(loaded.head.lm_head.weight.dtype))
+        for ids, each in zip(tokens, features, strict=True)
+    ]
+    logits, handed = ([run[at].float().numpy() for run in runs] for at in (0, 1))
+    return HeadReference(tokens, features, logits, handed)
+
+
+def check_head(folder: Path, entry: ModelEntry, reference: HeadReference) -> EngineCheck:
+    """Run a head's engine in ragged steps and compare logits and what it hands on with torch.
+
+    Raises:
+        CheckFailedError: they differ.
+    """
+    from specexport_runtime.executors.base import EngineRequest, as_head
+    from specexport_runtime.executors.open import backend_of
+    from specexport_runtime.packing.batch import ModelRunner, RowWork
+
+    backend = backend_of(entry.backend)
+    assert backend is not None  # noqa: S101 - it has just been built for it
+    request = EngineRequest(
+        folder=folder, entry=entry, role="head", num_rows=2, kv_capacity=32, lookahead=1, spin=False, cuda_graphs=False
+    )
+    executor = backend.open(request)
+    try:
+        head, runner, done = as_head(executor), ModelRunner(executor), [0, 0]
+        if head is None:
+            raise CheckFailedError("the new engine is no draft head's.")
+        found: dict[str, list[np.ndarray]] = {"logits": [], "handed_on": []}
+        wanted: dict[str, list[np.ndarray]] = {"logits": [], "handed_on": []}
+        for counts in CHECK_STEPS:
+            work = []
+            for row, count in enumerate(counts):
+                span = slice(done[row], done[row] + count)
+                work.append(RowWork(reference.tokens[row][span].tolist(), count, reference.features[row][span]))
+                wanted["logits"].append(reference.logits[row][span])
+                wanted["handed_on"].append(reference.handed_on[row][span])
+            found["logits"].append(np.array(runner.step(0, work)))
+            found["handed_on"].append(head.next_features.copy())
+            for row, count in enumerate(counts):
+                runner.kv.commit(row, runner.kv.kv_len(row) + count)
+                done[row] += count
+    finally:
+        executor.close()
+    return EngineCheck(max(_compare(entry, name, np.concatenate(found[name]), np.concatenate(wanted[name])) for name in found))
+
+
+def _compare(entry: ModelEntry, name: str, found: np.ndarray, wanted: np.ndarray) -> float:
+    error, scale = float(np.abs(found - wanted).max()), max(1.0, float(np.abs(wanted).max()))
+    if entry.quantize is not None:
+        ratio = float(np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-6))
+        fits = ratio <= QUANTIZED_ERROR
+    else:
+        fits = error <= logit_tolerance(entry.dtype, len(entry.layers)).largest * scale
+    if not fits:  # a NaN must fail
+        raise CheckFailedError(
+            f"the head's engine differs from torch: {name.replace('_', ' ')} by {error:.3g} of {scale:.3g}.",
+            "report this head; `--dump-passes DIR` shows each stage. The bundle was not written.",
+        )
+    return error
+
+
+def describe_probe(probe: "Probe | None") -> Mapping[str, Any]:
+    """What a probe found, for reports."""
+    if probe is None:
+        return {}
+    return {"accepted": round(probe.rate, 4), "chance": round(probe.chance, 4), "changed": probe.reading.change}

@@ -1,0 +1,133 @@
+"""A draft head in memory, with what it takes from its target."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specexport.heads.config import HeadConfig
+from specexport.heads.modules import DraftHead, FeatureProjection
+from specexport.heads.read import HeadFiles
+from specexport_runtime.errors import CheckpointError
+from specexport_runtime.executors.base import Int32Array
+
+
+class LoadedHead(NamedTuple):
+    """A head that can run.
+
+    Attributes:
+        config: what it computes.
+        head: the head, in eval mode.
+        projection: what is part of the target's graph.
+        ids: token ids of its LM head, int32 [N], ascending; None where it has all.
+    """
+
+    config: HeadConfig
+    head: DraftHead
+    projection: FeatureProjection
+    ids: Int32Array | None
+
+
+class TargetTables(NamedTuple):
+    """What a head may share with its target.
+
+    Attributes:
+        embedding: [V, H].
+        lm_head: [V, H].
+    """
+
+    embedding: Tensor
+    lm_head: Tensor
+
+
+def load_projection(files: HeadFiles, config: HeadConfig, dtype: torch.dtype) -> FeatureProjection:
+    """The part of a head that belongs to the target's graph.
+
+    Raises:
+        CheckpointError: tensors are missing, or have other shapes than the configuration says.
+    """
+    projection = FeatureProjection(config)
+    _fill(projection, files, {name: name for name in projection.state_dict()})
+    return projection.to(dtype).eval().requires_grad_(False)
+
+
+def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
+    """Load a head.
+
+    Args:
+        files: the head.
+        config: what it computes.
+        tables: what it may share with its target: an embedding or an LM head that its files lack are the target's.
+        dtype: of the weights.
+
+    Raises:
+        CheckpointError: tensors are missing, or have other shapes than the configuration says.
+    """
+    with torch.device("meta"):
+        head = DraftHead(config)
+    head.to_empty(device="cpu")
+    head.body.rotary_emb = DraftHead(_small(config)).body.rotary_emb  # its buffers are in no file
+    names = {name: name.removeprefix("body.") for name in head.state_dict()}
+    shared = {"embed_tokens.weight", "lm_head.weight"} - files.shapes.keys()
+    _fill(head, files, {name: stored for name, stored in names.items() if name not in shared})
+    ids = _head_ids(files, config)
+    if "embed_tokens.weight" in shared:
+        head.embed_tokens.weight = torch.nn.Parameter(tables.embedding, requires_grad=False)
+    if "lm_head.weight" in shared:
+        rows = tables.lm_head if ids is None else tables.lm_head[torch.from_numpy(ids.astype(np.int64))]
+        head.lm_head.weight = torch.nn.Parameter(rows, requires_grad=False)
+    elif ids is not None:
+        head.lm_head.weight.data = head.lm_head.weight.data[torch.from_numpy(np.argsort(_row_ids(files), kind="stable"))]
+    head = head.to(dtype).eval().requires_grad_(False)
+    return LoadedHead(config, head, load_projection(files, config, dtype), ids)
+
+
+def _small(config: HeadConfig) -> HeadConfig:
+    from dataclasses import replace
+
+    return replace(config, vocab_size=1, draft_vocab_size=1)
+
+
+def _fill(module: Any, files: HeadFiles, names: Mapping[str, str]) -> None:
+    """Give a module's parameters the tensors of the files, by name."""
+    state = module.state_dict()
+    missing = sorted(stored for stored in names.values() if stored not in files.shapes)
+    if missing:
+        raise CheckpointError(
+            f"the head {files.name} lacks {len(missing)} tensors, for example {missing[0]}.", "give the complete head."
+        )
+    for name, stored in names.items():
+        if files.shapes[stored] != tuple(state[name].shape):
+            raise CheckpointError(
+                f"the head {files.name}: {stored} is {list(files.shapes[stored])}, and by its configuration it would be "
+                f"{list(state[name].shape)}.",
+                "give a head whose config.json belongs to its weights.",
+            )
+    module.load_state_dict({name: files.tensor(stored) for name, stored in names.items()}, strict=False, assign=True)
+
+
+def _row_ids(files: HeadFiles) -> np.ndarray:
+    """Token id of each row of the LM head: ``d2t`` holds offsets from the row's own number."""
+    offsets = files.tensor("d2t").long().numpy()
+    return np.arange(len(offsets)) + offsets
+
+
+def _head_ids(files: HeadFiles, config: HeadConfig) -> Int32Array | None:
+    if "d2t" not in files.shapes:
+        if config.draft_vocab_size != config.vocab_size:
+            raise CheckpointError(
+                f"the head {files.name} has {config.draft_vocab_size} of {config.vocab_size} tokens, and no d2t that says "
+                "which.",
+                "give the complete head.",
+            )
+        return None
+    ids = np.sort(_row_ids(files))
+    if len(ids) != config.draft_vocab_size or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= config.vocab_size:
+        raise CheckpointError(
+            f"the head {files.name}: d2t does not name {config.draft_vocab_size} different tokens below "
+            f"{config.vocab_size}.",
+            "give the complete head.",
+        )
+    return None if len(ids) == config.vocab_size else ids.astype(np.int32)

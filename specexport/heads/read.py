@@ -1,0 +1,220 @@
+"""A draft head's files: configuration and tensor names of every dialect, turned into one form.
+
+What a head computes is told by its configuration and by its tensors, never by its name. Where writers mean different
+things by one key, the layers that feed a head above all, this is where it is settled (``docs/heads.md``).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specexport.frontend.source import Source
+from specexport.heads.config import HeadConfig, default_taps
+from specexport_runtime.abi import AFTER_NORM
+from specexport_runtime.errors import CheckpointError, UnsupportedModelError
+
+CONFIG_NAME = "config.json"
+_IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
+_LAYER_KEYS = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias",
+    "max_position_embeddings", "sliding_window", "layer_types", "bias", "partial_rotary_factor",
+)  # fmt: skip
+_BODIES = ("llama", "qwen2", "qwen3", "mistral")
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """A head as it lies on disk.
+
+    Attributes:
+        name: its name in reports; never a machine path.
+        values: ``config.json``.
+        shapes: shape of each tensor, by the name in our form.
+        stored: file and name of each of them in it.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    stored: Mapping[str, tuple[Path, str]]
+
+    def tensor(self, name: str) -> Any:
+        """One tensor, as torch has it."""
+        from safetensors import safe_open
+
+        path, key = self.stored[name]
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(key)
+
+
+def open_head(source: Source) -> HeadFiles:
+    """Open a head.
+
+    Args:
+        source: where it lies; only its safetensors are read.
+
+    Raises:
+        CheckpointError: its configuration or a file cannot be read.
+    """
+    try:
+        values = json.loads((source.folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{source.name}: {CONFIG_NAME} cannot be read ({error}).", "fetch the head again.") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{source.name}: {CONFIG_NAME} is no JSON object.", "fetch the head again.")
+    shapes, stored = _read_names(source)
+    return HeadFiles(source.name, values, shapes, stored)
+
+
+def _read_names(source: Source) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[Path, str]]]:
+    from safetensors import SafetensorError, safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    stored: dict[str, tuple[Path, str]] = {}
+    for path in (path for path in source.files if path.suffix == ".safetensors"):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 - no mapping
+                    name = _our_name(key)
+                    if name not in _IGNORED:
+                        shapes[name], stored[name] = tuple(file.get_slice(key).get_shape()), (path, key)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{source.name}: {path.name} cannot be read ({error}).", "fetch the head again: the file is damaged."
+            ) from error
+    return shapes, stored
+
+
+def _our_name(key: str) -> str:
+    """A tensor's name in our form: without a prefix for the model, the first layer among the layers."""
+    for prefix in ("model.", "eagle_module.", "eagle."):
+        key = key.removeprefix(prefix)
+    return "layers.0." + key.removeprefix("midlayer.") if key.startswith("midlayer.") else key
+
+
+def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, vocab_size: int) -> HeadConfig:
+    """What a head computes.
+
+    Args:
+        files: the head.
+        num_layers: decoder layers of the target.
+        target_hidden_size: width of its hidden states.
+        vocab_size: V of the target.
+
+    Raises:
+        CheckpointError: it was made for another target, or its tensors contradict its configuration.
+        UnsupportedModelError: it is of a kind that is not known, or asks for what is not lossless.
+    """
+    values = files.values
+    _refuse_lossy(files)
+    layer = values.get("transformer_layer_config", values)
+    kind = _kind_of(files)
+    config = {key: layer[key] for key in _LAYER_KEYS if layer.get(key) is not None}
+    body = str(config.get("model_type", "llama"))
+    config["model_type"] = body = body if body in _BODIES else _body_of(files, body)
+    width = int(config.get("hidden_size", 0))
+    config.setdefault("num_hidden_layers", 1)
+    if not width or "num_attention_heads" not in config:
+        raise CheckpointError(f"{files.name}: {CONFIG_NAME} does not say hidden_size and num_attention_heads.", _ELSE)
+    config.setdefault("head_dim", width // int(config["num_attention_heads"]))
+    vocab = layer.get("vocab_size", vocab_size)
+    draft_vocab = values.get("draft_vocab_size") or vocab
+    given = values.get("target_hidden_size") or (width if kind == "eagle" else None)
+    taps = _taps(files, num_layers) if kind == "eagle3" else (AFTER_NORM,)
+    if given is None and "fc.weight" in files.shapes:
+        given = files.shapes["fc.weight"][1] // len(taps)
+    if given != target_hidden_size:
+        raise CheckpointError(
+            f"the head {files.name} reads hidden states of {given} values, and the target's have {target_hidden_size}.", _ELSE
+        )
+    if vocab != vocab_size:
+        raise CheckpointError(
+            f"the head {files.name} is for a vocabulary of {vocab} tokens, and the target has {vocab_size}.", _ELSE
+        )
+    return HeadConfig(
+        kind=kind,
+        layer_config=config,
+        taps=taps,
+        target_hidden_size=target_hidden_size,
+        vocab_size=vocab_size,
+        draft_vocab_size=int(draft_vocab),
+        norm_before_residual=bool(values.get("norm_before_residual", False)),
+        norm_before_fc=bool(values.get("norm_before_fc", "input_norm.weight" in files.shapes)),
+        fc_norm=bool(values.get("fc_norm", "fc_norm.0.weight" in files.shapes)),
+        norm_output=bool(values.get("norm_output", False)),
+        max_positions=config.get("max_position_embeddings"),
+        source_format=_format_of(files),
+    )
+
+
+_ELSE = "give a head that was made for this target."
+
+
+def _kind_of(files: HeadFiles) -> Any:
+    named = files.values.get("speculators_model_type")
+    if named in ("eagle3", "eagle"):
+        return named
+    if named is not None:
+        raise UnsupportedModelError(f"{files.name}: heads of kind {named!r} cannot be imported.", _KINDS)
+    if "layers.0.hidden_norm.weight" in files.shapes:
+        return "eagle3"
+    if "fc.weight" in files.shapes and "layers.0.self_attn.q_proj.weight" in files.shapes:
+        return "eagle"
+    raise UnsupportedModelError(f"{files.name} has the tensors of no kind of head that is known.", _KINDS)
+
+
+_KINDS = "give an EAGLE-1, EAGLE-2 or EAGLE-3 head."
+
+
+def _body_of(files: HeadFiles, named: str) -> str:
+    """Heads for any target have layers as Llama has them; a few say the target's model type all the same."""
+    if any("q_norm" in name for name in files.shapes):
+        return "qwen3"
+    del named
+    return "llama"
+
+
+def _format_of(files: HeadFiles) -> str:
+    if "speculators_model_type" in files.values:
+        return "speculators"
+    return "EAGLE" if any(key.startswith("midlayer.") for _, key in files.stored.values()) else "ModelOpt"
+
+
+def _taps(files: HeadFiles, num_layers: int) -> tuple[int, ...]:
+    """The target's hidden states that an EAGLE-3 head reads.
+
+    A list at the top level counts hidden states (speculators, vLLM). One in ``eagle_config`` counts layers whose
+    *output* is read (ModelOpt, SpecForge, SGLang): one less for the same state.
+    """
+    ids = files.values.get("eagle_aux_hidden_state_layer_ids")
+    inner = files.values.get("eagle_config") or {}
+    shift = 0
+    if ids is None and isinstance(inner, dict) and inner.get("eagle_aux_hidden_state_layer_ids") is not None:
+        ids, shift = inner["eagle_aux_hidden_state_layer_ids"], 1
+    if ids is None:
+        return default_taps(num_layers)
+    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise CheckpointError(f"{files.name}: eagle_aux_hidden_state_layer_ids is {ids!r}, no list of layers.", _ELSE)
+    taps = tuple(i + shift if i >= 0 else num_layers + i + 1 for i in ids)
+    if not all(0 <= tap <= num_layers for tap in taps):
+        raise CheckpointError(
+            f"the head {files.name} reads layers {ids}, and the target has {num_layers}.", _ELSE
+        )
+    return taps
+
+
+def _refuse_lossy(files: HeadFiles) -> None:
+    """Refuse settings that accept what the target would not have written."""
+    config = files.values.get("speculators_config") or {}
+    methods = config.get("proposal_methods") or [] if isinstance(config, dict) else []
+    for method in methods:
+        for key, harmless in (("accept_tolerance", (None, 0, 0.0)), ("verifier_accept_k", (None, 1))):
+            value = method.get(key) if isinstance(method, dict) else None
+            if value not in harmless:
+                raise UnsupportedModelError(
+                    f"{files.name} sets {key} to {value}, which accepts tokens that the target did not choose.",
+                    f"take {key} out of {CONFIG_NAME}: text must stay the target's.",
+                )

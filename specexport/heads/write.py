@@ -1,0 +1,93 @@
+"""Writing a draft head in the format of speculators (vLLM), so that it serves elsewhere too."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from specexport.heads.config import HeadConfig
+from specexport.heads.modules import DraftHead, FeatureProjection
+from specexport_runtime.errors import UnsupportedModelError
+from specexport_runtime.executors.base import Int32Array
+
+WEIGHTS_NAME = "model.safetensors"
+FORMAT_VERSION = "0.9.0"
+"""Of speculators, whose names and meanings these are."""
+
+
+def write_head(
+    folder: Path,
+    config: HeadConfig,
+    head: DraftHead,
+    projection: FeatureProjection,
+    *,
+    ids: Int32Array | None,
+    verifier: str,
+    lookahead: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write an EAGLE-3 head, without the embedding: that is the target's.
+
+    Args:
+        folder: where; created.
+        config: what it computes.
+        head: the head.
+        projection: what it reads features through.
+        ids: token ids of its LM head, ascending; None for all.
+        verifier: name of the target.
+        lookahead: draft tokens a round that it was trained for.
+        dtype: of the weights.
+
+    Raises:
+        UnsupportedModelError: it is of a kind that the format has no name for.
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    if config.kind != "eagle3":
+        raise UnsupportedModelError(f"a head of kind {config.kind!r} cannot be written.", "write an EAGLE-3 head.")
+    state = {name.removeprefix("body."): value for name, value in head.state_dict().items()}
+    state.pop("embed_tokens.weight")
+    state |= projection.state_dict()
+    tensors = {name: value.detach().to(dtype).contiguous() for name, value in state.items()}
+    if ids is not None:
+        offsets = ids.astype(np.int64) - np.arange(len(ids))
+        known = np.zeros(config.vocab_size, np.bool_)
+        known[ids] = True
+        tensors |= {"d2t": torch.from_numpy(offsets), "t2d": torch.from_numpy(known)}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, writer in ((WEIGHTS_NAME, lambda path: save_file(tensors, path)), ("config.json", _json(config, verifier, lookahead))):
+        temporary = folder / f".{name}.tmp"
+        try:
+            writer(temporary)
+            temporary.replace(folder / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _json(config: HeadConfig, verifier: str, lookahead: int):  # type: ignore[no-untyped-def]
+    proposal = {
+        "proposal_type": "greedy", "speculative_tokens": lookahead, "accept_tolerance": 0.0, "verifier_accept_k": 1,
+    }  # fmt: skip
+    values = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": config.kind,
+        "speculators_version": FORMAT_VERSION,
+        "speculators_config": {
+            "algorithm": config.kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": verifier, "architectures": []},
+        },
+        "transformer_layer_config": {**config.layer_config, "vocab_size": config.vocab_size},
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "eagle_aux_hidden_state_layer_ids": list(config.taps),
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+    }
+    return lambda path: path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,84 @@
+"""The gate around what a target computes for its draft head alone.
+
+Features are wanted in the steps of sequences that a head may draft for, and in no others. What computes them from the
+residual stream goes into one ``If``: a step that does not want them pays for a branch, and its output has no rows.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specexport.onnx_emit import Emitter, add_input, constant
+from specexport.passes.residual_blocks import Dataflow
+from specexport_runtime.abi import FEATURES, WANT_FEATURES
+from specexport_runtime.errors import CheckFailedError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def feature_size(ir_model: "ir.Model") -> int:
+    """E of a target's graph; 0 where it gives no features."""
+    output = next((value for value in ir_model.graph.outputs if value.name == FEATURES.name), None)
+    if output is None or output.shape is None:
+        return 0
+    width = output.shape[1]
+    if not isinstance(width, int):
+        raise CheckFailedError(f"features have no fixed width: {output.shape}.")
+    return width
+
+
+def gate_features(ir_model: "ir.Model") -> int:
+    """Compute features only in steps that want them, in place; the graph gets the input ``want_features``.
+
+    Returns:
+        E; 0 for a graph without features, which stays as it is.
+
+    Raises:
+        CheckFailedError: features are a part of what the model computes anyway.
+    """
+    import onnx_ir as ir
+
+    size = feature_size(ir_model)
+    if not size:
+        return 0
+    graph = ir_model.graph
+    output = next(value for value in graph.outputs if value.name == FEATURES.name)
+    flow = Dataflow(graph)
+    needed = flow.before([value for value in graph.outputs if value is not output])
+    region = sorted(flow.before([output]) - needed, key=flow.position.__getitem__)
+    if output.producer() not in region:
+        raise CheckFailedError("the features are what the model computes anyway: there is nothing to leave out.")
+    none = constant(graph, "features.none", np.zeros((0, size), np.float32))
+    wanted = add_input(graph, WANT_FEATURES.name, ir.DataType.BOOL, [1])
+    skipped, given = _like(output, "features.skipped"), _like(output, FEATURES.name)
+    given.shape = ir.Shape(["num_features", size])  # not T: there are none unless the step wants them
+    emit, skip = Emitter(graph), Emitter(graph)
+    skip.node("Identity", [none], outputs=[skipped])
+    gate = emit.node("If", [wanted], outputs=[given], name="features.gate")
+    emit.place(after=region[-1])
+    graph.outputs[graph.outputs.index(output)] = given
+    graph.remove(region)
+    output.name = "features.ran"
+    run = ir.Graph([], [output], nodes=region, name="features.run")
+    gate.attributes.add(ir.AttrGraph("then_branch", run))
+    gate.attributes.add(ir.AttrGraph("else_branch", ir.Graph([], [skipped], nodes=skip.nodes, name="features.skip")))
+    return size
+
+
+def drop_features(ir_model: "ir.Model") -> None:
+    """Take the features out of a graph that no head reads, in place."""
+    import onnx_ir.passes.common as common_passes
+
+    graph = ir_model.graph
+    found = [value for value in graph.outputs if value.name == FEATURES.name]
+    for value in found:
+        graph.outputs.remove(value)
+    if found:
+        common_passes.RemoveUnusedNodesPass()(ir_model)
+
+
+def _like(value: "ir.Value", name: str) -> "ir.Value":
+    import onnx_ir as ir
+
+    return ir.Value(name=name, shape=value.shape, type=value.type)
