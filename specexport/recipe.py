@@ -171,7 +171,8 @@ class BuildRecipe:
             raise RecipeError("draft and head are both given.", "a bundle drafts with one of them: give one.")
         if self.self_draft:
             raise RecipeError(
-                "head and self_draft are both given: a head reads layers that such drafts leave out.", "give one of them."
+                "head and self_draft are both given: a head reads layers that such drafts leave out.",
+                "give one of them.",
             )
         if not find_backend(self.backend).has_heads:
             able = [backend.name for backend in BACKENDS.values() if backend.has_heads]
@@ -180,7 +181,9 @@ class BuildRecipe:
                 f"build with `--backend {' or '.join(able)}`.",
             )
         if self.draft_quantize == KEEP:
-            raise RecipeError("draft_quantize is 'keep', and draft heads hold float weights.", "use int8, int4 or none.")
+            raise RecipeError(
+                "draft_quantize is 'keep', and draft heads hold float weights.", "use int8, int4 or none."
+            )
 
     def _check_draft_reductions(self) -> None:
         for key in ("draft_layers", "draft_vocab_size", "draft_vocab_texts"):

@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 
 ABI_VERSION = 4
 READABLE_ABIS = (2, 3, 4)
-"""Version 3 added the gates of self-drafting, version 4 the features of draft heads; an older graph has none of them."""
+"""Version 3 added the gates of self-drafting, version 4 the features of draft heads; an older graph has none."""
 
 Role = Literal["token", "index", "padding", "cache", "gate", "output"]
 

@@ -124,7 +124,7 @@ class SpecEngine:
         self.tune_profile = tune_profile
         self.fingerprint = fingerprint
         runner = ModelRunner(target, unpad_kv=unpad_kv, unpad_input=unpad_input)
-        own = dict(unpad_kv=unpad_kv, unpad_input=unpad_input)
+        own = {"unpad_kv": unpad_kv, "unpad_input": unpad_input}
         self._drafting = {
             name: ModelRunner(executor, **own)
             for name, executor in (("draft", draft), ("head", head))

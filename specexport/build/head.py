@@ -172,7 +172,9 @@ def build_head(
         tokenizer_json, max_positions = checkpoint.tokenizer_json, checkpoint.max_positions
         del checkpoint
     with clock.stage("reference", role):
-        reference = _reference(loaded) if recipe.check and find_backend(recipe.backend).check_obstacle(recipe) is None else None
+        reference = (
+            _reference(loaded) if recipe.check and find_backend(recipe.backend).check_obstacle(recipe) is None else None
+        )
     head, config = loaded.head, loaded.config
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
     table = head.embed_tokens.weight.numel()
@@ -305,13 +307,15 @@ def check_head(folder: Path, entry: ModelEntry, reference: HeadReference) -> Eng
                 done[row] += count
     finally:
         executor.close()
-    return EngineCheck(max(_compare(entry, name, np.concatenate(found[name]), np.concatenate(wanted[name])) for name in found))
+    return EngineCheck(
+        max(_compare(entry, name, np.concatenate(found[name]), np.concatenate(wanted[name])) for name in found)
+    )
 
 
 def _compare(entry: ModelEntry, name: str, found: np.ndarray, wanted: np.ndarray) -> float:
     error, scale = float(np.abs(found - wanted).max()), max(1.0, float(np.abs(wanted).max()))
     if entry.quantize is not None:
-        ratio = float(np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-6))
+        ratio = float(np.linalg.norm(found - wanted)) / max(float(np.linalg.norm(wanted)), 1e-6)
         fits = ratio <= QUANTIZED_ERROR
     else:
         fits = error <= logit_tolerance(entry.dtype, len(entry.layers)).largest * scale

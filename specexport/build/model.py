@@ -111,7 +111,9 @@ def build_model(
     """
     require_export_stack(find_backend(recipe.backend))
     with clock.stage("load", source.role, source.name):
-        checkpoint = load_source(recipe, source, stream=reductions.prune is None)  # pruning runs the model again and again
+        checkpoint = load_source(
+            recipe, source, stream=reductions.prune is None
+        )  # pruning runs the model again and again
         recipe = resolve_recipe(recipe, [checkpoint.max_positions])  # refuses a length the model cannot have
         if recipe.quantization_of(source.role) == KEEP and not checkpoint.kept:  # a GGUF file of float weights
             recipe = with_quantization(recipe, source.role, None)

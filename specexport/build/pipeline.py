@@ -24,8 +24,8 @@ from specexport.build.cache import EngineCache
 from specexport.build.check import check_obstacle
 from specexport.build.draft_layers import LayerPrune, check_num_layers
 from specexport.build.draft_vocabulary import HeadCut, check_head_size, hash_texts, read_counting_texts
-from specexport.build.head import HeadPlan, build_head, plan_head
 from specexport.build.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, hash_sources, hash_values, tool_versions
+from specexport.build.head import HeadPlan, build_head, plan_head
 from specexport.build.model import (
     STAGES,
     WHOLE,

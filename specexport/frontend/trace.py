@@ -163,7 +163,8 @@ def trace_step(
     # The exporter notes Python stack traces, with paths of this machine, on every node.
     common_passes.ClearMetadataAndDocStringPass()(program.model)
     name_dimensions(program.model)
-    return program.model
+    traced: ir.Model = program.model
+    return traced
 
 
 def _name_stored(model: Any, ir_model: ir.Model, stored: Stored, names: Mapping[int, str]) -> None:

@@ -1,1 +1,1 @@
-"""Draft heads: small models that draft from the target's own hidden states. Importing it imports neither torch nor more."""
+"""Draft heads: small models that draft from the target's own hidden states. Importing it imports no torch."""

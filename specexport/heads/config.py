@@ -63,5 +63,5 @@ class HeadConfig:
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """What EAGLE-3 reads of a target of ``num_layers`` layers where nothing else is said (Li et al. 2025, their code)."""
+    """What EAGLE-3 reads of a target of ``num_layers`` layers where nothing else is said (as EAGLE has it)."""
     return 2, num_layers // 2, num_layers - 3

@@ -50,7 +50,8 @@ def load_projection(files: HeadFiles, config: HeadConfig, dtype: torch.dtype) ->
     """
     projection = FeatureProjection(config)
     _fill(projection, files, {name: name for name in projection.state_dict()})
-    return projection.to(dtype).eval().requires_grad_(False)
+    projection.to(dtype).eval().requires_grad_(False)
+    return projection
 
 
 def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
@@ -79,7 +80,9 @@ def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype:
         rows = tables.lm_head if ids is None else tables.lm_head[torch.from_numpy(ids.astype(np.int64))]
         head.lm_head.weight = torch.nn.Parameter(rows, requires_grad=False)
     elif ids is not None:
-        head.lm_head.weight.data = head.lm_head.weight.data[torch.from_numpy(np.argsort(_row_ids(files), kind="stable"))]
+        head.lm_head.weight.data = head.lm_head.weight.data[
+            torch.from_numpy(np.argsort(_row_ids(files), kind="stable"))
+        ]
     head = head.to(dtype).eval().requires_grad_(False)
     return LoadedHead(config, head, load_projection(files, config, dtype), ids)
 
@@ -101,8 +104,8 @@ def _fill(module: Any, files: HeadFiles, names: Mapping[str, str]) -> None:
     for name, stored in names.items():
         if files.shapes[stored] != tuple(state[name].shape):
             raise CheckpointError(
-                f"the head {files.name}: {stored} is {list(files.shapes[stored])}, and by its configuration it would be "
-                f"{list(state[name].shape)}.",
+                f"the head {files.name}: {stored} is {list(files.shapes[stored])}, and by its configuration it would "
+                f"be {list(state[name].shape)}.",
                 "give a head whose config.json belongs to its weights.",
             )
     module.load_state_dict({name: files.tensor(stored) for name, stored in names.items()}, strict=False, assign=True)
@@ -110,16 +113,17 @@ def _fill(module: Any, files: HeadFiles, names: Mapping[str, str]) -> None:
 
 def _row_ids(files: HeadFiles) -> np.ndarray:
     """Token id of each row of the LM head: ``d2t`` holds offsets from the row's own number."""
-    offsets = files.tensor("d2t").long().numpy()
-    return np.arange(len(offsets)) + offsets
+    offsets: np.ndarray = files.tensor("d2t").long().numpy()
+    ids: np.ndarray = np.arange(len(offsets)) + offsets
+    return ids
 
 
 def _head_ids(files: HeadFiles, config: HeadConfig) -> Int32Array | None:
     if "d2t" not in files.shapes:
         if config.draft_vocab_size != config.vocab_size:
             raise CheckpointError(
-                f"the head {files.name} has {config.draft_vocab_size} of {config.vocab_size} tokens, and no d2t that says "
-                "which.",
+                f"the head {files.name} has {config.draft_vocab_size} of {config.vocab_size} tokens, and no d2t that "
+                "says which.",
                 "give the complete head.",
             )
         return None

@@ -114,8 +114,8 @@ def _make_body(config: HeadConfig) -> Any:
     from transformers import AutoConfig, AutoModel
 
     values = {key: value for key, value in config.layer_config.items() if not key.endswith("token_id")}
-    made = AutoConfig.for_model(**{**values, "vocab_size": 1, "tie_word_embeddings": False})
-    made.pad_token_id = None
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # it has no vocabulary to have them in
+    made = AutoConfig.for_model(**{**values, **none, "vocab_size": 1, "tie_word_embeddings": False})
     body = AutoModel.from_config(made)
     del body.embed_tokens  # the head's own is beside it
     return body

@@ -63,7 +63,9 @@ def readings_of(config: HeadConfig, num_layers: int) -> list[Reading]:
     for shift in (-1, 1):
         taps = tuple(tap + shift for tap in config.taps)
         if config.kind == "eagle3" and all(0 <= tap <= num_layers for tap in taps):
-            found.append(Reading(replace(config, taps=taps), f"hidden states {list(taps)} in the place of {list(config.taps)}"))
+            found.append(
+                Reading(replace(config, taps=taps), f"hidden states {list(taps)} in the place of {list(config.taps)}")
+            )
     if config.kind == "eagle3":
         other = not config.norm_before_residual
         found.append(Reading(replace(config, norm_before_residual=other), f"norm_before_residual {str(other).lower()}"))
@@ -76,9 +78,7 @@ def readings_of(config: HeadConfig, num_layers: int) -> list[Reading]:
     return found
 
 
-def probe_head(
-    model: Any, loaded: LoadedHead, pieces: Seq[npt.NDArray[np.int64]], num_layers: int
-) -> Probe:
+def probe_head(model: Any, loaded: LoadedHead, pieces: Seq[npt.NDArray[np.int64]], num_layers: int) -> Probe:
     """Guess the target's best token behind every token of some texts, in each reading.
 
     Args:
@@ -94,7 +94,8 @@ def probe_head(
     rates = {}
     for reading in readings:
         guesses = [
-            _guess(loaded, reading, torch.from_numpy(piece), states) for piece, (_, states) in zip(pieces, seen, strict=True)
+            _guess(loaded, reading, torch.from_numpy(piece), states)
+            for piece, (_, states) in zip(pieces, seen, strict=True)
         ]
         rates[reading.change] = float((torch.cat(guesses) == best).float().mean())
     first = readings[0]
@@ -113,8 +114,8 @@ def check_probe(probe: Probe, name: str) -> None:
     """
     if probe.rate <= max(1.5 * probe.chance, probe.chance + FEW):
         raise CheckpointError(
-            f"the head {name} guesses {probe.rate:.0%} of this target's tokens, and always the same token would be right "
-            f"for {probe.chance:.0%}: it was made for another target, or its files say other things than its weights.",
+            f"the head {name} guesses {probe.rate:.0%} of this target's tokens, and always the same token would be "
+            f"right for {probe.chance:.0%}: it was made for another target, or its files say other things than its weights.",
             "give a head that was trained on this target, or `--no-check` to build it all the same.",
         )
 
@@ -137,4 +138,3 @@ def _guess(loaded: LoadedHead, reading: Reading, tokens: Tensor, states: Mapping
         head.head_config, head.swap = before
     rows = logits.argmax(-1)
     return rows if loaded.ids is None else torch.from_numpy(loaded.ids).long()[rows]
-

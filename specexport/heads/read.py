@@ -19,8 +19,8 @@ CONFIG_NAME = "config.json"
 _IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 _LAYER_KEYS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias",
-    "max_position_embeddings", "sliding_window", "layer_types", "bias", "partial_rotary_factor",
+    "head_dim", "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "attention_bias",
+    "mlp_bias", "max_position_embeddings", "sliding_window", "layer_types", "bias", "partial_rotary_factor",
 )  # fmt: skip
 _BODIES = ("llama", "qwen2", "qwen3", "mistral")
 
@@ -62,7 +62,9 @@ def open_head(source: Source) -> HeadFiles:
     try:
         values = json.loads((source.folder / CONFIG_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{source.name}: {CONFIG_NAME} cannot be read ({error}).", "fetch the head again.") from error
+        raise CheckpointError(
+            f"{source.name}: {CONFIG_NAME} cannot be read ({error}).", "fetch the head again."
+        ) from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{source.name}: {CONFIG_NAME} is no JSON object.", "fetch the head again.")
     shapes, stored = _read_names(source)
@@ -128,7 +130,8 @@ def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, v
         given = files.shapes["fc.weight"][1] // len(taps)
     if given != target_hidden_size:
         raise CheckpointError(
-            f"the head {files.name} reads hidden states of {given} values, and the target's have {target_hidden_size}.", _ELSE
+            f"the head {files.name} reads hidden states of {given} values, and the target's have {target_hidden_size}.",
+            _ELSE,
         )
     if vocab != vocab_size:
         raise CheckpointError(
@@ -200,9 +203,7 @@ def _taps(files: HeadFiles, num_layers: int) -> tuple[int, ...]:
         raise CheckpointError(f"{files.name}: eagle_aux_hidden_state_layer_ids is {ids!r}, no list of layers.", _ELSE)
     taps = tuple(i + shift if i >= 0 else num_layers + i + 1 for i in ids)
     if not all(0 <= tap <= num_layers for tap in taps):
-        raise CheckpointError(
-            f"the head {files.name} reads layers {ids}, and the target has {num_layers}.", _ELSE
-        )
+        raise CheckpointError(f"the head {files.name} reads layers {ids}, and the target has {num_layers}.", _ELSE)
     return taps
 
 

@@ -2,13 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from specexport.atomic import write_file
 from specexport.heads.config import HeadConfig
 from specexport.heads.modules import DraftHead, FeatureProjection
+from specexport.heads.read import CONFIG_NAME
 from specexport_runtime.errors import UnsupportedModelError
 from specexport_runtime.executors.base import Int32Array
 
@@ -42,7 +45,7 @@ def write_head(
 
     Raises:
         UnsupportedModelError: it is of a kind that the format has no name for.
-        OSError: the disk is full, or the folder cannot be written.
+        UserInputError: a file cannot be written.
     """
     if config.kind != "eagle3":
         raise UnsupportedModelError(f"a head of kind {config.kind!r} cannot be written.", "write an EAGLE-3 head.")
@@ -56,20 +59,21 @@ def write_head(
         known[ids] = True
         tensors |= {"d2t": torch.from_numpy(offsets), "t2d": torch.from_numpy(known)}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, writer in ((WEIGHTS_NAME, lambda path: save_file(tensors, path)), ("config.json", _json(config, verifier, lookahead))):
-        temporary = folder / f".{name}.tmp"
-        try:
-            writer(temporary)
-            temporary.replace(folder / name)
-        finally:
-            temporary.unlink(missing_ok=True)
+    write_file(folder / WEIGHTS_NAME, lambda path: save_file(tensors, path))
+    text = json.dumps(_values(config, verifier, lookahead), indent=2) + "\n"
+    write_file(folder / CONFIG_NAME, lambda path: _write(path, text))
 
 
-def _json(config: HeadConfig, verifier: str, lookahead: int):  # type: ignore[no-untyped-def]
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _values(config: HeadConfig, verifier: str, lookahead: int) -> dict[str, Any]:
+    """``config.json``."""
     proposal = {
         "proposal_type": "greedy", "speculative_tokens": lookahead, "accept_tolerance": 0.0, "verifier_accept_k": 1,
     }  # fmt: skip
-    values = {
+    return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": config.kind,
         "speculators_version": FORMAT_VERSION,
@@ -90,4 +94,3 @@ def _json(config: HeadConfig, verifier: str, lookahead: int):  # type: ignore[no
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
     }
-    return lambda path: path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

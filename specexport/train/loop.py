@@ -3,20 +3,23 @@
 import json
 import math
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from specexport.atomic import write_file
 from specexport.heads.modules import DraftHead, FeatureProjection
 from specexport.train.loss import Batch, divergence, unroll
 from specexport.train.store import FeatureStore, batches
+from specexport_runtime.errors import InvalidRequestError
 
+BEST_ROWS = 512  # hidden states whose logits over the whole vocabulary are held at a time
 STEP_DECAY = 0.8
 """Weight of each further draft step in the loss, as EAGLE-3's own training has it."""
 
@@ -47,20 +50,26 @@ class TrainSettings:
 
 
 class Target(NamedTuple):
-    """What of the target a loss needs.
+    """What of the target a training needs.
 
     Attributes:
-        lm_head: rows of its LM head for the head's tokens [N, H].
+        whole: its LM head, bfloat16 [V, H].
+        ids: token ids of the head's LM head, int64 [N].
         softcap: bound of its logits; 0 for none.
     """
 
-    lm_head: Tensor
+    whole: Tensor
+    ids: Tensor
     softcap: float = 0.0
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., N] of what its LM head reads [..., H]."""
-        logits = hidden.to(self.lm_head.dtype) @ self.lm_head.T
+        """Logits [..., N] of what its LM head reads [..., H], for the head's tokens."""
+        logits = hidden.to(self.whole.dtype) @ self.whole[self.ids].T
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """Its best token ids of hidden states [n, H], over its whole vocabulary."""
+        return torch.cat([(part.to(self.whole.dtype) @ self.whole.T).argmax(-1) for part in hidden.split(BEST_ROWS)])
 
 
 class Trainer:
@@ -88,7 +97,8 @@ class Trainer:
         self.store, self.indices, self.settings = store, indices, settings
         self.modules = torch.nn.ModuleDict({"head": head, "projection": projection})
         head.embed_tokens.weight.requires_grad_(False)
-        matrices, others = [], []
+        matrices: list[Tensor] = []
+        others: list[Tensor] = []
         for name, parameter in self.modules.named_parameters():
             if parameter.requires_grad:
                 is_matrix = parameter.dim() == 2 and "lm_head" not in name
@@ -100,8 +110,9 @@ class Trainer:
         ]
         self._rates = rates
         self.done = 0
+        self.tokens = 0
         self.seconds = 0.0
-        self.curve: list[dict[str, float]] = []
+        self.curve: list[dict[str, Any]] = []
         self._batches: list[list[int]] = []
         self._epoch = -1
 
@@ -125,7 +136,7 @@ class Trainer:
         with torch.autocast("cpu", torch.bfloat16):
             for number, result in enumerate(unroll(self.head, self.projection, batch, self.settings.steps)):
                 with torch.no_grad():
-                    wanted = self._wanted(batch, result.offset, result.logits.shape[1])
+                    wanted = self.wanted(batch, result.offset, result.logits.shape[1])
                 loss = divergence(result.logits, wanted, result.valid)
                 first = first or float(loss.detach())
                 total = total + STEP_DECAY**number * loss
@@ -136,10 +147,12 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
         self.done += 1
+        self.tokens += int(batch.lengths.sum())
         self.seconds += time.perf_counter() - start
         return first
 
-    def _wanted(self, batch: Batch, offset: int, width: int) -> Tensor:
+    def wanted(self, batch: Batch, offset: int, width: int) -> Tensor:
+        """The target's logits [B, width, N] at ``offset`` places behind each."""
         last = torch.nn.functional.pad(batch.last[:, offset:], (0, 0, 0, offset))[:, :width]
         return self.target.logits(last)
 
@@ -155,16 +168,12 @@ class Trainer:
         return Batch(filled, taps, last, lengths)
 
     def _next(self) -> list[int]:
-        settings, number = self.settings, self.done
-        while True:  # the batches of an epoch are the same whenever they are made
-            epoch, before = 0, 0
-            while True:
-                found = self._of_epoch(epoch)
-                if number < before + len(found):
-                    return found[number - before]
-                before += len(found)
-                epoch += 1
-            del settings
+        """The batch at this number: the same one in every run."""
+        epoch, before = 0, 0
+        while self.done >= before + len(found := self._of_epoch(epoch)):
+            before += len(found)
+            epoch += 1
+        return found[self.done - before]
 
     def _of_epoch(self, epoch: int) -> list[list[int]]:
         settings = self.settings
@@ -175,41 +184,57 @@ class Trainer:
         return self._batches
 
     def save(self, folder: Path) -> None:
-        """Write all that :meth:`resume` needs; what was there is replaced when that is whole."""
+        """Write all that :meth:`resume` needs; what was there is replaced when that is whole.
+
+        Raises:
+            UserInputError: the file cannot be written.
+        """
         tensors: dict[str, Tensor] = dict(self.modules.state_dict())
         tensors.pop("head.embed_tokens.weight")
-        scalars: dict[str, Any] = {}
         for number, optimizer in enumerate(self.optimizers):
             for index, state in optimizer.state_dict()["state"].items():
                 for key, value in state.items():
-                    tensors[f"optimizer.{number}.{index}.{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
-        scalars = {"done": self.done, "seconds": self.seconds, "curve": self.curve, "settings": asdict(self.settings)}
+                    tensors[f"optimizer.{number}.{index}.{key}"] = torch.as_tensor(value)
+        told = {name: getattr(self, name) for name in _TOLD}
+        whole = {name: value.detach().contiguous() for name, value in tensors.items()}
         folder.mkdir(parents=True, exist_ok=True)
-        path, temporary = folder / "state.safetensors", folder / "state.tmp"
-        save_file({k: v.contiguous() for k, v in tensors.items()}, temporary, {"state": json.dumps(scalars)})
-        temporary.replace(path)
+        meta = {"state": json.dumps(told), "settings": json.dumps(asdict(self.settings))}
+        write_file(folder / STATE_NAME, lambda path: save_file(whole, path, meta))
 
     def resume(self, folder: Path) -> bool:
-        """Go on from what :meth:`save` wrote; False if there is nothing."""
-        from safetensors import safe_open
+        """Go on from what :meth:`save` wrote; False if there is nothing.
 
-        path = folder / "state.safetensors"
+        Raises:
+            InvalidRequestError: it was written with other settings.
+        """
+        path = folder / STATE_NAME
         if not path.is_file():
             return False
         with safe_open(path, framework="pt") as file:
-            scalars = json.loads(file.metadata()["state"])
-        tensors = load_file(path)
-        own = {key: value for key, value in tensors.items() if not key.startswith("optimizer.")}
-        self.modules.load_state_dict(own, strict=False)
+            meta = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        before, now = json.loads(meta["settings"]), asdict(self.settings)
+        other = [name for name, value in now.items() if before.get(name) != value]
+        if other:
+            raise InvalidRequestError(
+                f"{path} was written with {other[0]} {before.get(other[0])}, and now it is {now[other[0]]}.",
+                "give the same settings, or another folder with --work.",
+            )
+        self.modules.load_state_dict({k: v for k, v in tensors.items() if not k.startswith("optimizer.")}, strict=False)
         for number, optimizer in enumerate(self.optimizers):
             state: dict[int, dict[str, Tensor]] = {}
             for key, value in tensors.items():
-                parts = key.split(".")
-                if parts[0] == "optimizer" and int(parts[1]) == number:
-                    state.setdefault(int(parts[2]), {})[parts[3]] = value
+                kind, *parts = key.split(".")
+                if kind == "optimizer" and int(parts[0]) == number:
+                    state.setdefault(int(parts[1]), {})[parts[2]] = value
             optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        self.done, self.seconds, self.curve = scalars["done"], scalars["seconds"], scalars["curve"]
+        for name, value in json.loads(meta["state"]).items():
+            setattr(self, name, value)
         return True
+
+
+STATE_NAME = "state.safetensors"
+_TOLD = ("done", "tokens", "seconds", "curve")
 
 
 class Acceptance(NamedTuple):
@@ -227,16 +252,12 @@ class Acceptance(NamedTuple):
     loss: float
 
 
-def measure_acceptance(
-    trainer: Trainer, indices: Seq[int], best: Callable[[Tensor], Tensor], head_ids: Tensor, steps: int = 5
-) -> Acceptance:
+def measure_acceptance(trainer: Trainer, indices: Seq[int], steps: int = 5) -> Acceptance:
     """Greedy drafts of a head on held-out texts; the tokens fed are the text's own, as an accepted draft's are.
 
     Args:
         trainer: has the head.
         indices: the texts.
-        best: the target's best token ids of hidden states [n, H], over its whole vocabulary.
-        head_ids: token ids of the head's LM head [N].
         steps: draft steps.
     """
     right, seen, loss, groups = [0.0] * steps, [0.0] * steps, 0.0, 0
@@ -244,10 +265,10 @@ def measure_acceptance(
         batch = trainer.read(group)
         width = batch.tokens.shape[1]
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            argmax = best(batch.last.flatten(0, 1)).view(batch.tokens.shape)
+            argmax = trainer.target.best(batch.last.flatten(0, 1)).view(batch.tokens.shape)
             alive: Tensor | None = None
             for step, result in enumerate(unroll(trainer.head, trainer.projection, batch, steps)):
-                drafted = head_ids[result.logits.argmax(-1)]
+                drafted = trainer.target.ids[result.logits.argmax(-1)]
                 wanted = torch.nn.functional.pad(argmax[:, result.offset :], (0, result.offset))[:, : width - 1]
                 # A place counts where the text went on as the target would have: there a draft can be right.
                 follows = torch.nn.functional.pad(batch.tokens[:, 1 + result.offset :], (0, result.offset))
@@ -258,7 +279,7 @@ def measure_acceptance(
                 right[step] += float(hit.sum())
                 alive = hit & (follows == wanted)
                 if step == 0:
-                    loss += float(divergence(result.logits, trainer._wanted(batch, 1, width - 1), result.valid))
+                    loss += float(divergence(result.logits, trainer.wanted(batch, 1, width - 1), result.valid))
                     groups += 1
     rates = tuple(r / max(s, 1.0) for r, s in zip(right, seen, strict=True))
     length = 1 + sum(math.prod(rates[: n + 1]) for n in range(steps))

@@ -11,6 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specexport.atomic import write_file
+
 FILE_TOKENS = 16_384
 """A file is closed when it has so many tokens."""
 
@@ -90,17 +92,12 @@ class StoreWriter:
         if not self._waiting:
             return
         path = self.folder / f"states-{self._next:05d}.safetensors"
-        temporary = path.with_suffix(".tmp")
         data = {
             "tokens": torch.cat([each.tokens for each in self._waiting]).int(),
             "states": torch.cat([each.states for each in self._waiting]).contiguous(),
         }
         lengths = [len(each.tokens) for each in self._waiting]
-        try:
-            save_file(data, temporary, {"lengths": json.dumps(lengths)})
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_file(path, lambda temporary: save_file(data, temporary, {"lengths": json.dumps(lengths)}))
         self._waiting, self._next = [], self._next + 1
 
 

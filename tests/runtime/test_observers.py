@@ -222,6 +222,15 @@ def test_one_that_raises_is_dropped_and_logged_once(watched, caplog, method):
     assert len(watcher.rounds) == len(other.rounds)
 
 
+def test_one_without_the_methods_is_dropped_and_nobody_waits(watched, caplog):
+    engine, watcher = watched
+    engine.add_observer(object())
+    with caplog.at_level(logging.ERROR, logger="specexport_runtime"):
+        assert engine.generate([7], LONG)[0].token_ids == expected([7], 40)
+    assert "has no attribute 'on_round'" in caplog.text
+    assert watcher.reasons() == {"length": 1}
+
+
 def test_nothing_is_computed_for_nobody(monkeypatch):
     import specexport_runtime.decoding.decoder as module
 

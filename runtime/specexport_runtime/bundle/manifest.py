@@ -123,8 +123,8 @@ class ModelEntry:
         feature_size: E: of a target with a draft head, width of the features that it gives; of the head, of those that
             it reads. 0 for all others.
         head_kind: of a draft head: what it computes, ``"eagle3"`` or another; None for all others.
-        taps: of a draft head: the target's hidden states that features are made of, as transformers numbers them, and -1
-            for the one behind its last norm.
+        taps: of a draft head: the target's hidden states that features are made of, as transformers numbers them, and
+            -1 for the one behind its last norm.
     """
 
     path: str

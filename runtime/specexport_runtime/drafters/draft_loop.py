@@ -118,8 +118,8 @@ def run_drafts(
         runner: the model; its committed lengths grow by what it is fed.
         drafts: in ascending rows.
         vocab_size: ids that may be drafted; logits beyond it are cut off.
-        pending: gives what the model is fed for a draft as it stands: what the sequence has that the model has not seen,
-            or the last draft token.
+        pending: gives what the model is fed for a draft as it stands: what of the sequence it has not seen, or the last
+            draft token.
         head: the ids below ``vocab_size`` that the model's LM head has rows for; None where it has all.
     """
     num_rows = vocab_size if head is None else len(head.ids)

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from specexport_runtime.drafters.base import DrafterKind, DrafterParts, DrafterTraits, DraftOffer, Obstacle
+from specexport_runtime.drafters.base import DrafterKind, DrafterParts, DrafterTraits, Obstacle
 from specexport_runtime.drafters.draft_loop import Draft, run_drafts
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array, as_head
@@ -160,7 +160,9 @@ class HeadDrafter:
         """Tokens and features of the entries that are held; none are left."""
         start, count = held.start, held.count
         if start != self.runner.kv.kv_len(seq.row):
-            raise SpecexportError(f"features begin at {start}, and the head goes on at {self.runner.kv.kv_len(seq.row)}.")
+            raise SpecexportError(
+                f"features begin at {start}, and the head goes on at {self.runner.kv.kv_len(seq.row)}."
+            )
         return self._known(seq.tokens[start + 1 : start + 1 + count]), held.take()
 
     def _known(self, tokens: list[int]) -> list[int]:

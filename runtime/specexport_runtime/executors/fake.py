@@ -33,8 +33,8 @@ class FakeExecutor:
             plus ``gate_noise`` of a third random function, of the tokens and of which parts are off. An entry that was
             written with parts off serves steps with the same parts off, and no others.
         gate_noise: its standard deviation.
-        gives_features: the executor of a target for a draft head (``FeaturedExecutor``): a token's feature is the ids of
-            the last ``context`` tokens.
+        gives_features: the executor of a target for a draft head (``FeaturedExecutor``): a token's feature is the ids
+            of the last ``context`` tokens.
         reads_features: the executor of a draft head (``HeadExecutor``): its logits are a function of the feature and
             the token that an entry has, and of nothing else, so that a wrong feature shows. Fed what it handed on, it
             is as good; with ``noise`` it is not.
@@ -209,7 +209,9 @@ class FakeExecutor:
         if buffers.token_features is not None:
             features = buffers.token_features[begin:end]
             _require(bool(np.isfinite(features).all()), f"row {offset} has a feature for each token")
-            contexts = [[*feature.astype(int).tolist(), int(token)] for feature, token in zip(features, tokens, strict=False)]
+            contexts = [
+                [*feature.astype(int).tolist(), int(token)] for feature, token in zip(features, tokens, strict=False)
+            ]
             return {
                 begin + j: self._hand_on(handed, begin + j, [token for token in context if token >= 0])
                 for j, context in enumerate(contexts)

@@ -44,7 +44,9 @@ class OrtFeatures:
         shapes = {value.name: value.shape for value in (*session.get_inputs(), *session.get_outputs())}
         self.size = size
         self.gives, self.reads = FEATURES.name in shapes, TOKEN_FEATURES.name in shapes
-        widths = {shapes[name][-1] for name in (FEATURES.name, TOKEN_FEATURES.name, NEXT_FEATURES.name) if name in shapes}
+        widths = {
+            shapes[name][-1] for name in (FEATURES.name, TOKEN_FEATURES.name, NEXT_FEATURES.name) if name in shapes
+        }
         pairs = {WANT_FEATURES.name: self.gives, NEXT_FEATURES.name: self.reads}
         if widths != ({size} if size else set()) or any((name in shapes) != has for name, has in pairs.items()):
             raise IncompatibleError(

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -72,17 +71,17 @@ class Observers:
     def round_done(self, record: RoundRecord) -> None:
         """Tell all of a step."""
         for observer in self._each:
-            self._tell(observer, observer.on_round, record)
+            self._tell(observer, "on_round", record)
 
     def sequence_done(self, sequence: "Sequence") -> None:
         """Tell all of the end of a sequence."""
         for observer in self._each:
-            self._tell(observer, observer.on_finish, sequence)
+            self._tell(observer, "on_finish", sequence)
 
-    def _tell(self, observer: EngineObserver, call: "Callable[[Any], None]", news: object) -> None:
+    def _tell(self, observer: EngineObserver, what: str, news: object) -> None:
         try:
-            call(news)
-        except Exception:  # whatever it is: who watches must not stop what is watched
+            getattr(observer, what)(news)
+        except Exception:  # whatever it is, even that there is no such method: who watches must not stop what is watched
             with self._lock:
                 self._each = tuple(each for each in self._each if each is not observer)
             logging.getLogger("specexport_runtime").exception(

@@ -1,0 +1,62 @@
+"""``specexport train-draft``: flags in, a draft head out. Everything heavy is imported when it runs."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+@click.command("train-draft")
+@click.argument("target")
+@click.option("-o", "--output", type=_FOLDER, required=True, help="Folder of the head.")
+@click.option("--prompts", type=_FILE, multiple=True, help="JSONL with a field `prompt`. Repeatable.")
+@click.option("--kind", default="eagle3", show_default=True, help="What to train: eagle3.")
+@click.option("--work", type=_FOLDER, help="Folder for texts, hidden states and the state  [default: OUTPUT.work].")
+@click.option("--bundle", type=_FOLDER, help="A bundle of the target that writes the texts  [default: one is built].")
+@click.option("--max-tokens", type=int, default=192, show_default=True, help="New tokens for each prompt.")
+@click.option("--temperature", type=float, default=0.7, show_default=True, help="Of every second group of texts.")
+@click.option("--draft-vocab-size", type=int, metavar="N", help="Tokens of its LM head  [default: 16384, or all].")
+@click.option("--steps", type=int, default=3, show_default=True, help="Draft steps of the training-time test.")
+@click.option("--epochs", type=int, default=4, show_default=True, help="How often it reads each text.")
+@click.option("--batches", type=int, help="Batches to learn from, in the place of --epochs.")
+@click.option("--batch-tokens", type=int, default=2048, show_default=True, help="Most tokens of a batch.")
+@click.option("--max-states-gb", type=float, default=8.0, show_default=True, help="Most disk for hidden states.")
+@click.option("--rate", type=float, default=0.003, show_default=True, help="Learning rate of the matrices.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of everything random.")
+@click.option("--threads", type=int, help="Compute threads  [default: the cores available].")
+@click.option("--plot", type=_FILE, help="Draw the acceptance there (.png, .svg or .pdf); needs matplotlib.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
+def train_draft(*, plot: Path | None, as_json: bool, quiet: bool, **asked: Any) -> None:
+    """Train a draft head for TARGET, on texts that it writes to your prompts.
+
+    A run that was ended goes on where it was: give the same command again.
+    """
+    from specexport.build.model import require_export_stack
+    from specexport.progress import show_progress
+    from specexport.train.options import TrainOptions
+    from specexport.train.run import train_draft as run
+
+    options = TrainOptions(**asked)
+    require_export_stack()
+    with show_progress(sys.stderr, quiet=quiet) as progress:
+        result = run(options, progress)
+    if plot is not None:
+        from specexport.train.plot import plot_curve
+
+        plot_curve(result.curve, plot)
+    if as_json:
+        click.echo(json.dumps(result.to_json()))
+        return
+    last = result.curve[-1]
+    click.echo(
+        f"Trained {result.output} on {result.num_tokens:,} tokens in {result.seconds / 60:.1f} minutes "
+        f"({result.tokens_per_second:.0f} tokens/s)."
+    )
+    click.echo(f"  held-out texts: {last['length']:.2f} tokens a round, first guess right {last['rates'][0]:.0%}")
+    click.echo(f"  specexport build {options.target} --head {result.output} -o BUNDLE")

@@ -1,0 +1,88 @@
+"""Texts that the target writes: what its drafts will have to guess. Written by our own runtime."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from specexport_runtime.errors import InvalidRequestError
+
+GROUP = 32
+"""Texts between two savings."""
+
+
+def write_texts(
+    bundle: Path,
+    prompts: Seq[str],
+    path: Path,
+    settings: dict[str, Any],
+    *,
+    threads: int | None = None,
+    on_group: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Let a bundle continue prompts; every second group greedily, as most users decode, the others drawn.
+
+    What is in ``path`` already is kept: a line a prompt, in the order of the prompts.
+
+    Args:
+        bundle: a bundle of the target.
+        prompts: the prompts.
+        path: JSON lines with ``tokens`` (prompt and text) and ``num_prompt``.
+        settings: ``max_tokens``, ``temperature`` and ``seed``.
+        threads: compute threads.
+        on_group: called with the number of texts that are there.
+
+    Raises:
+        InvalidRequestError: the file holds texts of other prompts or settings.
+    """
+    key = hashlib.sha256(json.dumps([list(prompts), settings]).encode()).hexdigest()[:16]
+    done = _whole_lines(path, key)
+    if done >= len(prompts):
+        return
+    from specexport_runtime import SamplingParams, SpecEngine
+
+    engine = SpecEngine.load(bundle, num_threads=threads)
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            for start in range(done - done % GROUP, len(prompts), GROUP):
+                greedy = (start // GROUP) % 2 == 0
+                params = SamplingParams(
+                    max_tokens=settings["max_tokens"],
+                    temperature=0.0 if greedy else settings["temperature"],
+                    seed=settings["seed"] + start,
+                )
+                group = list(prompts[start : start + GROUP])
+                tokens = [engine.tokenizer.encode(prompt).ids for prompt in group]
+                room = engine.max_model_len - settings["max_tokens"]
+                tokens = [ids[-room:] for ids in tokens]
+                for number, (ids, result) in enumerate(zip(tokens, engine.generate(tokens, params), strict=True)):
+                    if start + number >= done:
+                        line = {"tokens": [*ids, *result.token_ids], "num_prompt": len(ids), "key": key}
+                        file.write(json.dumps(line) + "\n")
+                file.flush()
+                on_group(min(start + GROUP, len(prompts)))
+    finally:
+        engine.close()
+
+
+def read_texts(path: Path) -> list[list[int]]:
+    """Token ids of the texts, prompts included."""
+    return [json.loads(line)["tokens"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _whole_lines(path: Path, key: str) -> int:
+    """Texts that a run before this one has finished; a line that it did not finish is cut off."""
+    if not path.is_file():
+        return 0
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        path.write_bytes(whole)
+    lines = whole.decode("utf-8").splitlines()
+    if lines and json.loads(lines[0])["key"] != key:
+        raise InvalidRequestError(
+            f"{path} holds texts of other prompts or settings.", "give another folder with --work, or remove this one."
+        )
+    return len(lines)

@@ -1,0 +1,123 @@
+"""Draft heads by their published equations, in plain torch: nothing of the compiler, nothing of transformers' layers.
+
+EAGLE-3 (Li et al. 2025): ``g = fc(norms(states))``; the first layer's attention reads ``[norm(emb(t_{i+1})), norm(g_i)]``.
+EAGLE (Li et al. 2024): ``fc([emb(t_{i+1}), f_i])`` goes into a layer without a norm in front, with no norm behind.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class Spec(NamedTuple):
+    """What a reference needs to know; tensors are by their names in the speculators format."""
+
+    kind: str
+    tensors: Mapping[str, Tensor]
+    taps: Sequence[int]
+    layers: int = 1
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    eps: float = 1e-6
+    theta: float = 10000.0
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    ids: Sequence[int] | None = None
+
+
+def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    if weight is None:
+        return x
+    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+
+
+def rotate(x: Tensor, spec: Spec) -> Tensor:
+    half = spec.head_dim // 2
+    rate = spec.theta ** (-torch.arange(half) / half)
+    angle = torch.arange(x.shape[0])[:, None] * rate
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def attention(spec: Spec, layer: int, x: Tensor) -> Tensor:
+    def part(name: str, count: int) -> Tensor:
+        found = x @ spec.tensors[f"layers.{layer}.self_attn.{name}_proj.weight"].T
+        found = found.view(len(x), count, spec.head_dim)
+        if name != "v":
+            weight = spec.tensors.get(f"layers.{layer}.self_attn.{name}_norm.weight")
+            found = rotate(norm(found, weight, spec.eps), spec)
+        return found
+
+    q, k, v = part("q", spec.heads), part("k", spec.kv_heads), part("v", spec.kv_heads)
+    k, v = (each.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for each in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.head_dim**-0.5
+    later = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+    mixed = torch.einsum("hqk,khd->qhd", weights, v).reshape(len(x), -1)
+    return mixed @ spec.tensors[f"layers.{layer}.self_attn.o_proj.weight"].T
+
+
+def mlp(spec: Spec, layer: int, x: Tensor) -> Tensor:
+    gate, up, down = (spec.tensors[f"layers.{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    return (functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+def project(spec: Spec, states: Sequence[Tensor]) -> Tensor:
+    """Features [T, E] of the target's hidden states [T, H] at the taps."""
+    t = spec.tensors
+    if spec.kind == "eagle":
+        return states[0]
+    if "fc_norm.0.weight" in t:
+        states = [norm(state, t[f"fc_norm.{i}.weight"], spec.eps) for i, state in enumerate(states)]
+    joined = norm(torch.cat(list(states), -1), t.get("input_norm.weight"), spec.eps)
+    return joined @ t["fc.weight"].T
+
+
+def forward(spec: Spec, tokens: Sequence[int], features: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [T, N] and what is handed on [T, E]; ``tokens[i]`` follows the token of ``features[i]``."""
+    t = spec.tensors
+    embedded = t["embed_tokens.weight"][torch.tensor(list(tokens))]
+    for layer in range(spec.layers):
+
+        def weight(name: str, layer: int = layer) -> Tensor | None:
+            return t.get(f"layers.{layer}.{name}.weight")
+
+        if layer == 0 and spec.kind == "eagle3":
+            normed = norm(features, weight("hidden_norm"), spec.eps)
+            x = torch.cat([norm(embedded, weight("input_layernorm"), spec.eps), normed], dim=-1)
+            h = (normed if spec.norm_before_residual else features) + attention(spec, 0, x)
+        else:
+            if layer == 0:
+                h = torch.cat([embedded, features], dim=-1) @ t["fc.weight"].T + t.get("fc.bias", 0.0)
+            h = h + attention(spec, layer, norm(h, weight("input_layernorm"), spec.eps))
+        h = h + mlp(spec, layer, norm(h, weight("post_attention_layernorm"), spec.eps))
+    last = norm(h, t.get("norm.weight"), spec.eps)
+    return last @ t["lm_head.weight"].T, last if spec.norm_output else h
+
+
+def draft(spec: Spec, target: Any, tokens: Sequence[int], count: int, limit: int) -> list[int]:
+    """Greedy drafts behind ``tokens``, of which the target has read all but the last: everything is computed anew.
+
+    An id from ``limit`` on, which the tokenizer cannot produce, is drafted as 0.
+    """
+    with torch.no_grad():
+        output = target(torch.tensor([list(tokens[:-1])]), output_hidden_states=True)
+        if spec.kind == "eagle":
+            states = [output.hidden_states[-1][0]]
+        else:
+            states = [output.hidden_states[tap][0] for tap in spec.taps]
+        features, fed = project(spec, states), list(tokens[1:])
+        found: list[int] = []
+        for _ in range(count):
+            logits, handed_on = forward(spec, fed, features)
+            row = int(logits[-1].argmax())
+            token = row if spec.ids is None else spec.ids[row]
+            found.append(token if token < limit else 0)
+            fed.append(found[-1])
+            features = torch.cat([features, handed_on[-1:]])
+    return found

@@ -1,0 +1,204 @@
+"""Heads of every dialect, made on the spot: what our engines draft is what the published equations draft."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference_head import draft, forward, project
+from tiny_heads import DIALECTS, HIDDEN, IDS, LAYER, LAYERS, VOCAB, mapping, speculators, tensors, write
+from tiny_models import make_llama, save_checkpoint
+
+from specexport.build.head import CHECK_LENS, HeadReference, check_head
+from specexport.build.pipeline import build_bundle
+from specexport.frontend.source import resolve_source
+from specexport.heads.load import TargetTables, load_head
+from specexport.heads.read import open_head, read_config
+from specexport.heads.trace import causal_step
+from specexport.recipe import BuildRecipe
+from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.abi import AFTER_NORM
+from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.bundle.opened import load_bundle
+from specexport_runtime.errors import CheckpointError, RecipeError, UnsupportedModelError
+
+PROMPTS = [[5, 9, 200, 17, 8], [3, 77], [250] * 4 + [12, 13, 14, 15, 16], [9, 8, 7]]
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return make_llama(seed=3, num_hidden_layers=LAYERS, hidden_size=HIDDEN)
+
+
+@pytest.fixture(scope="module")
+def target_folder(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(target, tmp_path_factory.mktemp("target"))
+
+
+def config_of(folder: Path) -> Any:
+    files = open_head(resolve_source(str(folder), None))
+    return files, read_config(files, num_layers=LAYERS, target_hidden_size=HIDDEN, vocab_size=VOCAB)
+
+
+def load(folder: Path, target: Any) -> Any:
+    files, config = config_of(folder)
+    tables = TargetTables(*(t.weight.detach() for t in (target.get_input_embeddings(), target.get_output_embeddings())))
+    return load_head(files, config, tables, torch.float32)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_head_computes_the_published_equations(dialect: str, target: Any, tmp_path: Path) -> None:
+    spec = DIALECTS[dialect](tmp_path, target)
+    loaded = load(tmp_path, target)
+    assert loaded.config.taps == (spec.taps or (AFTER_NORM,))
+    states = [torch.randn(7, HIDDEN) for _ in spec.taps or [0]]
+    features, tokens = loaded.projection(states), torch.tensor([5, 6, 7, 200, 9, 10, 319])
+    torch.testing.assert_close(features, project(spec, states), rtol=0, atol=1e-5)
+    logits, handed_on = causal_step(loaded.head, tokens, features)
+    wanted_logits, wanted = forward(spec, tokens.tolist(), features)
+    torch.testing.assert_close(handed_on, wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits, wanted_logits, rtol=0, atol=1e-5)
+    assert (None if loaded.ids is None else loaded.ids.tolist()) == spec.ids
+
+
+@pytest.mark.bundle
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_bundle_drafts_what_the_published_equations_draft(
+    dialect: str, target: Any, target_folder: Path, tmp_path: Path
+) -> None:
+    spec = DIALECTS[dialect](tmp_path / "head", target)
+    recipe = BuildRecipe(
+        target=str(target_folder), head=str(tmp_path / "head"), output=str(tmp_path / "b"), max_model_len=64, check=False
+    )
+    build_bundle(recipe)
+    check_reference(tmp_path / "b", spec)
+    engine = SpecEngine.load(tmp_path / "b", num_threads=1, spin=False, adaptive=False, max_num_seqs=3)
+    rounds: list[tuple[list[int], list[int]]] = []
+
+    class Watch:
+        def on_round(self, record: Any) -> None:
+            for event in record.events:
+                before = event.sequence.tokens[: len(event.sequence.tokens) - len(event.tokens)]
+                rounds.append((before, list(event.proposal.tokens)))
+
+        def on_finish(self, _: Any) -> None: ...
+
+    engine.add_observer(Watch())
+    params = SamplingParams(max_tokens=14, ignore_eos=True)
+    plain = [list(result.token_ids) for result in engine.generate(PROMPTS, params, drafter="none")]
+    rounds.clear()
+    found = engine.generate(PROMPTS, params, drafter="head", num_speculative_tokens=3)
+    assert [list(result.token_ids) for result in found] == plain
+    compared, limit = 0, load_manifest(tmp_path / "b").vocabulary.size
+    for before, drafted in rounds:
+        if drafted:
+            assert drafted == draft(spec, target, before, len(drafted), limit), before
+            compared += len(drafted)
+    assert compared > 60
+    engine.check()
+    engine.close()
+
+
+def check_reference(bundle: Path, spec: Any) -> None:
+    """The engine's logits and hidden states in ragged steps, against the equations: 1e-5."""
+    generator = np.random.default_rng(4)
+    entry = load_manifest(bundle).models["head"]
+    tokens = [generator.integers(0, VOCAB, n) for n in CHECK_LENS]
+    features = [generator.normal(0, 1, (n, entry.feature_size)).astype(np.float32) for n in CHECK_LENS]
+    runs = [forward(spec, ids.tolist(), torch.from_numpy(each)) for ids, each in zip(tokens, features, strict=True)]
+    logits, handed = ([run[at].numpy() for run in runs] for at in (0, 1))
+    opened = load_bundle(bundle)
+    found = check_head(opened.folder, opened.manifest.models["head"], HeadReference(tokens, features, logits, handed))
+    assert found.max_abs_error <= 1e-5
+
+
+def test_a_head_for_another_target_is_refused_by_what_differs(tmp_path: Path, target: Any) -> None:
+    speculators(tmp_path, target)
+    files = open_head(resolve_source(str(tmp_path), None))
+    with pytest.raises(CheckpointError, match="reads hidden states of 64 values, and the target's have 128"):
+        read_config(files, num_layers=LAYERS, target_hidden_size=128, vocab_size=VOCAB)
+    with pytest.raises(CheckpointError, match="for a vocabulary of 320 tokens, and the target has 4096"):
+        read_config(files, num_layers=LAYERS, target_hidden_size=HIDDEN, vocab_size=4096)
+    with pytest.raises(CheckpointError, match=r"reads layers \[1, 3, 4\], and the target has 3"):
+        read_config(files, num_layers=3, target_hidden_size=HIDDEN, vocab_size=VOCAB)
+
+
+def edit(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(("key", "value"), [("accept_tolerance", 0.1), ("verifier_accept_k", 3)])
+def test_knobs_that_are_not_lossless_are_refused_by_name(key: str, value: Any, tmp_path: Path, target: Any) -> None:
+    speculators(tmp_path, target)
+    edit(tmp_path, speculators_config={"proposal_methods": [{key: value}]})
+    with pytest.raises(UnsupportedModelError, match=f"sets {key} to {value}"):
+        config_of(tmp_path)
+
+
+def test_a_kind_that_is_not_known_is_refused(tmp_path: Path, target: Any) -> None:
+    speculators(tmp_path, target)
+    edit(tmp_path, speculators_model_type="dspark")
+    with pytest.raises(UnsupportedModelError, match="kind 'dspark'"):
+        config_of(tmp_path)
+    write(tmp_path / "odd", LAYER, {"strange.weight": torch.ones(2, 2)})
+    with pytest.raises(UnsupportedModelError, match="no kind of head that is known"):
+        config_of(tmp_path / "odd")
+
+
+def test_what_is_missing_or_misshapen_is_named(tmp_path: Path, target: Any) -> None:
+    speculators(tmp_path, target)
+    config = json.loads((tmp_path / "config.json").read_text())
+    own = tensors(rows=len(IDS)) | {f"fc_norm.{i}.weight": torch.ones(HIDDEN) for i in range(3)} | mapping(IDS)
+    lacking = {name: value for name, value in own.items() if "down_proj" not in name}
+    write(tmp_path / "a", config, lacking)
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors, for example layers.0.mlp.down_proj.weight"):
+        load(tmp_path / "a", target)
+    write(tmp_path / "b", config, own | {"norm.weight": torch.ones(63)})
+    with pytest.raises(CheckpointError, match=r"norm.weight is \[63\], and by its configuration it would be \[64\]"):
+        load(tmp_path / "b", target)
+    write(tmp_path / "c", config, {name: value for name, value in own.items() if name != "d2t"})
+    with pytest.raises(CheckpointError, match="no d2t that says which"):
+        load(tmp_path / "c", target)
+    write(tmp_path / "d", config, own | {"d2t": torch.zeros(len(IDS), dtype=torch.int64) - torch.arange(len(IDS))})
+    with pytest.raises(CheckpointError, match="d2t does not name"):
+        load(tmp_path / "d", target)
+
+
+def test_rows_of_an_lm_head_in_any_order_get_ascending_ids(tmp_path: Path, target: Any) -> None:
+    spec = speculators(tmp_path / "a", target)
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    order = torch.randperm(len(IDS), generator=torch.Generator().manual_seed(1))
+    turned = torch.tensor(IDS)[order]
+    own = {name: value for name, value in spec.tensors.items() if name != "embed_tokens.weight"}
+    own |= {"lm_head.weight": own["lm_head.weight"][order], "d2t": turned - torch.arange(len(IDS))}
+    write(tmp_path / "b", config, own)
+    loaded, plain = load(tmp_path / "b", target), load(tmp_path / "a", target)
+    assert loaded.ids.tolist() == plain.ids.tolist() == IDS
+    assert torch.equal(loaded.head.lm_head.weight, plain.head.lm_head.weight)
+
+
+def test_damaged_files_and_pickles_are_refused(tmp_path: Path, target: Any) -> None:
+    speculators(tmp_path, target)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
+        config_of(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "medusa_lm_head.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(CheckpointError, match="pickled weights only"):
+        config_of(tmp_path)
+
+
+def test_recipes_that_ask_for_too_much(tmp_path: Path) -> None:
+    common = {"target": "t", "output": str(tmp_path), "head": "h"}
+    with pytest.raises(RecipeError, match="draft and head are both given"):
+        BuildRecipe(**common, draft="d")
+    with pytest.raises(RecipeError, match="head and self_draft"):
+        BuildRecipe(**common, self_draft=True)
+    with pytest.raises(RecipeError, match="backend tensorrt-rtx runs no draft heads"):
+        BuildRecipe(**common, backend="tensorrt-rtx")
+    with pytest.raises(RecipeError, match="draft heads hold float weights"):
+        BuildRecipe(**common, draft_quantize="keep")
