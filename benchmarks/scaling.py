@@ -89,7 +89,7 @@ def calibrate(args: argparse.Namespace, prompts: list[str]) -> tuple[Throughput,
     full, single = Rig(args, most), Rig(args, 1)
     if full.engine.draft is None:
         raise SystemExit("the bundle has no draft model")
-    runners = ModelRunner(full.engine.target), ModelRunner(full.engine.draft)
+    runners = ModelRunner(full.engine.target), {"draft-model": ModelRunner(full.engine.draft)}
     curves = measure_costs(*runners, max_rows=most, lookahead=full.engine.lookahead)  # anew, not from the user's cache
     mean_prompt = sum(len(full.engine.encode(prompt)) for prompt in prompts) / len(prompts)
     loaded = saturate(full, most, max(KS), prompts, args)

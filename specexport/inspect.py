@@ -9,10 +9,12 @@ import click
 
 from specexport.build.draft_layers import describe_layers
 from specexport_runtime.abi import (
+    AFTER_NORM,
     ALIGNED_STEP_INPUTS,
     CACHE_BYTES,
     CACHE_INPUTS,
     EXTENT_INPUTS,
+    FEATURE_INPUTS,
     GATE_INPUTS,
     OUTPUTS,
     SIMILARITY,
@@ -59,7 +61,7 @@ def describe_json(manifest: Manifest) -> dict[str, Any]:
 
 def contract_of(entry: ModelEntry) -> list[TensorSpec]:
     """Rows of the graph contract that a model's engine has; ``{i}`` stands for each layer."""
-    known = dict.fromkeys((*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS, *GATE_INPUTS))
+    known = dict.fromkeys((*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS, *GATE_INPUTS, *FEATURE_INPUTS))
     backend = backend_of(entry.backend)
     extra = (_GPU_OUTPUTS if backend is not None and backend.on_gpu else ()) + (
         (SIMILARITY,) if entry.num_gates and not entry.skipped_layers else ()
@@ -110,6 +112,10 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     yield f"  {len(entry.layers)} attention layers ({_layers(entry.layers)}), V {entry.vocab_size}, positions: {limit}"
     if entry.dropped_layers:
         yield f"  {describe_layers(entry)}"
+    if entry.head_kind is not None:
+        yield f"  draft head: {entry.head_kind}, features of {entry.feature_size} from hidden states {_taps(entry)}"
+    elif entry.feature_size:
+        yield f"  gives features of {entry.feature_size} values to a draft head, in steps that want them"
     if entry.num_head_ids is not None:
         yield f"  LM head: {entry.num_head_ids} of {entry.vocab_size} tokens"
     yield f"  KV cache: {entry.cache_dtype}, {kv_bytes_per_token(entry)} bytes a token"
@@ -133,6 +139,10 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
         yield f"  no self-drafting: {entry.gate_obstacle}"
     if entry.passes:
         yield "  passes: " + ", ".join(f"{name} {count}" for name, count in (*entry.passes, *entry.fused))
+
+
+def _taps(entry: ModelEntry) -> str:
+    return ", ".join("behind the last norm" if tap == AFTER_NORM else str(tap) for tap in entry.taps)
 
 
 def _describe_weights(entry: ModelEntry) -> Iterator[str]:

@@ -72,8 +72,8 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
     "--methods",
     metavar="M,…",
     callback=_NAMES,
-    help="Of plain, draft-model, lookup, suffix, self, chained, auto, vanilla, unpad-kv, unpad-input; plain is always "
-    "measured.  [default: plain, what the bundle can draft with, and auto; not suffix by itself]",
+    help="Of plain, draft-model, head, lookup, suffix, self, chained, auto, vanilla, unpad-kv, unpad-input; plain is "
+    "always measured.  [default: plain, what the bundle can draft with, and auto; not suffix by itself]",
 )
 @click.option("--ablation", is_flag=True, help="All four ways to pad or not, with --drafter.")
 @click.option("--drafter", default="lookup", show_default=True, help="Drafter of the padded methods.")
@@ -210,7 +210,7 @@ def _options(
         )
     found = resolve_methods(
         ablation_of(drafter) if ablation else methods,
-        drafter=drafter, has_draft=subject.has_draft, has_gates=subject.has_gates,
+        drafter=drafter, has_draft=subject.has_draft, has_gates=subject.has_gates, has_head=subject.has_head,
         unpad_kv=unpad_kv, unpad_input=unpad_input,
     )  # fmt: skip
     return BenchOptions(

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from typing import Literal, NamedTuple
 
 from specexport_runtime.cli.errors import suggest
-from specexport_runtime.drafters.base import DraftOffer, Obstacle
+from specexport_runtime.drafters.base import NO_HEAD, DraftOffer, Obstacle
 from specexport_runtime.drafters.model import DEFAULT_LOOKAHEAD
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
@@ -108,6 +108,7 @@ def resolve_methods(
     drafter: str,
     has_draft: bool,
     has_gates: bool = False,
+    has_head: bool = False,
     unpad_kv: bool = True,
     unpad_input: bool = True,
 ) -> list[Method]:
@@ -118,6 +119,7 @@ def resolve_methods(
         drafter: which drafter ``vanilla``, ``unpad-kv`` and ``unpad-input`` use.
         has_draft: the bundle has a draft model.
         has_gates: the target can draft with some of its own layers.
+        has_head: the bundle has a draft head.
         unpad_kv: of the methods that are named by a drafter.
         unpad_input: likewise.
 
@@ -125,7 +127,7 @@ def resolve_methods(
         InvalidRequestError: an unknown method or drafter, or one that the bundle cannot draft with.
     """
     _check_name("drafter", drafter, DRAFTERS)
-    offer = DraftOffer(has_draft, None if has_gates else _NO_LAYERS)
+    offer = DraftOffer(has_draft, None if has_gates else _NO_LAYERS, None if has_head else NO_HEAD)
     lacking = {name: kind.obstacle(offer) for name, kind in KINDS.items()}
     models = [lacking[name] for name, kind in KINDS.items() if not kind.traits.is_free]
     lacking |= {"chained": None if None in models else models[0], "auto": None}

@@ -29,6 +29,7 @@ class Subject:
         details: names and hashes of its parts, for the record.
         load: makes an engine.
         has_gates: the target can draft with some of its own layers, by the default rules.
+        has_head: it has a draft head.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Subject:
     details: Mapping[str, Any]
     load: "Callable[[EngineKey], SpecEngine]"
     has_gates: bool = False
+    has_head: bool = False
 
 
 def open_subject(
@@ -89,7 +91,13 @@ def open_subject(
         "tune_profile": None if tune_profile is None else tune_profile.name,
     }
     return Subject(
-        manifest.name, "draft" in manifest.models, manifest.lookahead, details, load, _can_draft_itself(manifest)
+        manifest.name,
+        "draft" in manifest.models,
+        manifest.lookahead,
+        details,
+        load,
+        _can_draft_itself(manifest),
+        "head" in manifest.models,
     )
 
 

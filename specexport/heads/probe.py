@@ -115,7 +115,7 @@ def check_probe(probe: Probe, name: str) -> None:
     if probe.rate <= max(1.5 * probe.chance, probe.chance + FEW):
         raise CheckpointError(
             f"the head {name} guesses {probe.rate:.0%} of this target's tokens, and always the same token would be "
-            f"right for {probe.chance:.0%}: it was made for another target, or its files say other things than its weights.",
+            f"right for {probe.chance:.0%}: it was made for another target, or its files say what its weights are not.",
             "give a head that was trained on this target, or `--no-check` to build it all the same.",
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from specexport.bench.subject import Subject
 from specexport_runtime.bundle.opened import check_num_seqs
 from specexport_runtime.cli.errors import suggest
-from specexport_runtime.drafters.base import DraftOffer, Obstacle
+from specexport_runtime.drafters.base import NO_HEAD, DraftOffer, Obstacle
 from specexport_runtime.drafters.model import DRAFT_MODEL
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
@@ -142,7 +142,8 @@ def _drafters_to_compare(subjects: Mapping[str, Subject], names: Seq[str]) -> Se
 
 
 def _resolve_drafters(subject: Subject, names: Seq[str]) -> tuple[str, ...]:
-    offer = DraftOffer(subject.has_draft, None if subject.has_gates else _NO_LAYERS)
+    has_head = None if subject.has_head else NO_HEAD
+    offer = DraftOffer(subject.has_draft, None if subject.has_gates else _NO_LAYERS, has_head)
     lacking = {name: kind.obstacle(offer) for name, kind in KINDS.items()}
     # The best K of a drafter that learns is another one with every request.
     known = [name for name, kind in KINDS.items() if not kind.traits.remembers]

@@ -147,7 +147,7 @@ def _drafters(engine: SpecEngine, lookaheads: Seq[int]) -> list[tuple[str, int]]
             runs.append((name, min(kind.traits.default_lookahead, engine.lookahead)))
         else:
             runs.append((name, max(lookaheads)))
-    if engine.draft is not None:
+    if engine.draft is not None or engine.head is not None:
         runs.append(("chained", max(lookaheads)))
     return runs
 

@@ -81,8 +81,11 @@ class References:
 
 
 def roles_of(manifest: Manifest) -> list[str]:
-    """The bundle's models, the target first."""
-    return sorted(manifest.models, key=lambda name: name != "target")
+    """The bundle's models that are compared with their checkpoints, the target first.
+
+    A draft head is none of them: its build held it against torch, and what it drafts is tested here like any draft.
+    """
+    return sorted((name for name in manifest.models if name != "head"), key=lambda name: name != "target")
 
 
 def wants_loss(manifest: Manifest, role: str, options: "VerifyOptions") -> bool:

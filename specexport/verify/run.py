@@ -89,7 +89,7 @@ def _encode(
     if not with_text:
         return prompts, []
     texts = options.texts or [prompt.text for prompt in read_builtin(())]
-    smallest = min(entry.vocab_size for entry in manifest.models.values())
+    smallest = min(manifest.models[role].vocab_size for role in roles_of(manifest))
     windows = make_windows(texts, tokenizer, vocab_size=smallest, max_model_len=manifest.max_model_len)
     return prompts, windows
 

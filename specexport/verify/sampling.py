@@ -18,6 +18,7 @@ import numpy as np
 
 from specexport.verify.draws import AcceptFunction, accept_everything, draw_outcome
 from specexport.verify.goodness_of_fit import SamplingResult, SamplingTest, judge
+from specexport.verify.head_tree import HeadTree
 from specexport.verify.logit_tree import LogitTree, Partition, Path, conditional
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
@@ -136,6 +137,8 @@ def check_sampling(
         draft = None
         if engine.draft is not None:
             draft = LogitTree(engine.draft, tokens, vocab_size=draft_vocab_size, head=engine.draft_head)
+        elif engine.head is not None and len(tokens) > 1:  # a head begins with the second token
+            draft = HeadTree(engine.target, engine.head, tokens, vocab_size=draft_vocab_size, lm_head=engine.draft_head)
         context = _Context(prompt, tokens, target, draft)
         for setting in settings:
             tests.append(_test_recorded(context, setting, accept, drawing))

@@ -1,10 +1,11 @@
 """Draft heads by their published equations, in plain torch: nothing of the compiler, nothing of transformers' layers.
 
-EAGLE-3 (Li et al. 2025): ``g = fc(norms(states))``; the first layer's attention reads ``[norm(emb(t_{i+1})), norm(g_i)]``.
+EAGLE-3 (Li et al. 2025): ``g = fc(norms(states))``; the first attention reads ``[norm(emb(t_{i+1})), norm(g_i)]``.
 EAGLE (Li et al. 2024): ``fc([emb(t_{i+1}), f_i])`` goes into a layer without a norm in front, with no norm behind.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ class Spec(NamedTuple):
 
     kind: str
     tensors: Mapping[str, Tensor]
-    taps: Sequence[int]
+    taps: Seq[int]
     layers: int = 1
     heads: int = 4
     kv_heads: int = 2
@@ -26,7 +27,7 @@ class Spec(NamedTuple):
     theta: float = 10000.0
     norm_before_residual: bool = False
     norm_output: bool = False
-    ids: Sequence[int] | None = None
+    ids: Seq[int] | None = None
 
 
 def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -67,7 +68,7 @@ def mlp(spec: Spec, layer: int, x: Tensor) -> Tensor:
     return (functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
-def project(spec: Spec, states: Sequence[Tensor]) -> Tensor:
+def project(spec: Spec, states: Seq[Tensor]) -> Tensor:
     """Features [T, E] of the target's hidden states [T, H] at the taps."""
     t = spec.tensors
     if spec.kind == "eagle":
@@ -78,7 +79,7 @@ def project(spec: Spec, states: Sequence[Tensor]) -> Tensor:
     return joined @ t["fc.weight"].T
 
 
-def forward(spec: Spec, tokens: Sequence[int], features: Tensor) -> tuple[Tensor, Tensor]:
+def forward(spec: Spec, tokens: Seq[int], features: Tensor) -> tuple[Tensor, Tensor]:
     """Logits [T, N] and what is handed on [T, E]; ``tokens[i]`` follows the token of ``features[i]``."""
     t = spec.tensors
     embedded = t["embed_tokens.weight"][torch.tensor(list(tokens))]
@@ -100,7 +101,7 @@ def forward(spec: Spec, tokens: Sequence[int], features: Tensor) -> tuple[Tensor
     return last @ t["lm_head.weight"].T, last if spec.norm_output else h
 
 
-def draft(spec: Spec, target: Any, tokens: Sequence[int], count: int, limit: int) -> list[int]:
+def draft(spec: Spec, target: Any, tokens: Seq[int], count: int, limit: int) -> list[int]:
     """Greedy drafts behind ``tokens``, of which the target has read all but the last: everything is computed anew.
 
     An id from ``limit`` on, which the tokenizer cannot produce, is drafted as 0.

@@ -70,7 +70,11 @@ def test_a_bundle_drafts_what_the_published_equations_draft(
 ) -> None:
     spec = DIALECTS[dialect](tmp_path / "head", target)
     recipe = BuildRecipe(
-        target=str(target_folder), head=str(tmp_path / "head"), output=str(tmp_path / "b"), max_model_len=64, check=False
+        target=str(target_folder),
+        head=str(tmp_path / "head"),
+        output=str(tmp_path / "b"),
+        max_model_len=64,
+        check=False,
     )
     build_bundle(recipe)
     check_reference(tmp_path / "b", spec)

@@ -20,7 +20,9 @@ IDS = [*range(3, 60), *range(61, 250, 2), 300, 311]
 """Token ids of a reduced vocabulary."""
 
 
-def tensors(kind: str = "eagle3", *, taps: int = 3, layers: int = 1, rows: int = VOCAB, seed: int = 0) -> dict[str, Tensor]:
+def tensors(
+    kind: str = "eagle3", *, taps: int = 3, layers: int = 1, rows: int = VOCAB, seed: int = 0
+) -> dict[str, Tensor]:
     """Weights by the names of the speculators format; all that any dialect has."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -38,7 +40,12 @@ def tensors(kind: str = "eagle3", *, taps: int = 3, layers: int = 1, rows: int =
         made["fc.bias"] = 0.2 * torch.randn(HIDDEN, generator=generator)
     for layer in range(layers):
         width = 2 * HIDDEN if layer == 0 and kind == "eagle3" else HIDDEN
-        own = {"q_proj": matrix(64, width), "k_proj": matrix(32, width), "v_proj": matrix(32, width), "o_proj": matrix(64, 64)}
+        own = {
+            "q_proj": matrix(64, width),
+            "k_proj": matrix(32, width),
+            "v_proj": matrix(32, width),
+            "o_proj": matrix(64, 64),
+        }
         made |= {f"layers.{layer}.self_attn.{name}.weight": value for name, value in own.items()}
         made |= {f"layers.{layer}.mlp.{name}_proj.weight": matrix(MLP, HIDDEN) for name in ("gate", "up")}
         made[f"layers.{layer}.mlp.down_proj.weight"] = matrix(HIDDEN, MLP)
@@ -77,7 +84,7 @@ def _shared(stored: dict[str, Tensor], target: Any, *names: str) -> dict[str, Te
 
 
 def speculators(folder: Path, target: Any) -> Spec:
-    """Layers named ``layers.0``, hidden states counted at the top level, the target's embedding, a reduced vocabulary."""
+    """Layers named ``layers.0``, hidden states counted at the top level, a reduced vocabulary, no embedding."""
     own = tensors(rows=len(IDS)) | {f"fc_norm.{i}.weight": torch.full((HIDDEN,), 0.9 + 0.1 * i) for i in range(3)}
     config = {
         "speculators_model_type": "eagle3", "transformer_layer_config": LAYER, "draft_vocab_size": len(IDS),

@@ -327,7 +327,8 @@ PRIOR = CostCurves(COST, {"draft-model": COST})
 def load(prior=PRIOR, **options):
     runners = [ModelRunner(FakeExecutor(17, 4, 80, seed=seed)) for seed in (0, 1)]
     usual = {"bundle_key": "k", "max_rows": 2, "lookahead": 4, "measure": True}
-    return load_costs(*runners, prior, **(usual | options))
+    target, draft = runners
+    return load_costs(target, {"draft-model": draft}, prior, **(usual | options))
 
 
 def test_measured_once_then_read(cache, measured):
@@ -451,7 +452,7 @@ def test_gates_are_all_on_again(cache):
         apply(mask)
 
     target.executor.set_layers = note
-    curves = measure_costs(target, None, max_rows=2, lookahead=4)
+    curves = measure_costs(target, {}, max_rows=2, lookahead=4)
     assert masks == [[False] * 8, [False, True] * 4, None]
     assert curves.gates.num_layers == LAYERS
     assert CostCurves.from_json(json.loads(json.dumps(curves.to_json()))) == curves

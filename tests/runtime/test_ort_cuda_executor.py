@@ -165,7 +165,7 @@ def test_a_moved_row_is_not_copied(ort):
 def test_costs_for_the_choice_of_k_are_measured_on_its_own_steps(ort):
     executor = make_executor()
     runner = ModelRunner(executor)
-    curves = measure_costs(runner, None, max_rows=2, lookahead=4)
+    curves = measure_costs(runner, {}, max_rows=2, lookahead=4)
     assert curves.target.curves[0].widths == (1, 2, 3, 5)
     assert curves.gates is None
     runner.prefill(0, [5, 6, 7])

@@ -125,7 +125,7 @@ def test_draft_steps_are_recorded_with_the_others(tmp_path: Any) -> None:
 def test_k_is_chosen_by_what_a_draft_step_costs(tmp_path: Any) -> None:
     executor, _ = open_gated(tmp_path)
     runner = ModelRunner(executor)
-    curves = measure_costs(runner, None, max_rows=ROWS, lookahead=LOOKAHEAD)
+    curves = measure_costs(runner, {}, max_rows=ROWS, lookahead=LOOKAHEAD)
     assert curves.gates is None
     assert executor._skips is False
     weighed = weigh_drafters({"self": SelfDrafter(runner, vocab_size=VOCAB)}, curves)

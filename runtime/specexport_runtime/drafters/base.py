@@ -130,6 +130,9 @@ class Obstacle(NamedTuple):
     hint: str
 
 
+NO_HEAD = Obstacle("this bundle has no draft head.", "build it with --head, or use drafter 'lookup'.")
+
+
 class DraftOffer(NamedTuple):
     """What a bundle has to draft with.
 
@@ -141,7 +144,7 @@ class DraftOffer(NamedTuple):
 
     has_draft: bool
     layers_obstacle: Obstacle | None
-    head_obstacle: Obstacle | None = Obstacle("there is no draft head.", "build the bundle with --head.")
+    head_obstacle: Obstacle | None = NO_HEAD
 
 
 class DrafterParts(NamedTuple):

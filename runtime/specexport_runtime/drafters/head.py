@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from specexport_runtime.drafters.base import DrafterKind, DrafterParts, DrafterTraits, Obstacle
+from specexport_runtime.drafters.base import NO_HEAD, DrafterKind, DrafterParts, DrafterTraits, Obstacle
 from specexport_runtime.drafters.draft_loop import Draft, run_drafts
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array, as_head
@@ -211,7 +211,7 @@ def head_obstacle(target: ModelRunner, has_head: bool) -> Obstacle | None:
     from specexport_runtime.executors.base import as_featured
 
     if not has_head:
-        return Obstacle("this bundle has no draft head.", "build it with --head, or use drafter 'lookup'.")
+        return NO_HEAD
     if not (target.unpad_kv and target.unpad_input):
         return Obstacle("drafter 'head' needs unpadded KV and unpadded input.", "leave unpad_kv and unpad_input on.")
     if as_featured(target.executor) is None:

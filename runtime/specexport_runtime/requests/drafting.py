@@ -29,10 +29,11 @@ class Drafting(TypedDict, total=False):
     """How to draft for one request: keyword arguments of ``SpecEngine.submit``, ``generate`` and ``stream``.
 
     Attributes:
-        drafter: ``"draft-model"``, ``"lookup"``, ``"self"`` (some of the target's own layers), ``"chained"`` (lookup,
-            and where it finds nothing the draft model, or the target's own layers), ``"auto"`` (whatever the bundle
-            has, by what each promises) or ``"none"``; None takes the engine's default: ``"auto"``, or the draft model
-            for a request with a number of tokens, with a seed of its own to sample by, or without cost curves.
+        drafter: ``"draft-model"``, ``"head"``, ``"lookup"``, ``"self"`` (some of the target's own layers),
+            ``"chained"`` (lookup, and where it finds nothing the draft model, the draft head, or the target's own
+            layers), ``"auto"`` (whatever the bundle has, by what each promises) or ``"none"``; None takes the engine's
+            default: ``"auto"``, or the draft model for a request with a number of tokens, with a seed of its own to
+            sample by, or without cost curves.
         num_speculative_tokens: K (4 if None; of ``"self"`` 3), or tokens copied by ``"lookup"`` (7 if None), or
             ``"auto"``: chosen in every round, up to what was built; not for an engine loaded with ``adaptive=False``.
         speculation: False decodes plainly, as ``drafter="none"``.

@@ -239,7 +239,7 @@ class DraftStage(NamedTuple):
     """One way to draft for a sequence, and how far.
 
     Attributes:
-        drafter: ``"lookup"``, ``"draft-model"`` or ``"self"``.
+        drafter: ``"lookup"``, ``"draft-model"``, ``"head"`` or ``"self"``.
         lookahead: most draft tokens a round (K).
     """
 

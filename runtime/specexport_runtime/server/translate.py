@@ -199,7 +199,7 @@ def _drafting(body: Sampling, engine: SpecEngine, reference: list[int] | None, o
     asked = body.speculative
     drafting: dict[str, Any] = {}
     if reference is not None:
-        drafting["drafter"] = "lookup" if engine.draft is None else "chained"
+        drafting["drafter"] = "lookup" if engine.draft is None and engine.head is None else "chained"
     if asked is not None and asked.drafter is not None:
         drafting["drafter"] = asked.drafter
     if asked is not None and asked.num_speculative_tokens is not None:

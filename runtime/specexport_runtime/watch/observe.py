@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from specexport_runtime.sequences.sequence import RoundEvent, Sequence
@@ -81,7 +81,9 @@ class Observers:
     def _tell(self, observer: EngineObserver, what: str, news: object) -> None:
         try:
             getattr(observer, what)(news)
-        except Exception:  # whatever it is, even that there is no such method: who watches must not stop what is watched
+        except (
+            Exception
+        ):  # whatever it is, even that there is no such method: who watches must not stop what is watched
             with self._lock:
                 self._each = tuple(each for each in self._each if each is not observer)
             logging.getLogger("specexport_runtime").exception(
