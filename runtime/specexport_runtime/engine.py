@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from specexport_runtime.bundle.cut_head import CutHead
+    from specexport_runtime.bundle.mask_feature import MaskInput
     from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.costs.learned import LearnedCosts
     from specexport_runtime.costs.tune_profile import TuneProfile
@@ -66,6 +67,7 @@ class SpecEngine:
         lookahead: largest K that may be asked for.
         draft_vocab_size: ids below it may be drafted; None takes the smaller LM head.
         draft_head: the token ids of the LM head of either; None where it has all.
+        mask: of a head that drafts all tokens in one step: what stands for unknown tokens.
         eos_token_ids: ids that end a text.
         chat_template: Jinja template of the checkpoint.
         special_tokens: named special tokens for the chat template.
@@ -96,6 +98,7 @@ class SpecEngine:
         lookahead: int = 8,
         draft_vocab_size: int | None = None,
         draft_head: "CutHead | None" = None,
+        mask: "MaskInput | None" = None,
         eos_token_ids: Seq[int] = (),
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
@@ -116,7 +119,7 @@ class SpecEngine:
         check_match_length(draft_defaults.match_length)
         self.target = target
         self.draft, self.head = draft, head
-        self.draft_head = draft_head
+        self.draft_head, self.mask = draft_head, mask
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.lookahead = lookahead
@@ -140,6 +143,7 @@ class SpecEngine:
             None if suffixes is None else suffixes.store,
             draft_head,
             self._drafting.get("head"),
+            mask,
         )
         made = make_drafters(parts, offer, drafters)
         weighed = weigh_drafters(made, cost_curves)
@@ -265,6 +269,7 @@ class SpecEngine:
             lookahead=manifest.lookahead,
             draft_vocab_size=manifest.vocabulary.size,
             draft_head=parts.draft_head,
+            mask=parts.mask,
             eos_token_ids=manifest.vocabulary.eos_token_ids,
             chat_template=parts.bundle.chat_template,
             special_tokens=manifest.vocabulary.special_tokens,

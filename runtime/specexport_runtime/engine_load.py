@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from specexport_runtime.bundle.cut_head import CutHead, load_cut_head
 from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.mask_feature import MaskInput, load_mask
 from specexport_runtime.bundle.opened import Bundle, load_bundle
 from specexport_runtime.costs.curves import CostCurves, KnownCosts, load_costs
 from specexport_runtime.costs.learned import LearnedCosts
@@ -39,6 +40,7 @@ class EngineParts(NamedTuple):
         target: the target's executor.
         draft: the draft model's, if there is one.
         head: the draft head's, if there is one.
+        mask: of a head that drafts all tokens in one step: what stands for unknown tokens.
         defaults: how to draft for requests that do not say.
         self_obstacle: why the target cannot draft with its own layers; None if it can.
         costs: what steps cost; None unless the engine is to be adaptive.
@@ -57,6 +59,7 @@ class EngineParts(NamedTuple):
     suffixes: KeptSuffixes | None = None
     draft_head: CutHead | None = None
     head: Executor | None = None
+    mask: MaskInput | None = None
 
 
 def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
@@ -71,7 +74,8 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
     bundle = load_bundle(path, max_model_len=options.max_model_len, max_num_seqs=options.max_num_seqs)
     defaults = _draft_defaults(bundle, options)
     drafting = [bundle.manifest.models[role] for role in ("draft", "head") if role in bundle.manifest.models]
-    head = load_cut_head(bundle.folder, drafting[0]) if drafting else None
+    lm_head = load_cut_head(bundle.folder, drafting[0]) if drafting else None
+    mask = load_mask(bundle.folder, drafting[0]) if drafting else None
     executors: dict[str, Executor] = {}
     try:
         for role in sorted(bundle.manifest.models, reverse=True):  # the target first: a draft takes what it leaves
@@ -85,7 +89,7 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
                 prepacked=options.prepacked,
                 share_threads=options.share_threads,
             )
-        return _with_costs(bundle, defaults, executors, options)._replace(draft_head=head)
+        return _with_costs(bundle, defaults, executors, options)._replace(draft_head=lm_head, mask=mask)
     except BaseException:
         for executor in executors.values():  # a GPU's memory must not wait for the garbage collector
             executor.close()

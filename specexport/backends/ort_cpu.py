@@ -103,7 +103,7 @@ def _one_token_model(ir_model: "ir.Model", job: BuildJob) -> "ir.Model | None":
     from specexport.lowering.fuse import fuse_norms
     from specexport.lowering.one_token import lower_one_token
 
-    if job.role != "draft" or not job.recipe.fuse or job.num_parameters >= SMALL_DRAFT_PARAMETERS:
+    if job.role == "target" or not job.recipe.fuse or job.num_parameters >= SMALL_DRAFT_PARAMETERS:
         return None
     one_token_model = ir_model.clone()  # shares the weights
     if not lower_one_token(one_token_model):

@@ -20,6 +20,7 @@ from specexport.rounding import logit_tolerance
 from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.mask_feature import MASK_NAME
 from specexport_runtime.errors import CheckFailedError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 PROBE_PIECES, PROBE_LEN = 6, 64
 """384 tokens from all over the built-in texts."""
-CHECK_LENS, CHECK_STEPS = (9, 6), ((5, 2), (3, 1), (1, 3))
+CHECK_LENS, CHECK_STEPS = (11, 8), ((5, 2), (3, 1), (1, 3), (1, 1), (1, 1))
 QUANTIZED_ERROR = 0.25
 """Most of what a quantized head hands on that may be error, as a share of its size: int8 loses 1 to 3 %."""
 
@@ -183,7 +184,7 @@ def build_head(
         ir_model, layers = traced.ir_model.clone(), tuple(traced.layers)
         weights = list(ir_model.graph.initializers.values())
         del traced, head
-        ids = loaded.ids
+        ids, mask = loaded.ids, loaded.mask_feature
         del loaded
     backend, quantize = find_backend(recipe.backend), recipe.quantization_of(role)
     job = BuildJob(recipe, role, layers, num_parameters - table, max_positions, folder, clock)
@@ -204,6 +205,9 @@ def build_head(
     if ids is not None:
         np.save(folder / HEAD_IDS_NAME, ids, allow_pickle=False)
         fields |= {"head_ids_path": HEAD_IDS_NAME, "num_head_ids": len(ids)}
+    if mask is not None:
+        np.save(folder / MASK_NAME, mask, allow_pickle=False)
+        fields |= {"mask_token_id": config.mask_token_id, "mask_path": MASK_NAME}
     gc.collect()
     entry = ModelEntry(
         **{

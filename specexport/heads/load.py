@@ -9,9 +9,9 @@ from torch import Tensor
 
 from specexport.heads.config import HeadConfig
 from specexport.heads.modules import DraftHead, FeatureProjection
-from specexport.heads.read import HeadFiles
+from specexport.heads.read import MASK, HeadFiles
 from specexport_runtime.errors import CheckpointError
-from specexport_runtime.executors.base import Int32Array
+from specexport_runtime.executors.base import Float32Array, Int32Array
 
 
 class LoadedHead(NamedTuple):
@@ -22,12 +22,14 @@ class LoadedHead(NamedTuple):
         head: the head, in eval mode.
         projection: what is part of the target's graph.
         ids: token ids of its LM head, int32 [N], ascending; None where it has all.
+        mask_feature: what a parallel head is fed for tokens that are not known, float32 [E]; None for others.
     """
 
     config: HeadConfig
     head: DraftHead
     projection: FeatureProjection
     ids: Int32Array | None
+    mask_feature: Float32Array | None = None
 
 
 class TargetTables(NamedTuple):
@@ -84,7 +86,23 @@ def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype:
             torch.from_numpy(np.argsort(_row_ids(files), kind="stable"))
         ]
     head = head.to(dtype).eval().requires_grad_(False)
-    return LoadedHead(config, head, load_projection(files, config, dtype), ids)
+    projection = load_projection(files, config, dtype)
+    return LoadedHead(config, head, projection, ids, _mask_feature(files, config, projection))
+
+
+def _mask_feature(files: HeadFiles, config: HeadConfig, projection: FeatureProjection) -> Float32Array | None:
+    if config.mask_token_id is None:
+        return None
+    states = files.tensor(MASK).flatten().to(next(projection.parameters()).dtype)
+    if len(states) != len(config.taps) * config.target_hidden_size:
+        raise CheckpointError(
+            f"the head {files.name}: {MASK} has {len(states)} values, and {len(config.taps)} hidden states of "
+            f"{config.target_hidden_size} are read.",
+            "give a head whose config.json belongs to its weights.",
+        )
+    with torch.no_grad():
+        feature: Float32Array = projection(list(states.split(config.target_hidden_size))).float().numpy()
+    return feature
 
 
 def _small(config: HeadConfig) -> HeadConfig:

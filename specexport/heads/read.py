@@ -16,6 +16,8 @@ from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 CONFIG_NAME = "config.json"
+MASK = "mask_hidden"
+"""The hidden states, side by side, that a parallel head has in the place of the target's."""
 _IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 _LAYER_KEYS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -148,6 +150,7 @@ def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, v
         norm_before_fc=bool(values.get("norm_before_fc", "input_norm.weight" in files.shapes)),
         fc_norm=bool(values.get("fc_norm", "fc_norm.0.weight" in files.shapes)),
         norm_output=bool(values.get("norm_output", False)),
+        mask_token_id=_mask_token(files, vocab_size),
         max_positions=config.get("max_position_embeddings"),
         source_format=_format_of(files),
     )
@@ -158,8 +161,8 @@ _ELSE = "give a head that was made for this target."
 
 def _kind_of(files: HeadFiles) -> Any:
     named = files.values.get("speculators_model_type")
-    if named in ("eagle3", "eagle"):
-        return named
+    if named in ("eagle3", "eagle", "peagle"):
+        return "eagle3" if named == "peagle" else named
     if named is not None:
         raise UnsupportedModelError(f"{files.name}: heads of kind {named!r} cannot be imported.", _KINDS)
     if "layers.0.hidden_norm.weight" in files.shapes:
@@ -169,7 +172,19 @@ def _kind_of(files: HeadFiles) -> Any:
     raise UnsupportedModelError(f"{files.name} has the tensors of no kind of head that is known.", _KINDS)
 
 
-_KINDS = "give an EAGLE-1, EAGLE-2 or EAGLE-3 head."
+_KINDS = "give an EAGLE-1, EAGLE-2, EAGLE-3 or P-EAGLE head."
+
+
+def _mask_token(files: HeadFiles, vocab_size: int) -> int | None:
+    """The token that a parallel head is fed for those that are not known; None for other heads."""
+    if MASK not in files.shapes:
+        if files.values.get("speculators_model_type") == "peagle":
+            raise CheckpointError(f"the head {files.name} lacks {MASK}, which a parallel head needs.", _ELSE)
+        return None
+    token = files.values.get("mask_token_id")
+    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+        raise CheckpointError(f"{files.name}: mask_token_id is {token!r}, no token of {vocab_size}.", _ELSE)
+    return token
 
 
 def _body_of(files: HeadFiles, named: str) -> str:

@@ -27,6 +27,7 @@ class Spec(NamedTuple):
     theta: float = 10000.0
     norm_before_residual: bool = False
     norm_output: bool = False
+    mask: tuple[int, Tensor] | None = None
     ids: Seq[int] | None = None
 
 
@@ -114,6 +115,14 @@ def draft(spec: Spec, target: Any, tokens: Seq[int], count: int, limit: int) -> 
             states = [output.hidden_states[tap][0] for tap in spec.taps]
         features, fed = project(spec, states), list(tokens[1:])
         found: list[int] = []
+        if spec.mask is not None:  # P-EAGLE: all in one forward pass
+            token, hidden = spec.mask
+            stand_in = project(spec, list(hidden.flatten().split(states[0].shape[1])))
+            features = torch.cat([features, stand_in.expand(count - 1, -1)])
+            logits, _ = forward(spec, [*fed, *[token] * (count - 1)], features)
+            rows = logits[-count:].argmax(-1).tolist()
+            ids = rows if spec.ids is None else [spec.ids[row] for row in rows]
+            return [token if token < limit else 0 for token in ids]
         for _ in range(count):
             logits, handed_on = forward(spec, fed, features)
             row = int(logits[-1].argmax())

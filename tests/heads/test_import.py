@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from reference_head import draft, forward, project
-from tiny_heads import DIALECTS, HIDDEN, IDS, LAYER, LAYERS, VOCAB, mapping, speculators, tensors, write
+from tiny_heads import DIALECTS, HIDDEN, IDS, LAYER, LAYERS, VOCAB, mapping, peagle, speculators, tensors, write
 from tiny_models import make_llama, save_checkpoint
 
 from specexport.build.head import CHECK_LENS, HeadReference, check_head
@@ -169,6 +169,17 @@ def test_what_is_missing_or_misshapen_is_named(tmp_path: Path, target: Any) -> N
     write(tmp_path / "d", config, own | {"d2t": torch.zeros(len(IDS), dtype=torch.int64) - torch.arange(len(IDS))})
     with pytest.raises(CheckpointError, match="d2t does not name"):
         load(tmp_path / "d", target)
+
+
+def test_a_parallel_head_needs_its_mask(tmp_path: Path, target: Any) -> None:
+    peagle(tmp_path / "a", target)
+    edit(tmp_path / "a", mask_token_id=320)
+    with pytest.raises(CheckpointError, match="mask_token_id is 320, no token of 320"):
+        config_of(tmp_path / "a")
+    speculators(tmp_path / "b", target)
+    edit(tmp_path / "b", speculators_model_type="peagle")
+    with pytest.raises(CheckpointError, match="lacks mask_hidden"):
+        config_of(tmp_path / "b")
 
 
 def test_rows_of_an_lm_head_in_any_order_get_ascending_ids(tmp_path: Path, target: Any) -> None:

@@ -140,6 +140,19 @@ def qwen3(folder: Path, target: Any) -> Spec:
     return Spec("eagle3", own, (2, 3, 4))
 
 
+def peagle(folder: Path, target: Any) -> Spec:
+    """P-EAGLE: a token and hidden states that stand for what is not known; two layers."""
+    own = tensors(rows=len(IDS), layers=2, seed=6)
+    hidden = torch.randn(1, 1, 3 * HIDDEN, generator=torch.Generator().manual_seed(7))
+    config = {
+        "speculators_model_type": "peagle", "transformer_layer_config": {**LAYER, "num_hidden_layers": 2},
+        "draft_vocab_size": len(IDS), "mask_token_id": 319, "eagle_aux_hidden_state_layer_ids": [1, 2, 5],
+    }  # fmt: skip
+    write(folder, config, _without(own, "embed_tokens.weight") | mapping(IDS) | {"mask_hidden": hidden})
+    whole = _shared(own, target, "embed_tokens.weight")
+    return Spec("eagle3", whole, (1, 2, 5), layers=2, mask=(319, hidden), ids=IDS)
+
+
 def eagle(folder: Path, target: Any) -> Spec:
     """EAGLE-1 and 2: one feature, joined by a linear layer with a bias, the target's LM head."""
     own = tensors("eagle", seed=5)
@@ -149,5 +162,5 @@ def eagle(folder: Path, target: Any) -> Spec:
 
 DIALECTS = {
     "speculators": speculators, "specforge": specforge, "modelopt": modelopt, "norm-before-fc": norm_before_fc,
-    "qwen3": qwen3, "eagle": eagle,
+    "qwen3": qwen3, "eagle": eagle, "peagle": peagle,
 }  # fmt: skip

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from loop import CAPACITY, VOCAB, greedy_reference, make_decoder, make_sequence, make_target, run
 
 from specexport_runtime.bundle.cut_head import CutHead
+from specexport_runtime.bundle.mask_feature import MaskInput
 from specexport_runtime.drafters import head as head_module
 from specexport_runtime.drafters.head import HeadDrafter, head_obstacle
 from specexport_runtime.errors import SpecexportError
@@ -144,6 +145,28 @@ def test_a_cut_lm_head_drafts_only_what_it_has():
     drafted = [token for event in events for token in event.proposal.tokens]
     assert set(drafted) <= set(ids.tolist())
     assert totals(sequences)[1] > 10
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_parallel_head_drafts_all_tokens_in_one_step(rows, temperature):
+    decoder, target, drafter = head_decoder(5, 0.0, rows)
+    mask = MaskInput(9, np.full(drafter.runner.executor.feature_size, -1, np.float32))
+    parallel = decoder.drafter.drafters["head"] = HeadDrafter(drafter.runner, vocab_size=VOCAB, mask=mask)
+    params = SamplingParams(max_tokens=24, temperature=temperature)
+    sequences = [make_sequence(i, prompt, params, seed=i) for i, prompt in enumerate(PROMPTS)]
+    events = run(decoder, sequences)
+    if not temperature:
+        check_plain(target, sequences)
+        # The first guess sees true features and is right; those behind the mask are a fixed function of it.
+        assert all(event.accepted for event in events if event.drafted and len(event.tokens) > 1)
+    drafting = [event for event in events if event.drafted]
+    assert max(event.drafted for event in drafting) == 5
+    assert totals(sequences)[1] >= len(drafting) / 2
+    steps = [shape for shape in drafter.runner.executor.calls if shape.num_logit_rows > shape.num_seqs]
+    assert steps, "several places of a row get logits"
+    assert len(drafter.runner.executor.calls) <= len(decoder.target.executor.calls)
+    assert not parallel.runner.kv.num_committed
 
 
 def test_a_cancelled_sequence_leaves_nothing_and_its_neighbours_go_on():

@@ -125,6 +125,9 @@ class ModelEntry:
         head_kind: of a draft head: what it computes, ``"eagle3"`` or another; None for all others.
         taps: of a draft head: the target's hidden states that features are made of, as transformers numbers them, and
             -1 for the one behind its last norm.
+        mask_token_id: of a draft head that drafts all tokens in one step: the token that stands for those which are not
+            known yet. None for all others.
+        mask_path: the feature that comes with it, see ``bundle.mask_feature``.
     """
 
     path: str
@@ -164,6 +167,8 @@ class ModelEntry:
     feature_size: int = 0
     head_kind: str | None = None
     taps: tuple[int, ...] = ()
+    mask_token_id: int | None = None
+    mask_path: str | None = None
 
     @property
     def cache_dtype(self) -> str:
@@ -348,6 +353,8 @@ _ENTRY_RULES = _rules_of(
     feature_size=whole(0, 1 << 20),
     head_kind=optional(text),
     taps=list_of(whole(-1, 1 << 20)),
+    mask_token_id=optional(whole(0, 1 << 24)),
+    mask_path=optional(inner_path),
 )
 
 

@@ -162,8 +162,8 @@ def drafting_options(command: Any) -> Any:
             "--drafter",
             metavar="NAME",
             help="draft-model, head (reads the target's hidden states), lookup (copy from the text so far), suffix "
-            "(and from earlier answers), self (some of the target's own layers), chained (lookup, then the draft model, "
-            "the head or the own layers), "
+            "(and from earlier answers), self (some of the target's own layers), chained (lookup, then the draft "
+            "model, the head or the own layers), "
             "auto (whatever the bundle has, by what it promises in every round) or none.  "
             "[default: auto; the draft model with a number of tokens, or for a seed to sample by]",
         ),

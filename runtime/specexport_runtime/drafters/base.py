@@ -12,6 +12,7 @@ from specexport_runtime.sequences.records import DrafterTraits, Proposal
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.cut_head import CutHead
+    from specexport_runtime.bundle.mask_feature import MaskInput
     from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.drafters.suffix_store import SuffixStore
     from specexport_runtime.executors.base import Float32Array
@@ -158,6 +159,7 @@ class DrafterParts(NamedTuple):
         store: what was generated before; None lets the drafter that remembers begin with nothing.
         draft_head: the token ids of the LM head of the draft model, or the draft head; None where it has all.
         head: the draft head; None if there is none.
+        mask: of a head that drafts all tokens in one step: what stands for unknown tokens.
     """
 
     target: "ModelRunner"
@@ -167,6 +169,7 @@ class DrafterParts(NamedTuple):
     store: "SuffixStore | None" = None
     draft_head: "CutHead | None" = None
     head: "ModelRunner | None" = None
+    mask: "MaskInput | None" = None
 
 
 DrafterFactory = Callable[[DrafterParts], Drafter]

@@ -129,22 +129,66 @@ def run_drafts(
             logits = _step(runner, work, "logits")[:, :num_rows]
             _carry(runner, active)
             for draft, row in zip(active, logits, strict=True):
-                try:
-                    draft.draw(row, head)
-                except Exception as error:  # whatever it is, it concerns this sequence alone
-                    if head is not None and isinstance(error, InvalidRequestError):
-                        draft.limit = len(draft.tokens)  # the request bans all that this head has; the target has more
-                    else:
-                        draft.error = error
+                _draw(draft, row, head)
         else:
             ids = _step(runner, work, "token_ids").tolist()
             _carry(runner, active)
             for draft, token in zip(active, ids, strict=True):
-                if token == NO_TOKEN:
-                    draft.error = CheckFailedError(_NAN)
-                else:  # an id that may not be drafted: a wrong guess costs a rejection, nothing else
-                    row_id = token if token < num_rows else 0
-                    draft.tokens.append(row_id if head is None else int(head.ids[row_id]))
+                _take(draft, token, num_rows, head)
+
+
+def draft_at_once(
+    runner: ModelRunner, drafts: Seq[Draft], work: Seq[RowWork], vocab_size: int, head: "CutHead | None" = None
+) -> None:
+    """Fill all drafts from one packed step, whose last rows are of the draft's places.
+
+    Of the entries that it writes, those up to the first place are committed: those behind it stand for unknown tokens.
+
+    Args:
+        runner: a parallel draft head.
+        drafts: open ones, in ascending rows.
+        work: what each is fed; it wants as many logits as the draft has places.
+        vocab_size: ids that may be drafted.
+        head: the ids below ``vocab_size`` that the model's LM head has rows for; None where it has all.
+    """
+    first = drafts[0].sequence.row
+    rows = [IDLE] * (drafts[-1].sequence.row - first + 1)
+    for draft, given in zip(drafts, work, strict=True):
+        rows[draft.sequence.row - first] = given
+    num_rows = vocab_size if head is None else len(head.ids)
+    with_logits = any(draft.sequence.draft_exit is not None or draft.needs_logits for draft in drafts)
+    output = runner.step(first, rows, "logits" if with_logits else "token_ids")
+    for draft, given in zip(drafts, work, strict=True):
+        row, known = draft.sequence.row, len(given.tokens) - given.num_logits + 1
+        runner.kv.commit(row, runner.kv.kv_len(row) + known)
+        begin = runner.logit_starts[row - first]
+        for at in range(begin, begin + given.num_logits):
+            if not draft.is_open:
+                break
+            if with_logits:
+                _draw(draft, output[at, :num_rows], head)
+            else:
+                _take(draft, int(output[at]), num_rows, head)
+
+
+def _draw(draft: Draft, logits: Float32Array, head: "CutHead | None") -> None:
+    """Let a draft draw its next token; what goes wrong concerns its sequence alone."""
+    try:
+        draft.draw(logits, head)
+    except Exception as error:  # whatever it is, it concerns this sequence alone
+        if head is not None and isinstance(error, InvalidRequestError):
+            draft.limit = len(draft.tokens)  # the request bans all that this head has; the target has more
+        else:
+            draft.error = error
+
+
+def _take(draft: Draft, token: int, num_rows: int, head: "CutHead | None") -> None:
+    """Append the greedy token of a row of logits."""
+    if token == NO_TOKEN:
+        draft.error = CheckFailedError(_NAN)
+    else:  # an id that may not be drafted: a wrong guess costs a rejection, nothing else
+        row_id = token if token < num_rows else 0
+        draft.tokens.append(row_id if head is None else int(head.ids[row_id]))
 
 
 def _carry(runner: ModelRunner, active: Seq[Draft]) -> None:

@@ -10,6 +10,10 @@
 A draft goes on with what the head itself handed on, in the place of features that nobody has yet. When the target has
 tested the draft, the entries behind the last true feature are forgotten, and the accepted tokens are fed again with the
 features that the target gave: left in the cache, the head's own would cost acceptance.
+
+A parallel head (P-EAGLE) guesses all tokens in one step: behind the entries that it catches up on come stand-ins for
+the tokens that nobody knows yet, a mask token with a learned feature each. Each guess is drawn from what the head says
+of its place alone, whatever the guesses before it are: that is the distribution that is tested against.
 """
 
 from collections.abc import Sequence as Seq
@@ -19,7 +23,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from specexport_runtime.drafters.base import NO_HEAD, DrafterKind, DrafterParts, DrafterTraits, Obstacle
-from specexport_runtime.drafters.draft_loop import Draft, run_drafts
+from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, run_drafts
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array, as_head
 from specexport_runtime.packing.batch import ModelRunner, RowWork
@@ -28,6 +32,7 @@ from specexport_runtime.sequences.sequence import NO_ROW, Sequence
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.cut_head import CutHead
+    from specexport_runtime.bundle.mask_feature import MaskInput
     from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.lookahead.draft_cost import DraftCost
 
@@ -75,6 +80,7 @@ class HeadDrafter:
         runner: the head.
         vocab_size: ids that may be drafted.
         lm_head: the token ids of its LM head; None where it has all.
+        mask: what a parallel head is fed for tokens that are not known; None for one that drafts token after token.
         max_backlog: a sequence with more entries to catch up on is prefilled alone first, so that the packed step stays
             narrow; at most what lets every row catch up in one step of the head's engine.
 
@@ -90,6 +96,7 @@ class HeadDrafter:
         *,
         vocab_size: int,
         lm_head: "CutHead | None" = None,
+        mask: "MaskInput | None" = None,
         max_backlog: int = MAX_BACKLOG,
     ) -> None:
         if as_head(runner.executor) is None:
@@ -97,7 +104,7 @@ class HeadDrafter:
         self.runner = runner
         known = runner.executor.vocab_size if lm_head is None else lm_head.vocab_size
         self.vocab_size = min(vocab_size, known)
-        self._known_ids = known
+        self._known_ids, self._mask = known, mask
         self._lm_head = None if lm_head is None else lm_head.below(self.vocab_size)
         limit = runner.executor.max_num_tokens
         self.max_backlog = max_backlog if limit is None else min(max_backlog, max(1, limit // runner.executor.num_rows))
@@ -137,7 +144,11 @@ class HeadDrafter:
         drafts = [
             Draft(seq, limit if seq.num_generated else 0) for seq, limit in zip(sequences, lookaheads, strict=True)
         ]
-        run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._lm_head)
+        if self._mask is None:
+            run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._lm_head)
+        elif opened := [draft for draft in drafts if draft.is_open]:
+            work = [self._masked(draft, self._mask) for draft in opened]
+            draft_at_once(self.runner, opened, work, self.vocab_size, self._lm_head)
         return [draft.proposal(HEAD) for draft in drafts]
 
     def _pending(self, draft: Draft) -> RowWork:
@@ -155,6 +166,12 @@ class HeadDrafter:
             self.runner.prefill(seq.row, tokens[:-1], features[:-1])
             tokens, features = tokens[-1:], features[-1:]
         return RowWork(tokens, 1, features)
+
+    def _masked(self, draft: Draft, mask: "MaskInput") -> RowWork:
+        """The entries that a parallel head has not read, and stand-ins for all but the first token of the draft."""
+        known, unknown = self._pending(draft), draft.limit - 1
+        features = np.concatenate([known.features, np.tile(mask.feature, (unknown, 1))])
+        return RowWork([*known.tokens, *[mask.token] * unknown], draft.limit, features)
 
     def _entries(self, seq: Sequence, held: _Held) -> tuple[list[int], Float32Array]:
         """Tokens and features of the entries that are held; none are left."""
@@ -189,16 +206,18 @@ class HeadDrafter:
 
     def cost(self, curves: "CostCurves") -> "DraftCost | None":
         """See ``CostedDrafter.cost``."""
-        from specexport_runtime.lookahead.draft_cost import EngineCost
+        from specexport_runtime.lookahead.draft_cost import EngineCost, ParallelCost
 
         curve = curves.drafters.get(HEAD)
-        return None if curve is None else EngineCost(curve)
+        if curve is None:
+            return None
+        return EngineCost(curve) if self._mask is None else ParallelCost(curve)
 
 
 def _make(parts: DrafterParts) -> HeadDrafter:
     if parts.head is None:
         raise SpecexportError("there is no draft head to draft with.")
-    return HeadDrafter(parts.head, vocab_size=parts.vocab_size, lm_head=parts.draft_head)
+    return HeadDrafter(parts.head, vocab_size=parts.vocab_size, lm_head=parts.draft_head, mask=parts.mask)
 
 
 def head_obstacle(target: ModelRunner, has_head: bool) -> Obstacle | None:

@@ -71,6 +71,34 @@ class EngineCost:
         return max(self._curve.seconds(backlog, 1, backlog / 2) - self._curve.seconds(1, 1), 0.0)
 
 
+class ParallelCost:
+    """The cost of a drafter that drafts all tokens of a sequence in one step.
+
+    The step is paid with the first token of a draft, and each further one is one token more in it.
+
+    Args:
+        curve: a step of the engine.
+    """
+
+    def __init__(self, curve: StepCost) -> None:
+        self._curve = curve
+
+    def key(self, sequences: "Seq[Sequence]") -> Any:  # noqa: ARG002
+        """See ``DraftCost.key``: nothing."""
+        return ()
+
+    def seconds(self, key: Any, num_rows: int, kv_entries: float) -> float:  # noqa: ARG002
+        """See ``DraftCost.seconds``: what one token more a row costs."""
+        if not num_rows:
+            return 0.0
+        wide, narrow = (self._curve.seconds(count * num_rows, num_rows, kv_entries) for count in (2, 1))
+        return max(wide - narrow, 0.0)
+
+    def catch_up_seconds(self, backlog: int) -> float:
+        """See ``DraftCost.catch_up_seconds``: the step itself."""
+        return self._curve.seconds(max(backlog, 1), 1, backlog / 2)
+
+
 class LayersCost:
     """The cost of drafting with some of the target's own layers.
 
