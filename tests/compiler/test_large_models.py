@@ -26,9 +26,9 @@ WIDE = GROUPED | {"hidden_size": 256, "intermediate_size": 256}
 
 def build(recipe: BuildRecipe, *, stream: bool) -> BuildResult:
     """Build from files, or from memory."""
-    load = build_model._load
+    load = build_model.load_source
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_model, "_load", lambda recipe, source, **_: load(recipe, source, stream=stream))
+        patch.setattr(build_model, "load_source", lambda recipe, source, **_: load(recipe, source, stream=stream))
         return build_bundle(recipe, use_cache=False)
 
 
