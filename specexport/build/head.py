@@ -10,10 +10,11 @@ import numpy as np
 
 from specexport.backends.base import BuildJob, release_weights
 from specexport.backends.registry import find_backend
-from specexport.build.built import BuiltModel, EngineCheck
+from specexport.build.built import TOKENIZER_NAME, BuiltModel, EngineCheck
 from specexport.build.draft_layers import cut_pieces
 from specexport.build.draft_vocabulary import read_counting_texts
 from specexport.build.model import ModelSource, load_source, strip_metadata
+from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.progress import StageClock
 from specexport.recipe import BuildRecipe, resolve_recipe
 from specexport.rounding import logit_tolerance
@@ -66,6 +67,7 @@ def plan_head(recipe: BuildRecipe, source: ModelSource, target: ModelSource, clo
     """
     with clock.stage("probe", source.role, source.name):
         checkpoint = load_source(recipe, target)
+        _check_tokenizer(source, checkpoint)
         loaded = _load(source, checkpoint)
         probe, config, swap = None, loaded.config, False
         if recipe.check:
@@ -80,6 +82,21 @@ def plan_head(recipe: BuildRecipe, source: ModelSource, target: ModelSource, clo
     del checkpoint, loaded
     gc.collect()
     return HeadPlan(config, swap, request, probe)
+
+
+def _check_tokenizer(source: ModelSource, checkpoint: Any) -> None:
+    """Compare the head's tokenizer with the target's, where it has one.
+
+    Raises:
+        VocabularyMismatchError: a token id means something else.
+    """
+    from specexport.frontend.source import resolve_source
+
+    path = resolve_source(source.source, source.revision).folder / TOKENIZER_NAME
+    if path.is_file():
+        own = read_vocabulary(path.read_bytes(), where=source.name)
+        target = read_vocabulary(checkpoint.tokenizer_json, where=checkpoint.source)
+        check_vocabularies(target, own, num_shared_rows=None)
 
 
 def _request(config: "HeadConfig", projection: Any) -> "FeatureRequest":

@@ -157,7 +157,7 @@ def test_limits_are_told_before_the_work(target: Path, prompts: Path, bundle: Pa
     few.write_text('{"prompt": "one"}\n')
     with pytest.raises(InvalidRequestError, match="there are 1 prompts to train on"):
         train_draft(options(target, few, bundle, tmp_path / "a"))
-    with pytest.raises(InvalidRequestError, match="hidden states of .* tokens take .* GB, and 1e-06 GB are allowed"):
+    with pytest.raises(InvalidRequestError, match=r"hidden states of .* tokens take .* GB, and 1e-06 GB are allowed"):
         train_draft(options(target, prompts, bundle, tmp_path / "b", max_states_gb=1e-6))
     other = tmp_path / "other.jsonl"
     other.write_text("\n".join(json.dumps({"prompt": f"other {i}"}) for i in range(20)))
