@@ -1,7 +1,6 @@
 """A draft head through the stages: what it reads of its target is settled first, for the target's engine gives it."""
 
 import gc
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,19 +9,18 @@ import numpy as np
 
 from specexport.backends.base import BuildJob, release_weights
 from specexport.backends.registry import find_backend
-from specexport.build.built import TOKENIZER_NAME, BuiltModel, EngineCheck
+from specexport.build.built import TOKENIZER_NAME, BuiltModel
+from specexport.build.check_head import CHECK_LENS, HeadReference, check_head
 from specexport.build.draft_layers import cut_pieces
 from specexport.build.draft_vocabulary import read_counting_texts
 from specexport.build.model import ModelSource, load_source, strip_metadata
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.progress import StageClock
 from specexport.recipe import BuildRecipe, resolve_recipe
-from specexport.rounding import logit_tolerance
 from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.bundle.mask_feature import MASK_NAME
-from specexport_runtime.errors import CheckFailedError
 
 if TYPE_CHECKING:
     from specexport.frontend.taps import FeatureRequest
@@ -32,9 +30,6 @@ if TYPE_CHECKING:
 
 PROBE_PIECES, PROBE_LEN = 6, 64
 """384 tokens from all over the built-in texts."""
-CHECK_LENS, CHECK_STEPS = (11, 8), ((5, 2), (3, 1), (1, 3), (1, 1), (1, 1))
-QUANTIZED_ERROR = 0.25
-"""Most of what a quantized head hands on that may be error, as a share of its size: int8 loses 1 to 3 %."""
 
 
 class HeadPlan(NamedTuple):
@@ -260,22 +255,6 @@ def build_head(
     )
 
 
-class HeadReference(NamedTuple):
-    """What a head computes in torch, one sequence at a time.
-
-    Attributes:
-        tokens: of each sequence, int64 [n].
-        features: likewise, float32 [n, E].
-        logits: likewise [n, N].
-        handed_on: likewise [n, E].
-    """
-
-    tokens: Seq[np.ndarray]
-    features: Seq[np.ndarray]
-    logits: Seq[np.ndarray]
-    handed_on: Seq[np.ndarray]
-
-
 def _reference(loaded: "LoadedHead") -> HeadReference:
     import torch
 
@@ -290,66 +269,3 @@ def _reference(loaded: "LoadedHead") -> HeadReference:
     ]
     logits, handed = ([run[at].float().numpy() for run in runs] for at in (0, 1))
     return HeadReference(tokens, features, logits, handed)
-
-
-def check_head(folder: Path, entry: ModelEntry, reference: HeadReference) -> EngineCheck:
-    """Run a head's engine in ragged steps and compare logits and what it hands on with torch.
-
-    Raises:
-        CheckFailedError: they differ.
-    """
-    from specexport_runtime.executors.base import EngineRequest, as_head
-    from specexport_runtime.executors.open import backend_of
-    from specexport_runtime.packing.batch import ModelRunner, RowWork
-
-    backend = backend_of(entry.backend)
-    assert backend is not None  # noqa: S101 - it has just been built for it
-    request = EngineRequest(
-        folder=folder, entry=entry, role="head", num_rows=2, kv_capacity=32, lookahead=1, spin=False, cuda_graphs=False
-    )
-    executor = backend.open(request)
-    try:
-        head, runner, done = as_head(executor), ModelRunner(executor), [0, 0]
-        if head is None:
-            raise CheckFailedError("the new engine is no draft head's.")
-        found: dict[str, list[np.ndarray]] = {"logits": [], "handed_on": []}
-        wanted: dict[str, list[np.ndarray]] = {"logits": [], "handed_on": []}
-        for counts in CHECK_STEPS:
-            work = []
-            for row, count in enumerate(counts):
-                span = slice(done[row], done[row] + count)
-                work.append(RowWork(reference.tokens[row][span].tolist(), count, reference.features[row][span]))
-                wanted["logits"].append(reference.logits[row][span])
-                wanted["handed_on"].append(reference.handed_on[row][span])
-            found["logits"].append(np.array(runner.step(0, work)))
-            found["handed_on"].append(head.next_features.copy())
-            for row, count in enumerate(counts):
-                runner.kv.commit(row, runner.kv.kv_len(row) + count)
-                done[row] += count
-    finally:
-        executor.close()
-    return EngineCheck(
-        max(_compare(entry, name, np.concatenate(found[name]), np.concatenate(wanted[name])) for name in found)
-    )
-
-
-def _compare(entry: ModelEntry, name: str, found: np.ndarray, wanted: np.ndarray) -> float:
-    error, scale = float(np.abs(found - wanted).max()), max(1.0, float(np.abs(wanted).max()))
-    if entry.quantize is not None:
-        ratio = float(np.linalg.norm(found - wanted)) / max(float(np.linalg.norm(wanted)), 1e-6)
-        fits = ratio <= QUANTIZED_ERROR
-    else:
-        fits = error <= logit_tolerance(entry.dtype, len(entry.layers)).largest * scale
-    if not fits:  # a NaN must fail
-        raise CheckFailedError(
-            f"the head's engine differs from torch: {name.replace('_', ' ')} by {error:.3g} of {scale:.3g}.",
-            "report this head; `--dump-passes DIR` shows each stage. The bundle was not written.",
-        )
-    return error
-
-
-def describe_probe(probe: "Probe | None") -> Mapping[str, Any]:
-    """What a probe found, for reports."""
-    if probe is None:
-        return {}
-    return {"accepted": round(probe.rate, 4), "chance": round(probe.chance, 4), "changed": probe.reading.change}

@@ -11,7 +11,7 @@ from reference_head import draft, forward, project
 from tiny_heads import DIALECTS, HIDDEN, IDS, LAYER, LAYERS, VOCAB, mapping, peagle, speculators, tensors, write
 from tiny_models import make_llama, save_checkpoint
 
-from specexport.build.head import CHECK_LENS, HeadReference, check_head
+from specexport.build.check_head import CHECK_LENS, HeadReference, check_head
 from specexport.build.pipeline import build_bundle
 from specexport.frontend.source import resolve_source
 from specexport.heads.load import TargetTables, load_head

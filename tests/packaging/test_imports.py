@@ -35,6 +35,7 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.bundle.files",  # hashes of files
     "specexport_runtime.bundle.delta",  # how engines are stored as differences
     "specexport_runtime.bundle.cut_head",  # where the token ids of a cut LM head are
+    "specexport_runtime.bundle.mask_feature",  # what a parallel head is fed for unknown tokens
     "specexport_runtime.sequences.layer_choice",  # which layers a draft leaves out by default
     "specexport_runtime.cli.errors",
     "specexport_runtime.cli.prompts",  # how texts and JSON lines are read
@@ -49,6 +50,8 @@ DRIVES_THE_RUNTIME = (
     "demo.py",
     "doctor.py",
     "build/check.py",
+    "build/check_head.py",
+    "build/check_head.py",
     "build/check_parts.py",
     "build/prepack.py",
     "verify",

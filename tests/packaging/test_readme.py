@@ -135,6 +135,6 @@ def test_documented_options_exist() -> None:
             if block.language != "bash":
                 continue
             for line in block.body.replace("\\\n", " ").splitlines():
-                if match := re.match(r"(?:\S*/)?specexport (\w+)", line):
+                if match := re.match(r"(?:\S*/)?specexport ([\w-]+)", line):
                     for option in re.findall(r"(?<=\s)--[a-z-]+", line):
                         assert option in help_of(match[1]), f"{block}: specexport {match[1]} has no {option}"

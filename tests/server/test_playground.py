@@ -110,7 +110,7 @@ def test_what_the_page_is_told_of_a_bundle(fake_served):
         "default_drafter": "draft-model",
         "default_num_speculative_tokens": 4,
     }
-    assert list(drafters) == ["draft-model", "lookup", "self", "suffix", "chained", "auto"]
+    assert list(drafters) == ["draft-model", "head", "lookup", "self", "suffix", "chained", "auto"]
     assert drafters["lookup"] == {"name": "lookup", "num_speculative_tokens": 7, "obstacle": None}
     assert drafters["self"]["num_speculative_tokens"] is None
     assert drafters["self"]["obstacle"]

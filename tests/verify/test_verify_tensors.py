@@ -72,11 +72,11 @@ def test_wrong_logits_fail_where_they_are(options, failed):
 class Stale(FakeExecutor):
     """Sees one cache entry beyond ``kv_lens``: a rollback that is not one."""
 
-    def _run_row(self, shape, buffers, offset):
+    def _run_row(self, shape, buffers, offset, handed):
         kv_len = int(buffers.kv_lens[offset, 0])
         cache = self._cache[shape.first_row + offset]
         stale = int(cache[kv_len])
-        found = super()._run_row(shape, buffers, offset)
+        found = super()._run_row(shape, buffers, offset, handed)
         return {row: logits + (stale >= 0) * np.float32(0.1) for row, logits in found.items()}
 
 
