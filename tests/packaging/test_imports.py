@@ -54,6 +54,7 @@ DRIVES_THE_RUNTIME = (
     "build/check_head.py",
     "build/check_parts.py",
     "build/prepack.py",
+    "train/texts.py",
     "verify",
     "bench",
     "tune",
