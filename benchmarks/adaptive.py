@@ -113,6 +113,8 @@ def load_engine(args: argparse.Namespace, size: int) -> SpecEngine:
         target,
         parts.bundle.tokenizer,
         draft=draft,
+        head=parts.head,
+        mask=parts.mask,
         max_model_len=parts.bundle.max_model_len,
         lookahead=manifest.lookahead,
         draft_vocab_size=manifest.vocabulary.size,

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from specexport.build.draft_layers import describe_layers
+from specexport.build.head import describe_probe
 from specexport_runtime.abi import (
     AFTER_NORM,
     ALIGNED_STEP_INPUTS,
@@ -114,6 +115,8 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
         yield f"  {describe_layers(entry)}"
     if entry.head_kind is not None:
         yield f"  draft head: {entry.head_kind}, features of {entry.feature_size} from hidden states {_taps(entry)}"
+        if entry.guessed is not None:
+            yield f"  {describe_probe(entry.guessed, entry.reading)}"
     elif entry.feature_size:
         yield f"  gives features of {entry.feature_size} values to a draft head, in steps that want them"
     if entry.num_head_ids is not None:

@@ -99,10 +99,10 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
 def _draft_defaults(bundle: Bundle, options: EngineOptions) -> DraftDefaults:
     defaults = DraftDefaults()
     if options.speculative_config is not None:
-        draft = bundle.manifest.models.get("draft")
-        source = None if draft is None else draft.source
+        models = bundle.manifest.models
+        sources = {DRAFTER_OF[role]: entry.source for role, entry in models.items() if role in DRAFTER_OF}
         defaults = parse_speculative_config(
-            options.speculative_config, draft_source=source, built=bundle.manifest.lookahead
+            options.speculative_config, sources=sources, built=bundle.manifest.lookahead
         )
     if options.match_length is not None:
         defaults = defaults._replace(match_length=options.match_length)

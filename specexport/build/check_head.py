@@ -14,7 +14,8 @@ from specexport_runtime.errors import CheckFailedError
 CHECK_LENS, CHECK_STEPS = (11, 8), ((5, 2), (3, 1), (1, 3), (1, 1), (1, 1))
 """Tokens of the two sequences, in all and in each step: several, one, and one of each row alone."""
 QUANTIZED_ERROR = 0.25
-"""Most of what a quantized head hands on that may be error, as a share of its size: int8 loses 1 to 3 %."""
+"""Most of what a quantized head hands on that may be error, as a share of its size; a graph that is wrong is off by as
+much as it is large."""
 
 
 class HeadReference(NamedTuple):

@@ -132,6 +132,7 @@ def result_to_json(result: "BuildResult") -> dict[str, Any]:
 def summary(result: "BuildResult") -> str:
     """A build's result in a line or two for a reader."""
     from specexport.build.draft_layers import describe_layers
+    from specexport.build.head import describe_probe
 
     total = sum(entry.size for entry in result.files.values())
     if result.up_to_date:
@@ -146,7 +147,10 @@ def summary(result: "BuildResult") -> str:
         found = "not checked" if check is None else _describe(check)
         if quantize is not None:
             found = f"{quantize}, {found}"
-        layers = describe_layers(result.manifest.models[role])
+        entry = result.manifest.models[role]
+        if entry.guessed is not None:
+            found = f"{found}; {describe_probe(entry.guessed, entry.reading)}"
+        layers = describe_layers(entry)
         if layers:
             found = f"{layers}, {found}"
         lines.append(f"  {role}: {found}{cached}")

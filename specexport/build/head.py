@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specexport.backends.base import BuildJob, release_weights
+from specexport.backends.base import BuildJob
 from specexport.backends.registry import find_backend
 from specexport.build.built import TOKENIZER_NAME, BuiltModel
 from specexport.build.check_head import CHECK_LENS, HeadReference, check_head
 from specexport.build.draft_layers import cut_pieces
 from specexport.build.draft_vocabulary import read_counting_texts
-from specexport.build.model import ModelSource, load_source, strip_metadata
+from specexport.build.model import ModelSource, compile_graph, load_source
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.progress import StageClock
 from specexport.recipe import BuildRecipe, resolve_recipe
@@ -72,11 +72,18 @@ def plan_head(recipe: BuildRecipe, source: ModelSource, target: ModelSource, clo
             with streamed(checkpoint.model, checkpoint.stored):
                 probe = probe_head(checkpoint.model, loaded, _pieces(checkpoint), _num_layers(checkpoint))
             check_probe(probe, source.name)
+            clock.note(describe_probe(probe.rate, probe.reading.change))
             config, swap = probe.reading.config, probe.reading.swap
         request = _request(config, loaded.projection)
     del checkpoint, loaded
     gc.collect()
     return HeadPlan(config, swap, request, probe)
+
+
+def describe_probe(rate: float, change: str | None) -> str:
+    """What a probe found, for readers."""
+    read = f", read otherwise than its files say: {change}" if change else ""
+    return f"first guess right at {rate:.0%} of a text{read}"
 
 
 def _check_tokenizer(source: ModelSource, checkpoint: Any) -> None:
@@ -174,7 +181,6 @@ def build_head(
         CheckFailedError: the engine computes something else than the head.
     """
     from specexport.heads.trace import trace_head
-    from specexport.passes import default_passes, run_passes
 
     role = source.role
     with clock.stage("load", role, source.name):
@@ -194,26 +200,11 @@ def build_head(
     with clock.stage("trace", role):
         traced = trace_head(head)
         ir_model, layers = traced.ir_model.clone(), tuple(traced.layers)
-        weights = list(ir_model.graph.initializers.values())
         del traced, head
         ids, mask = loaded.ids, loaded.mask_feature
         del loaded
-    backend, quantize = find_backend(recipe.backend), recipe.quantization_of(role)
     job = BuildJob(recipe, role, layers, num_parameters - table, max_positions, folder, clock)
-    backend.check_memory(job)
-    with clock.stage("passes", role):
-        passes = default_passes(
-            recipe,
-            pack=recipe.fuse and backend.packs_linear,
-            quantize=quantize,
-            quantize_lm_head=recipe.quantize_lm_head,
-            quantize_operator=backend.quantize_operator,
-            quantize_block=backend.quantize_block,
-        )
-        done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=clock.note)
-    strip_metadata(ir_model)
-    fields: dict[str, Any] = backend.build(ir_model, job)
-    release_weights([*weights, *ir_model.graph.initializers.values()])
+    fields = compile_graph(ir_model, recipe, job, dump_dir)
     if ids is not None:
         np.save(folder / HEAD_IDS_NAME, ids, allow_pickle=False)
         fields |= {"head_ids_path": HEAD_IDS_NAME, "num_head_ids": len(ids)}
@@ -222,16 +213,13 @@ def build_head(
         fields |= {"mask_token_id": config.mask_token_id, "mask_path": MASK_NAME}
     gc.collect()
     entry = ModelEntry(
-        **{
-            **fields,
-            "layers": layers,
-            "passes": done,
-            "feature_size": config.feature_size,
-            "head_kind": config.kind,
-            "taps": config.taps,
-        },
+        **(fields | {"feature_size": config.feature_size}),
+        head_kind=config.kind,
+        taps=config.taps,
+        guessed=None if plan.probe is None else plan.probe.rate,
+        reading=None if plan.probe is None else plan.probe.reading.change or None,
         backend=recipe.backend,
-        architecture=f"{config.kind} head ({config.layer_config['model_type']})",
+        architecture=f"{config.kind} head of {config.source_format} ({config.layer_config['model_type']})",
         dtype=recipe.dtype,
         vocab_size=config.vocab_size,
         num_parameters=num_parameters,

@@ -352,35 +352,51 @@ def _compile(
 ) -> dict[str, Any]:
     """Trace to engine files; the checkpoint's torch model is gone afterwards. Returns fields of the manifest entry."""
     from specexport.frontend import trace_checkpoint
-    from specexport.passes import default_passes, run_passes
 
     with clock.stage("trace", role):
         traced = trace_checkpoint(checkpoint, features)
         # A copy of the graph (not of the weights): the exporter's own still refers to tied weights it has dropped.
         ir_model, layers = traced.ir_model.clone(), tuple(traced.layers)
         del traced, checkpoint.model  # the graph holds the weights now
-        traced_weights = list(ir_model.graph.initializers.values())
         gc.collect()
-    backend = find_backend(recipe.backend)
     job = BuildJob(recipe, role, layers, checkpoint.num_parameters, checkpoint.max_positions, folder, clock, cached)
+    return compile_graph(ir_model, recipe, job, dump_dir, head_ids=head_ids, ranges=ranges, kept=checkpoint.kept)
+
+
+def compile_graph(
+    ir_model: Any, recipe: BuildRecipe, job: BuildJob, dump_dir: Path | None, **of_passes: Any
+) -> dict[str, Any]:
+    """A traced graph to engine files; its weights are let go.
+
+    Args:
+        ir_model: the graph.
+        recipe: resolved.
+        job: what it is to become.
+        dump_dir: where to write the graph after each pass, if anywhere.
+        **of_passes: what else the passes need to know of this model, see ``passes.default_passes``.
+
+    Returns:
+        fields of the manifest entry.
+    """
+    from specexport.passes import default_passes, run_passes
+
+    backend, weights = find_backend(recipe.backend), list(ir_model.graph.initializers.values())
     backend.check_memory(job)
-    with clock.stage("passes", role):
+    with job.clock.stage("passes", job.role):
         passes = default_passes(
             recipe,
             pack=recipe.fuse and backend.packs_linear,
-            quantize=recipe.quantization_of(role),
+            quantize=recipe.quantization_of(job.role),
             quantize_lm_head=recipe.quantize_lm_head,
             quantize_operator=backend.quantize_operator,
             quantize_block=backend.quantize_block,
-            head_ids=head_ids,
-            ranges=ranges,
-            kept=checkpoint.kept,
+            **of_passes,
         )
-        done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=clock.note)
+        done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=job.clock.note)
     strip_metadata(ir_model)
     fields = backend.build(ir_model, job)
-    release_weights([*traced_weights, *ir_model.graph.initializers.values()])
-    return {"layers": layers, "passes": done, **fields}
+    release_weights([*weights, *ir_model.graph.initializers.values()])
+    return {"layers": job.layers, "passes": done, **fields}
 
 
 def strip_metadata(ir_model: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from specexport.frontend.layers import find_layers, hidden_of
+from specexport.frontend.refuse import refuse
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError
 
@@ -39,6 +40,9 @@ def tapped(model: Any, taps: Seq[int]) -> Iterator[dict[int, Tensor]]:
         UnsupportedModelError: its decoder layers or its last norm cannot be found.
         CheckpointError: it has fewer layers.
     """
+    if not taps:  # a model without a head may have its layers anywhere
+        yield {}
+        return
     layers = find_layers(model, _HINT)
     count = len(layers)
     beyond = [tap for tap in taps if not (tap == AFTER_NORM or 0 <= tap <= count)]
@@ -65,6 +69,8 @@ def tapped(model: Any, taps: Seq[int]) -> Iterator[dict[int, Tensor]]:
     if count in taps:
         hooks.append(layers[count - 1].register_forward_hook(after(count)))
     if AFTER_NORM in taps:
+        if model.base_model is model:
+            raise refuse(model, "what its LM head reads cannot be watched", _HINT)
         hooks.append(model.base_model.register_forward_hook(after(AFTER_NORM)))
     try:
         yield found

@@ -25,7 +25,6 @@ class HeadConfig:
         fc_norm: a norm over each of them instead.
         norm_output: what it hands on is normed, as what its LM head reads is.
         mask_token_id: it drafts all tokens in one step, and this one stands for those that are not known (P-EAGLE).
-        max_positions: positions it supports; None for no limit.
         source_format: which writer's names the file had, for reports.
     """
 
@@ -40,7 +39,6 @@ class HeadConfig:
     fc_norm: bool = False
     norm_output: bool = False
     mask_token_id: int | None = None
-    max_positions: int | None = None
     source_format: str = ""
 
     @property

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specexport.heads.config import HeadConfig
-from specexport.heads.modules import DraftHead, FeatureProjection
+from specexport.heads.modules import DraftHead, FeatureProjection, make_body
 from specexport.heads.read import MASK, HeadFiles
 from specexport_runtime.errors import CheckpointError
 from specexport_runtime.executors.base import Float32Array, Int32Array
@@ -68,10 +68,16 @@ def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype:
     Raises:
         CheckpointError: tensors are missing, or have other shapes than the configuration says.
     """
-    with torch.device("meta"):
-        head = DraftHead(config)
-    head.to_empty(device="cpu")
-    head.body.rotary_emb = DraftHead(_small(config)).body.rotary_emb  # its buffers are in no file
+    try:
+        with torch.device("meta"):
+            head = DraftHead(config)
+        head.to_empty(device="cpu")
+        head.body.rotary_emb = make_body(config).rotary_emb  # its buffers are in no file
+    except Exception as error:  # sizes that do not fit one another, a kind of rotary embedding that nobody knows
+        raise CheckpointError(
+            f"the head {files.name}: no layers can be made of its configuration ({type(error).__name__}: {error}).",
+            "fetch the head again.",
+        ) from error
     names = {name: name.removeprefix("body.") for name in head.state_dict()}
     shared = {"embed_tokens.weight", "lm_head.weight"} - files.shapes.keys()
     _fill(head, files, {name: stored for name, stored in names.items() if name not in shared})
@@ -81,10 +87,9 @@ def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype:
     if "lm_head.weight" in shared:
         rows = tables.lm_head if ids is None else tables.lm_head[torch.from_numpy(ids.astype(np.int64))]
         head.lm_head.weight = torch.nn.Parameter(rows, requires_grad=False)
-    elif ids is not None:
-        head.lm_head.weight.data = head.lm_head.weight.data[
-            torch.from_numpy(np.argsort(_row_ids(files), kind="stable"))
-        ]
+    elif "d2t" in files.shapes:  # rows in the order of their ids
+        order = torch.from_numpy(np.argsort(_row_ids(files), kind="stable"))
+        head.lm_head.weight.data = head.lm_head.weight.data[order]
     head = head.to(dtype).eval().requires_grad_(False)
     projection = load_projection(files, config, dtype)
     return LoadedHead(config, head, projection, ids, _mask_feature(files, config, projection))
@@ -103,12 +108,6 @@ def _mask_feature(files: HeadFiles, config: HeadConfig, projection: FeatureProje
     with torch.no_grad():
         feature: Float32Array = projection(list(states.split(config.target_hidden_size))).float().numpy()
     return feature
-
-
-def _small(config: HeadConfig) -> HeadConfig:
-    from dataclasses import replace
-
-    return replace(config, vocab_size=1, draft_vocab_size=1)
 
 
 def _fill(module: Any, files: HeadFiles, names: Mapping[str, str]) -> None:

@@ -54,7 +54,7 @@ class DraftHead(nn.Module):  # type: ignore[misc]
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.head_config, self.swap = config, False
-        self.body = _make_body(config)
+        self.body = make_body(config)
         width, first = config.hidden_size, self.body.layers[0]
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
@@ -110,7 +110,8 @@ class DraftHead(nn.Module):  # type: ignore[misc]
         return self.lm_head(normed), normed if self.head_config.norm_output else state
 
 
-def _make_body(config: HeadConfig) -> Any:
+def make_body(config: HeadConfig) -> Any:
+    """Transformers' model of the layers' kind, without its embedding."""
     from transformers import AutoConfig, AutoModel
 
     values = {key: value for key, value in config.layer_config.items() if not key.endswith("token_id")}
@@ -123,11 +124,7 @@ def _make_body(config: HeadConfig) -> Any:
 
 def _norm_class(config: HeadConfig) -> Callable[[int], Any]:
     """What makes the norms of the layers' kind, by width."""
-    body = _make_body_on_meta(config)
-    kind, eps = type(body.norm), float(config.layer_config.get("rms_norm_eps", 1e-6))
-    return lambda width: kind(width, eps=eps)
-
-
-def _make_body_on_meta(config: HeadConfig) -> Any:
     with torch.device("meta"):
-        return _make_body(config)
+        kind = type(make_body(config).norm)
+    eps = float(config.layer_config.get("rms_norm_eps", 1e-6))
+    return lambda width: kind(width, eps=eps)

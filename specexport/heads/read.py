@@ -115,20 +115,20 @@ def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, v
     values = files.values
     _refuse_lossy(files)
     layer = values.get("transformer_layer_config", values)
+    if not isinstance(layer, dict):
+        raise CheckpointError(f"{files.name}: transformer_layer_config is no JSON object.", "fetch the head again.")
     kind = _kind_of(files)
     config = {key: layer[key] for key in _LAYER_KEYS if layer.get(key) is not None}
-    body = str(config.get("model_type", "llama"))
-    config["model_type"] = body = body if body in _BODIES else _body_of(files, body)
-    width = int(config.get("hidden_size", 0))
-    config.setdefault("num_hidden_layers", 1)
-    if not width or "num_attention_heads" not in config:
-        raise CheckpointError(f"{files.name}: {CONFIG_NAME} does not say hidden_size and num_attention_heads.", _ELSE)
-    config.setdefault("head_dim", width // int(config["num_attention_heads"]))
-    vocab = layer.get("vocab_size", vocab_size)
-    draft_vocab = values.get("draft_vocab_size") or vocab
-    given = values.get("target_hidden_size") or (width if kind == "eagle" else None)
+    if config.get("model_type") not in _BODIES:
+        config["model_type"] = _body_of(files)
+    width, heads = (_size(files, layer, key) for key in ("hidden_size", "num_attention_heads"))
+    config["num_hidden_layers"] = _size(files, layer, "num_hidden_layers", 1)
+    config["head_dim"] = _size(files, layer, "head_dim", max(1, width // heads))
+    vocab = _size(files, layer, "vocab_size", vocab_size)
+    draft_vocab = _size(files, values, "draft_vocab_size", vocab)
+    given = _size(files, values, "target_hidden_size", width if kind == "eagle" else 0)
     taps = _taps(files, num_layers) if kind == "eagle3" else (AFTER_NORM,)
-    if given is None and "fc.weight" in files.shapes:
+    if not given and "fc.weight" in files.shapes:
         given = files.shapes["fc.weight"][1] // len(taps)
     if given != target_hidden_size:
         raise CheckpointError(
@@ -145,13 +145,12 @@ def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, v
         taps=taps,
         target_hidden_size=target_hidden_size,
         vocab_size=vocab_size,
-        draft_vocab_size=int(draft_vocab),
+        draft_vocab_size=draft_vocab,
         norm_before_residual=bool(values.get("norm_before_residual", False)),
         norm_before_fc=bool(values.get("norm_before_fc", "input_norm.weight" in files.shapes)),
         fc_norm=bool(values.get("fc_norm", "fc_norm.0.weight" in files.shapes)),
         norm_output=bool(values.get("norm_output", False)),
         mask_token_id=_mask_token(files, vocab_size),
-        max_positions=config.get("max_position_embeddings"),
         source_format=_format_of(files),
     )
 
@@ -187,12 +186,17 @@ def _mask_token(files: HeadFiles, vocab_size: int) -> int | None:
     return token
 
 
-def _body_of(files: HeadFiles, named: str) -> str:
+def _size(files: HeadFiles, values: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A whole number of the configuration."""
+    value = default if values.get(key) is None else values[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < (0 if default == 0 else 1):
+        raise CheckpointError(f"{files.name}: {CONFIG_NAME} has {value!r} for {key}, no size.", "fetch the head again.")
+    return value
+
+
+def _body_of(files: HeadFiles) -> str:
     """Heads for any target have layers as Llama has them; a few say the target's model type all the same."""
-    if any("q_norm" in name for name in files.shapes):
-        return "qwen3"
-    del named
-    return "llama"
+    return "qwen3" if any("q_norm" in name for name in files.shapes) else "llama"
 
 
 def _format_of(files: HeadFiles) -> str:
@@ -216,8 +220,8 @@ def _taps(files: HeadFiles, num_layers: int) -> tuple[int, ...]:
         return default_taps(num_layers)
     if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise CheckpointError(f"{files.name}: eagle_aux_hidden_state_layer_ids is {ids!r}, no list of layers.", _ELSE)
-    taps = tuple(i + shift if i >= 0 else num_layers + i + 1 for i in ids)
-    if not all(0 <= tap <= num_layers for tap in taps):
+    taps = tuple(i + shift for i in ids)
+    if min(ids) < 0 or max(taps) > num_layers:
         raise CheckpointError(f"the head {files.name} reads layers {ids}, and the target has {num_layers}.", _ELSE)
     return taps
 

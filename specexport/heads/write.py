@@ -1,12 +1,16 @@
 """Writing a draft head in the format of speculators (vLLM), so that it serves elsewhere too."""
 
+import errno
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from specexport.atomic import write_file
 from specexport.heads.config import HeadConfig
@@ -59,13 +63,37 @@ def write_head(
         known[ids] = True
         tensors |= {"d2t": torch.from_numpy(offsets), "t2d": torch.from_numpy(known)}
     folder.mkdir(parents=True, exist_ok=True)
-    write_file(folder / WEIGHTS_NAME, lambda path: save_file(tensors, path))
-    text = json.dumps(_values(config, verifier, lookahead), indent=2) + "\n"
-    write_file(folder / CONFIG_NAME, lambda path: _write(path, text))
+    write_tensors(folder / WEIGHTS_NAME, tensors)
+    write_text(folder / CONFIG_NAME, json.dumps(_values(config, verifier, lookahead), indent=2) + "\n")
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file in one step.
+
+    Raises:
+        UserInputError: it cannot be written: the disk is full, for example.
+    """
+
+    def write(temporary: Path) -> None:
+        try:
+            save_file(dict(tensors), temporary, None if metadata is None else dict(metadata))
+        except SafetensorError as error:  # what the operating system said is in its text alone
+            raise OSError(errno.EIO, str(error)) from error
+
+    write_file(path, write)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in one step.
+
+    Raises:
+        UserInputError: it cannot be written.
+    """
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+
+    write_file(path, write)
 
 
 def _values(config: HeadConfig, verifier: str, lookahead: int) -> dict[str, Any]:

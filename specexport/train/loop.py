@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from specexport.atomic import write_file
 from specexport.heads.modules import DraftHead, FeatureProjection
+from specexport.heads.write import write_tensors
 from specexport.train.loss import Batch, divergence, unroll
 from specexport.train.store import FeatureStore, batches
 from specexport_runtime.errors import InvalidRequestError
@@ -55,16 +54,18 @@ class Target(NamedTuple):
     Attributes:
         whole: its LM head, bfloat16 [V, H].
         ids: token ids of the head's LM head, int64 [N].
+        rows: the rows of ``whole`` for them [N, H].
         softcap: bound of its logits; 0 for none.
     """
 
     whole: Tensor
     ids: Tensor
+    rows: Tensor
     softcap: float = 0.0
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., N] of what its LM head reads [..., H], for the head's tokens."""
-        logits = hidden.to(self.whole.dtype) @ self.whole[self.ids].T
+        logits = hidden.to(self.rows.dtype) @ self.rows.T
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
     def best(self, hidden: Tensor) -> Tensor:
@@ -113,8 +114,7 @@ class Trainer:
         self.tokens = 0
         self.seconds = 0.0
         self.curve: list[dict[str, Any]] = []
-        self._batches: list[list[int]] = []
-        self._epoch = -1
+        self._epochs: list[list[list[int]]] = []
 
     def rate(self) -> float:
         """Share of the full learning rate at this batch."""
@@ -177,11 +177,11 @@ class Trainer:
 
     def _of_epoch(self, epoch: int) -> list[list[int]]:
         settings = self.settings
-        if self._epoch != epoch:
+        if epoch == len(self._epochs):
             seed = settings.seed + 1000 * epoch
             found = batches(self.store, self.indices, settings.batch_tokens, settings.max_len, seed)
-            self._batches, self._epoch = list(found), epoch
-        return self._batches
+            self._epochs.append(list(found))
+        return self._epochs[epoch]
 
     def save(self, folder: Path) -> None:
         """Write all that :meth:`resume` needs; what was there is replaced when that is whole.
@@ -199,7 +199,7 @@ class Trainer:
         whole = {name: value.detach().contiguous() for name, value in tensors.items()}
         folder.mkdir(parents=True, exist_ok=True)
         meta = {"state": json.dumps(told), "settings": json.dumps(asdict(self.settings))}
-        write_file(folder / STATE_NAME, lambda path: save_file(whole, path, meta))
+        write_tensors(folder / STATE_NAME, whole, meta)
 
     def resume(self, folder: Path) -> bool:
         """Go on from what :meth:`save` wrote; False if there is nothing.

@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specexport.atomic import require_space, write_file
+from specexport.atomic import require_space
 from specexport.bench.prompts import read_prompts
 from specexport.progress import Progress, StageClock
 from specexport.train.options import TrainOptions
-from specexport_runtime.errors import InvalidRequestError, UnsupportedModelError
+from specexport_runtime.errors import InvalidRequestError, OutputExistsError, UnsupportedModelError
 from specexport_runtime.executors.base import Int32Array
 
 HELD_OUT, FEWEST_TEXTS = 0.05, 16
 """Share of the texts that is not learned from, and the fewest texts of which a share can be."""
+SHORTEST_TEXT = 12
+"""Tokens: in a shorter text there is no place for all draft steps."""
 SAVE_EVERY = 50
 """Batches between two savings, and between two looks at the acceptance."""
 STAGES = 5
@@ -56,7 +58,8 @@ def train_draft(options: TrainOptions, progress: Progress | None = None) -> Trai
         progress: told of stages and of the acceptance.
 
     Raises:
-        InvalidRequestError: prompts, limits or the work folder do not allow it.
+        InvalidRequestError: prompts, limits, the bundle or the work folder do not allow it.
+        OutputExistsError: something else stands in the output folder.
         CheckpointError, UnsupportedModelError: the target cannot be used.
         UserInputError: the disk is full.
     """
@@ -66,6 +69,7 @@ def train_draft(options: TrainOptions, progress: Progress | None = None) -> Trai
     from specexport.train.store import FeatureStore
 
     clock = StageClock(progress, STAGES)
+    _check_output(options.output)
     prompts = [prompt.text for prompt in read_prompts(options.prompts)]
     if len(prompts) < FEWEST_TEXTS:
         raise InvalidRequestError(f"there are {len(prompts)} prompts to train on.", f"give {FEWEST_TEXTS} or more.")
@@ -81,7 +85,7 @@ def train_draft(options: TrainOptions, progress: Progress | None = None) -> Trai
     model: Any = checkpoint.model
     from specexport.train.texts import read_texts
 
-    texts = [text for text in read_texts(texts_path) if len(text) > options.steps + 2]
+    texts = [text for text in read_texts(texts_path) if len(text) >= SHORTEST_TEXT]
     config, ids = _shape(options, checkpoint, texts)
     with clock.stage("read", "target", f"{sum(map(len, texts)):,} tokens"):
         _collect(options, model, texts, config.taps, clock)
@@ -94,21 +98,48 @@ def train_draft(options: TrainOptions, progress: Progress | None = None) -> Trai
         return _save(options, trainer, config, ids, store)
 
 
-def _write_texts(options: TrainOptions, prompts: Seq[str], path: Path, clock: StageClock) -> None:
-    from specexport.train.texts import write_texts
+def _check_output(folder: Path) -> None:
+    """Refuse a folder that holds something else: a head takes the names that a checkpoint has.
 
-    bundle = options.bundle
+    Raises:
+        OutputExistsError: it does.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        is_head = "speculators_model_type" in values and (folder / "curve.json").is_file()
+    except (OSError, ValueError, TypeError):
+        is_head = False
+    if not is_head:
+        raise OutputExistsError(
+            f"{folder} exists and is no head that was trained here.", "choose another folder with -o."
+        )
+
+
+def _write_texts(options: TrainOptions, prompts: Seq[str], path: Path, clock: StageClock) -> None:
+    from specexport.frontend import hash_checkpoint
+    from specexport.train.texts import write_texts
+    from specexport_runtime.bundle.manifest import load_manifest
+
+    bundle, sha256 = options.bundle, hash_checkpoint(options.target)
     if bundle is None:
         from specexport.build.pipeline import build_bundle
         from specexport.recipe import BuildRecipe
 
         bundle = options.work_folder / "bundle"
         build_bundle(BuildRecipe(target=options.target, output=str(bundle)))
+    written_by = load_manifest(bundle).models["target"].source_sha256
+    if written_by != sha256:
+        raise InvalidRequestError(
+            f"{bundle} was not built from {options.target}: a head learns from what its own target writes.",
+            "give a bundle of this target, or leave --bundle out.",
+        )
     write_texts(
         bundle,
         prompts,
         path,
-        options.text_settings(),
+        options.text_settings() | {"target": sha256},
         threads=options.threads,
         on_group=lambda count: clock.note(f"{count} of {len(prompts)} texts"),
     )
@@ -169,7 +200,8 @@ def _trainer(options: TrainOptions, model: Any, config: Any, ids: Int32Array, st
     head, projection = DraftHead(config), FeatureProjection(config)
     table, rows = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
     head.embed_tokens.weight.data = table
-    head.lm_head.weight.data = rows[torch.from_numpy(ids.astype(np.int64))].clone()
+    kept = torch.from_numpy(ids.astype(np.int64))
+    head.lm_head.weight.data = rows[kept].clone()
     held = set(_held_out(len(store)))
     learned = [i for i in range(len(store)) if i not in held]
     settings = TrainSettings(
@@ -181,7 +213,7 @@ def _trainer(options: TrainOptions, model: Any, config: Any, ids: Int32Array, st
     settings = TrainSettings(
         **{**settings.__dict__, "total": total, "warmup": min(settings.warmup, max(1, total // 4))}
     )
-    target = Target(rows.bfloat16(), torch.from_numpy(ids.astype(np.int64)), softcap)
+    target = Target(rows.bfloat16(), kept, rows[kept].bfloat16(), softcap)
     return Trainer(head, projection, target, store, learned, settings), total
 
 
@@ -208,7 +240,7 @@ def _learn(options: TrainOptions, trainer: Any, total: int, clock: StageClock) -
 
 
 def _save(options: TrainOptions, trainer: Any, config: Any, ids: Int32Array, store: Any) -> Trained:
-    from specexport.heads.write import write_head
+    from specexport.heads.write import write_head, write_text
 
     whole = len(ids) == config.vocab_size
     learned = sum(store.length(i) for i in trainer.indices)
@@ -231,15 +263,9 @@ def _save(options: TrainOptions, trainer: Any, config: Any, ids: Int32Array, sto
         verifier=name,
         lookahead=options.steps,
     )
-    card = _card(options, result, name)
-    write_file(options.output / "README.md", lambda path: _write(path, card))
-    text = json.dumps(result.to_json()["curve"], indent=1)
-    write_file(options.output / "curve.json", lambda path: _write(path, text + "\n"))
+    write_text(options.output / "README.md", _card(options, result, name))
+    write_text(options.output / "curve.json", json.dumps(result.to_json()["curve"], indent=1) + "\n")
     return result
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _card(options: TrainOptions, result: Trained, name: str) -> str:

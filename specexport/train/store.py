@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from specexport.atomic import write_file
+from specexport.heads.write import write_tensors
 
 FILE_TOKENS = 16_384
 """A file is closed when it has so many tokens."""
@@ -97,7 +96,7 @@ class StoreWriter:
             "states": torch.cat([each.states for each in self._waiting]).contiguous(),
         }
         lengths = [len(each.tokens) for each in self._waiting]
-        write_file(path, lambda temporary: save_file(data, temporary, {"lengths": json.dumps(lengths)}))
+        write_tensors(path, data, {"lengths": json.dumps(lengths)})
         self._waiting, self._next = [], self._next + 1
 
 

@@ -30,12 +30,13 @@ def write_texts(
         bundle: a bundle of the target.
         prompts: the prompts.
         path: JSON lines with ``tokens`` (prompt and text) and ``num_prompt``.
-        settings: ``max_tokens``, ``temperature`` and ``seed``.
+        settings: ``max_tokens``, ``temperature`` and ``seed``, and what else decides the texts.
         threads: compute threads.
         on_group: called with the number of texts that are there.
 
     Raises:
-        InvalidRequestError: the file holds texts of other prompts or settings.
+        InvalidRequestError: the file holds texts of other prompts or settings, or the bundle has no room for
+            such texts.
     """
     key = hashlib.sha256(json.dumps([list(prompts), settings]).encode()).hexdigest()[:16]
     done = _whole_lines(path, key)
@@ -44,19 +45,25 @@ def write_texts(
     from specexport_runtime import SamplingParams, SpecEngine
 
     engine = SpecEngine.load(bundle, num_threads=threads)
+    room = engine.max_model_len - settings["max_tokens"]
     try:
+        if room < 1:
+            raise InvalidRequestError(
+                f"max_tokens is {settings['max_tokens']}, and a sequence of {bundle} takes "
+                f"{engine.max_model_len} tokens.",
+                "give fewer, or build the bundle with a larger --max-model-len.",
+            )
         with path.open("a", encoding="utf-8") as file:
             for start in range(done - done % GROUP, len(prompts), GROUP):
-                greedy = (start // GROUP) % 2 == 0
-                params = SamplingParams(
-                    max_tokens=settings["max_tokens"],
-                    temperature=0.0 if greedy else settings["temperature"],
-                    seed=settings["seed"] + start,
-                )
-                group = list(prompts[start : start + GROUP])
-                tokens = [engine.tokenizer.encode(prompt).ids for prompt in group]
-                room = engine.max_model_len - settings["max_tokens"]
-                tokens = [ids[-room:] for ids in tokens]
+                temperature = settings["temperature"] if (start // GROUP) % 2 else 0.0
+                group = prompts[start : start + GROUP]
+                tokens = [engine.tokenizer.encode(prompt).ids[-room:] for prompt in group]
+                params = [
+                    SamplingParams(
+                        max_tokens=settings["max_tokens"], temperature=temperature, seed=settings["seed"] + start + i
+                    )
+                    for i in range(len(group))
+                ]
                 for number, (ids, result) in enumerate(zip(tokens, engine.generate(tokens, params), strict=True)):
                     if start + number >= done:
                         line = {"tokens": [*ids, *result.token_ids], "num_prompt": len(ids), "key": key}

@@ -1,5 +1,7 @@
 """What a draft head would draw from after a context and any path: ``LogitTree`` for models that read features."""
 
+from collections.abc import Sequence as Seq
+
 import numpy as np
 
 from specexport.verify.logit_tree import LogitTree, Path
@@ -24,37 +26,25 @@ class HeadTree(LogitTree):
         self,
         target: Executor,
         head: Executor,
-        context: list[int],
+        context: Seq[int],
         *,
         vocab_size: int | None = None,
         lm_head: CutHead | None = None,
     ) -> None:
-        self._runner = ModelRunner(head)
-        self._known = head.vocab_size if lm_head is None else lm_head.vocab_size
-        self.vocab_size = vocab_size or self._known
-        self._head = lm_head
-        self._rows: dict[Path, Float32Array] = {}
-        features = _features(target, context[:-1])
-        fed = self._stand_in(context[1:])
+        self._target = target
+        super().__init__(head, context, vocab_size=vocab_size, head=lm_head)
+
+    def _begin(self, context: Seq[int]) -> None:
+        features, fed = _features(self._target, context[:-1]), self._stand_in(context[1:])
         self._runner.prefill(0, fed[:-1], features[:-1])
         self._last, self._feature = fed[-1:], features[-1:]
-        self._start = len(fed) - 1
 
-    def __call__(self, path: Path) -> Float32Array:
-        """Logits [V'] of the token after the context and ``path``."""
-        row = self._rows.get(path)
-        if row is None:
-            logits = self._roll_out(path)
-            whole = logits if self._head is None else self._head.widen(logits)
-            row = self._rows[path] = whole[: self.vocab_size].copy()
-        return row
-
-    def _roll_out(self, path: Path) -> Float32Array:
+    def _logits(self, path: Path) -> Float32Array:
         """One step for each token, each fed what the one before handed on; then all of them are forgotten."""
         executor = as_head(self._runner.executor)
         if executor is None:
             raise SpecexportError("a head tree needs the engine of a draft head.")
-        tokens, feature = self._last, self._feature
+        tokens, feature, start = self._last, self._feature, self._runner.kv.kv_len(0)
         logits = np.empty(0, np.float32)
         try:
             for token in (*self._stand_in(path), None):
@@ -63,12 +53,12 @@ class HeadTree(LogitTree):
                 if token is not None:
                     tokens, feature = [token], executor.next_features.copy()
         finally:
-            self._runner.kv.commit(0, self._start)
+            self._runner.kv.commit(0, start)
         return logits
 
 
-def _features(target: Executor, tokens: list[int]) -> Float32Array:
-    """Features [n, E] of a text."""
+def _features(target: Executor, tokens: Seq[int]) -> Float32Array:
+    """Features [n, E] of a text. It writes what a tree of the target over the same context has in its row already."""
     featured = as_featured(target)
     if featured is None:
         raise SpecexportError("a head tree needs a target that gives features.")

@@ -36,19 +36,27 @@ class LogitTree:
         self._known = executor.vocab_size if head is None else head.vocab_size
         self.vocab_size = vocab_size or self._known
         self._head = head
-        self._last = self._stand_in(context[-1:])
         self._rows: dict[Path, Float32Array] = {}
-        self._runner.prefill(0, self._stand_in(context[:-1]))
+        self._begin(context)
 
     def __call__(self, path: Path) -> Float32Array:
         """Logits [V'] of the token after the context and ``path``."""
         row = self._rows.get(path)
         if row is None:
-            # Nothing is committed, so every path starts at the context.
-            logits = self._runner.step(0, [RowWork(self._last + self._stand_in(path), 1)])
-            whole = logits[0] if self._head is None else self._head.widen(logits[0])
+            logits = self._logits(path)
+            whole = logits if self._head is None else self._head.widen(logits)
             row = self._rows[path] = whole[: self.vocab_size].copy()
         return row
+
+    def _begin(self, context: Seq[int]) -> None:
+        """Read the context, all but its last token."""
+        self._last = self._stand_in(context[-1:])
+        self._runner.prefill(0, self._stand_in(context[:-1]))
+
+    def _logits(self, path: Path) -> Float32Array:
+        """What the engine gives after ``path``. Nothing is committed, so every path starts at the context."""
+        logits: Float32Array = self._runner.step(0, [RowWork(self._last + self._stand_in(path), 1)])[0]
+        return logits
 
     def _stand_in(self, tokens: Seq[int]) -> list[int]:
         # A draft cannot embed padding ids of a larger target: any stand-in keeps the drafts lossless.

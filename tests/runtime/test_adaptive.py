@@ -272,7 +272,7 @@ def test_the_obstacle_of_a_bundles_target_is_named(changes, words):
 
 
 def test_self_in_a_speculative_config():
-    parse = lambda config: parse_speculative_config(config, draft_source=None, built=8)  # noqa: E731
+    parse = lambda config: parse_speculative_config(config, sources={}, built=8)  # noqa: E731
     assert parse({"method": "self"})[:2] == ("self", 3)
     assert parse({"method": "self", "num_speculative_tokens": "auto"})[:2] == ("self", "auto")
     with pytest.raises(InvalidRequestError, match="takes no model"):

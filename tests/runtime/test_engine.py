@@ -228,23 +228,25 @@ def test_each_drafter_has_its_own_counts(engine):
 )
 def test_speculative_config_is_honoured_or_refused(config, words):
     with pytest.raises(InvalidRequestError, match=words):
-        parse_speculative_config(config, draft_source="draft-name", built=8)
+        parse_speculative_config(config, sources={"draft-model": "draft-name"}, built=8)
     full = {"method": "draft_model", "model": "draft-name", "num_speculative_tokens": 3}
-    assert parse_speculative_config(full, draft_source="draft-name", built=8)[:2] == ("draft-model", 3)
-    assert parse_speculative_config({}, draft_source="draft-name", built=2).lookahead == 2
+    assert parse_speculative_config(full, sources={"draft-model": "draft-name"}, built=8)[:2] == ("draft-model", 3)
+    assert parse_speculative_config({}, sources={"draft-model": "draft-name"}, built=2).lookahead == 2
     with pytest.raises(InvalidRequestError, match="no draft"):
-        parse_speculative_config({}, draft_source=None, built=8)
+        parse_speculative_config({}, sources={}, built=8)
 
 
 def test_ngram_speculative_config_is_lookup():
     config = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 3}
-    assert parse_speculative_config(config, draft_source=None, built=8)[:3] == ("lookup", 5, 3)
-    assert parse_speculative_config({"method": "ngram"}, draft_source=None, built=8)[:3] == ("lookup", 7, 2)
+    assert parse_speculative_config(config, sources={}, built=8)[:3] == ("lookup", 5, 3)
+    assert parse_speculative_config({"method": "ngram"}, sources={}, built=8)[:3] == ("lookup", 7, 2)
 
 
 def test_our_own_methods_as_the_default_of_an_engine():
     def engine_of(config):
-        return make_engine(draft_defaults=parse_speculative_config(config, draft_source="draft-name", built=8))
+        return make_engine(
+            draft_defaults=parse_speculative_config(config, sources={"draft-model": "draft-name"}, built=8)
+        )
 
     plain = engine_of({"method": "none"})
     assert plain.generate("w1 w2")[0].stats.drafted == 0

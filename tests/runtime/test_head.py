@@ -27,7 +27,7 @@ def head_decoder(lookahead, noise=0.0, rows=4, *, stages=("head",), max_chunk=51
     target = make_target(rows, gives_features=True)
     decoder = make_decoder(target, None, 0, max_chunk=max_chunk, **options)
     executor = FakeExecutor(VOCAB, rows, CAPACITY, noise=noise, reads_features=True)
-    drafter = HeadDrafter(ModelRunner(executor, max_chunk=max_chunk), vocab_size=VOCAB, lm_head=lm_head)
+    drafter = HeadDrafter(ModelRunner(executor, max_chunk=max_chunk), vocab_size=VOCAB, head=lm_head)
     decoder.drafter.drafters["head"] = drafter
     decoder.plan = tuple(DraftStage(name, lookahead) for name in stages)
     return decoder, target, drafter

@@ -56,7 +56,7 @@ found["verified"] = [run.drafter for run in result.runs]
 assert result.passed
 engine.close()
 found["config"] = parse_speculative_config(
-    {"method": "repeat", "num_speculative_tokens": 2}, draft_source=None, built=4
+    {"method": "repeat", "num_speculative_tokens": 2}, sources={}, built=4
 ).drafter
 found["served"] = CompletionRequest(prompt="x", speculative={"drafter": "repeat"}).speculative.drafter
 asked = ["generate", bundle, "def area(", "--drafter", "repeat", "--max-tokens", "8", "--json"]

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from specexport_runtime.bundle.arrays import REBUILD, read_array
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import BundleError
 
 HEAD_IDS_NAME = "head_ids.npy"
 """File in the model's folder: int32 [N], ascending."""
-_REBUILD = "build it again with `specexport build`."
 
 
 class CutHead(NamedTuple):
@@ -54,13 +54,10 @@ def load_cut_head(folder: Path, entry: ModelEntry) -> CutHead | None:
     if entry.head_ids_path is None:
         return None
     path = folder / entry.head_ids_path
-    try:
-        ids = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise BundleError(f"{path} cannot be read ({error}).", _REBUILD) from error
+    ids = read_array(path)
     problem = _problem(ids, entry)
     if problem is not None:
-        raise BundleError(f"{path}: {problem}.", _REBUILD)
+        raise BundleError(f"{path}: {problem}.", REBUILD)
     return CutHead(ids, entry.vocab_size)
 
 

@@ -128,6 +128,9 @@ class ModelEntry:
         mask_token_id: of a draft head that drafts all tokens in one step: the token that stands for those which are not
             known yet. None for all others.
         mask_path: the feature that comes with it, see ``bundle.mask_feature``.
+        guessed: of a draft head: share of first guesses that were right when it was built, 0 to 1; None where that was
+            not looked at.
+        reading: of a draft head: how it was read otherwise than its files say; None where it was not.
     """
 
     path: str
@@ -169,6 +172,8 @@ class ModelEntry:
     taps: tuple[int, ...] = ()
     mask_token_id: int | None = None
     mask_path: str | None = None
+    guessed: float | None = None
+    reading: str | None = None
 
     @property
     def cache_dtype(self) -> str:
@@ -355,6 +360,8 @@ _ENTRY_RULES = _rules_of(
     taps=list_of(whole(-1, 1 << 20)),
     mask_token_id=optional(whole(0, 1 << 24)),
     mask_path=optional(inner_path),
+    guessed=optional(number(0, 1)),
+    reading=optional(text),
 )
 
 

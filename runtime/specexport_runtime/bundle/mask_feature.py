@@ -6,12 +6,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from specexport_runtime.bundle.arrays import REBUILD, read_array
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import BundleError
 
 MASK_NAME = "mask_feature.npy"
 """File in the head's folder: float32 [E]."""
-_REBUILD = "build it again with `specexport build`."
 
 
 class MaskInput(NamedTuple):
@@ -39,13 +39,10 @@ def load_mask(folder: Path, entry: ModelEntry) -> MaskInput | None:
     if entry.mask_token_id is None or entry.mask_path is None:
         return None
     path = folder / entry.mask_path
-    try:
-        feature = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise BundleError(f"{path} cannot be read ({error}).", _REBUILD) from error
+    feature = read_array(path)
     sound = isinstance(feature, np.ndarray) and feature.dtype == np.float32 and feature.shape == (entry.feature_size,)
     if not sound or not np.isfinite(feature).all() or entry.mask_token_id >= entry.vocab_size:
         raise BundleError(
-            f"{path}: it is no feature of {entry.feature_size} numbers, or its token is unknown.", _REBUILD
+            f"{path}: it is no feature of {entry.feature_size} numbers, or its token is unknown.", REBUILD
         )
     return MaskInput(entry.mask_token_id, feature)

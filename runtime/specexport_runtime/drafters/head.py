@@ -17,21 +17,21 @@ of its place alone, whatever the guesses before it are: that is the distribution
 """
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from specexport_runtime.drafters.base import NO_HEAD, DrafterKind, DrafterParts, DrafterTraits, Obstacle
 from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, run_drafts
+from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Float32Array, as_head
+from specexport_runtime.executors.base import Float32Array, as_featured, as_head
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.sequences.records import Proposal
 from specexport_runtime.sequences.sequence import NO_ROW, Sequence
 
 if TYPE_CHECKING:
-    from specexport_runtime.bundle.cut_head import CutHead
     from specexport_runtime.bundle.mask_feature import MaskInput
     from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.lookahead.draft_cost import DraftCost
@@ -40,7 +40,6 @@ HEAD = "head"
 """Name of this drafter in draft plans."""
 DEFAULT_HEAD_LOOKAHEAD = 4
 """K where nothing else is asked for: a head's step is cheap, and its acceptance falls with each of its own features."""
-MAX_BACKLOG = 32  # entries that a head catches up on within a drafting step
 MAX_HELD = 512  # features of a sequence that wait for the head to read them
 
 
@@ -73,16 +72,13 @@ class _Held:
         return features
 
 
-class HeadDrafter:
+class HeadDrafter(OwnCacheDrafter):
     """Draft tokens from a head over the target's features, with a KV cache of its own, row for row beside the target's.
 
     Args:
-        runner: the head.
-        vocab_size: ids that may be drafted.
-        lm_head: the token ids of its LM head; None where it has all.
+        runner: the draft head.
         mask: what a parallel head is fed for tokens that are not known; None for one that drafts token after token.
-        max_backlog: a sequence with more entries to catch up on is prefilled alone first, so that the packed step stays
-            narrow; at most what lets every row catch up in one step of the head's engine.
+        **named: see :class:`OwnCacheDrafter`.
 
     Raises:
         SpecexportError: the runner's engine is no head's.
@@ -90,36 +86,13 @@ class HeadDrafter:
 
     traits = DrafterTraits(default_lookahead=DEFAULT_HEAD_LOOKAHEAD, has_own_cache=True, can_exit=True)
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        *,
-        vocab_size: int,
-        lm_head: "CutHead | None" = None,
-        mask: "MaskInput | None" = None,
-        max_backlog: int = MAX_BACKLOG,
-    ) -> None:
+    def __init__(self, runner: ModelRunner, *, mask: "MaskInput | None" = None, **named: Any) -> None:
         if as_head(runner.executor) is None:
             raise SpecexportError("the head drafter needs the engine of a draft head.")
-        self.runner = runner
-        known = runner.executor.vocab_size if lm_head is None else lm_head.vocab_size
-        self.vocab_size = min(vocab_size, known)
-        self._known_ids, self._mask = known, mask
-        self._lm_head = None if lm_head is None else lm_head.below(self.vocab_size)
-        limit = runner.executor.max_num_tokens
-        self.max_backlog = max_backlog if limit is None else min(max_backlog, max(1, limit // runner.executor.num_rows))
+        super().__init__(runner, **named)
+        self._mask = mask
         # By sequence, not by row: nothing to do when rows move, and a dropped sequence takes its features along.
         self._held: WeakKeyDictionary[Sequence, _Held] = WeakKeyDictionary()
-
-    @property
-    def engine_seconds(self) -> float:
-        """Seconds spent inside the head's engine since creation."""
-        return self.runner.executor.engine_seconds
-
-    @property
-    def prefill_seconds(self) -> float:
-        """Of these, in steps that only read what it had not seen."""
-        return self.runner.prefill_seconds
 
     def wants_features(self, sequence: Sequence) -> bool:
         """Whether the head may be asked for this sequence; see ``FeatureDrafter.wants_features``."""
@@ -145,10 +118,10 @@ class HeadDrafter:
             Draft(seq, limit if seq.num_generated else 0) for seq, limit in zip(sequences, lookaheads, strict=True)
         ]
         if self._mask is None:
-            run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._lm_head)
+            run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head)
         elif opened := [draft for draft in drafts if draft.is_open]:
             work = [self._masked(draft, self._mask) for draft in opened]
-            draft_at_once(self.runner, opened, work, self.vocab_size, self._lm_head)
+            draft_at_once(self.runner, opened, work, self.vocab_size, self._head)
         return [draft.proposal(HEAD) for draft in drafts]
 
     def _pending(self, draft: Draft) -> RowWork:
@@ -182,11 +155,6 @@ class HeadDrafter:
             )
         return self._known(seq.tokens[start + 1 : start + 1 + count]), held.take()
 
-    def _known(self, tokens: list[int]) -> list[int]:
-        """Ids that the head can embed; any stand-in for another is lossless."""
-        limit = self._known_ids
-        return tokens if max(tokens) < limit else [token if token < limit else 0 for token in tokens]
-
     def commit(self, sequences: Seq[Sequence]) -> None:
         """Forget features of rejected tokens, and all entries that the head made of features of its own."""
         for seq in sequences:
@@ -195,14 +163,6 @@ class HeadDrafter:
                 held.keep(len(seq.tokens) - 1 - held.start)
                 if seq.row != NO_ROW and self.runner.kv.kv_len(seq.row) > held.start:
                     self.runner.kv.commit(seq.row, held.start)
-
-    def move_row(self, source: int, destination: int) -> None:
-        """Move a sequence's cache to another row."""
-        self.runner.move_row(source, destination)
-
-    def release_row(self, row: int) -> None:
-        """Forget the sequence of ``row``."""
-        self.runner.release_row(row)
 
     def cost(self, curves: "CostCurves") -> "DraftCost | None":
         """See ``CostedDrafter.cost``."""
@@ -217,7 +177,7 @@ class HeadDrafter:
 def _make(parts: DrafterParts) -> HeadDrafter:
     if parts.head is None:
         raise SpecexportError("there is no draft head to draft with.")
-    return HeadDrafter(parts.head, vocab_size=parts.vocab_size, lm_head=parts.draft_head, mask=parts.mask)
+    return HeadDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head, mask=parts.mask)
 
 
 def head_obstacle(target: ModelRunner, has_head: bool) -> Obstacle | None:
@@ -227,8 +187,6 @@ def head_obstacle(target: ModelRunner, has_head: bool) -> Obstacle | None:
         target: the target.
         has_head: whether there is a head.
     """
-    from specexport_runtime.executors.base import as_featured
-
     if not has_head:
         return NO_HEAD
     if not (target.unpad_kv and target.unpad_input):
@@ -238,4 +196,10 @@ def head_obstacle(target: ModelRunner, has_head: bool) -> Obstacle | None:
     return None
 
 
-KIND = DrafterKind(HeadDrafter.traits, _make, lambda offer: offer.head_obstacle, method="eagle3")
+KIND = DrafterKind(
+    HeadDrafter.traits,
+    _make,
+    lambda offer: offer.head_obstacle,
+    method="eagle3",
+    config_keys=frozenset(["model"]),
+)

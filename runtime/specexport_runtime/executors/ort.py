@@ -298,7 +298,7 @@ def open_ort_executor(request: EngineRequest) -> OrtExecutor:
     if path is None:
         raise IncompatibleError(f"{request.folder}: the {request.role} has no padded-KV graph.", "build it again.")
     shared = join_threads(num_threads, spin=spin, begin=request.share_threads)
-    if not shared and request.role != "target":
+    if not shared and request.role in ("draft", "head"):
         small = entry.num_parameters < SMALL_DRAFT_PARAMETERS
         num_threads, spin = (1 if small else num_threads), spin and small
     hash_of = request.hash_of

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from specexport_runtime.drafters.head import HEAD
 from specexport_runtime.drafters.lookup import DEFAULT_MATCH_LENGTH
 from specexport_runtime.drafters.model import DEFAULT_LOOKAHEAD
 from specexport_runtime.drafters.registry import KINDS
@@ -20,15 +21,16 @@ METHODS = {**{name: kind.method for name, kind in KINDS.items()}, "chained": "ch
 _KEYS = ("method", "num_speculative_tokens", *sorted(key for kind in KINDS.values() for key in kind.config_keys))
 
 
-def parse_speculative_config(config: Mapping[str, Any], *, draft_source: str | None, built: int) -> DraftDefaults:
+def parse_speculative_config(config: Mapping[str, Any], *, sources: Mapping[str, str], built: int) -> DraftDefaults:
     """How an engine drafts, from vLLM's speculative-config keys.
 
     Args:
         config: ``method`` (``"draft_model"``, ``"ngram"``, and of our own ``"self"``, ``"chained"`` and ``"none"``, see
-            ``drafting.DRAFTERS``), ``model`` (if given, it must be the bundle's own draft),
+            ``drafting.DRAFTERS``), ``model`` (if given, it must be the bundle's own draft, or
+            its own head),
             ``num_speculative_tokens`` (a number, or ``"auto"``), and for ``"ngram"`` ``prompt_lookup_min`` (fewest
             tokens to match); all optional.
-        draft_source: name of the bundle's draft checkpoint; None if it has no draft.
+        sources: names of the checkpoints that the bundle drafts with, by the names of their drafters.
         built: largest K of the bundle.
 
     Raises:
@@ -38,7 +40,8 @@ def parse_speculative_config(config: Mapping[str, Any], *, draft_source: str | N
     _check_keys(config)
     methods = list(METHODS.values())
     given = config.get("num_speculative_tokens")
-    method = config.get("method", "auto" if given == "auto" and "model" not in config else methods[0])
+    usual = next((METHODS[name] for name in METHODS if name in sources), methods[0])
+    method = config.get("method", "auto" if given == "auto" and "model" not in config else usual)
     if method not in methods:
         raise InvalidRequestError(
             f"speculative_config method {method!r} is not available.", f"use one of {', '.join(methods)}."
@@ -50,7 +53,7 @@ def parse_speculative_config(config: Mapping[str, Any], *, draft_source: str | N
         takers = " or ".join(repr(kind.method) for kind in KINDS.values() if "prompt_lookup_min" in kind.config_keys)
         raise InvalidRequestError(f"prompt_lookup_min needs method {takers}.", "add the method, or drop the key.")
     if "model" in keys:
-        _check_model(config, draft_source)
+        _check_model(config, sources.get(drafter), drafter)
     elif "model" in config:
         raise InvalidRequestError(f"speculative_config method {method!r} takes no model.", "drop the key 'model'.")
     match_length = config.get("prompt_lookup_min", DEFAULT_MATCH_LENGTH)
@@ -64,15 +67,16 @@ def parse_speculative_config(config: Mapping[str, Any], *, draft_source: str | N
     return DraftDefaults(drafter, lookahead, match_length)
 
 
-def _check_model(config: Mapping[str, Any], draft_source: str | None) -> None:
-    if draft_source is None:
+def _check_model(config: Mapping[str, Any], source: str | None, drafter: str) -> None:
+    what, flag = ("head", "--head") if drafter == HEAD else ("draft", "--draft")
+    if source is None:
         raise InvalidRequestError(
-            "speculative_config was given, but this bundle has no draft.", "build it with --draft, or use 'ngram'."
+            f"speculative_config was given, but this bundle has no {what}.", f"build it with {flag}, or use 'ngram'."
         )
-    if config.get("model", draft_source) != draft_source:
+    if config.get("model", source) != source:
         raise InvalidRequestError(
-            f"speculative_config names draft {config['model']!r}; this bundle was built with {draft_source!r}.",
-            "build a bundle with that draft, or drop the key.",
+            f"speculative_config names {what} {config['model']!r}; this bundle was built with {source!r}.",
+            f"build a bundle with that {what}, or drop the key.",
         )
 
 

@@ -1,0 +1,60 @@
+"""What drafters with an engine of their own share: its KV cache, row for row beside the target's."""
+
+from typing import TYPE_CHECKING
+
+from specexport_runtime.packing.batch import ModelRunner
+
+if TYPE_CHECKING:
+    from specexport_runtime.bundle.cut_head import CutHead
+
+MAX_BACKLOG = 32  # tokens that a model catches up on within a drafting step: several copied drafts in a row
+
+
+class OwnCacheDrafter:
+    """The part of a drafter that keeps a cache of its own.
+
+    Args:
+        runner: the model that drafts.
+        vocab_size: ids that may be drafted; logits of padding rows beyond it are cut off.
+        head: the token ids of the model's LM head; None where it has all.
+        max_backlog: a sequence with more tokens to catch up on is prefilled alone first, so that the packed step
+            stays narrow; at most what lets every row catch up in one step of the model's engine.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        vocab_size: int,
+        max_backlog: int = MAX_BACKLOG,
+        head: "CutHead | None" = None,
+    ) -> None:
+        self.runner = runner
+        self._known_ids = runner.executor.vocab_size if head is None else head.vocab_size
+        self.vocab_size = min(vocab_size, self._known_ids)
+        self._head = None if head is None else head.below(self.vocab_size)
+        limit = runner.executor.max_num_tokens
+        self.max_backlog = max_backlog if limit is None else min(max_backlog, max(1, limit // runner.executor.num_rows))
+
+    @property
+    def engine_seconds(self) -> float:
+        """Seconds spent inside the model's engine since creation."""
+        return self.runner.executor.engine_seconds
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Of these, in steps that only read a prompt, or else what it had not seen."""
+        return self.runner.prefill_seconds
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Move a sequence's cache to another row."""
+        self.runner.move_row(source, destination)
+
+    def release_row(self, row: int) -> None:
+        """Forget the sequence of ``row``."""
+        self.runner.release_row(row)
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """Ids the model can embed. The target may emit a padding id of its own; any stand-in is lossless."""
+        limit = self._known_ids
+        return tokens if max(tokens) < limit else [token if token < limit else 0 for token in tokens]
