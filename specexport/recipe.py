@@ -32,6 +32,8 @@ _DTYPE_ALIASES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp3
 _TEXT_KEYS = (
     "draft", "head", "revision", "draft_revision", "quantize", "draft_quantize", "draft_vocab_texts", "kv_cache_dtype",
 )  # fmt: skip
+MTP = "mtp"
+"""What is given in the place of a draft head for the MTP module in the target's own checkpoint."""
 _PATH_KEYS = ("target", "draft", "head", "output", "draft_vocab_texts")
 
 
@@ -43,8 +45,8 @@ class BuildRecipe:
         target: checkpoint of the target: a local folder, a ``.gguf`` file, or a hub id.
         output: folder of the bundle.
         draft: checkpoint of the draft; None builds a bundle that decodes plainly or with drafters that need no model.
-        head: checkpoint of a draft head, which reads the target's hidden states; None for none. A bundle has one or the
-            other.
+        head: checkpoint of a draft head, which reads the target's hidden states, or ``"mtp"`` for the MTP module in the
+            target's own checkpoint; None for none. A bundle has a draft or a head.
         name: name of the bundle; empty takes the output folder's name.
         backend: what runs the engines.
         dtype: dtype of weights, activations and KV caches, or ``"auto"``; ``"fp16"`` and the like get their long names.
@@ -369,7 +371,7 @@ def load_recipe_file(path: Path) -> dict[str, Any]:
         raise RecipeError(f"the recipe {path} is nested too deeply.", "write a value a line.") from None
     values = normalize_keys(data, where=f"recipe {path}")
     for key in _PATH_KEYS:
-        if isinstance(values.get(key), str):
+        if isinstance(values.get(key), str) and (key, values[key]) != ("head", MTP):
             values[key] = _from_recipe_folder(key, values[key], path.parent)
     return values
 

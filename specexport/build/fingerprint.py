@@ -38,6 +38,8 @@ TOOLS = (
 
 ENGINE_ROOT = "specexport.build.model"
 """What builds one engine: with all that it imports, it decides an engine's content."""
+HEAD_ROOT = "specexport.build.head"
+"""What builds the engine of a draft head, and says what its target gives."""
 BUNDLE_ROOT = "specexport.build.pipeline"
 """What makes a bundle of engines: with all that it imports, it decides the rest."""
 

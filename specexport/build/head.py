@@ -16,7 +16,7 @@ from specexport.build.draft_vocabulary import read_counting_texts
 from specexport.build.model import ModelSource, compile_graph, load_source
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.progress import StageClock
-from specexport.recipe import BuildRecipe, resolve_recipe
+from specexport.recipe import MTP, BuildRecipe, resolve_recipe
 from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import ModelEntry
@@ -37,13 +37,11 @@ class HeadPlan(NamedTuple):
 
     Attributes:
         config: what it computes, as it is accepted.
-        swap: see ``DraftHead``.
         request: what the target is to give.
         probe: how often it guessed right; None if that was not looked at.
     """
 
     config: "HeadConfig"
-    swap: bool
     request: "FeatureRequest"
     probe: "Probe | None"
 
@@ -63,8 +61,8 @@ def plan_head(recipe: BuildRecipe, source: ModelSource, target: ModelSource, clo
     with clock.stage("probe", source.role, source.name):
         checkpoint = load_source(recipe, target)
         _check_tokenizer(source, checkpoint)
-        loaded = _load(source, checkpoint)
-        probe, config, swap = None, loaded.config, False
+        loaded = _load(recipe, source, checkpoint)
+        probe, config = None, loaded.config
         if recipe.check:
             from specexport.frontend.streaming import streamed
             from specexport.heads.probe import check_probe, probe_head
@@ -73,11 +71,11 @@ def plan_head(recipe: BuildRecipe, source: ModelSource, target: ModelSource, clo
                 probe = probe_head(checkpoint.model, loaded, _pieces(checkpoint), _num_layers(checkpoint))
             check_probe(probe, source.name)
             clock.note(describe_probe(probe.rate, probe.reading.change))
-            config, swap = probe.reading.config, probe.reading.swap
+            config = probe.reading.config
         request = _request(config, loaded.projection)
     del checkpoint, loaded
     gc.collect()
-    return HeadPlan(config, swap, request, probe)
+    return HeadPlan(config, request, probe)
 
 
 def describe_probe(rate: float, change: str | None) -> str:
@@ -107,16 +105,20 @@ def _request(config: "HeadConfig", projection: Any) -> "FeatureRequest":
     return FeatureRequest(config.taps, projection, config.feature_size)
 
 
-def _load(source: ModelSource, checkpoint: Any, config: "HeadConfig | None" = None) -> "LoadedHead":
+def _load(
+    recipe: BuildRecipe, source: ModelSource, checkpoint: Any, config: "HeadConfig | None" = None
+) -> "LoadedHead":
     import torch
 
     from specexport.frontend.source import resolve_source
+    from specexport.heads.files import open_head
     from specexport.heads.load import load_head
-    from specexport.heads.read import open_head, read_config
+    from specexport.heads.mtp_files import open_mtp
+    from specexport.heads.read import read_config
 
-    files = open_head(resolve_source(source.source, source.revision))
+    found, text = resolve_source(source.source, source.revision), checkpoint.model.config.get_text_config()
+    files = open_mtp(found, text.to_dict()) if recipe.head == MTP else open_head(found)
     if config is None:
-        text = checkpoint.model.config.get_text_config()
         config = read_config(
             files,
             num_layers=_num_layers(checkpoint),
@@ -186,8 +188,7 @@ def build_head(
     with clock.stage("load", role, source.name):
         checkpoint = load_source(recipe, target)
         recipe = resolve_recipe(recipe, [checkpoint.max_positions])
-        loaded = _load(source, checkpoint, plan.config)
-        loaded.head.swap = plan.swap
+        loaded = _load(recipe, source, checkpoint, plan.config)
         tokenizer_json, max_positions = checkpoint.tokenizer_json, checkpoint.max_positions
         del checkpoint
     with clock.stage("reference", role):

@@ -24,7 +24,7 @@ from specexport.build.cache import EngineCache
 from specexport.build.check import check_obstacle
 from specexport.build.draft_layers import LayerPrune, check_num_layers
 from specexport.build.draft_vocabulary import HeadCut, check_head_size, hash_texts, read_counting_texts
-from specexport.build.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, hash_sources, hash_values, tool_versions
+from specexport.build.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, HEAD_ROOT, hash_sources, hash_values, tool_versions
 from specexport.build.head import HeadPlan, build_head, plan_head
 from specexport.build.model import (
     STAGES,
@@ -39,7 +39,7 @@ from specexport.build.prepack import prepack_bundle
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.host import peak_memory_bytes
 from specexport.progress import Progress, StageClock
-from specexport.recipe import BuildRecipe, resolve_recipe, settle_quantization
+from specexport.recipe import MTP, BuildRecipe, resolve_recipe, settle_quantization
 from specexport_runtime.bundle.files import FileEntry
 from specexport_runtime.bundle.manifest import Manifest
 
@@ -183,7 +183,10 @@ def _find_models(recipe: BuildRecipe) -> list[ModelSource]:
     if recipe.draft is not None:
         models.append(_find_model(recipe, "draft", recipe.draft, recipe.draft_revision))
     if recipe.head is not None:
-        models.append(_find_model(recipe, "head", recipe.head, None))
+        if recipe.head == MTP:  # a part of the target's own checkpoint
+            models.append(models[0]._replace(role="head"))
+        else:
+            models.append(_find_model(recipe, "head", recipe.head, None))
     return models
 
 
@@ -237,8 +240,10 @@ def _make_plan(recipe: BuildRecipe, models: list[ModelSource]) -> _Plan:
     # A target gives what its head reads; a head may have its embedding from its target.
     beside = {}
     if recipe.head is not None:
-        hashes = {model.role: model.sha256 for model in models}
-        beside = {"target": {"head": hashes["head"]}, "head": {"role": "head", "target": hashes["target"]}}
+        hashes = {model.role: model.sha256 for model in models} | {"head_sources": hash_sources(HEAD_ROOT)}
+        sides = {"target": ("head", "head_sources"), "head": ("target", "head_sources")}
+        beside = {role: {name: hashes[name] for name in names} for role, names in sides.items()}
+        beside["head"]["role"] = "head"
     keys = {
         model.role: hash_values(
             common

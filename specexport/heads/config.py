@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-HeadKind = Literal["eagle3", "eagle"]
+HeadKind = Literal["eagle3", "eagle", "mtp"]
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,8 @@ class HeadConfig:
 
     Attributes:
         kind: ``"eagle3"`` joins a token's embedding and a feature at the input of its first attention (Li et al. 2025),
-            ``"eagle"`` in a linear layer before its first decoder layer (Li et al. 2024).
+            ``"eagle"`` in a linear layer before its first decoder layer (Li et al. 2024), ``"mtp"`` both normed in a
+            linear layer before a decoder layer of the target's own kind (DeepSeek-AI 2024).
         layer_config: transformers' configuration of its decoder layers, with ``model_type``.
         taps: hidden states of the target that it reads: ``i`` is what decoder layer ``i`` reads, and N (how many there
             are) what the last one gives; ``abi.AFTER_NORM`` is that behind the last norm.
@@ -24,6 +25,7 @@ class HeadConfig:
         norm_before_fc: a norm over all hidden states together, before they are projected.
         fc_norm: a norm over each of them instead.
         norm_output: what it hands on is normed, as what its LM head reads is.
+        feature_first: where it joins embedding and feature, the feature comes first.
         mask_token_id: it drafts all tokens in one step, and this one stands for those that are not known (P-EAGLE).
         source_format: which writer's names the file had, for reports.
     """
@@ -38,6 +40,7 @@ class HeadConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    feature_first: bool = False
     mask_token_id: int | None = None
     source_format: str = ""
 

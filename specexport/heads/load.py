@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from specexport.heads.config import HeadConfig
+from specexport.heads.files import MASK, HeadFiles
+from specexport.heads.kinds import make_head
 from specexport.heads.modules import DraftHead, FeatureProjection, make_body
-from specexport.heads.read import MASK, HeadFiles
+from specexport.heads.mtp import load_body
 from specexport_runtime.errors import CheckpointError
 from specexport_runtime.executors.base import Float32Array, Int32Array
 
@@ -70,7 +72,7 @@ def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype:
     """
     try:
         with torch.device("meta"):
-            head = DraftHead(config)
+            head = make_head(config)
         head.to_empty(device="cpu")
         head.body.rotary_emb = make_body(config).rotary_emb  # its buffers are in no file
     except Exception as error:  # sizes that do not fit one another, a kind of rotary embedding that nobody knows
@@ -78,7 +80,9 @@ def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype:
             f"the head {files.name}: no layers can be made of its configuration ({type(error).__name__}: {error}).",
             "fetch the head again.",
         ) from error
-    names = {name: name.removeprefix("body.") for name in head.state_dict()}
+    if config.kind == "mtp":
+        head.body = load_body(files, config, dtype)
+    names = {name: name.removeprefix("body.") for name in head.state_dict() if not _is_loaded(config, name)}
     shared = {"embed_tokens.weight", "lm_head.weight"} - files.shapes.keys()
     _fill(head, files, {name: stored for name, stored in names.items() if name not in shared})
     ids = _head_ids(files, config)
@@ -93,6 +97,11 @@ def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype:
     head = head.to(dtype).eval().requires_grad_(False)
     projection = load_projection(files, config, dtype)
     return LoadedHead(config, head, projection, ids, _mask_feature(files, config, projection))
+
+
+def _is_loaded(config: HeadConfig, name: str) -> bool:
+    """Whether a weight came with the layers."""
+    return config.kind == "mtp" and name.startswith("body.")
 
 
 def _mask_feature(files: HeadFiles, config: HeadConfig, projection: FeatureProjection) -> Float32Array | None:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from specexport.heads.config import HeadConfig
 
-Attend = Callable[[Any, Tensor], Tensor]
-"""``attend(attention module, its input [B, T, ·])`` gives what the module does [B, T, H]."""
+RunModule = Callable[[Any, Tensor], Tensor]
+"""``run(module, its input [B, T, ·])`` gives the output [B, T, H] of a decoder layer, or of the attention of one."""
 
 
 class FeatureProjection(nn.Module):  # type: ignore[misc]  # torch is not followed
@@ -23,7 +23,7 @@ class FeatureProjection(nn.Module):  # type: ignore[misc]  # torch is not follow
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         width, count = config.target_hidden_size, len(config.taps)
-        norm = _norm_class(config)
+        norm = norm_class(config)
         self.input_norm = norm(count * width) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList([norm(width) for _ in range(count)]) if config.fc_norm else None
         self.fc = nn.Linear(count * width, config.hidden_size, bias=False) if config.projects else None
@@ -39,7 +39,7 @@ class FeatureProjection(nn.Module):  # type: ignore[misc]  # torch is not follow
 
 
 class DraftHead(nn.Module):  # type: ignore[misc]
-    """A head over features: embedding, decoder layers, last norm, LM head.
+    """A head over features: embedding, decoder layers, last norm, LM head. Each kind has its own way through them.
 
     Args:
         config: of the head.
@@ -48,81 +48,59 @@ class DraftHead(nn.Module):  # type: ignore[misc]
         body: transformers' model of the layers' kind, for its layers, rotary embedding and last norm.
         embed_tokens: token embedding [V, H].
         lm_head: [N, H].
-        swap: what its first linear layer joins comes in the other order, feature first.
     """
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
-        self.head_config, self.swap = config, False
+        self.head_config = config
         self.body = make_body(config)
-        width, first = config.hidden_size, self.body.layers[0]
-        self.embed_tokens = nn.Embedding(config.vocab_size, width)
-        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
-        if config.kind == "eagle3":
-            first.hidden_norm = _norm_class(config)(width)
-            for name in ("q_proj", "k_proj", "v_proj"):
-                old = getattr(first.self_attn, name)
-                setattr(first.self_attn, name, nn.Linear(2 * width, old.out_features, bias=old.bias is not None))
-        else:
-            bias = bool(config.layer_config.get("bias", True))
-            self.fc = nn.Linear(config.target_hidden_size + width, width, bias=bias)
-            first.input_layernorm = nn.Identity()  # the file has none
-            self.body.norm = nn.Identity()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Embeddings [..., H] of the tokens that follow the features."""
         embedded: Tensor = self.embed_tokens(input_ids)
         return embedded
 
-    def hidden(self, embedded: Tensor, features: Tensor, attend: Attend) -> Tensor:
+    def hidden(self, embedded: Tensor, features: Tensor, run: RunModule) -> Tensor:
         """The hidden state behind the last layer [B, T, H].
 
         Args:
             embedded: of the token behind each feature [B, T, H].
             features: [B, T, E].
-            attend: runs an attention module.
+            run: runs a module with attention.
         """
-        layers = list(self.body.layers)
-        if self.head_config.kind == "eagle3":
-            state = self._join(layers.pop(0), embedded, features, attend)
-        else:
-            state = self.fc(self._side_by_side(embedded, features))
-        for layer in layers:
-            state = state + attend(layer.self_attn, layer.input_layernorm(state))
-            state = state + layer.mlp(layer.post_attention_layernorm(state))
-        return state
-
-    def _join(self, layer: Any, embedded: Tensor, features: Tensor, attend: Attend) -> Tensor:
-        """EAGLE-3's first layer: its attention reads embedding and feature side by side."""
-        normed = layer.hidden_norm(features)
-        both = self._side_by_side(layer.input_layernorm(embedded), normed)
-        residual = normed if self.head_config.norm_before_residual else features
-        state = residual + attend(layer.self_attn, both)
-        joined: Tensor = state + layer.mlp(layer.post_attention_layernorm(state))
-        return joined
-
-    def _side_by_side(self, embedded: Tensor, features: Tensor) -> Tensor:
-        return torch.cat([features, embedded] if self.swap else [embedded, features], dim=-1)
+        raise NotImplementedError
 
     def read(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [..., N] of hidden states [..., H], and what the next step reads as features [..., E]."""
         normed = self.body.norm(state)
         return self.lm_head(normed), normed if self.head_config.norm_output else state
 
+    def side_by_side(self, embedded: Tensor, features: Tensor) -> Tensor:
+        """Both [..., H + E], in the order that the head's first linear layer joins them in."""
+        return torch.cat([features, embedded] if self.head_config.feature_first else [embedded, features], dim=-1)
+
 
 def make_body(config: HeadConfig) -> Any:
     """Transformers' model of the layers' kind, without its embedding."""
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoModel
 
-    values = {key: value for key, value in config.layer_config.items() if not key.endswith("token_id")}
-    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # it has no vocabulary to have them in
-    made = AutoConfig.for_model(**{**values, **none, "vocab_size": 1, "tie_word_embeddings": False})
-    body = AutoModel.from_config(made)
+    body = AutoModel.from_config(body_config(config))
     del body.embed_tokens  # the head's own is beside it
     return body
 
 
-def _norm_class(config: HeadConfig) -> Callable[[int], Any]:
+def body_config(config: HeadConfig) -> Any:
+    """Transformers' configuration of a head's layers, with a vocabulary of one token."""
+    from transformers import AutoConfig
+
+    values = {key: value for key, value in config.layer_config.items() if not key.endswith("token_id")}
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # it has no vocabulary to have them in
+    return AutoConfig.for_model(**{**values, **none, "vocab_size": 1, "tie_word_embeddings": False})
+
+
+def norm_class(config: HeadConfig) -> Callable[[int], Any]:
     """What makes the norms of the layers' kind, by width."""
     with torch.device("meta"):
         kind = type(make_body(config).norm)

@@ -1,8 +1,9 @@
 """How often a head's first guess is the target's, on a few hundred tokens: before anything is built of it.
 
 A head that is read wrongly (another layer's hidden states, halves in the other order, a norm too many) writes the same
-text, only slowly: every draft is refused. So the acceptance itself is looked at. What a file leaves open, or says
-wrongly, is tried in each way, and the one that is accepted is taken.
+text, only slowly: every draft is refused. So the acceptance itself is looked at, of the first token of a draft and of
+the second, which reads what the head itself handed on. What a file leaves open, or says wrongly, is tried in each way,
+and the one that is accepted is taken.
 """
 
 from collections.abc import Mapping
@@ -18,11 +19,11 @@ from torch import Tensor
 from specexport.frontend.taps import tapped
 from specexport.heads.config import HeadConfig
 from specexport.heads.load import LoadedHead
-from specexport.heads.trace import causal_step
+from specexport.heads.unroll import unroll
 from specexport_runtime.errors import CheckpointError
 
 CLEARLY = 1.25
-"""Another reading is taken where its rate is so much higher than that of the reading that the file asks for."""
+"""Another reading is taken where its rates are so much higher than those of the reading that the file asks for."""
 FEW = 0.05
 """A difference below this share of all guesses is chance."""
 
@@ -33,12 +34,10 @@ class Reading(NamedTuple):
     Attributes:
         config: what it would compute.
         change: how it differs from what the files say; empty for that itself.
-        swap: the halves of what its first linear layer joins are taken in the other order.
     """
 
     config: HeadConfig
     change: str = ""
-    swap: bool = False
 
 
 class Probe(NamedTuple):
@@ -48,17 +47,20 @@ class Probe(NamedTuple):
         reading: the reading that is accepted most.
         rate: its share of accepted first guesses.
         chance: what one fixed guess would get.
-        rates: share of each reading, by what it changes.
+        rates: share of first and of second guesses of each reading, by what it changes; of a parallel head, the first
+            alone.
     """
 
     reading: Reading
     rate: float
     chance: float
-    rates: Mapping[str, float]
+    rates: Mapping[str, tuple[float, ...]]
 
 
 def readings_of(config: HeadConfig, num_layers: int) -> list[Reading]:
     """The readings to try, the one of the files first."""
+    if config.kind == "mtp":
+        return _readings_of_mtp(config, num_layers)
     found = [Reading(config)]
     for shift in (-1, 1):
         taps = tuple(tap + shift for tap in config.taps)
@@ -69,17 +71,44 @@ def readings_of(config: HeadConfig, num_layers: int) -> list[Reading]:
     if config.kind == "eagle3":
         other = not config.norm_before_residual
         found.append(Reading(replace(config, norm_before_residual=other), f"norm_before_residual {str(other).lower()}"))
+        if config.mask_token_id is None:
+            found.append(_other_output(config))
         if len(config.taps) > 1:
             taps = config.taps[::-1]
             found.append(Reading(replace(config, taps=taps), f"hidden states in the order {list(taps)}"))
-    found.append(Reading(config, "embedding and feature joined in the other order", swap=True))
+    found.append(Reading(replace(config, feature_first=not config.feature_first), _SWAPPED))
     if config.kind == "eagle":
-        found.append(Reading(replace(config, taps=(num_layers,)), "the hidden state before the last norm"))
+        found.append(Reading(replace(config, taps=(num_layers,)), _BEFORE_NORM))
+    return found
+
+
+_SWAPPED = "embedding and feature joined in the other order"
+_BEFORE_NORM = "the hidden state before the last norm"
+
+
+def _other_output(config: HeadConfig) -> Reading:
+    other = not config.norm_output
+    return Reading(replace(config, norm_output=other), f"norm_output {str(other).lower()}")
+
+
+def _readings_of_mtp(config: HeadConfig, num_layers: int) -> list[Reading]:
+    """All there are: checkpoints say nothing of these, and one wrong choice hides what another is worth."""
+    found = []
+    for taps in (config.taps, (num_layers,)):
+        for first in (config.feature_first, not config.feature_first):
+            for output in (config.norm_output, not config.norm_output):
+                changes = [
+                    _BEFORE_NORM if taps != config.taps else "",
+                    _SWAPPED if first != config.feature_first else "",
+                    f"norm_output {str(output).lower()}" if output != config.norm_output else "",
+                ]
+                reading = replace(config, taps=taps, feature_first=first, norm_output=output)
+                found.append(Reading(reading, ", ".join(filter(None, changes))))
     return found
 
 
 def probe_head(model: Any, loaded: LoadedHead, pieces: Seq[npt.NDArray[np.int64]], num_layers: int) -> Probe:
-    """Guess the target's best token behind every token of some texts, in each reading.
+    """Guess the target's best tokens behind every token of some texts, in each reading.
 
     Args:
         model: the target, a transformers causal language model.
@@ -90,20 +119,21 @@ def probe_head(model: Any, loaded: LoadedHead, pieces: Seq[npt.NDArray[np.int64]
     readings = readings_of(loaded.config, num_layers)
     taps = sorted({tap for reading in readings for tap in reading.config.taps})
     seen = [_read(model, torch.from_numpy(piece)[None], taps) for piece in pieces]
-    best = torch.cat([logits.argmax(-1)[1:] for logits, _ in seen])
     rates = {}
     for reading in readings:
-        guesses = [
-            _guess(loaded, reading, torch.from_numpy(piece), states)
-            for piece, (_, states) in zip(pieces, seen, strict=True)
+        hits = [
+            _hits(loaded, reading.config, torch.from_numpy(piece)[None], best, states)
+            for piece, (best, states) in zip(pieces, seen, strict=True)
         ]
-        rates[reading.change] = float((torch.cat(guesses) == best).float().mean())
+        rates[reading.change] = tuple(float(torch.cat(step).float().mean()) for step in zip(*hits, strict=True))
+    score = {change: sum(rate) / len(rate) for change, rate in rates.items()}
     first = readings[0]
-    top = max(readings, key=lambda reading: rates[reading.change])
-    clearly = rates[top.change] > CLEARLY * rates[""] and rates[top.change] - rates[""] > FEW
+    top = max(readings, key=lambda reading: score[reading.change])
+    clearly = score[top.change] > CLEARLY * score[""] and score[top.change] - score[""] > FEW
     chosen = top if clearly else first
-    chance = float(best.bincount().max()) / len(best)
-    return Probe(chosen, rates[chosen.change], chance, rates)
+    every = torch.cat([best[1:] for best, _ in seen])
+    chance = float(every.bincount().max()) / len(every)
+    return Probe(chosen, rates[chosen.change][0], chance, rates)
 
 
 def check_probe(probe: Probe, name: str) -> None:
@@ -121,20 +151,27 @@ def check_probe(probe: Probe, name: str) -> None:
 
 
 def _read(model: Any, ids: Tensor, taps: Seq[int]) -> tuple[Tensor, dict[int, Tensor]]:
+    """The target's best token ids behind each token [T], and its hidden states [1, T, H]."""
     with torch.no_grad(), tapped(model, taps) as found:
         logits = model(input_ids=ids, use_cache=False).logits[0]
-    return logits, {tap: found[tap][0].float() for tap in taps}
+    return logits.argmax(-1), {tap: found[tap] for tap in taps}
 
 
-def _guess(loaded: LoadedHead, reading: Reading, tokens: Tensor, states: Mapping[int, Tensor]) -> Tensor:
-    """The head's best token ids behind each token but the first [T-1]."""
-    head, config = loaded.head, reading.config
-    before = head.head_config, head.swap
-    head.head_config, head.swap = config, reading.swap
+def _hits(
+    loaded: LoadedHead, config: HeadConfig, tokens: Tensor, best: Tensor, states: Mapping[int, Tensor]
+) -> list[Tensor]:
+    """Where the first guess is right, and the second: bool, one for each place."""
+    head, before = loaded.head, loaded.head.head_config
+    head.head_config = config
+    found = []
     try:
-        features = loaded.projection([states[tap][:-1] for tap in config.taps])
-        logits, _ = causal_step(head, tokens[1:], features)
+        with torch.no_grad():
+            features = loaded.projection([states[tap][:, :-1] for tap in config.taps])
+            steps = 2 if config.mask_token_id is None else 1
+            for step in unroll(head, tokens, features, torch.tensor([tokens.shape[1]]), steps):
+                rows = step.logits[0][step.valid[0]].argmax(-1)
+                ids = rows if loaded.ids is None else torch.from_numpy(loaded.ids).long()[rows]
+                found.append(ids == best[step.offset :])
     finally:
-        head.head_config, head.swap = before
-    rows = logits.argmax(-1)
-    return rows if loaded.ids is None else torch.from_numpy(loaded.ids).long()[rows]
+        head.head_config = before
+    return found

@@ -1,102 +1,24 @@
-"""A draft head's files: configuration and tensor names of every dialect, turned into one form.
+"""A draft head's configuration in every dialect, turned into one form.
 
 What a head computes is told by its configuration and by its tensors, never by its name. Where writers mean different
 things by one key, the layers that feed a head above all, this is where it is settled (``docs/heads.md``).
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from specexport.frontend.source import Source
 from specexport.heads.config import HeadConfig, default_taps
+from specexport.heads.files import CONFIG_NAME, EMBED_NORM, MASK, HeadFiles
+from specexport.heads.mtp_files import conventions_of, module_config
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
-CONFIG_NAME = "config.json"
-MASK = "mask_hidden"
-"""The hidden states, side by side, that a parallel head has in the place of the target's."""
-_IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 _LAYER_KEYS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "attention_bias",
     "mlp_bias", "max_position_embeddings", "sliding_window", "layer_types", "bias", "partial_rotary_factor",
 )  # fmt: skip
 _BODIES = ("llama", "qwen2", "qwen3", "mistral")
-
-
-@dataclass(frozen=True)
-class HeadFiles:
-    """A head as it lies on disk.
-
-    Attributes:
-        name: its name in reports; never a machine path.
-        values: ``config.json``.
-        shapes: shape of each tensor, by the name in our form.
-        stored: file and name of each of them in it.
-    """
-
-    name: str
-    values: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
-    stored: Mapping[str, tuple[Path, str]]
-
-    def tensor(self, name: str) -> Any:
-        """One tensor, as torch has it."""
-        from safetensors import safe_open
-
-        path, key = self.stored[name]
-        with safe_open(path, framework="pt") as file:
-            return file.get_tensor(key)
-
-
-def open_head(source: Source) -> HeadFiles:
-    """Open a head.
-
-    Args:
-        source: where it lies; only its safetensors are read.
-
-    Raises:
-        CheckpointError: its configuration or a file cannot be read.
-    """
-    try:
-        values = json.loads((source.folder / CONFIG_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{source.name}: {CONFIG_NAME} cannot be read ({error}).", "fetch the head again."
-        ) from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{source.name}: {CONFIG_NAME} is no JSON object.", "fetch the head again.")
-    shapes, stored = _read_names(source)
-    return HeadFiles(source.name, values, shapes, stored)
-
-
-def _read_names(source: Source) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[Path, str]]]:
-    from safetensors import SafetensorError, safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    stored: dict[str, tuple[Path, str]] = {}
-    for path in (path for path in source.files if path.suffix == ".safetensors"):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 - no mapping
-                    name = _our_name(key)
-                    if name not in _IGNORED:
-                        shapes[name], stored[name] = tuple(file.get_slice(key).get_shape()), (path, key)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{source.name}: {path.name} cannot be read ({error}).", "fetch the head again: the file is damaged."
-            ) from error
-    return shapes, stored
-
-
-def _our_name(key: str) -> str:
-    """A tensor's name in our form: without a prefix for the model, the first layer among the layers."""
-    for prefix in ("model.", "eagle_module.", "eagle."):
-        key = key.removeprefix(prefix)
-    return "layers.0." + key.removeprefix("midlayer.") if key.startswith("midlayer.") else key
 
 
 def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, vocab_size: int) -> HeadConfig:
@@ -118,15 +40,19 @@ def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, v
     if not isinstance(layer, dict):
         raise CheckpointError(f"{files.name}: transformer_layer_config is no JSON object.", "fetch the head again.")
     kind = _kind_of(files)
-    config = {key: layer[key] for key in _LAYER_KEYS if layer.get(key) is not None}
-    if config.get("model_type") not in _BODIES:
-        config["model_type"] = _body_of(files)
+    if kind == "mtp":
+        config = module_config(files, layer)
+    else:
+        config = {key: layer[key] for key in _LAYER_KEYS if layer.get(key) is not None}
+        if config.get("model_type") not in _BODIES:
+            config["model_type"] = _body_of(files)
     width, heads = (_size(files, layer, key) for key in ("hidden_size", "num_attention_heads"))
-    config["num_hidden_layers"] = _size(files, layer, "num_hidden_layers", 1)
-    config["head_dim"] = _size(files, layer, "head_dim", max(1, width // heads))
+    if kind != "mtp":
+        config["num_hidden_layers"] = _size(files, layer, "num_hidden_layers", 1)
+        config["head_dim"] = _size(files, layer, "head_dim", max(1, width // heads))
     vocab = _size(files, layer, "vocab_size", vocab_size)
     draft_vocab = _size(files, values, "draft_vocab_size", vocab)
-    given = _size(files, values, "target_hidden_size", width if kind == "eagle" else 0)
+    given = _size(files, values, "target_hidden_size", 0 if kind == "eagle3" else width)
     taps = _taps(files, num_layers) if kind == "eagle3" else (AFTER_NORM,)
     if not given and "fc.weight" in files.shapes:
         given = files.shapes["fc.weight"][1] // len(taps)
@@ -139,6 +65,7 @@ def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, v
         raise CheckpointError(
             f"the head {files.name} is for a vocabulary of {vocab} tokens, and the target has {vocab_size}.", _ELSE
         )
+    conventions = conventions_of(files) if kind == "mtp" else {}
     return HeadConfig(
         kind=kind,
         layer_config=config,
@@ -149,7 +76,8 @@ def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, v
         norm_before_residual=bool(values.get("norm_before_residual", False)),
         norm_before_fc=bool(values.get("norm_before_fc", "input_norm.weight" in files.shapes)),
         fc_norm=bool(values.get("fc_norm", "fc_norm.0.weight" in files.shapes)),
-        norm_output=bool(values.get("norm_output", False)),
+        norm_output=bool(conventions.get("norm_output", values.get("norm_output", False))),
+        feature_first=bool(conventions.get("feature_first", False)),
         mask_token_id=_mask_token(files, vocab_size),
         source_format=_format_of(files),
     )
@@ -160,10 +88,12 @@ _ELSE = "give a head that was made for this target."
 
 def _kind_of(files: HeadFiles) -> Any:
     named = files.values.get("speculators_model_type")
-    if named in ("eagle3", "eagle", "peagle"):
+    if named in ("eagle3", "eagle", "peagle", "mtp"):
         return "eagle3" if named == "peagle" else named
     if named is not None:
         raise UnsupportedModelError(f"{files.name}: heads of kind {named!r} cannot be imported.", _KINDS)
+    if EMBED_NORM in files.shapes:
+        return "mtp"
     if "layers.0.hidden_norm.weight" in files.shapes:
         return "eagle3"
     if "fc.weight" in files.shapes and "layers.0.self_attn.q_proj.weight" in files.shapes:
@@ -171,7 +101,7 @@ def _kind_of(files: HeadFiles) -> Any:
     raise UnsupportedModelError(f"{files.name} has the tensors of no kind of head that is known.", _KINDS)
 
 
-_KINDS = "give an EAGLE-1, EAGLE-2, EAGLE-3 or P-EAGLE head."
+_KINDS = "give an EAGLE-1, EAGLE-2, EAGLE-3 or P-EAGLE head, or an MTP module."
 
 
 def _mask_token(files: HeadFiles, vocab_size: int) -> int | None:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from specexport.frontend.attention import AttentionContext, LayerCall, attention_hook, unpadded_attention
+from specexport.frontend.experts import batched_experts
+from specexport.frontend.layers import hidden_of
 from specexport.frontend.trace import TracedModel, trace_step
 from specexport.heads.modules import DraftHead
 from specexport_runtime.abi import LOGITS, NEXT_FEATURES, STEP_INPUTS, TOKEN_FEATURES
@@ -53,12 +55,11 @@ def run_layers(
     given = features[None].to(head.lm_head.weight.dtype)
     rotary = head.body.rotary_emb(given, positions[None])
 
-    def attend(module: Any, hidden: Tensor) -> Tensor:
-        output: Tensor = module(hidden_states=hidden, position_embeddings=rotary, attention_mask=None)[0]
-        return output
+    def run(module: Any, hidden: Tensor) -> Tensor:
+        return hidden_of(module(hidden_states=hidden, position_embeddings=rotary, attention_mask=None))
 
     with attention_hook(head.body, context):
-        return head.hidden(head.embed(input_ids)[None], given, attend)
+        return head.hidden(head.embed(input_ids)[None], given, run)
 
 
 def causal_step(head: DraftHead, input_ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,12 +77,11 @@ def causal_step(head: DraftHead, input_ids: Tensor, features: Tensor) -> tuple[T
     mask = torch.full((width, width), float("-inf")).triu(1)[None, None]
     rotary = head.body.rotary_emb(features, torch.arange(width)[None])
 
-    def attend(module: Any, hidden: Tensor) -> Tensor:
-        output: Tensor = module(hidden_states=hidden, position_embeddings=rotary, attention_mask=mask)[0]
-        return output
+    def run(module: Any, hidden: Tensor) -> Tensor:
+        return hidden_of(module(hidden_states=hidden, position_embeddings=rotary, attention_mask=mask))
 
     with torch.no_grad():
-        logits, handed_on = head.read(head.hidden(head.embed(input_ids)[None], features[None], attend)[0])
+        logits, handed_on = head.read(head.hidden(head.embed(input_ids)[None], features[None], run)[0])
     return logits, handed_on
 
 
@@ -93,7 +93,7 @@ def probe_calls(head: DraftHead) -> tuple[LayerCall, ...]:
 
     context = AttentionContext(answer)
     tokens = torch.arange(3)
-    with torch.no_grad():
+    with torch.no_grad(), batched_experts(head.body):
         run_layers(head, context, tokens, tokens, torch.zeros(3, head.head_config.feature_size))
     return tuple(context.calls)
 
@@ -101,12 +101,13 @@ def probe_calls(head: DraftHead) -> tuple[LayerCall, ...]:
 def trace_head(head: DraftHead) -> TracedModel:
     """Trace a head (eval mode) to ONNX IR with one ``specexport::UnpaddedAttention`` a layer."""
     calls = probe_calls(head)
-    ir_model = trace_step(
-        HeadStep(head).eval(),
-        head.lm_head.weight.dtype,
-        calls,
-        [*STEP_INPUTS, TOKEN_FEATURES],
-        [LOGITS, NEXT_FEATURES],
-        {"E": head.head_config.feature_size},
-    )
+    with batched_experts(head.body):
+        ir_model = trace_step(
+            HeadStep(head).eval(),
+            head.lm_head.weight.dtype,
+            calls,
+            [*STEP_INPUTS, TOKEN_FEATURES],
+            [LOGITS, NEXT_FEATURES],
+            {"E": head.head_config.feature_size},
+        )
     return TracedModel(ir_model, tuple(call.geometry for call in calls))

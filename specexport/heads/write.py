@@ -14,8 +14,8 @@ from torch import Tensor
 
 from specexport.atomic import write_file
 from specexport.heads.config import HeadConfig
+from specexport.heads.files import CONFIG_NAME
 from specexport.heads.modules import DraftHead, FeatureProjection
-from specexport.heads.read import CONFIG_NAME
 from specexport_runtime.errors import UnsupportedModelError
 from specexport_runtime.executors.base import Int32Array
 

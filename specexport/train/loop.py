@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,8 +14,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from specexport.heads.modules import DraftHead, FeatureProjection
+from specexport.heads.unroll import StepResult, unroll
 from specexport.heads.write import write_tensors
-from specexport.train.loss import Batch, divergence, unroll
+from specexport.train.loss import Batch, divergence
 from specexport.train.store import FeatureStore, batches
 from specexport_runtime.errors import InvalidRequestError
 
@@ -134,7 +136,7 @@ class Trainer:
         batch = self.read(self._next())
         total, first = torch.zeros(()), 0.0
         with torch.autocast("cpu", torch.bfloat16):
-            for number, result in enumerate(unroll(self.head, self.projection, batch, self.settings.steps)):
+            for number, result in enumerate(self.unroll(batch, self.settings.steps)):
                 with torch.no_grad():
                     wanted = self.wanted(batch, result.offset, result.logits.shape[1])
                 loss = divergence(result.logits, wanted, result.valid)
@@ -150,6 +152,11 @@ class Trainer:
         self.tokens += int(batch.lengths.sum())
         self.seconds += time.perf_counter() - start
         return first
+
+    def unroll(self, batch: Batch, steps: int) -> Iterator[StepResult]:
+        """What the head drafts at every place of a batch."""
+        features = self.projection([state[:, :-1] for state in batch.states])
+        return unroll(self.head, batch.tokens, features, batch.lengths, steps)
 
     def wanted(self, batch: Batch, offset: int, width: int) -> Tensor:
         """The target's logits [B, width, N] at ``offset`` places behind each."""
@@ -267,7 +274,7 @@ def measure_acceptance(trainer: Trainer, indices: Seq[int], steps: int = 5) -> A
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             argmax = trainer.target.best(batch.last.flatten(0, 1)).view(batch.tokens.shape)
             alive: Tensor | None = None
-            for step, result in enumerate(unroll(trainer.head, trainer.projection, batch, steps)):
+            for step, result in enumerate(trainer.unroll(batch, steps)):
                 drafted = trainer.target.ids[result.logits.argmax(-1)]
                 wanted = torch.nn.functional.pad(argmax[:, result.offset :], (0, result.offset))[:, : width - 1]
                 # A place counts where the text went on as the target would have: there a draft can be right.

@@ -192,12 +192,13 @@ def _held_out(count: int) -> list[int]:
 def _trainer(options: TrainOptions, model: Any, config: Any, ids: Int32Array, store: Any) -> tuple[Any, int]:
     import torch
 
-    from specexport.heads.modules import DraftHead, FeatureProjection
+    from specexport.heads.kinds import make_head
+    from specexport.heads.modules import FeatureProjection
     from specexport.train.loop import Target, Trainer, TrainSettings
     from specexport.train.store import batches
 
     torch.manual_seed(options.seed)
-    head, projection = DraftHead(config), FeatureProjection(config)
+    head, projection = make_head(config), FeatureProjection(config)
     table, rows = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
     head.embed_tokens.weight.data = table
     kept = torch.from_numpy(ids.astype(np.int64))

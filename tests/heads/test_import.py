@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drafted import check_drafts
 from reference_head import draft, forward, project
 from tiny_heads import DIALECTS, HIDDEN, IDS, LAYER, LAYERS, VOCAB, mapping, peagle, speculators, tensors, write
 from tiny_models import make_llama, save_checkpoint
@@ -14,17 +15,15 @@ from tiny_models import make_llama, save_checkpoint
 from specexport.build.check_head import CHECK_LENS, HeadReference, check_head
 from specexport.build.pipeline import build_bundle
 from specexport.frontend.source import resolve_source
+from specexport.heads.files import open_head
 from specexport.heads.load import TargetTables, load_head
-from specexport.heads.read import open_head, read_config
+from specexport.heads.read import read_config
 from specexport.heads.trace import causal_step
 from specexport.recipe import BuildRecipe
-from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckpointError, RecipeError, UnsupportedModelError
-
-PROMPTS = [[5, 9, 200, 17, 8], [3, 77], [250] * 4 + [12, 13, 14, 15, 16], [9, 8, 7]]
 
 
 @pytest.fixture(scope="module")
@@ -78,31 +77,7 @@ def test_a_bundle_drafts_what_the_published_equations_draft(
     )
     build_bundle(recipe)
     check_reference(tmp_path / "b", spec)
-    engine = SpecEngine.load(tmp_path / "b", num_threads=1, spin=False, adaptive=False, max_num_seqs=3)
-    rounds: list[tuple[list[int], list[int]]] = []
-
-    class Watch:
-        def on_round(self, record: Any) -> None:
-            for event in record.events:
-                before = event.sequence.tokens[: len(event.sequence.tokens) - len(event.tokens)]
-                rounds.append((before, list(event.proposal.tokens)))
-
-        def on_finish(self, _: Any) -> None: ...
-
-    engine.add_observer(Watch())
-    params = SamplingParams(max_tokens=14, ignore_eos=True)
-    plain = [list(result.token_ids) for result in engine.generate(PROMPTS, params, drafter="none")]
-    rounds.clear()
-    found = engine.generate(PROMPTS, params, drafter="head", num_speculative_tokens=3)
-    assert [list(result.token_ids) for result in found] == plain
-    compared, limit = 0, load_manifest(tmp_path / "b").vocabulary.size
-    for before, drafted in rounds:
-        if drafted:
-            assert drafted == draft(spec, target, before, len(drafted), limit), before
-            compared += len(drafted)
-    assert compared > 60
-    engine.check()
-    engine.close()
+    check_drafts(tmp_path / "b", lambda before, count, limit: draft(spec, target, before, count, limit))
 
 
 def check_reference(bundle: Path, spec: Any) -> None:

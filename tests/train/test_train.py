@@ -16,7 +16,8 @@ from tiny_models import make_llama, save_checkpoint
 
 from specexport.build.pipeline import build_bundle
 from specexport.frontend.source import resolve_source
-from specexport.heads.read import open_head, read_config
+from specexport.heads.files import open_head
+from specexport.heads.read import read_config
 from specexport.recipe import BuildRecipe
 from specexport.train import run
 from specexport.train.options import TrainOptions

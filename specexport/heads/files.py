@@ -1,0 +1,135 @@
+"""A draft head's files: tensor names of every dialect, turned into one form."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specexport.frontend.source import Source
+from specexport_runtime.errors import CheckpointError
+
+CONFIG_NAME = "config.json"
+MASK = "mask_hidden"
+"""The hidden states, side by side, that a parallel head has in the place of the target's."""
+EMBED_NORM = "embed_norm.weight"
+"""What every MTP module has, and no other head."""
+_IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """A head as it lies on disk.
+
+    Attributes:
+        name: its name in reports; never a machine path.
+        values: ``config.json``.
+        shapes: shape of each tensor, by the name in our form.
+        stored: file and name of each of them in it.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    stored: Mapping[str, tuple[Path, str]]
+
+    def tensor(self, name: str) -> Any:
+        """One tensor, as torch has it."""
+        from safetensors import safe_open
+
+        path, key = self.stored[name]
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(key)
+
+
+def open_head(source: Source) -> HeadFiles:
+    """Open a head.
+
+    Args:
+        source: where it lies; only its safetensors are read.
+
+    Raises:
+        CheckpointError: its configuration or a file cannot be read.
+    """
+    try:
+        values = json.loads((source.folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{source.name}: {CONFIG_NAME} cannot be read ({error}).", "fetch the head again."
+        ) from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{source.name}: {CONFIG_NAME} is no JSON object.", "fetch the head again.")
+    is_module = values.get("speculators_model_type") == "mtp"
+    shapes, stored = read_names(source, name_in_module if is_module else _our_name)
+    return HeadFiles(source.name, values, shapes, stored)
+
+
+def read_names(
+    source: Source, our_name: Callable[[str], str | None]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[Path, str]]]:
+    """Shape of each tensor of a source, and where it is, by our name.
+
+    Args:
+        source: whose safetensors are looked at.
+        our_name: gives the name in our form; None for a tensor that is not wanted.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    stored: dict[str, tuple[Path, str]] = {}
+    for path in (path for path in source.files if path.suffix == ".safetensors"):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 - no mapping
+                    name = our_name(key)
+                    if name is not None:
+                        shapes[name], stored[name] = tuple(file.get_slice(key).get_shape()), (path, key)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{source.name}: {path.name} cannot be read ({error}).", "fetch the head again: the file is damaged."
+            ) from error
+    return shapes, stored
+
+
+def _our_name(key: str) -> str | None:
+    """A tensor's name in our form: without a prefix for the model, the first layer among the layers."""
+    for prefix in ("model.", "eagle_module.", "eagle."):
+        key = key.removeprefix(prefix)
+    name = "layers.0." + key.removeprefix("midlayer.") if key.startswith("midlayer.") else key
+    return None if name in _IGNORED else name
+
+
+_PLACES = (r"(?:.+\.)?mtp_layers\.0", r"(?:.+\.)?mtp\.layers\.0", r"(?:.+\.)?mtp")
+_NAMES = {
+    "enorm": "embed_norm", "pre_fc_norm_embedding": "embed_norm", "token_layernorm": "embed_norm",
+    "hnorm": "feature_norm", "pre_fc_norm_hidden": "feature_norm", "hidden_layernorm": "feature_norm",
+    "eh_proj": "fc", "input_proj": "fc", "fc": "fc",
+    "shared_head.norm": "norm", "final_layernorm": "norm", "norm": "norm",
+    "shared_head.head": "lm_head", "embed_tokens": "embed_tokens",
+    "pre_mlp_layernorm": "layers.0.post_attention_layernorm",
+}  # fmt: skip
+
+
+def name_in_module(key: str, num_layers: int | None = None) -> str | None:
+    """Our name of a tensor of the first MTP module; None for a tensor that is not of it.
+
+    DeepSeek and GLM store the module as one decoder layer more than there are, Qwen3-Next and EXAONE as ``mtp``, MiMo
+    and speculators as ``mtp_layers.0`` or ``mtp.layers.0``.
+
+    Args:
+        key: its name in the file.
+        num_layers: decoder layers of the checkpoint that the module is in; None where it is in a file of its own.
+    """
+    places = _PLACES if num_layers is None else (*_PLACES, rf"(?:model\.|language_model\.)*layers\.{num_layers}")
+    for place in places:
+        if found := re.fullmatch(place + r"\.(?P<rest>.+)", key):
+            stem, _, kind = found["rest"].rpartition(".")
+            if stem in _NAMES:
+                return f"{_NAMES[stem]}.{kind}"
+            # Below `mtp` itself, what is left is a layer behind the first.
+            return None if stem.startswith("layers.") else f"layers.0.{found['rest']}"
+    return None

@@ -1,0 +1,68 @@
+"""MTP modules in a target's own checkpoint: where they are, and by which names.
+
+A checkpoint may hold several modules, one for each further token. The first is taken, and run again for all of them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specexport.frontend.source import Source
+from specexport.heads.files import EMBED_NORM, HeadFiles, name_in_module, read_names
+from specexport_runtime.errors import CheckpointError
+
+MTP = "mtp"
+"""What is given in the place of a head's folder for the module in the target's own checkpoint."""
+
+
+def open_mtp(source: Source, values: Mapping[str, Any]) -> HeadFiles:
+    """Find the MTP module of a checkpoint.
+
+    Args:
+        source: the target's checkpoint.
+        values: configuration of its language model.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    if source.gguf_file is not None:
+        raise CheckpointError(
+            f"{source.name}: MTP modules are read from safetensors only.",
+            "give the Hugging Face checkpoint that the file was made from.",
+        )
+    layers = int(values["num_hidden_layers"])
+    shapes, stored = read_names(source, lambda key: name_in_module(key, layers))
+    if EMBED_NORM not in shapes:
+        raise CheckpointError(
+            f"{source.name} holds no MTP module.", "leave `--head mtp` out, or give the folder of a head."
+        )
+    return HeadFiles(source.name, values, shapes, stored)
+
+
+def module_config(files: HeadFiles, layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Configuration of the module's one layer: the target's own, with the kind of layer that its tensors have.
+
+    Args:
+        files: the module.
+        layer: configuration of the target's layers.
+    """
+    sparse = any(".experts." in name for name in files.shapes)
+    config = {key: value for key, value in layer.items() if value is not None}
+    config["num_hidden_layers"] = 1
+    choices: dict[str, Any] = {
+        "layer_types": ["full_attention"],
+        "mlp_layer_types": ["sparse" if sparse else "dense"],
+        "first_k_dense_replace": 0 if sparse else 1,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [] if sparse else [0],
+    }
+    return config | {key: value for key, value in choices.items() if key in config}
+
+
+def conventions_of(files: HeadFiles) -> dict[str, bool]:
+    """What writers of these names mean, as far as it is known; a checkpoint says nothing of it."""
+    stored = {key.rpartition(".")[0].rpartition(".")[2] for _, key in files.stored.values()}
+    by_speculators = "speculators_model_type" in files.values
+    return {
+        "norm_output": not stored & {"enorm"},
+        "feature_first": "token_layernorm" in stored and not by_speculators,
+    }
