@@ -23,7 +23,7 @@ from specexport.recipe import BuildRecipe
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
-from specexport_runtime.errors import CheckpointError, RecipeError, UnsupportedModelError
+from specexport_runtime.errors import CheckFailedError, CheckpointError, RecipeError, UnsupportedModelError
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +168,53 @@ def test_rows_of_an_lm_head_in_any_order_get_ascending_ids(tmp_path: Path, targe
     loaded, plain = load(tmp_path / "b", target), load(tmp_path / "a", target)
     assert loaded.ids.tolist() == plain.ids.tolist() == IDS
     assert torch.equal(loaded.head.lm_head.weight, plain.head.lm_head.weight)
+
+
+def test_a_d2t_over_the_whole_vocabulary_only_turns_the_rows(tmp_path: Path, target: Any) -> None:
+    own, order = tensors(seed=8), torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))
+    config = {**LAYER, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+    write(tmp_path / "a", config, own)
+    turned = own | {"lm_head.weight": own["lm_head.weight"][order], "d2t": order - torch.arange(VOCAB)}
+    write(tmp_path / "b", config, turned)
+    plain, found = load(tmp_path / "a", target), load(tmp_path / "b", target)
+    assert found.ids is None
+    assert torch.equal(found.head.lm_head.weight, plain.head.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"hidden_size": "64"}, "has '64' for hidden_size, no size"),
+        ({"num_attention_heads": 0}, "has 0 for num_attention_heads, no size"),
+        ({"num_hidden_layers": True}, "has True for num_hidden_layers, no size"),
+        ({"intermediate_size": 80}, r"gate_proj.weight is \[96, 64\], and by its configuration it would be \[80, 64\]"),
+        ({"num_hidden_layers": 2}, "lacks .* tensors, for example layers.1"),
+        ({"rope_parameters": {"rope_type": "unheard-of", "rope_theta": 1.0}}, "no layers can be made"),
+        ({"eagle_aux_hidden_state_layer_ids": [-1, 3, 4]}, r"reads layers \[-1, 3, 4\]"),
+        ({"eagle_aux_hidden_state_layer_ids": "all"}, "is 'all', no list of layers"),
+    ],
+)
+def test_odd_configurations_are_told(values: dict[str, Any], message: str, tmp_path: Path, target: Any) -> None:
+    write(tmp_path, {**LAYER, **values}, tensors())
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, target)
+
+
+@pytest.mark.bundle
+def test_an_engine_that_computes_something_else_is_refused(target: Any, target_folder: Path, tmp_path: Path) -> None:
+    spec = DIALECTS["speculators"](tmp_path / "head", target)
+    recipe = BuildRecipe(
+        target=str(target_folder),
+        head=str(tmp_path / "head"),
+        output=str(tmp_path / "b"),
+        max_model_len=64,
+        check=False,
+    )
+    build_bundle(recipe)
+    for name in ("layers.0.hidden_norm.weight", "layers.0.mlp.down_proj.weight", "lm_head.weight"):
+        other = spec._replace(tensors={**spec.tensors, name: spec.tensors[name] * 1.5})
+        with pytest.raises(CheckFailedError, match="the head's engine differs from torch"):
+            check_reference(tmp_path / "b", other)
 
 
 def test_damaged_files_and_pickles_are_refused(tmp_path: Path, target: Any) -> None:

@@ -1,23 +1,31 @@
 """MTP modules in checkpoints of every family: what our engines draft is what the published equations draft."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_modules
 import torch
-from drafted import check_drafts
+from drafted import PROMPTS, check_drafts
+from safetensors.torch import load_file, save_file
+from tiny_heads import write
+from tiny_models import make_llama, save_checkpoint
 
 from specexport.build.pipeline import build_bundle
 from specexport.frontend import load_checkpoint
-from specexport.frontend.source import resolve_source
+from specexport.frontend.source import Source, resolve_source
+from specexport.heads.files import name_in_module
 from specexport.heads.load import TargetTables, load_head
 from specexport.heads.mtp_files import open_mtp
 from specexport.heads.read import read_config
 from specexport.heads.trace import causal_step
 from specexport.recipe import BuildRecipe
+from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.errors import CheckpointError
 
 
 def load(folder: Path) -> tuple[Any, Any]:
@@ -56,3 +64,134 @@ def test_a_bundle_drafts_what_the_module_drafts(family: str, tmp_path: Path) -> 
     entry = load_manifest(tmp_path / "b").models["head"]
     assert (entry.head_kind, entry.taps) == ("mtp", (AFTER_NORM,))
     check_drafts(tmp_path / "b", lambda before, count, limit: tiny_modules.draft(module, before, count, limit))
+
+
+@pytest.fixture(scope="module")
+def knowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose next token depends on its last one alone, and a module that knows that from the embedding."""
+    folder = tmp_path_factory.mktemp("knowing")
+    model = make_llama(seed=5, num_hidden_layers=tiny_modules.LAYERS, vocab_size=259)  # no id but the tokenizer's
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.data.zero_()
+    save_checkpoint(model, folder)
+    stored, width = load_file(folder / "model.safetensors"), model.config.hidden_size
+    last = f"model.layers.{tiny_modules.LAYERS - 1}."
+    module = {"mtp.layers.0." + name.removeprefix(last): value for name, value in stored.items() if last in name}
+    module |= {f"mtp.pre_fc_norm_{of}.weight": torch.ones(width) for of in ("embedding", "hidden")}
+    module |= {"mtp.norm.weight": stored["model.norm.weight"]}
+    module |= {"mtp.fc.weight": torch.cat([torch.eye(width), torch.zeros(width, width)], dim=1)}
+    save_file({name: value.clone() for name, value in (stored | module).items()}, folder / "model.safetensors")
+    return folder
+
+
+def change(folder: Path, copied: Path, **tensors: torch.Tensor | None) -> Path:
+    """A copy of a checkpoint with other tensors, or without them."""
+    shutil.copytree(folder, copied)
+    stored = load_file(folder / "model.safetensors")
+    changed = {name: tensors.get(name, value) for name, value in stored.items()}
+    save_file({name: value for name, value in changed.items() if value is not None}, copied / "model.safetensors")
+    return copied
+
+
+def build(folder: Path, output: Path, **changes: Any) -> Any:
+    usual = {"target": str(folder), "head": "mtp", "output": str(output), "max_model_len": 64}
+    build_bundle(BuildRecipe(**(usual | changes)))
+    return load_manifest(output).models["head"]
+
+
+def accepted(bundle: Path) -> float:
+    engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False, max_num_seqs=3)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    plain = [result.token_ids for result in engine.generate(PROMPTS, params, drafter="none")]
+    found = engine.generate(PROMPTS, params, drafter="head", num_speculative_tokens=3)
+    engine.close()
+    assert [result.token_ids for result in found] == plain
+    return sum(each.stats.accepted for each in found) / sum(each.stats.drafted for each in found)
+
+
+@pytest.mark.bundle
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_what_a_module_knows_is_accepted(knowing: Path, tmp_path: Path, quantize: Any) -> None:
+    entry = build(knowing, tmp_path / "b", quantize=quantize)
+    assert (entry.guessed, entry.reading, entry.quantize) == (1.0, None, quantize)
+    assert accepted(tmp_path / "b") > 0.99
+
+
+@pytest.mark.bundle
+def test_halves_in_the_other_order_are_found(knowing: Path, tmp_path: Path) -> None:
+    halves = load_file(knowing / "model.safetensors")["mtp.fc.weight"].chunk(2, dim=1)
+    other = change(knowing, tmp_path / "t", **{"mtp.fc.weight": torch.cat(halves[::-1], dim=1)})
+    entry = build(other, tmp_path / "b")
+    assert entry.guessed == 1.0
+    assert "embedding and feature joined in the other order" in entry.reading
+    assert accepted(tmp_path / "b") > 0.99
+
+
+@pytest.mark.bundle
+def test_a_module_at_chance_is_refused_and_nothing_is_left(knowing: Path, tmp_path: Path) -> None:
+    noise = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    other = change(knowing, tmp_path / "t", **{"mtp.fc.weight": noise})
+    with pytest.raises(CheckpointError, match="it was made for another target, or its files say"):
+        build(other, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_checkpoints_without_a_whole_module_are_refused(knowing: Path, tmp_path: Path) -> None:
+    plain = save_checkpoint(make_llama(num_hidden_layers=tiny_modules.LAYERS), tmp_path / "plain")
+    with pytest.raises(CheckpointError, match="plain holds no MTP module"):
+        load(plain)
+    for number, (name, message) in enumerate(
+        (
+            ("mtp.layers.0.mlp.up_proj.weight", r"lacks 1 tensors, for example layers.0.mlp.up_proj.weight"),
+            ("mtp.norm.weight", r"lacks 1 tensors, for example norm.weight"),
+            ("mtp.pre_fc_norm_hidden.weight", r"lacks 1 tensors, for example feature_norm.weight"),
+        )
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load(change(knowing, tmp_path / str(number), **{name: None}))
+    short = change(knowing, tmp_path / "short", **{"mtp.layers.0.mlp.up_proj.weight": torch.zeros(96, 32)})
+    with pytest.raises(CheckpointError, match="its MTP module cannot be loaded"):
+        load(short)
+
+
+def test_a_gguf_file_has_no_module_that_is_read(tmp_path: Path) -> None:
+    source = Source("m.gguf", tmp_path, "m.gguf", ())
+    with pytest.raises(CheckpointError, match="MTP modules are read from safetensors only"):
+        open_mtp(source, {"num_hidden_layers": 2})
+
+
+def test_a_folder_of_speculators_holds_a_module(knowing: Path, tmp_path: Path) -> None:
+    stored, names = load_file(knowing / "model.safetensors"), {"fc": "input_proj", "norm": "final_layernorm"}
+    names |= {"pre_fc_norm_embedding": "token_layernorm", "pre_fc_norm_hidden": "hidden_layernorm"}
+    module = {}
+    for name, value in stored.items():
+        if name.startswith("mtp."):
+            stem, _, kind = name.removeprefix("mtp.").rpartition(".")
+            module[f"mtp_layers.0.{names.get(stem, stem.removeprefix('layers.0.'))}.{kind}"] = value
+    values = json.loads((knowing / "config.json").read_text())
+    config = {"speculators_model_type": "mtp", "transformer_layer_config": values}
+    write(tmp_path / "head", config, module)
+    entry = build(knowing, tmp_path / "b", head=str(tmp_path / "head"))
+    assert (entry.head_kind, entry.guessed, entry.reading) == ("mtp", 1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("mtp.fc.weight", "fc.weight"),
+        ("mtp.layers.0.self_attn.q_proj.weight", "layers.0.self_attn.q_proj.weight"),
+        ("mtp.layers.1.self_attn.q_proj.weight", None),
+        ("model.mtp_layers.0.final_layernorm.weight", "norm.weight"),
+        ("model.mtp_layers.1.final_layernorm.weight", None),
+        ("model.mtp.layers.0.pre_mlp_layernorm.weight", "layers.0.post_attention_layernorm.weight"),
+        ("model.mtp.layers.1.enorm.weight", None),
+        ("model.layers.3.shared_head.head.weight", "lm_head.weight"),
+        ("model.language_model.layers.3.eh_proj.weight", "fc.weight"),
+        ("model.layers.3.mlp.experts.0.up_proj.weight", "layers.0.mlp.experts.0.up_proj.weight"),
+        ("model.layers.2.self_attn.q_proj.weight", None),
+        ("vision.layers.3.self_attn.q_proj.weight", None),
+    ],
+)
+def test_names_of_every_family(key: str, name: str | None) -> None:
+    assert name_in_module(key, 3) == name

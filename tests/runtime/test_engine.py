@@ -236,6 +236,16 @@ def test_speculative_config_is_honoured_or_refused(config, words):
         parse_speculative_config({}, sources={}, built=8)
 
 
+def test_a_head_in_a_speculative_config_is_the_bundles_own():
+    parse = lambda config: parse_speculative_config(config, sources={"head": "my-head"}, built=8)  # noqa: E731
+    assert parse({"method": "eagle3", "model": "my-head", "num_speculative_tokens": 3})[:2] == ("head", 3)
+    assert parse({})[0] == "head"
+    with pytest.raises(InvalidRequestError, match="names head 'other'; this bundle was built with 'my-head'"):
+        parse({"method": "eagle3", "model": "other"})
+    with pytest.raises(InvalidRequestError, match="this bundle has no draft"):
+        parse({"method": "draft_model"})
+
+
 def test_ngram_speculative_config_is_lookup():
     config = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 3}
     assert parse_speculative_config(config, sources={}, built=8)[:3] == ("lookup", 5, 3)

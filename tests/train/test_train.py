@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import make_llama, save_checkpoint
 
 from specexport.build.pipeline import build_bundle
+from specexport.frontend import load_checkpoint
 from specexport.frontend.source import resolve_source
 from specexport.heads.files import open_head
+from specexport.heads.load import TargetTables, load_head
+from specexport.heads.probe import check_probe, probe_head
 from specexport.heads.read import read_config
 from specexport.recipe import BuildRecipe
 from specexport.train import run
@@ -25,7 +29,7 @@ from specexport.train.run import train_draft
 from specexport.train.shape import count_ids, draft_size, new_config
 from specexport.train.store import Example, FeatureStore, StoreWriter, batches
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.errors import CheckpointError, InvalidRequestError, OutputExistsError
 
 LAYERS = 6
 
@@ -60,26 +64,125 @@ def saves_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "SAVE_EVERY", 4)
 
 
+@pytest.fixture(scope="module")
+def trained(target: Path, prompts: Path, bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("trained") / "head"
+    result = train_draft(options(target, prompts, bundle, folder, batches=150, rate=0.01))
+    return folder, result
+
+
+TEXTS = [f"{i} and {i * i} are {chr(65 + i % 26)}" for i in range(1, 9)]  # of a random target nothing else is known
+
+
 @pytest.mark.bundle
-def test_what_was_learned_is_accepted(target: Path, prompts: Path, bundle: Path, tmp_path: Path) -> None:
+def test_what_was_learned_is_accepted(target: Path, trained: Any, tmp_path: Path) -> None:
     """Acceptance, not only equality: a head that learned nothing, or is read wrongly, drafts what is refused."""
-    result = train_draft(options(target, prompts, bundle, tmp_path / "head", batches=150, rate=0.01))
+    folder, result = trained
     assert result.curve[-1]["rates"][0] > 0.4
     assert result.curve[-1]["length"] > 1 + result.curve[0]["rates"][0] / 2
     build_bundle(
-        BuildRecipe(
-            target=str(target), head=str(tmp_path / "head"), output=str(tmp_path / "b"), max_model_len=128, check=False
-        )
+        BuildRecipe(target=str(target), head=str(folder), output=str(tmp_path / "b"), max_model_len=128, check=False)
     )
     engine = SpecEngine.load(tmp_path / "b", num_threads=1, spin=False, adaptive=False)
-    texts = [f"{i} and {i * i} are {chr(65 + i % 26)}" for i in range(1, 9)]  # of a random target nothing else is known
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    plain = [result.token_ids for result in engine.generate(texts, params, drafter="none")]
-    found = engine.generate(texts, params, drafter="head", num_speculative_tokens=3)
+    plain = [result.token_ids for result in engine.generate(TEXTS, params, drafter="none")]
+    found = engine.generate(TEXTS, params, drafter="head", num_speculative_tokens=3)
     assert [result.token_ids for result in found] == plain
     drafted, accepted = (sum(getattr(each.stats, key) for each in found) for key in ("drafted", "accepted"))
     engine.close()
     assert accepted / drafted > 0.3
+
+
+@pytest.fixture(scope="module")
+def pieces(bundle: Path) -> list[np.ndarray]:
+    """What the target writes: a head that learned from such texts guesses there."""
+    engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False)
+    results = engine.generate(TEXTS, SamplingParams(max_tokens=48, ignore_eos=True), drafter="none")
+    found = [np.array([*engine.tokenizer.encode(t).ids, *r.token_ids]) for t, r in zip(TEXTS, results, strict=True)]
+    engine.close()
+    return found
+
+
+def turned_halves(stored: dict[str, torch.Tensor]) -> None:
+    for name in ("q_proj", "k_proj", "v_proj"):
+        key = f"layers.0.self_attn.{name}.weight"
+        stored[key] = torch.cat(stored[key].chunk(2, dim=1)[::-1], dim=1)
+
+
+def turned_states(stored: dict[str, torch.Tensor]) -> None:
+    stored["fc.weight"] = torch.cat(stored["fc.weight"].chunk(2, dim=1)[::-1], dim=1)
+
+
+def noise(stored: dict[str, torch.Tensor]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in stored if "d2t" not in name and "t2d" not in name]:
+        stored[name] = torch.randn(stored[name].shape, generator=generator)
+
+
+PLANTED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "halves": (turned_halves, {}),
+    "order": (turned_states, {}),
+    "layer up": (None, {"eagle_aux_hidden_state_layer_ids": [3, 4]}),
+    "layer down": (None, {"eagle_aux_hidden_state_layer_ids": [1, 2]}),
+    "residual": (None, {"norm_before_residual": True}),
+    "output": (None, {"norm_output": True}),
+}
+
+
+def probe(target: Path, folder: Path, pieces: list[np.ndarray]) -> Any:
+    model: Any = load_checkpoint(str(target), dtype="float32").model
+    files = open_head(resolve_source(str(folder), None))
+    config = read_config(files, num_layers=LAYERS, target_hidden_size=64, vocab_size=320)
+    tables = TargetTables(*(t.weight.detach() for t in (model.get_input_embeddings(), model.get_output_embeddings())))
+    return probe_head(model, load_head(files, config, tables, torch.float32), pieces, LAYERS)
+
+
+@pytest.mark.bundle
+@pytest.mark.parametrize("error", PLANTED)
+def test_planted_errors_are_found_or_cost_little(
+    error: str, target: Path, trained: Any, pieces: list[np.ndarray], tmp_path: Path
+) -> None:
+    good = probe(target, trained[0], pieces)
+    assert good.reading.change == ""
+    assert good.rate > 0.4
+    shutil.copytree(trained[0], tmp_path / "h")
+    change, values = PLANTED[error]
+    if change is not None:
+        stored = load_file(tmp_path / "h" / "model.safetensors")
+        change(stored)
+        save_file(stored, tmp_path / "h" / "model.safetensors")
+    path = tmp_path / "h" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    found = probe(target, tmp_path / "h", pieces)
+    wanted, got = (sum(each.rates[each.reading.change]) for each in (good, found))
+    # It is read as it was made, or as good as that: an error may cost nothing, and then there is nothing to find.
+    assert got > 0.8 * wanted, found.rates
+    if error in ("halves", "order"):
+        assert found.reading.change
+
+
+@pytest.mark.bundle
+def test_a_head_of_noise_is_refused(target: Path, trained: Any, pieces: list[np.ndarray], tmp_path: Path) -> None:
+    shutil.copytree(trained[0], tmp_path / "h")
+    stored = load_file(tmp_path / "h" / "model.safetensors")
+    noise(stored)
+    save_file(stored, tmp_path / "h" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="it was made for another target, or its files say"):
+        check_probe(probe(target, tmp_path / "h", pieces), "h")
+
+
+@pytest.mark.bundle
+def test_what_would_be_spoiled_is_refused(target: Path, prompts: Path, bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    with pytest.raises(OutputExistsError):
+        train_draft(options(target, prompts, bundle, tmp_path / "full"))
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
+    other = save_checkpoint(make_llama(seed=12, num_hidden_layers=LAYERS), tmp_path / "other")
+    with pytest.raises(InvalidRequestError, match="was not built from"):
+        train_draft(options(other, prompts, bundle, tmp_path / "a"))
+    with pytest.raises(InvalidRequestError, match=r"max_tokens is 128, and a sequence of .* takes 128"):
+        train_draft(options(target, prompts, bundle, tmp_path / "b", max_tokens=128))
 
 
 _KILLED = """
