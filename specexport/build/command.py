@@ -89,6 +89,7 @@ def build(
     **flags: Any,
 ) -> None:
     """Build a bundle from TARGET: a Hugging Face folder, a hub id, or a .gguf file."""
+    from specexport.build.head import untaken_module
     from specexport.build.pipeline import build_bundle
     from specexport.host import map_large_blocks
     from specexport.progress import show_progress
@@ -110,6 +111,9 @@ def build(
         click.echo(json.dumps(result_to_json(result)))
     else:
         click.echo(summary(result))
+        hint = untaken_module(recipe)
+        if hint is not None:
+            click.echo(f"  hint: {hint}")
 
 
 def result_to_json(result: "BuildResult") -> dict[str, Any]:

@@ -84,6 +84,18 @@ def describe_probe(rate: float, change: str | None) -> str:
     return f"first guess right at {rate:.0%} of a text{read}"
 
 
+def untaken_module(recipe: BuildRecipe) -> str | None:
+    """What to say of an MTP module in the target's checkpoint that nobody asked for; None where there is none."""
+    from specexport.frontend.source import resolve_source
+    from specexport.heads.mtp_files import holds_module
+
+    if recipe.draft is not None or recipe.head is not None or not find_backend(recipe.backend).has_heads:
+        return None
+    if not holds_module(resolve_source(recipe.target, recipe.revision)):
+        return None
+    return f"{recipe.target} holds an MTP module: with `--head {MTP}` it drafts."
+
+
 def _check_tokenizer(source: ModelSource, checkpoint: Any) -> None:
     """Compare the head's tokenizer with the target's, where it has one.
 

@@ -3,11 +3,12 @@
 A checkpoint may hold several modules, one for each further token. The first is taken, and run again for all of them.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from specexport.frontend.source import Source
-from specexport.heads.files import EMBED_NORM, HeadFiles, name_in_module, read_names
+from specexport.heads.files import CONFIG_NAME, EMBED_NORM, HeadFiles, name_in_module, read_names
 from specexport_runtime.errors import CheckpointError
 
 MTP = "mtp"
@@ -36,6 +37,18 @@ def open_mtp(source: Source, values: Mapping[str, Any]) -> HeadFiles:
             f"{source.name} holds no MTP module.", "leave `--head mtp` out, or give the folder of a head."
         )
     return HeadFiles(source.name, values, shapes, stored)
+
+
+def holds_module(source: Source) -> bool:
+    """Whether a checkpoint holds an MTP module that can be read; damaged files hold none."""
+    if source.gguf_file is not None:
+        return False
+    try:
+        values = json.loads((source.folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        open_mtp(source, values.get("text_config") or values)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, CheckpointError):
+        return False
+    return True
 
 
 def module_config(files: HeadFiles, layer: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,7 +128,8 @@ def _write_texts(options: TrainOptions, prompts: Seq[str], path: Path, clock: St
         from specexport.recipe import BuildRecipe
 
         bundle = options.work_folder / "bundle"
-        build_bundle(BuildRecipe(target=options.target, output=str(bundle)))
+        # Ours alone: one of an earlier version is built again.
+        build_bundle(BuildRecipe(target=options.target, output=str(bundle)), force=True)
     written_by = load_manifest(bundle).models["target"].source_sha256
     if written_by != sha256:
         raise InvalidRequestError(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_heads import write
 from tiny_models import make_llama, save_checkpoint
 
+from specexport.build.head import untaken_module
 from specexport.build.pipeline import build_bundle
 from specexport.frontend import load_checkpoint
 from specexport.frontend.source import Source, resolve_source
@@ -153,6 +155,14 @@ def test_checkpoints_without_a_whole_module_are_refused(knowing: Path, tmp_path:
     short = change(knowing, tmp_path / "short", **{"mtp.layers.0.mlp.up_proj.weight": torch.zeros(96, 32)})
     with pytest.raises(CheckpointError, match="its MTP module cannot be loaded"):
         load(short)
+
+
+def test_a_build_without_the_module_tells_of_it(knowing: Path, tmp_path: Path) -> None:
+    recipe = BuildRecipe(target=str(knowing), output=str(tmp_path / "b"))
+    assert "with `--head mtp` it drafts" in str(untaken_module(recipe))
+    assert untaken_module(replace(recipe, head="mtp")) is None
+    plain = save_checkpoint(make_llama(), tmp_path / "plain")
+    assert untaken_module(replace(recipe, target=str(plain))) is None
 
 
 def test_a_gguf_file_has_no_module_that_is_read(tmp_path: Path) -> None:

@@ -184,6 +184,7 @@ class DrafterKind(NamedTuple):
         obstacle: why a bundle cannot draft so; None if it can.
         method: vLLM's name for it.
         config_keys: keys of vLLM's speculative config that it alone takes.
+        other_methods: further names that vLLM has for it.
     """
 
     traits: DrafterTraits
@@ -191,3 +192,4 @@ class DrafterKind(NamedTuple):
     obstacle: Callable[[DraftOffer], Obstacle | None]
     method: str
     config_keys: frozenset[str] = frozenset()
+    other_methods: tuple[str, ...] = ()

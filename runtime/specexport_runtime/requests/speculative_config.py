@@ -18,6 +18,9 @@ from specexport_runtime.requests.drafting import (
 
 METHODS = {**{name: kind.method for name, kind in KINDS.items()}, "chained": "chained", "auto": "auto", "none": "none"}
 """vLLM's name of each way to draft, and ours for those that vLLM has not."""
+_DRAFTERS = {method: name for name, method in METHODS.items()} | {
+    method: name for name, kind in KINDS.items() for method in kind.other_methods
+}
 _KEYS = ("method", "num_speculative_tokens", *sorted(key for kind in KINDS.values() for key in kind.config_keys))
 
 
@@ -26,10 +29,9 @@ def parse_speculative_config(config: Mapping[str, Any], *, sources: Mapping[str,
 
     Args:
         config: ``method`` (``"draft_model"``, ``"ngram"``, and of our own ``"self"``, ``"chained"`` and ``"none"``, see
-            ``drafting.DRAFTERS``), ``model`` (if given, it must be the bundle's own draft, or
-            its own head),
-            ``num_speculative_tokens`` (a number, or ``"auto"``), and for ``"ngram"`` ``prompt_lookup_min`` (fewest
-            tokens to match); all optional.
+            ``drafting.DRAFTERS``; any of vLLM's names for draft heads means the bundle's own), ``model`` (if given,
+            it must be the bundle's own draft, or its own head), ``num_speculative_tokens`` (a number, or ``"auto"``),
+            and for ``"ngram"`` ``prompt_lookup_min`` (fewest tokens to match); all optional.
         sources: names of the checkpoints that the bundle drafts with, by the names of their drafters.
         built: largest K of the bundle.
 
@@ -38,15 +40,14 @@ def parse_speculative_config(config: Mapping[str, Any], *, sources: Mapping[str,
             with its own layers is seen when the engine is made.
     """
     _check_keys(config)
-    methods = list(METHODS.values())
     given = config.get("num_speculative_tokens")
-    usual = next((METHODS[name] for name in METHODS if name in sources), methods[0])
+    usual = next((METHODS[name] for name in METHODS if name in sources), next(iter(_DRAFTERS)))
     method = config.get("method", "auto" if given == "auto" and "model" not in config else usual)
-    if method not in methods:
+    if method not in _DRAFTERS:
         raise InvalidRequestError(
-            f"speculative_config method {method!r} is not available.", f"use one of {', '.join(methods)}."
+            f"speculative_config method {method!r} is not available.", f"use one of {', '.join(_DRAFTERS)}."
         )
-    drafter = next(name for name, known in METHODS.items() if known == method)
+    drafter = _DRAFTERS[method]
     kind = KINDS.get(drafter)
     keys = frozenset[str]() if kind is None else kind.config_keys
     if "prompt_lookup_min" in config and "prompt_lookup_min" not in keys:
