@@ -658,3 +658,25 @@ def test_what_was_seen_is_known_in_the_next_life():
     again = LearnedCosts(kept[-1], is_measured=False)
     assert not again.is_unknown("draft-model")
     assert LearnedCosts(is_measured=False).is_unknown("draft-model")
+
+
+def test_a_draft_that_was_shortened_to_nothing_is_asked_for_again():
+    """Where one token pays and no more, a shorter draft is none: that tells of costs, not of the drafter."""
+    told, learned = curves(0.2), LearnedCosts(is_measured=False)
+    lengths = Timed(told, told, learned)
+    (sequence,) = make_sequences(1, ["draft-model"])
+    sequence.tokens.append(1)
+    drafted = []
+    for number in range(120):
+        lengths.begin_round(StepLoad(1, 1, 1, 10))
+        (allowed,) = lengths.allow("draft-model", [sequence], [LOOKAHEAD])
+        drafted.append(allowed.lookahead)
+        tokens = [1] * allowed.lookahead
+        if tokens:  # two of three first tokens pass, and no other one
+            accepted = min(number % 3, 1)
+            proposal = Proposal(tokens, None, "lookahead", "draft-model")
+            lengths.drafted("draft-model", [sequence], [proposal], 0.0)
+            lengths.observe(sequence, proposal, accepted, rejected=accepted < len(tokens))
+        lengths.took([sequence], len(tokens), 0.0)
+    assert 4 < drafted.count(0) < 12
+    assert drafted[40:] == [1] * 80

@@ -137,6 +137,7 @@ class GoodputLength:
             for j, (i, stage, most) in enumerate(asked):
                 if self._is_promising(drafter, sequences[i], stage, most):
                     counts[j] = max(counts[j], min(most, _SCOUT_LOOKAHEAD))
+        pays = [count > 0 for count in counts]
         if self._learns and self._learned.wants_shorter(self._load.num_rows):
             counts, self._watching = [count // 2 for count in counts], True
         probes = self._probe(drafter, sequences, asked, counts, times)
@@ -146,7 +147,8 @@ class GoodputLength:
                 allowed[i] = _BYPASS
         for j, (i, stage, most) in enumerate(asked):
             stage.slots = self._positions
-            stage.bypassed = None if counts[j] else circumstances
+            # A draft of one token that was made shorter in order to learn is no reason to leave its drafter alone.
+            stage.bypassed = None if counts[j] or pays[j] else circumstances
             if counts[j]:
                 if reading := self._reading_seconds(drafter, sequences[i], stage):
                     self._catching_up[drafter] = self._catching_up.get(drafter, 0.0) + reading
