@@ -16,7 +16,9 @@ from specexport_runtime.abi import (
     CACHE_INPUTS,
     EXTENT_INPUTS,
     FEATURE_INPUTS,
+    FEATURES,
     GATE_INPUTS,
+    NEXT_FEATURES,
     OUTPUTS,
     SIMILARITY,
     STEP_INPUTS,
@@ -67,6 +69,8 @@ def contract_of(entry: ModelEntry) -> list[TensorSpec]:
     extra = (_GPU_OUTPUTS if backend is not None and backend.on_gpu else ()) + (
         (SIMILARITY,) if entry.num_gates and not entry.skipped_layers else ()
     )
+    if entry.feature_size:
+        extra += (FEATURES if entry.head_kind is None else NEXT_FEATURES,)
     return [*(spec for spec in known if spec.name in entry.inputs), *CACHE_INPUTS, *OUTPUTS, *extra]
 
 

@@ -61,7 +61,7 @@ def open_head(source: Source) -> HeadFiles:
     if not isinstance(values, dict):
         raise CheckpointError(f"{source.name}: {CONFIG_NAME} is no JSON object.", "fetch the head again.")
     is_module = values.get("speculators_model_type") == "mtp"
-    shapes, stored = read_names(source, name_in_module if is_module else _our_name)
+    shapes, stored = read_names(source, _name_beside_module if is_module else _our_name)
     return HeadFiles(source.name, values, shapes, stored)
 
 
@@ -133,3 +133,22 @@ def name_in_module(key: str, num_layers: int | None = None) -> str | None:
             # Below `mtp` itself, what is left is a layer behind the first.
             return None if stem.startswith("layers.") else f"layers.0.{found['rest']}"
     return None
+
+
+def _name_beside_module(key: str) -> str | None:
+    """Our name of a tensor in a folder of speculators that holds an MTP module, and tables beside it."""
+    name = name_in_module(key)
+    return name if name is not None or ".layers." in f".{key}" or "mtp" in key else _our_name(key)
+
+
+def stored_name(name: str) -> str:
+    """The name that speculators has for a tensor of an MTP module in our form."""
+    stem, _, kind = name.rpartition(".")
+    if stem == "lm_head":
+        return name
+    return f"mtp_layers.0.{_OF_SPECULATORS.get(stem, stem.removeprefix('layers.0.'))}.{kind}"
+
+
+_OF_SPECULATORS = {
+    "embed_norm": "token_layernorm", "feature_norm": "hidden_layernorm", "fc": "input_proj", "norm": "final_layernorm",
+}  # fmt: skip

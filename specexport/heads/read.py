@@ -76,7 +76,7 @@ def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, v
         norm_before_residual=bool(values.get("norm_before_residual", False)),
         norm_before_fc=bool(values.get("norm_before_fc", "input_norm.weight" in files.shapes)),
         fc_norm=bool(values.get("fc_norm", "fc_norm.0.weight" in files.shapes)),
-        norm_output=bool(conventions.get("norm_output", values.get("norm_output", False))),
+        norm_output=bool(values.get("norm_output", conventions.get("norm_output", False))),
         feature_first=bool(conventions.get("feature_first", False)),
         mask_token_id=_mask_token(files, vocab_size),
         source_format=_format_of(files),

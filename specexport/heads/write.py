@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specexport.atomic import write_file
 from specexport.heads.config import HeadConfig
-from specexport.heads.files import CONFIG_NAME
+from specexport.heads.files import CONFIG_NAME, stored_name
 from specexport.heads.modules import DraftHead, FeatureProjection
 from specexport_runtime.errors import UnsupportedModelError
 from specexport_runtime.executors.base import Int32Array
@@ -22,6 +22,9 @@ from specexport_runtime.executors.base import Int32Array
 WEIGHTS_NAME = "model.safetensors"
 FORMAT_VERSION = "0.9.0"
 """Of speculators, whose names and meanings these are."""
+
+
+_ARCHITECTURES = {"eagle3": "Eagle3DraftModel", "mtp": "MTPDraftModel"}
 
 
 def write_head(
@@ -35,7 +38,7 @@ def write_head(
     lookahead: int,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write an EAGLE-3 head, without the embedding: that is the target's.
+    """Write an EAGLE-3 head or an MTP module, without the embedding: that is the target's.
 
     Args:
         folder: where; created.
@@ -51,11 +54,15 @@ def write_head(
         UnsupportedModelError: it is of a kind that the format has no name for.
         UserInputError: a file cannot be written.
     """
-    if config.kind != "eagle3":
-        raise UnsupportedModelError(f"a head of kind {config.kind!r} cannot be written.", "write an EAGLE-3 head.")
+    if config.kind not in _ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"a head of kind {config.kind!r} cannot be written.", "write an EAGLE-3 head or an MTP module."
+        )
     state = {name.removeprefix("body."): value for name, value in head.state_dict().items()}
     state.pop("embed_tokens.weight")
     state |= projection.state_dict()
+    if config.kind == "mtp":
+        state = {stored_name(name): value for name, value in state.items()}
     tensors = {name: value.detach().to(dtype).contiguous() for name, value in state.items()}
     if ids is not None:
         offsets = ids.astype(np.int64) - np.arange(len(ids))
@@ -102,7 +109,7 @@ def _values(config: HeadConfig, verifier: str, lookahead: int) -> dict[str, Any]
         "proposal_type": "greedy", "speculative_tokens": lookahead, "accept_tolerance": 0.0, "verifier_accept_k": 1,
     }  # fmt: skip
     return {
-        "architectures": ["Eagle3DraftModel"],
+        "architectures": [_ARCHITECTURES[config.kind]],
         "speculators_model_type": config.kind,
         "speculators_version": FORMAT_VERSION,
         "speculators_config": {

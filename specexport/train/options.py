@@ -2,11 +2,11 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from specexport_runtime.errors import InvalidRequestError
 
-KINDS = ("eagle3",)
+KINDS = ("eagle3", "mtp")
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class TrainOptions:
         target: checkpoint of the target.
         output: folder of the head.
         prompts: files of prompts.
-        kind: what is trained.
+        kind: what is trained: ``"eagle3"`` reads three hidden states of the target, ``"mtp"`` its last one.
         work: folder for what can be used again: texts, hidden states, the state of the training.
         bundle: a bundle of the target that writes the texts; None builds one.
         max_tokens: tokens that are written for each prompt.
@@ -39,7 +39,7 @@ class TrainOptions:
     target: str
     output: Path
     prompts: tuple[Path, ...]
-    kind: str = "eagle3"
+    kind: Literal["eagle3", "mtp"] = "eagle3"
     work: Path | None = None
     bundle: Path | None = None
     max_tokens: int = 192
@@ -86,6 +86,11 @@ class TrainOptions:
     def work_folder(self) -> Path:
         """Where work in progress lies."""
         return self.work or self.output.with_name(f"{self.output.name}.work")
+
+    @property
+    def states_folder(self) -> Path:
+        """Where the hidden states lie that this kind of head reads."""
+        return self.work_folder / f"{self.kind}-states"
 
     def text_settings(self) -> dict[str, Any]:
         """What decides the texts."""

@@ -89,7 +89,7 @@ def train_draft(options: TrainOptions, progress: Progress | None = None) -> Trai
     config, ids = _shape(options, checkpoint, texts)
     with clock.stage("read", "target", f"{sum(map(len, texts)):,} tokens"):
         _collect(options, model, texts, config.taps, clock)
-    store = FeatureStore(work / "states")
+    store = FeatureStore(options.states_folder)
     with clock.stage("learn"):
         trainer, total = _trainer(options, model, config, ids, store)
         del model, checkpoint
@@ -157,14 +157,14 @@ def _shape(options: TrainOptions, checkpoint: Any, texts: Seq[Seq[int]]) -> tupl
         )
     size = draft_size(options.draft_vocab_size, checkpoint.vocab_size)
     ids = count_ids(texts, size, checkpoint.vocab_size, checkpoint.eos_token_ids)
-    return new_config(text, checkpoint.vocab_size, len(ids)), ids
+    return new_config(options.kind, text, checkpoint.vocab_size, len(ids)), ids
 
 
 def _collect(options: TrainOptions, model: Any, texts: Seq[Seq[int]], taps: Seq[int], clock: StageClock) -> None:
     from specexport.train.collect import collect_states
     from specexport.train.store import FeatureStore, StoreWriter
 
-    folder = options.work_folder / "states"
+    folder = options.states_folder
     folder.mkdir(exist_ok=True)
     store = FeatureStore(folder)
     width = int(model.config.get_text_config().hidden_size)
@@ -222,7 +222,7 @@ def _trainer(options: TrainOptions, model: Any, config: Any, ids: Int32Array, st
 def _learn(options: TrainOptions, trainer: Any, total: int, clock: StageClock) -> None:
     from specexport.train.loop import measure_acceptance
 
-    folder = options.work_folder / "state"
+    folder = options.work_folder / f"{options.kind}-state"
     trainer.resume(folder)
     held = _held_out(len(trainer.store))
     while trainer.done < total:

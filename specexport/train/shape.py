@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from specexport.heads.config import HeadConfig, default_taps
+from specexport.heads.config import HeadConfig, HeadKind, default_taps
+from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.executors.base import Int32Array
 
 LARGE_VOCABULARY, DRAFT_VOCABULARY = 32_768, 16_384
@@ -16,10 +17,11 @@ MLP_RATIO = 3.2
 """Width of the MLP: the one layer of a head is most of its step, beside the LM head."""
 
 
-def new_config(target: Any, vocab_size: int, draft_vocab_size: int) -> HeadConfig:
-    """An EAGLE-3 head of one layer for a target, with a norm for each hidden state that it reads.
+def new_config(kind: HeadKind, target: Any, vocab_size: int, draft_vocab_size: int) -> HeadConfig:
+    """A head of one layer for a target. An EAGLE-3 head has a norm for each hidden state that it reads.
 
     Args:
+        kind: ``"eagle3"`` or ``"mtp"``.
         target: configuration of the target, as transformers has it.
         vocab_size: V.
         draft_vocab_size: N.
@@ -28,8 +30,9 @@ def new_config(target: Any, vocab_size: int, draft_vocab_size: int) -> HeadConfi
     head_dim = 64 if width < 512 else 128
     heads = 2 ** max(1, math.ceil(math.log2(width / head_dim)))
     mlp = 128 * math.ceil(MLP_RATIO * width / 128)
+    several = kind == "eagle3"
     return HeadConfig(
-        kind="eagle3",
+        kind=kind,
         layer_config={
             "model_type": "llama",
             "hidden_size": width,
@@ -45,12 +48,13 @@ def new_config(target: Any, vocab_size: int, draft_vocab_size: int) -> HeadConfi
             "mlp_bias": False,
             "max_position_embeddings": int(getattr(target, "max_position_embeddings", None) or 32_768),
         },
-        taps=tuple(sorted({max(0, tap) for tap in default_taps(layers)})),
+        taps=tuple(sorted({max(0, tap) for tap in default_taps(layers)})) if several else (AFTER_NORM,),
         target_hidden_size=width,
         vocab_size=vocab_size,
         draft_vocab_size=draft_vocab_size,
-        norm_before_residual=True,
-        fc_norm=True,
+        norm_before_residual=several,
+        fc_norm=several,
+        norm_output=not several,  # as the target's own, which an MTP module reads
     )
 
 

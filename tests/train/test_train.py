@@ -29,6 +29,7 @@ from specexport.train.run import train_draft
 from specexport.train.shape import count_ids, draft_size, new_config
 from specexport.train.store import Example, FeatureStore, StoreWriter, batches
 from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError, InvalidRequestError, OutputExistsError
 
 LAYERS = 6
@@ -83,14 +84,18 @@ def test_what_was_learned_is_accepted(target: Path, trained: Any, tmp_path: Path
     build_bundle(
         BuildRecipe(target=str(target), head=str(folder), output=str(tmp_path / "b"), max_model_len=128, check=False)
     )
-    engine = SpecEngine.load(tmp_path / "b", num_threads=1, spin=False, adaptive=False)
+    assert accepted(tmp_path / "b") > 0.3
+
+
+def accepted(bundle: Path) -> float:
+    """The share of draft tokens that the target accepts; the text is plain decoding's."""
+    engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     plain = [result.token_ids for result in engine.generate(TEXTS, params, drafter="none")]
     found = engine.generate(TEXTS, params, drafter="head", num_speculative_tokens=3)
-    assert [result.token_ids for result in found] == plain
-    drafted, accepted = (sum(getattr(each.stats, key) for each in found) for key in ("drafted", "accepted"))
     engine.close()
-    assert accepted / drafted > 0.3
+    assert [result.token_ids for result in found] == plain
+    return sum(each.stats.accepted for each in found) / sum(each.stats.drafted for each in found)
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +188,23 @@ def test_what_would_be_spoiled_is_refused(target: Path, prompts: Path, bundle: P
         train_draft(options(other, prompts, bundle, tmp_path / "a"))
     with pytest.raises(InvalidRequestError, match=r"max_tokens is 128, and a sequence of .* takes 128"):
         train_draft(options(target, prompts, bundle, tmp_path / "b", max_tokens=128))
+
+
+@pytest.mark.bundle
+def test_an_mtp_module_learns_too_and_is_taken_back(target: Path, prompts: Path, bundle: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    result = train_draft(
+        options(target, prompts, bundle, folder, kind="mtp", batches=120, rate=0.01, draft_vocab_size=200)
+    )
+    assert result.curve[-1]["rates"][0] > 0.4
+    files = open_head(resolve_source(str(folder), None))
+    config = read_config(files, num_layers=LAYERS, target_hidden_size=64, vocab_size=320)
+    assert (config.kind, config.taps, config.draft_vocab_size) == ("mtp", (AFTER_NORM,), 200)
+    assert (config.feature_first, config.norm_output, config.source_format) == (False, True, "speculators")
+    build_bundle(
+        BuildRecipe(target=str(target), head=str(folder), output=str(tmp_path / "b"), max_model_len=128, check=False)
+    )
+    assert accepted(tmp_path / "b") > 0.25
 
 
 _KILLED = """
@@ -296,7 +318,7 @@ def test_a_new_head_has_a_size_by_its_target() -> None:
     class Config:
         hidden_size, num_hidden_layers, max_position_embeddings = 640, 18, 1024
 
-    config = new_config(Config(), 1000, 100)
+    config = new_config("eagle3", Config(), 1000, 100)
     assert config.taps == (2, 9, 15)
     assert config.layer_config["num_attention_heads"] == 8
     assert config.layer_config["intermediate_size"] == 2048
