@@ -69,7 +69,7 @@ def open_session(
     return _open_plain(path, num_threads, spin, flash)
 
 
-def _open_plain(path: Path, num_threads: int, spin: bool, flash: bool) -> Any:
+def _open_plain(path: Path, num_threads: int, spin: bool, flash: bool = True) -> Any:
     try:
         session = _make_session(path, _options(num_threads, spin), flash)
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
@@ -146,7 +146,7 @@ def _probe(make_session: Callable[[], Any], widths: tuple[int, ...]) -> list[Pro
     return steps
 
 
-def _open_prepacked(folder: Path, num_threads: int, spin: bool, flash: bool) -> Any:
+def _open_prepacked(folder: Path, num_threads: int, spin: bool, flash: bool = True) -> Any:
     import onnxruntime
 
     options = _options(num_threads, spin)
