@@ -74,7 +74,7 @@ class PartedExecutor:
         num_threads: compute threads.
     """
 
-    sum_border = 0
+    sum_borders: tuple[int, ...] = ()
     max_num_tokens: int | None = None
     engine_seconds = 0.0
 
@@ -128,6 +128,7 @@ class PartedExecutor:
 
     def compute(self) -> None:
         """Run all steps that were written down."""
+        from specexport_runtime.executors.exact_width import sum_borders
         from specexport_runtime.executors.ort_session import open_session
         from specexport_runtime.machine import return_freed_memory
 
@@ -136,7 +137,7 @@ class PartedExecutor:
         for part in split_graph(self._path):
             try:
                 place.write_bytes(part.with_inputs(known[0] | self._empty_caches()))
-                session = open_session(place, self._num_threads, False)
+                session = open_session(place, self._num_threads, False, flash=not sum_borders(self._entry))
             finally:
                 place.unlink(missing_ok=True)
             self._run_part(session, known)

@@ -1,4 +1,4 @@
-"""Drafts stay on the side of the border where plain decoding has each token."""
+"""Steps leave each token on the side of every border where plain decoding has it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +9,16 @@ from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
-from specexport_runtime.executors.exact_width import room_within, sum_border
+from specexport_runtime.errors import IncompatibleError
+from specexport_runtime.executors import ort_graph
+from specexport_runtime.executors.exact_width import least_first_chunk, room_within, sum_borders
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.sequence import Sequence
 
-BORDER = 64
+BORDERS = (16, 32, 64)
+LONG_HEADS = (LayerGeometry(1, 256, 256),)
 
 
 def entries_seen_plainly(position: int, prompt: int) -> int:
@@ -23,32 +26,61 @@ def entries_seen_plainly(position: int, prompt: int) -> int:
     return prompt if position < prompt else position + 2
 
 
-@pytest.mark.parametrize("prompt", range(1, 70))
-def test_every_token_stays_on_its_side_of_the_border(prompt: int) -> None:
+def side(entries: int, borders: tuple[int, ...]) -> int:
+    """Borders below a number of entries."""
+    return sum(entries > border for border in borders)
+
+
+@pytest.mark.parametrize("borders", [BORDERS[-1:], BORDERS[-2:], BORDERS])
+@pytest.mark.parametrize("prompt", range(1, 70, 3))
+def test_every_token_stays_on_its_side_of_every_border(prompt: int, borders: tuple[int, ...]) -> None:
     for length in range(prompt, 72):
         reads_prompt = length == prompt
         first = 0 if reads_prompt else length - 1
-        most = room_within(BORDER, length, reads_prompt=reads_prompt)
+        most = room_within(borders, length, reads_prompt=reads_prompt)
         for drafts in range(9):
             # What the step sees; one token of its own runs twice.
             seen = length + drafts + (not reads_prompt and not drafts)
-            sides = {(entries_seen_plainly(at, prompt) <= BORDER) == (seen <= BORDER) for at in range(first, seen)}
-            exact = drafts == 0 or sides == {True}
+            plain = {side(entries_seen_plainly(at, prompt), borders) for at in range(first, seen)}
+            exact = drafts == 0 or plain == {side(seen, borders)}
             assert exact == (most is None or drafts <= most), (length, drafts)
 
 
-def test_only_quantized_models_with_long_heads_have_a_border(demo_bundle: Path) -> None:
+def test_only_quantized_models_with_long_heads_have_borders(demo_bundle: Path) -> None:
     entry = load_manifest(demo_bundle).models["target"]
-    long_heads = (LayerGeometry(1, 256, 256),)
-    assert sum_border(replace(entry, quantize="int8", layers=long_heads)) == BORDER
-    assert sum_border(replace(entry, quantize="int8")) == 0
-    assert sum_border(replace(entry, quantize="int8", layers=long_heads, kv_dtype="int8")) == 0
-    assert sum_border(replace(entry, layers=long_heads)) == 0
+    assert sum_borders(replace(entry, quantize="int8", layers=LONG_HEADS)) == (64,)
+    mixed = (*LONG_HEADS, LayerGeometry(1, 512, 512))
+    assert sum_borders(replace(entry, quantize="int8", layers=mixed)) == (32, 64)
+    assert sum_borders(replace(entry, quantize="int8", layers=(LayerGeometry(1, 640, 640),))) == (16, 32, 64)
+    assert sum_borders(replace(entry, quantize="int8", layers=(LayerGeometry(1, 128, 128),))) == ()
+    assert sum_borders(replace(entry, quantize="int8", layers=LONG_HEADS, kv_dtype="int8")) == ()
+    assert sum_borders(replace(entry, layers=LONG_HEADS)) == ()
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_models_with_borders_do_without_flash_attention(
+    quantize: str | None, demo_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = {}
+
+    class Session:
+        def get_inputs(self) -> list[object]:
+            return []
+
+    def note(*_args: object, **options: object) -> Session:
+        opened.update(options)
+        return Session()
+
+    monkeypatch.setattr(ort_graph, "open_session", note)
+    entry = replace(load_manifest(demo_bundle).models["target"], quantize=quantize, layers=LONG_HEADS)
+    with pytest.raises(IncompatibleError):  # a session without inputs
+        ort_graph.open_graph(demo_bundle, entry, (), num_threads=1, spin=False, engine_hash=None)
+    assert opened["flash"] == (quantize is None)
 
 
 def test_the_decoder_keeps_drafts_within_the_border() -> None:
     target = FakeExecutor(vocab_size=12, num_rows=1, kv_capacity=100)
-    target.sum_border = BORDER  # type: ignore[attr-defined]
+    target.sum_borders = (64,)
     decoder = Decoder(ModelRunner(target), ChainDrafter())
     seq = Sequence(0, [1] * 60, SamplingParams(max_tokens=30), vocab_size=12, max_model_len=95)
     assert decoder._room(seq) == 3
@@ -58,3 +90,19 @@ def test_the_decoder_keeps_drafts_within_the_border() -> None:
     assert decoder._room(seq) == 0
     seq.commit([1])
     assert decoder._room(seq) == seq.room_for_drafts > 8
+
+
+def test_the_decoder_cuts_no_prompt_at_a_border() -> None:
+    assert least_first_chunk(()) == 1
+    target = FakeExecutor(vocab_size=12, num_rows=4, kv_capacity=200)
+    target.sum_borders = (64,)
+    decoder = Decoder(ModelRunner(target), ChainDrafter(), max_num_batched_tokens=100)
+    params = SamplingParams(max_tokens=9)
+    for index, length in enumerate((90, 40, 120)):
+        decoder.add(Sequence(index, [1] * length, params, vocab_size=12, max_model_len=195))
+    seen = []
+    for _ in range(3):
+        decoder.step()
+        seen.append([decoder.target.kv.kv_len(row) for row in range(3)])
+    # The first step has room for ten more tokens, the second for 59.
+    assert seen == [[90, 0, 0], [91, 40, 0], [92, 41, 98]]

@@ -15,7 +15,7 @@ from specexport_runtime.decoding.told_step import told_step
 from specexport_runtime.drafters.base import Drafter, prefill_seconds_of
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, argmax_ids
-from specexport_runtime.executors.exact_width import room_within
+from specexport_runtime.executors.exact_width import least_first_chunk, room_within
 from specexport_runtime.lookahead.base import DraftLength, concerns_lengths, learn_from_tests, step_load
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.accept import Verdict, accept_greedy, accept_sampled
@@ -60,11 +60,12 @@ class Decoder:
         self.scheduler = Scheduler(
             min(max_num_seqs or rows, rows),
             max_num_batched_tokens=min(max_num_batched_tokens, limit or max_num_batched_tokens),
+            min_first_chunk=least_first_chunk(target.executor.sum_borders),
         )
         self.times = PhaseTimes()
         self.padding = PaddingStats()
         # Padding a whole batch to the width of a prompt chunk helps nobody: the padded method prefills apart.
-        self._sum_border = target.executor.sum_border
+        self._sum_borders = target.executor.sum_borders
         self._mixes_prefill = target.unpad_kv and target.unpad_input
 
     def add(self, sequence: Sequence) -> None:
@@ -212,9 +213,9 @@ class Decoder:
 
     def _room(self, seq: Sequence) -> int:
         """Most draft tokens of a sequence in this step."""
-        room, border = seq.room_for_drafts, self._sum_border
-        if border and len(seq.tokens) <= border:
-            within = room_within(border, len(seq.tokens), reads_prompt=not seq.num_generated)
+        room, borders = seq.room_for_drafts, self._sum_borders
+        if borders and len(seq.tokens) <= borders[-1]:
+            within = room_within(borders, len(seq.tokens), reads_prompt=not seq.num_generated)
             return room if within is None else min(room, within)
         return room
 

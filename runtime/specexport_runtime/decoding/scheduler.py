@@ -21,16 +21,21 @@ class Scheduler:
         max_num_batched_tokens: most tokens of one step. Sequences that are decoding always get theirs; prompts share
             what is left, the oldest first.
         min_prefill_tokens: the oldest prompt gets this many even if nothing is left, so that it cannot starve.
+        min_first_chunk: the first step of a prompt reads this many, or all of it: the engine's numbers of its first
+            tokens would depend on where it is cut.
 
     Attributes:
         waiting: sequences without a row, in order of arrival.
         rows: the sequence of each row in use; None is a hole.
     """
 
-    def __init__(self, num_rows: int, *, max_num_batched_tokens: int, min_prefill_tokens: int = 16) -> None:
+    def __init__(
+        self, num_rows: int, *, max_num_batched_tokens: int, min_prefill_tokens: int = 16, min_first_chunk: int = 1
+    ) -> None:
         self.num_rows = num_rows
         self.max_num_batched_tokens = max_num_batched_tokens
         self.min_prefill_tokens = min_prefill_tokens
+        self.min_first_chunk = min_first_chunk
         self.waiting: deque[Sequence] = deque()
         self.rows: list[Sequence | None] = []
         self._arrivals: dict[int, Sequence] = {}
@@ -89,13 +94,17 @@ class Scheduler:
             row to number of tokens, for rows that get any.
         """
         left = max(self.max_num_batched_tokens - busy_tokens, self.min_prefill_tokens)
-        chunks = {}
+        chunks: dict[int, int] = {}
         for seq in self._arrivals.values():
             if seq.num_generated:
                 continue
-            chunk = min(pending(seq), left, max_chunk)
-            if chunk < 1:
-                break
+            waits = pending(seq)
+            least = min(waits, self.min_first_chunk, max_chunk) if waits == len(seq.tokens) else 1
+            chunk = min(waits, left, max_chunk)
+            if chunk < least:
+                if chunks:  # a later step has more room; only the oldest prompt must not wait for that
+                    break
+                chunk = least
             chunks[seq.row] = chunk
             left -= chunk
         return chunks

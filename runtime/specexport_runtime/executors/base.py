@@ -71,8 +71,8 @@ class Executor(Protocol):
     kv_capacity: int
     engine_seconds: float
     """Seconds spent inside engine execution since creation."""
-    sum_border: int
-    """Cache entries up to which a step sums otherwise than beyond it (see ``exact_width``); 0 for no such border."""
+    sum_borders: tuple[int, ...]
+    """Cache entries up to which a step sums otherwise than beyond, ascending (see ``exact_width``)."""
 
     @property
     def max_num_tokens(self) -> int | None:

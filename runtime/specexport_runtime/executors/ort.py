@@ -34,7 +34,7 @@ from specexport_runtime.executors.base import (
     Want,
     argmax_ids,
 )
-from specexport_runtime.executors.exact_width import sum_border
+from specexport_runtime.executors.exact_width import sum_borders
 from specexport_runtime.executors.ort_features import BoundFeatures, OrtFeatures
 from specexport_runtime.executors.ort_gates import GatedByInputs, OrtGates
 from specexport_runtime.executors.ort_graph import OrtGraph, open_graph, open_one_token_graph
@@ -104,7 +104,7 @@ class OrtExecutor(GatedByInputs):
         self.kv_capacity = kv_capacity
         self.max_num_tokens: int | None = None
         self.engine_seconds = 0.0
-        self.sum_border = sum_border(entry)
+        self.sum_borders = sum_borders(entry)
         names = entry.inputs if unpad_kv else entry.padded_inputs
         threads = num_threads or available_cores()
         self._graph = open_graph(

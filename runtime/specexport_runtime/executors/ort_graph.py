@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from specexport_runtime.abi import CACHE_INPUTS, StepShape
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import IncompatibleError
+from specexport_runtime.executors.exact_width import sum_borders
 from specexport_runtime.executors.ort_session import open_session
 
 
@@ -45,7 +46,8 @@ def open_graph(
         MissingDependencyError, BundleError: see ``open_session``.
         IncompatibleError: the inputs are others.
     """
-    session = open_session(path, num_threads, spin, engine_hash, lookahead=lookahead)
+    flash = not sum_borders(entry)
+    session = open_session(path, num_threads, spin, engine_hash, lookahead=lookahead, flash=flash)
     inputs = frozenset(value.name for value in session.get_inputs())
     caches = {spec.name.format(i=i) for i in range(len(entry.layers)) for spec in CACHE_INPUTS}
     if inputs != caches | set(step_inputs):

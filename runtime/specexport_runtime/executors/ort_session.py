@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.errors import BundleError, MissingDependencyError
+from specexport_runtime.executors.flash_attention import flash_attention
 from specexport_runtime.executors.ort_probe import ProbedStep, difference, probe_session, probe_widths
 from specexport_runtime.executors.ort_threads import set_threads
 from specexport_runtime.executors.packed_alignment import align_packed
@@ -24,7 +25,13 @@ MIN_EXTERNAL_BYTES = 1024
 
 
 def open_session(
-    path: Path, num_threads: int, spin: bool, engine_hash: str | None = None, *, lookahead: int = 0
+    path: Path,
+    num_threads: int,
+    spin: bool,
+    engine_hash: str | None = None,
+    *,
+    lookahead: int = 0,
+    flash: bool = True,
 ) -> Any:
     """Open an engine.
 
@@ -35,6 +42,7 @@ def open_session(
         engine_hash: hash of the graph and all its weights: the session then maps its weights from the prepacked file
             in the user's cache, which is made if it is not there. None packs them into memory of this process.
         lookahead: K of its verify steps, at whose width too a new prepacked file is compared with the engine.
+        flash: attention may go through the cache in tiles, see ``exact_width``.
 
     Returns:
         an ``onnxruntime.InferenceSession``.
@@ -53,25 +61,28 @@ def open_session(
         weights = sum(file.stat().st_size for file in path.parent.glob("*.data"))
         session = PrepackedEngine(engine_hash, weights, probe_widths(lookahead)).load(
             write=lambda folder: _write_prepacked(path, folder, num_threads),
-            prove=lambda folder, widths: _prove_prepacked(path, folder, num_threads, widths),
-            read=lambda folder: _open_prepacked(folder, num_threads, spin),
+            prove=lambda folder, widths: _prove_prepacked(path, folder, num_threads, widths, flash),
+            read=lambda folder: _open_prepacked(folder, num_threads, spin, flash),
         )
         if session is not None:
             return session
-    return _open_plain(path, num_threads, spin)
+    return _open_plain(path, num_threads, spin, flash)
 
 
-def _open_plain(path: Path, num_threads: int, spin: bool) -> Any:
-    import onnxruntime
-
+def _open_plain(path: Path, num_threads: int, spin: bool, flash: bool = True) -> Any:
     try:
-        session = onnxruntime.InferenceSession(
-            str(path), _options(num_threads, spin), providers=["CPUExecutionProvider"]
-        )
+        session = _make_session(path, _options(num_threads, spin), flash)
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
         raise BundleError(f"{path}: ONNX Runtime cannot load this engine: {error}", "build it again.") from error
     return_freed_memory()  # what scales were made of, and weights before they were packed
     return session
+
+
+def _make_session(path: Path, options: Any, flash: bool) -> Any:
+    import onnxruntime
+
+    with flash_attention(flash):
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -98,8 +109,6 @@ def _options(num_threads: int, spin: bool) -> Any:
 
 def _write_prepacked(path: Path, folder: Path, num_threads: int) -> None:
     """Write the optimized graph with its packed weights, aligned. It does not depend on ``num_threads``."""
-    import onnxruntime
-
     options = _options(num_threads, spin=False)
     options.optimized_model_filepath = str(folder / GRAPH_NAME)
     for key, value in (
@@ -108,21 +117,21 @@ def _write_prepacked(path: Path, folder: Path, num_threads: int) -> None:
         ("save_external_prepacked_constant_initializers", "1"),
     ):
         options.add_session_config_entry(f"session.{key}", value)
-    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    _make_session(path, options, flash=True)  # nothing of that is written
     return_freed_memory()
     align_packed(folder / GRAPH_NAME, folder / DATA_NAME)
 
 
-def _prove_prepacked(path: Path, folder: Path, num_threads: int, widths: tuple[int, ...]) -> None:
+def _prove_prepacked(path: Path, folder: Path, num_threads: int, widths: tuple[int, ...], flash: bool) -> None:
     """Compare a prepacked file with its engine, one session after the other, so that memory holds one.
 
     Raises:
         UnprovenError: some logits differ or are not finite, or the file cannot be opened.
         BundleError: ONNX Runtime cannot load the engine itself.
     """
-    expected = _probe(lambda: _open_plain(path, num_threads, spin=False), widths)
+    expected = _probe(lambda: _open_plain(path, num_threads, False, flash), widths)
     try:
-        found = _probe(lambda: _open_prepacked(folder, num_threads, spin=False), widths)
+        found = _probe(lambda: _open_prepacked(folder, num_threads, False, flash), widths)
     except OSError:
         raise
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
@@ -137,11 +146,11 @@ def _probe(make_session: Callable[[], Any], widths: tuple[int, ...]) -> list[Pro
     return steps
 
 
-def _open_prepacked(folder: Path, num_threads: int, spin: bool) -> Any:
+def _open_prepacked(folder: Path, num_threads: int, spin: bool, flash: bool = True) -> Any:
     import onnxruntime
 
     options = _options(num_threads, spin)
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # they are in the file
-    session = onnxruntime.InferenceSession(str(folder / GRAPH_NAME), options, providers=["CPUExecutionProvider"])
+    session = _make_session(folder / GRAPH_NAME, options, flash)
     return_freed_memory()
     return session
