@@ -1,5 +1,6 @@
 """Does the graph still keep the contract of ``abi``? Changes nothing; runs between all stages."""
 
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
@@ -72,8 +73,16 @@ def _logits_dtype(model: ir.Model) -> str:
 
 
 def _model_dtype(model: ir.Model) -> ir.DataType | None:
+    """What the caches hold; of heads without attention, what most matrices hold."""
     node = next(attention_nodes(model), None)
-    return None if node is None or node.inputs[3] is None else node.inputs[3].dtype
+    if node is None:
+        held = Counter(
+            tensor.dtype
+            for value in model.graph.initializers.values()
+            if (tensor := value.const_value) is not None and tensor.dtype in _FLOATS and _is_matrix(tensor)
+        )
+        return max(held, key=lambda dtype: held[dtype], default=ir.DataType.FLOAT)
+    return None if node.inputs[3] is None else node.inputs[3].dtype
 
 
 def _numbered(spec: TensorSpec, layer: int) -> TensorSpec:
