@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specexport.frontend.taps import tapped
 from specexport.heads.config import HeadConfig
-from specexport.heads.load import LoadedHead
+from specexport.heads.loaded import LoadedHead
 from specexport.heads.trace import causal_step
 from specexport_runtime.errors import CheckpointError
 
@@ -66,6 +66,8 @@ def readings_of(config: HeadConfig, num_layers: int) -> list[Reading]:
             found.append(
                 Reading(replace(config, taps=taps), f"hidden states {list(taps)} in the place of {list(config.taps)}")
             )
+    if config.kind == "medusa":
+        return [*found, Reading(replace(config, taps=(num_layers,)), "the hidden state before the last norm")]
     if config.kind == "eagle3":
         other = not config.norm_before_residual
         found.append(Reading(replace(config, norm_before_residual=other), f"norm_before_residual {str(other).lower()}"))
@@ -133,7 +135,8 @@ def _guess(loaded: LoadedHead, reading: Reading, tokens: Tensor, states: Mapping
     head.head_config, head.swap = config, reading.swap
     try:
         features = loaded.projection([states[tap][:-1] for tap in config.taps])
-        logits, _ = causal_step(head, tokens[1:], features)
+        fed = torch.zeros_like(tokens[1:]) if config.kind == "medusa" else tokens[1:]  # the first head, or the tokens
+        logits, _ = causal_step(head, fed, features)
     finally:
         head.head_config, head.swap = before
     rows = logits.argmax(-1)

@@ -6,12 +6,13 @@ things by one key, the layers that feed a head above all, this is where it is se
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specexport.frontend.source import Source
 from specexport.heads.config import HeadConfig, default_taps
+from specexport.heads.files import HeadFiles
+from specexport.heads.read_medusa import is_medusa, lossy_setting, read_medusa
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -25,31 +26,6 @@ _LAYER_KEYS = (
     "mlp_bias", "max_position_embeddings", "sliding_window", "layer_types", "bias", "partial_rotary_factor",
 )  # fmt: skip
 _BODIES = ("llama", "qwen2", "qwen3", "mistral")
-
-
-@dataclass(frozen=True)
-class HeadFiles:
-    """A head as it lies on disk.
-
-    Attributes:
-        name: its name in reports; never a machine path.
-        values: ``config.json``.
-        shapes: shape of each tensor, by the name in our form.
-        stored: file and name of each of them in it.
-    """
-
-    name: str
-    values: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
-    stored: Mapping[str, tuple[Path, str]]
-
-    def tensor(self, name: str) -> Any:
-        """One tensor, as torch has it."""
-        from safetensors import safe_open
-
-        path, key = self.stored[name]
-        with safe_open(path, framework="pt") as file:
-            return file.get_tensor(key)
 
 
 def open_head(source: Source) -> HeadFiles:
@@ -94,7 +70,7 @@ def _read_names(source: Source) -> tuple[dict[str, tuple[int, ...]], dict[str, t
 
 def _our_name(key: str) -> str:
     """A tensor's name in our form: without a prefix for the model, the first layer among the layers."""
-    for prefix in ("model.", "eagle_module.", "eagle."):
+    for prefix in ("model.", "eagle_module.", "eagle.", "medusa_heads.", "medusa_head."):
         key = key.removeprefix(prefix)
     return "layers.0." + key.removeprefix("midlayer.") if key.startswith("midlayer.") else key
 
@@ -114,6 +90,8 @@ def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, v
     """
     values = files.values
     _refuse_lossy(files)
+    if is_medusa(files):
+        return read_medusa(files, target_hidden_size=target_hidden_size, vocab_size=vocab_size)
     layer = values.get("transformer_layer_config", values)
     if not isinstance(layer, dict):
         raise CheckpointError(f"{files.name}: transformer_layer_config is no JSON object.", "fetch the head again.")
@@ -171,7 +149,7 @@ def _kind_of(files: HeadFiles) -> Any:
     raise UnsupportedModelError(f"{files.name} has the tensors of no kind of head that is known.", _KINDS)
 
 
-_KINDS = "give an EAGLE-1, EAGLE-2, EAGLE-3 or P-EAGLE head."
+_KINDS = "give an EAGLE-1, EAGLE-2, EAGLE-3, P-EAGLE or Medusa head."
 
 
 def _mask_token(files: HeadFiles, vocab_size: int) -> int | None:
@@ -228,6 +206,13 @@ def _taps(files: HeadFiles, num_layers: int) -> tuple[int, ...]:
 
 def _refuse_lossy(files: HeadFiles) -> None:
     """Refuse settings that accept what the target would not have written."""
+    typical = lossy_setting(files.values)
+    if typical is not None:
+        raise UnsupportedModelError(
+            f"{files.name} sets {typical} to {files.values[typical]}: typical acceptance takes tokens that the target "
+            "did not choose.",
+            f"take {typical} out of {CONFIG_NAME}: text must stay the target's.",
+        )
     config = files.values.get("speculators_config") or {}
     methods = config.get("proposal_methods") or [] if isinstance(config, dict) else []
     for method in methods:
