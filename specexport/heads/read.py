@@ -138,6 +138,11 @@ _ELSE = "give a head that was made for this target."
 
 def _kind_of(files: HeadFiles) -> Any:
     named = files.values.get("speculators_model_type")
+    if "hydra_num_heads" in files.values or any(name.startswith("hydra_mlp.") for name in files.shapes):
+        raise UnsupportedModelError(
+            f"{files.name} has Hydra heads, which cannot be imported: each reads what those before it guessed.",
+            _KINDS,
+        )
     if named in ("eagle3", "eagle", "peagle"):
         return "eagle3" if named == "peagle" else named
     if named is not None:

@@ -1,6 +1,5 @@
 """Does the graph still keep the contract of ``abi``? Changes nothing; runs between all stages."""
 
-from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
@@ -73,16 +72,12 @@ def _logits_dtype(model: ir.Model) -> str:
 
 
 def _model_dtype(model: ir.Model) -> ir.DataType | None:
-    """What the caches hold; of heads without attention, what most matrices hold."""
+    """What the caches hold; of heads without attention, what their first matrix holds."""
     node = next(attention_nodes(model), None)
-    if node is None:
-        held = Counter(
-            tensor.dtype
-            for value in model.graph.initializers.values()
-            if (tensor := value.const_value) is not None and tensor.dtype in _FLOATS and _is_matrix(tensor)
-        )
-        return max(held, key=lambda dtype: held[dtype], default=ir.DataType.FLOAT)
-    return None if node.inputs[3] is None else node.inputs[3].dtype
+    if node is None and any(value.name == TOKEN_FEATURES.name for value in model.graph.inputs):
+        tensors = (value.const_value for value in model.graph.initializers.values())
+        return next((x.dtype for x in tensors if x is not None and x.dtype in _FLOATS and _is_matrix(x)), None)
+    return None if node is None or node.inputs[3] is None else node.inputs[3].dtype
 
 
 def _numbered(spec: TensorSpec, layer: int) -> TensorSpec:

@@ -5,13 +5,15 @@ that the right heads can be written down.
 """
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 from test_import import config_of, edit, load
 from tiny_heads import (
     HIDDEN,
@@ -31,7 +33,9 @@ from specexport.build import head as head_module
 from specexport.build.pipeline import build_bundle
 from specexport.frontend.source import resolve_source
 from specexport.heads.read import open_head, read_config
+from specexport.heads.trace import trace_head
 from specexport.inspect import describe
+from specexport.passes.pipeline import list_passes, run_list
 from specexport.recipe import BuildRecipe
 from specexport.verify.sampling import Setting, check_sampling
 from specexport_runtime import SamplingParams, SpecEngine
@@ -231,6 +235,25 @@ def test_what_is_missing_or_misshapen_is_named(tmp_path: Path, plain_target: Any
         config_of(tmp_path / "d")
 
 
+def test_hydra_heads_are_refused_by_name(tmp_path: Path) -> None:
+    config = {"hydra_num_heads": 4, "hydra_num_layers": 1, "hydra_head_arch": "mlp", "grounded_heads": True}
+    write(tmp_path, config, {"hydra_mlp.0.0.linear.weight": torch.ones(HIDDEN, 2 * HIDDEN)})
+    with pytest.raises(UnsupportedModelError, match="has Hydra heads"):
+        config_of(tmp_path)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_all_lm_heads_stay_float_where_one_would(quantize: str, tmp_path: Path, plain_target: Any) -> None:
+    medusa(tmp_path, plain_target)
+    passes = list_passes("float32", quantize=quantize, quantize_lm_head=False)
+    model = trace_head(load(tmp_path, plain_target).head).ir_model
+    run_list(model, passes)
+    kept = [name for name in model.graph.initializers if "lm_heads" in name]
+    assert len(kept) == 3
+    assert not any("int" in name for name in kept)
+    assert any(f".{quantize}" in name for name in model.graph.initializers)
+
+
 @pytest.mark.parametrize("ids", [None, [*IDS[:-1], IDS[0]], [*IDS[:-1], VOCAB], IDS[:-1]])
 def test_a_token_map_names_the_rows_or_is_refused(ids: list[int] | None, tmp_path: Path, plain_target: Any) -> None:
     medusa_vllm(tmp_path, plain_target)
@@ -262,12 +285,7 @@ def test_pickled_heads_are_refused_with_what_converts_them(tmp_path: Path) -> No
         resolve_source(str(tmp_path), None)
     command = caught.value.hint.split('python -c "')[1].split('" FILE')[0]
     assert "weights_only=True" in command
-    import subprocess
-    import sys
-
-    from safetensors.torch import load_file
 
     subprocess.run([sys.executable, "-c", command, "medusa_lm_head.pt"], check=True, cwd=tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == set(numbered(medusa_tensors(3, 1), 1))
-    save_file({}, tmp_path / "none.safetensors")
     assert config_of(tmp_path)[1].medusa.num_heads == 3
