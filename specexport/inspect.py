@@ -18,6 +18,7 @@ from specexport_runtime.abi import (
     FEATURE_INPUTS,
     FEATURES,
     GATE_INPUTS,
+    LOGITS,
     NEXT_FEATURES,
     OUTPUTS,
     SIMILARITY,
@@ -69,9 +70,11 @@ def contract_of(entry: ModelEntry) -> list[TensorSpec]:
     extra = (_GPU_OUTPUTS if backend is not None and backend.on_gpu else ()) + (
         (SIMILARITY,) if entry.num_gates and not entry.skipped_layers else ()
     )
+    caches = CACHE_INPUTS if entry.layers else ()  # Medusa heads have none
+    outputs = OUTPUTS if entry.layers else (LOGITS,)
     if entry.feature_size:
         extra += (FEATURES if entry.head_kind is None else NEXT_FEATURES,)
-    return [*(spec for spec in known if spec.name in entry.inputs), *CACHE_INPUTS, *OUTPUTS, *extra]
+    return [*(spec for spec in known if spec.name in entry.inputs), *caches, *outputs, *extra]
 
 
 def kv_bytes_per_token(entry: ModelEntry) -> int:
@@ -114,11 +117,13 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
         f"{entry.path}, {_size(_engine_bytes(manifest, role))}"
     )
     limit = "no limit" if entry.max_positions is None else str(entry.max_positions)
-    yield f"  {len(entry.layers)} attention layers ({_layers(entry.layers)}), V {entry.vocab_size}, positions: {limit}"
+    layers = f"{len(entry.layers)} attention layers ({_layers(entry.layers)})"
+    yield f"  {layers if entry.layers else 'no attention layers'}, V {entry.vocab_size}, positions: {limit}"
     if entry.dropped_layers:
         yield f"  {describe_layers(entry)}"
     if entry.head_kind is not None:
-        yield f"  draft head: {entry.head_kind}, features of {entry.feature_size} from hidden states {_taps(entry)}"
+        kind = f"{entry.num_draft_heads} of {entry.head_kind}" if entry.num_draft_heads else entry.head_kind
+        yield f"  draft head: {kind}, features of {entry.feature_size} from hidden states {_taps(entry)}"
         if entry.guessed is not None:
             yield f"  {describe_probe(entry.guessed, entry.reading)}"
     elif entry.feature_size:

@@ -25,7 +25,7 @@ from specexport_runtime.bundle.mask_feature import MASK_NAME
 if TYPE_CHECKING:
     from specexport.frontend.taps import FeatureRequest
     from specexport.heads.config import HeadConfig
-    from specexport.heads.load import LoadedHead, TargetTables
+    from specexport.heads.loaded import LoadedHead, TargetTables
     from specexport.heads.probe import Probe
 
 PROBE_PIECES, PROBE_LEN = 6, 64
@@ -147,7 +147,7 @@ def _num_layers(checkpoint: Any) -> int:
 def _tables(checkpoint: Any) -> "TargetTables":
     """Embedding and LM head of a target, read if they are in files."""
     from specexport.frontend.stored import stored_by_id
-    from specexport.heads.load import TargetTables
+    from specexport.heads.loaded import TargetTables
 
     model, stored = checkpoint.model, stored_by_id(checkpoint.model, checkpoint.stored)
     weights = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
@@ -208,15 +208,14 @@ def build_head(
             _reference(loaded) if recipe.check and find_backend(recipe.backend).check_obstacle(recipe) is None else None
         )
     head, config = loaded.head, loaded.config
-    num_parameters = sum(parameter.numel() for parameter in head.parameters())
-    table = head.embed_tokens.weight.numel()
+    num_parameters, step_parameters = sum(parameter.numel() for parameter in head.parameters()), head.step_parameters
     with clock.stage("trace", role):
         traced = trace_head(head)
         ir_model, layers = traced.ir_model.clone(), tuple(traced.layers)
         del traced, head
         ids, mask = loaded.ids, loaded.mask_feature
         del loaded
-    job = BuildJob(recipe, role, layers, num_parameters - table, max_positions, folder, clock)
+    job = BuildJob(recipe, role, layers, step_parameters, max_positions, folder, clock)
     fields = compile_graph(ir_model, recipe, job, dump_dir)
     if ids is not None:
         np.save(folder / HEAD_IDS_NAME, ids, allow_pickle=False)
@@ -239,8 +238,9 @@ def build_head(
         max_positions=max_positions,
         source=source.name,
         source_sha256=source.sha256,
-        step_parameters=num_parameters - table,
-        num_heads=int(config.layer_config["num_attention_heads"]),
+        step_parameters=step_parameters,
+        num_heads=config.layer_config.get("num_attention_heads"),
+        num_draft_heads=0 if config.medusa is None else config.medusa.num_heads,
     )
     with clock.stage("check", role, "" if reference is not None else "not checked"):
         found = check_head(folder, entry, reference) if reference is not None else None
@@ -261,11 +261,12 @@ def _reference(loaded: "LoadedHead") -> HeadReference:
 
     from specexport.heads.trace import causal_step
 
-    generator = np.random.default_rng(21)
-    tokens = [generator.integers(0, loaded.config.vocab_size, n) for n in CHECK_LENS]
+    generator, medusa = np.random.default_rng(21), loaded.config.medusa
+    most = loaded.config.vocab_size if medusa is None else medusa.num_heads  # their ids are numbers of heads
+    tokens = [generator.integers(0, most, n) for n in CHECK_LENS]
     features = [generator.normal(0, 1, (n, loaded.config.feature_size)).astype(np.float32) for n in CHECK_LENS]
     runs = [
-        causal_step(loaded.head, torch.from_numpy(ids), torch.from_numpy(each).to(loaded.head.lm_head.weight.dtype))
+        causal_step(loaded.head, torch.from_numpy(ids), torch.from_numpy(each).to(loaded.head.dtype))
         for ids, each in zip(tokens, features, strict=True)
     ]
     logits, handed = ([run[at].float().numpy() for run in runs] for at in (0, 1))

@@ -19,7 +19,9 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _CONVERT = (
     "convert the weights to safetensors: load them once where you trust them and call "
-    "model.save_pretrained(folder) there."
+    'model.save_pretrained(folder) there. A file of tensors alone, as of heads: python -c "import sys, torch; from '
+    "safetensors.torch import save_file; save_file({k: v.clone() for k, v in torch.load(sys.argv[1], "
+    "weights_only=True).items()}, 'model.safetensors')\" FILE."
 )
 
 

@@ -204,6 +204,8 @@ def name_dimensions(ir_model: ir.Model) -> None:
     symbols: dict[str, str] = {}
     by_name = {value.name: value for value in ir_model.graph.inputs}
     for spec in (*STEP_INPUTS, K_CACHE._replace(name="k_cache.0")):
+        if spec.name not in by_name:  # heads without attention have no caches
+            continue
         for word, dim in zip(spec.shape, by_name[spec.name].shape or (), strict=True):
             if word in DIM_NAMES:
                 symbols[str(dim)] = DIM_NAMES[str(word)]

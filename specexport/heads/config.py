@@ -2,9 +2,27 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-HeadKind = Literal["eagle3", "eagle", "mtp"]
+HeadKind = Literal["eagle3", "eagle", "mtp", "medusa"]
+
+
+class MedusaShape(NamedTuple):
+    """What stands side by side over one hidden state (Cai et al. 2024).
+
+    Attributes:
+        num_heads: how many heads there are: one for each place of a draft.
+        num_blocks: residual blocks of each head.
+        bias: whether the blocks' linear layers have one.
+        one_lm_head: all heads share an LM head.
+        logit_scale: what logits are multiplied by.
+    """
+
+    num_heads: int
+    num_blocks: int
+    bias: bool
+    one_lm_head: bool = False
+    logit_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -14,7 +32,8 @@ class HeadConfig:
     Attributes:
         kind: ``"eagle3"`` joins a token's embedding and a feature at the input of its first attention (Li et al. 2025),
             ``"eagle"`` in a linear layer before its first decoder layer (Li et al. 2024), ``"mtp"`` both normed in a
-            linear layer before a decoder layer of the target's own kind (DeepSeek-AI 2024).
+            linear layer before a decoder layer of the target's own kind (DeepSeek-AI 2024). ``"medusa"`` has none
+            (Cai et al. 2024).
         layer_config: transformers' configuration of its decoder layers, with ``model_type``.
         taps: hidden states of the target that it reads: ``i`` is what decoder layer ``i`` reads, and N (how many there
             are) what the last one gives; ``abi.AFTER_NORM`` is that behind the last norm.
@@ -28,6 +47,7 @@ class HeadConfig:
         feature_first: where it joins embedding and feature, the feature comes first.
         mask_token_id: it drafts all tokens in one step, and this one stands for those that are not known (P-EAGLE).
         source_format: which writer's names the file had, for reports.
+        medusa: of ``"medusa"``: its heads. None for others.
     """
 
     kind: HeadKind
@@ -43,6 +63,7 @@ class HeadConfig:
     feature_first: bool = False
     mask_token_id: int | None = None
     source_format: str = ""
+    medusa: MedusaShape | None = None
 
     @property
     def hidden_size(self) -> int:

@@ -97,7 +97,7 @@ def read_names(
 
 def _our_name(key: str) -> str | None:
     """A tensor's name in our form: without a prefix for the model, the first layer among the layers."""
-    for prefix in ("model.", "eagle_module.", "eagle."):
+    for prefix in ("model.", "eagle_module.", "eagle.", "medusa_heads.", "medusa_head."):
         key = key.removeprefix(prefix)
     name = "layers.0." + key.removeprefix("midlayer.") if key.startswith("midlayer.") else key
     return None if name in _IGNORED else name

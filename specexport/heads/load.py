@@ -1,61 +1,16 @@
-"""A draft head in memory, with what it takes from its target."""
-
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+"""Loading a draft head, with what it takes from its target."""
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from specexport.heads.config import HeadConfig
 from specexport.heads.files import MASK, HeadFiles
 from specexport.heads.kinds import make_head
-from specexport.heads.modules import DraftHead, FeatureProjection, make_body
+from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection
+from specexport.heads.modules import FeatureProjection, make_body
 from specexport.heads.mtp import load_body
 from specexport_runtime.errors import CheckpointError
 from specexport_runtime.executors.base import Float32Array, Int32Array
-
-
-class LoadedHead(NamedTuple):
-    """A head that can run.
-
-    Attributes:
-        config: what it computes.
-        head: the head, in eval mode.
-        projection: what is part of the target's graph.
-        ids: token ids of its LM head, int32 [N], ascending; None where it has all.
-        mask_feature: what a parallel head is fed for tokens that are not known, float32 [E]; None for others.
-    """
-
-    config: HeadConfig
-    head: DraftHead
-    projection: FeatureProjection
-    ids: Int32Array | None
-    mask_feature: Float32Array | None = None
-
-
-class TargetTables(NamedTuple):
-    """What a head may share with its target.
-
-    Attributes:
-        embedding: [V, H].
-        lm_head: [V, H].
-    """
-
-    embedding: Tensor
-    lm_head: Tensor
-
-
-def load_projection(files: HeadFiles, config: HeadConfig, dtype: torch.dtype) -> FeatureProjection:
-    """The part of a head that belongs to the target's graph.
-
-    Raises:
-        CheckpointError: tensors are missing, or have other shapes than the configuration says.
-    """
-    projection = FeatureProjection(config)
-    _fill(projection, files, {name: name for name in projection.state_dict()})
-    projection.to(dtype).eval().requires_grad_(False)
-    return projection
 
 
 def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
@@ -70,6 +25,10 @@ def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype:
     Raises:
         CheckpointError: tensors are missing, or have other shapes than the configuration says.
     """
+    if config.kind == "medusa":
+        from specexport.heads.medusa import load_medusa
+
+        return load_medusa(files, config, tables, dtype)
     try:
         with torch.device("meta"):
             head = make_head(config)
@@ -84,7 +43,7 @@ def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype:
         head.body = load_body(files, config, dtype)
     names = {name: name.removeprefix("body.") for name in head.state_dict() if not _is_loaded(config, name)}
     shared = {"embed_tokens.weight", "lm_head.weight"} - files.shapes.keys()
-    _fill(head, files, {name: stored for name, stored in names.items() if name not in shared})
+    fill_module(head, files, {name: stored for name, stored in names.items() if name not in shared})
     ids = _head_ids(files, config)
     if "embed_tokens.weight" in shared:
         head.embed_tokens.weight = torch.nn.Parameter(tables.embedding, requires_grad=False)
@@ -117,24 +76,6 @@ def _mask_feature(files: HeadFiles, config: HeadConfig, projection: FeatureProje
     with torch.no_grad():
         feature: Float32Array = projection(list(states.split(config.target_hidden_size))).float().numpy()
     return feature
-
-
-def _fill(module: Any, files: HeadFiles, names: Mapping[str, str]) -> None:
-    """Give a module's parameters the tensors of the files, by name."""
-    state = module.state_dict()
-    missing = sorted(stored for stored in names.values() if stored not in files.shapes)
-    if missing:
-        raise CheckpointError(
-            f"the head {files.name} lacks {len(missing)} tensors, for example {missing[0]}.", "give the complete head."
-        )
-    for name, stored in names.items():
-        if files.shapes[stored] != tuple(state[name].shape):
-            raise CheckpointError(
-                f"the head {files.name}: {stored} is {list(files.shapes[stored])}, and by its configuration it would "
-                f"be {list(state[name].shape)}.",
-                "give a head whose config.json belongs to its weights.",
-            )
-    module.load_state_dict({name: files.tensor(stored) for name, stored in names.items()}, strict=False, assign=True)
 
 
 def _row_ids(files: HeadFiles) -> np.ndarray:

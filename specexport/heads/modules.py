@@ -23,7 +23,8 @@ class FeatureProjection(nn.Module):  # type: ignore[misc]  # torch is not follow
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         width, count = config.target_hidden_size, len(config.taps)
-        norm = norm_class(config)
+        normed = config.norm_before_fc or config.fc_norm
+        norm = norm_class(config) if normed else nn.Identity
         self.input_norm = norm(count * width) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList([norm(width) for _ in range(count)]) if config.fc_norm else None
         self.fc = nn.Linear(count * width, config.hidden_size, bias=False) if config.projects else None
@@ -56,6 +57,17 @@ class DraftHead(nn.Module):  # type: ignore[misc]
         self.body = make_body(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.lm_head.weight.dtype
+
+    @property
+    def step_parameters(self) -> int:
+        """Parameters that a step multiplies with each of its tokens: all but the embedding."""
+        whole = sum(parameter.numel() for parameter in self.parameters())
+        return int(whole - self.embed_tokens.weight.numel())
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Embeddings [..., H] of the tokens that follow the features."""

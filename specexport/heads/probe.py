@@ -6,7 +6,7 @@ the second, which reads what the head itself handed on. What a file leaves open,
 and the one that is accepted is taken.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from specexport.frontend.taps import tapped
 from specexport.heads.config import HeadConfig
-from specexport.heads.load import LoadedHead
+from specexport.heads.loaded import LoadedHead
+from specexport.heads.trace import causal_step
 from specexport.heads.unroll import unroll
 from specexport_runtime.errors import CheckpointError
 
@@ -62,6 +63,8 @@ def readings_of(config: HeadConfig, num_layers: int) -> list[Reading]:
     if config.kind == "mtp":
         return _readings_of_mtp(config, num_layers)
     found = [Reading(config)]
+    if config.kind == "medusa":
+        return [*found, Reading(replace(config, taps=(num_layers,)), _BEFORE_NORM)]
     for shift in (-1, 1):
         taps = tuple(tap + shift for tap in config.taps)
         if config.kind == "eagle3" and all(0 <= tap <= num_layers for tap in taps):
@@ -167,11 +170,24 @@ def _hits(
     try:
         with torch.no_grad():
             features = loaded.projection([states[tap][:, :-1] for tap in config.taps])
-            steps = 2 if config.mask_token_id is None else 1
-            for step in unroll(head, tokens, features, torch.tensor([tokens.shape[1]]), steps):
-                rows = step.logits[0][step.valid[0]].argmax(-1)
+            for logits, offset in _guesses(loaded, tokens, features):
+                rows = logits.argmax(-1)
                 ids = rows if loaded.ids is None else torch.from_numpy(loaded.ids).long()[rows]
-                found.append(ids == best[step.offset :])
+                found.append(ids == best[offset:])
     finally:
         head.head_config = before
     return found
+
+
+def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Logits [n, N] of the first guesses and of the second, and the place in the text that row 0 of them is about."""
+    config = loaded.head.head_config
+    if config.medusa is not None:
+        for number in range(min(2, config.medusa.num_heads)):
+            asked = torch.full((features.shape[1],), number)
+            logits, _ = causal_step(loaded.head, asked, features[0])
+            yield logits[: len(logits) - number], 1 + number
+        return
+    steps = 2 if config.mask_token_id is None else 1
+    for step in unroll(loaded.head, tokens, features, torch.tensor([tokens.shape[1]]), steps):
+        yield step.logits[0][step.valid[0]], step.offset

@@ -10,6 +10,7 @@ from typing import Any
 from specexport.heads.config import HeadConfig, default_taps
 from specexport.heads.files import CONFIG_NAME, EMBED_NORM, MASK, HeadFiles
 from specexport.heads.mtp_files import conventions_of, module_config
+from specexport.heads.read_medusa import is_medusa, lossy_setting, read_medusa
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -36,6 +37,8 @@ def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, v
     """
     values = files.values
     _refuse_lossy(files)
+    if is_medusa(files):
+        return read_medusa(files, target_hidden_size=target_hidden_size, vocab_size=vocab_size)
     layer = values.get("transformer_layer_config", values)
     if not isinstance(layer, dict):
         raise CheckpointError(f"{files.name}: transformer_layer_config is no JSON object.", "fetch the head again.")
@@ -88,6 +91,11 @@ _ELSE = "give a head that was made for this target."
 
 def _kind_of(files: HeadFiles) -> Any:
     named = files.values.get("speculators_model_type")
+    if "hydra_num_heads" in files.values or any(name.startswith("hydra_mlp.") for name in files.shapes):
+        raise UnsupportedModelError(
+            f"{files.name} has Hydra heads, which cannot be imported: each reads what those before it guessed.",
+            _KINDS,
+        )
     if named in ("eagle3", "eagle", "peagle", "mtp"):
         return "eagle3" if named == "peagle" else named
     if named is not None:
@@ -101,7 +109,7 @@ def _kind_of(files: HeadFiles) -> Any:
     raise UnsupportedModelError(f"{files.name} has the tensors of no kind of head that is known.", _KINDS)
 
 
-_KINDS = "give an EAGLE-1, EAGLE-2, EAGLE-3 or P-EAGLE head, or an MTP module."
+_KINDS = "give an EAGLE-1, EAGLE-2, EAGLE-3, P-EAGLE or Medusa head, or an MTP module."
 
 
 def _mask_token(files: HeadFiles, vocab_size: int) -> int | None:
@@ -158,6 +166,13 @@ def _taps(files: HeadFiles, num_layers: int) -> tuple[int, ...]:
 
 def _refuse_lossy(files: HeadFiles) -> None:
     """Refuse settings that accept what the target would not have written."""
+    typical = lossy_setting(files.values)
+    if typical is not None:
+        raise UnsupportedModelError(
+            f"{files.name} sets {typical} to {files.values[typical]}: typical acceptance takes tokens that the target "
+            "did not choose.",
+            f"take {typical} out of {CONFIG_NAME}: text must stay the target's.",
+        )
     config = files.values.get("speculators_config") or {}
     methods = config.get("proposal_methods") or [] if isinstance(config, dict) else []
     for method in methods:

@@ -62,17 +62,20 @@ def run_layers(
         return head.hidden(head.embed(input_ids)[None], given, run)
 
 
-def causal_step(head: DraftHead, input_ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+def causal_step(head: Any, input_ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     """A head over one sequence from its beginning, with attention as transformers computes it; nothing is packed.
 
     Args:
         head: the head.
-        input_ids: the token behind each feature [T].
+        input_ids: the token behind each feature [T]; of Medusa heads, the number of the head that is asked.
         features: [T, E].
 
     Returns:
         logits [T, N], and what it hands on [T, E].
     """
+    if head.head_config.kind == "medusa":
+        with torch.no_grad():
+            return head(input_ids, features), features
     width = len(input_ids)
     mask = torch.full((width, width), float("-inf")).triu(1)[None, None]
     rotary = head.body.rotary_emb(features, torch.arange(width)[None])
@@ -98,8 +101,12 @@ def probe_calls(head: DraftHead) -> tuple[LayerCall, ...]:
     return tuple(context.calls)
 
 
-def trace_head(head: DraftHead) -> TracedModel:
+def trace_head(head: Any) -> TracedModel:
     """Trace a head (eval mode) to ONNX IR with one ``specexport::UnpaddedAttention`` a layer."""
+    if head.head_config.kind == "medusa":
+        from specexport.heads.medusa import trace_medusa
+
+        return trace_medusa(head)
     calls = probe_calls(head)
     with batched_experts(head.body):
         ir_model = trace_step(

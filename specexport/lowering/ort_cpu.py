@@ -185,6 +185,9 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
         padded_kv: make the padded-KV graph, with the step input ``kv_positions``.
     """
     nodes = [n for n in ir_model.graph if n.op_type == OP_NAME and n.domain == OP_DOMAIN]
+    if not nodes:  # heads without attention
+        drop_unused_step_inputs(ir_model)
+        return
     # Quantized activations turn a difference of rounding into one of a whole step: there, results must not depend on
     # how many tokens a row has. (In padded-KV graphs, which are for comparison, they do.)
     # Over int8 caches they never do.

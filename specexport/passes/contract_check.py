@@ -72,7 +72,11 @@ def _logits_dtype(model: ir.Model) -> str:
 
 
 def _model_dtype(model: ir.Model) -> ir.DataType | None:
+    """What the caches hold; of heads without attention, what their first matrix holds."""
     node = next(attention_nodes(model), None)
+    if node is None and any(value.name == TOKEN_FEATURES.name for value in model.graph.inputs):
+        tensors = (value.const_value for value in model.graph.initializers.values())
+        return next((x.dtype for x in tensors if x is not None and x.dtype in _FLOATS and _is_matrix(x)), None)
     return None if node is None or node.inputs[3] is None else node.inputs[3].dtype
 
 

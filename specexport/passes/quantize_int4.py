@@ -54,7 +54,7 @@ class Int4QuantizePass(CountingPass):
 
 def _has_large_head(model: ir.Model) -> bool:
     shares = [linear_share(model, site) for site in head_sites(model)]
-    return bool(shares) and shares[0] > HEAD_SHARE
+    return sum(shares) > HEAD_SHARE
 
 
 def _replace(graph: ir.Graph, site: LinearSite) -> None:

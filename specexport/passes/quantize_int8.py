@@ -81,9 +81,14 @@ class _RowQuantizer:
         step = constant(graph, "int8.step", np.array(1 / LARGEST, np.float32))
         magnitude = emit.op("Abs", source, dtype=_FLOAT, shape=dims)
         largest = emit.op("ReduceMax", magnitude, last, shape=rows, keepdims=1)
+        zero = self._zero_point(rows)
+        if zero is None:  # there may be no rows at all, and ONNX Runtime's ReduceMax of none keeps every column
+            one = constant(graph, "int8.size_1", np.array([1], np.int64))
+            shape = emit.op("Concat", emit.op("Shape", source, end=-1), one, axis=0)
+            largest = emit.op("Reshape", largest, shape, shape=rows)
+            zero = self._expanded(emit, shape, rows)
         scale = emit.op("Mul", largest, step, shape=rows)
         emit.place(before=site.node)
-        zero = self._zero_point(rows) or self._expanded(emit, emit.op("Shape", scale), rows)
         # One block a row: the blocked form takes the scales as they are, where one axis would want them flattened.
         axis = -1 if dims is None else len(dims) - 1
         uint8 = ir.DataType.UINT8

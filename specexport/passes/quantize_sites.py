@@ -88,8 +88,8 @@ def find_sites(model: ir.Model, kind: str, *, lm_head: bool, multiples: tuple[in
         _refuse_batched(node, kind)
     sites = [site for node in model.graph if (site := linear_site(node)) is not None]
     if not lm_head:
-        head = head_node(model, {site.node for site in sites})
-        sites = [site for site in sites if site.node is not head]
+        heads = head_nodes(model, {site.node for site in sites})
+        sites = [site for site in sites if site.node not in heads]
     if not sites and any(node.op_type == "MatMulNBits" for node in model.graph):
         return []  # sensitive layers have got their weights before, and there are no others
     if not sites:
@@ -145,10 +145,9 @@ def _stored(value: ir.Value | None) -> Iterator[ir.Value]:
 
 
 def head_sites(model: ir.Model) -> list[LinearSite]:
-    """The LM head, if it is a linear layer."""
+    """The LM head, if it is a linear layer; of Medusa heads, each of theirs."""
     sites = {site.node: site for node in model.graph if (site := linear_site(node)) is not None}
-    head = head_node(model, set(sites))
-    return [] if head is None else [sites[head]]
+    return [sites[head] for head in head_nodes(model, set(sites))]
 
 
 def linear_share(model: ir.Model, site: LinearSite) -> float:
@@ -161,9 +160,20 @@ def linear_share(model: ir.Model, site: LinearSite) -> float:
 
 def head_node(model: ir.Model, linear: set[ir.Node]) -> ir.Node | None:
     """The linear layer whose result is the logits, with nothing but elementwise nodes (or a cut) in between."""
-    value: ir.Value | None = next((value for value in model.graph.outputs if value.name == LOGITS.name), None)
-    while value is not None and (node := value.producer()) is not None:
+    return next(iter(head_nodes(model, linear)), None)
+
+
+def head_nodes(model: ir.Model, linear: set[ir.Node]) -> list[ir.Node]:
+    """The same; where logits of several LM heads are put together, all of these."""
+    found, values = [], [next((value for value in model.graph.outputs if value.name == LOGITS.name), None)]
+    while values:
+        value = values.pop()
+        node = None if value is None else value.producer()
+        if node is None:
+            continue
         if node in linear:
-            return node
-        value = next((x for x in node.inputs if x is not None and constant_of(x) is None), None)
-    return None
+            found.append(node)
+            continue
+        inputs = [x for x in node.inputs if x is not None and constant_of(x) is None]
+        values += inputs[::-1] if node.op_type == "Concat" else inputs[:1]
+    return found

@@ -32,15 +32,20 @@ class HeadTree(LogitTree):
         lm_head: CutHead | None = None,
     ) -> None:
         self._target = target
+        own = as_head(head)
+        self._num_heads = 0 if own is None else own.num_draft_heads
         super().__init__(head, context, vocab_size=vocab_size, head=lm_head)
 
     def _begin(self, context: Seq[int]) -> None:
         features, fed = _features(self._target, context[:-1]), self._stand_in(context[1:])
-        self._runner.prefill(0, fed[:-1], features[:-1])
+        if not self._num_heads:
+            self._runner.prefill(0, fed[:-1], features[:-1])
         self._last, self._feature = fed[-1:], features[-1:]
 
     def _logits(self, path: Path) -> Float32Array:
         """One step for each token, each fed what the one before handed on; then all of them are forgotten."""
+        if self._num_heads:
+            return self._guess(path)
         executor = as_head(self._runner.executor)
         if executor is None:
             raise SpecexportError("a head tree needs the engine of a draft head.")
@@ -54,6 +59,12 @@ class HeadTree(LogitTree):
                     tokens, feature = [token], executor.next_features.copy()
         finally:
             self._runner.kv.commit(0, start)
+        return logits
+
+    def _guess(self, path: Path) -> Float32Array:
+        """What a Medusa head says of its place, whatever the tokens before it; behind the last head, that one's."""
+        number = min(len(path), self._num_heads - 1)
+        logits: Float32Array = self._runner.step(0, [RowWork([number], 1, self._feature)])[0]
         return logits
 
 

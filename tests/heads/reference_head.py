@@ -2,6 +2,7 @@
 
 EAGLE-3 (Li et al. 2025): ``g = fc(norms(states))``; the first attention reads ``[norm(emb(t_{i+1})), norm(g_i)]``.
 EAGLE (Li et al. 2024): ``fc([emb(t_{i+1}), f_i])`` goes into a layer without a norm in front, with no norm behind.
+Medusa (Cai et al. 2024): head i guesses token t+i+2 from ``h_t`` alone, ``W2 (SiLU(W1 h + b) + h)``.
 """
 
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ class Spec(NamedTuple):
     norm_output: bool = False
     mask: tuple[int, Tensor] | None = None
     ids: Seq[int] | None = None
+    draft_heads: int = 0
 
 
 def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -72,7 +74,7 @@ def mlp(spec: Spec, layer: int, x: Tensor) -> Tensor:
 def project(spec: Spec, states: Seq[Tensor]) -> Tensor:
     """Features [T, E] of the target's hidden states [T, H] at the taps."""
     t = spec.tensors
-    if spec.kind == "eagle":
+    if spec.kind != "eagle3":
         return states[0]
     if "fc_norm.0.weight" in t:
         states = [norm(state, t[f"fc_norm.{i}.weight"], spec.eps) for i, state in enumerate(states)]
@@ -83,6 +85,9 @@ def project(spec: Spec, states: Seq[Tensor]) -> Tensor:
 def forward(spec: Spec, tokens: Seq[int], features: Tensor) -> tuple[Tensor, Tensor]:
     """Logits [T, N] and what is handed on [T, E]; ``tokens[i]`` follows the token of ``features[i]``."""
     t = spec.tensors
+    if spec.kind == "medusa":  # a token is the number of a head; one beyond the last means that
+        rows = [medusa(spec, min(n, spec.draft_heads - 1), each) for n, each in zip(tokens, features, strict=True)]
+        return torch.stack(rows), features
     embedded = t["embed_tokens.weight"][torch.tensor(list(tokens))]
     for layer in range(spec.layers):
 
@@ -102,32 +107,46 @@ def forward(spec: Spec, tokens: Seq[int], features: Tensor) -> tuple[Tensor, Ten
     return last @ t["lm_head.weight"].T, last if spec.norm_output else h
 
 
+def medusa(spec: Spec, head: int, hidden: Tensor) -> Tensor:
+    """Logits [N] of one head over one hidden state [H]."""
+    t = spec.tensors
+    for layer in range(spec.layers):
+        name = f"blocks.{head}.layers.{layer}"
+        hidden = hidden + functional.silu(t[f"{name}.weight"] @ hidden + t.get(f"{name}.bias", 0.0))
+    return t[f"lm_heads.{head}.weight"] @ hidden
+
+
 def draft(spec: Spec, target: Any, tokens: Seq[int], count: int, limit: int) -> list[int]:
     """Greedy drafts behind ``tokens``, of which the target has read all but the last: everything is computed anew.
 
-    An id from ``limit`` on, which the tokenizer cannot produce, is drafted as 0.
+    An id from ``limit`` on, which the tokenizer cannot produce, is drafted as the first that the head has.
     """
+    stand_in = 0 if spec.ids is None else spec.ids[0]
     with torch.no_grad():
         output = target(torch.tensor([list(tokens[:-1])]), output_hidden_states=True)
-        if spec.kind == "eagle":
+        if spec.kind != "eagle3":
             states = [output.hidden_states[-1][0]]
         else:
             states = [output.hidden_states[tap][0] for tap in spec.taps]
         features, fed = project(spec, states), list(tokens[1:])
         found: list[int] = []
+        if spec.kind == "medusa":  # all from the last hidden state that is there
+            rows = [int(medusa(spec, i, features[-1]).argmax()) for i in range(min(count, spec.draft_heads))]
+            ids = rows if spec.ids is None else [spec.ids[row] for row in rows]
+            return [token if token < limit else stand_in for token in ids]
         if spec.mask is not None:  # P-EAGLE: all in one forward pass
             token, hidden = spec.mask
-            stand_in = project(spec, list(hidden.flatten().split(states[0].shape[1])))
-            features = torch.cat([features, stand_in.expand(count - 1, -1)])
+            unknown = project(spec, list(hidden.flatten().split(states[0].shape[1])))
+            features = torch.cat([features, unknown.expand(count - 1, -1)])
             logits, _ = forward(spec, [*fed, *[token] * (count - 1)], features)
             rows = logits[-count:].argmax(-1).tolist()
             ids = rows if spec.ids is None else [spec.ids[row] for row in rows]
-            return [token if token < limit else 0 for token in ids]
+            return [token if token < limit else stand_in for token in ids]
         for _ in range(count):
             logits, handed_on = forward(spec, fed, features)
             row = int(logits[-1].argmax())
             token = row if spec.ids is None else spec.ids[row]
-            found.append(token if token < limit else 0)
+            found.append(token if token < limit else stand_in)
             fed.append(found[-1])
             features = torch.cat([features, handed_on[-1:]])
     return found

@@ -16,7 +16,8 @@ from specexport.build.check_head import CHECK_LENS, HeadReference, check_head
 from specexport.build.pipeline import build_bundle
 from specexport.frontend.source import resolve_source
 from specexport.heads.files import open_head
-from specexport.heads.load import TargetTables, load_head
+from specexport.heads.load import load_head
+from specexport.heads.loaded import TargetTables
 from specexport.heads.read import read_config
 from specexport.heads.trace import causal_step
 from specexport.recipe import BuildRecipe

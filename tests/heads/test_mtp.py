@@ -19,7 +19,8 @@ from specexport.build.pipeline import build_bundle
 from specexport.frontend import load_checkpoint
 from specexport.frontend.source import Source, resolve_source
 from specexport.heads.files import name_in_module
-from specexport.heads.load import TargetTables, load_head
+from specexport.heads.load import load_head
+from specexport.heads.loaded import TargetTables
 from specexport.heads.mtp_files import open_mtp
 from specexport.heads.read import read_config
 from specexport.heads.trace import causal_step

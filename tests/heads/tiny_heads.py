@@ -160,7 +160,69 @@ def eagle(folder: Path, target: Any) -> Spec:
     return Spec("eagle", _shared(own, target, "lm_head.weight"), ())
 
 
+def medusa_tensors(
+    heads: int, layers: int, *, rows: int = VOCAB, bias: bool = False, seed: int = 8
+) -> dict[str, Tensor]:
+    """Weights of Medusa heads by vLLM's names."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int) -> Tensor:
+        return torch.randn(rows, HIDDEN, generator=generator) * 1.4 * HIDDEN**-0.5
+
+    made = {f"lm_heads.{i}.weight": matrix(rows) for i in range(heads)}
+    for name in (f"blocks.{i}.layers.{j}" for i in range(heads) for j in range(layers)):
+        made[f"{name}.weight"] = matrix(HIDDEN)
+        if bias:
+            made[f"{name}.bias"] = 0.2 * torch.randn(HIDDEN, generator=generator)
+    return made
+
+
+def numbered(stored: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """Medusa heads by FasterDecoding's names."""
+    found = {}
+    for name, value in stored.items():
+        _, head, *rest = name.split(".")
+        found[f"{head}.{rest[1]}.linear.{rest[2]}" if len(rest) > 1 else f"{head}.{layers}.weight"] = value
+    return found
+
+
+def medusa(folder: Path, target: Any) -> Spec:
+    """Medusa heads as FasterDecoding writes them: two blocks with a bias; the file has more heads than it says."""
+    own = medusa_tensors(3, 2, bias=True)
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 2, "base_model_name_or_path": "t"}
+    del target
+    write(folder, config, numbered(own, 2))
+    return Spec("medusa", own, (), layers=2, draft_heads=3)
+
+
+def medusa_vllm(folder: Path, target: Any) -> Spec:
+    """Medusa heads as vLLM has them: LM heads with some tokens, in no order; no bias."""
+    own = medusa_tensors(4, 1, rows=len(IDS), seed=9)
+    order = torch.randperm(len(IDS), generator=torch.Generator().manual_seed(1))
+    config = {
+        "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": HIDDEN, "vocab_size": VOCAB,
+        "num_heads": 4, "num_hidden_layers": 1, "truncated_vocab_size": len(IDS), "max_paths": 64, "topk": 10,
+    }  # fmt: skip
+    del target
+    turned = {name: value[order] if "lm_heads" in name else value for name, value in own.items()}
+    write(folder, config, turned | {"token_map": torch.tensor(IDS)[order]})
+    return Spec("medusa", own, (), draft_heads=4, ids=IDS)
+
+
+def medusa_one_lm_head(folder: Path, target: Any) -> Spec:
+    """Medusa heads over one LM head, the target's own, with scaled logits."""
+    own = {name: value for name, value in medusa_tensors(2, 1, seed=10).items() if "lm_heads" not in name}
+    config = {
+        "model_type": "medusa", "hidden_size": HIDDEN, "vocab_size": VOCAB, "num_heads": 2, "num_hidden_layers": 1,
+        "original_lm_head": True, "logit_scale": 0.5, "medusa_fc_bias": False,
+    }  # fmt: skip
+    write(folder, config, {f"medusa_heads.{name}": value for name, value in own.items()})
+    table = 0.5 * target.get_output_embeddings().weight.detach()
+    return Spec("medusa", own | {f"lm_heads.{i}.weight": table for i in range(2)}, (), draft_heads=2)
+
+
 DIALECTS = {
     "speculators": speculators, "specforge": specforge, "modelopt": modelopt, "norm-before-fc": norm_before_fc,
-    "qwen3": qwen3, "eagle": eagle, "peagle": peagle,
+    "qwen3": qwen3, "eagle": eagle, "peagle": peagle, "medusa": medusa, "medusa-vllm": medusa_vllm,
+    "medusa-one-lm-head": medusa_one_lm_head,
 }  # fmt: skip

@@ -19,7 +19,8 @@ from specexport.build.pipeline import build_bundle
 from specexport.frontend import load_checkpoint
 from specexport.frontend.source import resolve_source
 from specexport.heads.files import open_head
-from specexport.heads.load import TargetTables, load_head
+from specexport.heads.load import load_head
+from specexport.heads.loaded import TargetTables
 from specexport.heads.probe import check_probe, probe_head
 from specexport.heads.read import read_config
 from specexport.recipe import BuildRecipe

@@ -128,6 +128,7 @@ class ModelEntry:
         mask_token_id: of a draft head that drafts all tokens in one step: the token that stands for those which are not
             known yet. None for all others.
         mask_path: the feature that comes with it, see ``bundle.mask_feature``.
+        num_draft_heads: of Medusa heads: how many there are, each for a place of a draft; 0 for all others.
         guessed: of a draft head: share of first guesses that were right when it was built, 0 to 1; None where that was
             not looked at.
         reading: of a draft head: how it was read otherwise than its files say; None where it was not.
@@ -172,6 +173,7 @@ class ModelEntry:
     taps: tuple[int, ...] = ()
     mask_token_id: int | None = None
     mask_path: str | None = None
+    num_draft_heads: int = 0
     guessed: float | None = None
     reading: str | None = None
 
@@ -360,6 +362,7 @@ _ENTRY_RULES = _rules_of(
     taps=list_of(whole(-1, 1 << 20)),
     mask_token_id=optional(whole(0, 1 << 24)),
     mask_path=optional(inner_path),
+    num_draft_heads=whole(0, MAX_LOOKAHEAD),
     guessed=optional(number(0, 1)),
     reading=optional(text),
 )

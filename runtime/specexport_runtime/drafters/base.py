@@ -131,6 +131,8 @@ class Obstacle(NamedTuple):
     hint: str
 
 
+HEAD = "head"
+"""Name of the drafter of a draft head in draft plans, whatever its kind."""
 NO_HEAD = Obstacle("this bundle has no draft head.", "build it with --head, or use drafter 'lookup'.")
 
 

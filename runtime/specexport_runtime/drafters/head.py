@@ -22,8 +22,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from specexport_runtime.drafters.base import NO_HEAD, DrafterKind, DrafterParts, DrafterTraits, Obstacle
+from specexport_runtime.drafters.base import HEAD, NO_HEAD, DrafterKind, DrafterParts, DrafterTraits, Obstacle
 from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, run_drafts
+from specexport_runtime.drafters.medusa import MedusaDrafter
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array, as_featured, as_head
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.lookahead.draft_cost import DraftCost
 
-HEAD = "head"
-"""Name of this drafter in draft plans."""
 DEFAULT_HEAD_LOOKAHEAD = 4
 """K where nothing else is asked for: a head's step is cheap, and its acceptance falls with each of its own features."""
 MAX_HELD = 512  # features of a sequence that wait for the head to read them
@@ -174,9 +173,12 @@ class HeadDrafter(OwnCacheDrafter):
         return EngineCost(curve) if self._mask is None else ParallelCost(curve)
 
 
-def _make(parts: DrafterParts) -> HeadDrafter:
+def _make(parts: DrafterParts) -> HeadDrafter | MedusaDrafter:
     if parts.head is None:
         raise SpecexportError("there is no draft head to draft with.")
+    head = as_head(parts.head.executor)
+    if head is not None and head.num_draft_heads:
+        return MedusaDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head)
     return HeadDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head, mask=parts.mask)
 
 

@@ -171,6 +171,8 @@ class HeadExecutor(Executor, Protocol):
 
     feature_size: int
     """E."""
+    num_draft_heads: int
+    """Of Medusa heads: how many there are. A token of their steps is the number of a head. 0 for other heads."""
 
     @property
     def next_features(self) -> Float32Array:

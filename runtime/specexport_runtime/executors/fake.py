@@ -38,6 +38,8 @@ class FakeExecutor:
         reads_features: the executor of a draft head (``HeadExecutor``): its logits are a function of the feature and
             the token that an entry has, and of nothing else, so that a wrong feature shows. Fed what it handed on, it
             is as good; with ``noise`` it is not.
+        num_draft_heads: with ``reads_features``, the executor of so many Medusa heads: head i gives the logits of token
+            i+2 behind a feature's tokens, if those in between are the likeliest.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class FakeExecutor:
         gate_noise: float = 0.4,
         gives_features: bool = False,
         reads_features: bool = False,
+        num_draft_heads: int = 0,
     ) -> None:
         self.vocab_size = vocab_size
         self.num_rows = num_rows
@@ -79,6 +82,7 @@ class FakeExecutor:
         self._similarity: Float32Array = np.zeros((num_gates // 2, 0), np.float32)
         self.gives_features, self.reads_features = gives_features, reads_features
         self.feature_size = context if gives_features or reads_features else 0
+        self.num_draft_heads = num_draft_heads
         self._wants_features = False
         self.features: Float32Array = np.zeros((0, self.feature_size), np.float32)
         self.next_features: Float32Array = np.zeros((0, self.feature_size), np.float32)
@@ -209,6 +213,8 @@ class FakeExecutor:
         if buffers.token_features is not None:
             features = buffers.token_features[begin:end]
             _require(bool(np.isfinite(features).all()), f"row {offset} has a feature for each token")
+            if self.num_draft_heads:
+                return self._guess(features, tokens, begin, count)
             contexts = [
                 [*feature.astype(int).tolist(), int(token)] for feature, token in zip(features, tokens, strict=False)
             ]
@@ -220,6 +226,19 @@ class FakeExecutor:
             for j, row in enumerate(rows):
                 self._note(self.features, begin + j, cache[row])
         return {begin + j: self.logits_after(cache[row], self._mask) for j, row in enumerate(rows)}
+
+    def _guess(
+        self, features: Float32Array, numbers: npt.NDArray[np.int64], begin: int, count: int
+    ) -> dict[int, Float32Array]:
+        """Logits of Medusa heads ``numbers``, each over its own feature."""
+        _require(bool((numbers[:count] < self.num_draft_heads).all()), "tokens are numbers of heads")
+        found = {}
+        for j in range(count):
+            context = [token for token in features[j].astype(int).tolist() if token >= 0]
+            for _ in range(int(numbers[j]) + 1):
+                context.append(int(self.logits_after(context).argmax()))
+            found[begin + j] = self.logits_after(context)
+        return found
 
     def _hand_on(self, handed: Float32Array, at: int, context: list[int]) -> Float32Array:
         """A head's logits for ``context``, and what it hands on behind it."""

@@ -116,6 +116,7 @@ class OrtExecutor(GatedByInputs):
         self._features = OrtFeatures(self._graph.session, entry.feature_size if unpad_kv else 0, path)
         self.feature_size = self._features.size
         self.gives_features, self.reads_features = self._features.gives, self._features.reads
+        self.num_draft_heads = entry.num_draft_heads
         self._cache_dtype = np.dtype(entry.cache_dtype)
         self._caches = self._make_caches(entry)
         self._row_values: dict[tuple[int, int, bool], list[tuple[str, str, Any]]] = {}

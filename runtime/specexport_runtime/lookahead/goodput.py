@@ -400,6 +400,8 @@ class GoodputLength:
         return None if self._known[drafter].traits.is_free else self._stages.get(seq, _NO_STAGES).get(drafter)
 
     def _bound(self, drafter: str, seq: "Sequence", limit: int) -> int:
+        own = self._known[drafter].traits.max_lookahead
+        limit = limit if own is None else min(limit, own)
         if self.profile is None:
             return limit
         most = self.profile.lookahead(drafter, self._load.num_rows, len(seq.tokens))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from specexport_runtime.drafters.head import HEAD
+from specexport_runtime.drafters.base import HEAD
 from specexport_runtime.drafters.lookup import DEFAULT_MATCH_LENGTH
 from specexport_runtime.drafters.model import DEFAULT_LOOKAHEAD
 from specexport_runtime.drafters.registry import KINDS

@@ -46,6 +46,7 @@ class DrafterTraits(NamedTuple):
         takes_reference: it copies from the text that a request brings along.
         takes_layers: it leaves out layers of the target, by a request's layer rules.
         remembers: it keeps what sequences with a ``scope`` were given, and drafts from it for later ones.
+        max_lookahead: most tokens that it ever drafts at a time; None for no bound of its own.
     """
 
     default_lookahead: int
@@ -55,6 +56,7 @@ class DrafterTraits(NamedTuple):
     takes_reference: bool = False
     takes_layers: bool = False
     remembers: bool = False
+    max_lookahead: int | None = None
 
 
 LengthReason = Literal["fixed", "goodput", "tuned", "probe", "bypass", "room"]

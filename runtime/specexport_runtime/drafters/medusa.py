@@ -1,0 +1,111 @@
+"""Drafting with Medusa heads: each guesses one place of the draft, all from one hidden state (Cai et al. 2024).
+
+::
+
+    position:     0    1    2    3    4
+    token:        a    b    c    d    e         e is the newest, which the target has not seen
+    feature:      fa   fb   fc   fd             what the target thought behind each
+    draft:                               0 1 2  head i reads fd and guesses the i-th token behind e
+
+So the target's last feature is all that is ever read: there is no cache, and nothing to catch up on. A draft is one
+step, a row for each wanted place. Its token is the number of the head, which reads no other rows. Each guess is drawn
+from what its head says, whatever the guesses before it are: that is the distribution that is tested against.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from specexport_runtime.drafters.base import HEAD, DrafterTraits
+from specexport_runtime.drafters.draft_loop import Draft, draft_at_once
+from specexport_runtime.drafters.own_cache import OwnCacheDrafter
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.base import Float32Array, as_head
+from specexport_runtime.packing.batch import ModelRunner, RowWork
+from specexport_runtime.sequences.records import Proposal
+from specexport_runtime.sequences.sequence import Sequence
+
+if TYPE_CHECKING:
+    from specexport_runtime.costs.curves import CostCurves
+    from specexport_runtime.lookahead.draft_cost import DraftCost
+
+
+DEFAULT_MEDUSA_LOOKAHEAD = 4
+"""K where nothing else is asked for, if there are so many heads: each guesses less well than the one before."""
+
+
+class _Last(NamedTuple):
+    """Features of a sequence's last tokens: the one that a draft is made of is among them."""
+
+    start: int
+    features: Float32Array
+
+
+class MedusaDrafter(OwnCacheDrafter):
+    """Draft tokens from Medusa heads over the target's last feature.
+
+    Its engine has no cache; the base class has all the same what else such drafters need.
+
+    Args:
+        runner: the heads.
+        **named: see :class:`OwnCacheDrafter`.
+
+    Raises:
+        SpecexportError: the runner's engine is not of Medusa heads.
+    """
+
+    def __init__(self, runner: ModelRunner, **named: Any) -> None:
+        super().__init__(runner, **named)
+        head = as_head(runner.executor)
+        self.num_heads = 0 if head is None else head.num_draft_heads
+        if not self.num_heads:
+            raise SpecexportError("the Medusa drafter needs the engine of Medusa heads.")
+        self.traits = DrafterTraits(
+            default_lookahead=min(DEFAULT_MEDUSA_LOOKAHEAD, self.num_heads), can_exit=True, max_lookahead=self.num_heads
+        )
+        self._last: WeakKeyDictionary[Sequence, _Last] = WeakKeyDictionary()
+
+    def wants_features(self, sequence: Sequence) -> bool:
+        """Whether the heads may be asked for this sequence; see ``FeatureDrafter.wants_features``."""
+        return any(stage.drafter == HEAD for stage in sequence.draft_plan)
+
+    def note_features(self, sequence: Sequence, start: int, features: Float32Array) -> None:
+        """Keep what the next draft may be made of; see ``FeatureDrafter.note_features``.
+
+        That is the feature of the last token that is known now, or of a draft token behind it.
+        """
+        first = max(start, len(sequence.tokens) - 1)
+        if first < start + len(features):
+            self._last[sequence] = _Last(first, features[first - start :].copy())
+
+    def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
+        """Draft up to ``lookaheads[i]`` tokens for each sequence, at most one a head; see ``Drafter.propose``."""
+        drafts = [
+            Draft(seq, min(limit, self.num_heads) if seq.num_generated else 0)
+            for seq, limit in zip(sequences, lookaheads, strict=True)
+        ]
+        if opened := [draft for draft in drafts if draft.is_open]:
+            work = [self._asked(draft) for draft in opened]
+            draft_at_once(self.runner, opened, work, self.vocab_size, self._head)
+            for draft in opened:  # nothing was kept
+                self.runner.kv.commit(draft.sequence.row, 0)
+        return [draft.proposal(HEAD) for draft in drafts]
+
+    def _asked(self, draft: Draft) -> RowWork:
+        """A row for each head that is asked, with the feature of the token before the newest."""
+        last, at = self._last.get(draft.sequence), len(draft.sequence.tokens) - 2
+        if last is None or not last.start <= at < last.start + len(last.features):
+            raise SpecexportError("the target gave no features of this sequence.")
+        return RowWork(range(draft.limit), draft.limit, np.tile(last.features[at - last.start], (draft.limit, 1)))
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        """Nothing: which of the features counts is told by how many tokens the sequence has."""
+
+    def cost(self, curves: "CostCurves") -> "DraftCost | None":
+        """See ``CostedDrafter.cost``: each token is a head, which is read once a step."""
+        from specexport_runtime.lookahead.draft_cost import EngineCost
+
+        curve = curves.drafters.get(HEAD)
+        return None if curve is None else EngineCost(curve, shares_cache=True)

@@ -1,0 +1,77 @@
+"""A draft head in memory, and giving modules the tensors of its files."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specexport.heads.config import HeadConfig
+from specexport.heads.files import HeadFiles
+from specexport.heads.modules import FeatureProjection
+from specexport_runtime.errors import CheckpointError
+from specexport_runtime.executors.base import Float32Array, Int32Array
+
+
+class LoadedHead(NamedTuple):
+    """A head that can run.
+
+    Attributes:
+        config: what it computes.
+        head: the head, in eval mode: a ``DraftHead``, or ``MedusaHeads``.
+        projection: what is part of the target's graph.
+        ids: token ids of its LM head, int32 [N], ascending; None where it has all.
+        mask_feature: what a parallel head is fed for tokens that are not known, float32 [E]; None for others.
+    """
+
+    config: HeadConfig
+    head: Any
+    projection: FeatureProjection
+    ids: Int32Array | None
+    mask_feature: Float32Array | None = None
+
+
+class TargetTables(NamedTuple):
+    """What a head may share with its target.
+
+    Attributes:
+        embedding: [V, H].
+        lm_head: [V, H].
+    """
+
+    embedding: Tensor
+    lm_head: Tensor
+
+
+def load_projection(files: HeadFiles, config: HeadConfig, dtype: torch.dtype) -> FeatureProjection:
+    """The part of a head that belongs to the target's graph.
+
+    Raises:
+        CheckpointError: tensors are missing, or have other shapes than the configuration says.
+    """
+    projection = FeatureProjection(config)
+    fill_module(projection, files, {name: name for name in projection.state_dict()})
+    projection.to(dtype).eval().requires_grad_(False)
+    return projection
+
+
+def fill_module(module: Any, files: HeadFiles, names: Mapping[str, str]) -> None:
+    """Give a module's parameters the tensors of the files, by name.
+
+    Raises:
+        CheckpointError: they are missing, or have other shapes.
+    """
+    state = module.state_dict()
+    missing = sorted(stored for stored in names.values() if stored not in files.shapes)
+    if missing:
+        raise CheckpointError(
+            f"the head {files.name} lacks {len(missing)} tensors, for example {missing[0]}.", "give the complete head."
+        )
+    for name, stored in names.items():
+        if files.shapes[stored] != tuple(state[name].shape):
+            raise CheckpointError(
+                f"the head {files.name}: {stored} is {list(files.shapes[stored])}, and by its configuration it would "
+                f"be {list(state[name].shape)}.",
+                "give a head whose config.json belongs to its weights.",
+            )
+    module.load_state_dict({name: files.tensor(stored) for name, stored in names.items()}, strict=False, assign=True)
