@@ -114,7 +114,9 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     if entry.dropped_layers:
         yield f"  {describe_layers(entry)}"
     if entry.head_kind is not None:
-        yield f"  draft head: {entry.head_kind}, features of {entry.feature_size} from hidden states {_taps(entry)}"
+        blocks = "" if entry.block_size is None else f" with blocks of {entry.block_size}"
+        states = f"features of {entry.feature_size} from hidden states {_taps(entry)}"
+        yield f"  draft head: {entry.head_kind}{blocks}, {states}"
         if entry.guessed is not None:
             yield f"  {describe_probe(entry.guessed, entry.reading)}"
     elif entry.feature_size:

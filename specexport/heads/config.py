@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-HeadKind = Literal["eagle3", "eagle"]
+HeadKind = Literal["eagle3", "eagle", "dflash"]
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,8 @@ class HeadConfig:
 
     Attributes:
         kind: ``"eagle3"`` joins a token's embedding and a feature at the input of its first attention (Li et al. 2025),
-            ``"eagle"`` in a linear layer before its first decoder layer (Li et al. 2024).
+            ``"eagle"`` in a linear layer before its first decoder layer (Li et al. 2024), ``"dflash"`` reads features
+            as context of a block of tokens (Chen et al. 2026).
         layer_config: transformers' configuration of its decoder layers, with ``model_type``.
         taps: hidden states of the target that it reads: ``i`` is what decoder layer ``i`` reads, and N (how many there
             are) what the last one gives; ``abi.AFTER_NORM`` is that behind the last norm.
@@ -24,7 +25,10 @@ class HeadConfig:
         norm_before_fc: a norm over all hidden states together, before they are projected.
         fc_norm: a norm over each of them instead.
         norm_output: what it hands on is normed, as what its LM head reads is.
-        mask_token_id: it drafts all tokens in one step, and this one stands for those that are not known (P-EAGLE).
+        mask_token_id: it drafts all tokens in one step, and this one stands for those that are not known (P-EAGLE and
+            DFlash).
+        block_size: most tokens of a DFlash head's block, the newest and those to guess.
+        causal_layers: which layers of a DFlash head hide the rest of the block from each of its tokens.
         source_format: which writer's names the file had, for reports.
     """
 
@@ -39,6 +43,8 @@ class HeadConfig:
     fc_norm: bool = False
     norm_output: bool = False
     mask_token_id: int | None = None
+    block_size: int | None = None
+    causal_layers: tuple[bool, ...] = ()
     source_format: str = ""
 
     @property
@@ -59,7 +65,7 @@ class HeadConfig:
     @property
     def projects(self) -> bool:
         """Whether the target's hidden states go through a linear layer of the head before it reads them."""
-        return self.kind == "eagle3"
+        return self.kind in ("eagle3", "dflash")
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from specexport.heads.config import HeadConfig
+from specexport.heads.dflash import BlockHead, ContextProjection
 from specexport.heads.modules import DraftHead, FeatureProjection, make_body
 from specexport.heads.read import MASK, HeadFiles
-from specexport_runtime.errors import CheckpointError
+from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from specexport_runtime.executors.base import Float32Array, Int32Array
 
 
@@ -22,7 +23,8 @@ class LoadedHead(NamedTuple):
         head: the head, in eval mode.
         projection: what is part of the target's graph.
         ids: token ids of its LM head, int32 [N], ascending; None where it has all.
-        mask_feature: what a parallel head is fed for tokens that are not known, float32 [E]; None for others.
+        mask_feature: what a parallel head is fed for tokens that are not known, float32 [E]; None for others, and
+            for a DFlash head, which reads none for them.
     """
 
     config: HeadConfig
@@ -50,7 +52,7 @@ def load_projection(files: HeadFiles, config: HeadConfig, dtype: torch.dtype) ->
     Raises:
         CheckpointError: tensors are missing, or have other shapes than the configuration says.
     """
-    projection = FeatureProjection(config)
+    projection = ContextProjection(config) if config.kind == "dflash" else FeatureProjection(config)
     _fill(projection, files, {name: name for name in projection.state_dict()})
     projection.to(dtype).eval().requires_grad_(False)
     return projection
@@ -67,10 +69,11 @@ def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype:
 
     Raises:
         CheckpointError: tensors are missing, or have other shapes than the configuration says.
+        UnsupportedModelError: there are tensors of a variant.
     """
     try:
         with torch.device("meta"):
-            head = DraftHead(config)
+            head = BlockHead(config) if config.kind == "dflash" else DraftHead(config)
         head.to_empty(device="cpu")
         head.body.rotary_emb = make_body(config).rotary_emb  # its buffers are in no file
     except Exception as error:  # sizes that do not fit one another, a kind of rotary embedding that nobody knows
@@ -81,7 +84,15 @@ def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype:
     names = {name: name.removeprefix("body.") for name in head.state_dict()}
     shared = {"embed_tokens.weight", "lm_head.weight"} - files.shapes.keys()
     _fill(head, files, {name: stored for name, stored in names.items() if name not in shared})
+    if config.kind == "dflash":
+        _refuse_unknown(files, {*names.values(), *ContextProjection(config).state_dict(), "d2t"})
     ids = _head_ids(files, config)
+    if shared and tables.embedding.shape[1] != config.hidden_size:
+        raise CheckpointError(
+            f"the head {files.name} lacks {sorted(shared)[0]}, and the target's does not fit: it has "
+            f"{tables.embedding.shape[1]} values a token, and the head {config.hidden_size}.",
+            "give a head that was made for this target.",
+        )
     if "embed_tokens.weight" in shared:
         head.embed_tokens.weight = torch.nn.Parameter(tables.embedding, requires_grad=False)
     if "lm_head.weight" in shared:
@@ -96,7 +107,7 @@ def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype:
 
 
 def _mask_feature(files: HeadFiles, config: HeadConfig, projection: FeatureProjection) -> Float32Array | None:
-    if config.mask_token_id is None:
+    if config.mask_token_id is None or config.kind == "dflash":
         return None
     states = files.tensor(MASK).flatten().to(next(projection.parameters()).dtype)
     if len(states) != len(config.taps) * config.target_hidden_size:
@@ -108,6 +119,21 @@ def _mask_feature(files: HeadFiles, config: HeadConfig, projection: FeatureProje
     with torch.no_grad():
         feature: Float32Array = projection(list(states.split(config.target_hidden_size))).float().numpy()
     return feature
+
+
+def _refuse_unknown(files: HeadFiles, known: set[str]) -> None:
+    """Variants of a kind have tensors more, and compute something else: a head without them would be slow, not wrong.
+
+    Raises:
+        UnsupportedModelError: there are some.
+    """
+    unknown = sorted(files.shapes.keys() - known)
+    if unknown:
+        raise UnsupportedModelError(
+            f"the head {files.name} has {len(unknown)} tensors that its kind does not have, for example {unknown[0]}: "
+            "it is a variant that cannot be imported.",
+            "give a plain DFlash head, or an EAGLE-3 or P-EAGLE head.",
+        )
 
 
 def _fill(module: Any, files: HeadFiles, names: Mapping[str, str]) -> None:

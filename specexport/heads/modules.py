@@ -23,7 +23,7 @@ class FeatureProjection(nn.Module):  # type: ignore[misc]  # torch is not follow
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         width, count = config.target_hidden_size, len(config.taps)
-        norm = _norm_class(config)
+        norm = norm_class(config)
         self.input_norm = norm(count * width) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList([norm(width) for _ in range(count)]) if config.fc_norm else None
         self.fc = nn.Linear(count * width, config.hidden_size, bias=False) if config.projects else None
@@ -59,11 +59,11 @@ class DraftHead(nn.Module):  # type: ignore[misc]
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         if config.kind == "eagle3":
-            first.hidden_norm = _norm_class(config)(width)
+            first.hidden_norm = norm_class(config)(width)
             for name in ("q_proj", "k_proj", "v_proj"):
                 old = getattr(first.self_attn, name)
                 setattr(first.self_attn, name, nn.Linear(2 * width, old.out_features, bias=old.bias is not None))
-        else:
+        elif config.kind == "eagle":
             bias = bool(config.layer_config.get("bias", True))
             self.fc = nn.Linear(config.target_hidden_size + width, width, bias=bias)
             first.input_layernorm = nn.Identity()  # the file has none
@@ -73,6 +73,10 @@ class DraftHead(nn.Module):  # type: ignore[misc]
         """Embeddings [..., H] of the tokens that follow the features."""
         embedded: Tensor = self.embed_tokens(input_ids)
         return embedded
+
+    def run(self, input_ids: Tensor, features: Tensor, attend: Attend) -> Tensor:
+        """The hidden state behind the last layer [1, T, H] for token ids [T] and features [1, T, E]."""
+        return self.hidden(self.embed(input_ids)[None], features, attend)
 
     def hidden(self, embedded: Tensor, features: Tensor, attend: Attend) -> Tensor:
         """The hidden state behind the last layer [B, T, H].
@@ -122,7 +126,7 @@ def make_body(config: HeadConfig) -> Any:
     return body
 
 
-def _norm_class(config: HeadConfig) -> Callable[[int], Any]:
+def norm_class(config: HeadConfig) -> Callable[[int], Any]:
     """What makes the norms of the layers' kind, by width."""
     with torch.device("meta"):
         kind = type(make_body(config).norm)

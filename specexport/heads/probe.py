@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specexport.frontend.taps import tapped
 from specexport.heads.config import HeadConfig
+from specexport.heads.dflash import first_guesses
 from specexport.heads.load import LoadedHead
 from specexport.heads.trace import causal_step
 from specexport_runtime.errors import CheckpointError
@@ -25,6 +26,9 @@ CLEARLY = 1.25
 """Another reading is taken where its rate is so much higher than that of the reading that the file asks for."""
 FEW = 0.05
 """A difference below this share of all guesses is chance."""
+
+BLOCK_STEP, BLOCK_ROWS = 2, 5
+"""Where each place takes a block of its own: every second place, and blocks as a draft of 4 tokens has them."""
 
 
 class Reading(NamedTuple):
@@ -62,17 +66,18 @@ def readings_of(config: HeadConfig, num_layers: int) -> list[Reading]:
     found = [Reading(config)]
     for shift in (-1, 1):
         taps = tuple(tap + shift for tap in config.taps)
-        if config.kind == "eagle3" and all(0 <= tap <= num_layers for tap in taps):
+        if config.projects and all(0 <= tap <= num_layers for tap in taps):
             found.append(
                 Reading(replace(config, taps=taps), f"hidden states {list(taps)} in the place of {list(config.taps)}")
             )
     if config.kind == "eagle3":
         other = not config.norm_before_residual
         found.append(Reading(replace(config, norm_before_residual=other), f"norm_before_residual {str(other).lower()}"))
-        if len(config.taps) > 1:
-            taps = config.taps[::-1]
-            found.append(Reading(replace(config, taps=taps), f"hidden states in the order {list(taps)}"))
-    found.append(Reading(config, "embedding and feature joined in the other order", swap=True))
+    if config.projects and len(config.taps) > 1:
+        taps = config.taps[::-1]
+        found.append(Reading(replace(config, taps=taps), f"hidden states in the order {list(taps)}"))
+    if config.kind != "dflash":
+        found.append(Reading(config, "embedding and feature joined in the other order", swap=True))
     if config.kind == "eagle":
         found.append(Reading(replace(config, taps=(num_layers,)), "the hidden state before the last norm"))
     return found
@@ -90,7 +95,8 @@ def probe_head(model: Any, loaded: LoadedHead, pieces: Seq[npt.NDArray[np.int64]
     readings = readings_of(loaded.config, num_layers)
     taps = sorted({tap for reading in readings for tap in reading.config.taps})
     seen = [_read(model, torch.from_numpy(piece)[None], taps) for piece in pieces]
-    best = torch.cat([logits.argmax(-1)[1:] for logits, _ in seen])
+    step = 1 if loaded.config.block_size is None else BLOCK_STEP
+    best = torch.cat([logits.argmax(-1)[1::step] for logits, _ in seen])
     rates = {}
     for reading in readings:
         guesses = [
@@ -127,14 +133,18 @@ def _read(model: Any, ids: Tensor, taps: Seq[int]) -> tuple[Tensor, dict[int, Te
 
 
 def _guess(loaded: LoadedHead, reading: Reading, tokens: Tensor, states: Mapping[int, Tensor]) -> Tensor:
-    """The head's best token ids behind each token but the first [T-1]."""
+    """The head's best token ids behind each token but the first [T-1]; of a block head, behind every second of them."""
     head, config = loaded.head, reading.config
     before = head.head_config, head.swap
     head.head_config, head.swap = config, reading.swap
     try:
         features = loaded.projection([states[tap][:-1] for tap in config.taps])
-        logits, _ = causal_step(head, tokens[1:], features)
+        if config.block_size is None:
+            logits, _ = causal_step(head, tokens[1:], features)
+        else:
+            rows = min(config.block_size, BLOCK_ROWS)
+            logits = first_guesses(head, tokens, features, step=BLOCK_STEP, rows=rows)
     finally:
         head.head_config, head.swap = before
-    rows = logits.argmax(-1)
-    return rows if loaded.ids is None else torch.from_numpy(loaded.ids).long()[rows]
+    best = logits.argmax(-1)
+    return best if loaded.ids is None else torch.from_numpy(loaded.ids).long()[best]

@@ -33,7 +33,7 @@ class HeadStep(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
             output, *caches[pair] = unpadded_attention(call, q, k, v, (old_k, old_v), tuple(step), sinks)
             return output
 
-        state = run_layers(self.model, AttentionContext(answer), input_ids, positions, features)
+        state = run_layers(self.model, AttentionContext(answer, causal_only=False), input_ids, positions, features)
         logits, handed_on = self.model.read(state[0].index_select(0, logit_rows))
         return (logits, handed_on.float(), *caches)
 
@@ -58,7 +58,7 @@ def run_layers(
         return output
 
     with attention_hook(head.body, context):
-        return head.hidden(head.embed(input_ids)[None], given, attend)
+        return head.run(input_ids, given, attend)
 
 
 def causal_step(head: DraftHead, input_ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ def causal_step(head: DraftHead, input_ids: Tensor, features: Tensor) -> tuple[T
         return output
 
     with torch.no_grad():
-        logits, handed_on = head.read(head.hidden(head.embed(input_ids)[None], features[None], attend)[0])
+        logits, handed_on = head.read(head.run(input_ids, features[None], attend)[0])
     return logits, handed_on
 
 
@@ -91,7 +91,7 @@ def probe_calls(head: DraftHead) -> tuple[LayerCall, ...]:
     def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:  # noqa: ARG001
         return q.new_zeros(q.shape[0], call.num_heads * call.geometry.v_dim)
 
-    context = AttentionContext(answer)
+    context = AttentionContext(answer, causal_only=False)
     tokens = torch.arange(3)
     with torch.no_grad():
         run_layers(head, context, tokens, tokens, torch.zeros(3, head.head_config.feature_size))

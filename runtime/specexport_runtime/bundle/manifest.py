@@ -127,7 +127,9 @@ class ModelEntry:
             -1 for the one behind its last norm.
         mask_token_id: of a draft head that drafts all tokens in one step: the token that stands for those which are not
             known yet. None for all others.
-        mask_path: the feature that comes with it, see ``bundle.mask_feature``.
+        mask_path: the feature that comes with it, see ``bundle.mask_feature``; None where none does.
+        block_size: of a draft head that fills blocks: most tokens of a block, the newest and those to guess. None for
+            all others.
         guessed: of a draft head: share of first guesses that were right when it was built, 0 to 1; None where that was
             not looked at.
         reading: of a draft head: how it was read otherwise than its files say; None where it was not.
@@ -172,6 +174,7 @@ class ModelEntry:
     taps: tuple[int, ...] = ()
     mask_token_id: int | None = None
     mask_path: str | None = None
+    block_size: int | None = None
     guessed: float | None = None
     reading: str | None = None
 
@@ -360,6 +363,7 @@ _ENTRY_RULES = _rules_of(
     taps=list_of(whole(-1, 1 << 20)),
     mask_token_id=optional(whole(0, 1 << 24)),
     mask_path=optional(inner_path),
+    block_size=optional(whole(2, 1 << 16)),
     guessed=optional(number(0, 1)),
     reading=optional(text),
 )
