@@ -163,7 +163,8 @@ TOKEN_FEATURES = TensorSpec(
     "float32",
     ("T", "E"),
     "token",
-    "draft heads only: for each token, the feature of the token before it: the target's, or the head's own",
+    "draft heads only: for each token, the feature of the token before it: the target's, or the head's own; of a head "
+    "that fills blocks, the target's for each entry that has a feature alone",
 )
 NEXT_FEATURES = TensorSpec(
     "next_features",

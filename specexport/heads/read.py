@@ -12,7 +12,7 @@ from typing import Any
 
 from specexport.frontend.source import Source
 from specexport.heads.config import HeadConfig, default_taps
-from specexport.heads.read_dflash import is_dflash, read_block, read_layer, read_layer_ids
+from specexport.heads.read_dflash import Said, is_dflash, read_block, read_layer, read_layer_ids
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -130,8 +130,9 @@ def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, v
     block_size, mask = None, None
     causal_layers: tuple[bool, ...] = ()
     if kind == "dflash":
-        config |= read_layer(files, layer) | {"model_type": _body_of(files)}
-        block_size, mask, causal_layers = read_block(files, layer, config["num_hidden_layers"], vocab_size)
+        said = Said(files.name, values)
+        config |= read_layer(said, layer) | {"model_type": _body_of(files)}
+        block_size, mask, causal_layers = read_block(said, layer, config["num_hidden_layers"], vocab_size)
     given = _size(files, values, "target_hidden_size", width if kind == "eagle" else 0)
     taps = (AFTER_NORM,) if kind == "eagle" else _taps(files, num_layers, kind)
     if not given and "fc.weight" in files.shapes:
@@ -226,7 +227,7 @@ def _taps(files: HeadFiles, num_layers: int, kind: str) -> tuple[int, ...]:
     key, shift = "eagle_aux_hidden_state_layer_ids", 0
     ids, inner = files.values.get(key), files.values.get("eagle_config") or {}
     if kind == "dflash":
-        key, ids, shift = read_layer_ids(files)
+        key, ids, shift = read_layer_ids(Said(files.name, files.values))
     elif ids is None and isinstance(inner, dict) and inner.get(key) is not None:
         ids, shift = inner[key], 1
     if ids is None:
