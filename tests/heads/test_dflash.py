@@ -22,12 +22,14 @@ from specexport.heads.dflash import block_states
 from specexport.heads.load import TargetTables, load_head
 from specexport.heads.probe import check_probe, probe_head, readings_of
 from specexport.heads.read import open_head, read_config
+from specexport.heads.trace import trace_head
 from specexport.inspect import describe
+from specexport.passes.quantize_embedding import is_lookup
 from specexport.recipe import BuildRecipe
 from specexport.verify.head_tree import HeadTree
 from specexport.verify.sampling import check_sampling
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.abi import CONTEXT_ID
+from specexport_runtime.abi import CONTEXT_ID, OP_NAME
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
@@ -84,6 +86,15 @@ def test_a_head_computes_the_published_equations(dialect: str, target: Any, tmp_
         torch.testing.assert_close(state, wanted, rtol=0, atol=1e-5)
         torch.testing.assert_close(loaded.head.read(state)[0], wanted_logits, rtol=0, atol=1e-5)
     assert (None if loaded.ids is None else loaded.ids.tolist()) == spec.ids
+
+
+def test_a_trace_says_which_layers_look_ahead_and_keeps_its_lookup(target: Any, tmp_path: Path) -> None:
+    spec = DIALECTS["sliding"](tmp_path, target)
+    nodes = list(trace_head(load(tmp_path, target).head).ir_model.graph)
+    attention = [node.attributes for node in nodes if node.op_type == OP_NAME]
+    assert [bool(found["causal"].as_int()) for found in attention] == list(spec.causal)
+    assert [found["window"].as_int() for found in attention] == [6, 6, -1]
+    assert sum(map(is_lookup, nodes)) == 1  # so that its table is quantized like any other
 
 
 def build(target_folder: Path, folder: Path, **options: Any) -> Path:
