@@ -123,7 +123,9 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
         yield f"  {describe_layers(entry)}"
     if entry.head_kind is not None:
         kind = f"{entry.num_draft_heads} of {entry.head_kind}" if entry.num_draft_heads else entry.head_kind
-        yield f"  draft head: {kind}, features of {entry.feature_size} from hidden states {_taps(entry)}"
+        blocks = "" if entry.block_size is None else f" with blocks of {entry.block_size}"
+        states = f"features of {entry.feature_size} from hidden states {_taps(entry)}"
+        yield f"  draft head: {kind}{blocks}, {states}"
         if entry.guessed is not None:
             yield f"  {describe_probe(entry.guessed, entry.reading)}"
     elif entry.feature_size:

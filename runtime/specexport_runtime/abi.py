@@ -51,7 +51,16 @@ class TensorSpec(NamedTuple):
     meaning: str
 
 
-INPUT_IDS = TensorSpec("input_ids", "int64", ("T",), "token", "the step's new tokens of all sequences, concatenated")
+CONTEXT_ID = -1
+"""In ``input_ids`` of a draft head that fills blocks: an entry that has a feature and no token."""
+INPUT_IDS = TensorSpec(
+    "input_ids",
+    "int64",
+    ("T",),
+    "token",
+    "the step's new tokens of all sequences, concatenated; of a draft head that fills blocks, -1 for an entry that has "
+    "a feature alone",
+)
 POSITIONS = TensorSpec("positions", "int64", ("T",), "token", "absolute position of each token in its sequence")
 LOGIT_ROWS = TensorSpec("logit_rows", "int64", ("R",), "token", "which of the T rows reach the LM head")
 KV_LENS = TensorSpec("kv_lens", "int32", ("B", 1), "index", "committed cache entries of each row before the step")
@@ -154,7 +163,8 @@ TOKEN_FEATURES = TensorSpec(
     "float32",
     ("T", "E"),
     "token",
-    "draft heads only: for each token, the feature of the token before it: the target's, or the head's own",
+    "draft heads only: for each token, the feature of the token before it: the target's, or the head's own; of a head "
+    "that fills blocks, the target's for each entry that has a feature alone",
 )
 NEXT_FEATURES = TensorSpec(
     "next_features",

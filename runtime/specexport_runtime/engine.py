@@ -119,7 +119,7 @@ class SpecEngine:
         check_match_length(draft_defaults.match_length)
         self.target = target
         self.draft, self.head = draft, head
-        self.draft_head = draft_head
+        self.draft_head, self.mask = draft_head, mask
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.lookahead = lookahead

@@ -18,20 +18,50 @@ QUANTIZED_ERROR = 0.25
 much as it is large."""
 
 
-class HeadReference(NamedTuple):
-    """What a head computes in torch, one sequence at a time.
+class CheckedRow(NamedTuple):
+    """What one sequence is fed in a step, and what comes of it in torch.
 
     Attributes:
-        tokens: of each sequence, int64 [n].
+        tokens: input ids, int64 [n].
+        features: float32 [n, E].
+        kept: how many of these entries are committed.
+        logits: of the last entries [r, N]; they are the ones that want logits.
+        handed_on: of the same [r, E].
+    """
+
+    tokens: np.ndarray
+    features: np.ndarray
+    kept: int
+    logits: np.ndarray
+    handed_on: np.ndarray
+
+
+HeadReference = Seq[Seq[CheckedRow]]
+"""The two rows of each step."""
+
+
+def causal_reference(
+    tokens: Seq[np.ndarray], features: Seq[np.ndarray], logits: Seq[np.ndarray], handed_on: Seq[np.ndarray]
+) -> HeadReference:
+    """Ragged steps of a causal head, from what it computes of each whole sequence.
+
+    Args:
+        tokens: of each sequence, int64 [n], of ``CHECK_LENS`` tokens.
         features: likewise, float32 [n, E].
         logits: likewise [n, N].
         handed_on: likewise [n, E].
     """
-
-    tokens: Seq[np.ndarray]
-    features: Seq[np.ndarray]
-    logits: Seq[np.ndarray]
-    handed_on: Seq[np.ndarray]
+    steps, done = [], [0, 0]
+    for counts in CHECK_STEPS:
+        spans = [slice(start, start + count) for start, count in zip(done, counts, strict=True)]
+        steps.append(
+            [
+                CheckedRow(tokens[row][span], features[row][span], counts[row], logits[row][span], handed_on[row][span])
+                for row, span in enumerate(spans)
+            ]
+        )
+        done = [start + count for start, count in zip(done, counts, strict=True)]
+    return steps
 
 
 def check_head(folder: Path, entry: ModelEntry, reference: HeadReference) -> EngineCheck:
@@ -51,23 +81,19 @@ def check_head(folder: Path, entry: ModelEntry, reference: HeadReference) -> Eng
     )
     executor = backend.open(request)
     try:
-        head, runner, done = as_head(executor), ModelRunner(executor), [0, 0]
+        head, runner = as_head(executor), ModelRunner(executor)
         if head is None:
             raise CheckFailedError("the new engine is no draft head's.")
         found: dict[str, list[np.ndarray]] = {"logits": [], "handed_on": []}
         wanted: dict[str, list[np.ndarray]] = {"logits": [], "handed_on": []}
-        for counts in CHECK_STEPS:
-            work = []
-            for row, count in enumerate(counts):
-                span = slice(done[row], done[row] + count)
-                work.append(RowWork(reference.tokens[row][span].tolist(), count, reference.features[row][span]))
-                wanted["logits"].append(reference.logits[row][span])
-                wanted["handed_on"].append(reference.handed_on[row][span])
+        for rows in reference:
+            work = [RowWork(row.tokens.tolist(), len(row.logits), row.features) for row in rows]
             found["logits"].append(np.array(runner.step(0, work)))
             found["handed_on"].append(head.next_features.copy())
-            for row, count in enumerate(counts):
-                runner.kv.commit(row, runner.kv.kv_len(row) + count)
-                done[row] += count
+            wanted["logits"] += [row.logits for row in rows]
+            wanted["handed_on"] += [row.handed_on for row in rows]
+            for index, row in enumerate(rows):
+                runner.kv.commit(index, runner.kv.kv_len(index) + row.kept)
     finally:
         executor.close()
     return EngineCheck(

@@ -10,7 +10,7 @@ import numpy as np
 from specexport.backends.base import BuildJob
 from specexport.backends.registry import find_backend
 from specexport.build.built import TOKENIZER_NAME, BuiltModel
-from specexport.build.check_head import CHECK_LENS, HeadReference, check_head
+from specexport.build.check_head import CHECK_LENS, HeadReference, causal_reference, check_head
 from specexport.build.draft_layers import cut_pieces
 from specexport.build.draft_vocabulary import read_counting_texts
 from specexport.build.model import ModelSource, compile_graph, load_source
@@ -220,6 +220,8 @@ def build_head(
     if ids is not None:
         np.save(folder / HEAD_IDS_NAME, ids, allow_pickle=False)
         fields |= {"head_ids_path": HEAD_IDS_NAME, "num_head_ids": len(ids)}
+    if config.kind == "dflash":
+        fields |= {"mask_token_id": config.mask_token_id, "block_size": config.block_size}
     if mask is not None:
         np.save(folder / MASK_NAME, mask, allow_pickle=False)
         fields |= {"mask_token_id": config.mask_token_id, "mask_path": MASK_NAME}
@@ -261,6 +263,10 @@ def _reference(loaded: "LoadedHead") -> HeadReference:
 
     from specexport.heads.trace import causal_step
 
+    if loaded.config.kind == "dflash":
+        from specexport.build.check_block import block_reference
+
+        return block_reference(loaded.head, loaded.config)
     generator, medusa = np.random.default_rng(21), loaded.config.medusa
     most = loaded.config.vocab_size if medusa is None else medusa.num_heads  # their ids are numbers of heads
     tokens = [generator.integers(0, most, n) for n in CHECK_LENS]
@@ -270,4 +276,4 @@ def _reference(loaded: "LoadedHead") -> HeadReference:
         for ids, each in zip(tokens, features, strict=True)
     ]
     logits, handed = ([run[at].float().numpy() for run in runs] for at in (0, 1))
-    return HeadReference(tokens, features, logits, handed)
+    return causal_reference(tokens, features, logits, handed)

@@ -35,6 +35,7 @@ class LayerCall:
         window: entries a token sees, itself included; -1 for all.
         softcap: 0 for off.
         sinks: whether the layer has attention sinks.
+        causal: whether its tokens see nothing behind themselves.
     """
 
     index: int
@@ -44,6 +45,7 @@ class LayerCall:
     window: int
     softcap: float
     sinks: bool
+    causal: bool = True
 
 
 def _read_call(module: Any, q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> LayerCall:
@@ -59,6 +61,7 @@ def _read_call(module: Any, q: Tensor, k: Tensor, v: Tensor, named: dict[str, An
         window=int(window) if window else -1,
         softcap=float(named.get("softcap") or 0.0),
         sinks=named.get("s_aux") is not None,
+        causal=bool(getattr(module, "is_causal", True)),
     )
 
 
@@ -72,11 +75,19 @@ class AttentionContext:
         answer: called with (call, q, k, v, sinks), packed: q [T, num_heads*D], k [T, H*D], v [T, H*Dv];
             returns [T, num_heads*Dv].
         on_mask: called with (layer number, mask) instead of refusing a mask; for probing only.
+        causal_only: refuse layers whose tokens see later ones; a draft head may have some.
     """
 
-    def __init__(self, answer: Answer, on_mask: Callable[[int, Tensor | None], None] | None = None) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        on_mask: Callable[[int, Tensor | None], None] | None = None,
+        *,
+        causal_only: bool = True,
+    ) -> None:
         self.calls: list[LayerCall] = []
         self.on_mask = on_mask
+        self.causal_only = causal_only
         self._answer = answer
 
     def __call__(self, module: Any, q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> Tensor:
@@ -105,7 +116,7 @@ def _attention(
             f"{type(module).__name__} brings its own attention mask, which a packed step cannot keep.",
             "use a decoder with causal or sliding-window attention.",
         )
-    if not getattr(module, "is_causal", True):
+    if context.causal_only and not getattr(module, "is_causal", True):
         raise UnsupportedModelError(
             f"{type(module).__name__} is not causal: its tokens see later ones.", "use a decoder-only language model."
         )
@@ -156,6 +167,6 @@ def unpadded_attention(
     """
     heads = (call.num_heads, call.geometry.kv_heads)
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.specexport.unpadded_attention(
-        q, k, v, *caches, *step, sinks, *heads, call.scale, call.window, call.softcap
+        q, k, v, *caches, *step, sinks, *heads, call.scale, call.window, call.softcap, int(call.causal)
     )
     return result

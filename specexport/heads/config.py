@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-HeadKind = Literal["eagle3", "eagle", "mtp", "medusa"]
+HeadKind = Literal["eagle3", "eagle", "mtp", "medusa", "dflash"]
 
 
 class MedusaShape(NamedTuple):
@@ -33,7 +33,7 @@ class HeadConfig:
         kind: ``"eagle3"`` joins a token's embedding and a feature at the input of its first attention (Li et al. 2025),
             ``"eagle"`` in a linear layer before its first decoder layer (Li et al. 2024), ``"mtp"`` both normed in a
             linear layer before a decoder layer of the target's own kind (DeepSeek-AI 2024). ``"medusa"`` has none
-            (Cai et al. 2024).
+            (Cai et al. 2024). ``"dflash"`` reads features as context of a block of tokens (Chen et al. 2026).
         layer_config: transformers' configuration of its decoder layers, with ``model_type``.
         taps: hidden states of the target that it reads: ``i`` is what decoder layer ``i`` reads, and N (how many there
             are) what the last one gives; ``abi.AFTER_NORM`` is that behind the last norm.
@@ -45,7 +45,10 @@ class HeadConfig:
         fc_norm: a norm over each of them instead.
         norm_output: what it hands on is normed, as what its LM head reads is.
         feature_first: where it joins embedding and feature, the feature comes first.
-        mask_token_id: it drafts all tokens in one step, and this one stands for those that are not known (P-EAGLE).
+        mask_token_id: it drafts all tokens in one step, and this one stands for those that are not known (P-EAGLE and
+            DFlash).
+        block_size: most tokens of a DFlash head's block, the newest and those to guess.
+        causal_layers: which layers of a DFlash head hide the rest of the block from each of its tokens.
         source_format: which writer's names the file had, for reports.
         medusa: of ``"medusa"``: its heads. None for others.
     """
@@ -62,6 +65,8 @@ class HeadConfig:
     norm_output: bool = False
     feature_first: bool = False
     mask_token_id: int | None = None
+    block_size: int | None = None
+    causal_layers: tuple[bool, ...] = ()
     source_format: str = ""
     medusa: MedusaShape | None = None
 
@@ -83,7 +88,7 @@ class HeadConfig:
     @property
     def projects(self) -> bool:
         """Whether the target's hidden states go through a linear layer of the head before it reads them."""
-        return self.kind == "eagle3"
+        return self.kind in ("eagle3", "dflash")
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:

@@ -1,13 +1,21 @@
 """Which module computes a head of which kind."""
 
 from specexport.heads.config import HeadConfig
-from specexport.heads.modules import DraftHead
+from specexport.heads.modules import DraftHead, FeatureProjection
 
 
 def make_head(config: HeadConfig) -> DraftHead:
     """A head without weights of its own."""
+    from specexport.heads.dflash import BlockHead
     from specexport.heads.eagle import Eagle3Head, EagleHead
     from specexport.heads.mtp import MtpHead
 
-    kinds = {"eagle3": Eagle3Head, "eagle": EagleHead, "mtp": MtpHead}
+    kinds = {"eagle3": Eagle3Head, "eagle": EagleHead, "mtp": MtpHead, "dflash": BlockHead}
     return kinds[config.kind](config)
+
+
+def make_projection(config: HeadConfig) -> FeatureProjection:
+    """What is part of the target's graph for a head, without weights of its own."""
+    from specexport.heads.dflash import ContextProjection
+
+    return ContextProjection(config) if config.kind == "dflash" else FeatureProjection(config)

@@ -9,7 +9,7 @@ from specexport.heads.kinds import make_head
 from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection
 from specexport.heads.modules import FeatureProjection, make_body
 from specexport.heads.mtp import load_body
-from specexport_runtime.errors import CheckpointError
+from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from specexport_runtime.executors.base import Float32Array, Int32Array
 
 
@@ -24,6 +24,7 @@ def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype:
 
     Raises:
         CheckpointError: tensors are missing, or have other shapes than the configuration says.
+        UnsupportedModelError: there are tensors of a variant.
     """
     if config.kind == "medusa":
         from specexport.heads.medusa import load_medusa
@@ -44,7 +45,16 @@ def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype:
     names = {name: name.removeprefix("body.") for name in head.state_dict() if not _is_loaded(config, name)}
     shared = {"embed_tokens.weight", "lm_head.weight"} - files.shapes.keys()
     fill_module(head, files, {name: stored for name, stored in names.items() if name not in shared})
+    projection = load_projection(files, config, dtype)
+    if config.kind == "dflash":
+        _refuse_unknown(files, {*names.values(), *projection.state_dict(), "d2t"})
     ids = _head_ids(files, config)
+    if shared and tables.embedding.shape[1] != config.hidden_size:
+        raise CheckpointError(
+            f"the head {files.name} lacks {sorted(shared)[0]}, and the target's does not fit: it has "
+            f"{tables.embedding.shape[1]} values a token, and the head {config.hidden_size}.",
+            "give a head that was made for this target.",
+        )
     if "embed_tokens.weight" in shared:
         head.embed_tokens.weight = torch.nn.Parameter(tables.embedding, requires_grad=False)
     if "lm_head.weight" in shared:
@@ -54,7 +64,6 @@ def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype:
         order = torch.from_numpy(np.argsort(_row_ids(files), kind="stable"))
         head.lm_head.weight.data = head.lm_head.weight.data[order]
     head = head.to(dtype).eval().requires_grad_(False)
-    projection = load_projection(files, config, dtype)
     return LoadedHead(config, head, projection, ids, _mask_feature(files, config, projection))
 
 
@@ -64,7 +73,7 @@ def _is_loaded(config: HeadConfig, name: str) -> bool:
 
 
 def _mask_feature(files: HeadFiles, config: HeadConfig, projection: FeatureProjection) -> Float32Array | None:
-    if config.mask_token_id is None:
+    if config.mask_token_id is None or config.kind == "dflash":
         return None
     states = files.tensor(MASK).flatten().to(next(projection.parameters()).dtype)
     if len(states) != len(config.taps) * config.target_hidden_size:
@@ -76,6 +85,21 @@ def _mask_feature(files: HeadFiles, config: HeadConfig, projection: FeatureProje
     with torch.no_grad():
         feature: Float32Array = projection(list(states.split(config.target_hidden_size))).float().numpy()
     return feature
+
+
+def _refuse_unknown(files: HeadFiles, known: set[str]) -> None:
+    """Variants of a kind have tensors more, and compute something else: a head without them would be slow, not wrong.
+
+    Raises:
+        UnsupportedModelError: there are some.
+    """
+    unknown = sorted(files.shapes.keys() - known)
+    if unknown:
+        raise UnsupportedModelError(
+            f"the head {files.name} has {len(unknown)} tensors that its kind does not have, for example {unknown[0]}: "
+            "it is a variant that cannot be imported.",
+            "give a plain DFlash head, or an EAGLE-3 or P-EAGLE head.",
+        )
 
 
 def _row_ids(files: HeadFiles) -> np.ndarray:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specexport.heads.config import HeadConfig
 from specexport.heads.files import HeadFiles
+from specexport.heads.kinds import make_projection
 from specexport.heads.modules import FeatureProjection
 from specexport_runtime.errors import CheckpointError
 from specexport_runtime.executors.base import Float32Array, Int32Array
@@ -21,7 +22,8 @@ class LoadedHead(NamedTuple):
         head: the head, in eval mode: a ``DraftHead``, or ``MedusaHeads``.
         projection: what is part of the target's graph.
         ids: token ids of its LM head, int32 [N], ascending; None where it has all.
-        mask_feature: what a parallel head is fed for tokens that are not known, float32 [E]; None for others.
+        mask_feature: what a parallel head is fed for tokens that are not known, float32 [E]; None for others, and
+            for a DFlash head, which reads none for them.
     """
 
     config: HeadConfig
@@ -49,7 +51,7 @@ def load_projection(files: HeadFiles, config: HeadConfig, dtype: torch.dtype) ->
     Raises:
         CheckpointError: tensors are missing, or have other shapes than the configuration says.
     """
-    projection = FeatureProjection(config)
+    projection = make_projection(config)
     fill_module(projection, files, {name: name for name in projection.state_dict()})
     projection.to(dtype).eval().requires_grad_(False)
     return projection

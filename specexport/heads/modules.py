@@ -74,6 +74,10 @@ class DraftHead(nn.Module):  # type: ignore[misc]
         embedded: Tensor = self.embed_tokens(input_ids)
         return embedded
 
+    def states(self, input_ids: Tensor, features: Tensor, run: RunModule) -> Tensor:
+        """The hidden state behind the last layer [1, T, H] for token ids [T] and features [1, T, E]."""
+        return self.hidden(self.embed(input_ids)[None], features, run)
+
     def hidden(self, embedded: Tensor, features: Tensor, run: RunModule) -> Tensor:
         """The hidden state behind the last layer [B, T, H].
 

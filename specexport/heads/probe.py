@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specexport.frontend.taps import tapped
 from specexport.heads.config import HeadConfig
+from specexport.heads.dflash import first_guesses
 from specexport.heads.loaded import LoadedHead
 from specexport.heads.trace import causal_step
 from specexport.heads.unroll import unroll
@@ -27,6 +28,9 @@ CLEARLY = 1.25
 """Another reading is taken where its rates are so much higher than those of the reading that the file asks for."""
 FEW = 0.05
 """A difference below this share of all guesses is chance."""
+
+BLOCK_STEP, BLOCK_ROWS = 2, 5
+"""Where each place takes a block of its own: every second place, and blocks as a draft of 4 tokens has them."""
 
 
 class Reading(NamedTuple):
@@ -67,7 +71,7 @@ def readings_of(config: HeadConfig, num_layers: int) -> list[Reading]:
         return [*found, Reading(replace(config, taps=(num_layers,)), _BEFORE_NORM)]
     for shift in (-1, 1):
         taps = tuple(tap + shift for tap in config.taps)
-        if config.kind == "eagle3" and all(0 <= tap <= num_layers for tap in taps):
+        if config.projects and all(0 <= tap <= num_layers for tap in taps):
             found.append(
                 Reading(replace(config, taps=taps), f"hidden states {list(taps)} in the place of {list(config.taps)}")
             )
@@ -76,10 +80,11 @@ def readings_of(config: HeadConfig, num_layers: int) -> list[Reading]:
         found.append(Reading(replace(config, norm_before_residual=other), f"norm_before_residual {str(other).lower()}"))
         if config.mask_token_id is None:
             found.append(_other_output(config))
-        if len(config.taps) > 1:
-            taps = config.taps[::-1]
-            found.append(Reading(replace(config, taps=taps), f"hidden states in the order {list(taps)}"))
-    found.append(Reading(replace(config, feature_first=not config.feature_first), _SWAPPED))
+    if config.projects and len(config.taps) > 1:
+        taps = config.taps[::-1]
+        found.append(Reading(replace(config, taps=taps), f"hidden states in the order {list(taps)}"))
+    if config.kind != "dflash":
+        found.append(Reading(replace(config, feature_first=not config.feature_first), _SWAPPED))
     if config.kind == "eagle":
         found.append(Reading(replace(config, taps=(num_layers,)), _BEFORE_NORM))
     return found
@@ -170,24 +175,29 @@ def _hits(
     try:
         with torch.no_grad():
             features = loaded.projection([states[tap][:, :-1] for tap in config.taps])
-            for logits, offset in _guesses(loaded, tokens, features):
+            for logits, places in _guesses(loaded, tokens, features):
                 rows = logits.argmax(-1)
                 ids = rows if loaded.ids is None else torch.from_numpy(loaded.ids).long()[rows]
-                found.append(ids == best[offset:])
+                found.append(ids == best[places])
     finally:
         head.head_config = before
     return found
 
 
-def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Logits [n, N] of the first guesses and of the second, and the place in the text that row 0 of them is about."""
-    config = loaded.head.head_config
-    if config.medusa is not None:
+def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor) -> Iterator[tuple[Tensor, slice]]:
+    """Logits [n, N] of the first guesses and of the second, and the places of the text behind which they are.
+
+    A head that fills blocks takes a block for each place, and its second guesses come with the first.
+    """
+    head, config, length = loaded.head, loaded.head.head_config, tokens.shape[1]
+    if config.block_size is not None:
+        rows = min(config.block_size, BLOCK_ROWS)
+        yield first_guesses(head, tokens[0], features[0], step=BLOCK_STEP, rows=rows), slice(1, None, BLOCK_STEP)
+    elif config.medusa is not None:
         for number in range(min(2, config.medusa.num_heads)):
-            asked = torch.full((features.shape[1],), number)
-            logits, _ = causal_step(loaded.head, asked, features[0])
-            yield logits[: len(logits) - number], 1 + number
-        return
-    steps = 2 if config.mask_token_id is None else 1
-    for step in unroll(loaded.head, tokens, features, torch.tensor([tokens.shape[1]]), steps):
-        yield step.logits[0][step.valid[0]], step.offset
+            logits, _ = causal_step(head, torch.full((length - 1,), number), features[0])
+            yield logits[: len(logits) - number], slice(1 + number, None)
+    else:
+        steps = 2 if config.mask_token_id is None else 1
+        for step in unroll(head, tokens, features, torch.tensor([length]), steps):
+            yield step.logits[0][step.valid[0]], slice(step.offset, None)

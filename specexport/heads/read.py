@@ -10,6 +10,7 @@ from typing import Any
 from specexport.heads.config import HeadConfig, default_taps
 from specexport.heads.files import CONFIG_NAME, EMBED_NORM, MASK, HeadFiles
 from specexport.heads.mtp_files import conventions_of, module_config
+from specexport.heads.read_dflash import Said, is_dflash, read_block, read_layer, read_layer_ids
 from specexport.heads.read_medusa import is_medusa, lossy_setting, read_medusa
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
@@ -55,8 +56,15 @@ def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, v
         config["head_dim"] = _size(files, layer, "head_dim", max(1, width // heads))
     vocab = _size(files, layer, "vocab_size", vocab_size)
     draft_vocab = _size(files, values, "draft_vocab_size", vocab)
-    given = _size(files, values, "target_hidden_size", 0 if kind == "eagle3" else width)
-    taps = _taps(files, num_layers) if kind == "eagle3" else (AFTER_NORM,)
+    block_size, mask = None, None
+    causal_layers: tuple[bool, ...] = ()
+    if kind == "dflash":
+        said = Said(files.name, values)
+        config |= read_layer(said, layer) | {"model_type": _body_of(files)}
+        block_size, mask, causal_layers = read_block(said, layer, config["num_hidden_layers"], vocab_size)
+    reads_last = kind in ("eagle", "mtp")
+    given = _size(files, values, "target_hidden_size", width if reads_last else 0)
+    taps = (AFTER_NORM,) if reads_last else _taps(files, num_layers, kind)
     if not given and "fc.weight" in files.shapes:
         given = files.shapes["fc.weight"][1] // len(taps)
     if given != target_hidden_size:
@@ -81,7 +89,9 @@ def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, v
         fc_norm=bool(values.get("fc_norm", "fc_norm.0.weight" in files.shapes)),
         norm_output=bool(values.get("norm_output", conventions.get("norm_output", False))),
         feature_first=bool(conventions.get("feature_first", False)),
-        mask_token_id=_mask_token(files, vocab_size),
+        mask_token_id=mask if kind == "dflash" else _mask_token(files, vocab_size),
+        block_size=block_size,
+        causal_layers=causal_layers,
         source_format=_format_of(files),
     )
 
@@ -96,12 +106,14 @@ def _kind_of(files: HeadFiles) -> Any:
             f"{files.name} has Hydra heads, which cannot be imported: each reads what those before it guessed.",
             _KINDS,
         )
-    if named in ("eagle3", "eagle", "peagle", "mtp"):
+    if named in ("eagle3", "eagle", "peagle", "mtp", "dflash"):
         return "eagle3" if named == "peagle" else named
     if named is not None:
         raise UnsupportedModelError(f"{files.name}: heads of kind {named!r} cannot be imported.", _KINDS)
     if EMBED_NORM in files.shapes:
         return "mtp"
+    if is_dflash(files.values):
+        return "dflash"
     if "layers.0.hidden_norm.weight" in files.shapes:
         return "eagle3"
     if "fc.weight" in files.shapes and "layers.0.self_attn.q_proj.weight" in files.shapes:
@@ -109,7 +121,7 @@ def _kind_of(files: HeadFiles) -> Any:
     raise UnsupportedModelError(f"{files.name} has the tensors of no kind of head that is known.", _KINDS)
 
 
-_KINDS = "give an EAGLE-1, EAGLE-2, EAGLE-3, P-EAGLE or Medusa head, or an MTP module."
+_KINDS = "give an EAGLE-1, EAGLE-2, EAGLE-3, P-EAGLE, DFlash or Medusa head, or an MTP module."
 
 
 def _mask_token(files: HeadFiles, vocab_size: int) -> int | None:
@@ -140,24 +152,27 @@ def _body_of(files: HeadFiles) -> str:
 def _format_of(files: HeadFiles) -> str:
     if "speculators_model_type" in files.values:
         return "speculators"
+    if is_dflash(files.values):
+        return "z-lab"
     return "EAGLE" if any(key.startswith("midlayer.") for _, key in files.stored.values()) else "ModelOpt"
 
 
-def _taps(files: HeadFiles, num_layers: int) -> tuple[int, ...]:
-    """The target's hidden states that an EAGLE-3 head reads.
+def _taps(files: HeadFiles, num_layers: int, kind: str) -> tuple[int, ...]:
+    """The target's hidden states that a head reads.
 
     A list at the top level counts hidden states (speculators, vLLM). One in ``eagle_config`` counts layers whose
     *output* is read (ModelOpt, SpecForge, SGLang): one less for the same state.
     """
-    ids = files.values.get("eagle_aux_hidden_state_layer_ids")
-    inner = files.values.get("eagle_config") or {}
-    shift = 0
-    if ids is None and isinstance(inner, dict) and inner.get("eagle_aux_hidden_state_layer_ids") is not None:
-        ids, shift = inner["eagle_aux_hidden_state_layer_ids"], 1
+    key, shift = "eagle_aux_hidden_state_layer_ids", 0
+    ids, inner = files.values.get(key), files.values.get("eagle_config") or {}
+    if kind == "dflash":
+        key, ids, shift = read_layer_ids(Said(files.name, files.values))
+    elif ids is None and isinstance(inner, dict) and inner.get(key) is not None:
+        ids, shift = inner[key], 1
     if ids is None:
         return default_taps(num_layers)
     if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise CheckpointError(f"{files.name}: eagle_aux_hidden_state_layer_ids is {ids!r}, no list of layers.", _ELSE)
+        raise CheckpointError(f"{files.name}: {key} is {ids!r}, no list of layers.", _ELSE)
     taps = tuple(i + shift for i in ids)
     if min(ids) < 0 or max(taps) > num_layers:
         raise CheckpointError(f"the head {files.name} reads layers {ids}, and the target has {num_layers}.", _ELSE)

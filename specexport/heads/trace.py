@@ -35,7 +35,7 @@ class HeadStep(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
             output, *caches[pair] = unpadded_attention(call, q, k, v, (old_k, old_v), tuple(step), sinks)
             return output
 
-        state = run_layers(self.model, AttentionContext(answer), input_ids, positions, features)
+        state = run_layers(self.model, AttentionContext(answer, causal_only=False), input_ids, positions, features)
         logits, handed_on = self.model.read(state[0].index_select(0, logit_rows))
         return (logits, handed_on.float(), *caches)
 
@@ -59,7 +59,7 @@ def run_layers(
         return hidden_of(module(hidden_states=hidden, position_embeddings=rotary, attention_mask=None))
 
     with attention_hook(head.body, context):
-        return head.hidden(head.embed(input_ids)[None], given, run)
+        return head.states(input_ids, given, run)
 
 
 def causal_step(head: Any, input_ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ def causal_step(head: Any, input_ids: Tensor, features: Tensor) -> tuple[Tensor,
         return hidden_of(module(hidden_states=hidden, position_embeddings=rotary, attention_mask=mask))
 
     with torch.no_grad():
-        logits, handed_on = head.read(head.hidden(head.embed(input_ids)[None], features[None], run)[0])
+        logits, handed_on = head.read(head.states(input_ids, features[None], run)[0])
     return logits, handed_on
 
 
@@ -94,7 +94,7 @@ def probe_calls(head: DraftHead) -> tuple[LayerCall, ...]:
     def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:  # noqa: ARG001
         return q.new_zeros(q.shape[0], call.num_heads * call.geometry.v_dim)
 
-    context = AttentionContext(answer)
+    context = AttentionContext(answer, causal_only=False)
     tokens = torch.arange(3)
     with torch.no_grad(), batched_experts(head.body):
         run_layers(head, context, tokens, tokens, torch.zeros(3, head.head_config.feature_size))

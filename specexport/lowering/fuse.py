@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from specexport.lowering.causal import is_causal
 from specexport.lowering.fuse_norm import NORMS, fuse_norms
 from specexport.onnx_emit import Emitter, constant, set_inputs
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME, kv_slack
@@ -95,7 +96,7 @@ def _find_rotations(ir_model: "ir.Model", rows: int) -> "list[tuple[ir.Node, tup
     measured: dict[tuple[frozenset[str], int], Rotation | None] = {}
     found = []
     for node in graph:
-        if node.op_type != OP_NAME or node.domain != OP_DOMAIN:
+        if node.op_type != OP_NAME or node.domain != OP_DOMAIN or not is_causal(node):  # the kernel is causal
             continue
         regions = [find_region(value, order, dependent, alone) for value in node.inputs[:2]]  # type: ignore[arg-type]
         sides = _probe(ir_model, node, regions)

@@ -6,12 +6,13 @@ copy them. Each row reads, writes and attends to exactly its own tokens; where e
 packed tokens are the tile already and nothing is cut. What depends on the step alone is computed once, at the top.
 
 Two bodies: the fused ``com.microsoft.GroupQueryAttention``, and a portable one from standard operators for what that
-kernel cannot do (values of another size than keys, head sizes that are no multiple of 8). Either comes in a second
-form for padded-KV graphs, with a mask made from ``kv_positions``.
+kernel cannot do (values of another size than keys, head sizes that are no multiple of 8, tokens that see later ones).
+Either comes in a second form for padded-KV graphs, with a mask made from ``kv_positions``.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from specexport.lowering.causal import CAUSAL_ATTRIBUTE, is_causal
 from specexport.lowering.functions import (
     PAIR_OUTPUTS,
     PLAN_OUTPUTS,
@@ -60,6 +61,7 @@ class Body(NamedTuple):
         packed: q, k and v come as one tensor.
         paired: a row with one token runs it twice.
         int8_kv: the caches hold int8.
+        causal: a token sees nothing behind it.
         num_heads: query heads (0 for the fused kernel, which has them as an attribute).
         geometry: cache sizes that the portable body has as constants.
     """
@@ -72,6 +74,7 @@ class Body(NamedTuple):
     packed: bool = False
     paired: bool = False
     int8_kv: bool = False
+    causal: bool = True
     num_heads: int = 0
     geometry: LayerGeometry | None = None
 
@@ -87,6 +90,7 @@ class Body(NamedTuple):
             ("Packed", self.packed),
             ("Paired", self.paired),
             ("Int8Kv", self.int8_kv),
+            ("WholeRow", not self.causal),
         )
         kind = "Fused" if self.geometry is None else "Portable" + "x".join(map(str, (self.num_heads, *self.geometry)))
         return OP_NAME + kind + "".join(name for name, given in parts if given)
@@ -120,12 +124,15 @@ def choose_body(node: "ir.Node", *, masked: bool = False) -> Body:
         masked: for a padded-KV graph.
 
     Raises:
-        CheckFailedError: the caches have no static head sizes.
+        CheckFailedError: the caches have no static head sizes, or it is for a mask and not causal.
     """
+    causal = is_causal(node)
+    if masked and not causal:
+        raise CheckFailedError(f"{node.name}: a padded-KV graph has causal attention only.")
     given = named_inputs(node)
     k_dim, v_dim = head_dim(node, given["k_cache"]), head_dim(node, given["v_cache"])
     sinks = given.get("sinks") is not None
-    if fused_takes(k_dim, v_dim):
+    if causal and fused_takes(k_dim, v_dim):
         rotary = rotary_kind(node)
         packed = not masked and packed_qkv(node) is not None
         body = Body(sinks=sinks, window=False, softcap=False, masked=masked, rotary=rotary, packed=packed)
@@ -136,6 +143,7 @@ def choose_body(node: "ir.Node", *, masked: bool = False) -> Body:
         window=_window(node) > 0 and not masked,
         softcap=node.attributes["softcap"].as_float() > 0,
         masked=masked,
+        causal=causal,
         num_heads=heads,
         geometry=LayerGeometry(kv_heads, k_dim, v_dim),
     )
@@ -168,7 +176,8 @@ def build_function(body: Body, opset: int) -> "ir.Function":
     if body.geometry is None:
         row = fused_row(sinks=body.sinks, masked=body.masked, rotary=body.rotary, int8_kv=body.int8_kv)
     else:
-        kinds = {"sinks": body.sinks, "window": body.window, "softcap": body.softcap, "masked": body.masked}
+        kinds = {"sinks": body.sinks, "window": body.window, "softcap": body.softcap}
+        kinds |= {"masked": body.masked, "causal": body.causal}
         row = portable_row(body.num_heads, body.geometry, **kinds)
     parts = ("qkv",) if body.fused else ("q", "k", "v")
     inputs = ", ".join(body.inputs)
@@ -191,8 +200,9 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
     # Quantized activations turn a difference of rounding into one of a whole step: there, results must not depend on
     # how many tokens a row has. (In padded-KV graphs, which are for comparison, they do.)
     # Over int8 caches they never do.
+    # Nor do they where a token sees those behind it: it would see itself twice.
     rounded = any(node.op_type in _ROUNDING for node in ir_model.graph)
-    paired = rounded and not padded_kv and not all(map(has_int8_caches, nodes))
+    paired = rounded and not padded_kv and not all(map(has_int8_caches, nodes)) and all(map(is_causal, nodes))
     shared = _prologue(ir_model, sorted({_window(node) for node in nodes}) if padded_kv else [], paired=paired)
     for node in nodes:
         body = choose_body(node, masked=padded_kv)._replace(paired=paired)
@@ -239,7 +249,8 @@ def _prologue(ir_model: "ir.Model", mask_windows: list[int], *, paired: bool) ->
 
 def _replace_node(ir_model: "ir.Model", node: "ir.Node", op_type: str, inputs: list["ir.Value | None"]) -> None:
     width = node.attributes["num_heads"].as_int() * head_dim(node, named_inputs(node)["v_cache"])
-    kept = {name: attribute for name, attribute in node.attributes.items() if name != ROTARY_ATTRIBUTE}
+    told = (ROTARY_ATTRIBUTE, CAUSAL_ATTRIBUTE)  # by the function's name
+    kept = {name: attribute for name, attribute in node.attributes.items() if name not in told}
     emit = Emitter(ir_model.graph)
     attributes = {**kept, "out_shape": [-1, width]}
     emit.replace(node, emit.node(op_type, inputs, attributes, outputs=3, domain=OP_DOMAIN, name=node.name).outputs)

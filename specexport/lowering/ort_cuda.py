@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specexport.lowering.causal import require_causal
 from specexport.lowering.norms import unify_norm_types
 from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.onnx_emit import Emitter, add_input, constant
@@ -96,6 +97,7 @@ def _refuse_dtype(node: "ir.Node") -> None:
 
 def _geometry(node: "ir.Node") -> LayerGeometry:
     """Cache sizes of a layer, checked against the kernel's limits."""
+    require_causal(node, "the paged attention kernel")
     given = _named_inputs(node)
     sizes = []
     for name in ("k_cache", "v_cache"):

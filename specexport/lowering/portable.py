@@ -81,13 +81,21 @@ _WINDOW = """
     seen = And(causal, inside)
 """
 
+# Without causality a window bounds what lies before a token, and nothing else.
+_WINDOW_ALONE = """
+    window_size = Constant<value_int: int = @window>()
+    before = Sub(at_column, window_size)
+    entries = Range(scalar0, total0, scalar1)
+    seen = Greater(entries, before)
+"""
+
 _HIDE = """
     never = Constant<value_float = -inf>()
     masked = Where({seen}, scores4, never)
 """
 
 _SOFTMAX = """
-    weights4 = Softmax<axis = -1>(masked)
+    weights4 = Softmax<axis = -1>({shown})
 """
 
 # A sink is one more score that takes weight and has no value.
@@ -97,7 +105,7 @@ _SOFTMAX_SINKS = """
     sink_heads = Constant<value_ints = [{heads}, {group}]>()
     sink_grid = Concat<axis = 0>(sink_heads, new, unit)
     sink_column = Expand(sink4, sink_grid)
-    with_sink = Concat<axis = 3>(masked, sink_column)
+    with_sink = Concat<axis = 3>({shown}, sink_column)
     weights5 = Softmax<axis = -1>(with_sink)
     last_axis = Constant<value_ints = [3]>()
     weights4 = Slice(weights5, zero, total, last_axis)
@@ -117,7 +125,14 @@ _OUTPUT = """
 
 
 def portable_row(
-    num_heads: int, geometry: LayerGeometry, *, sinks: bool, window: bool, softcap: bool, masked: bool = False
+    num_heads: int,
+    geometry: LayerGeometry,
+    *,
+    sinks: bool,
+    window: bool,
+    softcap: bool,
+    masked: bool = False,
+    causal: bool = True,
 ) -> str:
     """ONNX text of one row's append and attention, for one layer geometry: its shapes are constants then.
 
@@ -132,12 +147,18 @@ def portable_row(
         window: limit what a token sees to the attribute ``window``.
         softcap: bend the scores by the attribute ``softcap``.
         masked: read row_mask [1, 1, n, row_total] and add it to the scores; nothing else then hides an entry.
+        causal: hide the entries behind a token; False shows it those of its whole row.
     """
     parts = [_APPEND, _SCORES]
     if softcap:
         parts.append(_SOFTCAP)
     parts.append(_SPLIT)
-    parts += [_MASK] if masked else [_CAUSAL, *([_WINDOW] if window else []), _HIDE]
+    if masked:
+        parts.append(_MASK)
+    elif causal:
+        parts += [_CAUSAL, *([_WINDOW] if window else []), _HIDE]
+    elif window:
+        parts += [_WINDOW_ALONE, _HIDE]
     parts += [_SOFTMAX_SINKS if sinks else _SOFTMAX, _OUTPUT]
     return "".join(parts).format(
         heads=geometry.kv_heads,
@@ -148,4 +169,5 @@ def portable_row(
         head_slots=", ".join(f"0, {head}, 0" for head in range(geometry.kv_heads)),
         scores="capped" if softcap else "scaled",
         seen="seen" if window else "causal",
+        shown="masked" if masked or causal or window else "scores4",
     )

@@ -23,9 +23,11 @@ def _attend(query: Array, keys: Array, values: Array, scale: float, softcap: flo
     return result
 
 
-def _seen_entries(entry_at: Array, query_at: int, window: int) -> Array:
+def _seen_entries(entry_at: Array, query_at: int, window: int, causal: bool) -> Array:
     """Indices of the entries that a token at ``query_at`` sees, given the position in each entry (-1: padding)."""
-    seen = (entry_at >= 0) & (entry_at <= query_at)
+    seen = entry_at >= 0
+    if causal:
+        seen &= entry_at <= query_at
     if window > 0:
         seen &= entry_at > query_at - window
     return np.flatnonzero(seen)
@@ -48,6 +50,7 @@ def unpadded_attention(
     scale: float,
     window: int = -1,
     softcap: float = 0.0,
+    causal: int = 1,
 ) -> tuple[Array, Array, Array]:
     """Append and attend, one token and one head at a time, in float64.
 
@@ -69,6 +72,7 @@ def unpadded_attention(
         scale: factor on every score.
         window: positions a token sees, its own included; -1 for all.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 for off.
+        causal: 0 lets a token see what comes behind it in its row too.
 
     Returns:
         output [T, num_heads*Dv] (zeros for a token that sees nothing) and the two caches, all float64; entries beyond a
@@ -80,15 +84,15 @@ def unpadded_attention(
     new_values = v.reshape(len(v), kv_num_heads, -1)
     output = np.zeros((len(q), num_heads, values.shape[-1]))
     for row, past in enumerate(kv_lens[:, 0]):
-        for offset, token in enumerate(range(cu_new_tokens[row], cu_new_tokens[row + 1])):
-            end = int(past) + offset + 1
-            keys[row, 0, :, end - 1] = new_keys[token]
-            values[row, 0, :, end - 1] = new_values[token]
+        tokens = range(cu_new_tokens[row], cu_new_tokens[row + 1])
+        end = int(past) + len(tokens)
+        keys[row, 0, :, int(past) : end] = new_keys[tokens].swapaxes(0, 1)
+        values[row, 0, :, int(past) : end] = new_values[tokens].swapaxes(0, 1)
+        for query_at, token in enumerate(tokens, start=int(past)):
             if positions is None or kv_positions is None:
-                entry_at, query_at = np.arange(end), end - 1
+                seen = _seen_entries(np.arange(end), query_at, window, bool(causal))
             else:
-                entry_at, query_at = kv_positions[row, 0, :end], int(positions[token])
-            seen = _seen_entries(entry_at, query_at, window)
+                seen = _seen_entries(kv_positions[row, 0, :end], int(positions[token]), window, bool(causal))
             for head in range(num_heads if len(seen) else 0):
                 group = head * kv_num_heads // num_heads
                 sink = None if sinks is None else float(sinks[head])

@@ -104,6 +104,7 @@ UNPADDED_ATTENTION = OpSpec(
         OpAttribute("scale", "float"),
         OpAttribute("window", "int", -1),  # a token sees itself and the window-1 tokens before it; -1: all
         OpAttribute("softcap", "float", 0.0),  # scores become softcap*tanh(score/softcap); 0: off
+        OpAttribute("causal", "int", 1),  # 0: a token also sees the tokens of its row that come behind it in the step
     ),
     outputs=(
         OpInput("output", "model", ("T", "Hq*Dv")),
@@ -111,11 +112,12 @@ UNPADDED_ATTENTION = OpSpec(
         OpInput("v_cache_out", "model", ("B", 1, "H", "L", "Dv")),
     ),
 )
-"""Append each row's new keys and values to its cache row, then attend causally to everything the row holds.
+"""Append each row's new keys and values to its cache row, then attend to everything the row holds.
 
 Row ``b`` owns tokens ``[cu_new_tokens[b], cu_new_tokens[b+1])``; token ``j`` of it is written to cache entry
-``kv_lens[b] + j`` and sees entries ``0 … kv_lens[b] + j``. Entries at and beyond ``kv_lens[b] + (new tokens)`` are
-undefined afterwards (a row without tokens may have one token written there, and must have room for it).
-``row_starts``, ``row_ends``, ``row_totals``, ``pad_index`` and ``unpad_index`` say the same thing for lowerings that
-work row by row.
+``kv_lens[b] + j`` and sees entries ``0 … kv_lens[b] + j``, or, with ``causal`` 0, all entries up to the row's last new
+token; a window bounds what lies before a token, never what lies behind it. Entries at and beyond
+``kv_lens[b] + (new tokens)`` are undefined afterwards (a row without tokens may have one token written there, and must
+have room for it). ``row_starts``, ``row_ends``, ``row_totals``, ``pad_index`` and ``unpad_index`` say the same thing
+for lowerings that work row by row.
 """

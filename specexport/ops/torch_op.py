@@ -12,15 +12,24 @@ from specexport.ops.spec import UNPADDED_ATTENTION
 
 
 def _attend_row(
-    q: Tensor, keys: Tensor, values: Tensor, past: int, scale: float, window: int, softcap: float, sinks: Tensor | None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    past: int,
+    sinks: Tensor | None,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+    causal: bool,
 ) -> Tensor:
-    """Causal attention of one row: q [n, H, g, D] over keys [H, past+n, D] and values [H, past+n, Dv]."""
+    """Attention of one row: q [n, H, g, D] over keys [H, past+n, D] and values [H, past+n, Dv]."""
     new = q.shape[0]
     scores = torch.einsum("nhgd,hld->hgnl", q, keys) * scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     query_at, key_at = torch.arange(past, past + new)[:, None], torch.arange(past + new)[None]
-    seen = key_at <= query_at
+    seen = (key_at <= query_at) if causal else torch.ones(new, past + new, dtype=torch.bool)
     if window > 0:
         seen &= key_at > query_at - window
     scores = scores.masked_fill(~seen, float("-inf"))
@@ -51,7 +60,9 @@ def _unpadded_attention(
     scale: float,
     window: int,
     softcap: float,
+    causal: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "causal": bool(causal)}
     keys, values = k_cache.clone(), v_cache.clone()
     queries = q.view(len(q), kv_num_heads, num_heads // kv_num_heads, -1)
     new_keys, new_values = k.view(len(k), kv_num_heads, -1), v.view(len(v), kv_num_heads, -1)
@@ -63,7 +74,7 @@ def _unpadded_attention(
         keys[row, 0, :, past:end] = new_keys[tokens].transpose(0, 1)
         values[row, 0, :, past:end] = new_values[tokens].transpose(0, 1)
         seen_keys, seen_values = keys[row, 0, :, :end], values[row, 0, :, :end]
-        attended = _attend_row(queries[tokens], seen_keys, seen_values, past, scale, window, softcap, sinks)
+        attended = _attend_row(queries[tokens], seen_keys, seen_values, past, sinks, **how)
         output[tokens] = attended.flatten(1)
     return output, keys, values
 

@@ -10,8 +10,8 @@ from specexport.passes.quantize_int8 import int8_name, quantized_rows
 from specexport_runtime.abi import INPUT_IDS
 
 _FLOAT = ir.DataType.FLOAT
-# Between the graph's token ids and the lookup.
-_ID_STEPS = {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
+# Between the graph's token ids and the lookup; a draft head that fills blocks has entries without a token.
+_ID_STEPS = {"Cast", "Clip", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
 
 
 class EmbeddingQuantizePass(CountingPass):

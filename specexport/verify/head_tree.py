@@ -6,6 +6,8 @@ import numpy as np
 
 from specexport.verify.logit_tree import LogitTree, Path
 from specexport_runtime.bundle.cut_head import CutHead
+from specexport_runtime.bundle.mask_feature import MaskInput
+from specexport_runtime.drafters.at_once import draft_work, entry_tokens
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Executor, Float32Array, as_featured, as_head
 from specexport_runtime.packing.batch import ModelRunner, RowWork
@@ -20,6 +22,9 @@ class HeadTree(LogitTree):
         context: token ids, at least two.
         vocab_size: ids below it have a logit; None takes the head's.
         lm_head: the token ids of the head's LM head, if that was cut.
+        mask: of a head that drafts all tokens in one step: what it reads for those that are not known. What it says of
+            a place then does not depend on the path to it.
+        places: tokens that such a head drafts in one step, if it can.
     """
 
     def __init__(
@@ -30,22 +35,37 @@ class HeadTree(LogitTree):
         *,
         vocab_size: int | None = None,
         lm_head: CutHead | None = None,
+        mask: MaskInput | None = None,
+        places: int = 1,
     ) -> None:
-        self._target = target
+        self._target, self._mask = target, mask
         own = as_head(head)
         self._num_heads = 0 if own is None else own.num_draft_heads
+        self._places = places if mask is None or mask.most is None else min(places, mask.most)
+        self._at_once: Float32Array | None = None
         super().__init__(head, context, vocab_size=vocab_size, head=lm_head)
 
     def _begin(self, context: Seq[int]) -> None:
-        features, fed = _features(self._target, context[:-1]), self._stand_in(context[1:])
+        features = _features(self._target, context[:-1])
+        fed = entry_tokens(self._stand_in(context[1:]), self._mask)
         if not self._num_heads:
             self._runner.prefill(0, fed[:-1], features[:-1])
-        self._last, self._feature = fed[-1:], features[-1:]
+        self._last, self._feature, self._newest = fed[-1:], features[-1:], self._stand_in(context[-1:])[0]
 
     def _logits(self, path: Path) -> Float32Array:
-        """One step for each token, each fed what the one before handed on; then all of them are forgotten."""
+        """What the head gives behind a path; of a parallel one, the logits of its place, in rounds of whole drafts."""
         if self._num_heads:
             return self._guess(path)
+        if self._mask is None:
+            return self._follow(path)
+        if self._at_once is None:
+            work = draft_work(self._last, self._feature, self._newest, self._places, self._mask).work
+            self._at_once = np.array(self._runner.step(0, [work]))
+        place: Float32Array = self._at_once[len(path) % self._places]
+        return place
+
+    def _follow(self, path: Path) -> Float32Array:
+        """One step for each token, each fed what the one before handed on; then all of them are forgotten."""
         executor = as_head(self._runner.executor)
         if executor is None:
             raise SpecexportError("a head tree needs the engine of a draft head.")

@@ -138,7 +138,15 @@ def check_sampling(
         if engine.draft is not None:
             draft = LogitTree(engine.draft, tokens, vocab_size=draft_vocab_size, head=engine.draft_head)
         elif engine.head is not None and len(tokens) > 1:  # a head begins with the second token
-            draft = HeadTree(engine.target, engine.head, tokens, vocab_size=draft_vocab_size, lm_head=engine.draft_head)
+            draft = HeadTree(
+                engine.target,
+                engine.head,
+                tokens,
+                vocab_size=draft_vocab_size,
+                lm_head=engine.draft_head,
+                mask=engine.mask,
+                places=engine.lookahead,
+            )
         context = _Context(prompt, tokens, target, draft)
         for setting in settings:
             tests.append(_test_recorded(context, setting, accept, drawing))

@@ -12,7 +12,7 @@ from reference_head import draft, forward, project
 from tiny_heads import DIALECTS, HIDDEN, IDS, LAYER, LAYERS, VOCAB, mapping, peagle, speculators, tensors, write
 from tiny_models import make_llama, save_checkpoint
 
-from specexport.build.check_head import CHECK_LENS, HeadReference, check_head
+from specexport.build.check_head import CHECK_LENS, causal_reference, check_head
 from specexport.build.pipeline import build_bundle
 from specexport.frontend.source import resolve_source
 from specexport.heads.files import open_head
@@ -90,7 +90,8 @@ def check_reference(bundle: Path, spec: Any) -> None:
     runs = [forward(spec, ids.tolist(), torch.from_numpy(each)) for ids, each in zip(tokens, features, strict=True)]
     logits, handed = ([run[at].numpy() for run in runs] for at in (0, 1))
     opened = load_bundle(bundle)
-    found = check_head(opened.folder, opened.manifest.models["head"], HeadReference(tokens, features, logits, handed))
+    reference = causal_reference(tokens, features, logits, handed)
+    found = check_head(opened.folder, opened.manifest.models["head"], reference)
     assert found.max_abs_error <= 1e-5
 
 

@@ -10,9 +10,12 @@ import onnx_ir as ir
 import pytest
 
 from specexport.lowering.ort_cpu import choose_body, lower_ort_cpu
+from specexport.lowering.ort_cuda import lower_ort_cuda
+from specexport.lowering.trt_native import read_attention
 from specexport.ops import UNPADDED_ATTENTION
 from specexport.ops.onnx_op import register_schema
 from specexport.ops.reference import unpadded_attention
+from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
 
 CAPACITY = 48
 SPAN = 51  # entries that kv_positions describes: at least every row's total
@@ -32,6 +35,7 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     scale: float = 0.3
+    causal: int = 1
 
 
 RAGGED = ((3, 5), (17, 1), (0, 3), (30, 12))
@@ -65,6 +69,14 @@ CASES = {
     "values_smaller_every_row_full": Case(((45, 3), (45, 3), (0, 3)), k_dim=24),
     "last_row_idle": Case(((5, 2), (7, 0))),
     "one_token_among_idle_rows": Case(((5, 0), (7, 1), (9, 0))),
+}
+WHOLE_ROWS = {
+    "whole_rows": Case(RAGGED, causal=0),
+    "whole_rows_empty": Case(((5, 0), (2, 4), (0, 0), (7, 0)), causal=0),
+    "whole_rows_full": Case(((45, 3), (45, 3), (0, 3)), causal=0),
+    "whole_rows_window": Case(RAGGED, window=4, causal=0),
+    "whole_rows_everything": Case(RAGGED, window=5, softcap=2.0, sinks=True, causal=0),
+    "whole_rows_values_smaller": Case(RAGGED, k_dim=24, v_dim=16, causal=0),
 }
 
 
@@ -123,6 +135,7 @@ def attributes(case: Case) -> dict[str, Any]:
         "scale": case.scale,
         "window": case.window,
         "softcap": case.softcap,
+        "causal": case.causal,
     }
 
 
@@ -205,9 +218,9 @@ def run_in_place(
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *WHOLE_ROWS])
 def test_ort_cpu_lowering_equals_reference_and_writes_in_place(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
+    case = (CASES | WHOLE_ROWS)[name]
     inputs = make_inputs(case)
     wanted = expect(case, inputs)
     found = run_in_place(case, inputs, tmp_path)
@@ -293,10 +306,17 @@ def test_a_query_that_sees_nothing_is_a_number_and_changes_no_other(k_dim: int, 
 
 
 @pytest.mark.parametrize(
-    ("name", "fused"), [("ragged", True), ("everything", True), ("values_smaller", False), ("odd_head_size", False)]
+    ("name", "fused"),
+    [
+        ("ragged", True),
+        ("everything", True),
+        ("values_smaller", False),
+        ("odd_head_size", False),
+        ("whole_rows", False),
+    ],
 )
 def test_fused_kernel_wherever_it_can_run(name: str, fused: bool) -> None:
-    node = next(iter(one_node_model(CASES[name]).graph))
+    node = next(iter(one_node_model((CASES | WHOLE_ROWS)[name]).graph))
     assert choose_body(node).fused is fused
 
 
@@ -307,6 +327,30 @@ def test_a_window_off_by_one_would_be_noticed() -> None:
     for other in (3, 5):
         wrong = expect(Case(RAGGED, window=other), inputs)[0]
         assert np.abs(wrong - output).max() > 1e-3
+
+
+def test_an_attention_that_looks_ahead_would_be_noticed() -> None:
+    case = WHOLE_ROWS["whole_rows"]
+    inputs = make_inputs(case)
+    output, causal = expect(case, inputs)[0], expect(Case(RAGGED), inputs)[0]
+    last = np.array([4, 5, 8, 20])  # the last token of a row has nothing behind it
+    np.testing.assert_allclose(output[last], causal[last], atol=1e-12)
+    others = np.setdiff1d(np.arange(len(output)), last)
+    assert np.abs(output[others] - causal[others]).max(1).min() > 1e-3
+
+
+def test_lowerings_that_would_take_whole_rows_for_causal_refuse_them() -> None:
+    model = one_node_model(WHOLE_ROWS["whole_rows"])
+    node = next(iter(model.graph))
+    with pytest.raises(CheckFailedError, match="causal attention only"):
+        choose_body(node, masked=True)
+    with pytest.raises(UnsupportedModelError, match="TensorRT has causal attention only"):
+        read_attention(node, 0)
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.dtype == ir.DataType.FLOAT:
+            value.type = ir.TensorType(ir.DataType.FLOAT16)
+    with pytest.raises(UnsupportedModelError, match="paged attention kernel has causal attention only"):
+        lower_ort_cuda(model)
 
 
 def test_reference_on_numbers_worked_out_by_hand() -> None:

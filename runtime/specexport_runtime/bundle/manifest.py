@@ -127,7 +127,9 @@ class ModelEntry:
             -1 for the one behind its last norm.
         mask_token_id: of a draft head that drafts all tokens in one step: the token that stands for those which are not
             known yet. None for all others.
-        mask_path: the feature that comes with it, see ``bundle.mask_feature``.
+        mask_path: the feature that comes with it, see ``bundle.mask_feature``; None where none does.
+        block_size: of a draft head that fills blocks: most tokens of a block, the newest and those to guess. None for
+            all others.
         num_draft_heads: of Medusa heads: how many there are, each for a place of a draft; 0 for all others.
         guessed: of a draft head: share of first guesses that were right when it was built, 0 to 1; None where that was
             not looked at.
@@ -174,6 +176,7 @@ class ModelEntry:
     mask_token_id: int | None = None
     mask_path: str | None = None
     num_draft_heads: int = 0
+    block_size: int | None = None
     guessed: float | None = None
     reading: str | None = None
 
@@ -363,6 +366,7 @@ _ENTRY_RULES = _rules_of(
     mask_token_id=optional(whole(0, 1 << 24)),
     mask_path=optional(inner_path),
     num_draft_heads=whole(0, MAX_LOOKAHEAD),
+    block_size=optional(whole(2, 1 << 16)),
     guessed=optional(number(0, 1)),
     reading=optional(text),
 )

@@ -20,10 +20,18 @@ class MaskInput(NamedTuple):
     Attributes:
         token: its id.
         feature: what comes with it, float32 [E].
+        block_size: of a head that fills blocks (DFlash): most tokens of a block, the newest and those to guess. None
+            for a head whose entries all have a token and a feature (P-EAGLE).
     """
 
     token: int
     feature: npt.NDArray[np.float32]
+    block_size: int | None = None
+
+    @property
+    def most(self) -> int | None:
+        """Most tokens that a step can draft; None for no limit."""
+        return None if self.block_size is None else self.block_size - 1
 
 
 def load_mask(folder: Path, entry: ModelEntry) -> MaskInput | None:
@@ -36,8 +44,12 @@ def load_mask(folder: Path, entry: ModelEntry) -> MaskInput | None:
     Raises:
         BundleError: the file is no feature of the head's size, or the token is none of its vocabulary.
     """
-    if entry.mask_token_id is None or entry.mask_path is None:
+    if entry.mask_token_id is None:
         return None
+    if entry.block_size is not None and entry.mask_token_id < entry.vocab_size:
+        return MaskInput(entry.mask_token_id, np.zeros(entry.feature_size, np.float32), entry.block_size)
+    if entry.mask_path is None:
+        raise BundleError(f"{folder}: token {entry.mask_token_id} stands for unknown ones without a feature.", REBUILD)
     path = folder / entry.mask_path
     feature = read_array(path)
     sound = isinstance(feature, np.ndarray) and feature.dtype == np.float32 and feature.shape == (entry.feature_size,)

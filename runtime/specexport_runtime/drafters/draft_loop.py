@@ -16,6 +16,7 @@ from specexport_runtime.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.cut_head import CutHead
+    from specexport_runtime.drafters.at_once import AtOnce
 
 _NAN = "the draft's logits contain NaN."
 
@@ -138,11 +139,9 @@ def run_drafts(
 
 
 def draft_at_once(
-    runner: ModelRunner, drafts: Seq[Draft], work: Seq[RowWork], vocab_size: int, head: "CutHead | None" = None
+    runner: ModelRunner, drafts: Seq[Draft], work: "Seq[AtOnce]", vocab_size: int, head: "CutHead | None" = None
 ) -> None:
     """Fill all drafts from one packed step, whose last rows are of the draft's places.
-
-    Of the entries that it writes, those up to the first place are committed: those behind it stand for unknown tokens.
 
     Args:
         runner: a parallel draft head.
@@ -154,15 +153,15 @@ def draft_at_once(
     first = drafts[0].sequence.row
     rows = [IDLE] * (drafts[-1].sequence.row - first + 1)
     for draft, given in zip(drafts, work, strict=True):
-        rows[draft.sequence.row - first] = given
+        rows[draft.sequence.row - first] = given.work
     num_rows = vocab_size if head is None else len(head.ids)
     with_logits = any(draft.sequence.draft_exit is not None or draft.needs_logits for draft in drafts)
     output = runner.step(first, rows, "logits" if with_logits else "token_ids")
     for draft, given in zip(drafts, work, strict=True):
-        row, known = draft.sequence.row, len(given.tokens) - given.num_logits + 1
-        runner.kv.commit(row, runner.kv.kv_len(row) + known)
+        row = draft.sequence.row
+        runner.kv.commit(row, runner.kv.kv_len(row) + given.kept)
         begin = runner.logit_starts[row - first]
-        for at in range(begin, begin + given.num_logits):
+        for at in range(begin, begin + given.work.num_logits):
             if not draft.is_open:
                 break
             if with_logits:

@@ -11,9 +11,9 @@ A draft goes on with what the head itself handed on, in the place of features th
 tested the draft, the entries behind the last true feature are forgotten, and the accepted tokens are fed again with the
 features that the target gave: left in the cache, the head's own would cost acceptance.
 
-A parallel head (P-EAGLE) guesses all tokens in one step: behind the entries that it catches up on come stand-ins for
-the tokens that nobody knows yet, a mask token with a learned feature each. Each guess is drawn from what the head says
-of its place alone, whatever the guesses before it are: that is the distribution that is tested against.
+A parallel head (P-EAGLE, DFlash) guesses all tokens in one step: behind the entries that it catches up on come
+stand-ins for the tokens that nobody knows yet (``at_once``). Each guess is drawn from what the head says of its place
+alone, whatever the guesses before it are: that is the distribution that is tested against.
 """
 
 from collections.abc import Sequence as Seq
@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from specexport_runtime.drafters.at_once import AtOnce, draft_work, entry_tokens
 from specexport_runtime.drafters.base import HEAD, NO_HEAD, DrafterKind, DrafterParts, DrafterTraits, Obstacle
 from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, run_drafts
 from specexport_runtime.drafters.medusa import MedusaDrafter
@@ -113,13 +114,16 @@ class HeadDrafter(OwnCacheDrafter):
 
         A sequence whose prompt the target has not read to its end drafts nothing.
         """
+        mask = self._mask
+        most = max(lookaheads, default=0) if mask is None or mask.most is None else mask.most
         drafts = [
-            Draft(seq, limit if seq.num_generated else 0) for seq, limit in zip(sequences, lookaheads, strict=True)
+            Draft(seq, min(limit, most) if seq.num_generated else 0)
+            for seq, limit in zip(sequences, lookaheads, strict=True)
         ]
-        if self._mask is None:
+        if mask is None:
             run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head)
         elif opened := [draft for draft in drafts if draft.is_open]:
-            work = [self._masked(draft, self._mask) for draft in opened]
+            work = [self._masked(draft, mask) for draft in opened]
             draft_at_once(self.runner, opened, work, self.vocab_size, self._head)
         return [draft.proposal(HEAD) for draft in drafts]
 
@@ -129,7 +133,11 @@ class HeadDrafter(OwnCacheDrafter):
             if draft.carried is None:
                 raise SpecexportError("the head handed nothing on.")
             return RowWork(self._known(draft.tokens[-1:]), 1, draft.carried[None])
-        seq = draft.sequence
+        tokens, features = self._unread(draft.sequence)
+        return RowWork(tokens, 1, features)
+
+    def _unread(self, seq: Sequence) -> tuple[list[int], Float32Array]:
+        """Input ids and features of the entries that the head has not read; if they are many, of the last of them."""
         held = self._held.get(seq)
         if held is None or not held.count:
             raise SpecexportError("the target gave no features of this sequence.")
@@ -137,13 +145,13 @@ class HeadDrafter(OwnCacheDrafter):
         if len(tokens) > self.max_backlog:
             self.runner.prefill(seq.row, tokens[:-1], features[:-1])
             tokens, features = tokens[-1:], features[-1:]
-        return RowWork(tokens, 1, features)
+        return tokens, features
 
-    def _masked(self, draft: Draft, mask: "MaskInput") -> RowWork:
-        """The entries that a parallel head has not read, and stand-ins for all but the first token of the draft."""
-        known, unknown = self._pending(draft), draft.limit - 1
-        features = np.concatenate([known.features, np.tile(mask.feature, (unknown, 1))])
-        return RowWork([*known.tokens, *[mask.token] * unknown], draft.limit, features)
+    def _masked(self, draft: Draft, mask: "MaskInput") -> AtOnce:
+        """The entries that a parallel head has not read, and what stands for tokens that nobody knows."""
+        tokens, features = self._unread(draft.sequence)
+        newest = self._known(draft.sequence.tokens[-1:])[0]
+        return draft_work(tokens, features, newest, draft.limit, mask)
 
     def _entries(self, seq: Sequence, held: _Held) -> tuple[list[int], Float32Array]:
         """Tokens and features of the entries that are held; none are left."""
@@ -152,7 +160,8 @@ class HeadDrafter(OwnCacheDrafter):
             raise SpecexportError(
                 f"features begin at {start}, and the head goes on at {self.runner.kv.kv_len(seq.row)}."
             )
-        return self._known(seq.tokens[start + 1 : start + 1 + count]), held.take()
+        tokens = self._known(seq.tokens[start + 1 : start + 1 + count])
+        return entry_tokens(tokens, self._mask), held.take()
 
     def commit(self, sequences: Seq[Sequence]) -> None:
         """Forget features of rejected tokens, and all entries that the head made of features of its own."""

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from specexport_runtime.drafters.at_once import AtOnce
 from specexport_runtime.drafters.base import HEAD, DrafterTraits
 from specexport_runtime.drafters.draft_loop import Draft, draft_at_once
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
@@ -89,16 +90,15 @@ class MedusaDrafter(OwnCacheDrafter):
         if opened := [draft for draft in drafts if draft.is_open]:
             work = [self._asked(draft) for draft in opened]
             draft_at_once(self.runner, opened, work, self.vocab_size, self._head)
-            for draft in opened:  # nothing was kept
-                self.runner.kv.commit(draft.sequence.row, 0)
         return [draft.proposal(HEAD) for draft in drafts]
 
-    def _asked(self, draft: Draft) -> RowWork:
+    def _asked(self, draft: Draft) -> AtOnce:
         """A row for each head that is asked, with the feature of the token before the newest."""
         last, at = self._last.get(draft.sequence), len(draft.sequence.tokens) - 2
         if last is None or not last.start <= at < last.start + len(last.features):
             raise SpecexportError("the target gave no features of this sequence.")
-        return RowWork(range(draft.limit), draft.limit, np.tile(last.features[at - last.start], (draft.limit, 1)))
+        features = np.tile(last.features[at - last.start], (draft.limit, 1))
+        return AtOnce(RowWork(range(draft.limit), draft.limit, features), 0)
 
     def commit(self, sequences: Seq[Sequence]) -> None:
         """Nothing: which of the features counts is told by how many tokens the sequence has."""

@@ -9,11 +9,12 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from specexport_runtime.abi import PADDED_STEP_INPUTS, STEP_INPUTS, StepShape
+from specexport_runtime.abi import CONTEXT_ID, PADDED_STEP_INPUTS, STEP_INPUTS, StepShape
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import BoolArray, Float32Array, StepBuffers, StepOutput, Want, argmax_ids
 
-_POISON = -1
+_POISON = -2
+_BLOCK = -3  # an entry of a block, which must not outlive its step
 
 
 class FakeExecutor:
@@ -40,6 +41,8 @@ class FakeExecutor:
             is as good; with ``noise`` it is not.
         num_draft_heads: with ``reads_features``, the executor of so many Medusa heads: head i gives the logits of token
             i+2 behind a feature's tokens, if those in between are the likeliest.
+        fills_blocks: it is a head that fills blocks: entries have a feature, or are of a block, and each place's logits
+            are a function of the whole context, of the block's first token, and of what the places before it guess.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class FakeExecutor:
         gives_features: bool = False,
         reads_features: bool = False,
         num_draft_heads: int = 0,
+        fills_blocks: bool = False,
     ) -> None:
         self.vocab_size = vocab_size
         self.num_rows = num_rows
@@ -81,6 +85,7 @@ class FakeExecutor:
         self._wants_similarity = False
         self._similarity: Float32Array = np.zeros((num_gates // 2, 0), np.float32)
         self.gives_features, self.reads_features = gives_features, reads_features
+        self._fills_blocks = fills_blocks
         self.feature_size = context if gives_features or reads_features else 0
         self.num_draft_heads = num_draft_heads
         self._wants_features = False
@@ -192,7 +197,8 @@ class FakeExecutor:
         slots = (offset * shape.max_new_tokens + np.arange(count)).tolist()
         _require(buffers.unpad_index[begin:end].tolist() == slots, "unpad_index is the inverse of pad_index")
         tokens = buffers.input_ids[start:stop]
-        _require(bool(((tokens >= 0) & (tokens < self.vocab_size)).all()), "input_ids lie in the vocabulary")
+        least = CONTEXT_ID if self._fills_blocks else 0
+        _require(bool(((tokens >= least) & (tokens < self.vocab_size)).all()), "input_ids lie in the vocabulary")
         cache[kv_len:total] = tokens
         writers, number = self._writers[shape.first_row + offset], self._mask_numbers[self._mask]
         writers[kv_len:total] = number
@@ -215,6 +221,8 @@ class FakeExecutor:
             _require(bool(np.isfinite(features).all()), f"row {offset} has a feature for each token")
             if self.num_draft_heads:
                 return self._guess(features, tokens, begin, count)
+            if self._fills_blocks:
+                return self._fill_block(cache, kv_len, begin, tokens[:count], features)
             contexts = [
                 [*feature.astype(int).tolist(), int(token)] for feature, token in zip(features, tokens, strict=False)
             ]
@@ -239,6 +247,32 @@ class FakeExecutor:
                 context.append(int(self.logits_after(context).argmax()))
             found[begin + j] = self.logits_after(context)
         return found
+
+    def _fill_block(
+        self,
+        cache: npt.NDArray[np.int64],
+        kv_len: int,
+        begin: int,
+        tokens: npt.NDArray[np.int64],
+        features: Float32Array,
+    ) -> dict[int, Float32Array]:
+        """Logits of a row's context entries, which mean nothing, and of its block."""
+        count = len(tokens)
+        known = int((tokens == CONTEXT_ID).sum())
+        _require(not (cache[:kv_len] == _BLOCK).any(), "no entry of a block is committed")
+        _require(bool((tokens[:known] == CONTEXT_ID).all()), "context comes before the block")
+        cache[kv_len : kv_len + known] = features[:known, -1]
+        cache[kv_len + known : kv_len + count] = _BLOCK
+        nothing = np.zeros(self.vocab_size, np.float32)
+        after = {begin + j: nothing for j in range(known)}
+        context = [*cache[: kv_len + known].tolist(), *tokens[known : known + 1].tolist()]
+        for j in range(known, count):
+            if j == known:
+                after[begin + j] = nothing
+                continue
+            after[begin + j] = self.logits_after(context)
+            context.append(int(after[begin + j].argmax()))
+        return after
 
     def _hand_on(self, handed: Float32Array, at: int, context: list[int]) -> Float32Array:
         """A head's logits for ``context``, and what it hands on behind it."""

@@ -1,0 +1,60 @@
+"""What a parallel head is fed to draft all tokens of a sequence in one step.
+
+::
+
+    P-EAGLE (K = 3)   feature:  fa   fb   m    m        the tokens so far are a b c, and c is the newest
+                      token:    b    c    M    M        the last three places give the draft
+    DFlash (K = 3)    feature:  fa   fb   .    .    .    .
+                      token:    .    .    c    M    M    M
+
+A P-EAGLE entry has a token and a feature, the learned one beside a mask. A DFlash entry has either: features are
+context, and behind them comes a block that begins with the newest token. What stands for unknown tokens is forgotten
+after the step, and so is the whole block.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+
+from specexport_runtime.abi import CONTEXT_ID
+from specexport_runtime.bundle.mask_feature import MaskInput
+from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.packing.batch import RowWork
+
+
+class AtOnce(NamedTuple):
+    """A draft in one step.
+
+    Attributes:
+        work: what the head is fed; its last entries are the places of the draft.
+        kept: of its entries, how many are committed.
+    """
+
+    work: RowWork
+    kept: int
+
+
+def entry_tokens(tokens: Seq[int], mask: MaskInput | None) -> list[int]:
+    """Input ids of the entries of known features.
+
+    Args:
+        tokens: the token behind each feature.
+        mask: None for a head that drafts token after token.
+    """
+    return [CONTEXT_ID] * len(tokens) if mask is not None and mask.block_size is not None else list(tokens)
+
+
+def draft_work(tokens: Seq[int], features: Float32Array, newest: int, count: int, mask: MaskInput) -> AtOnce:
+    """The step that drafts ``count`` tokens behind the newest one.
+
+    Args:
+        tokens: input ids of the entries that the head has not read, at least one, from :func:`entry_tokens`.
+        features: theirs [n, E].
+        newest: the last token of the sequence.
+        count: tokens to draft, at least one.
+        mask: what stands for those that are not known.
+    """
+    behind = [mask.token] * (count - 1) if mask.block_size is None else [newest, *[mask.token] * count]
+    whole = np.concatenate([features, np.tile(mask.feature, (len(behind), 1))])
+    return AtOnce(RowWork([*tokens, *behind], count, whole), len(tokens))

@@ -1,0 +1,120 @@
+"""DFlash in torch (Chen et al. 2026): a head that fills a block of masks in one step.
+
+In every layer, keys and values come from the target's projected hidden states, one entry for each token so far, and
+from the block; queries come from the block alone: the newest token, and a mask for each token to guess. All of the
+block sees all of the context and all of the block, unless a layer is causal.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specexport.heads.config import HeadConfig
+from specexport.heads.modules import DraftHead, FeatureProjection, RunModule, norm_class
+from specexport_runtime.abi import CONTEXT_ID
+
+
+class ContextProjection(FeatureProjection):
+    """From hidden states of the target to the context that every layer reads: ``hidden_norm(fc(.))``.
+
+    Args:
+        config: of the head.
+    """
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        self.hidden_norm = norm_class(config)(config.hidden_size)
+
+    def forward(self, states: Seq[Tensor]) -> Tensor:
+        """Features [..., E] of the tapped hidden states [..., H] each."""
+        context: Tensor = self.hidden_norm(super().forward(states))
+        return context
+
+
+class BlockHead(DraftHead):
+    """A head that reads context entries, which have a feature and no token, and a block of tokens behind them.
+
+    Args:
+        config: of the head.
+    """
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        for layer, causal in zip(self.body.layers, config.causal_layers, strict=True):
+            layer.self_attn.is_causal = causal
+
+    def states(self, input_ids: Tensor, features: Tensor, run: RunModule) -> Tensor:
+        """The hidden state behind the last layer [1, T, H]; that of a context entry means nothing.
+
+        Args:
+            input_ids: [T], ``abi.CONTEXT_ID`` for a context entry.
+            features: [1, T, E]; those of the block are not read.
+            run: runs a module with attention.
+        """
+        is_context = (input_ids < 0)[None, :, None]
+        state = self.embed(input_ids.clamp(min=0))[None]
+        for layer in self.body.layers:
+            # A context entry gives keys and values of its feature in every layer, so what becomes of its own hidden
+            # state never matters.
+            state = state + run(layer.self_attn, torch.where(is_context, features, layer.input_layernorm(state)))
+            state = state + layer.mlp(layer.post_attention_layernorm(state))
+        return state
+
+
+def block_states(head: DraftHead, features: Tensor, starts: Tensor, blocks: Tensor) -> Tensor:
+    """Hidden states of blocks over one sequence, none of which sees another; attention as transformers computes it.
+
+    Args:
+        head: the head.
+        features: of the sequence [n, E].
+        starts: position of the first token of each block [A], at most n: it sees the features before it.
+        blocks: token ids [A, R].
+
+    Returns:
+        hidden states behind the last layer [A, R, H].
+    """
+    count, width = blocks.shape
+    known = len(features)
+    at = torch.cat([torch.arange(known), (starts[:, None] + torch.arange(width)).flatten()])
+    own = torch.cat([torch.full((known,), -1), torch.arange(count).repeat_interleave(width)])
+    begin = torch.cat([torch.zeros(known, dtype=torch.long), starts.repeat_interleave(width)])
+    whole = torch.where(own[None] < 0, at[None] < begin[:, None], own[:, None] == own[None])
+    rotary = head.body.rotary_emb(features[None], at[None])
+
+    def run(module: Any, hidden: Tensor) -> Tensor:
+        seen = whole
+        if module.is_causal:
+            seen = seen & (at[None] <= at[:, None])
+        if module.sliding_window:
+            seen = seen & (at[None] > at[:, None] - module.sliding_window)
+        seen = seen | torch.eye(len(at), dtype=torch.bool)  # a context entry sees something, so that it is a number
+        mask = torch.zeros(seen.shape, dtype=hidden.dtype).masked_fill(~seen, float("-inf"))[None, None]
+        output: Tensor = module(hidden_states=hidden, position_embeddings=rotary, attention_mask=mask)[0]
+        return output
+
+    ids = torch.cat([torch.full((known,), CONTEXT_ID), blocks.flatten()])
+    rows = torch.cat([features, features.new_zeros(count * width, features.shape[1])])
+    with torch.no_grad():
+        state = head.states(ids, rows[None], run)[0, known:]
+    return state.view(count, width, -1)
+
+
+def first_guesses(head: DraftHead, tokens: Tensor, features: Tensor, *, step: int, rows: int) -> Tensor:
+    """Logits [A, N] of the token behind each ``step``-th token of a text, from the second one on.
+
+    Args:
+        head: the head.
+        tokens: the text [T].
+        features: of all its tokens but the last [T-1, E].
+        step: distance of the blocks.
+        rows: tokens of each block, as a draft has them.
+    """
+    mask = head.head_config.mask_token_id
+    starts = torch.arange(1, len(tokens), step)
+    blocks = torch.full((len(starts), rows), 0 if mask is None else mask)
+    blocks[:, 0] = tokens[starts]
+    with torch.no_grad():
+        logits: Tensor = head.read(block_states(head, features, starts, blocks)[:, 1])[0]
+    return logits

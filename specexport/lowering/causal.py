@@ -1,0 +1,28 @@
+"""Whether tokens of an attention node see later ones of their row: those of a draft head that fills a block do."""
+
+from typing import TYPE_CHECKING
+
+from specexport_runtime.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+CAUSAL_ATTRIBUTE = "causal"
+
+
+def is_causal(node: "ir.Node") -> bool:
+    """Whether each token of an ``UnpaddedAttention`` node sees nothing behind itself."""
+    return bool(node.attributes.get_int(CAUSAL_ATTRIBUTE, 1))
+
+
+def require_causal(node: "ir.Node", backend: str) -> None:
+    """Refuse a node that a backend would compute as if it were causal.
+
+    Raises:
+        UnsupportedModelError: its tokens see later ones.
+    """
+    if not is_causal(node):
+        raise UnsupportedModelError(
+            f"{node.name}: tokens of this attention see later ones, and {backend} has causal attention only.",
+            "build for `ort-cpu`.",
+        )

@@ -1,0 +1,341 @@
+"""DFlash heads, made on the spot: what our engines draft is what the published equations draft."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference_dflash import context_of, draft, forward
+from tiny_dflash import DIALECTS, MASK, zlab
+from tiny_heads import HIDDEN, LAYERS, VOCAB
+from tiny_models import make_llama, save_checkpoint
+
+from specexport.build.check_block import BLOCK_STEPS
+from specexport.build.check_head import CheckedRow, check_head
+from specexport.build.pipeline import build_bundle
+from specexport.frontend.source import resolve_source
+from specexport.frontend.taps import tapped
+from specexport.heads import probe as probe_module
+from specexport.heads.dflash import block_states
+from specexport.heads.files import open_head
+from specexport.heads.load import load_head
+from specexport.heads.loaded import TargetTables
+from specexport.heads.probe import check_probe, probe_head, readings_of
+from specexport.heads.read import read_config
+from specexport.heads.trace import trace_head
+from specexport.inspect import describe
+from specexport.passes.quantize_embedding import is_lookup
+from specexport.recipe import BuildRecipe
+from specexport.verify.head_tree import HeadTree
+from specexport.verify.sampling import check_sampling
+from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.abi import CONTEXT_ID, OP_NAME
+from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.bundle.opened import load_bundle
+from specexport_runtime.errors import CheckpointError, UnsupportedModelError
+
+PROMPTS = [[5, 9, 200, 17, 8], [3, 77], [250] * 4 + [12, 13, 14, 15, 16], [9, 8, 7]]
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return make_llama(seed=3, num_hidden_layers=LAYERS, hidden_size=HIDDEN)
+
+
+@pytest.fixture(scope="module")
+def target_folder(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(target, tmp_path_factory.mktemp("target"))
+
+
+def config_of(folder: Path, **changes: Any) -> Any:
+    files = open_head(resolve_source(str(folder), None))
+    sizes = {"num_layers": LAYERS, "target_hidden_size": HIDDEN, "vocab_size": VOCAB} | changes
+    return files, read_config(files, **sizes)
+
+
+def load(folder: Path, target: Any) -> Any:
+    files, config = config_of(folder)
+    tables = TargetTables(*(t.weight.detach() for t in (target.get_input_embeddings(), target.get_output_embeddings())))
+    return load_head(files, config, tables, torch.float32)
+
+
+def edit(folder: Path, inner: dict[str, Any] | None = None, **values: Any) -> None:
+    """Change values of a configuration, and of its ``dflash_config``; None takes one out."""
+    path = folder / "config.json"
+    whole = json.loads(path.read_text()) | values
+    whole["dflash_config"] = whole.get("dflash_config", {}) | (inner or {})
+    whole["dflash_config"] = {key: value for key, value in whole["dflash_config"].items() if value is not None}
+    path.write_text(json.dumps({key: value for key, value in whole.items() if value is not None}))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_head_computes_the_published_equations(dialect: str, target: Any, tmp_path: Path) -> None:
+    spec = DIALECTS[dialect](tmp_path, target)
+    loaded = load(tmp_path, target)
+    config = loaded.config
+    assert (config.taps, config.block_size) == (spec.taps, spec.block_size)
+    assert (config.mask_token_id, config.causal_layers) == (spec.mask, tuple(spec.causal))
+    states = [torch.randn(9, HIDDEN) for _ in spec.taps]
+    context = loaded.projection(states)
+    torch.testing.assert_close(context, context_of(spec, states), rtol=0, atol=1e-5)
+    blocks = torch.tensor([[5, MASK, MASK], [7, MASK, MASK], [200, 9, 8]])
+    starts = torch.tensor([9, 4, 1])  # blocks behind a part of the context see no more than it
+    found = block_states(loaded.head, context, starts, blocks)
+    for start, block, state in zip(starts.tolist(), blocks, found, strict=True):
+        wanted_logits, wanted = forward(spec, context[:start], block.tolist())
+        torch.testing.assert_close(state, wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(loaded.head.read(state)[0], wanted_logits, rtol=0, atol=1e-5)
+    assert (None if loaded.ids is None else loaded.ids.tolist()) == spec.ids
+
+
+def test_a_trace_says_which_layers_look_ahead_and_keeps_its_lookup(target: Any, tmp_path: Path) -> None:
+    spec = DIALECTS["sliding"](tmp_path, target)
+    nodes = list(trace_head(load(tmp_path, target).head).ir_model.graph)
+    attention = [node.attributes for node in nodes if node.op_type == OP_NAME]
+    assert [bool(found["causal"].as_int()) for found in attention] == list(spec.causal)
+    assert [found["window"].as_int() for found in attention] == [6, 6, -1]
+    assert sum(map(is_lookup, nodes)) == 1  # so that its table is quantized like any other
+
+
+def build(target_folder: Path, folder: Path, **options: Any) -> Path:
+    recipe = BuildRecipe(
+        target=str(target_folder), head=str(folder / "head"), output=str(folder / "b"), max_model_len=64, **options
+    )
+    build_bundle(recipe)
+    return folder / "b"
+
+
+class Watch:
+    """What was drafted, and behind which tokens."""
+
+    def __init__(self) -> None:
+        self.rounds: list[tuple[list[int], list[int]]] = []
+
+    def on_round(self, record: Any) -> None:
+        for event in record.events:
+            before = event.sequence.tokens[: len(event.sequence.tokens) - len(event.tokens)]
+            self.rounds.append((before, list(event.proposal.tokens)))
+
+    def on_finish(self, _: Any) -> None: ...
+
+
+@pytest.mark.bundle
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_bundle_drafts_what_the_published_equations_draft(
+    dialect: str, target: Any, target_folder: Path, tmp_path: Path
+) -> None:
+    spec = DIALECTS[dialect](tmp_path / "head", target)
+    bundle = build(target_folder, tmp_path, check=False)
+    check_reference(bundle, spec)
+    manifest = load_manifest(bundle)
+    assert manifest.models["head"].block_size == spec.block_size
+    assert f"draft head: dflash with blocks of {spec.block_size}" in "\n".join(describe(manifest))
+    # Rows of other lengths, prompts in pieces, and a place that is taken over.
+    engine = SpecEngine.load(
+        bundle, num_threads=1, spin=False, adaptive=False, max_num_seqs=3, max_num_batched_tokens=4
+    )
+    watch, params = Watch(), SamplingParams(max_tokens=14, ignore_eos=True)
+    engine.add_observer(watch)
+    plain = [list(result.token_ids) for result in engine.generate(PROMPTS, params, drafter="none")]
+    watch.rounds.clear()
+    found = engine.generate(PROMPTS, params, drafter="head", num_speculative_tokens=4)
+    assert [list(result.token_ids) for result in found] == plain
+    drafts = [(before, drafted) for before, drafted in watch.rounds if drafted]
+    assert max(len(drafted) for _, drafted in drafts) == min(4, spec.block_size - 1)
+    for before, drafted in drafts:
+        assert drafted == draft(spec, target, before, len(drafted), manifest.vocabulary.size), before
+    assert sum(len(drafted) for _, drafted in drafts) > 60
+    engine.check()
+    engine.close()
+
+
+def check_reference(bundle: Path, spec: Any) -> None:
+    """The engine's logits and hidden states in ragged steps, against the equations: 1e-5."""
+    generator = np.random.default_rng(4)
+    known, steps = [torch.zeros(0, HIDDEN) for _ in BLOCK_STEPS[0]], []
+    for sizes in BLOCK_STEPS:
+        rows = []
+        for row, (count, width) in enumerate(sizes):
+            fresh = generator.normal(0, 1, (count, HIDDEN)).astype(np.float32)
+            known[row] = torch.cat([known[row], torch.from_numpy(fresh)])
+            block = generator.integers(0, VOCAB, width)
+            logits, hidden = forward(spec, known[row], block.tolist())
+            tokens = np.concatenate([np.full(count, CONTEXT_ID), block])
+            # What a block's rows have for a feature is not read.
+            fed = np.concatenate([fresh, generator.normal(0, 9, (width, HIDDEN)).astype(np.float32)])
+            rows.append(CheckedRow(tokens, fed, count, logits.numpy(), hidden.numpy()))
+        steps.append(rows)
+    opened = load_bundle(bundle)
+    assert check_head(opened.folder, opened.manifest.models["head"], steps).max_abs_error <= 1e-5
+
+
+@pytest.mark.bundle
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_drafts_that_are_right_are_accepted_to_the_last(quantize: str, tmp_path: Path) -> None:
+    """A target that writes one token whatever it reads, and a head that shares its tables."""
+    target = make_llama(seed=3, num_hidden_layers=LAYERS, hidden_size=HIDDEN)
+    with torch.no_grad():
+        target.get_input_embeddings().weight[:, 0] = 60.0
+        target.get_output_embeddings().weight[7] = torch.eye(HIDDEN)[0] * 40
+    folder = save_checkpoint(target, tmp_path / "target")
+    zlab(tmp_path / "head", target)
+    bundle = build(folder, tmp_path, check=False, quantize=quantize)
+    engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False, max_num_seqs=2)
+    params = SamplingParams(max_tokens=25, ignore_eos=True)
+    results = engine.generate(PROMPTS, params, drafter="head", num_speculative_tokens=5)
+    for result in results:
+        assert list(result.token_ids) == [7] * 25
+        assert result.stats.accepted == result.stats.drafted > 0
+    engine.close()
+
+
+@pytest.mark.bundle
+def test_the_builds_own_check_and_sampled_text(target: Any, target_folder: Path, tmp_path: Path) -> None:
+    """The check of the engine runs; sampled text has the target's distribution; a tree drafts as the drafter does."""
+    spec = zlab(tmp_path / "head", target)
+    patch = pytest.MonkeyPatch()
+    patch.setattr("specexport.heads.probe.check_probe", lambda *_: None)  # a random head guesses nothing
+    try:
+        bundle = build(target_folder, tmp_path)
+    finally:
+        patch.undo()
+    assert load_manifest(bundle).models["head"].guessed is not None
+    engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False, max_num_seqs=4)
+    tree = HeadTree(engine.target, engine.head, PROMPTS[2], mask=engine.mask, places=3)
+    rows = [int(tree(path).argmax()) for path in ((), (1,), (5, 6))]
+    assert rows == draft(spec, target, PROMPTS[2], 3, VOCAB)
+    assert np.array_equal(tree((9, 9)), tree((5, 6)))
+    found = check_sampling(engine, PROMPTS, num_samples=600, num_runs=150, num_contexts=1, draft_vocab_size=VOCAB)
+    assert found.passed
+    assert found.has_power
+    engine.close()
+
+
+def test_the_probe_takes_the_hidden_states_that_are_meant(target: Any, tmp_path: Path) -> None:
+    zlab(tmp_path, target)
+    loaded = load(tmp_path, target)
+    changes = [reading.change for reading in readings_of(loaded.config, LAYERS)]
+    assert changes == [
+        "", "hidden states [0, 2, 4] in the place of [1, 3, 5]", "hidden states [2, 4, 6] in the place of [1, 3, 5]",
+        "hidden states in the order [5, 3, 1]",
+    ]  # fmt: skip
+    pieces = [np.array([5, 9, 200, 17, 8, 3, 77, 250, 12, 13, 14, 15]), np.array([9, 8, 7, 6, 100, 101])]
+    for right in ((1, 3, 5), (2, 4, 6), (5, 3, 1), None):
+        patch = pytest.MonkeyPatch()
+        patch.setattr(probe_module, "first_guesses", oracle(target, loaded, right))
+        try:
+            probe = probe_head(target, loaded, pieces, LAYERS)
+        finally:
+            patch.undo()
+        if right is None:
+            with pytest.raises(CheckpointError, match="was made for another target"):
+                check_probe(probe, "h")
+        else:
+            check_probe(probe, "h")
+            assert (probe.reading.config.taps, probe.rate) == (right, 1.0)
+
+
+def oracle(target: Any, loaded: Any, right: tuple[int, ...] | None) -> Any:
+    """Guesses what the target says where the features are of the right hidden states, and nothing elsewhere."""
+
+    def guess(_: Any, tokens: Any, features: Any, *, step: int, rows: int) -> Any:
+        assert rows == 5
+        taps = right or (0,)
+        with tapped(target, taps) as states:
+            logits = target(tokens[None]).logits[0, 1::step]
+        if right is not None:
+            wanted = loaded.projection([states[tap][0, :-1] for tap in taps])
+            if torch.allclose(wanted, features, atol=1e-5):
+                return logits
+        return torch.zeros_like(logits)
+
+    return guess
+
+
+def test_causal_blocks_and_windows_are_read_as_their_writers_mean_them(target: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    DIALECTS["sliding"](folder, target)
+    for change, wanted in (
+        ({"is_causal": True}, (True, True, True)),
+        ({"is_causal": False}, (False, False, False)),
+        ({"is_causal": None, "sliding_window_non_causal": True}, (False, False, False)),
+        ({"sliding_window_non_causal": False}, (True, True, False)),
+    ):
+        edit(folder, **change)
+        assert config_of(folder)[1].causal_layers == wanted
+    windows = [layer.self_attn.sliding_window for layer in load(folder, target).head.body.layers]
+    assert windows == [6, 6, None]
+    edit(folder, use_sliding_window=False)  # what transformers makes of it, and so what z-lab trained
+    assert [layer.self_attn.sliding_window for layer in load(folder, target).head.body.layers] == [None] * 3
+    edit(folder, use_sliding_window=True, layer_types=None)
+    with pytest.raises(UnsupportedModelError, match="no layer_types that say"):
+        config_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("inner", "values", "said"),
+    [
+        ({"mask_token_id": None}, {}, "mask_token_id is None, no token of 320"),
+        ({"mask_token_id": VOCAB}, {}, "mask_token_id is 320, no token of 320"),
+        ({"block_size": 1}, {}, "block_size is 1; a block has 2 tokens or more"),
+        ({}, {"block_size": "16"}, "block_size is '16'"),
+        ({"target_layer_ids": None}, {}, "target_layer_ids, the target's layers that it reads, are not given"),
+        ({"target_layer_ids": [0, 2, 6]}, {}, r"reads layers \[0, 2, 6\], and the target has 6"),
+        ({"target_layer_ids": "1"}, {}, "target_layer_ids is '1', no list of layers"),
+        ({}, {"layer_types": ["full_attention"]}, "there are 3 layers"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(
+    inner: dict[str, Any], values: dict[str, Any], said: str, target: Any, tmp_path: Path
+) -> None:
+    zlab(tmp_path, target)
+    edit(tmp_path, inner, **values)
+    with pytest.raises(CheckpointError, match=said):
+        config_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("inner", "values", "key"),
+    [
+        ({"use_swa": True}, {}, "use_swa to True"),
+        ({"attention_sink_bias": True}, {}, "attention_sink_bias to True"),
+        ({}, {"sample_from_anchor": True}, "sample_from_anchor to True"),
+        ({}, {"markov_rank": 256}, "markov_rank to 256"),
+        ({}, {"projector_type": "domino"}, "projector_type to 'domino'"),
+        ({"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping to 30.0"),
+    ],
+)
+def test_variants_are_refused_by_name(
+    inner: dict[str, Any], values: dict[str, Any], key: str, target: Any, tmp_path: Path
+) -> None:
+    zlab(tmp_path, target)
+    edit(tmp_path, inner, **values)
+    with pytest.raises(UnsupportedModelError, match=f"sets {key}, a variant of DFlash"):
+        config_of(tmp_path)
+
+
+def test_tensors_that_are_missing_or_of_a_variant_are_named(target: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    zlab(tmp_path, target)
+    path = tmp_path / "model.safetensors"
+    own = load_file(path)
+    save_file({name: value for name, value in own.items() if name != "hidden_norm.weight"}, path)
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors, for example hidden_norm.weight"):
+        load(tmp_path, target)
+    save_file({name: value for name, value in own.items() if "1.self_attn.q_norm" not in name}, path)
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors, for example layers.1.self_attn.q_norm.weight"):
+        load(tmp_path, target)
+    save_file(own | {"markov_head.markov_w1.weight": torch.ones(VOCAB, 4)}, path)
+    with pytest.raises(UnsupportedModelError, match=r"for example markov_head.markov_w1.weight"):
+        load(tmp_path, target)
+
+
+def test_a_head_of_another_width_needs_tables_of_its_own(target: Any, tmp_path: Path) -> None:
+    zlab(tmp_path, target)
+    files, config = config_of(tmp_path)
+    tables = TargetTables(torch.zeros(VOCAB, 32), torch.zeros(VOCAB, 32))
+    with pytest.raises(CheckpointError, match="it has 32 values a token, and the head 64"):
+        load_head(files, config, tables, torch.float32)

@@ -1,0 +1,169 @@
+"""Drafting with a head that fills blocks (DFlash), on fakes whose guesses need the whole context, true and in order."""
+
+import dataclasses
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chance import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from loop import CAPACITY, VOCAB, greedy_reference, make_decoder, make_sequence, make_target, run
+
+from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.mask_feature import MaskInput, load_mask
+from specexport_runtime.drafters import head as head_module
+from specexport_runtime.drafters.head import HeadDrafter
+from specexport_runtime.errors import BundleError
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.records import DraftStage
+
+PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]
+MASK = 9
+
+
+def block_decoder(lookahead, noise=0.0, rows=4, *, block_size=8, stages=("head",), max_chunk=512, kind=HeadDrafter):
+    target = make_target(rows, gives_features=True)
+    decoder = make_decoder(target, None, 0, max_chunk=max_chunk)
+    executor = FakeExecutor(VOCAB, rows, CAPACITY, noise=noise, reads_features=True, fills_blocks=True)
+    mask = MaskInput(MASK, np.zeros(executor.feature_size, np.float32), block_size)
+    drafter = kind(ModelRunner(executor, max_chunk=max_chunk), vocab_size=VOCAB, mask=mask)
+    decoder.drafter.drafters["head"] = drafter
+    decoder.plan = tuple(DraftStage(name, lookahead) for name in stages)
+    return decoder, target, drafter
+
+
+def check_plain(target, sequences):
+    for seq in sequences:
+        prompt = seq.tokens[: seq.num_prompt_tokens]
+        assert seq.output == greedy_reference(target, prompt, seq.max_tokens)
+
+
+def totals(sequences):
+    return tuple(sum(getattr(seq.stats, name) for seq in sequences) for name in ("drafted", "accepted"))
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 5, 8])
+@pytest.mark.parametrize(("noise", "least"), [(0.0, 1.0), (0.4, 0.2), (30.0, 0.0)])
+def test_greedy_text_equals_plain_greedy(noise, least, lookahead):
+    decoder, target, drafter = block_decoder(lookahead, noise)
+    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=5 + 7 * i)) for i, prompt in enumerate(PROMPTS)]
+    events = run(decoder, sequences)
+    check_plain(target, sequences)
+    drafted, accepted = totals(sequences)
+    assert drafted >= accepted >= least * drafted
+    assert max(event.drafted for event in events) == min(lookahead, 7)
+    assert not drafter.runner.kv.num_committed
+
+
+@examples(40)
+@given(
+    lookahead=st.integers(1, 8),
+    rows=st.integers(1, 4),
+    max_chunk=st.integers(1, 10),
+    held=st.integers(1, 6),
+    block_size=st.integers(2, 9),
+    lookup=st.booleans(),
+)
+def test_every_draft_reads_the_whole_context_whatever_the_chunks_and_the_neighbours(
+    lookahead, rows, max_chunk, held, block_size, lookup
+):
+    patch = pytest.MonkeyPatch()
+    patch.setattr(head_module, "MAX_HELD", held)
+    stages = ("lookup", "head") if lookup else ("head",)
+    decoder, target, drafter = block_decoder(
+        lookahead, 0.0, rows, stages=stages, max_chunk=max_chunk, block_size=block_size
+    )
+    drafter.max_backlog = 3
+    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=4 + 5 * i)) for i, prompt in enumerate(PROMPTS)]
+    try:
+        run(decoder, sequences)
+    finally:
+        patch.undo()
+    check_plain(target, sequences)
+    if not lookup:
+        drafted, accepted = totals(sequences)
+        assert accepted == drafted > 0
+
+
+class Forgetful(HeadDrafter):
+    """Gives the head features of another token."""
+
+    def note_features(self, sequence, start, features):
+        super().note_features(sequence, start, features if start == 0 else np.full_like(features, 1.0))
+
+
+def test_wrong_context_is_seen_in_the_acceptance():
+    rates = []
+    for kind in (HeadDrafter, Forgetful):
+        decoder, target, _ = block_decoder(4, 0.0, kind=kind)
+        sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=30)) for i, prompt in enumerate(PROMPTS)]
+        run(decoder, sequences)
+        check_plain(target, sequences)
+        drafted, accepted = totals(sequences)
+        rates.append(accepted / drafted)
+    assert rates[0] == 1.0
+    assert rates[1] < 0.5
+
+
+def test_one_step_of_the_head_a_round():
+    decoder, target, drafter = block_decoder(5, 0.0)
+    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=24)) for i, prompt in enumerate(PROMPTS[:4])]
+    run(decoder, sequences)
+    assert len(drafter.runner.executor.calls) <= len(target.calls)
+    wide = [shape for shape in drafter.runner.executor.calls if shape.num_logit_rows > shape.num_seqs]
+    assert wide, "several places of a row get logits"
+    assert all(shape.num_tokens >= shape.num_logit_rows + 2 for shape in wide), "context, the newest token, and masks"
+
+
+def test_sampled_text_does_not_depend_on_the_batch():
+    def make(i):
+        return make_sequence(i, PROMPTS[i], SamplingParams(max_tokens=25, temperature=0.8, top_k=12), seed=i + 5)
+
+    decoder, _, _ = block_decoder(4, 0.4)
+    together = [make(i) for i in range(4)]
+    run(decoder, together)
+    for i, seq in enumerate(together):
+        decoder, _, _ = block_decoder(4, 0.4)
+        alone = make(i)
+        run(decoder, [alone])
+        assert seq.output == alone.output
+        assert seq.stats.accepted == alone.stats.accepted > 0
+
+
+def test_a_cancelled_sequence_leaves_nothing_and_its_neighbours_go_on():
+    decoder, target, drafter = block_decoder(4, 0.4, rows=3)
+    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=30)) for i, prompt in enumerate(PROMPTS[:3])]
+    for seq in sequences:
+        decoder.add(seq)
+    for _ in range(3):
+        decoder.step()
+    decoder.cancel(sequences[0])
+    while decoder.has_work:
+        decoder.step()
+        decoder.check()
+        drafter.runner.kv.check()
+    check_plain(target, sequences[1:])
+    assert not drafter.runner.kv.num_committed
+    del seq, sequences
+    gc.collect()
+    assert not drafter._held
+
+
+def test_what_a_manifest_says_of_a_block():
+    entry = ModelEntry(
+        path="head/model.onnx", backend="ort-cpu", architecture="dflash head", dtype="float32", vocab_size=VOCAB,
+        layers=(LayerGeometry(1, 8, 8),), inputs=("input_ids",), num_parameters=1, max_positions=None, source="h",
+        source_sha256="ab", feature_size=6, mask_token_id=4, block_size=8,
+    )  # fmt: skip
+    found = load_mask(Path("b"), entry)
+    assert (found.token, found.block_size, found.most, found.feature.tolist()) == (4, 8, 7, [0.0] * 6)
+    assert load_mask(Path("b"), dataclasses.replace(entry, mask_token_id=None)) is None
+    with pytest.raises(BundleError, match="stands for unknown ones without a feature"):
+        load_mask(Path("b"), dataclasses.replace(entry, block_size=None))
+    with pytest.raises(BundleError, match="stands for unknown ones"):
+        load_mask(Path("b"), dataclasses.replace(entry, mask_token_id=entry.vocab_size))
