@@ -3,8 +3,9 @@
 python benchmarks/heads.py engines/with-head --prompts code=code.jsonl,math=math.jsonl
 
 Ways: plain decoding; the head alone with K tokens; ``auto``, and what that would be without the head (copies alone).
+With ``--pair`` a bundle of the same target with a draft model is measured behind it, each over its own plain decoding.
 Nothing is remembered from one text for the next. Steps: one of the target with and without features, one of
-the head on one token, and on K stand-ins where it is a parallel one.
+the head on one token, on several that it catches up on, and with the logits of all, as a parallel head drafts.
 """
 
 import argparse
@@ -24,7 +25,9 @@ from specexport_runtime.packing.batch import ModelRunner, RowWork
 PAST = 64
 
 
-def ways_of(args: argparse.Namespace, prompts: list[str]) -> dict[str, Callable[[int], dict[str, Any]]]:
+def ways_of(
+    args: argparse.Namespace, prompts: list[str], drafter: str = "head"
+) -> dict[str, Callable[[int], dict[str, Any]]]:
     """What makes the arguments of ``generate``, by the name of a way."""
 
     def way(**drafting: Any) -> Callable[[int], dict[str, Any]]:
@@ -35,9 +38,11 @@ def ways_of(args: argparse.Namespace, prompts: list[str]) -> dict[str, Callable[
             **drafting,
         }
 
-    heads = {f"head K={k}": way(drafter="head", num_speculative_tokens=k) for k in args.lookaheads}
-    copies = way(drafter="suffix", num_speculative_tokens="auto")
-    return {"plain": way(drafter="none"), **heads, "auto": way(drafter="auto"), "auto without the head": copies}
+    alone = {f"{drafter} K={k}": way(drafter=drafter, num_speculative_tokens=k) for k in args.lookaheads}
+    ways = {"plain": way(drafter="none"), **alone, "auto": way(drafter="auto")}
+    return ways | (
+        {"auto without the head": way(drafter="suffix", num_speculative_tokens="auto")} if drafter == "head" else {}
+    )
 
 
 def step_times(engine: SpecEngine, repeats: int) -> dict[str, float]:
@@ -51,12 +56,12 @@ def step_times(engine: SpecEngine, repeats: int) -> dict[str, float]:
     target.prefill(0, tokens)
     head.prefill(0, tokens, features)
 
-    def run(runner: ModelRunner, count: int, wanted: bool = False) -> float:
+    def run(runner: ModelRunner, count: int, wanted: bool = False, places: int = 1) -> float:
         rows = features[:count] if runner is head else None
         if runner is target:
             featured.want_features(wanted)
         start = time.perf_counter()
-        runner.step(0, [RowWork(tokens[:count], 1, rows)], "token_ids")
+        runner.step(0, [RowWork(tokens[:count], places, rows)], "token_ids")
         return 1e3 * (time.perf_counter() - start)
 
     points = {
@@ -67,6 +72,8 @@ def step_times(engine: SpecEngine, repeats: int) -> dict[str, float]:
         "head, 1 token": lambda: run(head, 1),
         "head, 3 tokens": lambda: run(head, 3),
         "head, 8 tokens": lambda: run(head, 8),
+        "head, 4 tokens and the logits of all": lambda: run(head, 4, places=4),
+        "head, 8 tokens and the logits of all": lambda: run(head, 8, places=8),
     }
     found: dict[str, list[float]] = {name: [] for name in points}
     for _ in range(repeats):
@@ -84,6 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", required=True, help="NAME=FILE,…")
+    parser.add_argument("--pair", type=Path, help="a bundle of the same target with a draft model")
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--skip", type=int, default=0, help="prompts of each file that are left out")
     parser.add_argument("--tokens", type=int, default=96)
@@ -100,6 +108,7 @@ def main() -> None:
     extra = steps["target, 5 tokens, with features"] / steps["target, 5 tokens"] - 1
     rows.append(("features in a step of 5 tokens", f"{extra:+.1%}"))
     records = {}
+    other = None if args.pair is None else SpecEngine.load(args.pair, max_num_seqs=args.batch_size, max_model_len=1024)
     for domain, prompts in read_domains(args.prompts, args.num_prompts, args.skip).items():
         ways = ways_of(args, prompts)
         record = measure_in_turns(engine, ways, size=args.batch_size, tokens=args.tokens, repeats=args.repeats)
@@ -116,6 +125,19 @@ def main() -> None:
             (f"{domain}: auto / auto without the head", f"{ratio(record, 'auto', 'auto without the head'):.2f}")
         )
         rows.append((f"{domain}: texts that differ from plain", str(record["different"])))
+        if other is not None:
+            found = measure_in_turns(
+                other,
+                ways_of(args, prompts, "draft-model"),
+                size=args.batch_size,
+                tokens=args.tokens,
+                repeats=args.repeats,
+            )
+            records[f"{domain}, pair"] = found
+            for k in args.lookaheads:
+                over = ratio(found, f"draft-model K={k}", "plain")
+                rows.append((f"{domain}: draft model K={k}", f"{over:.2f}x"))
+            rows.append((f"{domain}: auto with the draft model", f"{ratio(found, 'auto', 'plain'):.2f}x"))
     report(f"Draft head of {args.bundle.name}, batch {args.batch_size}", rows, {"steps": steps, **records}, args.json)
 
 
