@@ -82,10 +82,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """
 
     def write(temporary: Path) -> None:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # safetensors' own files are for nobody else
         try:
             save_file(dict(tensors), temporary, None if metadata is None else dict(metadata))
         except SafetensorError as error:  # what the operating system said is in its text alone
             raise OSError(errno.EIO, str(error)) from error
+        temporary.chmod(mode)
 
     write_file(path, write)
 

@@ -24,6 +24,7 @@ from specexport.heads.loaded import TargetTables
 from specexport.heads.mtp_files import open_mtp
 from specexport.heads.read import read_config
 from specexport.heads.trace import causal_step
+from specexport.inspect import contract_of
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import AFTER_NORM
@@ -66,6 +67,7 @@ def test_a_bundle_drafts_what_the_module_drafts(family: str, tmp_path: Path) -> 
     )
     entry = load_manifest(tmp_path / "b").models["head"]
     assert (entry.head_kind, entry.taps) == ("mtp", (AFTER_NORM,))
+    assert "next_features" in [spec.name for spec in contract_of(entry)]
     check_drafts(tmp_path / "b", lambda before, count, limit: tiny_modules.draft(module, before, count, limit))
 
 

@@ -256,6 +256,8 @@ def test_the_head_is_in_the_format_of_speculators(
     config = read_config(files, num_layers=LAYERS, target_hidden_size=64, vocab_size=320)
     assert (config.source_format, config.taps, config.draft_vocab_size) == ("speculators", (2, 3), 100)
     assert "embed_tokens.weight" not in files.shapes
+    modes = {(tmp_path / "head" / name).stat().st_mode & 0o777 for name in ("config.json", "model.safetensors")}
+    assert len(modes) == 1  # who may read the one may read the other
     card = (tmp_path / "head" / "README.md").read_text()
     assert "| on held-out texts: tokens a round" in card
     with pytest.raises(InvalidRequestError, match="was written with"):
