@@ -33,7 +33,7 @@ def load(
     reader = open_reader(found)
     if keep and reader is not None:
         check_formats(found, reader)
-    with _quiet_transformers(), shared(found, reader):
+    with quiet_transformers(), shared(found, reader):
         config = _load_config(found, trust_remote_code)
         correct_config(found, reader, config)
         tokenizer = honour_file(found, reader, load_tokenizer(found, trust_remote_code=trust_remote_code))
@@ -236,7 +236,7 @@ def _clear_quantizer_marks(model: Any) -> None:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No progress bars and no advice from transformers: what matters here is raised as an error."""
     from transformers import modeling_gguf_pytorch_utils as gguf_utils
     from transformers.utils import logging as hf_logging

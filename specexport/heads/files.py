@@ -138,7 +138,7 @@ def name_in_module(key: str, num_layers: int | None = None) -> str | None:
 def _name_beside_module(key: str) -> str | None:
     """Our name of a tensor in a folder of speculators that holds an MTP module, and tables beside it."""
     name = name_in_module(key)
-    return name if name is not None or ".layers." in f".{key}" or "mtp" in key else _our_name(key)
+    return name if name is not None or "layers" in key else _our_name(key)
 
 
 def stored_name(name: str) -> str:

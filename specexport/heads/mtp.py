@@ -5,12 +5,12 @@ norm. Which of the two comes first in the file's matrix, and whether the norm is
 reads, differs by writer.
 """
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from specexport.frontend.load import quiet_transformers
 from specexport.heads.config import HeadConfig
 from specexport.heads.files import HeadFiles
 from specexport.heads.modules import DraftHead, RunModule, body_config, norm_class
@@ -61,9 +61,10 @@ def load_body(files: HeadFiles, config: HeadConfig, dtype: torch.dtype) -> Any:
     dummy = torch.zeros(1, config.hidden_size)  # a table of one row, for there is no vocabulary here
     state |= {prefix + "embed_tokens.weight": dummy, "lm_head.weight": dummy.clone()}
     try:
-        model, report = kind.from_pretrained(
-            None, config=copy.deepcopy(made), state_dict=state, dtype=dtype, output_loading_info=True
-        )
+        with quiet_transformers():
+            model, report = kind.from_pretrained(
+                None, config=made, state_dict=state, dtype=dtype, output_loading_info=True
+            )
     except Exception as error:  # shapes that do not fit
         raise CheckpointError(
             f"{files.name}: its MTP module cannot be loaded ({type(error).__name__}: {error}).",

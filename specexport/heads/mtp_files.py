@@ -11,9 +11,6 @@ from specexport.frontend.source import Source
 from specexport.heads.files import CONFIG_NAME, EMBED_NORM, HeadFiles, name_in_module, read_names
 from specexport_runtime.errors import CheckpointError
 
-MTP = "mtp"
-"""What is given in the place of a head's folder for the module in the target's own checkpoint."""
-
 
 def open_mtp(source: Source, values: Mapping[str, Any]) -> HeadFiles:
     """Find the MTP module of a checkpoint.

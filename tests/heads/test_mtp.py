@@ -26,6 +26,7 @@ from specexport.heads.read import read_config
 from specexport.heads.trace import causal_step
 from specexport.inspect import contract_of
 from specexport.recipe import BuildRecipe
+from specexport.verify.sampling import Setting, check_sampling
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.bundle.manifest import load_manifest
@@ -121,6 +122,34 @@ def test_what_a_module_knows_is_accepted(knowing: Path, tmp_path: Path, quantize
     entry = build(knowing, tmp_path / "b", quantize=quantize)
     assert (entry.guessed, entry.reading, entry.quantize) == (1.0, None, quantize)
     assert accepted(tmp_path / "b") > 0.99
+
+
+@pytest.mark.bundle
+@pytest.mark.parametrize("draft_quantize", [None, "int8"])
+def test_an_int8_target_keeps_its_law_and_its_text(knowing: Path, tmp_path: Path, draft_quantize: Any) -> None:
+    """Greedy for K 1 to 8 in batches of one and of eight, and by chi-square, with a float and an int8 head."""
+    build(knowing, tmp_path / "b", quantize="int8", draft_quantize=draft_quantize or "none")
+    config = {"method": "mtp", "num_speculative_tokens": 4}
+    prompts = [*PROMPTS, *([7, 9 + i, 30 - i] for i in range(4))]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    for size in (1, 8):
+        engine = SpecEngine.load(
+            tmp_path / "b",
+            num_threads=1,
+            spin=False,
+            adaptive=False,
+            max_num_seqs=size,
+            speculative_config=config,
+        )
+        plain = [result.token_ids for result in engine.generate(prompts, params, drafter="none")]
+        for k in range(1, 9):
+            found = engine.generate(prompts, params, drafter="head", num_speculative_tokens=k)
+            assert [result.token_ids for result in found] == plain, k
+        if size == 1:
+            settings = [Setting("hot", SamplingParams(temperature=1.0, top_k=8), 3)]
+            law = check_sampling(engine, PROMPTS, settings=settings, num_samples=2000, num_runs=300, num_contexts=1)
+            assert law.passed, law
+        engine.close()
 
 
 @pytest.mark.bundle
