@@ -212,7 +212,8 @@ def test_each_drafter_has_its_own_counts(engine):
     ("config", "words"),
     [
         ({"num_speculative_token": 3}, "'num_speculative_tokens'"),
-        ({"method": "eagle"}, "'eagle'"),
+        ({"method": "eagle"}, "this bundle has no head"),
+        ({"method": "mlp_speculator"}, "'mlp_speculator'"),
         ({"model": "other"}, "'draft-name'"),
         ({"num_speculative_tokens": 9}, "1 to 8"),
         ({"num_speculative_tokens": 0}, "1 to 8"),
