@@ -61,7 +61,7 @@ def train_draft(*, plot: Path | None, as_json: bool, quiet: bool, **asked: Any) 
     last = result.curve[-1]
     click.echo(
         f"Trained {result.output} on {result.num_tokens:,} tokens in {result.seconds / 60:.1f} minutes "
-        f"({result.tokens_per_second:.0f} tokens/s)."
+        f"({result.tokens_per_second:.0f} tokens/s), peak memory {result.peak_memory_bytes / 1e6:.0f} MB."
     )
     click.echo(f"  held-out texts: {last['length']:.2f} tokens a round, first guess right {last['rates'][0]:.0%}")
     click.echo(f"  specexport build {options.target} --head {result.output} -o BUNDLE")

@@ -10,6 +10,7 @@ import numpy as np
 
 from specexport.atomic import require_space
 from specexport.bench.prompts import read_prompts
+from specexport.host import peak_memory_bytes
 from specexport.progress import Progress, StageClock
 from specexport.train.options import TrainOptions
 from specexport_runtime.errors import InvalidRequestError, OutputExistsError, UnsupportedModelError
@@ -35,6 +36,7 @@ class Trained(NamedTuple):
         seconds: of learning, this run and those before.
         curve: acceptance on held-out texts: ``batch``, ``length``, ``rates`` and ``loss`` each time.
         tokens_per_second: of learning.
+        peak_memory_bytes: most resident memory of this process so far, pages of the hidden states' files included.
     """
 
     output: Path
@@ -44,6 +46,7 @@ class Trained(NamedTuple):
     seconds: float
     curve: Seq[dict[str, Any]]
     tokens_per_second: float
+    peak_memory_bytes: int
 
     def to_json(self) -> dict[str, Any]:
         """As JSON types."""
@@ -254,6 +257,7 @@ def _save(options: TrainOptions, trainer: Any, config: Any, ids: Int32Array, sto
         seconds=trainer.seconds,
         curve=tuple(trainer.curve),
         tokens_per_second=trainer.tokens / max(trainer.seconds, 1e-9),
+        peak_memory_bytes=peak_memory_bytes(),
     )
     name = Path(options.target).name
     write_head(

@@ -251,7 +251,9 @@ def test_a_killed_run_goes_on_with_the_same_curve(
 def test_the_head_is_in_the_format_of_speculators(
     target: Path, prompts: Path, bundle: Path, tmp_path: Path, saves_often: None
 ) -> None:
-    train_draft(options(target, prompts, bundle, tmp_path / "head", draft_vocab_size=100))
+    told = train_draft(options(target, prompts, bundle, tmp_path / "head", draft_vocab_size=100)).to_json()
+    assert told["peak_memory_bytes"] > 1 << 26
+    assert told["tokens_per_second"] > 0
     files = open_head(resolve_source(str(tmp_path / "head"), None))
     config = read_config(files, num_layers=LAYERS, target_hidden_size=64, vocab_size=320)
     assert (config.source_format, config.taps, config.draft_vocab_size) == ("speculators", (2, 3), 100)
