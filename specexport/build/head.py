@@ -21,6 +21,7 @@ from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.bundle.mask_feature import MASK_NAME
+from specexport_runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from specexport.frontend.taps import FeatureRequest
@@ -91,7 +92,11 @@ def untaken_module(recipe: BuildRecipe) -> str | None:
 
     if recipe.draft is not None or recipe.head is not None or not find_backend(recipe.backend).has_heads:
         return None
-    if not holds_module(resolve_source(recipe.target, recipe.revision)):
+    try:
+        source = resolve_source(recipe.target, recipe.revision)
+    except CheckpointError:  # a hub that cannot be reached any more; the bundle is built
+        return None
+    if not holds_module(source):
         return None
     return f"{recipe.target} holds an MTP module: with `--head {MTP}` it drafts."
 

@@ -195,6 +195,7 @@ def test_a_build_without_the_module_tells_of_it(knowing: Path, tmp_path: Path) -
     assert untaken_module(replace(recipe, head="mtp")) is None
     plain = save_checkpoint(make_llama(), tmp_path / "plain")
     assert untaken_module(replace(recipe, target=str(plain))) is None
+    assert untaken_module(replace(recipe, target=str(tmp_path / "gone"))) is None
 
 
 def test_a_gguf_file_has_no_module_that_is_read(tmp_path: Path) -> None:

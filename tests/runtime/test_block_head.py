@@ -1,15 +1,15 @@
 """Drafting with a head that fills blocks (DFlash), on fakes whose guesses need the whole context, true and in order."""
 
 import dataclasses
-import gc
 from pathlib import Path
 
 import numpy as np
 import pytest
 from chance import examples
+from heads_on_fakes import PROMPTS, check_cancelling, check_plain, decoder_with, make_sequences, totals
 from hypothesis import given
 from hypothesis import strategies as st
-from loop import CAPACITY, VOCAB, greedy_reference, make_decoder, make_sequence, make_target, run
+from loop import VOCAB, make_sequence, run
 
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.bundle.manifest import ModelEntry
@@ -17,41 +17,24 @@ from specexport_runtime.bundle.mask_feature import MaskInput, load_mask
 from specexport_runtime.drafters import head as head_module
 from specexport_runtime.drafters.head import HeadDrafter
 from specexport_runtime.errors import BundleError
-from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import DraftStage
 
-PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]
 MASK = 9
 
 
-def block_decoder(lookahead, noise=0.0, rows=4, *, block_size=8, stages=("head",), max_chunk=512, kind=HeadDrafter):
-    target = make_target(rows, gives_features=True)
-    decoder = make_decoder(target, None, 0, max_chunk=max_chunk)
-    executor = FakeExecutor(VOCAB, rows, CAPACITY, noise=noise, reads_features=True, fills_blocks=True)
-    mask = MaskInput(MASK, np.zeros(executor.feature_size, np.float32), block_size)
-    drafter = kind(ModelRunner(executor, max_chunk=max_chunk), vocab_size=VOCAB, mask=mask)
-    decoder.drafter.drafters["head"] = drafter
-    decoder.plan = tuple(DraftStage(name, lookahead) for name in stages)
-    return decoder, target, drafter
+def block_decoder(lookahead, noise=0.0, rows=4, *, block_size=8, kind=HeadDrafter, **options):
+    def make(runner):
+        mask = MaskInput(MASK, np.zeros(runner.executor.feature_size, np.float32), block_size)
+        return kind(runner, vocab_size=VOCAB, mask=mask)
 
-
-def check_plain(target, sequences):
-    for seq in sequences:
-        prompt = seq.tokens[: seq.num_prompt_tokens]
-        assert seq.output == greedy_reference(target, prompt, seq.max_tokens)
-
-
-def totals(sequences):
-    return tuple(sum(getattr(seq.stats, name) for seq in sequences) for name in ("drafted", "accepted"))
+    return decoder_with(make, lookahead, noise, rows, fake={"fills_blocks": True}, **options)
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 5, 8])
 @pytest.mark.parametrize(("noise", "least"), [(0.0, 1.0), (0.4, 0.2), (30.0, 0.0)])
 def test_greedy_text_equals_plain_greedy(noise, least, lookahead):
     decoder, target, drafter = block_decoder(lookahead, noise)
-    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=5 + 7 * i)) for i, prompt in enumerate(PROMPTS)]
+    sequences = make_sequences(lambda i: 5 + 7 * i)
     events = run(decoder, sequences)
     check_plain(target, sequences)
     drafted, accepted = totals(sequences)
@@ -79,7 +62,7 @@ def test_every_draft_reads_the_whole_context_whatever_the_chunks_and_the_neighbo
         lookahead, 0.0, rows, stages=stages, max_chunk=max_chunk, block_size=block_size
     )
     drafter.max_backlog = 3
-    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=4 + 5 * i)) for i, prompt in enumerate(PROMPTS)]
+    sequences = make_sequences(lambda i: 4 + 5 * i)
     try:
         run(decoder, sequences)
     finally:
@@ -101,7 +84,7 @@ def test_wrong_context_is_seen_in_the_acceptance():
     rates = []
     for kind in (HeadDrafter, Forgetful):
         decoder, target, _ = block_decoder(4, 0.0, kind=kind)
-        sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=30)) for i, prompt in enumerate(PROMPTS)]
+        sequences = make_sequences(lambda _: 30)
         run(decoder, sequences)
         check_plain(target, sequences)
         drafted, accepted = totals(sequences)
@@ -137,21 +120,7 @@ def test_sampled_text_does_not_depend_on_the_batch():
 
 def test_a_cancelled_sequence_leaves_nothing_and_its_neighbours_go_on():
     decoder, target, drafter = block_decoder(4, 0.4, rows=3)
-    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=30)) for i, prompt in enumerate(PROMPTS[:3])]
-    for seq in sequences:
-        decoder.add(seq)
-    for _ in range(3):
-        decoder.step()
-    decoder.cancel(sequences[0])
-    while decoder.has_work:
-        decoder.step()
-        decoder.check()
-        drafter.runner.kv.check()
-    check_plain(target, sequences[1:])
-    assert not drafter.runner.kv.num_committed
-    del seq, sequences
-    gc.collect()
-    assert not drafter._held
+    check_cancelling(decoder, target, drafter, drafter._held)
 
 
 def test_what_a_manifest_says_of_a_block():

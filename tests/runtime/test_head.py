@@ -1,53 +1,36 @@
 """Drafting with a head, on fakes whose features hold the tokens that they are of: a wrong feature is a wrong guess."""
 
-import gc
-
 import numpy as np
 import pytest
 from chance import examples
+from heads_on_fakes import PROMPTS, check_cancelling, check_plain, decoder_with, make_sequences, totals
 from hypothesis import given
 from hypothesis import strategies as st
-from loop import CAPACITY, VOCAB, greedy_reference, make_decoder, make_sequence, make_target, run
+from loop import VOCAB, make_sequence, make_target, run
 
 from specexport_runtime.bundle.cut_head import CutHead
 from specexport_runtime.bundle.mask_feature import MaskInput
 from specexport_runtime.drafters import head as head_module
 from specexport_runtime.drafters.head import HeadDrafter, head_obstacle
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.records import DraftStage
 
-PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]
 NOISES = {"same": 0.0, "good": 0.4, "random": 30.0}
 
 
-def head_decoder(lookahead, noise=0.0, rows=4, *, stages=("head",), max_chunk=512, lm_head=None, **options):
-    target = make_target(rows, gives_features=True)
-    decoder = make_decoder(target, None, 0, max_chunk=max_chunk, **options)
-    executor = FakeExecutor(VOCAB, rows, CAPACITY, noise=noise, reads_features=True)
-    drafter = HeadDrafter(ModelRunner(executor, max_chunk=max_chunk), vocab_size=VOCAB, head=lm_head)
-    decoder.drafter.drafters["head"] = drafter
-    decoder.plan = tuple(DraftStage(name, lookahead) for name in stages)
-    return decoder, target, drafter
-
-
-def check_plain(target, sequences):
-    for seq in sequences:
-        prompt = seq.tokens[: seq.num_prompt_tokens]
-        assert seq.output == greedy_reference(target, prompt, seq.max_tokens)
-
-
-def totals(sequences):
-    return tuple(sum(getattr(seq.stats, name) for seq in sequences) for name in ("drafted", "accepted"))
+def head_decoder(lookahead, noise=0.0, rows=4, *, lm_head=None, **options):
+    return decoder_with(
+        lambda runner: HeadDrafter(runner, vocab_size=VOCAB, head=lm_head), lookahead, noise, rows, **options
+    )
 
 
 @pytest.mark.parametrize("lookahead", range(1, 9))
 @pytest.mark.parametrize("noise", NOISES)
 def test_greedy_text_equals_plain_greedy(noise, lookahead):
     decoder, target, drafter = head_decoder(lookahead, NOISES[noise])
-    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=5 + 7 * i)) for i, prompt in enumerate(PROMPTS)]
+    sequences = make_sequences(lambda i: 5 + 7 * i)
     run(decoder, sequences)
     check_plain(target, sequences)
     drafted, accepted = totals(sequences)
@@ -73,7 +56,7 @@ def test_every_draft_is_made_of_true_features_whatever_the_chunks_and_the_neighb
     stages = ("lookup", "head") if lookup else ("head",)
     decoder, target, drafter = head_decoder(lookahead, 0.0, rows, stages=stages, max_chunk=max_chunk)
     drafter.max_backlog = 3
-    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=4 + 5 * i)) for i, prompt in enumerate(PROMPTS)]
+    sequences = make_sequences(lambda i: 4 + 5 * i)
     try:
         run(decoder, sequences)
     finally:
@@ -97,7 +80,7 @@ def test_wrong_features_are_seen_in_the_acceptance():
     for kind in (HeadDrafter, Forgetful):
         decoder, target, drafter = head_decoder(4, 0.0)
         decoder.drafter.drafters["head"] = kind(drafter.runner, vocab_size=VOCAB)
-        sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=30)) for i, prompt in enumerate(PROMPTS)]
+        sequences = make_sequences(lambda _: 30)
         run(decoder, sequences)
         check_plain(target, sequences)
         drafted, accepted = totals(sequences)
@@ -139,7 +122,7 @@ def test_a_cut_lm_head_drafts_only_what_it_has():
     decoder, target, drafter = head_decoder(4, 0.0, lm_head=CutHead(ids, VOCAB))
     after = drafter.runner.executor.logits_after
     drafter.runner.executor.logits_after = lambda tokens, mask=None: after(tokens, mask)[ids]
-    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=30)) for i, prompt in enumerate(PROMPTS)]
+    sequences = make_sequences(lambda _: 30)
     events = run(decoder, sequences)
     check_plain(target, sequences)
     drafted = [token for event in events for token in event.proposal.tokens]
@@ -171,21 +154,7 @@ def test_a_parallel_head_drafts_all_tokens_in_one_step(rows, temperature):
 
 def test_a_cancelled_sequence_leaves_nothing_and_its_neighbours_go_on():
     decoder, target, drafter = head_decoder(4, 0.4, rows=3)
-    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=30)) for i, prompt in enumerate(PROMPTS[:3])]
-    for seq in sequences:
-        decoder.add(seq)
-    for _ in range(3):
-        decoder.step()
-    decoder.cancel(sequences[0])
-    while decoder.has_work:
-        decoder.step()
-        decoder.check()
-        drafter.runner.kv.check()
-    check_plain(target, sequences[1:])
-    assert not drafter.runner.kv.num_committed
-    del seq, sequences
-    gc.collect()
-    assert not drafter._held
+    check_cancelling(decoder, target, drafter, drafter._held)
 
 
 def test_why_a_head_cannot_draft_is_said():

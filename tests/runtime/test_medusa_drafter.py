@@ -1,13 +1,12 @@
 """Drafting with Medusa heads, on fakes whose features hold the tokens that they are of: a wrong feature shows."""
 
-import gc
-
 import numpy as np
 import pytest
 from chance import examples
+from heads_on_fakes import PROMPTS, check_cancelling, check_plain, decoder_with, make_sequences, totals
 from hypothesis import given
 from hypothesis import strategies as st
-from loop import CAPACITY, VOCAB, greedy_reference, make_decoder, make_sequence, make_target, run
+from loop import CAPACITY, VOCAB, make_sequence, make_target, run
 
 from specexport_runtime.bundle.cut_head import CutHead
 from specexport_runtime.drafters.base import DrafterParts
@@ -17,38 +16,27 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import DraftStage
 
-PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]
 HEADS = 3
 NOISES = {"same": 0.0, "good": 0.4, "random": 30.0}
 
 
-def medusa_decoder(lookahead, noise=0.0, rows=4, *, stages=("head",), max_chunk=512, lm_head=None):
-    target = make_target(rows, gives_features=True)
-    decoder = make_decoder(target, None, 0, max_chunk=max_chunk)
-    executor = FakeExecutor(VOCAB, rows, CAPACITY, noise=noise, reads_features=True, num_draft_heads=HEADS)
-    drafter = MedusaDrafter(ModelRunner(executor, max_chunk=max_chunk), vocab_size=VOCAB, head=lm_head)
-    decoder.drafter.drafters["head"] = drafter
-    decoder.plan = tuple(DraftStage(name, lookahead) for name in stages)
-    return decoder, target, drafter
-
-
-def check_plain(target, sequences):
-    for seq in sequences:
-        prompt = seq.tokens[: seq.num_prompt_tokens]
-        assert seq.output == greedy_reference(target, prompt, seq.max_tokens)
-
-
-def totals(sequences):
-    return tuple(sum(getattr(seq.stats, name) for seq in sequences) for name in ("drafted", "accepted"))
+def medusa_decoder(lookahead, noise=0.0, rows=4, *, lm_head=None, **options):
+    return decoder_with(
+        lambda runner: MedusaDrafter(runner, vocab_size=VOCAB, head=lm_head),
+        lookahead,
+        noise,
+        rows,
+        fake={"num_draft_heads": HEADS},
+        **options,
+    )
 
 
 @pytest.mark.parametrize("lookahead", range(1, 6))
 @pytest.mark.parametrize("noise", NOISES)
 def test_greedy_text_equals_plain_greedy_and_a_draft_is_one_step(noise, lookahead):
     decoder, target, drafter = medusa_decoder(lookahead, NOISES[noise])
-    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=5 + 7 * i)) for i, prompt in enumerate(PROMPTS)]
+    sequences = make_sequences(lambda i: 5 + 7 * i)
     events = run(decoder, sequences)
     check_plain(target, sequences)
     drafted, accepted = totals(sequences)
@@ -68,7 +56,7 @@ def test_every_draft_is_made_of_the_last_true_feature_whatever_the_chunks_and_th
 ):
     stages = ("lookup", "head") if lookup else ("head",)
     decoder, target, _ = medusa_decoder(lookahead, 0.0, rows, stages=stages, max_chunk=max_chunk)
-    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=4 + 5 * i)) for i, prompt in enumerate(PROMPTS)]
+    sequences = make_sequences(lambda i: 4 + 5 * i)
     events = run(decoder, sequences)
     check_plain(target, sequences)
     of_heads = [event for event in events if event.drafted and event.proposal.drafter == "head"]
@@ -114,7 +102,7 @@ def test_cut_lm_heads_draft_only_what_they_have():
         return {row: logits[ids] for row, logits in guess(*given).items()}
 
     executor._guess = cut
-    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=30)) for i, prompt in enumerate(PROMPTS)]
+    sequences = make_sequences(lambda _: 30)
     events = run(decoder, sequences)
     check_plain(target, sequences)
     assert {token for event in events for token in event.proposal.tokens} <= set(ids.tolist())
@@ -123,21 +111,7 @@ def test_cut_lm_heads_draft_only_what_they_have():
 
 def test_a_cancelled_sequence_leaves_nothing_and_its_neighbours_go_on():
     decoder, target, drafter = medusa_decoder(4, 0.4, rows=3)
-    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=30)) for i, prompt in enumerate(PROMPTS[:3])]
-    for seq in sequences:
-        decoder.add(seq)
-    for _ in range(3):
-        decoder.step()
-    decoder.cancel(sequences[0])
-    while decoder.has_work:
-        decoder.step()
-        decoder.check()
-        drafter.runner.kv.check()
-    check_plain(target, sequences[1:])
-    assert not drafter.runner.kv.num_committed
-    del seq, sequences
-    gc.collect()
-    assert not drafter._last
+    check_cancelling(decoder, target, drafter, drafter._last)
 
 
 def test_the_kind_of_an_engine_decides_who_drafts():
