@@ -45,9 +45,14 @@ def test_the_right_half_of_the_vocabulary_is_enough_and_a_wrong_one_is_not(
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": each.text}) + "\n" for each in plain), encoding="utf-8")
     models = {"target": str(demo_pair / "target"), "draft": str(demo_pair / "draft")}
-    result = build_bundle(
-        BuildRecipe(**models, output=str(tmp_path / "b"), draft_vocab_size=SIZE, draft_vocab_texts=str(texts))
+    recipe = BuildRecipe(
+        **models,
+        output=str(tmp_path / "b"),
+        draft_vocab_size=SIZE,
+        draft_vocab_texts=str(texts),
+        self_draft=True,  # as the demo bundle's target
     )
+    result = build_bundle(recipe)
     assert result.reused == ("target",), "only the draft depends on what is counted"
     with loaded(result.path) as engine:
         cut = engine.generate(prompts, GREEDY, drafter="draft-model")
