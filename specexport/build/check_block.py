@@ -27,7 +27,7 @@ def block_reference(head: "DraftHead", config: "HeadConfig") -> HeadReference:
     from specexport_runtime.abi import CONTEXT_ID
 
     generator = np.random.default_rng(21)
-    dtype = head.lm_head.weight.dtype
+    dtype = head.dtype
     known = [np.zeros((0, config.feature_size), np.float32) for _ in BLOCK_STEPS[0]]
     steps = []
     for sizes in BLOCK_STEPS:

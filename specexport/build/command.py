@@ -26,7 +26,9 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.command()
 @click.argument("target", required=False)
 @click.option("--draft", help="Draft checkpoint. Without one the bundle decodes plainly.")
-@click.option("--head", metavar="PATH", help="Draft head of the target (EAGLE, Medusa), in the place of a draft.")
+@click.option(
+    "--head", metavar="PATH|mtp", help="Draft head of the target, or the MTP module in its checkpoint, for a draft."
+)
 @click.option("-o", "--output", "output", help="Folder of the bundle.")
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML recipe; flags go before it.")
 @click.option("--name", help="Name of the bundle [default: the output folder's name].")

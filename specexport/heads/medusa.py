@@ -32,7 +32,6 @@ class MedusaHeads(nn.Module):  # type: ignore[misc]  # torch is not followed
     Attributes:
         blocks: linear layers of the residual blocks, by head.
         lm_heads: [N, H] of each head, or the one that all share.
-        swap: nothing is joined here, so no halves can be swapped.
     """
 
     def __init__(self, config: HeadConfig) -> None:

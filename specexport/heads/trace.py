@@ -52,7 +52,7 @@ def run_layers(
         positions: [T].
         features: [T, E].
     """
-    given = features[None].to(head.lm_head.weight.dtype)
+    given = features[None].to(head.dtype)
     rotary = head.body.rotary_emb(given, positions[None])
 
     def run(module: Any, hidden: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def trace_head(head: Any) -> TracedModel:
     with batched_experts(head.body):
         ir_model = trace_step(
             HeadStep(head).eval(),
-            head.lm_head.weight.dtype,
+            head.dtype,
             calls,
             [*STEP_INPUTS, TOKEN_FEATURES],
             [LOGITS, NEXT_FEATURES],

@@ -128,7 +128,7 @@ def _values(config: HeadConfig, verifier: str, lookahead: int) -> dict[str, Any]
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
-        "eagle_aux_hidden_state_layer_ids": list(config.taps),
+        **({"eagle_aux_hidden_state_layer_ids": list(config.taps)} if config.kind == "eagle3" else {}),
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
     }

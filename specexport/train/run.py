@@ -130,8 +130,8 @@ def _write_texts(options: TrainOptions, prompts: Seq[str], path: Path, clock: St
         from specexport.build.pipeline import build_bundle
         from specexport.recipe import BuildRecipe
 
-        bundle = options.work_folder / "bundle"
-        # Ours alone: one of an earlier version is built again.
+        bundle = options.work_folder / "texts-bundle"
+        # By this name nobody else has one: one of an earlier version is built again.
         build_bundle(BuildRecipe(target=options.target, output=str(bundle)), force=True)
     written_by = load_manifest(bundle).models["target"].source_sha256
     if written_by != sha256:

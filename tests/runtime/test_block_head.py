@@ -40,6 +40,7 @@ def test_greedy_text_equals_plain_greedy(noise, least, lookahead):
     drafted, accepted = totals(sequences)
     assert drafted >= accepted >= least * drafted
     assert max(event.drafted for event in events) == min(lookahead, 7)
+    assert drafter.traits.max_lookahead == 7
     assert not drafter.runner.kv.num_committed
 
 

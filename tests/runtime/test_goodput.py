@@ -669,9 +669,14 @@ def test_a_draft_that_was_shortened_to_nothing_is_asked_for_again():
     drafted = []
     for number in range(120):
         lengths.begin_round(StepLoad(1, 1, 1, 10))
-        (allowed,) = lengths.allow("draft-model", [sequence], [LOOKAHEAD])
-        drafted.append(allowed.lookahead)
-        tokens = [1] * allowed.lookahead
+        count = 0
+        if not lengths.stays_plain([sequence]):
+            (allowed,) = lengths.allow("draft-model", [sequence], [LOOKAHEAD])
+            count = allowed.lookahead
+            if not count:
+                lengths.note_plain([sequence])
+        drafted.append(count)
+        tokens = [1] * count
         if tokens:  # two of three first tokens pass, and no other one
             accepted = min(number % 3, 1)
             proposal = Proposal(tokens, None, "lookahead", "draft-model")

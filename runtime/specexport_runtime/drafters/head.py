@@ -91,6 +91,8 @@ class HeadDrafter(OwnCacheDrafter):
             raise SpecexportError("the head drafter needs the engine of a draft head.")
         super().__init__(runner, **named)
         self._mask = mask
+        if mask is not None:
+            self.traits = self.traits._replace(max_lookahead=mask.most)
         # By sequence, not by row: nothing to do when rows move, and a dropped sequence takes its features along.
         self._held: WeakKeyDictionary[Sequence, _Held] = WeakKeyDictionary()
 
@@ -115,7 +117,7 @@ class HeadDrafter(OwnCacheDrafter):
         A sequence whose prompt the target has not read to its end drafts nothing.
         """
         mask = self._mask
-        most = max(lookaheads, default=0) if mask is None or mask.most is None else mask.most
+        most = self.traits.max_lookahead or max(lookaheads, default=0)
         drafts = [
             Draft(seq, min(limit, most) if seq.num_generated else 0)
             for seq, limit in zip(sequences, lookaheads, strict=True)

@@ -92,6 +92,8 @@ class GoodputLength:
         self._drafted = 0
         self._expected = 0.0
         self._plain = PlainSpell()
+        self._is_shorter = False
+        """Drafts of this round were made shorter in order to learn: that nobody drafts is no reason to stay so."""
         self._catching_up: dict[str, float] = {}
         self._draft_seconds: dict[str, tuple[float, float]] = {}
         self._copies: dict[tuple[Sequence, str], list[float]] = {}
@@ -103,6 +105,7 @@ class GoodputLength:
         self._round += 1
         self._load, self._drafted, self._expected = load, 0, float(load.num_ready)
         self._full = load.when_full()
+        self._is_shorter = False
         self._watching = self._learns and (self._round <= _WATCHED or not self._round % _WATCH_EVERY)
         self._catching_up.clear()
         self._copies.clear()
@@ -137,9 +140,9 @@ class GoodputLength:
             for j, (i, stage, most) in enumerate(asked):
                 if self._is_promising(drafter, sequences[i], stage, most):
                     counts[j] = max(counts[j], min(most, _SCOUT_LOOKAHEAD))
-        pays = [count > 0 for count in counts]
         if self._learns and self._learned.wants_shorter(self._load.num_rows):
             counts, self._watching = [count // 2 for count in counts], True
+            self._is_shorter = True
         probes = self._probe(drafter, sequences, asked, counts, times)
         circumstances = self._circumstances(drafter)
         for i, seq in enumerate(sequences):
@@ -147,8 +150,7 @@ class GoodputLength:
                 allowed[i] = _BYPASS
         for j, (i, stage, most) in enumerate(asked):
             stage.slots = self._positions
-            # A draft of one token that was made shorter in order to learn is no reason to leave its drafter alone.
-            stage.bypassed = None if counts[j] or pays[j] else circumstances
+            stage.bypassed = None if counts[j] or self._is_shorter else circumstances
             if counts[j]:
                 if reading := self._reading_seconds(drafter, sequences[i], stage):
                     self._catching_up[drafter] = self._catching_up.get(drafter, 0.0) + reading
@@ -268,7 +270,8 @@ class GoodputLength:
 
     def note_plain(self, sequences: "Seq[Sequence]") -> None:
         """See ``DraftLength.note_plain``."""
-        self._plain.begin(self._round, self._load[:3], sequences, self._quiet_stage)
+        if not self._is_shorter:
+            self._plain.begin(self._round, self._load[:3], sequences, self._quiet_stage)
 
     def drafted(self, drafter: str, sequences: "Seq[Sequence]", proposals: Seq[Proposal], seconds: float) -> None:
         """See ``DraftLength.drafted``."""
