@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny_modules
 import torch
+from acceptance import accepted
 from drafted import PROMPTS, check_drafts
 from safetensors.torch import load_file, save_file
 from tiny_heads import write
@@ -106,22 +107,12 @@ def build(folder: Path, output: Path, **changes: Any) -> Any:
     return load_manifest(output).models["head"]
 
 
-def accepted(bundle: Path) -> float:
-    engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False, max_num_seqs=3)
-    params = SamplingParams(max_tokens=24, ignore_eos=True)
-    plain = [result.token_ids for result in engine.generate(PROMPTS, params, drafter="none")]
-    found = engine.generate(PROMPTS, params, drafter="head", num_speculative_tokens=3)
-    engine.close()
-    assert [result.token_ids for result in found] == plain
-    return sum(each.stats.accepted for each in found) / sum(each.stats.drafted for each in found)
-
-
 @pytest.mark.bundle
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_what_a_module_knows_is_accepted(knowing: Path, tmp_path: Path, quantize: Any) -> None:
     entry = build(knowing, tmp_path / "b", quantize=quantize)
     assert (entry.guessed, entry.reading, entry.quantize) == (1.0, None, quantize)
-    assert accepted(tmp_path / "b") > 0.99
+    assert accepted(tmp_path / "b", PROMPTS) > 0.99
 
 
 @pytest.mark.bundle
@@ -159,7 +150,7 @@ def test_halves_in_the_other_order_are_found(knowing: Path, tmp_path: Path) -> N
     entry = build(other, tmp_path / "b")
     assert entry.guessed == 1.0
     assert "embedding and feature joined in the other order" in entry.reading
-    assert accepted(tmp_path / "b") > 0.99
+    assert accepted(tmp_path / "b", PROMPTS) > 0.99
 
 
 @pytest.mark.bundle

@@ -6,7 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from chance import examples
-from heads_on_fakes import PROMPTS, check_cancelling, check_plain, decoder_with, make_sequences, totals
+from heads_on_fakes import (
+    PROMPTS,
+    check_cancelling,
+    check_plain,
+    check_sampling_alone,
+    check_true_features,
+    check_wrong_features,
+    decoder_with,
+    make_sequences,
+    totals,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from loop import VOCAB, make_sequence, run
@@ -14,7 +24,6 @@ from loop import VOCAB, make_sequence, run
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.bundle.mask_feature import MaskInput, load_mask
-from specexport_runtime.drafters import head as head_module
 from specexport_runtime.drafters.head import HeadDrafter
 from specexport_runtime.errors import BundleError
 from specexport_runtime.sampling.params import SamplingParams
@@ -56,42 +65,12 @@ def test_greedy_text_equals_plain_greedy(noise, least, lookahead):
 def test_every_draft_reads_the_whole_context_whatever_the_chunks_and_the_neighbours(
     lookahead, rows, max_chunk, held, block_size, lookup
 ):
-    patch = pytest.MonkeyPatch()
-    patch.setattr(head_module, "MAX_HELD", held)
-    stages = ("lookup", "head") if lookup else ("head",)
-    decoder, target, drafter = block_decoder(
-        lookahead, 0.0, rows, stages=stages, max_chunk=max_chunk, block_size=block_size
-    )
-    drafter.max_backlog = 3
-    sequences = make_sequences(lambda i: 4 + 5 * i)
-    try:
-        run(decoder, sequences)
-    finally:
-        patch.undo()
-    check_plain(target, sequences)
-    if not lookup:
-        drafted, accepted = totals(sequences)
-        assert accepted == drafted > 0
-
-
-class Forgetful(HeadDrafter):
-    """Gives the head features of another token."""
-
-    def note_features(self, sequence, start, features):
-        super().note_features(sequence, start, features if start == 0 else np.full_like(features, 1.0))
+    sizes = {"lookahead": lookahead, "rows": rows, "max_chunk": max_chunk, "block_size": block_size}
+    check_true_features(block_decoder, held, lookup=lookup, **sizes)
 
 
 def test_wrong_context_is_seen_in_the_acceptance():
-    rates = []
-    for kind in (HeadDrafter, Forgetful):
-        decoder, target, _ = block_decoder(4, 0.0, kind=kind)
-        sequences = make_sequences(lambda _: 30)
-        run(decoder, sequences)
-        check_plain(target, sequences)
-        drafted, accepted = totals(sequences)
-        rates.append(accepted / drafted)
-    assert rates[0] == 1.0
-    assert rates[1] < 0.5
+    check_wrong_features(lambda kind: block_decoder(4, 0.0, kind=kind))
 
 
 def test_one_step_of_the_head_a_round():
@@ -105,18 +84,7 @@ def test_one_step_of_the_head_a_round():
 
 
 def test_sampled_text_does_not_depend_on_the_batch():
-    def make(i):
-        return make_sequence(i, PROMPTS[i], SamplingParams(max_tokens=25, temperature=0.8, top_k=12), seed=i + 5)
-
-    decoder, _, _ = block_decoder(4, 0.4)
-    together = [make(i) for i in range(4)]
-    run(decoder, together)
-    for i, seq in enumerate(together):
-        decoder, _, _ = block_decoder(4, 0.4)
-        alone = make(i)
-        run(decoder, [alone])
-        assert seq.output == alone.output
-        assert seq.stats.accepted == alone.stats.accepted > 0
+    check_sampling_alone(lambda: block_decoder(4, 0.4))
 
 
 def test_a_cancelled_sequence_leaves_nothing_and_its_neighbours_go_on():

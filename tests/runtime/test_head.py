@@ -3,14 +3,23 @@
 import numpy as np
 import pytest
 from chance import examples
-from heads_on_fakes import PROMPTS, check_cancelling, check_plain, decoder_with, make_sequences, totals
+from heads_on_fakes import (
+    PROMPTS,
+    check_cancelling,
+    check_plain,
+    check_sampling_alone,
+    check_true_features,
+    check_wrong_features,
+    decoder_with,
+    make_sequences,
+    totals,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from loop import VOCAB, make_sequence, make_target, run
 
 from specexport_runtime.bundle.cut_head import CutHead
 from specexport_runtime.bundle.mask_feature import MaskInput
-from specexport_runtime.drafters import head as head_module
 from specexport_runtime.drafters.head import HeadDrafter, head_obstacle
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.batch import ModelRunner
@@ -51,42 +60,11 @@ def test_greedy_text_equals_plain_greedy(noise, lookahead):
 def test_every_draft_is_made_of_true_features_whatever_the_chunks_and_the_neighbours(
     lookahead, rows, max_chunk, held, lookup
 ):
-    patch = pytest.MonkeyPatch()
-    patch.setattr(head_module, "MAX_HELD", held)
-    stages = ("lookup", "head") if lookup else ("head",)
-    decoder, target, drafter = head_decoder(lookahead, 0.0, rows, stages=stages, max_chunk=max_chunk)
-    drafter.max_backlog = 3
-    sequences = make_sequences(lambda i: 4 + 5 * i)
-    try:
-        run(decoder, sequences)
-    finally:
-        patch.undo()
-    check_plain(target, sequences)
-    if not lookup:
-        drafted, accepted = totals(sequences)
-        assert accepted == drafted > 0
-
-
-class Forgetful(HeadDrafter):
-    """Leaves the head's own features in the place of true ones, as a drafter without catch-up does."""
-
-    def note_features(self, sequence, start, features):
-        super().note_features(sequence, start, features if start == 0 else np.full_like(features, 1.0))
+    check_true_features(head_decoder, held, lookup=lookup, lookahead=lookahead, rows=rows, max_chunk=max_chunk)
 
 
 def test_wrong_features_are_seen_in_the_acceptance():
-    """The fakes can fail: features that are not the target's cost acceptance, and nothing else."""
-    rates = []
-    for kind in (HeadDrafter, Forgetful):
-        decoder, target, drafter = head_decoder(4, 0.0)
-        decoder.drafter.drafters["head"] = kind(drafter.runner, vocab_size=VOCAB)
-        sequences = make_sequences(lambda _: 30)
-        run(decoder, sequences)
-        check_plain(target, sequences)
-        drafted, accepted = totals(sequences)
-        rates.append(accepted / drafted)
-    assert rates[0] == 1.0
-    assert rates[1] < 0.5
+    check_wrong_features(lambda kind: decoder_with(lambda runner: kind(runner, vocab_size=VOCAB), 4))
 
 
 def test_features_are_asked_for_only_where_a_head_may_draft():
@@ -103,18 +81,7 @@ def test_features_are_asked_for_only_where_a_head_may_draft():
 
 
 def test_sampled_text_does_not_depend_on_the_batch():
-    def make(i):
-        return make_sequence(i, PROMPTS[i], SamplingParams(max_tokens=25, temperature=0.8, top_k=12), seed=i + 5)
-
-    decoder, _, _ = head_decoder(4, 0.4)
-    together = [make(i) for i in range(4)]
-    run(decoder, together)
-    for i, seq in enumerate(together):
-        decoder, _, _ = head_decoder(4, 0.4)
-        alone = make(i)
-        run(decoder, [alone])
-        assert seq.output == alone.output
-        assert seq.stats.accepted == alone.stats.accepted > 0
+    check_sampling_alone(lambda: head_decoder(4, 0.4))
 
 
 def test_a_cut_lm_head_drafts_only_what_it_has():

@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 from chance import examples
-from heads_on_fakes import PROMPTS, check_cancelling, check_plain, decoder_with, make_sequences, totals
+from heads_on_fakes import (
+    PROMPTS,
+    check_cancelling,
+    check_plain,
+    check_sampling_alone,
+    decoder_with,
+    make_sequences,
+    totals,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from loop import CAPACITY, VOCAB, make_sequence, make_target, run
@@ -69,18 +77,7 @@ def test_every_draft_is_made_of_the_last_true_feature_whatever_the_chunks_and_th
 
 
 def test_sampled_text_does_not_depend_on_the_batch():
-    def make(i):
-        return make_sequence(i, PROMPTS[i], SamplingParams(max_tokens=25, temperature=0.8, top_k=12), seed=i + 5)
-
-    decoder, _, _ = medusa_decoder(4, 0.4)
-    together = [make(i) for i in range(4)]
-    run(decoder, together)
-    for i, seq in enumerate(together):
-        decoder, _, _ = medusa_decoder(4, 0.4)
-        alone = make(i)
-        run(decoder, [alone])
-        assert seq.output == alone.output
-        assert seq.stats.accepted == alone.stats.accepted > 0
+    check_sampling_alone(lambda: medusa_decoder(4, 0.4))
 
 
 def test_greedy_and_sampled_sequences_share_a_step():

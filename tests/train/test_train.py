@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from acceptance import accepted
 from safetensors.torch import load_file, save_file
 from tiny_models import make_llama, save_checkpoint
 
@@ -85,18 +86,7 @@ def test_what_was_learned_is_accepted(target: Path, trained: Any, tmp_path: Path
     build_bundle(
         BuildRecipe(target=str(target), head=str(folder), output=str(tmp_path / "b"), max_model_len=128, check=False)
     )
-    assert accepted(tmp_path / "b") > 0.3
-
-
-def accepted(bundle: Path) -> float:
-    """The share of draft tokens that the target accepts; the text is plain decoding's."""
-    engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False)
-    params = SamplingParams(max_tokens=24, ignore_eos=True)
-    plain = [result.token_ids for result in engine.generate(TEXTS, params, drafter="none")]
-    found = engine.generate(TEXTS, params, drafter="head", num_speculative_tokens=3)
-    engine.close()
-    assert [result.token_ids for result in found] == plain
-    return sum(each.stats.accepted for each in found) / sum(each.stats.drafted for each in found)
+    assert accepted(tmp_path / "b", TEXTS) > 0.3
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +195,7 @@ def test_an_mtp_module_learns_too_and_is_taken_back(target: Path, prompts: Path,
     build_bundle(
         BuildRecipe(target=str(target), head=str(folder), output=str(tmp_path / "b"), max_model_len=128, check=False)
     )
-    assert accepted(tmp_path / "b") > 0.25
+    assert accepted(tmp_path / "b", TEXTS) > 0.25
 
 
 _KILLED = """
