@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drafted import PROMPTS
+from loading import config_of, load
 from reference_dflash import context_of, draft, forward
 from tiny_dflash import DIALECTS, MASK, zlab
 from tiny_heads import HIDDEN, LAYERS, VOCAB
@@ -15,15 +17,12 @@ from tiny_models import make_llama, save_checkpoint
 from specexport.build.check_block import BLOCK_STEPS
 from specexport.build.check_head import CheckedRow, check_head
 from specexport.build.pipeline import build_bundle
-from specexport.frontend.source import resolve_source
 from specexport.frontend.taps import tapped
 from specexport.heads import probe as probe_module
 from specexport.heads.dflash import block_states
-from specexport.heads.files import open_head
 from specexport.heads.load import load_head
 from specexport.heads.loaded import TargetTables
 from specexport.heads.probe import check_probe, probe_head, readings_of
-from specexport.heads.read import read_config
 from specexport.heads.trace import trace_head
 from specexport.inspect import describe
 from specexport.passes.quantize_embedding import is_lookup
@@ -36,8 +35,6 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
-PROMPTS = [[5, 9, 200, 17, 8], [3, 77], [250] * 4 + [12, 13, 14, 15, 16], [9, 8, 7]]
-
 
 @pytest.fixture(scope="module")
 def target() -> Any:
@@ -47,18 +44,6 @@ def target() -> Any:
 @pytest.fixture(scope="module")
 def target_folder(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(target, tmp_path_factory.mktemp("target"))
-
-
-def config_of(folder: Path, **changes: Any) -> Any:
-    files = open_head(resolve_source(str(folder), None))
-    sizes = {"num_layers": LAYERS, "target_hidden_size": HIDDEN, "vocab_size": VOCAB} | changes
-    return files, read_config(files, **sizes)
-
-
-def load(folder: Path, target: Any) -> Any:
-    files, config = config_of(folder)
-    tables = TargetTables(*(t.weight.detach() for t in (target.get_input_embeddings(), target.get_output_embeddings())))
-    return load_head(files, config, tables, torch.float32)
 
 
 def edit(folder: Path, inner: dict[str, Any] | None = None, **values: Any) -> None:

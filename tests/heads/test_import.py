@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from drafted import check_drafts
+from loading import config_of, load
 from reference_head import draft, forward, project
 from tiny_heads import DIALECTS, HIDDEN, IDS, LAYER, LAYERS, VOCAB, mapping, peagle, speculators, tensors, write
 from tiny_models import make_llama, save_checkpoint
@@ -16,8 +17,6 @@ from specexport.build.check_head import CHECK_LENS, causal_reference, check_head
 from specexport.build.pipeline import build_bundle
 from specexport.frontend.source import resolve_source
 from specexport.heads.files import open_head
-from specexport.heads.load import load_head
-from specexport.heads.loaded import TargetTables
 from specexport.heads.read import read_config
 from specexport.heads.trace import causal_step
 from specexport.recipe import BuildRecipe
@@ -35,17 +34,6 @@ def target() -> Any:
 @pytest.fixture(scope="module")
 def target_folder(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(target, tmp_path_factory.mktemp("target"))
-
-
-def config_of(folder: Path) -> Any:
-    files = open_head(resolve_source(str(folder), None))
-    return files, read_config(files, num_layers=LAYERS, target_hidden_size=HIDDEN, vocab_size=VOCAB)
-
-
-def load(folder: Path, target: Any) -> Any:
-    files, config = config_of(folder)
-    tables = TargetTables(*(t.weight.detach() for t in (target.get_input_embeddings(), target.get_output_embeddings())))
-    return load_head(files, config, tables, torch.float32)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
