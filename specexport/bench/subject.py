@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from specexport.bench.methods import EngineKey
 from specexport_runtime.bundle.manifest import Manifest, ModelEntry, load_manifest
+from specexport_runtime.drafters.base import HEAD
+from specexport_runtime.drafters.model import DRAFT_MODEL
 from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -39,6 +41,11 @@ class Subject:
     load: "Callable[[EngineKey], SpecEngine]"
     has_gates: bool = False
     has_head: bool = False
+
+    @property
+    def own_drafter(self) -> str | None:
+        """The drafter that its own model is for, a draft model or a head; None for a target alone."""
+        return DRAFT_MODEL if self.has_draft else HEAD if self.has_head else None
 
 
 def open_subject(
@@ -130,6 +137,7 @@ def _describe(manifest: Manifest) -> dict[str, Any]:
             "quantize": entry.quantize,
             "vocab_size": entry.vocab_size,
             "head_size": entry.head_size,
+            "feature_size": entry.feature_size,
             "engine_bytes": _engine_bytes(manifest, entry),
             "built_for": [built.sm for built in entry.engines],
             "engine_sha256": None if engine is None else engine.sha256,

@@ -29,7 +29,7 @@ _WHOLE = list_of(int, "whole numbers")
     "drafters",
     metavar="NAME",
     multiple=True,
-    help="draft-model, head, lookup or self. Repeatable.  [default: all that the bundle has; of several, draft-model]",
+    help="draft-model, head, lookup or self. Repeatable.  [default: all that the bundle has; of several, their own]",
 )
 @click.option("--batch-sizes", metavar="B,…", callback=_WHOLE, help="Sequences decoded at a time.  [default: 1,4,8]")
 @click.option(

@@ -6,7 +6,10 @@ from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from specexport_runtime.costs.tune_profile import TuneCell
+from specexport_runtime.drafters.base import HEAD
 from specexport_runtime.drafters.model import DRAFT_MODEL
+
+OWN_DRAFTERS = frozenset({DRAFT_MODEL, HEAD})
 
 
 class CellPick(NamedTuple):
@@ -53,12 +56,12 @@ class Pick(NamedTuple):
 
 
 def pick_draft(measured: Mapping[str, Seq[TuneCell]]) -> Pick:
-    """Compare draft models. Of equal ones the first counts.
+    """Compare draft models and heads. Of equal ones the first counts.
 
     Args:
         measured: what was measured, by the bundles' names: the same batch sizes and contexts of each.
     """
-    cells = {name: [cell for cell in found if cell.drafter == DRAFT_MODEL] for name, found in measured.items()}
+    cells = {name: [cell for cell in found if cell.drafter in OWN_DRAFTERS] for name, found in measured.items()}
     speedups = {name: geometric_mean(cell.speedup for cell in found) for name, found in cells.items()}
     picks = tuple(_pick_cell(dict(zip(cells, each, strict=True))) for each in zip(*cells.values(), strict=True))
     drafts = [name for name, found in cells.items() if any(cell.lookahead for cell in found)]

@@ -1,7 +1,7 @@
 """Measures every K of every bundle side by side: repeat r of all before repeat r + 1 of any, every other one backwards.
 
-For that the engines of all bundles are loaded at once. What does not depend on the draft model, plain decoding above
-all, is measured with the first bundle and holds for all, since they have the same target.
+For that the engines of all bundles are loaded at once. What does not depend on a bundle's own draft, plain decoding
+above all, is measured with the first bundle and holds for all, since they have the same target.
 
 Prompts get their lengths from their own text: repeated in front where they are too short, cut in front where they are
 too long. All are decoded greedily, so that every K of every bundle gives the same tokens.
@@ -22,7 +22,6 @@ from specexport.progress import Progress, ProgressEvent
 from specexport.tune.options import TuneOptions
 from specexport.tune.texts import TextCheck
 from specexport_runtime.costs.tune_profile import TuneCell, TuneRounds
-from specexport_runtime.drafters.model import DRAFT_MODEL
 
 if TYPE_CHECKING:
     from specexport_runtime import GenerationResult, SpecEngine
@@ -68,6 +67,11 @@ def choose_lookahead(rates: Mapping[int, float]) -> int:
     return min(k for k, rate in rates.items() if rate >= best * (1 - TOLERANCE))
 
 
+def _having(subjects: Mapping[str, Subject], drafter: str) -> list[str]:
+    """The bundles whose own draft a drafter is for; none of a drafter that needs the target alone."""
+    return [name for name, subject in subjects.items() if subject.own_drafter == drafter]
+
+
 def _rate(runs: Seq[_Run]) -> float:
     """Tokens/s of the rounds; of the whole run where every text ended with its first token: median."""
     return median(run.record.decode_tokens_per_second or run.record.tokens_per_second for run in runs)
@@ -111,7 +115,7 @@ class Tuner:
             for drafter in options.drafters
             for k in options.lookaheads
             if k
-            for bundle in (list(subjects) if drafter == DRAFT_MODEL else [self._plain.bundle])
+            for bundle in (_having(subjects, drafter) or [self._plain.bundle])
         ]
         self._ways = [self._plain, *drafting]
         self._plain_texts: dict[tuple[int, int, int], list[int]] = {}
@@ -188,7 +192,10 @@ class Tuner:
 
     def _cells(self, bundle: str, runs: _Runs) -> Iterator[TuneCell]:
         for drafter in self._options.drafters:
-            measured_with = bundle if drafter == DRAFT_MODEL else self._plain.bundle
+            having = _having(self._subjects, drafter)
+            if having and bundle not in having:
+                continue
+            measured_with = bundle if having else self._plain.bundle
             ways = [self._plain, *(way for way in self._ways if way[:2] == (measured_with, drafter))]
             for size in self._options.batch_sizes:
                 for context in self._options.contexts:

@@ -8,7 +8,6 @@ from specexport.bench.subject import Subject
 from specexport_runtime.bundle.opened import check_num_seqs
 from specexport_runtime.cli.errors import suggest
 from specexport_runtime.drafters.base import NO_HEAD, DraftOffer, Obstacle
-from specexport_runtime.drafters.model import DRAFT_MODEL
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
 
@@ -76,7 +75,7 @@ def resolve_options(
 
     Args:
         subjects: the bundles by their names.
-        drafters: what to draft with; none: everything that the bundle has, or the draft models of several.
+        drafters: what to draft with; none: everything that the bundle has, or the draft models and heads of several.
         batch_sizes: None takes the default.
         contexts: likewise.
         lookaheads: likewise.
@@ -93,10 +92,9 @@ def resolve_options(
         lookaheads = [k for k in DEFAULT_LOOKAHEADS if k <= built]
     if contexts is None:
         contexts = [context for context in DEFAULT_CONTEXTS if context <= room] or [max(room, 1)]
-    if len(subjects) > 1:
-        drafters = _drafters_to_compare(subjects, drafters)
+    several = len(subjects) > 1
     options = TuneOptions(
-        _resolve_drafters(next(iter(subjects.values())), drafters),
+        _drafters_to_compare(subjects, drafters) if several else _drafters(next(iter(subjects.values())), drafters),
         tuple(sorted(set(batch_sizes or DEFAULT_BATCH_SIZES))),
         tuple(sorted(set(contexts))),
         tuple(sorted({0, *lookaheads})),
@@ -107,7 +105,7 @@ def resolve_options(
     if options.lookaheads == (0,):
         raise InvalidRequestError("there is only plain decoding to measure.", "give --lookaheads with 1 or more.")
     for name, subject in subjects.items():
-        _check_room(options, subject, name if len(subjects) > 1 else "the bundle")
+        _check_room(options, subject, name if several else "the bundle")
     return options
 
 
@@ -126,22 +124,28 @@ def _check_room(options: TuneOptions, subject: Subject, name: str) -> None:
         )
 
 
-def _drafters_to_compare(subjects: Mapping[str, Subject], names: Seq[str]) -> Seq[str]:
-    """What is measured of several bundles: their draft models, and what else is named; that is the target's alone."""
+def _drafters_to_compare(subjects: Mapping[str, Subject], names: Seq[str]) -> tuple[str, ...]:
+    """What is measured of several bundles: their own drafts, and what else is named; that is the target's alone."""
+    own: list[str] = []
     for name, subject in subjects.items():
-        if not subject.has_draft:
+        drafter = subject.own_drafter
+        if drafter is None:
             raise InvalidRequestError(
-                f"{name} has no draft model to compare.", "leave it out, or build it with --draft."
+                f"{name} has no draft model and no head to compare.",
+                "leave it out, or build it with --draft or --head.",
             )
-    if names and DRAFT_MODEL not in names:
-        raise InvalidRequestError(
-            "bundles are compared by their draft models, and --drafter leaves them out.",
-            f"add --drafter {DRAFT_MODEL}, or tune one bundle.",
-        )
-    return names or (DRAFT_MODEL,)
+        if names and drafter not in names:
+            raise InvalidRequestError(
+                f"bundles are compared by their own drafts, and --drafter leaves out that of {name}.",
+                f"add --drafter {drafter}, or tune one bundle.",
+            )
+        own.append(drafter)
+    if others := [name for name in names if name not in own]:
+        _drafters(next(iter(subjects.values())), others)
+    return tuple(dict.fromkeys(names or own))
 
 
-def _resolve_drafters(subject: Subject, names: Seq[str]) -> tuple[str, ...]:
+def _drafters(subject: Subject, names: Seq[str]) -> tuple[str, ...]:
     has_head = None if subject.has_head else NO_HEAD
     offer = DraftOffer(subject.has_draft, None if subject.has_gates else _NO_LAYERS, has_head)
     lacking = {name: kind.obstacle(offer) for name, kind in KINDS.items()}

@@ -75,7 +75,7 @@ def run_tune(
             command=tuple(command),
             settings={
                 **common,
-                "draft": subject.details["models"].get("draft"),
+                "draft": subject.details["models"].get("draft", subject.details["models"].get("head")),
                 "texts": tuner.checks[name].to_json(),
             },
             cells=measured[name],

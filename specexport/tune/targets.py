@@ -31,7 +31,8 @@ def check_same_target(subjects: Mapping[str, Subject]) -> None:
     """Refuse bundles that do not have the target of the first.
 
     Two targets are one if checkpoint, tokenizer, backend, dtype and quantization are the same, and the engine file too.
-    TensorRT times its kernels while it builds, so that two builds of one model may differ: there the file may.
+    TensorRT times its kernels while it builds, so that two builds of one model may differ: there the file may. It may
+    too where a target gives features to a head, which nothing else in it depends on.
 
     Args:
         subjects: the bundles by their names.
@@ -43,7 +44,7 @@ def check_same_target(subjects: Mapping[str, Subject]) -> None:
     wanted = _identity(first[1])
     for name, subject in others:
         found = _identity(subject)
-        different = [what for what in wanted if found[what].value != wanted[what].value]
+        different = [what for what in wanted if found[what].differs(wanted[what])]
         if different[1:] and different[-1] == "engine file":
             different.pop()  # it follows from the others
         if different:
@@ -57,6 +58,10 @@ def check_same_target(subjects: Mapping[str, Subject]) -> None:
 class _Part(NamedTuple):
     value: Any
     shown: str
+    varies: bool = False  # with what is not the target's own
+
+    def differs(self, other: "_Part") -> bool:
+        return self.value != other.value and not (self.varies or other.varies)
 
 
 def _identity(subject: Subject) -> dict[str, _Part]:
@@ -69,5 +74,7 @@ def _identity(subject: Subject) -> dict[str, _Part]:
         "backend": _Part(target["backend"], target["backend"]),
         "dtype": _Part(target["dtype"], target["dtype"]),
         "quantization": _Part(target["quantize"], target["quantize"] or "none"),
-        "engine file": _Part(None if target["built_for"] else engine, str(engine)[:_SHOWN]),
+        "engine file": _Part(
+            engine, str(engine)[:_SHOWN], varies=bool(target["built_for"] or target.get("feature_size"))
+        ),
     }

@@ -138,6 +138,21 @@ def test_each_bundle_gets_its_profile_and_the_best_is_named(log, tmp_path):
     assert "warning" not in again.stderr
 
 
+def test_a_head_is_compared_with_a_draft_model(log, tmp_path):
+    ended = run("draft", "head-exact", *SMALL, "--json")
+    assert ended.exit_code == 0, ended.output
+    profiles = json.loads(ended.stdout)["profiles"]
+    found = {name: {cell["drafter"] for cell in profile["cells"]} for name, profile in profiles.items()}
+    assert found == {"draft": {"draft-model"}, "head-exact": {"head"}}
+    assert profiles["head-exact"]["settings"]["draft"]["source"] == "thin"
+    best = max(cell["rounds"]["4"]["acceptance_rate"] for cell in profiles["head-exact"]["cells"])
+    assert best == 1.0  # its own draft was measured, not the other one
+    again = run("head-exact", "draft", *SMALL, "--drafter", "head", "--drafter", "draft-model", "--drafter", "lookup")
+    assert again.exit_code == 0, again.output
+    assert "thin" in again.stdout
+    assert "small" in again.stdout
+
+
 def test_other_texts_are_a_warning(log):
     ended = run("draft-broken", "draft", *SMALL, "--drafter", "draft-model", "--drafter", "lookup")
     assert ended.exit_code == 0, ended.output
@@ -208,8 +223,10 @@ def test_bundles_of_one_name_are_called_by_their_folders(tmp_path):
         (["draft", "./draft"], [], "draft and draft are the same bundle"),
         (["draft", "plain"], [], "draft and plain are the same bundle"),  # two copies of one build
         (["draft", "draft-int8"], [], "draft-int8 has another target than draft: quantization int8"),
-        (["draft", "no-model"], [], "no-model has no draft model to compare"),
+        (["draft", "no-model"], [], "no-model has no draft model and no head to compare"),
         (["draft", "draft-exact"], ["--drafter", "lookup"], "add --drafter draft-model"),
+        (["draft", "head-exact"], ["--drafter", "draft-model"], "leaves out that of head-exact"),
+        (["draft", "draft-exact"], ["--drafter", "head"], "leaves out that of draft"),
         (["draft", "draft-exact"], ["--output", "o.json"], "2 bundles have a profile each"),
         (["draft", "draft-short"], ["--lookaheads", "8"], "draft-short was built for up to 4"),
         (["draft", "draft-short"], ["--contexts", "25"], "a sequence of draft-short takes 32"),

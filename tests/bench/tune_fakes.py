@@ -15,6 +15,19 @@ DRAFT = {
 }  # fmt: skip
 
 
+class HeadEngine:
+    """An engine whose draft model is called a head."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def generate(self, *args, drafter, **given):
+        return self._engine.generate(*args, drafter="draft-model" if drafter == "head" else drafter, **given)
+
+
 class Log(NamedTuple):
     """Notes behind each entry whose it is."""
 
@@ -29,13 +42,14 @@ def open_fake(log, folder, *, max_model_len=None, **_):
     """The subject of a folder.
 
     ``draft``: it has a draft model. ``exact``: that is like the target. ``short``: it was built for K up to 4, and for
-    32 tokens. ``broken``: what lookup gives is not what plain decoding gives. ``int8``: the target is another one.
+    32 tokens. ``head``: it has a head, to which its target gives features. ``broken``: what lookup gives is not what
+    plain decoding gives. ``int8``: the target is another one.
     """
     name = folder.name
     words = name.split("-")
     made = make_subject(
         Log(log, name),
-        draft="draft" in words,
+        draft="draft" in words or "head" in words,
         noise=0.0 if "exact" in words else 0.4,
         broken="broken" in words,
         lookahead=4 if "short" in words else 8,
@@ -48,6 +62,11 @@ def open_fake(log, folder, *, max_model_len=None, **_):
         "models": {"target": TARGET | ({"quantize": "int8"} if "int8" in words else {})}
         | ({"draft": DRAFT} if "draft" in words else {}),
     }
+    if "head" in words:
+        details["models"]["target"] |= {"engine_sha256": f"hash of {name}", "feature_size": 8}
+        details["models"]["head"] = DRAFT | {"source": "thin", "num_layers": 1}
+        load = made.load
+        made = replace(made, has_draft=False, has_head=True, load=lambda key: HeadEngine(load(key)))
     return replace(made, name=name, details=details)
 
 
