@@ -1,7 +1,9 @@
 """Which layers of a target a pruned draft keeps: of a few likely choices the one that is nearest to the target.
 
 Consecutive layers that go together hurt least (Gromov et al. 2024), and which ones is asked of the model itself: every
-choice is run, and its distributions are compared with the whole model's, before anything is trained.
+choice is run, and its distributions are compared with the whole model's, before anything is trained. On the demo
+target, choices that were clearly nearer before training were nearer after it, and of two layers that ShortGPT's Block
+Influence would keep, the first two, that was the worst.
 """
 
 from collections.abc import Iterator

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_gguf import write_gguf
 from tiny_models import ARCHITECTURES, make_llama, make_model, save_checkpoint
+from tiny_packed import pack_checkpoint
 
 from specexport.build.pipeline import build_bundle
 from specexport.frontend import load_checkpoint
@@ -44,7 +46,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = make_llama(seed=11, num_hidden_layers=LAYERS, vocab_size=VOCAB)
     for i in IDLE:
         for weight in (model.model.layers[i].self_attn.o_proj.weight, model.model.layers[i].mlp.down_proj.weight):
-            weight.data *= 0.4
+            weight.data *= 0.25
     return save_checkpoint(model, tmp_path_factory.mktemp("target"))
 
 
@@ -70,7 +72,7 @@ def options(target: Path, prompts: Path, bundle: Path, output: Path, **changes: 
 @pytest.fixture(scope="module")
 def trained(target: Path, prompts: Path, bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("trained") / "draft"
-    return folder, train_draft(options(target, prompts, bundle, folder, batches=100, rate=0.01))
+    return folder, train_draft(options(target, prompts, bundle, folder, batches=100))
 
 
 def best_tokens(folder: Path, texts: Seq[Seq[int]]) -> list[list[int]]:
@@ -125,8 +127,7 @@ def test_what_is_accepted_is_what_its_guesses_foretell_and_more_than_before(
     start = folder.with_name("draft.work") / "pruned-start"
     before, after = agreement(start), agreement(folder)
     assert after > before + 0.1, (before, after)
-    assert sum(accepted for _, accepted in counts) / sum(drafted for drafted, _ in counts) > 0.3
-    assert result.curve[-1]["overlap"] > 0.6
+    assert result.curve[-1]["overlap"] > 0.8
 
 
 @pytest.mark.bundle
@@ -267,6 +268,25 @@ def test_layers_of_several_kinds_stay_what_they_are(name: str, tmp_path: Path) -
         if isinstance(values, list):
             assert told[key] == [values[i] for i in kept]
     assert not any(path.name.startswith(".") for path in (tmp_path / "d").iterdir())
+
+
+@pytest.mark.parametrize("form", ["gguf", "gptq"])
+def test_a_target_with_quantized_weights_gives_a_draft_with_float_weights(form: str, tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 160}
+    model = make_model("Qwen2", ARCHITECTURES["qwen2"][1] | sizes, seed=3)
+    path = tmp_path / ("t.gguf" if form == "gguf" else "t")
+    if form == "gguf":
+        write_gguf(model, path, kinds={"": "Q8_0"})
+    else:
+        pack_checkpoint(save_checkpoint(model, path), form)
+    plan = plan_of(tmp_path, path)
+    plan.write(tmp_path / "d", plan.make(lambda _: None))
+    found, target = load_checkpoint(str(tmp_path / "d")), load_checkpoint(str(path))
+    assert json.loads((tmp_path / "d" / "tokenizer.json").read_text()) == json.loads(target.tokenizer_json)
+    assert (found.chat_template, found.eos_token_ids) == (target.chat_template, target.eos_token_ids)
+    first, whole = (checkpoint.model.model.layers[0].mlp.up_proj.weight for checkpoint in (found, target))
+    assert torch.equal(first, whole.bfloat16().float())
+    assert "quantization_config" not in json.loads((tmp_path / "d" / "config.json").read_text())
 
 
 def test_the_lm_head_alone_gives_the_models_logits() -> None:
