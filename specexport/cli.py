@@ -35,7 +35,7 @@ COMMANDS = {
     "bench": _Mount("specexport.bench.command", "bench", "Measure ways to decode with a bundle side by side."),
     "tune": _Mount("specexport.tune.command", "tune", "Find the fastest number of draft tokens on your prompts."),
     "train-draft": _Mount(
-        "specexport.train.command", "train_draft", "Train a draft head for a target, on text that it writes."
+        "specexport.train.command", "train_draft", "Train a draft for a target, on text that it writes."
     ),
     "explain": _Mount("specexport.explain.command", "explain", "Show round by round what speculation did, and saved."),
     "debug": _Mount(

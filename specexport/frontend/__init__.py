@@ -127,7 +127,7 @@ def choose_layers(
     return choose(checkpoint, count, pieces)
 
 
-def drop_layers(checkpoint: Checkpoint, dropped: "Collection[int]") -> None:
+def drop_layers(checkpoint: Checkpoint, dropped: "Collection[int]", hint: str | None = None) -> None:
     """Take decoder layers out of a loaded model, in place. The others keep weights, order and kind; numbers are new.
 
     The model is run before and after: with the layers handing their input on, and without them.
@@ -135,6 +135,7 @@ def drop_layers(checkpoint: Checkpoint, dropped: "Collection[int]") -> None:
     Args:
         checkpoint: the loaded model.
         dropped: numbers of the layers, not all of them.
+        hint: what to do where that cannot be; None for what a build says.
 
     Raises:
         UnsupportedModelError: the model cannot be exported, its layers cannot be found, or something of it counts on
@@ -142,7 +143,7 @@ def drop_layers(checkpoint: Checkpoint, dropped: "Collection[int]") -> None:
     """
     from specexport.frontend.prune import drop
 
-    drop(checkpoint, dropped)
+    drop(checkpoint, dropped) if hint is None else drop(checkpoint, dropped, hint)
 
 
 def trace_checkpoint(checkpoint: Checkpoint, features: "FeatureRequest | None" = None) -> "TracedModel":

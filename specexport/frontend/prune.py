@@ -44,17 +44,17 @@ def choose(checkpoint: Checkpoint, count: int, pieces: Seq[npt.NDArray[np.int64]
     return list(dropped.items())
 
 
-def drop(checkpoint: Checkpoint, dropped: Collection[int]) -> None:
+def drop(checkpoint: Checkpoint, dropped: Collection[int], hint: str = _HINT) -> None:
     """See ``specexport.frontend.drop_layers``."""
     model: Any = checkpoint.model
     check_config(model)
-    layers = find_layers(model, _HINT)
+    layers = find_layers(model, hint)
     kept = [i for i in range(len(layers)) if i not in dropped]
     vocab = model.config.get_text_config().vocab_size
     tokens = torch.tensor([[(11 * i + 5) % vocab for i in range(_PROOF_TOKENS)]])
     whole = _calls(model)
     wanted_calls = [replace(whole[old], index=new) for new, old in enumerate(kept)]
-    with _watch(model, layers, dropped):
+    with left_out(model, dropped, hint):
         wanted = _read(model, tokens)
     owners = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
     _remove(model, layers, kept)
@@ -67,10 +67,26 @@ def drop(checkpoint: Checkpoint, dropped: Collection[int]) -> None:
     try:
         calls, found = _calls(model), _read(model, tokens)
     except Exception as error:  # whatever of it still counts on all layers
-        raise refuse(model, f"without some layers its forward pass fails ({_line(error)})", _HINT) from error
+        raise refuse(model, f"without some layers its forward pass fails ({_line(error)})", hint) from error
     limit = TOLERANCE[model.dtype] * max(1.0, float(wanted.abs().max()))
     if calls != wanted_calls or not torch.allclose(found, wanted, rtol=0, atol=limit, equal_nan=True):
-        raise refuse(model, "what its layers compute depends on their number or on their place", _HINT)
+        raise refuse(model, "what its layers compute depends on their number or on their place", hint)
+
+
+@contextmanager
+def left_out(model: Any, dropped: Collection[int], hint: str = _HINT) -> Iterator[None]:
+    """Within the block, some of a model's decoder layers hand their input on.
+
+    Args:
+        model: a transformers causal language model.
+        dropped: numbers of the layers.
+        hint: what to do where that cannot be.
+
+    Raises:
+        UnsupportedModelError: its layers cannot be found or watched.
+    """
+    with _watch(model, find_layers(model, hint), dropped, hint=hint):
+        yield
 
 
 def _measure(model: Any, layers: Any, pieces: Seq[npt.NDArray[np.int64]], dropped: Collection[int]) -> dict[int, float]:
@@ -91,7 +107,9 @@ def _measure(model: Any, layers: Any, pieces: Seq[npt.NDArray[np.int64]], droppe
 
 
 @contextmanager
-def _watch(model: Any, layers: Any, dropped: Collection[int], note: OnLayer | None = None) -> Iterator[None]:
+def _watch(
+    model: Any, layers: Any, dropped: Collection[int], note: OnLayer | None = None, hint: str = _HINT
+) -> Iterator[None]:
     """Within the block, ``dropped`` layers hand their input on, and ``note`` gets (layer, input, output) of each."""
 
     def hook(index: int) -> Callable[..., Any]:
@@ -99,7 +117,7 @@ def _watch(model: Any, layers: Any, dropped: Collection[int], note: OnLayer | No
             before = given[0] if given else named.get("hidden_states")
             hidden = hidden_of(output)
             if not isinstance(before, Tensor) or not isinstance(hidden, Tensor) or before.shape != hidden.shape:
-                raise refuse(model, f"layer {index} does not turn one hidden state into another", _HINT)
+                raise refuse(model, f"layer {index} does not turn one hidden state into another", hint)
             if note is not None:
                 note(index, before, hidden)
             if index not in dropped:
@@ -147,6 +165,8 @@ def _remove(model: Any, layers: Any, kept: Seq[int]) -> None:
 
 def _shorten(config: Any, size: int, kept: Seq[int]) -> None:
     config.num_hidden_layers = len(kept)
+    if isinstance(dense := getattr(config, "first_k_dense_replace", None), int):
+        config.first_k_dense_replace = sum(i < dense for i in kept)
     for name, value in list(vars(config).items()):
         # layer_types, mlp_layer_types, no_rope_layers, …
         if "layer" in name and isinstance(value, (list, tuple)) and len(value) == size:

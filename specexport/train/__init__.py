@@ -1,1 +1,1 @@
-"""Training a draft head for a target, on text that the target writes: ``specexport train-draft``."""
+"""Training a draft, a head or a smaller model, on text that its target writes: ``specexport train-draft``."""

@@ -1,4 +1,4 @@
-"""``specexport train-draft``: flags in, a draft head out. Everything heavy is imported when it runs."""
+"""``specexport train-draft``: flags in, a draft out. Everything heavy is imported when it runs."""
 
 import json
 import sys
@@ -13,15 +13,16 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 
 @click.command("train-draft")
 @click.argument("target")
-@click.option("-o", "--output", type=_FOLDER, required=True, help="Folder of the head.")
+@click.option("-o", "--output", type=_FOLDER, required=True, help="Folder of the draft.")
 @click.option("--prompts", type=_FILE, multiple=True, help="JSONL with a field `prompt`. Repeatable.")
-@click.option("--kind", default="eagle3", show_default=True, help="What to train: eagle3 or mtp.")
+@click.option("--kind", default="eagle3", show_default=True, help="What to train: eagle3 or mtp, or pruned.")
 @click.option("--work", type=_FOLDER, help="Folder for texts, hidden states and the state  [default: OUTPUT.work].")
 @click.option("--bundle", type=_FOLDER, help="A bundle of the target that writes the texts  [default: one is built].")
 @click.option("--max-tokens", type=int, default=192, show_default=True, help="New tokens for each prompt.")
 @click.option("--temperature", type=float, default=0.7, show_default=True, help="Of every second group of texts.")
-@click.option("--draft-vocab-size", type=int, metavar="N", help="Tokens of its LM head  [default: 16384, or all].")
-@click.option("--steps", type=int, default=3, show_default=True, help="Draft steps of the training-time test.")
+@click.option("--draft-vocab-size", type=int, metavar="N", help="Tokens of a head's LM head  [default: 16384, or all].")
+@click.option("--keep-layers", type=int, metavar="N", help="Layers of a pruned draft  [default: a quarter, or 2].")
+@click.option("--steps", type=int, help="Draft steps of a head's training-time test  [default: 3].")
 @click.option("--epochs", type=int, default=4, show_default=True, help="How often it reads each text.")
 @click.option("--batches", type=int, help="Batches to learn from, in the place of --epochs.")
 @click.option("--batch-tokens", type=int, default=2048, show_default=True, help="Most tokens of a batch.")
@@ -33,7 +34,10 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 def train_draft(*, plot: Path | None, as_json: bool, quiet: bool, **asked: Any) -> None:
-    """Train a draft head for TARGET, on texts that it writes to your prompts.
+    """Train a draft for TARGET, on texts that it writes to your prompts.
+
+    Of kind eagle3 or mtp it is a head, which reads the target's hidden states; of kind pruned it is a model of some of
+    the target's own layers, which runs wherever models do.
 
     A run that was ended goes on where it was: give the same command again.
     """
@@ -64,4 +68,4 @@ def train_draft(*, plot: Path | None, as_json: bool, quiet: bool, **asked: Any) 
         f"({result.tokens_per_second:.0f} tokens/s), peak memory {result.peak_memory_bytes / 1e6:.0f} MB."
     )
     click.echo(f"  held-out texts: {last['length']:.2f} tokens a round, first guess right {last['rates'][0]:.0%}")
-    click.echo(f"  specexport build {options.target} --head {result.output} -o BUNDLE")
+    click.echo(f"  specexport build {options.target} {result.flag} {result.output} -o BUNDLE")

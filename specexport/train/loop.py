@@ -1,9 +1,8 @@
-"""The training loop: batches in, a better head out, with all that is needed to go on after a crash."""
+"""The training loop: batches in, a better draft out, with all that is needed to go on after a crash."""
 
 import json
 import math
 import time
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,24 +12,22 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from specexport.heads.modules import DraftHead, FeatureProjection
-from specexport.heads.unroll import StepResult, unroll
 from specexport.heads.write import write_tensors
-from specexport.train.loss import Batch, divergence
+from specexport.train.batch import Batch
 from specexport.train.store import FeatureStore, batches
+from specexport.train.student import Student, at_offset
 from specexport_runtime.errors import InvalidRequestError
 
-BEST_ROWS = 512  # hidden states whose logits over the whole vocabulary are held at a time
 STEP_DECAY = 0.8
 """Weight of each further draft step in the loss, as EAGLE-3's own training has it."""
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How a head is trained.
+    """How a draft is trained.
 
     Attributes:
-        steps: draft steps of the training-time test.
+        steps: draft steps of the training-time test, of heads.
         batch_tokens: most tokens of a batch.
         max_len: tokens of a text that are read.
         matrix_rate: learning rate of the matrices (Muon).
@@ -50,68 +47,29 @@ class TrainSettings:
     seed: int = 0
 
 
-class Target(NamedTuple):
-    """What of the target a training needs.
-
-    Attributes:
-        whole: its LM head, bfloat16 [V, H].
-        ids: token ids of the head's LM head, int64 [N].
-        rows: the rows of ``whole`` for them [N, H].
-        softcap: bound of its logits; 0 for none.
-    """
-
-    whole: Tensor
-    ids: Tensor
-    rows: Tensor
-    softcap: float = 0.0
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., N] of what its LM head reads [..., H], for the head's tokens."""
-        logits = hidden.to(self.rows.dtype) @ self.rows.T
-        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
-
-    def best(self, hidden: Tensor) -> Tensor:
-        """Its best token ids of hidden states [n, H], over its whole vocabulary."""
-        return torch.cat([(part.to(self.whole.dtype) @ self.whole.T).argmax(-1) for part in hidden.split(BEST_ROWS)])
-
-
 class Trainer:
-    """Trains a head and its projection.
+    """Trains a draft.
 
     Args:
-        head: the head.
-        projection: its projection, which is trained with it.
-        target: for the loss.
+        student: the draft.
         store: what it learns from.
         indices: texts to learn from.
         settings: how.
     """
 
-    def __init__(
-        self,
-        head: DraftHead,
-        projection: FeatureProjection,
-        target: Target,
-        store: FeatureStore,
-        indices: Seq[int],
-        settings: TrainSettings,
-    ) -> None:
-        self.head, self.projection, self.target = head, projection, target
+    def __init__(self, student: Student, store: FeatureStore, indices: Seq[int], settings: TrainSettings) -> None:
+        self.student = student
         self.store, self.indices, self.settings = store, indices, settings
-        self.modules = torch.nn.ModuleDict({"head": head, "projection": projection})
-        head.embed_tokens.weight.requires_grad_(False)
         matrices: list[Tensor] = []
         others: list[Tensor] = []
-        for name, parameter in self.modules.named_parameters():
-            if parameter.requires_grad:
-                is_matrix = parameter.dim() == 2 and "lm_head" not in name
-                (matrices if is_matrix else others).append(parameter)
-        rates = settings.matrix_rate, settings.vector_rate
+        for name, parameter in self._trained().items():
+            is_matrix = parameter.dim() == 2 and "lm_head" not in name
+            (matrices if is_matrix else others).append(parameter)
+        self._rates = settings.matrix_rate, settings.vector_rate
         self.optimizers: list[Any] = [
-            torch.optim.Muon(matrices, lr=rates[0], weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=rates[1], betas=(0.9, 0.95), weight_decay=0.0),
+            torch.optim.Muon(matrices, lr=self._rates[0], weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=self._rates[1], betas=(0.9, 0.95), weight_decay=0.0),
         ]
-        self._rates = rates
         self.done = 0
         self.tokens = 0
         self.seconds = 0.0
@@ -136,32 +94,19 @@ class Trainer:
         batch = self.read(self._next())
         total, first = torch.zeros(()), 0.0
         with torch.autocast("cpu", torch.bfloat16):
-            for number, result in enumerate(self.unroll(batch, self.settings.steps)):
-                with torch.no_grad():
-                    wanted = self.wanted(batch, result.offset, result.logits.shape[1])
-                loss = divergence(result.logits, wanted, result.valid)
+            for number, loss in enumerate(self.student.losses(batch, self.settings.steps)):
                 first = first or float(loss.detach())
                 total = total + STEP_DECAY**number * loss
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         total.backward()
-        torch.nn.utils.clip_grad_norm_([p for p in self.modules.parameters() if p.grad is not None], 1.0)
+        torch.nn.utils.clip_grad_norm_([p for p in self._trained().values() if p.grad is not None], 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
         self.done += 1
         self.tokens += int(batch.lengths.sum())
         self.seconds += time.perf_counter() - start
         return first
-
-    def unroll(self, batch: Batch, steps: int) -> Iterator[StepResult]:
-        """What the head drafts at every place of a batch."""
-        features = self.projection([state[:, :-1] for state in batch.states])
-        return unroll(self.head, batch.tokens, features, batch.lengths, steps)
-
-    def wanted(self, batch: Batch, offset: int, width: int) -> Tensor:
-        """The target's logits [B, width, N] at ``offset`` places behind each."""
-        last = torch.nn.functional.pad(batch.last[:, offset:], (0, 0, 0, offset))[:, :width]
-        return self.target.logits(last)
 
     def read(self, indices: Seq[int]) -> Batch:
         """The texts of a batch, filled up to one length."""
@@ -196,8 +141,7 @@ class Trainer:
         Raises:
             UserInputError: the file cannot be written.
         """
-        tensors: dict[str, Tensor] = dict(self.modules.state_dict())
-        tensors.pop("head.embed_tokens.weight")
+        tensors: dict[str, Tensor] = dict(self._trained())
         for number, optimizer in enumerate(self.optimizers):
             for index, state in optimizer.state_dict()["state"].items():
                 for key, value in state.items():
@@ -205,7 +149,7 @@ class Trainer:
         told = {name: getattr(self, name) for name in _TOLD}
         whole = {name: value.detach().contiguous() for name, value in tensors.items()}
         folder.mkdir(parents=True, exist_ok=True)
-        meta = {"state": json.dumps(told), "settings": json.dumps(asdict(self.settings))}
+        meta = {"state": json.dumps(told), "settings": json.dumps(self._made_with())}
         write_tensors(folder / STATE_NAME, whole, meta)
 
     def resume(self, folder: Path) -> bool:
@@ -220,14 +164,16 @@ class Trainer:
         with safe_open(path, framework="pt") as file:
             meta = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        before, now = json.loads(meta["settings"]), asdict(self.settings)
+        before, now = json.loads(meta["settings"]), self._made_with()
         other = [name for name, value in now.items() if before.get(name) != value]
         if other:
             raise InvalidRequestError(
                 f"{path} was written with {other[0]} {before.get(other[0])}, and now it is {now[other[0]]}.",
                 "give the same settings, or another folder with --work.",
             )
-        self.modules.load_state_dict({k: v for k, v in tensors.items() if not k.startswith("optimizer.")}, strict=False)
+        with torch.no_grad():
+            for name, parameter in self._trained().items():
+                parameter.copy_(tensors[name])
         for number, optimizer in enumerate(self.optimizers):
             state: dict[int, dict[str, Tensor]] = {}
             for key, value in tensors.items():
@@ -239,55 +185,63 @@ class Trainer:
             setattr(self, name, value)
         return True
 
+    def _trained(self) -> dict[str, Tensor]:
+        return {name: each for name, each in self.student.modules.named_parameters() if each.requires_grad}
+
+    def _made_with(self) -> dict[str, Any]:
+        return asdict(self.settings) | self.student.describe()
+
 
 STATE_NAME = "state.safetensors"
 _TOLD = ("done", "tokens", "seconds", "curve")
 
 
 class Acceptance(NamedTuple):
-    """How a head would draft on texts that it did not learn from.
+    """How a draft would do on texts that it did not learn from.
 
     Attributes:
         rates: for each draft step, the share of places where its best token is the target's, of those where all steps
             before were right.
         length: mean tokens a round with as many drafts: 1 and the accepted ones.
         loss: of the first step, nats a token.
+        overlap: see :class:`specexport.train.student.Guess`.
     """
 
     rates: tuple[float, ...]
     length: float
     loss: float
+    overlap: float | None
 
 
 def measure_acceptance(trainer: Trainer, indices: Seq[int], steps: int = 5) -> Acceptance:
-    """Greedy drafts of a head on held-out texts; the tokens fed are the text's own, as an accepted draft's are.
+    """Greedy drafts on held-out texts; the tokens fed are the text's own, as an accepted draft's are.
 
     Args:
-        trainer: has the head.
+        trainer: has the draft.
         indices: the texts.
         steps: draft steps.
     """
-    right, seen, loss, groups = [0.0] * steps, [0.0] * steps, 0.0, 0
+    right, seen = [0.0] * steps, [0.0] * steps
+    losses: list[float] = []
+    overlaps: list[float] = []
     for group in batches(trainer.store, indices, trainer.settings.batch_tokens, trainer.settings.max_len, 0):
         batch = trainer.read(group)
-        width = batch.tokens.shape[1]
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            argmax = trainer.target.best(batch.last.flatten(0, 1)).view(batch.tokens.shape)
             alive: Tensor | None = None
-            for step, result in enumerate(trainer.unroll(batch, steps)):
-                drafted = trainer.target.ids[result.logits.argmax(-1)]
-                wanted = torch.nn.functional.pad(argmax[:, result.offset :], (0, result.offset))[:, : width - 1]
+            for step, guess in enumerate(trainer.student.guesses(batch, steps)):
                 # A place counts where the text went on as the target would have: there a draft can be right.
-                follows = torch.nn.functional.pad(batch.tokens[:, 1 + result.offset :], (0, result.offset))
-                follows = follows[:, : width - 1]
-                chance = result.valid if alive is None else alive & result.valid
-                hit = chance & (drafted == wanted)
+                follows = at_offset(batch.tokens, 1 + guess.offset)
+                chance = guess.valid if alive is None else alive & guess.valid
+                hit = chance & (guess.drafted == guess.wanted)
                 seen[step] += float(chance.sum())
                 right[step] += float(hit.sum())
-                alive = hit & (follows == wanted)
-                if step == 0:
-                    loss += float(divergence(result.logits, trainer.wanted(batch, 1, width - 1), result.valid))
-                    groups += 1
+                alive = hit & (follows == guess.wanted)
+                losses += [] if guess.loss is None else [guess.loss]
+                overlaps += [] if guess.overlap is None else [guess.overlap]
     rates = tuple(r / max(s, 1.0) for r, s in zip(right, seen, strict=True))
     length = 1 + sum(math.prod(rates[: n + 1]) for n in range(steps))
-    return Acceptance(rates, length, loss / max(groups, 1))
+    return Acceptance(rates, length, _mean(losses) or 0.0, _mean(overlaps))
+
+
+def _mean(values: Seq[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,25 +1,7 @@
 """What a head is trained on: the target's distribution, at as many steps as it will draft (training-time test)."""
 
-from typing import NamedTuple
-
 from torch import Tensor
 from torch.nn import functional
-
-
-class Batch(NamedTuple):
-    """Texts of a training step.
-
-    Attributes:
-        tokens: int64 [B, T].
-        states: tapped hidden states, [B, T, H] each.
-        last: what the target's LM head reads [B, T, H].
-        lengths: tokens of each text, int64 [B].
-    """
-
-    tokens: Tensor
-    states: list[Tensor]
-    last: Tensor
-    lengths: Tensor
 
 
 def divergence(logits: Tensor, target: Tensor, valid: Tensor) -> Tensor:

@@ -2,28 +2,36 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.errors import InvalidRequestError, UnsupportedModelError
 
-KINDS = ("eagle3", "mtp")
+HEAD_KINDS = ("eagle3", "mtp")
+KINDS = (*HEAD_KINDS, "pruned")
+DRAFT_STEPS = 3
+LAYER_SHARE, FEWEST_LAYERS = 4, 2
+"""A pruned draft keeps one layer of so many, and at least so many, unless told otherwise."""
+HEAD_LAYERS = 4
+"""Fewest layers of a target that a head reads between."""
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a draft head is to be trained.
+    """How a draft is to be trained.
 
     Attributes:
         target: checkpoint of the target.
-        output: folder of the head.
+        output: folder of the draft.
         prompts: files of prompts.
-        kind: what is trained: ``"eagle3"`` reads three hidden states of the target, ``"mtp"`` its last one.
+        kind: what is trained: a head, ``"eagle3"``, which reads three hidden states of the target, or ``"mtp"``, which
+            reads its last one; or ``"pruned"``, a draft model of some of the target's own layers.
         work: folder for what can be used again: texts, hidden states, the state of the training.
         bundle: a bundle of the target that writes the texts; None builds one.
         max_tokens: tokens that are written for each prompt.
         temperature: of every second text; the others are greedy.
-        draft_vocab_size: tokens of the head's LM head; None takes all of a small vocabulary, and 16,384 of a large one.
-        steps: draft steps of the training-time test.
+        draft_vocab_size: tokens of a head's LM head; None takes all of a small vocabulary, and 16,384 of a large one.
+        keep_layers: layers of a pruned draft; None takes a quarter of the target's, and at least two.
+        steps: draft steps of a head's training-time test; None takes three.
         batches: batches to learn from; None goes over all texts ``epochs`` times.
         epochs: see ``batches``.
         batch_tokens: tokens of a batch.
@@ -39,13 +47,14 @@ class TrainOptions:
     target: str
     output: Path
     prompts: tuple[Path, ...]
-    kind: Literal["eagle3", "mtp"] = "eagle3"
+    kind: Literal["eagle3", "mtp", "pruned"] = "eagle3"
     work: Path | None = None
     bundle: Path | None = None
     max_tokens: int = 192
     temperature: float = 0.7
     draft_vocab_size: int | None = None
-    steps: int = 3
+    keep_layers: int | None = None
+    steps: int | None = None
     batches: int | None = None
     epochs: int = 4
     batch_tokens: int = 2048
@@ -65,14 +74,15 @@ class TrainOptions:
             ("max_tokens", 8, 4096),
             ("steps", 1, 8),
             ("epochs", 1, 1000),
+            ("batches", 1, 1 << 30),
             ("batch_tokens", 64, 1 << 20),
+            ("draft_vocab_size", 16, 1 << 24),
+            ("keep_layers", 1, 1 << 10),
             ("seed", 0, 1 << 30),
         ):
-            _check_range(name, getattr(self, name), low, high)
-        if self.batches is not None:
-            _check_range("batches", self.batches, 1, 1 << 30)
-        if self.draft_vocab_size is not None:
-            _check_range("draft_vocab_size", self.draft_vocab_size, 16, 1 << 24)
+            if getattr(self, name) is not None:
+                _check_range(name, getattr(self, name), low, high)
+        _check_kind(self)
         if not 0 < self.temperature <= 2:
             raise InvalidRequestError(f"temperature is {self.temperature:g}.", "give a number in (0, 2].")
         if not self.max_states_gb > 0:
@@ -83,18 +93,83 @@ class TrainOptions:
             raise InvalidRequestError(f"rate is {self.rate:g}.", "give a number in (0, 1].")
 
     @property
+    def head_kind(self) -> Literal["eagle3", "mtp"]:
+        """The kind, of a head."""
+        return cast('Literal["eagle3", "mtp"]', self.kind)
+
+    @property
+    def draft_steps(self) -> int:
+        """Draft steps of the training-time test."""
+        return self.steps or DRAFT_STEPS
+
+    def layers_kept(self, num_layers: int) -> int:
+        """How many layers of a target a pruned draft keeps.
+
+        Args:
+            num_layers: layers of the target.
+
+        Raises:
+            InvalidRequestError: that is not fewer than there are.
+        """
+        kept = self.keep_layers or max(FEWEST_LAYERS, round(num_layers / LAYER_SHARE))
+        if kept >= num_layers:
+            raise InvalidRequestError(
+                f"a pruned draft of {kept} layers cannot be made of a target that has {num_layers}: none would go.",
+                f"give --keep-layers 1 to {num_layers - 1}." if num_layers > 1 else "draft with `lookup`.",
+            )
+        return kept
+
+    def check_target(self, num_layers: int) -> None:
+        """Refuse a target of too few layers.
+
+        Raises:
+            UnsupportedModelError, InvalidRequestError: it is one.
+        """
+        if self.kind == "pruned":
+            self.layers_kept(num_layers)
+        elif num_layers < HEAD_LAYERS:
+            raise UnsupportedModelError(
+                f"the target has {num_layers} layers: there is little to read between them.",
+                "draft with a model, or with `lookup`.",
+            )
+
+    @property
     def work_folder(self) -> Path:
         """Where work in progress lies."""
         return self.work or self.output.with_name(f"{self.output.name}.work")
 
     @property
     def states_folder(self) -> Path:
-        """Where the hidden states lie that this kind of head reads."""
+        """Where the hidden states lie that this kind of draft learns from."""
         return self.work_folder / f"{self.kind}-states"
 
     def text_settings(self) -> dict[str, Any]:
         """What decides the texts."""
         return {name: asdict(self)[name] for name in ("max_tokens", "temperature", "seed")}
+
+
+def _check_kind(options: TrainOptions) -> None:
+    """Refuse what the kind that is trained has no use for.
+
+    Raises:
+        InvalidRequestError: something of it was given.
+    """
+    if options.kind != "pruned":
+        if options.keep_layers is not None:
+            raise InvalidRequestError(
+                f"keep_layers is {options.keep_layers}, and {options.kind} keeps no layers of the target.",
+                "leave it out, or train --kind pruned.",
+            )
+    elif options.draft_vocab_size is not None:
+        raise InvalidRequestError(
+            f"draft_vocab_size is {options.draft_vocab_size}, and a pruned draft keeps the target's LM head.",
+            "leave it out here, and give `specexport build` its own --draft-vocab-size: it cuts any draft model.",
+        )
+    elif options.steps is not None:
+        raise InvalidRequestError(
+            f"steps is {options.steps}, and a pruned draft learns at every place of a text at once.",
+            "leave it out: it is for heads.",
+        )
 
 
 def _check_range(name: str, value: int, low: int, high: int) -> None:

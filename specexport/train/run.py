@@ -1,20 +1,18 @@
-"""A training from prompts to a head: texts, hidden states, batches, files. Each part goes on where it was left."""
+"""A training from prompts to a draft: texts, hidden states, batches, files. Each part goes on where it was left."""
 
 import json
 import time
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from specexport.atomic import require_space
 from specexport.bench.prompts import read_prompts
 from specexport.host import peak_memory_bytes
 from specexport.progress import Progress, StageClock
 from specexport.train.options import TrainOptions
-from specexport_runtime.errors import InvalidRequestError, OutputExistsError, UnsupportedModelError
-from specexport_runtime.executors.base import Int32Array
+from specexport_runtime.errors import InvalidRequestError, OutputExistsError
 
 HELD_OUT, FEWEST_TEXTS = 0.05, 16
 """Share of the texts that is not learned from, and the fewest texts of which a share can be."""
@@ -22,24 +20,27 @@ SHORTEST_TEXT = 12
 """Tokens: in a shorter text there is no place for all draft steps."""
 SAVE_EVERY = 50
 """Batches between two savings, and between two looks at the acceptance."""
-STAGES = 5
+STAGES = 6
 
 
 class Trained(NamedTuple):
     """What a training gave.
 
     Attributes:
-        output: folder of the head.
+        output: folder of the draft.
+        flag: of ``specexport build``, which takes it.
         num_texts: texts that it learned from.
         num_tokens: tokens of them.
         batches: batches that it learned from.
         seconds: of learning, this run and those before.
-        curve: acceptance on held-out texts: ``batch``, ``length``, ``rates`` and ``loss`` each time.
+        curve: acceptance on held-out texts: ``batch``, ``length``, ``rates`` and ``loss`` each time; of draft models
+            also ``overlap``, the share of drawn tokens that would be accepted.
         tokens_per_second: of learning.
         peak_memory_bytes: most resident memory of this process so far, pages of the hidden states' files included.
     """
 
     output: Path
+    flag: str
     num_texts: int
     num_tokens: int
     batches: int
@@ -54,7 +55,7 @@ class Trained(NamedTuple):
 
 
 def train_draft(options: TrainOptions, progress: Progress | None = None) -> Trained:
-    """Train a head; a run that was ended goes on.
+    """Train a draft; a run that was ended goes on.
 
     Args:
         options: what was asked for.
@@ -72,7 +73,7 @@ def train_draft(options: TrainOptions, progress: Progress | None = None) -> Trai
     from specexport.train.store import FeatureStore
 
     clock = StageClock(progress, STAGES)
-    _check_output(options.output)
+    _check_output(options.output, options.kind)
     prompts = [prompt.text for prompt in read_prompts(options.prompts)]
     if len(prompts) < FEWEST_TEXTS:
         raise InvalidRequestError(f"there are {len(prompts)} prompts to train on.", f"give {FEWEST_TEXTS} or more.")
@@ -85,24 +86,26 @@ def train_draft(options: TrainOptions, progress: Progress | None = None) -> Trai
         _write_texts(options, prompts, texts_path, clock)
     with clock.stage("load"):
         checkpoint = load_checkpoint(options.target)
-    model: Any = checkpoint.model
+    from specexport.train.kinds import find_plan
     from specexport.train.texts import read_texts
 
     texts = [text for text in read_texts(texts_path) if len(text) >= SHORTEST_TEXT]
-    config, ids = _shape(options, checkpoint, texts)
+    plan = find_plan(options.kind)(options, checkpoint, texts)
     with clock.stage("read", "target", f"{sum(map(len, texts)):,} tokens"):
-        _collect(options, model, texts, config.taps, clock)
+        _collect(options, checkpoint.model, texts, plan.taps, clock)
     store = FeatureStore(options.states_folder)
+    with clock.stage("make", "draft"):
+        torch.manual_seed(options.seed)
+        del checkpoint
+        trainer = _trainer(options, plan.make(clock.note), store)
     with clock.stage("learn"):
-        trainer, total = _trainer(options, model, config, ids, store)
-        del model, checkpoint
-        _learn(options, trainer, total, clock)
+        _learn(options, trainer, clock)
     with clock.stage("save"):
-        return _save(options, trainer, config, ids, store)
+        return _save(options, trainer, plan)
 
 
-def _check_output(folder: Path) -> None:
-    """Refuse a folder that holds something else: a head takes the names that a checkpoint has.
+def _check_output(folder: Path, kind: str) -> None:
+    """Refuse a folder that holds something else, for it may be a checkpoint, and a draft takes its names.
 
     Raises:
         OutputExistsError: it does.
@@ -111,12 +114,14 @@ def _check_output(folder: Path) -> None:
         return
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        is_head = "speculators_model_type" in values and (folder / "curve.json").is_file()
+        is_head = "speculators_model_type" in values
+        is_ours = is_head == (kind != "pruned") and (folder / "curve.json").is_file()
     except (OSError, ValueError, TypeError):
-        is_head = False
-    if not is_head:
+        is_ours = False
+    if not is_ours:
+        what = "pruned draft" if kind == "pruned" else "head"
         raise OutputExistsError(
-            f"{folder} exists and is no head that was trained here.", "choose another folder with -o."
+            f"{folder} exists and is no {what} that was trained here.", "choose another folder with -o."
         )
 
 
@@ -133,12 +138,13 @@ def _write_texts(options: TrainOptions, prompts: Seq[str], path: Path, clock: St
         bundle = options.work_folder / "texts-bundle"
         # By this name nobody else has one: one of an earlier version is built again.
         build_bundle(BuildRecipe(target=options.target, output=str(bundle)), force=True)
-    written_by = load_manifest(bundle).models["target"].source_sha256
-    if written_by != sha256:
+    written_by = load_manifest(bundle).models["target"]
+    if written_by.source_sha256 != sha256:
         raise InvalidRequestError(
-            f"{bundle} was not built from {options.target}: a head learns from what its own target writes.",
+            f"{bundle} was not built from {options.target}: a draft learns from what its own target writes.",
             "give a bundle of this target, or leave --bundle out.",
         )
+    options.check_target(len(written_by.layers))
     write_texts(
         bundle,
         prompts,
@@ -147,20 +153,6 @@ def _write_texts(options: TrainOptions, prompts: Seq[str], path: Path, clock: St
         threads=options.threads,
         on_group=lambda count: clock.note(f"{count} of {len(prompts)} texts"),
     )
-
-
-def _shape(options: TrainOptions, checkpoint: Any, texts: Seq[Seq[int]]) -> tuple[Any, Int32Array]:
-    from specexport.train.shape import count_ids, draft_size, new_config
-
-    text = checkpoint.model.config.get_text_config()
-    if int(text.num_hidden_layers) < 4:
-        raise UnsupportedModelError(
-            f"the target has {text.num_hidden_layers} layers: there is little to read between them.",
-            "draft with a model, or with `lookup`.",
-        )
-    size = draft_size(options.draft_vocab_size, checkpoint.vocab_size)
-    ids = count_ids(texts, size, checkpoint.vocab_size, checkpoint.eos_token_ids)
-    return new_config(options.kind, text, checkpoint.vocab_size, len(ids)), ids
 
 
 def _collect(options: TrainOptions, model: Any, texts: Seq[Seq[int]], taps: Seq[int], clock: StageClock) -> None:
@@ -193,39 +185,25 @@ def _held_out(count: int) -> list[int]:
     return list(range(0, count, step))
 
 
-def _trainer(options: TrainOptions, model: Any, config: Any, ids: Int32Array, store: Any) -> tuple[Any, int]:
-    import torch
-
-    from specexport.heads.kinds import make_head
-    from specexport.heads.modules import FeatureProjection
-    from specexport.train.loop import Target, Trainer, TrainSettings
+def _trainer(options: TrainOptions, student: Any, store: Any) -> Any:
+    from specexport.train.loop import Trainer, TrainSettings
     from specexport.train.store import batches
 
-    torch.manual_seed(options.seed)
-    head, projection = make_head(config), FeatureProjection(config)
-    table, rows = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
-    head.embed_tokens.weight.data = table
-    kept = torch.from_numpy(ids.astype(np.int64))
-    head.lm_head.weight.data = rows[kept].clone()
     held = set(_held_out(len(store)))
     learned = [i for i in range(len(store)) if i not in held]
     settings = TrainSettings(
-        steps=options.steps, batch_tokens=options.batch_tokens, matrix_rate=options.rate, seed=options.seed
+        steps=options.draft_steps, batch_tokens=options.batch_tokens, matrix_rate=options.rate, seed=options.seed
     )
     each = len(list(batches(store, learned, settings.batch_tokens, settings.max_len, options.seed)))
     total = options.batches or options.epochs * each
-    softcap = float(getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 0.0)
-    settings = TrainSettings(
-        **{**settings.__dict__, "total": total, "warmup": min(settings.warmup, max(1, total // 4))}
-    )
-    target = Target(rows.bfloat16(), kept, rows[kept].bfloat16(), softcap)
-    return Trainer(head, projection, target, store, learned, settings), total
+    settings = replace(settings, total=total, warmup=min(settings.warmup, max(1, total // 4)))
+    return Trainer(student, store, learned, settings)
 
 
-def _learn(options: TrainOptions, trainer: Any, total: int, clock: StageClock) -> None:
+def _learn(options: TrainOptions, trainer: Any, clock: StageClock) -> None:
     from specexport.train.loop import measure_acceptance
 
-    folder = options.work_folder / f"{options.kind}-state"
+    folder, total = options.work_folder / f"{options.kind}-state", trainer.settings.total
     trainer.resume(folder)
     held = _held_out(len(trainer.store))
     while trainer.done < total:
@@ -238,50 +216,42 @@ def _learn(options: TrainOptions, trainer: Any, total: int, clock: StageClock) -
                 "length": round(found.length, 4),
                 "rates": rates,
                 "loss": round(found.loss, 4),
-            }
+            } | ({} if found.overlap is None else {"overlap": round(found.overlap, 4)})
             trainer.curve.append(point)
             trainer.save(folder)
             clock.note(f"{trainer.done} of {total} batches, {found.length:.2f} tokens a round on held-out texts")
 
 
-def _save(options: TrainOptions, trainer: Any, config: Any, ids: Int32Array, store: Any) -> Trained:
-    from specexport.heads.write import write_head, write_text
+def _save(options: TrainOptions, trainer: Any, plan: Any) -> Trained:
+    from specexport.heads.write import write_text
 
-    whole = len(ids) == config.vocab_size
-    learned = sum(store.length(i) for i in trainer.indices)
+    described = plan.describe()
     result = Trained(
         output=options.output,
+        flag=described.flag,
         num_texts=len(trainer.indices),
-        num_tokens=learned,
+        num_tokens=sum(trainer.store.length(i) for i in trainer.indices),
         batches=trainer.done,
         seconds=trainer.seconds,
         curve=tuple(trainer.curve),
         tokens_per_second=trainer.tokens / max(trainer.seconds, 1e-9),
         peak_memory_bytes=peak_memory_bytes(),
     )
-    name = Path(options.target).name
-    write_head(
-        options.output,
-        config,
-        trainer.head,
-        trainer.projection,
-        ids=None if whole else ids,
-        verifier=name,
-        lookahead=options.steps,
-    )
-    write_text(options.output / "README.md", _card(options, result, name))
+    plan.write(options.output, trainer.student)
+    write_text(options.output / "README.md", _card(options, result, described))
     write_text(options.output / "curve.json", json.dumps(result.to_json()["curve"], indent=1) + "\n")
     return result
 
 
-def _card(options: TrainOptions, result: Trained, name: str) -> str:
+def _card(options: TrainOptions, result: Trained, described: Any) -> str:
     """A model card: what it was made of, and what it does on text that it did not learn from."""
     last: dict[str, Any] = result.curve[-1]
     rates = ", ".join(f"{rate:.2f}" for rate in last["rates"])
     made, drawn = time.strftime("%Y-%m-%d"), f"half of them greedily, half at temperature {options.temperature:g}"
-    return f"""# A draft head for {name}
+    overlap = f"| on held-out texts: drawn tokens accepted | {last['overlap']:.2f} |\n" if "overlap" in last else ""
+    return f"""# {described.title}
 
-Kind {options.kind}, in the format of speculators. Made by `specexport train-draft` on {made}.
+{described.form} Made by `specexport train-draft` on {made}.
 
 | | |
 | --- | --- |
@@ -290,7 +260,7 @@ Kind {options.kind}, in the format of speculators. Made by `specexport train-dra
 | batches | {result.batches:,} of up to {options.batch_tokens:,} tokens |
 | hours of learning | {result.seconds / 3600:.2f} |
 | on held-out texts: right at draft step 1, 2, … | {rates} |
-| on held-out texts: tokens a round with {len(last["rates"])} drafts | {last["length"]:.2f} |
+{overlap}| on held-out texts: tokens a round with {len(last["rates"])} drafts | {last["length"]:.2f} |
 
-Use it with `specexport build {name} --head FOLDER`. The embedding is the target's, and is not in the files.
+{described.use}
 """

@@ -1,0 +1,148 @@
+"""Training a draft head: training-time test (Li et al. 2025, section 3.1) over hidden states of the target."""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specexport.heads.config import HeadConfig
+from specexport.heads.kinds import make_head
+from specexport.heads.modules import DraftHead, FeatureProjection
+from specexport.heads.unroll import StepResult, unroll
+from specexport.heads.write import write_head
+from specexport.train.batch import Batch
+from specexport.train.loss import divergence
+from specexport.train.options import TrainOptions
+from specexport.train.shape import count_ids, draft_size, new_config
+from specexport.train.student import Described, Guess, at_offset
+
+BEST_ROWS = 512  # hidden states whose logits over the whole vocabulary are held at a time
+
+
+class Target(NamedTuple):
+    """What of the target a head's training needs.
+
+    Attributes:
+        whole: its LM head, bfloat16 [V, H].
+        ids: token ids of the head's LM head, int64 [N].
+        rows: the rows of ``whole`` for them [N, H].
+        softcap: bound of its logits; 0 for none.
+    """
+
+    whole: Tensor
+    ids: Tensor
+    rows: Tensor
+    softcap: float = 0.0
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., N] of what its LM head reads [..., H], for the head's tokens."""
+        logits = hidden.to(self.rows.dtype) @ self.rows.T
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """Its best token ids of hidden states [n, H], over its whole vocabulary."""
+        return torch.cat([(part.to(self.whole.dtype) @ self.whole.T).argmax(-1) for part in hidden.split(BEST_ROWS)])
+
+
+class HeadStudent:
+    """A head in training, and its projection, which is trained with it. See :class:`specexport.train.student.Student`.
+
+    Args:
+        head: the head.
+        projection: its projection.
+        target: for the loss.
+    """
+
+    def __init__(self, head: DraftHead, projection: FeatureProjection, target: Target) -> None:
+        self.head, self.projection, self.target = head, projection, target
+        self.modules = torch.nn.ModuleDict({"head": head, "projection": projection})
+        head.embed_tokens.weight.requires_grad_(False)
+
+    def describe(self) -> dict[str, Any]:
+        """Its LM head's tokens: what else it is made of, its target and its kind say."""
+        return {"draft_vocab_size": len(self.target.ids)}
+
+    def losses(self, batch: Batch, steps: int) -> Iterator[Tensor]:
+        """Of each draft step, over the head's own tokens."""
+        for result in self._unroll(batch, steps):
+            yield self._loss(batch, result)
+
+    def guesses(self, batch: Batch, steps: int) -> Iterator[Guess]:
+        """Its best tokens; each step reads what the head itself gave at this place in the steps before."""
+        best = self.target.best(batch.last.flatten(0, 1)).view(batch.tokens.shape)
+        for step, result in enumerate(self._unroll(batch, steps)):
+            loss = None if step else float(self._loss(batch, result))
+            drafted = self.target.ids[result.logits.argmax(-1)]
+            yield Guess(drafted, at_offset(best, result.offset), result.valid, result.offset, loss)
+
+    def _unroll(self, batch: Batch, steps: int) -> Iterator[StepResult]:
+        features = self.projection([state[:, :-1] for state in batch.states])
+        return unroll(self.head, batch.tokens, features, batch.lengths, steps)
+
+    def _loss(self, batch: Batch, result: StepResult) -> Tensor:
+        width, offset = result.logits.shape[1], result.offset
+        with torch.no_grad():
+            last = torch.nn.functional.pad(batch.last[:, offset:], (0, 0, 0, offset))[:, :width]
+            wanted = self.target.logits(last)
+        return divergence(result.logits, wanted, result.valid)
+
+
+class HeadPlan:
+    """How a head is made of a target. See :class:`specexport.train.student.Plan`.
+
+    Args:
+        options: what was asked for.
+        checkpoint: the target.
+        texts: token ids that it wrote: the tokens of the LM head are counted there.
+    """
+
+    def __init__(self, options: TrainOptions, checkpoint: Any, texts: Seq[Seq[int]]) -> None:
+        self._options, self._model = options, checkpoint.model
+        text = self._model.config.get_text_config()
+        size = draft_size(options.draft_vocab_size, checkpoint.vocab_size)
+        self._ids = count_ids(texts, size, checkpoint.vocab_size, checkpoint.eos_token_ids)
+        self._softcap = float(getattr(text, "final_logit_softcapping", None) or 0.0)
+        self._config: HeadConfig = new_config(options.head_kind, text, checkpoint.vocab_size, len(self._ids))
+
+    @property
+    def taps(self) -> Seq[int]:
+        """Those that its configuration names."""
+        return self._config.taps
+
+    def make(self, note: Callable[[str], None]) -> HeadStudent:  # noqa: ARG002  # it is made at once
+        """A random head over the target's embedding, with the target's rows in its LM head."""
+        model: Any = self._model
+        head, projection = make_head(self._config), FeatureProjection(self._config)
+        table, rows = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
+        head.embed_tokens.weight.data = table
+        kept = torch.from_numpy(self._ids.astype(np.int64))
+        head.lm_head.weight.data = rows[kept].clone()
+        del self._model
+        return HeadStudent(head, projection, Target(rows.bfloat16(), kept, rows[kept].bfloat16(), self._softcap))
+
+    def write(self, folder: Path, student: Any) -> None:
+        """In the format of speculators."""
+        write_head(
+            folder,
+            self._config,
+            student.head,
+            student.projection,
+            ids=None if len(self._ids) == self._config.vocab_size else self._ids,
+            verifier=Path(self._options.target).name,
+            lookahead=self._options.draft_steps,
+        )
+
+    def describe(self) -> Described:
+        """For the model card."""
+        name = Path(self._options.target).name
+        return Described(
+            title=f"A draft head for {name}",
+            form=f"Kind {self._options.kind}, in the format of speculators.",
+            use=f"Use it with `specexport build {name} --head FOLDER`. "
+            "The embedding is the target's, and is not in the files.",
+            flag="--head",
+        )

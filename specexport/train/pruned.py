@@ -1,0 +1,127 @@
+"""Training a pruned draft: some layers of the target under its own embedding and LM head, healed on its texts.
+
+What stays of the layers learns the target's distribution at every place of the texts (Hinton et al. 2015; of pruned
+language models Muralidharan et al. 2024).
+"""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specexport.atomic import new_folder
+from specexport.frontend import Checkpoint, drop_layers, load_checkpoint
+from specexport.train.batch import Batch
+from specexport.train.layer_choice import measure_choices
+from specexport.train.lm_head import LmHead
+from specexport.train.options import TrainOptions
+from specexport.train.pruned_files import check_files, read_layers, round_weights, write_draft, write_layers
+from specexport.train.refuse import HINT
+from specexport.train.student import Described, Guess, at_offset
+from specexport.train.wide_loss import compare, wide_divergence
+
+
+class PrunedStudent:
+    """A pruned draft in training. See :class:`specexport.train.student.Student`.
+
+    Args:
+        model: a transformers causal language model in float32, with the target's embedding and LM head.
+        kept: numbers of the target's layers that it has.
+        vocab_size: V.
+
+    Raises:
+        UnsupportedModelError: its LM head cannot be run alone.
+    """
+
+    def __init__(self, model: Any, kept: Seq[int], vocab_size: int) -> None:
+        self.model, self.kept, self._vocab_size = model, list(kept), vocab_size
+        self.modules = model.base_model
+        self._read = LmHead(model)
+        self.modules.requires_grad_(True)
+        for table in self.modules.modules():
+            if isinstance(table, torch.nn.Embedding):
+                table.requires_grad_(False)
+
+    def describe(self) -> dict[str, Any]:
+        """The layers that are kept."""
+        return {"layers": self.kept}
+
+    def losses(self, batch: Batch, steps: int) -> Iterator[Tensor]:  # noqa: ARG002  # see below
+        """One: a draft model reads its own guesses as it reads any token, so that all places of a text are alike."""
+        hidden, places = self._read_tokens(batch)
+        yield wide_divergence(hidden, batch.last[places].to(hidden.dtype), self._read, self._vocab_size)
+
+    def guesses(self, batch: Batch, steps: int) -> Iterator[Guess]:
+        """Its best tokens. A further step at a place is the first step at the next place: both read the same text."""
+        hidden, places = self._read_tokens(batch)
+        found = compare(hidden, batch.last[places], self._read, self._vocab_size)
+        drafted, wanted = torch.zeros_like(batch.tokens), torch.zeros_like(batch.tokens)
+        drafted[places], wanted[places] = found.drafted, found.best
+        for step in range(steps):
+            offset = 1 + step
+            told = (None, None) if step else (float(found.loss.mean()), float(found.overlap.mean()))
+            valid = at_offset(places, offset)
+            yield Guess(at_offset(drafted, offset), at_offset(wanted, offset), valid, offset, *told)
+
+    def _read_tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What its LM head reads [n, H], and of which places: bool [B, T], those that are no filling."""
+        places = torch.arange(batch.tokens.shape[1])[None] < batch.lengths[:, None]
+        hidden: Tensor = self.modules(input_ids=batch.tokens, use_cache=False)[0]
+        return hidden[places], places
+
+
+class PrunedPlan:
+    """How a pruned draft is made of a target. See :class:`specexport.train.student.Plan`.
+
+    Args:
+        options: what was asked for.
+        checkpoint: the target.
+        texts: token ids that it wrote: what layers do is measured there.
+    """
+
+    taps = ()
+
+    def __init__(self, options: TrainOptions, checkpoint: Checkpoint, texts: Seq[Seq[int]]) -> None:
+        self._options, self._target, self._texts = options, checkpoint, texts
+        self._num_layers = int(checkpoint.model.config.get_text_config().num_hidden_layers)
+
+    def make(self, note: Callable[[str], None]) -> PrunedStudent:
+        """The layers that serve best without training, or those of a run before, whose files are kept."""
+        start = self._options.work_folder / "pruned-start"
+        count, target = self._options.layers_kept(self._num_layers), self._target
+        before = read_layers(start)
+        if (before.get("target"), len(before.get("layers", ()))) == (target.source_sha256, count):
+            model, kept = load_checkpoint(str(start)).model, before["layers"]
+        else:
+            best, *others = measure_choices(target.model, count, self._texts)
+            kept = list(best.kept)
+            told = f", the next best choice {others[0].loss:.2f}" if others else ""
+            note(f"layers {', '.join(map(str, kept))} of {self._num_layers} stay, loss {best.loss:.2f}{told}")
+            drop_layers(target, set(range(self._num_layers)) - set(kept), HINT)
+            round_weights(target.model)
+            with new_folder(start, replace=True) as folder:
+                write_draft(folder, target.model, target)
+                model = check_files(folder, target.model)
+                write_layers(folder, {"target": target.source_sha256, "layers": kept})
+        target.model = torch.nn.Identity()  # the rest of it is not needed any more
+        self._kept = kept
+        return PrunedStudent(model, kept, target.vocab_size)
+
+    def write(self, folder: Path, student: Any) -> None:
+        """A checkpoint folder, as transformers writes it."""
+        write_draft(folder, student.model, self._target)
+
+    def describe(self) -> Described:
+        """For the model card."""
+        name = Path(self._options.target).name
+        layers = ", ".join(map(str, self._kept))
+        return Described(
+            title=f"A pruned draft for {name}",
+            form=f"A model of {len(self._kept)} of the {self._num_layers} layers of {name} (numbers from 0: {layers}), "
+            "under its embedding and its LM head, for transformers.",
+            use=f"Use it with `specexport build {name} --draft FOLDER`.",
+            flag="--draft",
+        )
