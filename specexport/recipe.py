@@ -30,7 +30,8 @@ _SM = re.compile(r"(?:sm_?)?(\d{1,2})\.?(\d)", re.IGNORECASE)
 _ALIASES = {"num_speculative_tokens": "lookahead"}
 _DTYPE_ALIASES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 _TEXT_KEYS = (
-    "draft", "head", "revision", "draft_revision", "quantize", "draft_quantize", "draft_vocab_texts", "kv_cache_dtype",
+    "draft", "head", "revision", "draft_revision", "head_revision", "quantize", "draft_quantize", "draft_vocab_texts",
+    "kv_cache_dtype",
 )  # fmt: skip
 MTP = "mtp"
 """What is given in the place of a draft head for the MTP module in the target's own checkpoint."""
@@ -54,6 +55,7 @@ class BuildRecipe:
         max_model_len: most tokens of one sequence, or ``"auto"``.
         revision: hub revision of the target.
         draft_revision: hub revision of the draft.
+        head_revision: hub revision of the head.
         trust_remote_code: let the hub's Python code run while loading.
         check: compare each engine's logits with eager transformers before the bundle is kept.
         sm: TensorRT: GPU architectures to build for, for example ``("89", "120")``; empty takes this machine's GPU.
@@ -93,6 +95,7 @@ class BuildRecipe:
     max_model_len: int | Auto = "auto"
     revision: str | None = None
     draft_revision: str | None = None
+    head_revision: str | None = None
     trust_remote_code: bool = False
     check: bool = True
     sm: tuple[str, ...] = ()
@@ -113,6 +116,7 @@ class BuildRecipe:
 
     def __post_init__(self) -> None:
         self._check_types()
+        self._check_revisions()
         object.__setattr__(self, "sm", normalize_architectures(self.sm))
         object.__setattr__(self, "self_draft_skip", normalize_layers(self.self_draft_skip))
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
@@ -265,8 +269,17 @@ class BuildRecipe:
             _require_type("gpu_memory_gb", self.gpu_memory_gb, float, "a number")
         if self.max_model_len != "auto":
             _require_type("max_model_len", self.max_model_len, int, 'a whole number or "auto"')
+
+    def _check_revisions(self) -> None:
         if self.draft is None and self.draft_revision is not None:
             raise RecipeError("draft_revision is given and draft is not.", "give the draft, or leave both out.")
+        if self.head is None and self.head_revision is not None:
+            raise RecipeError("head_revision is given and head is not.", "give the head, or leave both out.")
+        if self.head == MTP and self.head_revision is not None:
+            raise RecipeError(
+                "head_revision is given, and the head is in the target's own checkpoint.",
+                "give revision, the target's.",
+            )
 
     @property
     def bundle_name(self) -> str:

@@ -52,14 +52,14 @@ class TensorSpec(NamedTuple):
 
 
 CONTEXT_ID = -1
-"""In ``input_ids`` of a draft head that fills blocks: an entry that has a feature and no token."""
+"""In ``input_ids`` of heads that fill blocks, and of Hydra heads: an entry that has a feature and no token."""
 INPUT_IDS = TensorSpec(
     "input_ids",
     "int64",
     ("T",),
     "token",
-    "the step's new tokens of all sequences, concatenated; of a draft head that fills blocks, -1 for an entry that has "
-    "a feature alone",
+    "the step's new tokens of all sequences, concatenated; of a draft head that fills blocks, and of Hydra heads, -1 "
+    "for an entry that has a feature alone",
 )
 POSITIONS = TensorSpec("positions", "int64", ("T",), "token", "absolute position of each token in its sequence")
 LOGIT_ROWS = TensorSpec("logit_rows", "int64", ("R",), "token", "which of the T rows reach the LM head")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from specexport_runtime.decoding.handle import Callback, RequestHandle, RequestListener
 from specexport_runtime.decoding.loop import DecodeLoop
 from specexport_runtime.drafters.base import DrafterFactory, DrafterParts, DraftOffer, Obstacle
-from specexport_runtime.drafters.head import head_obstacle
+from specexport_runtime.drafters.head_kind import head_obstacle
 from specexport_runtime.engine_load import (
     check_empty,
     describe_abilities,

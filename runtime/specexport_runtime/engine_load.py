@@ -15,7 +15,7 @@ from specexport_runtime.costs.tune_profile import TuneProfile, load_profile
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.base import Drafter, DrafterFactory, DrafterParts, DraftOffer, Obstacle
 from specexport_runtime.drafters.chain import ChainDrafter
-from specexport_runtime.drafters.head import head_obstacle
+from specexport_runtime.drafters.head_kind import head_obstacle
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.drafters.suffix_open import KeptSuffixes, open_suffixes
 from specexport_runtime.engine_options import EngineOptions

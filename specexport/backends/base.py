@@ -67,6 +67,7 @@ class BuildJob(NamedTuple):
         folder: where the engine files go.
         clock: times the stages and takes notes.
         cache_ranges: of each layer, where KV caches are int8; None where they have the model's dtype.
+        first_only: its layers are of draft heads of which the first alone reads them.
     """
 
     recipe: RecipeFields
@@ -77,6 +78,7 @@ class BuildJob(NamedTuple):
     folder: Path
     clock: StageClock
     cache_ranges: "Seq[CacheRange] | None" = None
+    first_only: bool = False
 
 
 class Backend:

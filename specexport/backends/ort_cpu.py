@@ -36,6 +36,7 @@ class OrtCpu(Backend):
         """
         from specexport.backends.ort import write_one_token_onnx, write_onnx, write_padded_onnx
         from specexport.lowering.feature_gate import drop_features, gate_features
+        from specexport.lowering.first_gate import gate_prefix
         from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
         from specexport.lowering.int8_kv import use_int8_caches
         from specexport.lowering.layer_gate import gate_layers
@@ -57,10 +58,12 @@ class OrtCpu(Backend):
                 for model in (ir_model, *([] if padded_model is None else [padded_model])):
                     use_int8_caches(model, job.cache_ranges)
             one_token_model = _one_token_model(ir_model, job)
-            blocks = find_residual_blocks(ir_model) if recipe.self_draft and role == "target" else None
+            gate = gate_prefix if job.first_only and job.layers else gate_layers
+            gated = gate is gate_prefix or (recipe.self_draft and role == "target")
+            blocks = find_residual_blocks(ir_model) if gated else None
             lower_ort_cpu(ir_model)
             if blocks is not None and blocks.obstacle is None:
-                num_gates = gate_layers(ir_model, blocks)
+                num_gates = gate(ir_model, blocks)
             elif recipe.fuse:
                 fused.append(("norm-fuse", fuse_norms(ir_model)))
             if blocks is not None:

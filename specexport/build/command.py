@@ -63,6 +63,7 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 )
 @click.option("--revision", help="Hub revision of the target.")
 @click.option("--draft-revision", help="Hub revision of the draft.")
+@click.option("--head-revision", help="Hub revision of the head.")
 @click.option("--trust-remote-code", is_flag=True, default=None, help="Run the hub's Python code while loading.")
 @click.option("--no-check", is_flag=True, help="Do not compare the engines with eager transformers.")
 @click.option(

@@ -141,6 +141,7 @@ def _load(
             num_layers=_num_layers(checkpoint),
             target_hidden_size=int(text.hidden_size),
             vocab_size=checkpoint.vocab_size,
+            target_layer=text.to_dict(),
         )
     return load_head(files, config, _tables(checkpoint), getattr(torch, checkpoint.dtype))
 
@@ -220,7 +221,9 @@ def build_head(
         del traced, head
         ids, mask = loaded.ids, loaded.mask_feature
         del loaded
-    job = BuildJob(recipe, role, layers, step_parameters, max_positions, folder, clock)
+    job = BuildJob(
+        recipe, role, layers, step_parameters, max_positions, folder, clock, first_only=config.hydra is not None
+    )
     fields = compile_graph(ir_model, recipe, job, dump_dir)
     if ids is not None:
         np.save(folder / HEAD_IDS_NAME, ids, allow_pickle=False)
@@ -247,7 +250,7 @@ def build_head(
         source_sha256=source.sha256,
         step_parameters=step_parameters,
         num_heads=config.layer_config.get("num_attention_heads"),
-        num_draft_heads=0 if config.medusa is None else config.medusa.num_heads,
+        num_draft_heads=config.num_draft_heads,
     )
     with clock.stage("check", role, "" if reference is not None else "not checked"):
         found = check_head(folder, entry, reference) if reference is not None else None
@@ -272,6 +275,10 @@ def _reference(loaded: "LoadedHead") -> HeadReference:
         from specexport.build.check_block import block_reference
 
         return block_reference(loaded.head, loaded.config)
+    if loaded.config.kind == "hydra":
+        from specexport.build.check_hydra import hydra_reference
+
+        return hydra_reference(loaded.head, loaded.config)
     generator, medusa = np.random.default_rng(21), loaded.config.medusa
     most = loaded.config.vocab_size if medusa is None else medusa.num_heads  # their ids are numbers of heads
     tokens = [generator.integers(0, most, n) for n in CHECK_LENS]

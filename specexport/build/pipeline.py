@@ -186,7 +186,7 @@ def _find_models(recipe: BuildRecipe) -> list[ModelSource]:
         if recipe.head == MTP:  # a part of the target's own checkpoint
             models.append(models[0]._replace(role="head"))
         else:
-            models.append(_find_model(recipe, "head", recipe.head, None))
+            models.append(_find_model(recipe, "head", recipe.head, recipe.head_revision))
     return models
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-HeadKind = Literal["eagle3", "eagle", "mtp", "medusa", "dflash"]
+HeadKind = Literal["eagle3", "eagle", "mtp", "medusa", "hydra", "dflash"]
 
 
 class MedusaShape(NamedTuple):
@@ -25,6 +25,22 @@ class MedusaShape(NamedTuple):
     logit_scale: float = 1.0
 
 
+class HydraShape(NamedTuple):
+    """Heads of which each reads the tokens that those before it guessed (Ankner et al. 2024).
+
+    Attributes:
+        num_heads: how many heads there are: one for each place of a draft.
+        num_blocks: residual blocks of each head behind the one that joins what it reads.
+        one_block: these are one and the same, run again and again, as their writer has them.
+        has_prefix: a decoder layer reads the hidden states first (Hydra++).
+    """
+
+    num_heads: int
+    num_blocks: int
+    one_block: bool = False
+    has_prefix: bool = False
+
+
 @dataclass(frozen=True)
 class HeadConfig:
     """A draft head, in terms of the arithmetic: which hidden states it reads, and where it has norms.
@@ -33,7 +49,8 @@ class HeadConfig:
         kind: ``"eagle3"`` joins a token's embedding and a feature at the input of its first attention (Li et al. 2025),
             ``"eagle"`` in a linear layer before its first decoder layer (Li et al. 2024), ``"mtp"`` both normed in a
             linear layer before a decoder layer of the target's own kind (DeepSeek-AI 2024). ``"medusa"`` has none
-            (Cai et al. 2024). ``"dflash"`` reads features as context of a block of tokens (Chen et al. 2026).
+            (Cai et al. 2024), ``"hydra"`` none, or one over features alone (Ankner et al. 2024). ``"dflash"`` reads
+            features as context of a block of tokens (Chen et al. 2026).
         layer_config: transformers' configuration of its decoder layers, with ``model_type``.
         taps: hidden states of the target that it reads: ``i`` is what decoder layer ``i`` reads, and N (how many there
             are) what the last one gives; ``abi.AFTER_NORM`` is that behind the last norm.
@@ -51,6 +68,7 @@ class HeadConfig:
         causal_layers: which layers of a DFlash head hide the rest of the block from each of its tokens.
         source_format: which writer's names the file had, for reports.
         medusa: of ``"medusa"``: its heads. None for others.
+        hydra: of ``"hydra"``, likewise.
     """
 
     kind: HeadKind
@@ -69,6 +87,13 @@ class HeadConfig:
     causal_layers: tuple[bool, ...] = ()
     source_format: str = ""
     medusa: MedusaShape | None = None
+    hydra: HydraShape | None = None
+
+    @property
+    def num_draft_heads(self) -> int:
+        """How many heads there are, each for a place of a draft; 0 for those that are one head."""
+        shape = self.medusa or self.hydra
+        return 0 if shape is None else shape.num_heads
 
     @property
     def hidden_size(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specexport.heads.config import HeadConfig
 from specexport.heads.modules import DraftHead, FeatureProjection, RunModule, norm_class
@@ -44,23 +44,52 @@ class BlockHead(DraftHead):
         super().__init__(config)
         for layer, causal in zip(self.body.layers, config.causal_layers, strict=True):
             layer.self_attn.is_causal = causal
+            whole = layer.self_attn.o_proj
+            layer.self_attn.o_proj = _OfBlock(whole.in_features, whole.out_features, whole.bias is not None)
 
     def states(self, input_ids: Tensor, features: Tensor, run: RunModule) -> Tensor:
-        """The hidden state behind the last layer [1, T, H]; that of a context entry means nothing.
+        """The hidden state behind the last layer [1, T, H]; zero for a context entry.
+
+        A context entry gives keys and values of its feature in every layer, and has no hidden state of its own: what
+        comes behind attention is computed for the block alone.
 
         Args:
             input_ids: [T], ``abi.CONTEXT_ID`` for a context entry.
             features: [1, T, E]; those of the block are not read.
             run: runs a module with attention.
         """
-        is_context = (input_ids < 0)[None, :, None]
-        state = self.embed(input_ids.clamp(min=0))[None]
+        is_token = input_ids >= 0
+        block = is_token.nonzero().flatten()
+        counted = is_token.to(torch.int64).cumsum(0)
+        places = torch.where(is_token, counted - 1, counted[-1])  # behind the block is a row of zeros
+        state = self.embed(input_ids.clamp(min=0))[None].index_select(1, block)
         for layer in self.body.layers:
-            # A context entry gives keys and values of its feature in every layer, so what becomes of its own hidden
-            # state never matters.
-            state = state + run(layer.self_attn, torch.where(is_context, features, layer.input_layernorm(state)))
+            own = _spread(layer.input_layernorm(state), places)
+            layer.self_attn.o_proj.rows = block
+            state = state + run(layer.self_attn, torch.where(is_token[None, :, None], own, features))
             state = state + layer.mlp(layer.post_attention_layernorm(state))
-        return state
+        return _spread(state, places)
+
+
+class _OfBlock(nn.Linear):  # type: ignore[misc]  # torch is not followed
+    """The linear layer behind attention, for the block's rows alone.
+
+    Attributes:
+        rows: which of the step's rows these are, int64 [n].
+    """
+
+    rows: Tensor
+
+    def forward(self, attended: Tensor) -> Tensor:
+        """[1, n, H] of what attention gave for all rows [1, T, ·]."""
+        result: Tensor = super().forward(attended.index_select(1, self.rows))
+        return result
+
+
+def _spread(state: Tensor, places: Tensor) -> Tensor:
+    """The block's rows [1, n, H] at their places among all rows [1, T, H], zeros elsewhere."""
+    zero = state.new_zeros(1, 1, state.shape[2])
+    return torch.cat([state, zero], dim=1).index_select(1, places)
 
 
 def block_states(head: DraftHead, features: Tensor, starts: Tensor, blocks: Tensor) -> Tensor:

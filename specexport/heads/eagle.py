@@ -1,11 +1,9 @@
 """EAGLE in torch: a head that reads the embedding of a token and the feature before it (Li et al. 2024, 2025)."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from specexport.heads.config import HeadConfig
-from specexport.heads.modules import DraftHead, RunModule, norm_class
+from specexport.heads.modules import DraftHead, RunModule, norm_class, through_layer
 
 
 class EagleHead(DraftHead):
@@ -26,7 +24,7 @@ class EagleHead(DraftHead):
         """See :meth:`DraftHead.hidden`."""
         state: Tensor = self.fc(self.side_by_side(embedded, features))
         for layer in self.body.layers:
-            state = _through(layer, state, run)
+            state = through_layer(layer, state, run)
         return state
 
 
@@ -54,11 +52,5 @@ class Eagle3Head(DraftHead):
         state: Tensor = residual + run(first.self_attn, both)
         state = state + first.mlp(first.post_attention_layernorm(state))
         for layer in others:
-            state = _through(layer, state, run)
+            state = through_layer(layer, state, run)
         return state
-
-
-def _through(layer: Any, state: Tensor, run: RunModule) -> Tensor:
-    state = state + run(layer.self_attn, layer.input_layernorm(state))
-    result: Tensor = state + layer.mlp(layer.post_attention_layernorm(state))
-    return result

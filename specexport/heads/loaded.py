@@ -19,7 +19,7 @@ class LoadedHead(NamedTuple):
 
     Attributes:
         config: what it computes.
-        head: the head, in eval mode: a ``DraftHead``, or ``MedusaHeads``.
+        head: the head, in eval mode: a ``DraftHead``, ``MedusaHeads`` or ``HydraHeads``.
         projection: what is part of the target's graph.
         ids: token ids of its LM head, int32 [N], ascending; None where it has all.
         mask_feature: what a parallel head is fed for tokens that are not known, float32 [E]; None for others, and

@@ -17,6 +17,7 @@ from specexport.frontend.trace import TracedModel, trace_step
 from specexport.heads.config import HeadConfig
 from specexport.heads.files import HeadFiles
 from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection
+from specexport.heads.own_rows import answer_by_head
 from specexport.heads.read_medusa import ONE_LM_HEAD, TOKEN_MAP, block_name, lm_head_name
 from specexport_runtime.abi import LOGITS, NEXT_FEATURES, STEP_INPUTS, TOKEN_FEATURES
 from specexport_runtime.errors import CheckpointError
@@ -63,19 +64,14 @@ class MedusaHeads(nn.Module):  # type: ignore[misc]  # torch is not followed
 
         A number beyond the last head means the last.
         """
-        numbers = numbers.clamp(0, self.shape.num_heads - 1)
-        parts, rows = [], torch.zeros_like(numbers)
-        before = torch.zeros((), dtype=torch.int64)
-        for number, blocks in enumerate(self.blocks):
-            mine = numbers == number
-            state = features.index_select(0, mine.nonzero().flatten())
-            for block in blocks:
+
+        def answer(number: int, mine: Tensor) -> Tensor:
+            state = features.index_select(0, mine)
+            for block in self.blocks[number]:
                 state = state + functional.silu(block(state))
-            parts.append(state if self.shape.one_lm_head else self.lm_heads[number](state))
-            counted = mine.to(torch.int64)
-            rows = rows + counted * (before + counted.cumsum(0) - 1)
-            before = before + counted.sum()
-        found = torch.cat(parts).index_select(0, rows)
+            return state if self.shape.one_lm_head else self.lm_heads[number](state)
+
+        found = answer_by_head(numbers, self.shape.num_heads, answer)
         return self.lm_heads[0](found) if self.shape.one_lm_head else found
 
 

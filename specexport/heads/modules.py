@@ -98,6 +98,13 @@ class DraftHead(nn.Module):  # type: ignore[misc]
         return torch.cat([features, embedded] if self.head_config.feature_first else [embedded, features], dim=-1)
 
 
+def through_layer(layer: Any, state: Tensor, run: RunModule) -> Tensor:
+    """A decoder layer over a hidden state [B, T, H], its attention run by ``run``."""
+    state = state + run(layer.self_attn, layer.input_layernorm(state))
+    result: Tensor = state + layer.mlp(layer.post_attention_layernorm(state))
+    return result
+
+
 def make_body(config: HeadConfig) -> Any:
     """Transformers' model of the layers' kind, without its embedding."""
     from transformers import AutoModel

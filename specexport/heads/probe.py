@@ -20,8 +20,9 @@ from specexport.frontend.taps import tapped
 from specexport.heads.config import HeadConfig
 from specexport.heads.dflash import first_guesses
 from specexport.heads.loaded import LoadedHead
-from specexport.heads.trace import causal_step
+from specexport.heads.trace import causal_states, causal_step
 from specexport.heads.unroll import unroll
+from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError
 
 CLEARLY = 1.25
@@ -67,8 +68,11 @@ def readings_of(config: HeadConfig, num_layers: int) -> list[Reading]:
     if config.kind == "mtp":
         return _readings_of_mtp(config, num_layers)
     found = [Reading(config)]
-    if config.kind == "medusa":
-        return [*found, Reading(replace(config, taps=(num_layers,)), _BEFORE_NORM)]
+    if config.num_draft_heads:
+        told = {num_layers: _BEFORE_NORM, AFTER_NORM: _AFTER_NORM}
+        others = (num_layers,) if config.taps == (AFTER_NORM,) else _beside(config.taps[0], num_layers)
+        named = [(tap, told.get(tap, f"hidden state {tap} in the place of {config.taps[0]}")) for tap in others]
+        return [*found, *(Reading(replace(config, taps=(tap,)), change) for tap, change in named)]
     for shift in (-1, 1):
         taps = tuple(tap + shift for tap in config.taps)
         if config.projects and all(0 <= tap <= num_layers for tap in taps):
@@ -90,8 +94,14 @@ def readings_of(config: HeadConfig, num_layers: int) -> list[Reading]:
     return found
 
 
+def _beside(tap: int, num_layers: int) -> list[int]:
+    """The hidden states before and behind one; behind the last comes that behind the norm."""
+    return [*([tap - 1] if tap else []), tap + 1 if tap < num_layers else AFTER_NORM]
+
+
 _SWAPPED = "embedding and feature joined in the other order"
 _BEFORE_NORM = "the hidden state before the last norm"
+_AFTER_NORM = "the hidden state behind the last norm"
 
 
 def _other_output(config: HeadConfig) -> Reading:
@@ -193,8 +203,14 @@ def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor) -> Iterator[t
     if config.block_size is not None:
         rows = min(config.block_size, BLOCK_ROWS)
         yield first_guesses(head, tokens[0], features[0], step=BLOCK_STEP, rows=rows), slice(1, None, BLOCK_STEP)
+    elif config.hydra is not None:
+        from specexport.heads.hydra import first_guesses as hydra_guesses
+
+        states = causal_states(head, tokens[0, 1:], features[0])
+        for number in range(min(2, config.num_draft_heads)):
+            yield hydra_guesses(head, number, tokens[0], states), slice(1 + number, None)
     elif config.medusa is not None:
-        for number in range(min(2, config.medusa.num_heads)):
+        for number in range(min(2, config.num_draft_heads)):
             logits, _ = causal_step(head, torch.full((length - 1,), number), features[0])
             yield logits[: len(logits) - number], slice(1 + number, None)
     else:

@@ -11,6 +11,7 @@ from specexport.heads.config import HeadConfig, default_taps
 from specexport.heads.files import CONFIG_NAME, EMBED_NORM, MASK, HeadFiles
 from specexport.heads.mtp_files import conventions_of, module_config
 from specexport.heads.read_dflash import Said, is_dflash, read_block, read_layer, read_layer_ids
+from specexport.heads.read_hydra import is_hydra, read_hydra
 from specexport.heads.read_medusa import is_medusa, lossy_setting, read_medusa
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
@@ -23,7 +24,14 @@ _LAYER_KEYS = (
 _BODIES = ("llama", "qwen2", "qwen3", "mistral")
 
 
-def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, vocab_size: int) -> HeadConfig:
+def read_config(
+    files: HeadFiles,
+    *,
+    num_layers: int,
+    target_hidden_size: int,
+    vocab_size: int,
+    target_layer: Mapping[str, Any] | None = None,
+) -> HeadConfig:
     """What a head computes.
 
     Args:
@@ -31,6 +39,7 @@ def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, v
         num_layers: decoder layers of the target.
         target_hidden_size: width of its hidden states.
         vocab_size: V of the target.
+        target_layer: configuration of the target's decoder layers, for heads with one that is made like them.
 
     Raises:
         CheckpointError: it was made for another target, or its tensors contradict its configuration.
@@ -38,6 +47,14 @@ def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, v
     """
     values = files.values
     _refuse_lossy(files)
+    if is_hydra(files):
+        return read_hydra(
+            files,
+            num_layers=num_layers,
+            target_hidden_size=target_hidden_size,
+            vocab_size=vocab_size,
+            target_layer=target_layer or {},
+        )
     if is_medusa(files):
         return read_medusa(files, target_hidden_size=target_hidden_size, vocab_size=vocab_size)
     layer = values.get("transformer_layer_config", values)
@@ -101,11 +118,6 @@ _ELSE = "give a head that was made for this target."
 
 def _kind_of(files: HeadFiles) -> Any:
     named = files.values.get("speculators_model_type")
-    if "hydra_num_heads" in files.values or any(name.startswith("hydra_mlp.") for name in files.shapes):
-        raise UnsupportedModelError(
-            f"{files.name} has Hydra heads, which cannot be imported: each reads what those before it guessed.",
-            _KINDS,
-        )
     if named in ("eagle3", "eagle", "peagle", "mtp", "dflash"):
         return "eagle3" if named == "peagle" else named
     if named is not None:
@@ -121,7 +133,7 @@ def _kind_of(files: HeadFiles) -> Any:
     raise UnsupportedModelError(f"{files.name} has the tensors of no kind of head that is known.", _KINDS)
 
 
-_KINDS = "give an EAGLE-1, EAGLE-2, EAGLE-3, P-EAGLE, DFlash or Medusa head, or an MTP module."
+_KINDS = "give an EAGLE-1, EAGLE-2, EAGLE-3, P-EAGLE, DFlash, Medusa or Hydra head, or an MTP module."
 
 
 def _mask_token(files: HeadFiles, vocab_size: int) -> int | None:

@@ -1,5 +1,6 @@
 """From a draft head in torch to a packed ONNX graph, by the same way that a target goes."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class HeadStep(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """One step. Inputs: the step inputs, the features, then k and v cache of each layer."""
-        input_ids, positions, logit_rows, *step = inputs[: len(STEP_INPUTS)]
+        input_ids, positions, _, *step = inputs[: len(STEP_INPUTS)]
         features, *caches = inputs[len(STEP_INPUTS) :]
 
         def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
@@ -36,8 +37,29 @@ class HeadStep(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
             return output
 
         state = run_layers(self.model, AttentionContext(answer, causal_only=False), input_ids, positions, features)
-        logits, handed_on = self.model.read(state[0].index_select(0, logit_rows))
+        logits, handed_on = self.read(state[0], features, inputs[: len(STEP_INPUTS)])
         return (logits, handed_on.float(), *caches)
+
+    def read(self, state: Tensor, features: Tensor, step: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """What comes of the hidden state [T, H] behind the layers: logits, and what is handed on.
+
+        Args:
+            state: the hidden state.
+            features: what was fed [T, E].
+            step: the step inputs.
+        """
+        return self.model.read(state.index_select(0, step[2]))
+
+
+class HydraStep(HeadStep):
+    """Hydra heads, which read the tokens of their rows too."""
+
+    def read(self, state: Tensor, features: Tensor, step: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """See ``HeadStep.read``."""
+        from specexport.heads.hydra import read_rows
+
+        input_ids, _, logit_rows, _, cu_new_tokens, *_ = step
+        return read_rows(self.model, state, features.to(self.model.dtype), input_ids, logit_rows, cu_new_tokens)
 
 
 def run_layers(
@@ -53,6 +75,8 @@ def run_layers(
         features: [T, E].
     """
     given = features[None].to(head.dtype)
+    if head.body is None:  # nothing but heads
+        return given
     rotary = head.body.rotary_emb(given, positions[None])
 
     def run(module: Any, hidden: Tensor) -> Tensor:
@@ -76,6 +100,16 @@ def causal_step(head: Any, input_ids: Tensor, features: Tensor) -> tuple[Tensor,
     if head.head_config.kind == "medusa":
         with torch.no_grad():
             return head(input_ids, features), features
+    state = causal_states(head, input_ids, features)
+    with torch.no_grad():
+        logits, handed_on = head.read(state)
+    return logits, handed_on
+
+
+def causal_states(head: Any, input_ids: Tensor, features: Tensor) -> Tensor:
+    """The hidden state [T, H] behind a head's layers over one sequence; see :func:`causal_step`."""
+    if head.body is None:
+        return features
     width = len(input_ids)
     mask = torch.full((width, width), float("-inf")).triu(1)[None, None]
     rotary = head.body.rotary_emb(features, torch.arange(width)[None])
@@ -84,12 +118,14 @@ def causal_step(head: Any, input_ids: Tensor, features: Tensor) -> tuple[Tensor,
         return hidden_of(module(hidden_states=hidden, position_embeddings=rotary, attention_mask=mask))
 
     with torch.no_grad():
-        logits, handed_on = head.read(head.states(input_ids, features[None], run)[0])
-    return logits, handed_on
+        state: Tensor = head.states(input_ids, features[None], run)[0]
+    return state
 
 
 def probe_calls(head: DraftHead) -> tuple[LayerCall, ...]:
     """What each attention layer of a head asks for, in layer order."""
+    if head.body is None:
+        return ()
 
     def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:  # noqa: ARG001
         return q.new_zeros(q.shape[0], call.num_heads * call.geometry.v_dim)
@@ -107,10 +143,10 @@ def trace_head(head: Any) -> TracedModel:
         from specexport.heads.medusa import trace_medusa
 
         return trace_medusa(head)
-    calls = probe_calls(head)
-    with batched_experts(head.body):
+    calls, step = probe_calls(head), HydraStep if head.head_config.kind == "hydra" else HeadStep
+    with nullcontext() if head.body is None else batched_experts(head.body):
         ir_model = trace_step(
-            HeadStep(head).eval(),
+            step(head).eval(),
             head.dtype,
             calls,
             [*STEP_INPUTS, TOKEN_FEATURES],

@@ -60,7 +60,7 @@ def gate_layers(ir_model: "ir.Model", blocks: ResidualBlocks, *, separate: bool 
     cosines = _Cosines(graph, wanted)
     # Last to first: a block's residual is the value before it until that block is gated too.
     for name, switch, block, region in reversed(list(zip(names, switches, blocks.blocks, regions, strict=True))):
-        gate, total = _gate(graph, name, switch, block, region)
+        gate, total = gate_block(graph, name, switch, block, region)
         if block.kind == "attention":
             cosines.insert_after(gate, block.residual, total)
     cosines.finish()
@@ -81,7 +81,7 @@ def _split_mask(graph: "ir.Graph", names: "Seq[str]") -> "Seq[ir.Value]":
     return split.outputs
 
 
-def _gate(
+def gate_block(
     graph: "ir.Graph", name: str, switch: "ir.Value", block: ResidualBlock, region: "Seq[ir.Node]"
 ) -> "tuple[ir.Node, ir.Value]":
     """Move one block into an ``If``; returns it and the stream behind it."""

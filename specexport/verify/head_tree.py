@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from specexport.verify.logit_tree import LogitTree, Path
+from specexport_runtime.abi import CONTEXT_ID
 from specexport_runtime.bundle.cut_head import CutHead
 from specexport_runtime.bundle.mask_feature import MaskInput
 from specexport_runtime.drafters.at_once import draft_work, entry_tokens
@@ -41,6 +42,7 @@ class HeadTree(LogitTree):
         self._target, self._mask = target, mask
         own = as_head(head)
         self._num_heads = 0 if own is None else own.num_draft_heads
+        self._reads_draft = own is not None and own.reads_draft
         self._places = places if mask is None or mask.most is None else min(places, mask.most)
         self._at_once: Float32Array | None = None
         super().__init__(head, context, vocab_size=vocab_size, head=lm_head)
@@ -48,12 +50,16 @@ class HeadTree(LogitTree):
     def _begin(self, context: Seq[int]) -> None:
         features = _features(self._target, context[:-1])
         fed = entry_tokens(self._stand_in(context[1:]), self._mask)
-        if not self._num_heads:
+        if self._reads_draft:
+            fed = [*[CONTEXT_ID] * (len(fed) - 1), *fed[-1:]]
+        if not self._num_heads or self._reads_draft:
             self._runner.prefill(0, fed[:-1], features[:-1])
         self._last, self._feature, self._newest = fed[-1:], features[-1:], self._stand_in(context[-1:])[0]
 
     def _logits(self, path: Path) -> Float32Array:
         """What the head gives behind a path; of a parallel one, the logits of its place, in rounds of whole drafts."""
+        if self._reads_draft:
+            return self._continue(path)
         if self._num_heads:
             return self._guess(path)
         if self._mask is None:
@@ -79,6 +85,17 @@ class HeadTree(LogitTree):
                     tokens, feature = [token], executor.next_features.copy()
         finally:
             self._runner.kv.commit(0, start)
+        return logits
+
+    def _continue(self, path: Path) -> Float32Array:
+        """What the Hydra head of a place says of the path to it; behind the last head, that of its last tokens."""
+        executor = as_head(self._runner.executor)
+        if executor is None:
+            raise SpecexportError("a head tree needs the engine of a draft head.")
+        logits: Float32Array = self._runner.step(0, [RowWork(self._last, 1, self._feature)])[0].copy()
+        if path:
+            state, tokens = executor.next_features.copy(), [self._newest, *self._stand_in(path)][-self._num_heads :]
+            logits = self._runner.step(0, [RowWork(tokens, 1, np.tile(state, (len(tokens), 1)))])[0].copy()
         return logits
 
     def _guess(self, path: Path) -> Float32Array:

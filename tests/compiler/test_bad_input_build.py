@@ -102,6 +102,7 @@ def test_models_that_cannot_be_traced_exactly(refuse_cli: Refuse, tmp_path: Path
         (["--backend", "openvino"], "backend 'openvino' is not in this release"),
         (["--dtype", "int3"], "dtype 'int3' cannot be built for backend ort-cpu"),
         (["--draft-revision", "main"], "draft_revision is given and draft is not"),
+        (["--head-revision", "main"], "head_revision is given and head is not"),
         (["surplus"], "unexpected extra argument (surplus)"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -48,6 +48,9 @@ def test_hub_ids_stay_hub_ids(tmp_path: Path) -> None:
         ("lookahead = " + "[" * 10_000 + "]" * 10_000, ["nested too deeply"]),
         ('trust_remote_code = 1\n', ["trust_remote_code is 1, not true or false"]),
         ('draft_revision = "main"\n', ["draft_revision is given and draft is not"]),
+        ('head_revision = "main"\n', ["head_revision is given and head is not"]),
+        ('head = "mtp"\nhead_revision = "main"\n', ["the head is in the target's own checkpoint"]),
+        ('head = "h"\nhead_revision = 3\n', ["head_revision is 3, not text"]),
         ('max_model_len = "all"\n', ["max_model_len is 'all'"]),
     ],
 )  # fmt: skip

@@ -22,6 +22,6 @@ def config_of(folder: Path, **changes: Any) -> Any:
 
 def load(folder: Path, target: Any) -> Any:
     """A head in memory, with the tables of ``target`` where its files lack some."""
-    files, config = config_of(folder)
+    files, config = config_of(folder, target_layer=target.config.to_dict())
     tables = TargetTables(*(t.weight.detach() for t in (target.get_input_embeddings(), target.get_output_embeddings())))
     return load_head(files, config, tables, torch.float32)

@@ -34,6 +34,7 @@ from specexport_runtime.abi import CONTEXT_ID, OP_NAME
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
+from specexport_runtime.packing.batch import ModelRunner, RowWork
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +134,33 @@ def test_a_bundle_drafts_what_the_published_equations_draft(
         assert drafted == draft(spec, target, before, len(drafted), manifest.vocabulary.size), before
     assert sum(len(drafted) for _, drafted in drafts) > 60
     engine.check()
+    engine.close()
+
+
+def test_only_the_block_goes_through_what_comes_behind_attention(target: Any, tmp_path: Path) -> None:
+    zlab(tmp_path, target)
+    head, seen = load(tmp_path, target).head, []
+    for layer in head.body.layers:
+        layer.mlp.register_forward_hook(lambda _, given, __: seen.append(given[0].shape[1]))
+        layer.self_attn.o_proj.register_forward_hook(lambda _, __, result: seen.append(result.shape[1]))
+    features = torch.randn(9, HIDDEN)
+    block_states(head, features, torch.tensor([9]), torch.tensor([[5, MASK, MASK, MASK]]))
+    assert seen == [4] * 2 * len(head.body.layers)
+
+
+@pytest.mark.bundle
+def test_context_that_is_read_without_a_block_is_the_same(target: Any, target_folder: Path, tmp_path: Path) -> None:
+    zlab(tmp_path / "head", target)
+    engine = SpecEngine.load(build(target_folder, tmp_path, check=False), num_threads=1, spin=False, max_num_seqs=2)
+    features = np.random.default_rng(6).normal(0, 1, (9, HIDDEN)).astype(np.float32)
+    nothing = np.zeros((3, HIDDEN), np.float32)
+    runner, found = ModelRunner(engine.head, max_chunk=4), []
+    for row, read in enumerate((0, 8)):
+        runner.prefill(row, [CONTEXT_ID] * read, features[:read])
+        fed = [*[CONTEXT_ID] * (9 - read), 5, MASK, MASK]
+        work = RowWork(fed, 2, np.concatenate([features[read:], nothing]))
+        found.append(runner.step(row, [work]).copy())
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-5)
     engine.close()
 
 

@@ -13,13 +13,14 @@ from reference_head import draft, forward, project
 from tiny_heads import DIALECTS, HIDDEN, IDS, LAYER, LAYERS, VOCAB, mapping, peagle, speculators, tensors, write
 from tiny_models import make_llama, save_checkpoint
 
+from specexport.build import pipeline as pipeline_module
 from specexport.build.check_head import CHECK_LENS, causal_reference, check_head
 from specexport.build.pipeline import build_bundle
 from specexport.frontend.source import resolve_source
 from specexport.heads.files import open_head
 from specexport.heads.read import read_config
 from specexport.heads.trace import causal_step
-from specexport.recipe import BuildRecipe
+from specexport.recipe import BuildRecipe, make_recipe
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
@@ -217,6 +218,28 @@ def test_damaged_files_and_pickles_are_refused(tmp_path: Path, target: Any) -> N
     (tmp_path / "medusa_lm_head.bin").write_bytes(b"\x80\x04")
     with pytest.raises(CheckpointError, match="pickled weights only"):
         config_of(tmp_path)
+
+
+def test_a_head_is_fetched_at_its_revision(
+    target: Any, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculators(tmp_path / "head", target)
+    recipe_file, asked = tmp_path / "recipe.toml", []
+    recipe_file.write_text(f'target = "{target_folder}"\nhead = "someone/head"\noutput = "{tmp_path}/b"\n')
+
+    def snapshot_download(repo_id: str, **named: Any) -> str:
+        asked.append((repo_id, named["revision"]))
+        return str(tmp_path / "head")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr(pipeline_module, "plan_head", lambda _, source, *__: pytest.fail(str(source)))
+    for flags, wanted in (({}, None), ({"head_revision": "v2"}, "v2")):
+        asked.clear()
+        with pytest.raises(
+            pytest.fail.Exception, match=f"revision={wanted!r}"
+        ):  # as the head's own stages are given it
+            build_bundle(make_recipe(flags, recipe_file), use_cache=False)
+        assert set(asked) == {("someone/head", wanted)}
 
 
 def test_recipes_that_ask_for_too_much(tmp_path: Path) -> None:

@@ -1,8 +1,4 @@
-"""Medusa heads: how they are read and refused, what is accepted of heads that know their target, and that text stays.
-
-The target of these tests follows one token by another, whatever comes before it: its hidden state tells the token, so
-that the right heads can be written down.
-"""
+"""Medusa heads: how they are read and refused, what is accepted of those that know their target, that text stays."""
 
 import json
 import subprocess
@@ -13,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from following_target import behind, make_target, rows_behind
 from safetensors.torch import load_file
 from test_import import config_of, edit, load
 from tiny_heads import (
@@ -50,31 +47,7 @@ PROMPTS = [[5, 9, 200, 17, 8], [3, 77], [250] * 4 + [12, 13, 14], [9, 8, 7]]
 
 @pytest.fixture(scope="module")
 def target() -> Any:
-    """A Llama whose next token is the one three further on, of 3 to 258; its norm turns half of the signs."""
-    model = make_llama(seed=3, num_hidden_layers=2, hidden_size=HIDDEN)
-    state = model.state_dict()
-    generator = torch.Generator().manual_seed(5)
-    table = torch.randn(VOCAB, HIDDEN, generator=generator)
-    for name, value in state.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            value.zero_()
-    state["model.embed_tokens.weight"].copy_(table)
-    state["model.norm.weight"].copy_(torch.tensor([1.0, -1.0]).repeat(HIDDEN // 2))
-    state["lm_head.weight"].copy_(rows_behind(table * state["model.norm.weight"], 1))
-    return model
-
-
-def behind(token: int, steps: int) -> int:
-    """The token ``steps`` places behind one."""
-    return 3 + (token - 3 + 3 * steps) % 256
-
-
-def rows_behind(seen: torch.Tensor, steps: int) -> torch.Tensor:
-    """An LM head [V, H] that knows the token so far behind the one that it sees, [V, H] by token."""
-    rows = torch.zeros(VOCAB, HIDDEN)
-    for token in range(3, 259):
-        rows[behind(token, steps)] = seen[token]
-    return rows / HIDDEN
+    return make_target()
 
 
 def knowing(target: Any, *, normed: bool = True, wrong: int = 0) -> dict[str, torch.Tensor]:
@@ -234,13 +207,6 @@ def test_what_is_missing_or_misshapen_is_named(tmp_path: Path, plain_target: Any
     write(tmp_path / "d", {"model_type": "medusa"}, {"strange.weight": torch.ones(2, 2)})
     with pytest.raises(CheckpointError, match="has 0 Medusa heads"):
         config_of(tmp_path / "d")
-
-
-def test_hydra_heads_are_refused_by_name(tmp_path: Path) -> None:
-    config = {"hydra_num_heads": 4, "hydra_num_layers": 1, "hydra_head_arch": "mlp", "grounded_heads": True}
-    write(tmp_path, config, {"hydra_mlp.0.0.linear.weight": torch.ones(HIDDEN, 2 * HIDDEN)})
-    with pytest.raises(UnsupportedModelError, match="has Hydra heads"):
-        config_of(tmp_path)
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])

@@ -20,7 +20,8 @@ from loop import VOCAB, make_sequence, make_target, run
 
 from specexport_runtime.bundle.cut_head import CutHead
 from specexport_runtime.bundle.mask_feature import MaskInput
-from specexport_runtime.drafters.head import HeadDrafter, head_obstacle
+from specexport_runtime.drafters.head import HeadDrafter
+from specexport_runtime.drafters.head_kind import head_obstacle
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams

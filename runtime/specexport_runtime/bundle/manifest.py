@@ -46,6 +46,8 @@ MAX_MODEL_LEN = 1 << 24
 MAX_NUM_SEQS = 4096
 MAX_NUM_TOKENS = 1 << 20
 """What a recipe may ask for, and a manifest may say."""
+HYDRA = "hydra"
+"""``ModelEntry.head_kind`` of heads that read what those before them guessed."""
 SMALL_DRAFT_PARAMETERS = 20_000_000
 """Below this a draft's step is mostly fixed cost per operator: threads do not share it, fewer operators help."""
 _REBUILD = "build it again with `specexport build`."
@@ -130,7 +132,7 @@ class ModelEntry:
         mask_path: the feature that comes with it, see ``bundle.mask_feature``; None where none does.
         block_size: of a draft head that fills blocks: most tokens of a block, the newest and those to guess. None for
             all others.
-        num_draft_heads: of Medusa heads: how many there are, each for a place of a draft; 0 for all others.
+        num_draft_heads: of Medusa and Hydra heads: how many there are, each for a place of a draft; 0 for all others.
         guessed: of a draft head: share of first guesses that were right when it was built, 0 to 1; None where that was
             not looked at.
         reading: of a draft head: how it was read otherwise than its files say; None where it was not.

@@ -112,6 +112,7 @@ def run_drafts(
     vocab_size: int,
     pending: Callable[[Draft], RowWork],
     head: "CutHead | None" = None,
+    is_kept: Callable[[Draft], bool] = lambda _: True,
 ) -> None:
     """Fill all drafts, one packed step of the model for each depth. Rows without an open draft sit a step out.
 
@@ -122,17 +123,19 @@ def run_drafts(
         pending: gives what the model is fed for a draft as it stands: what of the sequence it has not seen, or the last
             draft token.
         head: the ids below ``vocab_size`` that the model's LM head has rows for; None where it has all.
+        is_kept: whether what the model is fed for a draft as it stands is committed.
     """
     num_rows = vocab_size if head is None else len(head.ids)
     while active := [draft for draft in drafts if draft.is_open]:
         work = [(draft.sequence.row, pending(draft)) for draft in active]
+        kept = [is_kept(draft) for draft in active]
         if any(draft.needs_logits for draft in active):
-            logits = _step(runner, work, "logits")[:, :num_rows]
+            logits = _step(runner, work, kept, "logits")[:, :num_rows]
             _carry(runner, active)
             for draft, row in zip(active, logits, strict=True):
                 _draw(draft, row, head)
         else:
-            ids = _step(runner, work, "token_ids").tolist()
+            ids = _step(runner, work, kept, "token_ids").tolist()
             _carry(runner, active)
             for draft, token in zip(active, ids, strict=True):
                 _take(draft, token, num_rows, head)
@@ -198,15 +201,19 @@ def _carry(runner: ModelRunner, active: Seq[Draft]) -> None:
             draft.carried = handed
 
 
-def _step(runner: ModelRunner, fed: Seq[tuple[int, RowWork]], want: Want) -> StepOutput:
-    """Feed tokens to rows and count them as seen; logits [A, V] or token ids [A], one for each of the A rows."""
+def _step(runner: ModelRunner, fed: Seq[tuple[int, RowWork]], kept: Seq[bool], want: Want) -> StepOutput:
+    """Feed tokens to rows, and count those that are kept as seen.
+
+    Returns:
+        logits [A, V] or token ids [A], one for each of the A rows.
+    """
     first = fed[0][0]
     work = [IDLE] * (fed[-1][0] - first + 1)
     for row, given in fed:
         work[row - first] = given
     output = runner.step(first, work, want)
-    for row, given in fed:
-        runner.kv.commit(row, runner.kv.kv_len(row) + len(given.tokens))
+    for (row, given), stays in zip(fed, kept, strict=True):
+        runner.kv.commit(row, runner.kv.kv_len(row) + (len(given.tokens) if stays else 0))
     if len(output) > len(fed):  # a runner that pads its input returns logits of padding too
         output = output[[runner.logit_starts[row - first] for row, _ in fed]]
     return output

@@ -23,12 +23,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from specexport_runtime.drafters.at_once import AtOnce, draft_work, entry_tokens
-from specexport_runtime.drafters.base import HEAD, NO_HEAD, DrafterKind, DrafterParts, DrafterTraits, Obstacle
+from specexport_runtime.drafters.base import HEAD, DrafterTraits
 from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, run_drafts
-from specexport_runtime.drafters.medusa import MedusaDrafter
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Float32Array, as_featured, as_head
+from specexport_runtime.executors.base import Float32Array, as_head
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.sequences.records import Proposal
 from specexport_runtime.sequences.sequence import NO_ROW, Sequence
@@ -123,7 +122,7 @@ class HeadDrafter(OwnCacheDrafter):
             for seq, limit in zip(sequences, lookaheads, strict=True)
         ]
         if mask is None:
-            run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head)
+            run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head, self._is_kept)
         elif opened := [draft for draft in drafts if draft.is_open]:
             work = [self._masked(draft, mask) for draft in opened]
             draft_at_once(self.runner, opened, work, self.vocab_size, self._head)
@@ -137,6 +136,10 @@ class HeadDrafter(OwnCacheDrafter):
             return RowWork(self._known(draft.tokens[-1:]), 1, draft.carried[None])
         tokens, features = self._unread(draft.sequence)
         return RowWork(tokens, 1, features)
+
+    def _is_kept(self, draft: Draft) -> bool:  # noqa: ARG002
+        """Whether the entries of the next step are committed, till the draft was tested."""
+        return True
 
     def _unread(self, seq: Sequence) -> tuple[list[int], Float32Array]:
         """Input ids and features of the entries that the head has not read; if they are many, of the last of them."""
@@ -163,7 +166,11 @@ class HeadDrafter(OwnCacheDrafter):
                 f"features begin at {start}, and the head goes on at {self.runner.kv.kv_len(seq.row)}."
             )
         tokens = self._known(seq.tokens[start + 1 : start + 1 + count])
-        return entry_tokens(tokens, self._mask), held.take()
+        return self._input_ids(tokens), held.take()
+
+    def _input_ids(self, tokens: list[int]) -> list[int]:
+        """Input ids of entries of known features, by the token behind each."""
+        return entry_tokens(tokens, self._mask)
 
     def commit(self, sequences: Seq[Sequence]) -> None:
         """Forget features of rejected tokens, and all entries that the head made of features of its own."""
@@ -182,38 +189,3 @@ class HeadDrafter(OwnCacheDrafter):
         if curve is None:
             return None
         return EngineCost(curve) if self._mask is None else ParallelCost(curve)
-
-
-def _make(parts: DrafterParts) -> HeadDrafter | MedusaDrafter:
-    if parts.head is None:
-        raise SpecexportError("there is no draft head to draft with.")
-    head = as_head(parts.head.executor)
-    if head is not None and head.num_draft_heads:
-        return MedusaDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head)
-    return HeadDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head, mask=parts.mask)
-
-
-def head_obstacle(target: ModelRunner, has_head: bool) -> Obstacle | None:
-    """Why no head can draft for a target; None if one can.
-
-    Args:
-        target: the target.
-        has_head: whether there is a head.
-    """
-    if not has_head:
-        return NO_HEAD
-    if not (target.unpad_kv and target.unpad_input):
-        return Obstacle("drafter 'head' needs unpadded KV and unpadded input.", "leave unpad_kv and unpad_input on.")
-    if as_featured(target.executor) is None:
-        return Obstacle("drafter 'head' needs a target that gives features.", "build the bundle again with --head.")
-    return None
-
-
-KIND = DrafterKind(
-    HeadDrafter.traits,
-    _make,
-    lambda offer: offer.head_obstacle,
-    method="eagle3",
-    config_keys=frozenset(["model"]),
-    other_methods=("eagle", "mtp", "medusa", "dflash"),
-)

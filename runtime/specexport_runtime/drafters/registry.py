@@ -5,12 +5,12 @@ The first is the default of an engine that has it. ``chained`` asks the free one
 
 from collections.abc import Mapping
 
-from specexport_runtime.drafters import head, lookup, model, self_draft, suffix
+from specexport_runtime.drafters import head_kind, lookup, model, self_draft, suffix
 from specexport_runtime.drafters.base import DrafterKind
 
 KINDS: Mapping[str, DrafterKind] = {
     "draft-model": model.KIND,
-    "head": head.KIND,
+    "head": head_kind.KIND,
     "lookup": lookup.KIND,
     "self": self_draft.KIND,
     "suffix": suffix.KIND,

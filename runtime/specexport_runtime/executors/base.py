@@ -172,7 +172,10 @@ class HeadExecutor(Executor, Protocol):
     feature_size: int
     """E."""
     num_draft_heads: int
-    """Of Medusa heads: how many there are. A token of their steps is the number of a head. 0 for other heads."""
+    """Of Medusa and Hydra heads: how many there are, each for a place of a draft. 0 for other heads."""
+    reads_draft: bool
+    """They are Hydra heads: as many tokens as a row ends in, so many its head reads. Of Medusa heads, a token is the
+    number of a head."""
 
     @property
     def next_features(self) -> Float32Array:

@@ -41,6 +41,8 @@ class FakeExecutor:
             is as good; with ``noise`` it is not.
         num_draft_heads: with ``reads_features``, the executor of so many Medusa heads: head i gives the logits of token
             i+2 behind a feature's tokens, if those in between are the likeliest.
+        reads_draft: they are Hydra heads: a head's logits are a function of the feature and of the tokens that its row
+            ends in, and of nothing else.
         fills_blocks: it is a head that fills blocks: entries have a feature, or are of a block, and each place's logits
             are a function of the whole context, of the block's first token, and of what the places before it guess.
     """
@@ -61,6 +63,7 @@ class FakeExecutor:
         gives_features: bool = False,
         reads_features: bool = False,
         num_draft_heads: int = 0,
+        reads_draft: bool = False,
         fills_blocks: bool = False,
     ) -> None:
         self.vocab_size = vocab_size
@@ -87,7 +90,7 @@ class FakeExecutor:
         self.gives_features, self.reads_features = gives_features, reads_features
         self._fills_blocks = fills_blocks
         self.feature_size = context if gives_features or reads_features else 0
-        self.num_draft_heads = num_draft_heads
+        self.num_draft_heads, self.reads_draft = num_draft_heads, reads_draft
         self._wants_features = False
         self.features: Float32Array = np.zeros((0, self.feature_size), np.float32)
         self.next_features: Float32Array = np.zeros((0, self.feature_size), np.float32)
@@ -197,7 +200,7 @@ class FakeExecutor:
         slots = (offset * shape.max_new_tokens + np.arange(count)).tolist()
         _require(buffers.unpad_index[begin:end].tolist() == slots, "unpad_index is the inverse of pad_index")
         tokens = buffers.input_ids[start:stop]
-        least = CONTEXT_ID if self._fills_blocks else 0
+        least = CONTEXT_ID if self._fills_blocks or self.reads_draft else 0
         _require(bool(((tokens >= least) & (tokens < self.vocab_size)).all()), "input_ids lie in the vocabulary")
         cache[kv_len:total] = tokens
         writers, number = self._writers[shape.first_row + offset], self._mask_numbers[self._mask]
@@ -219,6 +222,8 @@ class FakeExecutor:
         if buffers.token_features is not None:
             features = buffers.token_features[begin:end]
             _require(bool(np.isfinite(features).all()), f"row {offset} has a feature for each token")
+            if self.reads_draft:
+                return self._continue(cache, kv_len, begin, tokens[:count], features, handed)
             if self.num_draft_heads:
                 return self._guess(features, tokens, begin, count)
             if self._fills_blocks:
@@ -247,6 +252,33 @@ class FakeExecutor:
                 context.append(int(self.logits_after(context).argmax()))
             found[begin + j] = self.logits_after(context)
         return found
+
+    def _continue(
+        self,
+        cache: npt.NDArray[np.int64],
+        kv_len: int,
+        begin: int,
+        tokens: npt.NDArray[np.int64],
+        features: Float32Array,
+        handed: Float32Array,
+    ) -> dict[int, Float32Array]:
+        """Logits of a row of Hydra heads: at its last entry, of the head that reads the tokens it ends in."""
+        count = len(tokens)
+        known = int((tokens == CONTEXT_ID).sum())
+        _require(bool((tokens[:known] == CONTEXT_ID).all()), "context comes before the tokens")
+        _require(count - known <= self.num_draft_heads, "a head reads one token more than the one before it")
+        _require(not (cache[:kv_len] == _BLOCK).any(), "what later heads read is not committed")
+        if count - known > 1:
+            _require(known == 0, "later heads are fed what the first was handed")
+            _require(bool((features == features[0]).all()), "all heads of a draft read one hidden state")
+            cache[kv_len : kv_len + count] = _BLOCK
+        nothing = np.zeros(self.vocab_size, np.float32)
+        after = {begin + j: nothing for j in range(count)}
+        if count > known:
+            self._note(handed, begin + count - 1, features[-1].astype(int))
+            context = [*features[-1].astype(int).tolist(), *tokens[known:].tolist()]
+            after[begin + count - 1] = self.logits_after([token for token in context if token >= 0])
+        return after
 
     def _fill_block(
         self,

@@ -22,7 +22,7 @@ from specexport_runtime.abi import (
     StepShape,
     cache_shapes,
 )
-from specexport_runtime.bundle.manifest import SMALL_DRAFT_PARAMETERS, ModelEntry
+from specexport_runtime.bundle.manifest import HYDRA, SMALL_DRAFT_PARAMETERS, ModelEntry
 from specexport_runtime.errors import IncompatibleError, SpecexportError
 from specexport_runtime.executors.base import (
     EngineBackend,
@@ -116,7 +116,7 @@ class OrtExecutor(GatedByInputs):
         self._features = OrtFeatures(self._graph.session, entry.feature_size if unpad_kv else 0, path)
         self.feature_size = self._features.size
         self.gives_features, self.reads_features = self._features.gives, self._features.reads
-        self.num_draft_heads = entry.num_draft_heads
+        self.num_draft_heads, self.reads_draft = entry.num_draft_heads, entry.head_kind == HYDRA
         self._cache_dtype = np.dtype(entry.cache_dtype)
         self._caches = self._make_caches(entry)
         self._row_values: dict[tuple[int, int, bool], list[tuple[str, str, Any]]] = {}
