@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from specexport.progress import StageClock
 from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.bundle.head_steps import HeadSteps
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -67,6 +68,8 @@ class BuildJob(NamedTuple):
         folder: where the engine files go.
         clock: times the stages and takes notes.
         cache_ranges: of each layer, where KV caches are int8; None where they have the model's dtype.
+        feature_size: E of a draft head; 0 for all others.
+        head_steps: of a draft head, the steps that it runs between two rounds; None for all others.
     """
 
     recipe: RecipeFields
@@ -77,6 +80,8 @@ class BuildJob(NamedTuple):
     folder: Path
     clock: StageClock
     cache_ranges: "Seq[CacheRange] | None" = None
+    feature_size: int = 0
+    head_steps: HeadSteps | None = None
 
 
 class Backend:
@@ -95,7 +100,8 @@ class Backend:
             empty for operators for CPUs, which quantize activations too.
         quantize_block: inputs that share a scale in int4 there.
         packs_linear: linear layers that share their input are packed into one.
-        has_heads: draft heads can be built, and targets that give features to them.
+        head_kinds: kinds of draft heads that can be built, and targets that give features to them; empty for none.
+        fixed_sizes: no size in a graph may depend on a value, because steps are recorded as CUDA graphs.
         needs_gpu: engines are built only where the GPU is that they are for.
         key_fields: recipe fields that decide an engine, besides those that decide every backend's.
         draft_differs: a draft's engine is built otherwise than a target's.
@@ -112,7 +118,8 @@ class Backend:
     quantize_operator: str = ""
     quantize_block: int = 0
     packs_linear: bool = False
-    has_heads: bool = False
+    head_kinds: tuple[str, ...] = ()
+    fixed_sizes: bool = False
     needs_gpu: bool = False
     key_fields: tuple[str, ...] = ()
     draft_differs: bool = True

@@ -112,6 +112,8 @@ def replace_attention(
 ) -> tuple[str, ...]:
     """The attention part of ``lower_trt_native``, for graphs without logits; same arguments, result and errors."""
     layers = [read_attention(n, i) for i, n in enumerate(_attention_nodes(ir_model))]
+    if not layers:  # Medusa heads
+        return ()
     forms = tuple(choose_form(layer, fold=fold) for layer in layers)
     kinds = {mask_kind(layer, form) for layer, form in zip(layers, forms, strict=True) if form != FUSED_CAUSAL}
     first = ir_model.graph[0]

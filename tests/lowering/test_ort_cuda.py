@@ -376,13 +376,15 @@ class ReferenceSession:
         self.evaluator = ReferenceEvaluator(model, new_ops=[PagedAttention, MatMulNBits])
         values = (*model.graph.input, *model.graph.output)
         types = {value.name: value.type.tensor_type.elem_type for value in values}
+        sizes = {value.name: value.type.tensor_type.shape.dim for value in values}
+        self.shapes = {name: [dim.dim_param or dim.dim_value for dim in dims] for name, dims in sizes.items()}
         self.dtypes = {name: onnx.helper.tensor_dtype_to_np_dtype(kind) for name, kind in types.items()}
 
     def get_inputs(self) -> list[Any]:
-        return [SimpleNamespace(name=name) for name in self.evaluator.input_names]
+        return [SimpleNamespace(name=name, shape=self.shapes[name]) for name in self.evaluator.input_names]
 
     def get_outputs(self) -> list[Any]:
-        return [SimpleNamespace(name=name) for name in self.evaluator.output_names]
+        return [SimpleNamespace(name=name, shape=self.shapes[name]) for name in self.evaluator.output_names]
 
     def get_providers(self) -> list[str]:
         return ["CUDAExecutionProvider"]

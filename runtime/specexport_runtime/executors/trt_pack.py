@@ -23,12 +23,21 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specexport_runtime.abi import ALIGNED_STEP_INPUTS, EXTENT_INPUTS, STEP_INPUTS, StepShape, TensorSpec
+from specexport_runtime.abi import (
+    ALIGNED_STEP_INPUTS,
+    EXTENT_INPUTS,
+    STEP_INPUTS,
+    TOKEN_FEATURES,
+    StepShape,
+    TensorSpec,
+)
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.executors.base import Int64Array, StepBuffers
 
 Fill = Literal["ranged", "dense", "packed"]
-SPECS: Mapping[str, TensorSpec] = {spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS)}
+SPECS: Mapping[str, TensorSpec] = {
+    spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS, TOKEN_FEATURES)
+}
 """Every step input that an engine may take, by name."""
 DUMMY_TOKEN = 0  # any id that the model can embed; nothing of it is ever read
 
@@ -161,6 +170,8 @@ def fill_step(
     """
     fill, shape, _ = plan.window
     arrays["input_ids"][plan.tokens] = buffers.input_ids
+    if "token_features" in arrays and buffers.token_features is not None:
+        arrays["token_features"][plan.tokens] = buffers.token_features
     kv_lens = np.zeros((shape.num_seqs, 1), np.int32)
     if fill == "ranged":
         kv_lens[:] = buffers.kv_lens
@@ -184,7 +195,8 @@ def fill_step(
 def start_plan(plan: Plan, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Write what stays the same as long as steps follow ``plan``; slots that it does not use become dummies."""
     arrays["input_ids"].fill(DUMMY_TOKEN)
-    if "positions" in arrays:
-        arrays["positions"].fill(0)
+    for name in ("positions", "token_features"):  # pinned memory holds anything: a dummy's keys must be numbers
+        if name in arrays:
+            arrays[name].fill(0)
     for name, array in plan.constants.items():
         arrays[name][:] = array
