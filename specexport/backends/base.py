@@ -143,6 +143,11 @@ class Backend:
         """What decides an engine beyond the model, its role and the dtype; plain values."""
         return {name: getattr(recipe, name) for name in self.key_fields}
 
+    def head_obstacle(self, kind: str, recipe: RecipeFields) -> str | None:
+        """Why a kind of draft head cannot be built; None if it can."""
+        del recipe
+        return None if kind in self.head_kinds else f"backend {self.name} runs no {kind} heads"
+
     def check_memory(self, job: BuildJob) -> None:
         """Refuse a model that this machine cannot build, or its GPU cannot hold; called before the passes.
 

@@ -46,7 +46,7 @@ class TensorRt(Backend):
     quantizations = ("int4",)
     quantize_operator = "DequantizeLinear"
     quantize_block = 64
-    head_kinds = ("eagle3", "eagle", "mtp", "medusa")
+    head_kinds = ("eagle3", "eagle", "mtp", "medusa", "dflash")
     fixed_sizes = True
 
     def defaults(self, recipe: RecipeFields) -> dict[str, Any]:
@@ -56,6 +56,12 @@ class TensorRt(Backend):
             "max_num_seqs": recipe.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
             "max_num_tokens": recipe.max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
         }
+
+    def head_obstacle(self, kind: str, recipe: RecipeFields) -> str | None:
+        """See ``Backend.head_obstacle``."""
+        if kind == "dflash" and recipe.lowering == "plugin":
+            return "the attention plugin is causal, and tokens of a dflash head see later ones: use another lowering"
+        return super().head_obstacle(kind, recipe)
 
     def settle(self, recipe: RecipeFields) -> dict[str, Any]:
         """The architectures to build for. See ``Backend.settle``."""

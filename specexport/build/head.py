@@ -87,11 +87,11 @@ def _check_kind(recipe: BuildRecipe, source: ModelSource, config: "HeadConfig") 
     Raises:
         UnsupportedModelError: names the backends that have one.
     """
-    if config.kind not in find_backend(recipe.backend).head_kinds:
+    obstacle = find_backend(recipe.backend).head_obstacle(config.kind, recipe)
+    if obstacle is not None:
         able = [name for name, backend in BACKENDS.items() if config.kind in backend.head_kinds]
         raise UnsupportedModelError(
-            f"{source.name} is a {config.kind} head, and backend {recipe.backend} runs none of them.",
-            f"build with `--backend {' or '.join(able)}`.",
+            f"{source.name} is a {config.kind} head: {obstacle}.", f"build with `--backend {' or '.join(able)}`."
         )
 
 

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from loading import load
 from tiny_heads import VOCAB
+from tokenizers import Tokenizer, models
 
 from specexport.backends.ort import write_onnx
 from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, plan_profiles
@@ -28,19 +30,23 @@ from specexport.lowering.step_inputs import step_inputs
 from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.passes import default_passes, run_passes
 from specexport.passes.linear_flatten import LinearFlattenPass
+from specexport_runtime import SpecEngine
+from specexport_runtime.bundle.cut_head import CutHead
 from specexport_runtime.bundle.head_steps import HeadSteps, head_steps
 from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.mask_feature import MaskInput
+from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.executors import ort_cuda
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
-from tests.engine_harness import Recipe, make_checkpoint
+from tests.engine_harness import make_checkpoint
 from tests.fake_onnxruntime import FakeOrt
 from tests.lowering.test_ort_cuda import ReferenceSession
 from tests.runtime.test_trt_whole import GraphEngine
 from tests.runtime.trt_fakes import FakeGpu, make_entry, open_fake
 
 ROWS, MAX_MODEL_LEN = 3, 48
-CUDA, FOLDED, NATIVE = "ort-cuda", "native-folded", "native"
+CUDA, FOLDED, NATIVE, EXPLICIT = "ort-cuda", "native-folded", "native", "explicit"
 
 
 class Traced(NamedTuple):
@@ -56,13 +62,17 @@ def trace_target(target: Any, loaded: Any) -> Traced:
     return _passed(trace_checkpoint(make_checkpoint(target), request))
 
 
-def trace_own(loaded: Any) -> Traced:
-    """A head, as GPU backends have it."""
-    return _passed(trace_head(loaded.head, fixed_sizes=True))
+def trace_own(loaded: Any, dtype: str = "float32") -> Traced:
+    """A head, as GPU backends have it; its weights get the dtype."""
+    return _passed(trace_head(loaded.head.to(getattr(torch, dtype)), fixed_sizes=True), dtype)
 
 
-def _passed(traced: Any) -> Traced:
-    run_passes(traced.ir_model, default_passes(Recipe()))
+class _Recipe(NamedTuple):
+    dtype: str
+
+
+def _passed(traced: Any, dtype: str = "float32") -> Traced:
+    run_passes(traced.ir_model, default_passes(_Recipe(dtype)))
     return Traced(traced.ir_model, tuple(traced.layers))
 
 
@@ -99,7 +109,7 @@ def open_graph(
     """An executor on a lowered graph, as it is opened in a bundle.
 
     Args:
-        way: ``"ort-cuda"``, or a lowering of TensorRT.
+        way: ``"ort-cuda"``, a lowering of TensorRT, or ``"explicit"``: what that writes out where no kernel is.
         traced: the graph; it stays as it is.
         folder: for its files.
         patch: puts the stand-ins in place.
@@ -127,10 +137,18 @@ def _open_cuda(traced: Traced, folder: Path, patch: pytest.MonkeyPatch, config: 
     return OrtCudaExecutor(folder / "model.onnx", entry, num_rows=ROWS, kv_capacity=MAX_MODEL_LEN + 8)
 
 
-def _open_trt(
-    traced: Traced, folder: Path, patch: pytest.MonkeyPatch, config: Any, lookahead: int, *, lowering: str
-) -> Any:
-    patch.setattr(trt_native, "_FUSED_DTYPES", ("FLOAT",))
+class Lowered(NamedTuple):
+    """A graph for TensorRT, and what an engine of it is built for."""
+
+    ir_model: Any
+    layers: Any
+    inputs: tuple[str, ...]
+    profiles: tuple[Profile, ...]
+    capacity: int
+
+
+def lower_trt(traced: Traced, config: Any, *, lookahead: int, lowering: str) -> Lowered:
+    """What the backend makes of a graph; ``config`` is a head's, None for a target."""
     model = traced.ir_model.clone()
     LinearFlattenPass()(model)
     role, steps = ("target", None) if config is None else ("head", steps_of(config, lookahead))
@@ -140,13 +158,59 @@ def _open_trt(
     forms = lower_tensorrt(model, lowering=lowering, kv_capacity=capacity, fold=fold)
     fold = fold if "folded" in forms else 1
     profiles = plan_profiles(role, lookahead=lookahead, max_num_seqs=ROWS, max_num_tokens=24, fold=fold, head=steps)
+    return Lowered(model, traced.layers, step_inputs(model), profiles, capacity)
+
+
+def _open_trt(
+    traced: Traced, folder: Path, patch: pytest.MonkeyPatch, config: Any, lookahead: int, *, lowering: str
+) -> Any:
+    if lowering == EXPLICIT:
+        lowering = NATIVE
+    else:
+        patch.setattr(trt_native, "_FUSED_DTYPES", ("FLOAT",))
+    model, layers, inputs, profiles, capacity = lower_trt(traced, config, lookahead=lookahead, lowering=lowering)
     fields = {"feature_size": feature_size(model)} if config is None else entry_fields(config)
     entry = make_entry(
-        lookahead, ROWS, MAX_MODEL_LEN, dtype="float32", layers=traced.layers, profiles=profiles, vocab_size=VOCAB,
-        inputs=step_inputs(model), kv_capacity=capacity, **fields,
+        lookahead, ROWS, MAX_MODEL_LEN, dtype="float32", layers=layers, profiles=profiles, vocab_size=VOCAB,
+        inputs=inputs, kv_capacity=capacity, **fields,
     )  # fmt: skip
     gpu = FakeGpu(1 << 26)
     engine = GraphEngine(gpu, entry, model)
     executor, _, _ = open_fake(folder, entry, FakeExecutor(VOCAB, ROWS, 8), gpu, load=lambda *_: engine)
     executor.capture(executor.fixed_shapes())
     return executor
+
+
+def open_engine(
+    way: str, target: Traced, head: Traced, loaded: Any, folder: Path, patch: pytest.MonkeyPatch, lookahead: int = 3
+) -> SpecEngine:
+    """Target and head on the graphs of one backend, as a bundle loads them.
+
+    Args:
+        way: see :func:`open_graph`.
+        target: its graph, with the features of ``head``.
+        head: the head's graph.
+        loaded: the head in memory.
+        folder: for their files.
+        patch: puts the stand-ins in place.
+        lookahead: K.
+    """
+    config = loaded.config
+    executors = [
+        open_graph(way, traced, folder / role, patch, config=own, lookahead=lookahead)
+        for role, traced, own in (("target", target, None), ("head", head, config))
+    ]
+    mask = None
+    if config.mask_token_id is not None:
+        feature = np.zeros(config.feature_size, np.float32) if loaded.mask_feature is None else loaded.mask_feature
+        mask = MaskInput(config.mask_token_id, feature, config.block_size)
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
+    return SpecEngine(
+        executors[0],
+        tokenizer,
+        head=executors[1],
+        max_model_len=MAX_MODEL_LEN,
+        lookahead=lookahead,
+        draft_head=None if loaded.ids is None else CutHead(loaded.ids, VOCAB),
+        mask=mask,
+    )

@@ -46,7 +46,7 @@ def entry_tokens(tokens: Seq[int], mask: MaskInput | None) -> list[int]:
 
 
 def num_behind(count: int, mask: MaskInput) -> int:
-    """Entries behind those of features, for a draft of ``count`` tokens: unknown ones, and the newest one of a block."""
+    """Entries behind those of features in a draft of ``count`` tokens: unknown ones, and the newest one of a block."""
     return count - 1 if mask.block_size is None else count + 1
 
 

@@ -114,7 +114,7 @@ class OrtExecutor(GatedByInputs, WithFeatures):
         self._one_token = open_one_token_graph(path, entry, spin=spin, engine_hash=one_token_hash) if unpad_kv else None
         self.num_gates = entry.num_gates if unpad_kv else 0  # a padded-KV graph never has gates
         self._gates = OrtGates(self._graph.session, self.num_gates, path)
-        self._features = OrtFeatures(self._graph.session, entry.feature_size if unpad_kv else 0, path)
+        self._features: OrtFeatures = OrtFeatures(self._graph.session, entry.feature_size if unpad_kv else 0, path)
         self.num_draft_heads = entry.num_draft_heads
         self._cache_dtype = np.dtype(entry.cache_dtype)
         self._caches = self._make_caches(entry)

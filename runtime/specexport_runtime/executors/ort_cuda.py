@@ -109,7 +109,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self.num_gates = entry.num_gates
         self._gates = OrtGates(self._session, self.num_gates, path, separate=True)
         self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
-        self._features = OrtFeatures(self._session, entry.feature_size, path, on_gpu=True)
+        self._features: OrtFeatures = OrtFeatures(self._session, entry.feature_size, path, on_gpu=True)
         self.num_draft_heads = entry.num_draft_heads
         self._paged = bool(entry.layers)  # Medusa heads have no attention
         self._inputs = [spec for spec in STEP_INPUTS if spec.name in entry.inputs]

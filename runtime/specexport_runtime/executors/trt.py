@@ -91,6 +91,7 @@ class TrtExecutor(WithFeatures):
         self._sizes, self._names = sizes, entry.inputs
         self._features = self._parts.features
         self.num_draft_heads = entry.num_draft_heads
+        self._sees_ahead = entry.block_size is not None
         self._packed, self._dtype = entry.lowering == "plugin", entry.dtype
         self._ends: Int32Array = np.zeros((sizes.arena_rows, 1), np.int32)
         self._last_position = (entry.max_positions or sizes.kv_capacity) - 1
@@ -246,7 +247,9 @@ class TrtExecutor(WithFeatures):
             if len(step.plans) >= MAX_PLANS:
                 step.plans.clear()
             counts = np.diff(buffers.cu_new_tokens).tolist()
-            plan = step.plans[key] = plan_step(step.window, counts, buffers.logit_rows, self._names)
+            plan = step.plans[key] = plan_step(
+                step.window, counts, buffers.logit_rows, self._names, sees_ahead=self._sees_ahead
+            )
         return plan
 
     def _gather(self, step: PlacedStep, plan: Plan, buffers: StepBuffers) -> None:

@@ -64,7 +64,8 @@ class Plan(NamedTuple):
         tokens: slot of each of the step's T tokens among the engine's T'.
         rows: window rows that have tokens.
         sources: the step's rows that these are.
-        counts: new tokens of each window row, as the engine sees them [B', 1], int32.
+        counts: new tokens of each window row that its length counts [B', 1], int32: dummies too, unless tokens see
+            later ones.
         own: those of ``rows`` that are no dummies, likewise.
         constants: inputs that are the same in every step of this plan, by name.
     """
@@ -94,7 +95,9 @@ def place_step(shape: StepShape, profile: Profile, num_rows: int, *, packed: boo
     return Window("packed" if packed else "dense", engine, shape.first_row - first)
 
 
-def plan_step(window: Window, counts: Seq[int], logit_rows: Int64Array, names: Seq[str]) -> Plan:
+def plan_step(
+    window: Window, counts: Seq[int], logit_rows: Int64Array, names: Seq[str], *, sees_ahead: bool = False
+) -> Plan:
     """Everything that follows from the counts of a step.
 
     Args:
@@ -102,6 +105,7 @@ def plan_step(window: Window, counts: Seq[int], logit_rows: Int64Array, names: S
         counts: new tokens of each row of the step.
         logit_rows: which of the step's T tokens need logits [R].
         names: step inputs that the engine takes.
+        sees_ahead: tokens see later ones of their row, and must see no dummies behind them.
     """
     fill, shape, offset = window
     real = np.zeros(shape.num_seqs, np.int64)
@@ -119,7 +123,8 @@ def plan_step(window: Window, counts: Seq[int], logit_rows: Int64Array, names: S
     index = index_inputs(given, shape)
     index["logit_rows"] = wanted
     kept = {name: array for name, array in index.items() if name in names}
-    seen, own = (array[:, None].astype(np.int32) for array in (given, real[rows]))
+    counted = real if sees_ahead else given
+    seen, own = (array[:, None].astype(np.int32) for array in (counted, real[rows]))
     return Plan(window, tokens, rows, rows - offset, seen, own, kept)
 
 

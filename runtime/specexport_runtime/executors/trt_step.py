@@ -10,9 +10,9 @@ from specexport_runtime.executors.trt_pack import Plan, Window
 
 def make_buffers(shape: StepShape, feature_size: int = 0) -> StepBuffers:
     """Arrays of a step as it really is; ``feature_size`` is E of a draft head."""
-    arrays = (np.zeros(shape.shape_of(spec), spec.dtype) for spec in STEP_INPUTS)
+    arrays = {spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in STEP_INPUTS}
     features = np.zeros((shape.num_tokens, feature_size), np.float32) if feature_size else None
-    return StepBuffers(*arrays, token_features=features)
+    return StepBuffers(**arrays, token_features=features)
 
 
 class PlacedStep:
