@@ -42,6 +42,24 @@ def check_drafts_of(
         tokens: of each text.
         least: draft tokens that are compared, at least.
     """
+    found = drafted_and_wanted(engine, wanted, lookahead, limit, tokens=tokens)
+    for drafted, expected in found:
+        assert drafted == expected
+    assert sum(len(drafted) for drafted, _ in found) > least
+
+
+def drafted_and_wanted(
+    engine: SpecEngine,
+    wanted: Callable[[list[int], int, int], list[int]],
+    lookahead: int,
+    limit: int,
+    *,
+    tokens: int = 14,
+) -> list[tuple[list[int], list[int]]]:
+    """Each greedy draft of ragged batches, and the one that was wanted; the text is plain decoding's.
+
+    See :func:`check_drafts_of` for the arguments.
+    """
     rounds: list[tuple[list[int], list[int]]] = []
 
     class Watch:
@@ -58,10 +76,5 @@ def check_drafts_of(
     rounds.clear()
     found = engine.generate(PROMPTS, params, drafter="head", num_speculative_tokens=lookahead)
     assert [list(result.token_ids) for result in found] == plain
-    compared = 0
-    for before, drafted in rounds:
-        if drafted:
-            assert drafted == wanted(before, len(drafted), limit), before
-            compared += len(drafted)
-    assert compared > least
     engine.check()
+    return [(drafted, wanted(before, len(drafted), limit)) for before, drafted in rounds if drafted]

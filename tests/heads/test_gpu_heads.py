@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_modules
 import torch
-from drafted import check_drafts_of
+from drafted import check_drafts_of, drafted_and_wanted
 from gpu_heads import CUDA, EXPLICIT, FOLDED, NATIVE, open_engine, open_graph, read_head, trace_own, trace_target
 from loading import load_module
 from reference_dflash import BlockSpec
@@ -22,15 +22,18 @@ from tiny_models import make_llama, save_checkpoint
 from torch import Tensor
 
 from specexport.backends.ort_cuda import OrtCuda
+from specexport.backends.present_gpu import present_architecture
 from specexport.backends.registry import find_backend
 from specexport.build.check_block import block_reference
 from specexport.build.check_head import CHECK_LENS, HeadReference, causal_reference
 from specexport.build.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
+from specexport_runtime import SpecEngine
 from specexport_runtime.errors import IncompatibleError, RecipeError, UnsupportedModelError
 from specexport_runtime.executors.base import EngineRequest, as_featured, as_head
 from specexport_runtime.executors.ort_cuda import _round_shapes
 from specexport_runtime.packing.batch import ModelRunner, RowWork
+from tests.lowering.test_ort_cuda import gpu_or_skip
 from tests.runtime.trt_fakes import make_entry
 
 ENTRY = make_entry()
@@ -280,3 +283,22 @@ def test_steps_that_are_recorded_are_those_of_rounds() -> None:
     assert shapes(mask_token_id=5) == {(1, 3, 3), (1, 4, 3), (1, 5, 3), (1, 6, 3)}
     assert shapes(mask_token_id=5, block_size=3) == {(1, 4, 2), (1, 5, 2), (1, 6, 2), (1, 7, 2)}
     assert shapes(num_draft_heads=2) == {(1, 2, 2), (2, 2, 4)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["ort-cuda", "tensorrt-rtx"])
+def test_a_gpu_writes_with_a_head_what_it_writes_without(backend: str, target: Any, tmp_path: Path) -> None:
+    """And drafts what ``ort-cpu`` drafts, but where halves decide otherwise."""
+    sm = present_architecture()
+    if sm is None:
+        pytest.skip("no GPU: an engine has to run")
+    pytest.importorskip({"ort-cuda": "onnxruntime"}.get(backend, "tensorrt_rtx"), reason=f"{backend} is not installed")
+    if backend == "ort-cuda":
+        gpu_or_skip()
+    spec = DIALECTS["speculators"](tmp_path / "head", target)
+    values = {"sm": (sm,), "max_num_seqs": 3, "max_num_tokens": 64} if backend != "ort-cuda" else {}
+    build_bundle(recipe_of(target, tmp_path, backend=backend, **values), use_cache=False)
+    engine = SpecEngine.load(tmp_path / "b", adaptive=False, max_num_seqs=3)
+    found = drafted_and_wanted(engine, reference_draft(spec, target), 3, VOCAB)
+    same = sum(mine == theirs for mine, theirs in found)
+    assert same > 0.9 * len(found) > 50
