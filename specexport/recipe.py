@@ -180,8 +180,8 @@ class BuildRecipe:
                 "head and self_draft are both given: a head reads layers that such drafts leave out.",
                 "give one of them.",
             )
-        if not find_backend(self.backend).has_heads:
-            able = [backend.name for backend in BACKENDS.values() if backend.has_heads]
+        if not find_backend(self.backend).head_kinds:
+            able = [backend.name for backend in BACKENDS.values() if backend.head_kinds]
             raise RecipeError(
                 f"head is given, and backend {self.backend} runs no draft heads.",
                 f"build with `--backend {' or '.join(able)}`.",

@@ -51,8 +51,8 @@ class FakeBinding:
         self.outputs[name] = (device, element_type, tuple(shape), pointer)
 
     def bind_ortvalue_input(self, name, value):
-        kind = {"int64": np.int64, "int32": np.int32}[value.array.dtype.name]
-        self.inputs[name] = ("cuda", kind, value.array.shape, value.data_ptr())
+        assert value.array.dtype.name in ("int64", "int32", "float32")
+        self.inputs[name] = ("cuda", value.array.dtype.type, value.array.shape, value.data_ptr())
 
     def bind_ortvalue_output(self, name, value):
         self.outputs[name] = ("cuda", value.array.dtype.type, value.array.shape, value.data_ptr())

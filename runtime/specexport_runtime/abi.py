@@ -149,14 +149,15 @@ SIMILARITY = TensorSpec(
     "unless wanted",
 )
 WANT_FEATURES = TensorSpec(
-    "want_features", "bool", (1,), "gate", "targets with a draft head only: whether to compute `features`"
+    "want_features", "bool", (1,), "gate", "ort-cpu targets with a draft head only: whether to compute `features`"
 )
 FEATURES = TensorSpec(
     "features",
     "float32",
     ("T", "E"),
     "output",
-    "the same targets only: the hidden states that the head reads, through its first projection; [0, E] unless wanted",
+    "targets with a draft head only: the hidden states that the head reads, through its first projection; [0, E] "
+    "unless wanted. GPU engines compute them in every step",
 )
 TOKEN_FEATURES = TensorSpec(
     "token_features",
@@ -231,6 +232,11 @@ CACHE_BYTES = {**ITEM_BYTES, "int8": 1}
 OP_DOMAIN = "specexport"
 OP_NAME = "UnpaddedAttention"
 OP_VERSION = 1
+
+
+def with_feature_size(spec: TensorSpec, feature_size: int) -> TensorSpec:
+    """A row of the contract for an engine whose features have E values: no step decides that size."""
+    return spec._replace(shape=tuple(feature_size if word == "E" else word for word in spec.shape))
 
 
 class StepShape(NamedTuple):

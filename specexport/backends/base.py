@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from specexport.progress import StageClock
 from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.bundle.head_steps import HeadSteps
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -68,6 +69,8 @@ class BuildJob(NamedTuple):
         clock: times the stages and takes notes.
         cache_ranges: of each layer, where KV caches are int8; None where they have the model's dtype.
         first_only: its layers are of draft heads of which the first alone reads them.
+        feature_size: E of a draft head; 0 for all others.
+        head_steps: of a draft head, the steps that it runs between two rounds; None for all others.
     """
 
     recipe: RecipeFields
@@ -79,6 +82,8 @@ class BuildJob(NamedTuple):
     clock: StageClock
     cache_ranges: "Seq[CacheRange] | None" = None
     first_only: bool = False
+    feature_size: int = 0
+    head_steps: HeadSteps | None = None
 
 
 class Backend:
@@ -97,7 +102,8 @@ class Backend:
             empty for operators for CPUs, which quantize activations too.
         quantize_block: inputs that share a scale in int4 there.
         packs_linear: linear layers that share their input are packed into one.
-        has_heads: draft heads can be built, and targets that give features to them.
+        head_kinds: kinds of draft heads that can be built, and targets that give features to them; empty for none.
+        fixed_sizes: no size in a graph may depend on a value, because steps are recorded as CUDA graphs.
         needs_gpu: engines are built only where the GPU is that they are for.
         key_fields: recipe fields that decide an engine, besides those that decide every backend's.
         draft_differs: a draft's engine is built otherwise than a target's.
@@ -114,7 +120,8 @@ class Backend:
     quantize_operator: str = ""
     quantize_block: int = 0
     packs_linear: bool = False
-    has_heads: bool = False
+    head_kinds: tuple[str, ...] = ()
+    fixed_sizes: bool = False
     needs_gpu: bool = False
     key_fields: tuple[str, ...] = ()
     draft_differs: bool = True
@@ -137,6 +144,11 @@ class Backend:
     def engine_key(self, recipe: RecipeFields) -> dict[str, Any]:
         """What decides an engine beyond the model, its role and the dtype; plain values."""
         return {name: getattr(recipe, name) for name in self.key_fields}
+
+    def head_obstacle(self, kind: str, recipe: RecipeFields) -> str | None:
+        """Why a kind of draft head cannot be built; None if it can."""
+        del recipe
+        return None if kind in self.head_kinds else f"backend {self.name} runs no {kind} heads"
 
     def check_memory(self, job: BuildJob) -> None:
         """Refuse a model that this machine cannot build, or its GPU cannot hold; called before the passes.

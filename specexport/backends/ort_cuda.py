@@ -20,15 +20,18 @@ class OrtCuda(Backend):
     quantize_operator = "MatMulNBits"
     quantize_block = 32  # loses least, and the only one that the tensor-core kernel of ONNX Runtime's wheels takes
     options = ("self_draft",)
+    head_kinds = ("eagle3", "eagle", "mtp", "medusa", "dflash")
+    fixed_sizes = True
     key_fields = ("quantize_lm_head", "self_draft")
 
     def build(self, ir_model: "ir.Model", job: BuildJob) -> dict[str, Any]:
         """See ``Backend.build``.
 
         A target gets layers that can be switched off only where that is asked for: a graph with branches can never be
-        recorded as a CUDA graph.
+        recorded as a CUDA graph. For the same reason a target computes features in every step (``ort_features``).
         """
         from specexport.backends.ort import write_onnx
+        from specexport.lowering.feature_gate import feature_size
         from specexport.lowering.layer_gate import gate_layers
         from specexport.lowering.ort_cuda import lower_ort_cuda
         from specexport.lowering.step_inputs import step_inputs
@@ -53,6 +56,7 @@ class OrtCuda(Backend):
             "lowering": "paged",
             "num_gates": num_gates,
             "gate_obstacle": obstacle,
+            "feature_size": feature_size(ir_model),
             "quantize": quantize,
             "quantized_bytes": None if quantize is None else nbits_bytes(ir_model.graph, job.recipe.dtype),
         }

@@ -8,10 +8,13 @@ from specexport_runtime.abi import (
     CACHE_INPUTS,
     EXTENT_INPUTS,
     STEP_INPUTS,
+    TOKEN_FEATURES,
     LayerGeometry,
     StepShape,
     kv_slack,
+    with_feature_size,
 )
+from specexport_runtime.bundle.head_steps import HeadSteps
 from specexport_runtime.bundle.profiles import Profile, ProfileKind
 
 SMALLEST_PREFILL = 64
@@ -34,7 +37,14 @@ def buckets(largest: int, smallest: int = 1) -> list[int]:
 
 
 def plan_profiles(
-    role: str, *, lookahead: int, max_num_seqs: int, max_num_tokens: int, fold: int = 1, self_draft: bool = False
+    role: str,
+    *,
+    lookahead: int,
+    max_num_seqs: int,
+    max_num_tokens: int,
+    fold: int = 1,
+    self_draft: bool = False,
+    head: HeadSteps | None = None,
 ) -> tuple[Profile, ...]:
     """The profiles of one model: decode and verify (or catch-up) for every batch bucket, and prefill buckets.
 
@@ -42,19 +52,19 @@ def plan_profiles(
     twice the generated kernels and twice the build time.
 
     Args:
-        role: ``"target"`` or ``"draft"``.
+        role: ``"target"``, ``"draft"`` or ``"head"``.
         lookahead: K; the target's verify profile has exactly K+1 tokens a row.
         max_num_seqs: the largest batch bucket.
         max_num_tokens: the largest prefill bucket.
         fold: tokens of a row that the attention takes for heads, see ``lowering.trt_native``.
         self_draft: for every batch bucket, one token a row without the layers that drafts leave out.
+        head: of a draft head, its steps.
     """
     batches = buckets(max_num_seqs)
-    width = most_new_tokens(role, lookahead)
-    several: ProfileKind = "verify" if role == "target" else "catch-up"
-    drafts: tuple[tuple[ProfileKind, int], ...] = (("self", 1),) if self_draft else ()
-    kinds: tuple[tuple[ProfileKind, int], ...] = (("decode", 1), *drafts, (several, width))
-    fixed = [Profile(kind, rows, new, rows * new, rows * new, fold) for kind, new in kinds for rows in batches]
+    kinds = _fixed_kinds(role, most_new_tokens(role, lookahead, head), self_draft, head)
+    fixed = [
+        Profile(kind, rows, new, rows * new, rows * logits, fold) for kind, new, logits in kinds for rows in batches
+    ]
     prefill = [
         Profile("prefill", max_num_seqs, tokens, tokens, min(tokens, max_num_seqs * (lookahead + 1)), fold)
         for tokens in buckets(max_num_tokens, min(SMALLEST_PREFILL, max_num_tokens))
@@ -62,26 +72,46 @@ def plan_profiles(
     return (*fixed, *prefill)
 
 
-def most_new_tokens(role: str, lookahead: int) -> int:
+def _fixed_kinds(
+    role: str, width: int, self_draft: bool, head: HeadSteps | None
+) -> tuple[tuple[ProfileKind, int, int], ...]:
+    """Kind, tokens a row and rows of logits a row of each fixed profile."""
+    if head is not None:
+        alone: tuple[tuple[ProfileKind, int, int], ...] = (("decode", 1, 1), ("catch-up", width, head.logits))
+        return alone if head.steps_alone else (("draft", width, head.logits),)
+    drafts: tuple[tuple[ProfileKind, int, int], ...] = (("self", 1, 1),) if self_draft else ()
+    return (("decode", 1, 1), *drafts, ("verify" if role == "target" else "catch-up", width, width))
+
+
+def most_new_tokens(role: str, lookahead: int, head: HeadSteps | None = None) -> int:
     """Tokens a row in the widest step that is not a prefill.
 
     A draft model is fed two tokens after a round that accepted everything, and one otherwise.
     """
+    if head is not None:
+        return head.width
     return lookahead + 1 if role == "target" else 2
 
 
-def engine_kv_capacity(max_model_len: int, lookahead: int) -> int:
-    """L of an engine with fixed profiles: what a row needs, and K+1 more for rows that are only there as padding.
+def engine_kv_capacity(max_model_len: int, lookahead: int, width: int | None = None) -> int:
+    """L of an engine with fixed profiles: what a row needs, and more for rows that are only there as padding.
 
-    A fixed profile writes K+1 tokens into every row it covers, also into rows of sequences that are not in the step;
-    those land in the last K+1 entries, which hold nothing. Rounded up, so that every row begins at an address that
+    A fixed profile writes its width into every row it covers, also into rows of sequences that are not in the step;
+    those land in the last entries, which hold nothing. Rounded up, so that every row begins at an address that
     TensorRT takes (a multiple of 256 bytes).
+
+    Args:
+        max_model_len: most tokens of a sequence.
+        lookahead: K.
+        width: tokens a row of the widest fixed profile; None for K+1.
     """
-    needed = max_model_len + kv_slack(lookahead) + lookahead + 1
+    needed = max_model_len + kv_slack(lookahead) + (lookahead + 1 if width is None else width)
     return -(-needed // _ROW_ENTRIES) * _ROW_ENTRIES
 
 
-def input_shapes(profile: Profile, names: Seq[str], layers: Seq[LayerGeometry], kv_capacity: int) -> dict[str, Shapes]:
+def input_shapes(
+    profile: Profile, names: Seq[str], layers: Seq[LayerGeometry], kv_capacity: int, feature_size: int = 0
+) -> dict[str, Shapes]:
     """Smallest, optimal and largest shape of every input of an engine in ``profile``.
 
     A ranged profile is tuned for one prompt that fills it.
@@ -91,12 +121,14 @@ def input_shapes(profile: Profile, names: Seq[str], layers: Seq[LayerGeometry], 
         names: step inputs that the graph takes.
         layers: cache sizes.
         kv_capacity: L.
+        feature_size: E of a draft head.
     """
     smallest = optimum = largest = profile.largest
     if not profile.is_fixed:
         smallest = StepShape(0, 1, 1, 1, 1, fold=profile.fold)
         optimum = largest._replace(num_seqs=1, num_logit_rows=1)
-    specs = {spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS)}
+    features = with_feature_size(TOKEN_FEATURES, feature_size)
+    specs = {spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS, features)}
     found: dict[str, Shapes] = {}
     for name in names:
         low, best, high = (shape.shape_of(specs[name]) for shape in (smallest, optimum, largest))

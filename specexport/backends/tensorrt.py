@@ -12,6 +12,7 @@ from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, pl
 from specexport.backends.trt_package import PACKAGES, resolve_architectures
 from specexport.host import memory_bytes
 from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.bundle.head_steps import HeadSteps
 from specexport_runtime.errors import RecipeError
 from specexport_runtime.sequences.layer_choice import LayerRules, choose_layers
 
@@ -45,6 +46,8 @@ class TensorRt(Backend):
     quantizations = ("int4",)
     quantize_operator = "DequantizeLinear"
     quantize_block = 64
+    head_kinds = ("eagle3", "eagle", "mtp", "medusa", "dflash")
+    fixed_sizes = True
 
     def defaults(self, recipe: RecipeFields) -> dict[str, Any]:
         """See ``Backend.defaults``."""
@@ -54,13 +57,19 @@ class TensorRt(Backend):
             "max_num_tokens": recipe.max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
         }
 
+    def head_obstacle(self, kind: str, recipe: RecipeFields) -> str | None:
+        """See ``Backend.head_obstacle``."""
+        if kind == "dflash" and recipe.lowering == "plugin":
+            return "the attention plugin is causal, and tokens of a dflash head see later ones: use another lowering"
+        return super().head_obstacle(kind, recipe)
+
     def settle(self, recipe: RecipeFields) -> dict[str, Any]:
         """The architectures to build for. See ``Backend.settle``."""
         return {"sm": resolve_architectures(PACKAGES[self.name], recipe.sm)}
 
     def check_memory(self, job: BuildJob) -> None:
         """Tell what a build needs, and refuse it if this machine or the GPU it is meant for has too little."""
-        plan = _memory_plan(job.recipe, job.num_parameters, job.layers)
+        plan = _memory_plan(job.recipe, job.num_parameters, job.layers, _capacity(job.recipe, job.head_steps))
         job.clock.note(plan.describe())
         total, free, limit = memory_bytes()
         require_host_memory(plan, min(free, limit) if limit else free if total else 0)
@@ -68,8 +77,13 @@ class TensorRt(Backend):
             require_gpu_memory([plan], 0, job.recipe.gpu_memory_gb)
 
     def build(self, ir_model: "ir.Model", job: BuildJob) -> dict[str, Any]:
-        """See ``Backend.build``."""
+        """See ``Backend.build``.
+
+        A target with a draft head gives features in every step: TensorRT records no step with a branch, and profiles of
+        their own would double the engine's kernels. What they cost is one matrix beside those of all layers.
+        """
         from specexport.backends.trt import TrtPlan, write_trt_engines
+        from specexport.lowering.feature_gate import feature_size
         from specexport.lowering.step_inputs import step_inputs
         from specexport.lowering.tensorrt import lower_tensorrt
         from specexport.lowering.trt_native import FOLDED
@@ -77,7 +91,7 @@ class TensorRt(Backend):
         from specexport.passes.residual_blocks import ResidualBlocks, find_residual_blocks
 
         recipe, role = job.recipe, job.role
-        capacity = _capacity(recipe)
+        capacity = _capacity(recipe, job.head_steps)
         with job.clock.stage("lower", role, f"{self.name}, {recipe.lowering}"):
             LinearFlattenPass()(ir_model)
             fold = _fold(ir_model, job) if recipe.lowering == "native-folded" else 1
@@ -85,7 +99,7 @@ class TensorRt(Backend):
             layers = choose_skipped(recipe, len(job.layers)) if blocks.blocks else ()
             skipped = [block for block in blocks.blocks if block.layer in layers]
             forms = lower_tensorrt(ir_model, lowering=recipe.lowering, kv_capacity=capacity, fold=fold, skipped=skipped)
-            inputs = step_inputs(ir_model)
+            inputs, given = step_inputs(ir_model), feature_size(ir_model)
         with job.clock.stage("build", role):
             profiles = plan_profiles(
                 role,
@@ -94,8 +108,9 @@ class TensorRt(Backend):
                 max_num_tokens=int(recipe.max_num_tokens or 1),
                 fold=fold if FOLDED in forms else 1,
                 self_draft=bool(layers),
+                head=job.head_steps,
             )
-            plan = TrtPlan(self.name, recipe.sm, profiles, job.layers, capacity)
+            plan = TrtPlan(self.name, recipe.sm, profiles, job.layers, capacity, job.feature_size)
             engines = write_trt_engines(ir_model, plan, job.folder, note=job.clock.note, names=inputs)
         return {
             "path": engines[0].path,
@@ -110,6 +125,7 @@ class TensorRt(Backend):
             "num_gates": len(blocks.blocks),
             "gate_obstacle": blocks.obstacle,
             "skipped_layers": layers,
+            "feature_size": given,
         }
 
     def check_obstacle(self, recipe: RecipeFields) -> str | None:
@@ -120,7 +136,10 @@ class TensorRt(Backend):
         """Refuse a bundle whose models together do not fit the GPU that ``gpu_memory_gb`` describes."""
         if recipe.gpu_memory_gb is None:
             return
-        plans = [_memory_plan(recipe, entry.num_parameters, entry.layers) for entry in entries.values()]
+        plans = [
+            _memory_plan(recipe, entry.num_parameters, entry.layers, int(entry.kv_capacity or 0))
+            for entry in entries.values()
+        ]
         activations = sum(max(engine.memory_bytes or 0 for engine in entry.engines) for entry in entries.values())
         require_gpu_memory(plans, activations, recipe.gpu_memory_gb)
 
@@ -141,9 +160,10 @@ def _fold(ir_model: "ir.Model", job: BuildJob) -> int:
     from specexport.lowering.trt_native import mask_bytes
 
     recipe = job.recipe
-    fold = most_new_tokens(job.role, recipe.lookahead)
+    fold = most_new_tokens(job.role, recipe.lookahead, job.head_steps)
     rows, tokens = int(recipe.max_num_seqs or 1), int(recipe.max_num_tokens or 1)
-    needed = mask_bytes(ir_model, num_rows=rows, num_tokens=tokens, kv_capacity=_capacity(recipe), fold=fold)
+    capacity = _capacity(recipe, job.head_steps)
+    needed = mask_bytes(ir_model, num_rows=rows, num_tokens=tokens, kv_capacity=capacity, fold=fold)
     if needed <= MAX_MASK_BYTES:
         return fold
     job.clock.note(
@@ -175,17 +195,18 @@ def choose_skipped(recipe: RecipeFields, num_layers: int) -> tuple[int, ...]:
     return chosen
 
 
-def _memory_plan(recipe: RecipeFields, num_parameters: int, layers: Seq[LayerGeometry]) -> MemoryPlan:
+def _memory_plan(recipe: RecipeFields, num_parameters: int, layers: Seq[LayerGeometry], kv_capacity: int) -> MemoryPlan:
     """What one model of a resolved recipe needs to build and to run."""
     return plan_memory(
         num_parameters=num_parameters,
         dtype=recipe.dtype,
         layers=layers,
-        kv_capacity=_capacity(recipe),
+        kv_capacity=kv_capacity,
         max_num_seqs=int(recipe.max_num_seqs or 1),
         num_engines=len(recipe.sm),
     )
 
 
-def _capacity(recipe: RecipeFields) -> int:
-    return engine_kv_capacity(int(recipe.max_model_len), recipe.lookahead)
+def _capacity(recipe: RecipeFields, head: HeadSteps | None) -> int:
+    width = None if head is None else head.width
+    return engine_kv_capacity(int(recipe.max_model_len), recipe.lookahead, width)

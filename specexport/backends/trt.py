@@ -47,6 +47,7 @@ class TrtPlan(NamedTuple):
         profiles: optimization profiles, in the engine's order.
         layers: cache sizes.
         kv_capacity: L.
+        feature_size: E of a draft head.
     """
 
     backend: str
@@ -54,6 +55,7 @@ class TrtPlan(NamedTuple):
     profiles: tuple[Profile, ...]
     layers: tuple[LayerGeometry, ...]
     kv_capacity: int
+    feature_size: int = 0
 
 
 def label(sm: str) -> str:
@@ -88,7 +90,8 @@ def write_trt_engines(
     import onnx_ir as ir
 
     folder.mkdir(parents=True, exist_ok=True)
-    shapes = [input_shapes(profile, names, plan.layers, plan.kv_capacity) for profile in plan.profiles]
+    sizes = (names, plan.layers, plan.kv_capacity, plan.feature_size)
+    shapes = [input_shapes(profile, *sizes) for profile in plan.profiles]
     products = [str(node.name) for node in ir_model.graph if _is_float32_product(node)]
     # Beside the engines, so that it is on the same disk, and hidden, so that it can never be taken for one.
     with tempfile.TemporaryDirectory(prefix=".onnx-", dir=folder) as scratch:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from specexport.backends.base import BuildJob
-from specexport.backends.registry import find_backend
+from specexport.backends.registry import BACKENDS, find_backend
 from specexport.build.built import TOKENIZER_NAME, BuiltModel
 from specexport.build.check_head import CHECK_LENS, HeadReference, causal_reference, check_head
 from specexport.build.draft_layers import cut_pieces
@@ -19,9 +19,10 @@ from specexport.progress import StageClock
 from specexport.recipe import MTP, BuildRecipe, resolve_recipe
 from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME
 from specexport_runtime.bundle.files import hash_files
+from specexport_runtime.bundle.head_steps import head_steps
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.bundle.mask_feature import MASK_NAME
-from specexport_runtime.errors import CheckpointError
+from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from specexport.frontend.taps import FeatureRequest
@@ -63,6 +64,7 @@ def plan_head(recipe: BuildRecipe, source: ModelSource, target: ModelSource, clo
         checkpoint = load_source(recipe, target)
         _check_tokenizer(source, checkpoint)
         loaded = _load(recipe, source, checkpoint)
+        _check_kind(recipe, source, loaded.config)
         probe, config = None, loaded.config
         if recipe.check:
             from specexport.frontend.streaming import streamed
@@ -79,6 +81,20 @@ def plan_head(recipe: BuildRecipe, source: ModelSource, target: ModelSource, clo
     return HeadPlan(config, request, probe)
 
 
+def _check_kind(recipe: BuildRecipe, source: ModelSource, config: "HeadConfig") -> None:
+    """Refuse a head that a backend has no form of, before its target is built.
+
+    Raises:
+        UnsupportedModelError: names the backends that have one.
+    """
+    obstacle = find_backend(recipe.backend).head_obstacle(config.kind, recipe)
+    if obstacle is not None:
+        able = [name for name, backend in BACKENDS.items() if config.kind in backend.head_kinds]
+        raise UnsupportedModelError(
+            f"{source.name} is a {config.kind} head: {obstacle}.", f"build with `--backend {' or '.join(able)}`."
+        )
+
+
 def describe_probe(rate: float, change: str | None) -> str:
     """What a probe found, for readers."""
     read = f", read otherwise than its files say: {change}" if change else ""
@@ -90,7 +106,7 @@ def untaken_module(recipe: BuildRecipe) -> str | None:
     from specexport.frontend.source import resolve_source
     from specexport.heads.mtp_files import holds_module
 
-    if recipe.draft is not None or recipe.head is not None or not find_backend(recipe.backend).has_heads:
+    if recipe.draft is not None or recipe.head is not None or not find_backend(recipe.backend).head_kinds:
         return None
     try:
         source = resolve_source(recipe.target, recipe.revision)
@@ -216,14 +232,21 @@ def build_head(
     head, config = loaded.head, loaded.config
     num_parameters, step_parameters = sum(parameter.numel() for parameter in head.parameters()), head.step_parameters
     with clock.stage("trace", role):
-        traced = trace_head(head)
+        traced = trace_head(head, fixed_sizes=find_backend(recipe.backend).fixed_sizes)
         ir_model, layers = traced.ir_model.clone(), tuple(traced.layers)
         del traced, head
         ids, mask = loaded.ids, loaded.mask_feature
         del loaded
-    job = BuildJob(
-        recipe, role, layers, step_parameters, max_positions, folder, clock, first_only=config.hydra is not None
+    steps = head_steps(
+        recipe.lookahead,
+        num_draft_heads=0 if config.medusa is None else config.medusa.num_heads,
+        block_size=config.block_size,
+        has_mask=config.mask_token_id is not None,
     )
+    job = BuildJob(
+        recipe, role, layers, step_parameters, max_positions, folder, clock,
+        first_only=config.hydra is not None, feature_size=config.feature_size, head_steps=steps,
+    )  # fmt: skip
     fields = compile_graph(ir_model, recipe, job, dump_dir)
     if ids is not None:
         np.save(folder / HEAD_IDS_NAME, ids, allow_pickle=False)

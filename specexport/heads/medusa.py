@@ -74,30 +74,50 @@ class MedusaHeads(nn.Module):  # type: ignore[misc]  # torch is not followed
         found = answer_by_head(numbers, self.shape.num_heads, answer)
         return self.lm_heads[0](found) if self.shape.one_lm_head else found
 
+    def every_row(self, numbers: Tensor, features: Tensor) -> Tensor:
+        """The same as :meth:`forward`, with sizes that depend on no value: a CUDA graph can hold it.
+
+        Each head computes all rows, and gives zeros for those of others: to add zeros changes nothing. Every head is
+        read in every step, so a draft of fewer tokens costs as much as one of all.
+        """
+        numbers = numbers.clamp(0, self.shape.num_heads - 1)
+        parts = []
+        for number, blocks in enumerate(self.blocks):
+            state = features
+            for block in blocks:
+                state = state + functional.silu(block(state))
+            own = torch.where((numbers == number)[:, None], state, torch.zeros_like(state))
+            parts.append(own if self.shape.one_lm_head else self.lm_heads[number](own))
+        found = sum(parts[1:], parts[0])
+        return self.lm_heads[0](found) if self.shape.one_lm_head else found
+
 
 class MedusaStep(nn.Module):  # type: ignore[misc]
     """Heads as the contract sees them: numbers of heads and features in, logits and the same features out.
 
     Args:
         heads: the heads.
+        fixed_sizes: no size may depend on a value.
     """
 
-    def __init__(self, heads: MedusaHeads) -> None:
+    def __init__(self, heads: MedusaHeads, *, fixed_sizes: bool = False) -> None:
         super().__init__()
         self.model = heads
+        self._fixed_sizes = fixed_sizes
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """One step. Inputs: the step inputs, then the features; there are no caches."""
         input_ids, _, logit_rows, *_ = inputs[: len(STEP_INPUTS)]
         features = inputs[len(STEP_INPUTS)].index_select(0, logit_rows)
-        logits = self.model(input_ids.index_select(0, logit_rows), features.to(self.model.dtype))
+        heads = self.model.every_row if self._fixed_sizes else self.model
+        logits = heads(input_ids.index_select(0, logit_rows), features.to(self.model.dtype))
         return logits, features
 
 
-def trace_medusa(heads: MedusaHeads) -> TracedModel:
+def trace_medusa(heads: MedusaHeads, *, fixed_sizes: bool = False) -> TracedModel:
     """Trace heads (eval mode) to ONNX IR. There is no attention in it."""
     ir_model = trace_step(
-        MedusaStep(heads).eval(),
+        MedusaStep(heads, fixed_sizes=fixed_sizes).eval(),
         heads.dtype,
         (),
         [*STEP_INPUTS, TOKEN_FEATURES],

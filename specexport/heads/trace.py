@@ -137,12 +137,17 @@ def probe_calls(head: DraftHead) -> tuple[LayerCall, ...]:
     return tuple(context.calls)
 
 
-def trace_head(head: Any) -> TracedModel:
-    """Trace a head (eval mode) to ONNX IR with one ``specexport::UnpaddedAttention`` a layer."""
+def trace_head(head: Any, *, fixed_sizes: bool = False) -> TracedModel:
+    """Trace a head (eval mode) to ONNX IR with one ``specexport::UnpaddedAttention`` a layer.
+
+    Args:
+        head: the head.
+        fixed_sizes: no size of the graph may depend on a value, see ``Backend.fixed_sizes``.
+    """
     if head.head_config.kind == "medusa":
         from specexport.heads.medusa import trace_medusa
 
-        return trace_medusa(head)
+        return trace_medusa(head, fixed_sizes=fixed_sizes)
     calls, step = probe_calls(head), HydraStep if head.head_config.kind == "hydra" else HeadStep
     with nullcontext() if head.body is None else batched_experts(head.body):
         ir_model = trace_step(

@@ -24,5 +24,5 @@ def require_causal(node: "ir.Node", backend: str) -> None:
     if not is_causal(node):
         raise UnsupportedModelError(
             f"{node.name}: tokens of this attention see later ones, and {backend} has causal attention only.",
-            "build for `ort-cpu`.",
+            "build with `lowering: native-folded`, or for `ort-cpu`.",
         )

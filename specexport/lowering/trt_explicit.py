@@ -54,7 +54,8 @@ def _emit_weights(emit: Emitter, layer: "Attention", step: "AlignedStep", raw: "
         scores = emit.op("Mul", emit.op("Tanh", emit.op("Div", scores, cap)), cap)
     group = layer.num_heads // layer.kv_heads
     by_slot = emit.reshape(scores, [0, 0, -1, group, capacity])  # [B, H, W, G, L]
-    mask = emit.op("Unsqueeze", step.masks[MaskKind(layer.window)], emit.const([3]))  # [B, 1, W, 1, L]
+    kind = MaskKind(layer.window, causal=layer.causal)
+    mask = emit.op("Unsqueeze", step.masks[kind], emit.const([3]))  # [B, 1, W, 1, L]
     seen = emit.op("Where", mask, by_slot, emit.const(_HIDDEN, "float32"))
     sinks = "sinks" in layer.tensors
     weights = _emit_sink_softmax(emit, layer, seen) if sinks else emit.op("Softmax", seen, axis=-1)

@@ -20,6 +20,7 @@ class Attention(NamedTuple):
         window: entries a token sees, its own included; -1 for all.
         softcap: 0 for off.
         dtype: dtype of caches and activations.
+        causal: tokens see nothing behind themselves.
     """
 
     node: "ir.Node"
@@ -32,3 +33,4 @@ class Attention(NamedTuple):
     window: int
     softcap: float
     dtype: "ir.DataType"
+    causal: bool = True

@@ -11,7 +11,9 @@ A layer takes one of these forms (``choose_form``):
                   tokens of a row. F is what a row has in a verify step, K+1, so that a head has one query to decode or
                   verify, and TensorRT then reads the caches in place. In lowering ``native-folded`` only.
 ``fused-causal``  ``TRT_Attention`` with ``causal_kind=lower_right`` and the rows' lengths.
-``fused-masked``  ``TRT_Attention`` with a Boolean mask (sliding windows), made once a step for each window.
+``fused-masked``  ``TRT_Attention`` with a Boolean mask, made once a step for each window: sliding windows, and all
+                  layers of a graph in which tokens of some layer see later ones. There a row's length must be its own,
+                  without the dummies of a fixed profile, which causality over lengths would need.
 ``explicit``      matmuls, masking and softmax written out (``trt_explicit``): softcap, sinks, and sizes or dtypes for
                   which there is no fused kernel.
 
@@ -32,7 +34,7 @@ kernels' inputs in a finished engine show), and a weight of zero does not hide a
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from specexport.lowering.causal import require_causal
+from specexport.lowering.causal import is_causal
 from specexport.lowering.layer_extent import add_extent, shorten_blocks
 from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.lowering.token_ids import add_token_ids
@@ -62,12 +64,13 @@ _FUSED_HEADS = 4
 _DTYPES = ("FLOAT16", "BFLOAT16", "FLOAT")
 
 
-def choose_form(attention: Attention, *, fold: int = 1) -> str:
+def choose_form(attention: Attention, *, fold: int = 1, sees_ahead: bool = False) -> str:
     """The form of one layer.
 
     Args:
         attention: the layer.
         fold: F; 1 folds nothing.
+        sees_ahead: tokens of some layer of the graph see later ones.
     """
     size = attention.k_dim
     fused_size = size % _FUSED_MULTIPLE == 0 and _FUSED_SMALLEST <= size <= _FUSED_LARGEST
@@ -76,12 +79,12 @@ def choose_form(attention: Attention, *, fold: int = 1) -> str:
         return EXPLICIT
     if fold > 1:
         return FOLDED
-    return FUSED_MASKED if attention.window > 0 else FUSED_CAUSAL
+    return FUSED_MASKED if attention.window > 0 or sees_ahead else FUSED_CAUSAL
 
 
 def mask_kind(attention: Attention, form: str) -> MaskKind:
     """The mask that a layer in ``form`` reads."""
-    return MaskKind(attention.window, attention.num_heads if form == FOLDED else 0)
+    return MaskKind(attention.window, attention.num_heads if form == FOLDED else 0, attention.causal)
 
 
 def lower_trt_native(
@@ -112,7 +115,10 @@ def replace_attention(
 ) -> tuple[str, ...]:
     """The attention part of ``lower_trt_native``, for graphs without logits; same arguments, result and errors."""
     layers = [read_attention(n, i) for i, n in enumerate(_attention_nodes(ir_model))]
-    forms = tuple(choose_form(layer, fold=fold) for layer in layers)
+    if not layers:  # Medusa heads
+        return ()
+    ahead = not all(layer.causal for layer in layers)
+    forms = tuple(choose_form(layer, fold=fold, sees_ahead=ahead) for layer in layers)
     kinds = {mask_kind(layer, form) for layer, form in zip(layers, forms, strict=True) if form != FUSED_CAUSAL}
     first = ir_model.graph[0]
     step = emit_step(ir_model, sorted(kinds), kv_capacity, fold)
@@ -162,7 +168,6 @@ def read_attention(node: "ir.Node", index: int) -> Attention:
         CheckFailedError: its caches have no static head sizes.
         UnsupportedModelError: TensorRT has no exact form for it.
     """
-    require_causal(node, "TensorRT")
     named = zip([item.name for item in UNPADDED_ATTENTION.inputs], node.inputs, strict=False)
     tensors = {name: value for name, value in named if value is not None}
     sizes = [None if tensors[n].shape is None else tensors[n].shape[a] for n, a in (("k_cache", 4), ("v_cache", 4))]  # type: ignore[index]
@@ -179,7 +184,7 @@ def read_attention(node: "ir.Node", index: int) -> Attention:
     if heads % kv_heads:
         raise UnsupportedModelError(f"attention layer {index} has {heads} query heads on {kv_heads} key/value heads.")
     window = node.attributes["window"].as_int()
-    return Attention(node, tensors, heads, kv_heads, k_dim, v_dim, scale, window, softcap, dtype)
+    return Attention(node, tensors, heads, kv_heads, k_dim, v_dim, scale, window, softcap, dtype, is_causal(node))
 
 
 def _lower_layer(
@@ -203,7 +208,7 @@ def _lower_layer(
         queries = emit_folded_queries(emit, layer, step, queries)
         slots = emit_folded(emit, layer, step, queries, *caches)
     else:
-        slots = emit_fused(emit, layer, step, queries, *caches)
+        slots = emit_fused(emit, layer, form, step, queries, *caches)
     output = emit.op("Gather", emit.reshape(slots, [-1, layer.num_heads * layer.v_dim]), step.untile, axis=0)
     _take_place(ir_model, layer.node.outputs[0], output)
     emit.place(before=layer.node)
@@ -224,13 +229,19 @@ def emit_query_tile(emit: Emitter, layer: Attention, step: AlignedStep) -> "ir.V
 
 
 def emit_fused(
-    emit: Emitter, layer: Attention, step: AlignedStep, tile: "ir.Value", keys: "ir.Value", values: "ir.Value"
+    emit: Emitter,
+    layer: Attention,
+    form: str,
+    step: AlignedStep,
+    tile: "ir.Value",
+    keys: "ir.Value",
+    values: "ir.Value",
 ) -> "ir.Value":
     """``TRT_Attention`` over the tile; returns [B, W, Hq, D]."""
     heads = emit.reshape(tile, [0, 0, layer.num_heads, layer.k_dim])
     queries = emit.op("Transpose", heads, perm=[0, 2, 1, 3])
     options: dict[str, Any] = {"TRT_decomposable": 0}
-    mask = step.masks[mask_kind(layer, FUSED_MASKED)] if layer.window > 0 else None
+    mask = step.masks[mask_kind(layer, form)] if form == FUSED_MASKED else None
     if mask is None:
         options["causal_kind"] = "lower_right"
     attended = emit.op("TRT_Attention", queries, keys, values, mask, None, step.totals, **options)

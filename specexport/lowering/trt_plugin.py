@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from specexport.kernels.signatures import MODEL_DTYPES
 from specexport.kernels.spec import KernelSpec
+from specexport.lowering.causal import require_causal
 from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.lowering.token_ids import add_token_ids
 from specexport.lowering.trt_layer import Attention
@@ -76,6 +77,8 @@ def replace_attention(ir_model: "ir.Model", *, kv_capacity: int, num_splits: int
     nodes = [node for node in ir_model.graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN]
     layers = [read_attention(node, index) for index, node in enumerate(nodes)]
     specs = [_attention_spec(layer, index, kv_capacity, num_splits) for index, layer in enumerate(layers)]
+    for node in nodes:
+        require_causal(node, "the attention plugin")
     for index, (layer, spec) in enumerate(zip(layers, specs, strict=True)):
         _lower_layer(ir_model, layer, spec, index, kv_capacity)
     return tuple(map(plugin_name, specs))

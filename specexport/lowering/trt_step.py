@@ -19,10 +19,12 @@ class MaskKind(NamedTuple):
     Attributes:
         window: positions a token sees, its own included; -1 for all.
         heads: query heads that are folded, see ``trt_native``; 0 for a mask that all heads share.
+        causal: a token sees nothing behind itself; False: all of its row (the window bounds what lies before it).
     """
 
     window: int
     heads: int = 0
+    causal: bool = True
 
 
 class AlignedStep(NamedTuple):
@@ -30,7 +32,7 @@ class AlignedStep(NamedTuple):
 
     Attributes:
         past: ``kv_lens`` as [B] int32.
-        totals: ``row_totals`` as [B] int32.
+        totals: ``row_totals`` as [B] int32. In graphs whose tokens see later ones, dummies do not count.
         cu: ``cu_new_tokens`` [B+1] int32.
         tile: ``tile_index`` [B, W].
         untile: ``untile_index`` [T].
@@ -91,6 +93,7 @@ def emit_masks(
 
     Token ``t`` of row ``b`` lies in entry ``kv_lens[b] + t - cu_new_tokens[b]``. That needs no size of the step, which
     TensorRT would copy from the host. A slot that holds no token of its row is clamped into the row: it sees something.
+    Where tokens see later ones, the row's length alone says how far.
     """
     import onnx_ir as ir
 
@@ -100,7 +103,8 @@ def emit_masks(
     firsts = emit.op("Slice", inputs[CU_NEW_TOKENS.name], emit.const([0]), emit.const([-1]))
     offsets = emit.op("Sub", inputs[KV_LENS.name], emit.op("Unsqueeze", firsts, emit.const([1])))  # [B, 1]
     entry_of = emit.op("Add", emit.cast(tile, ir.DataType.INT32), offsets)  # [B, W]
-    inside_row = emit.op("Min", entry_of, emit.op("Sub", inputs[ROW_TOTALS.name], one))
+    ends = emit.op("Sub", inputs[ROW_TOTALS.name], one)
+    inside_row = emit.op("Min", entry_of, ends)
     limit = emit.op("Max", inside_row, emit.const(0, "int32"))  # [B, W]
     entries = emit.const(np.arange(kv_capacity).reshape(1, 1, 1, -1), "int32")
     masks = {}
@@ -111,11 +115,14 @@ def emit_masks(
             seen_to = emit.op("Unsqueeze", by_head, emit.const([3]))
         else:
             seen_to = emit.op("Unsqueeze", limit, emit.const([1, 3]))
-        causal = emit.op("LessOrEqual", entries, seen_to)
-        for window in sorted({kind.window for kind in kinds if kind.heads == heads}):
-            mask = causal
-            if window > 0:
-                before = emit.op("Sub", seen_to, emit.const(window, "int32"))
-                mask = emit.op("And", causal, emit.op("Greater", entries, before))
-            masks[MaskKind(window, heads)] = mask
+        for causal in sorted({kind.causal for kind in kinds if kind.heads == heads}):
+            # No slot sees beyond its row's end: the larger of both is that end, for every slot.
+            last = seen_to if causal else emit.op("Max", seen_to, emit.op("Unsqueeze", ends, emit.const([2, 3])))
+            seen = emit.op("LessOrEqual", entries, last)
+            for window in sorted({kind.window for kind in kinds if (kind.heads, kind.causal) == (heads, causal)}):
+                mask = seen
+                if window > 0:
+                    before = emit.op("Sub", seen_to, emit.const(window, "int32"))
+                    mask = emit.op("And", seen, emit.op("Greater", entries, before))
+                masks[MaskKind(window, heads, causal)] = mask
     return masks

@@ -19,6 +19,47 @@ def check_drafts(bundle: Path, wanted: Callable[[list[int], int, int], list[int]
         lookahead: K.
     """
     engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False, max_num_seqs=3)
+    check_drafts_of(engine, wanted, lookahead, load_manifest(bundle).vocabulary.size)
+    engine.close()
+
+
+def check_drafts_of(
+    engine: SpecEngine,
+    wanted: Callable[[list[int], int, int], list[int]],
+    lookahead: int,
+    limit: int,
+    *,
+    tokens: int = 14,
+    least: int = 60,
+) -> None:
+    """The same of an engine that is open.
+
+    Args:
+        engine: with a head, for three sequences.
+        wanted: see :func:`check_drafts`.
+        lookahead: K.
+        limit: ids below it may be drafted.
+        tokens: of each text.
+        least: draft tokens that are compared, at least.
+    """
+    found = drafted_and_wanted(engine, wanted, lookahead, limit, tokens=tokens)
+    for drafted, expected in found:
+        assert drafted == expected
+    assert sum(len(drafted) for drafted, _ in found) > least
+
+
+def drafted_and_wanted(
+    engine: SpecEngine,
+    wanted: Callable[[list[int], int, int], list[int]],
+    lookahead: int,
+    limit: int,
+    *,
+    tokens: int = 14,
+) -> list[tuple[list[int], list[int]]]:
+    """Each greedy draft of ragged batches, and the one that was wanted; the text is plain decoding's.
+
+    See :func:`check_drafts_of` for the arguments.
+    """
     rounds: list[tuple[list[int], list[int]]] = []
 
     class Watch:
@@ -30,16 +71,10 @@ def check_drafts(bundle: Path, wanted: Callable[[list[int], int, int], list[int]
         def on_finish(self, _: Any) -> None: ...
 
     engine.add_observer(Watch())
-    params = SamplingParams(max_tokens=14, ignore_eos=True)
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     plain = [list(result.token_ids) for result in engine.generate(PROMPTS, params, drafter="none")]
     rounds.clear()
     found = engine.generate(PROMPTS, params, drafter="head", num_speculative_tokens=lookahead)
     assert [list(result.token_ids) for result in found] == plain
-    compared, limit = 0, load_manifest(bundle).vocabulary.size
-    for before, drafted in rounds:
-        if drafted:
-            assert drafted == wanted(before, len(drafted), limit), before
-            compared += len(drafted)
-    assert compared > 60
     engine.check()
-    engine.close()
+    return [(drafted, wanted(before, len(drafted), limit)) for before, drafted in rounds if drafted]

@@ -248,7 +248,5 @@ def test_recipes_that_ask_for_too_much(tmp_path: Path) -> None:
         BuildRecipe(**common, draft="d")
     with pytest.raises(RecipeError, match="head and self_draft"):
         BuildRecipe(**common, self_draft=True)
-    with pytest.raises(RecipeError, match="backend tensorrt-rtx runs no draft heads"):
-        BuildRecipe(**common, backend="tensorrt-rtx")
     with pytest.raises(RecipeError, match="draft heads hold float weights"):
         BuildRecipe(**common, draft_quantize="keep")

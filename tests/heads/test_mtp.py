@@ -11,19 +11,16 @@ import tiny_modules
 import torch
 from acceptance import accepted
 from drafted import PROMPTS, check_drafts
+from loading import load_module
 from safetensors.torch import load_file, save_file
 from tiny_heads import write
 from tiny_models import make_llama, save_checkpoint
 
 from specexport.build.head import untaken_module
 from specexport.build.pipeline import build_bundle
-from specexport.frontend import load_checkpoint
-from specexport.frontend.source import Source, resolve_source
+from specexport.frontend.source import Source
 from specexport.heads.files import name_in_module
-from specexport.heads.load import load_head
-from specexport.heads.loaded import TargetTables
 from specexport.heads.mtp_files import open_mtp
-from specexport.heads.read import read_config
 from specexport.heads.trace import causal_step
 from specexport.inspect import contract_of
 from specexport.recipe import BuildRecipe
@@ -34,21 +31,10 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckpointError
 
 
-def load(folder: Path) -> tuple[Any, Any]:
-    """The target of a folder and its module."""
-    model: Any = load_checkpoint(str(folder), dtype="float32").model
-    values = model.config.get_text_config().to_dict()
-    files = open_mtp(resolve_source(str(folder), None), values)
-    width, vocab = values["hidden_size"], values["vocab_size"]
-    config = read_config(files, num_layers=tiny_modules.LAYERS, target_hidden_size=width, vocab_size=vocab)
-    tables = TargetTables(*(t.weight.detach() for t in (model.get_input_embeddings(), model.get_output_embeddings())))
-    return model, load_head(files, config, tables, torch.float32)
-
-
 @pytest.mark.parametrize("family", tiny_modules.FAMILIES)
 def test_a_module_computes_the_published_equations(family: str, tmp_path: Path) -> None:
     module = tiny_modules.make(family, tmp_path)
-    _, loaded = load(tmp_path)
+    _, loaded = load_module(tmp_path, tiny_modules.LAYERS)
     config = loaded.config
     assert (config.kind, config.taps, config.num_layers) == ("mtp", (AFTER_NORM,), 1)
     assert (config.feature_first, config.norm_output) == (module.feature_first, module.norm_output)
@@ -165,7 +151,7 @@ def test_a_module_at_chance_is_refused_and_nothing_is_left(knowing: Path, tmp_pa
 def test_checkpoints_without_a_whole_module_are_refused(knowing: Path, tmp_path: Path) -> None:
     plain = save_checkpoint(make_llama(num_hidden_layers=tiny_modules.LAYERS), tmp_path / "plain")
     with pytest.raises(CheckpointError, match="plain holds no MTP module"):
-        load(plain)
+        load_module(plain, tiny_modules.LAYERS)
     for number, (name, message) in enumerate(
         (
             ("mtp.layers.0.mlp.up_proj.weight", r"lacks 1 tensors, for example layers.0.mlp.up_proj.weight"),
@@ -174,10 +160,10 @@ def test_checkpoints_without_a_whole_module_are_refused(knowing: Path, tmp_path:
         )
     ):
         with pytest.raises(CheckpointError, match=message):
-            load(change(knowing, tmp_path / str(number), **{name: None}))
+            load_module(change(knowing, tmp_path / str(number), **{name: None}), tiny_modules.LAYERS)
     short = change(knowing, tmp_path / "short", **{"mtp.layers.0.mlp.up_proj.weight": torch.zeros(96, 32)})
     with pytest.raises(CheckpointError, match="its MTP module cannot be loaded"):
-        load(short)
+        load_module(short, tiny_modules.LAYERS)
 
 
 def test_a_build_without_the_module_tells_of_it(knowing: Path, tmp_path: Path) -> None:

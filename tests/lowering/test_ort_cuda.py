@@ -361,9 +361,8 @@ def test_greedy_tokens_of_rows_with_and_without_nan() -> None:
     rows[2] = np.nan
     rows[3, 4], rows[4, 5] = np.inf, -np.inf
     rows[5, [8, 30]] = 9.0
-    int32 = {"kv_lens": (1, 1), "block_table": (1, 1), "attention_metadata": (3,)}
-    given = {"logits_in": rows} | {name: np.zeros(shape, np.int32) for name, shape in int32.items()}
-    (ids,) = session.run(["token_ids"], given)
+    assert [value.name for value in model.graph.inputs] == ["logits_in"], "without attention there is no cache"
+    (ids,) = session.run(["token_ids"], {"logits_in": rows})
     assert ids.dtype == np.int64
     assert ids.tolist() == [int(rows[0].argmax()), -1, -1, 4, int(rows[4].argmax()), 8]
 
@@ -376,13 +375,15 @@ class ReferenceSession:
         self.evaluator = ReferenceEvaluator(model, new_ops=[PagedAttention, MatMulNBits])
         values = (*model.graph.input, *model.graph.output)
         types = {value.name: value.type.tensor_type.elem_type for value in values}
+        sizes = {value.name: value.type.tensor_type.shape.dim for value in values}
+        self.shapes = {name: [dim.dim_param or dim.dim_value for dim in dims] for name, dims in sizes.items()}
         self.dtypes = {name: onnx.helper.tensor_dtype_to_np_dtype(kind) for name, kind in types.items()}
 
     def get_inputs(self) -> list[Any]:
-        return [SimpleNamespace(name=name) for name in self.evaluator.input_names]
+        return [SimpleNamespace(name=name, shape=self.shapes[name]) for name in self.evaluator.input_names]
 
     def get_outputs(self) -> list[Any]:
-        return [SimpleNamespace(name=name) for name in self.evaluator.output_names]
+        return [SimpleNamespace(name=name, shape=self.shapes[name]) for name in self.evaluator.output_names]
 
     def get_providers(self) -> list[str]:
         return ["CUDAExecutionProvider"]

@@ -133,3 +133,20 @@ def test_why_a_head_cannot_draft_is_said():
     assert "unpadded" in head_obstacle(ModelRunner(target, unpad_input=False), has_head=True).message
     with pytest.raises(SpecexportError, match="needs the engine of a draft head"):
         HeadDrafter(ModelRunner(target), vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("fixed", [24, 40])
+def test_no_step_of_a_parallel_head_is_wider_than_its_engine_takes(fixed):
+    """Rows that all have much to read, and stand-ins behind it: an engine with fixed sizes takes so many tokens."""
+    decoder, target, drafter = head_decoder(5, 0.0, 4)
+    executor = drafter.runner.executor
+    executor.max_num_tokens = fixed
+    mask = MaskInput(9, np.full(executor.feature_size, -1, np.float32))
+    parallel = decoder.drafter.drafters["head"] = HeadDrafter(ModelRunner(executor), vocab_size=VOCAB, mask=mask)
+    sequences = make_sequences(lambda i: 12 + i, [[3, 4, 5] * 2, [1] * 6, [16] * 6, [7, 0] * 3])
+    run(decoder, sequences)
+    check_plain(target, sequences)
+    assert totals(sequences)[0] > 0
+    widest = max(shape.num_tokens for shape in executor.calls)
+    assert fixed / 2 < widest <= fixed
+    assert not parallel.runner.kv.num_committed

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from trt_fakes import NATIVE, PLUGIN, make_entry
 
 from specexport.backends.profiles import engine_kv_capacity, input_shapes, plan_profiles
-from specexport_runtime.abi import StepShape, kv_slack
+from specexport_runtime.abi import TOKEN_FEATURES, StepShape, kv_slack
+from specexport_runtime.bundle.head_steps import head_steps
 from specexport_runtime.bundle.profiles import choose_profile
 from specexport_runtime.executors.trt_load import size_engine
 from specexport_runtime.executors.trt_memory import lay_out_inputs
@@ -18,12 +19,15 @@ from specexport_runtime.executors.trt_pack import place_step, plan_step
 def engines(draw):
     lookahead, rows = draw(st.integers(1, 8)), draw(st.integers(1, 9))
     tokens = draw(st.integers(max(64, rows * (lookahead + 1)), 300))
-    role = draw(st.sampled_from(["target", "draft"]))
+    role, head, more = draw(st.sampled_from(["target", "draft", "head"])), None, {}
     names = draw(st.sampled_from([NATIVE, PLUGIN]))
-    profiles = plan_profiles(role, lookahead=lookahead, max_num_seqs=rows, max_num_tokens=tokens)
-    capacity = engine_kv_capacity(100, lookahead)
-    entry = make_entry(lookahead, rows, 100, profiles=profiles, kv_capacity=capacity, inputs=names)
-    return lookahead, entry
+    if role == "head":
+        kind = draw(st.sampled_from([{}, {"has_mask": True}, {"num_draft_heads": 3}]))
+        head, names = head_steps(lookahead, **kind), (*names, TOKEN_FEATURES.name)
+        more = {"feature_size": 6, "head_kind": "eagle3"}
+    profiles = plan_profiles(role, lookahead=lookahead, max_num_seqs=rows, max_num_tokens=tokens, head=head)
+    capacity = engine_kv_capacity(100, lookahead, None if head is None else head.width)
+    return lookahead, make_entry(lookahead, rows, 100, profiles=profiles, kv_capacity=capacity, inputs=names, **more)
 
 
 @examples(150)
@@ -47,12 +51,13 @@ def test_steps_lie_inside_their_profiles(data):
     window = place_step(shape, profile, sizes.arena_rows, packed=entry.lowering == "plugin")
     assert 0 <= window.shape.first_row <= first
     assert window.shape.first_row + window.shape.num_seqs <= sizes.arena_rows
-    limits = input_shapes(entry.profiles[number], entry.inputs, entry.layers, sizes.kv_capacity)
-    tensors, num_bytes = lay_out_inputs(entry.inputs, window.shape)
+    feature_size = entry.feature_size
+    limits = input_shapes(entry.profiles[number], entry.inputs, entry.layers, sizes.kv_capacity, feature_size)
+    tensors, num_bytes = lay_out_inputs(entry.inputs, window.shape, feature_size)
     for tensor in tensors:
         low, _, high = limits[tensor.name]
         assert all(a <= b <= c for a, b, c in zip(low, tensor.shape, high, strict=True)), (tensor, profile)
-    assert num_bytes <= lay_out_inputs(entry.inputs, profile.largest)[1]
+    assert num_bytes <= lay_out_inputs(entry.inputs, profile.largest, feature_size)[1]
     plan = plan_step(window, counts, np.arange(sum(logits)), entry.inputs)
     assert {name: array.shape for name, array in plan.constants.items()}.items() <= {
         t.name: t.shape for t in tensors
@@ -62,10 +67,12 @@ def test_steps_lie_inside_their_profiles(data):
 @given(engines())
 def test_a_full_batch_verifies_in_the_profile_made_for_it(drawn):
     _, entry = drawn
-    widths = {profile.max_new_tokens for profile in entry.profiles if profile.kind in ("verify", "catch-up")}
-    for width in widths | {1}:
+    several = [profile for profile in entry.profiles if profile.kind in ("verify", "catch-up", "draft")]
+    wanted = {(profile.max_new_tokens, profile.num_logit_rows // profile.num_seqs) for profile in several}
+    decodes = any(profile.kind == "decode" for profile in entry.profiles)
+    for width, logits in wanted | ({(1, 1)} if decodes else set()):
         rows = entry.max_num_seqs
-        shape = StepShape(0, rows, rows * width, width, rows * width)
+        shape = StepShape(0, rows, rows * width, width, rows * logits)
         profile = entry.profiles[choose_profile(entry.profiles, shape)]
         assert profile.is_fixed
         assert (profile.num_seqs, profile.max_new_tokens) == (rows, width)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specexport_runtime.abi import STEP_INPUTS, StepShape
+from specexport_runtime.abi import STEP_INPUTS, StepShape, with_feature_size
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.executors.base import StepBuffers
 from specexport_runtime.executors.trt_memory import lay_out_inputs
@@ -20,19 +20,28 @@ from specexport_runtime.executors.trt_pack import (
 )
 from specexport_runtime.packing.batch import fill_index_inputs
 
-NAMES = tuple(SPECS)
+NAMES, FEATURE_SIZE = tuple(SPECS), 2
 
 
 def make_step(first_row, tokens, kv_lens, logits):
     """Host arrays of a step, as the loop fills them."""
     counts = [len(row) for row in tokens]
     shape = StepShape(first_row, len(tokens), sum(counts), max(counts), sum(logits))
-    buffers = StepBuffers(*(np.full(shape.shape_of(spec), -7, spec.dtype) for spec in STEP_INPUTS))
+    features = np.arange(shape.num_tokens * FEATURE_SIZE, dtype=np.float32).reshape(-1, FEATURE_SIZE) + 1
+    buffers = StepBuffers(
+        *(np.full(shape.shape_of(spec), -7, spec.dtype) for spec in STEP_INPUTS), token_features=features
+    )
     fill_index_inputs(buffers, counts, logits)
     buffers.input_ids[:] = [token for row in tokens for token in row]
     buffers.positions[:] = [kv + j for row, kv in zip(tokens, kv_lens, strict=True) for j in range(len(row))]
     buffers.kv_lens[:, 0] = kv_lens
     return shape, buffers
+
+
+def rubbish(shape, names):
+    """An engine's arrays before anything was written into them."""
+    sizes = {name: shape.shape_of(with_feature_size(SPECS[name], FEATURE_SIZE)) for name in names}
+    return {name: np.full(size, -9, SPECS[name].dtype) for name, size in sizes.items()}
 
 
 def pack(
@@ -52,7 +61,7 @@ def pack(
     shape, buffers = make_step(first_row, tokens, kv_lens, logits)
     window = place_step(shape, profile, num_rows, packed=packed)
     plan = plan_step(window, [len(row) for row in tokens], buffers.logit_rows, names)
-    arrays = {name: np.full(window.shape.shape_of(SPECS[name]), -9, SPECS[name].dtype) for name in names}
+    arrays = rubbish(window.shape, names)
     start_plan(plan, arrays)
     held = np.arange(40, 40 + window.shape.num_seqs, dtype=np.int32)[:, None] if ends is None else ends
     fill_step(plan, buffers, arrays, held, last_position)
@@ -71,6 +80,7 @@ def test_a_dense_window_pads_every_row_and_writes_behind_those_that_are_not_in_t
     assert got["tile_index"].tolist() == np.arange(12).reshape(4, 3).tolist()
     assert got["untile_index"].tolist() == list(range(12))
     assert got["logit_rows"].tolist() == [6, 7, 8, 9] + [0] * 8
+    assert got["token_features"].tolist() == [[0, 0]] * 6 + [[1, 2], [3, 4], [5, 6], [7, 8], [0, 0], [0, 0]]
 
 
 def test_a_row_without_tokens_inside_a_dense_step_is_hidden_too():
@@ -171,7 +181,7 @@ def test_what_an_earlier_plan_left_is_gone(packed):
     profile = Profile("verify", 2, 3, 6, 6)
     shape, buffers = make_step(0, [[7, 8, 9], [4, 5, 6]], [1, 2], [3, 3])
     window = place_step(shape, profile, 2, packed=packed)
-    arrays = {name: np.zeros(window.shape.shape_of(SPECS[name]), SPECS[name].dtype) for name in NAMES}
+    arrays = rubbish(window.shape, NAMES)
     for tokens in ([[7, 8, 9], [4, 5, 6]], [[3]]):
         shape, buffers = make_step(0, tokens, [1] * len(tokens), [1] * len(tokens))
         window = place_step(shape, profile, 2, packed=packed)
@@ -179,3 +189,4 @@ def test_what_an_earlier_plan_left_is_gone(packed):
         start_plan(plan, arrays)
         fill_step(plan, buffers, arrays, np.zeros((2, 1), np.int32), 10**6)
     assert arrays["input_ids"].tolist() == [3, 0, 0, 0, 0, 0]
+    assert arrays["token_features"].tolist() == [[1, 2]] + [[0, 0]] * 5

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.abi import LayerGeometry, with_feature_size
 from specexport_runtime.bundle.manifest import EngineFile, ModelEntry
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import SpecexportError
@@ -271,7 +271,7 @@ class FakeContext:
         assert len(shape) == len(tensor.shape)
         assert all(known in (-1, size) for size, known in zip(shape, tensor.shape, strict=True)), (name, shape)
         if name in SPECS:
-            most = self.profile.largest.shape_of(SPECS[name])
+            most = self.profile.largest.shape_of(with_feature_size(SPECS[name], self.engine.entry.feature_size))
             assert all(size <= limit for size, limit in zip(shape, most, strict=True)), (name, shape, self.profile)
             if self.profile.is_fixed:
                 assert shape == most, (name, shape, self.profile)

@@ -301,7 +301,7 @@ class Manifest:
 _COUNT = whole(0, 1 << 62)
 _SIZE = whole(1, 1 << 20)
 _PASSES = list_of(tuple_of(text, _COUNT))
-_KIND = one_of("decode", "self", "verify", "catch-up", "prefill")
+_KIND = one_of("decode", "self", "verify", "catch-up", "draft", "prefill")
 _PROFILE = tuple_of(_KIND, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, optional=1)  # older bundles fold nothing
 _LAYERS = list_of(tuple_of(_SIZE, _SIZE, _SIZE))
 _REPORT_ROW = record({"fused_attention": _COUNT, "float32_matmuls": list_of(anything)}, more=True)

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from specexport_runtime.abi import StepShape
 from specexport_runtime.errors import IncompatibleError
 
-ProfileKind = Literal["decode", "self", "verify", "catch-up", "prefill"]
+ProfileKind = Literal["decode", "self", "verify", "catch-up", "draft", "prefill"]
 
 
 class Profile(NamedTuple):
@@ -21,7 +21,8 @@ class Profile(NamedTuple):
     Attributes:
         kind: ``"decode"`` (one token a row), ``"self"`` (the same without some of the layers: a draft), ``"verify"``
             (K+1 tokens a row, the target's), ``"catch-up"`` (two tokens a row: what a draft model is fed after a round
-            that accepted everything), or ``"prefill"`` (ranged).
+            that accepted everything; K+1 of a draft head, whose entries all have to be read again), ``"draft"`` (of a
+            head that drafts all tokens in one step), or ``"prefill"`` (ranged).
         num_seqs: B of a fixed profile; the largest B of a ranged one.
         max_new_tokens: Q, likewise.
         num_tokens: T, likewise; B*Q in a fixed profile, where every row is padded to Q tokens.

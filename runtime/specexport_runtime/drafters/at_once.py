@@ -45,6 +45,11 @@ def entry_tokens(tokens: Seq[int], mask: MaskInput | None) -> list[int]:
     return [CONTEXT_ID] * len(tokens) if mask is not None and mask.block_size is not None else list(tokens)
 
 
+def num_behind(count: int, mask: MaskInput) -> int:
+    """Entries behind those of features in a draft of ``count`` tokens: unknown ones, and the newest one of a block."""
+    return count - 1 if mask.block_size is None else count + 1
+
+
 def draft_work(tokens: Seq[int], features: Float32Array, newest: int, count: int, mask: MaskInput) -> AtOnce:
     """The step that drafts ``count`` tokens behind the newest one.
 

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from specexport_runtime.drafters.at_once import AtOnce, draft_work, entry_tokens
+from specexport_runtime.drafters.at_once import AtOnce, draft_work, entry_tokens, num_behind
 from specexport_runtime.drafters.base import HEAD, DrafterTraits
 from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, run_drafts
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
@@ -141,20 +141,25 @@ class HeadDrafter(OwnCacheDrafter):
         """Whether the entries of the next step are committed, till the draft was tested."""
         return True
 
-    def _unread(self, seq: Sequence) -> tuple[list[int], Float32Array]:
-        """Input ids and features of the entries that the head has not read; if they are many, of the last of them."""
+    def _unread(self, seq: Sequence, behind: int = 0) -> tuple[list[int], Float32Array]:
+        """Input ids and features of the entries that the head has not read; if they are many, of the last of them.
+
+        Args:
+            seq: the sequence.
+            behind: entries that the step has behind them.
+        """
         held = self._held.get(seq)
         if held is None or not held.count:
             raise SpecexportError("the target gave no features of this sequence.")
         tokens, features = self._entries(seq, held)
-        if len(tokens) > self.max_backlog:
+        if len(tokens) > self._most_new_tokens(self.max_backlog, behind):
             self.runner.prefill(seq.row, tokens[:-1], features[:-1])
             tokens, features = tokens[-1:], features[-1:]
         return tokens, features
 
     def _masked(self, draft: Draft, mask: "MaskInput") -> AtOnce:
         """The entries that a parallel head has not read, and what stands for tokens that nobody knows."""
-        tokens, features = self._unread(draft.sequence)
+        tokens, features = self._unread(draft.sequence, num_behind(draft.limit, mask))
         newest = self._known(draft.sequence.tokens[-1:])[0]
         return draft_work(tokens, features, newest, draft.limit, mask)
 

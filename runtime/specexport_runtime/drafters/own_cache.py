@@ -33,8 +33,12 @@ class OwnCacheDrafter:
         self._known_ids = runner.executor.vocab_size if head is None else head.vocab_size
         self.vocab_size = min(vocab_size, self._known_ids)
         self._head = None if head is None else head.below(self.vocab_size)
-        limit = runner.executor.max_num_tokens
-        self.max_backlog = max_backlog if limit is None else min(max_backlog, max(1, limit // runner.executor.num_rows))
+        self.max_backlog = self._most_new_tokens(max_backlog)
+
+    def _most_new_tokens(self, wanted: int, behind: int = 0) -> int:
+        """``wanted`` tokens of a row, or fewer, if every row of a step is to have so many and ``behind`` others."""
+        limit = self.runner.executor.max_num_tokens
+        return wanted if limit is None else min(wanted, max(1, limit // self.runner.executor.num_rows - behind))
 
     @property
     def engine_seconds(self) -> float:

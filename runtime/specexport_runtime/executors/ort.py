@@ -35,7 +35,8 @@ from specexport_runtime.executors.base import (
     argmax_ids,
 )
 from specexport_runtime.executors.exact_width import sum_borders
-from specexport_runtime.executors.ort_features import BoundFeatures, OrtFeatures
+from specexport_runtime.executors.features import BoundFeatures, WithFeatures
+from specexport_runtime.executors.ort_features import OrtFeatures
 from specexport_runtime.executors.ort_gates import GatedByInputs, OrtGates
 from specexport_runtime.executors.ort_graph import OrtGraph, open_graph, open_one_token_graph
 from specexport_runtime.executors.ort_session import untouched_zeros
@@ -59,7 +60,7 @@ class _Binding(NamedTuple):
     features: BoundFeatures
 
 
-class OrtExecutor(GatedByInputs):
+class OrtExecutor(GatedByInputs, WithFeatures):
     """Runs one engine with ONNX Runtime on the CPU.
 
     A binding is kept for each step shape and refilled, because binding everything anew costs more than a small
@@ -113,9 +114,7 @@ class OrtExecutor(GatedByInputs):
         self._one_token = open_one_token_graph(path, entry, spin=spin, engine_hash=one_token_hash) if unpad_kv else None
         self.num_gates = entry.num_gates if unpad_kv else 0  # a padded-KV graph never has gates
         self._gates = OrtGates(self._graph.session, self.num_gates, path)
-        self._features = OrtFeatures(self._graph.session, entry.feature_size if unpad_kv else 0, path)
-        self.feature_size = self._features.size
-        self.gives_features, self.reads_features = self._features.gives, self._features.reads
+        self._features: OrtFeatures = OrtFeatures(self._graph.session, entry.feature_size if unpad_kv else 0, path)
         self.num_draft_heads, self.reads_draft = entry.num_draft_heads, entry.head_kind == HYDRA
         self._cache_dtype = np.dtype(entry.cache_dtype)
         self._caches = self._make_caches(entry)
@@ -123,7 +122,6 @@ class OrtExecutor(GatedByInputs):
         self._bindings: OrderedDict[tuple[StepShape, bool, bool], _Binding] = OrderedDict()
         self._logits: Float32Array = np.empty((0, self.vocab_size), np.float32)
         self._current: _Binding | None = None
-        self._bound = BoundFeatures()
         self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
 
     def _make_caches(self, entry: ModelEntry) -> dict[str, npt.NDArray[Any]]:
@@ -164,22 +162,6 @@ class OrtExecutor(GatedByInputs):
         self.engine_seconds += time.perf_counter() - start
         self._similarity, self._bound = binding.similarity, binding.features
         return binding.logits if want == "logits" else argmax_ids(binding.logits)
-
-    def want_features(self, wanted: bool) -> None:
-        """See ``FeaturedExecutor.want_features``; holds for steps that are prepared from here on."""
-        self._features.want(wanted)
-
-    @property
-    def features(self) -> Float32Array:
-        """Features [T, E] of the last step; [0, E] if they were not computed."""
-        given = self._bound.given
-        return np.zeros((0, self.feature_size), np.float32) if given is None else given
-
-    @property
-    def next_features(self) -> Float32Array:
-        """See ``HeadExecutor.next_features``."""
-        handed = self._bound.handed_on
-        return np.zeros((0, self.feature_size), np.float32) if handed is None else handed
 
     def step_inputs(self) -> dict[str, npt.NDArray[Any]]:
         """Copies of what the prepared step gives to a graph, by name: all step inputs, read or not, and the caches."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.abi import CACHE_INPUTS, LOGITS, STEP_INPUTS, TOKEN_IDS, StepShape
+from specexport_runtime.bundle.head_steps import head_steps
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError, SpecexportError
 from specexport_runtime.executors.base import (
@@ -25,11 +26,14 @@ from specexport_runtime.executors.base import (
     StepOutput,
     Want,
 )
+from specexport_runtime.executors.features import WithFeatures
 from specexport_runtime.executors.ort_cuda_session import import_onnxruntime, open_session, reason_of
+from specexport_runtime.executors.ort_features import OrtFeatures
 from specexport_runtime.executors.ort_gates import GatedByInputs, OrtGates, is_gate
 from specexport_runtime.executors.paged import ATTENTION_METADATA, BLOCK_ENTRIES, BLOCK_TABLE, paged_head_size
 
-_ELEMENT_TYPES = {"float16": 10, "bfloat16": 16}  # ONNX TensorProto.DataType; numpy has no bfloat16
+_CACHE_TYPES: dict[str, tuple[int, type]] = {"float16": (10, np.uint16), "bfloat16": (16, np.uint16)}
+"""ONNX TensorProto.DataType, and bytes of its size: numpy has no bfloat16."""
 _MEMORY_HINT = "if its memory is full, lower `max_num_seqs` or `max_model_len`."
 _MAX_SHAPES = 256
 _MAX_DEVICE_SHAPES = 64
@@ -50,11 +54,12 @@ class _DeviceStep(NamedTuple):
     """Cache rows whose blocks ``table`` holds now."""
 
 
-class OrtCudaExecutor(GatedByInputs):
+class OrtCudaExecutor(GatedByInputs, WithFeatures):
     """Runs one engine with ONNX Runtime on an NVIDIA GPU.
 
-    Step inputs are copied one by one into memory that stays bound; only the output that is asked for comes back. Gates
-    are in host memory, where ONNX Runtime reads them: another choice of layers costs nothing.
+    Step inputs are copied one by one into memory that stays bound; only the output that is asked for comes back, and
+    features where they are wanted (``ort_features``). Gates are in host memory, where ONNX Runtime reads them: another
+    choice of layers costs nothing.
 
     Args:
         path: engine file of the bundle.
@@ -82,7 +87,7 @@ class OrtCudaExecutor(GatedByInputs):
         cuda_graphs: bool = False,
         device_id: int = 0,
     ) -> None:
-        if entry.dtype not in _ELEMENT_TYPES:
+        if entry.dtype not in _CACHE_TYPES:
             raise IncompatibleError(f"{path}: there is no paged attention for {entry.dtype}.", "build it for float16.")
         if cuda_graphs and entry.num_gates:
             raise InvalidRequestError(
@@ -104,15 +109,18 @@ class OrtCudaExecutor(GatedByInputs):
         self.num_gates = entry.num_gates
         self._gates = OrtGates(self._session, self.num_gates, path, separate=True)
         self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
+        self._features: OrtFeatures = OrtFeatures(self._session, entry.feature_size, path, on_gpu=True)
+        self.num_draft_heads = entry.num_draft_heads
+        self._paged = bool(entry.layers)  # Medusa heads have no attention
         self._inputs = [spec for spec in STEP_INPUTS if spec.name in entry.inputs]
-        self._element_type = _ELEMENT_TYPES[entry.dtype]
+        self._element_type, self._cache_bytes = _CACHE_TYPES[entry.dtype]
         self._row_blocks = np.arange(num_rows * -(-kv_capacity // BLOCK_ENTRIES), dtype=np.int32).reshape(num_rows, -1)
         self._caches: dict[str, Any] = {}
         for i, layer in enumerate(entry.layers):
             shape = (self._row_blocks.size, BLOCK_ENTRIES, layer.kv_heads, paged_head_size(layer))
             for spec in CACHE_INPUTS:
-                # As bytes of its size: numpy cannot name a bfloat16. Zeros, because 0 times anything finite is 0.
-                self._caches[spec.name.format(i=i)] = self._to_device(np.zeros(shape, np.uint16))
+                # Zeros, because 0 times anything finite is 0.
+                self._caches[spec.name.format(i=i)] = self._to_device(np.zeros(shape, self._cache_bytes))
         self._graph_ids: dict[StepShape, int] = {}
         self._steps: OrderedDict[tuple[StepShape, bool], _DeviceStep] = OrderedDict()
         self._buffers: OrderedDict[StepShape, StepBuffers] = OrderedDict()
@@ -120,7 +128,7 @@ class OrtCudaExecutor(GatedByInputs):
 
     def _check_contract(self, path: Path, entry: ModelEntry) -> None:
         expected = {spec.name.format(i=i) for i in range(len(entry.layers)) for spec in CACHE_INPUTS}
-        expected |= {*entry.inputs, BLOCK_TABLE.name, ATTENTION_METADATA.name}
+        expected |= {*entry.inputs, *((BLOCK_TABLE.name, ATTENTION_METADATA.name) if entry.layers else ())}
         odd = sorted(expected ^ {value.name for value in self._session.get_inputs() if not is_gate(value.name)})
         if odd:
             raise IncompatibleError(f"{path}: inputs differ from the manifest's: {', '.join(odd)}.", "build it again.")
@@ -140,7 +148,8 @@ class OrtCudaExecutor(GatedByInputs):
         if buffers is None:
             while len(self._buffers) >= _MAX_SHAPES:
                 self._buffers.popitem(last=False)
-            buffers = StepBuffers(**{spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in STEP_INPUTS})
+            arrays = {spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in STEP_INPUTS}
+            buffers = StepBuffers(**arrays, token_features=self._features.host_rows(shape.num_tokens))
             self._buffers[shape] = buffers
         else:
             self._buffers.move_to_end(shape)
@@ -168,6 +177,7 @@ class OrtCudaExecutor(GatedByInputs):
             self._fill(step, shape, self._buffers[shape])
             self._session.run_with_iobinding(step.binding, step.options)
             result: StepOutput = step.outputs[want].numpy()
+            self._bound = self._features.fetch(step.outputs)
         except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
             raise SpecexportError(f"ONNX Runtime failed on the GPU in {shape}: {error}", _MEMORY_HINT) from error
         self.engine_seconds += time.perf_counter() - start
@@ -253,12 +263,14 @@ class OrtCudaExecutor(GatedByInputs):
     def _bind(self, size: StepShape, measured: bool) -> _DeviceStep:
         binding = self._session.io_binding()
         values = {s.name: self._to_device(np.zeros(size.shape_of(s), s.dtype)) for s in self._inputs}
+        values |= self._features.device_inputs(size, self._to_device)
         table = self._to_device(np.zeros((size.num_seqs, self._row_blocks.shape[1]), np.int32))
-        for name, value in (*values.items(), (BLOCK_TABLE.name, table)):
+        for name, value in (*values.items(), *([(BLOCK_TABLE.name, table)] if self._paged else [])):
             binding.bind_ortvalue_input(name, value)
         # Bounds for every replay; without replay, each step writes its own.
         metadata = np.array([size.max_new_tokens, self.kv_capacity, 0], np.int32)
-        binding.bind_input(ATTENTION_METADATA.name, "cpu", 0, np.int32, metadata.shape, metadata.ctypes.data)
+        if self._paged:
+            binding.bind_input(ATTENTION_METADATA.name, "cpu", 0, np.int32, metadata.shape, metadata.ctypes.data)
         for name, cache in self._caches.items():
             bound = (*self._device, self._element_type, cache.shape(), cache.data_ptr())
             binding.bind_input(name, *bound)
@@ -266,6 +278,7 @@ class OrtCudaExecutor(GatedByInputs):
         outputs = {
             LOGITS.name: self._to_device(np.zeros((size.num_logit_rows, self.vocab_size), np.float32)),
             TOKEN_IDS.name: self._to_device(np.zeros(size.num_logit_rows, np.int64)),
+            **self._features.device_outputs(size, self._to_device),
         }
         for name, value in outputs.items():
             binding.bind_ortvalue_output(name, value)
@@ -292,13 +305,28 @@ def open_ort_cuda_executor(request: EngineRequest) -> OrtCudaExecutor:
 
 
 def _round_shapes(request: EngineRequest) -> list[StepShape]:
-    """Steps that rounds are made of: one token a row, and what verifies (or catches up), for every batch size."""
-    width = request.lookahead + 1 if request.role == "target" else 2
-    logits = width if request.role == "target" else 1
+    """Steps that rounds are made of: one token a row, and what verifies (or catches up), for every batch size.
+
+    A head catches up on as many entries as were accepted, which differs from row to row. So it has all widths for one
+    row, and for several rows only those steps whose rows are all alike.
+    """
+    entry, rows = request.entry, request.num_rows
+    if request.role != "head":
+        width = request.lookahead + 1 if request.role == "target" else 2
+        sizes = [(1, 1, rows), (width, width if request.role == "target" else 1, rows)]
+    else:
+        steps = head_steps(
+            request.lookahead,
+            num_draft_heads=entry.num_draft_heads,
+            block_size=entry.block_size,
+            has_mask=entry.mask_token_id is not None,
+        )
+        sizes = [(width, steps.logits, 1 if steps.fresh else rows) for width in steps.widths]
+        sizes += [(1, 1, rows)] if steps.steps_alone else []
     return [
         StepShape(0, count, count * new, new, count * wanted)
-        for new, wanted in ((1, 1), (width, logits))
-        for count in range(1, request.num_rows + 1)
+        for new, wanted, most in sizes
+        for count in range(1, most + 1)
     ]
 
 

@@ -1,69 +1,41 @@
-"""Features of an ONNX Runtime engine: what a target gives to a draft head, and what a head reads and hands on."""
+"""Features of an ONNX Runtime engine: in host memory that is bound by pointer, or on the GPU beside its other tensors.
 
-from typing import Any, NamedTuple
+An engine on a GPU computes features in every step. ONNX Runtime records no graph with a branch, so a gate like that of
+``ort-cpu`` would cost every step its CUDA graph; a second graph without features would hold all weights twice. What
+they cost is the head's projection, one matrix beside those of all layers. Bringing them to the host is what a step
+that does not want them is spared.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from specexport_runtime.abi import FEATURES, NEXT_FEATURES, TOKEN_FEATURES, WANT_FEATURES, StepShape
-from specexport_runtime.errors import IncompatibleError
-from specexport_runtime.executors.base import BoolArray, Float32Array
+from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.executors.features import BoundFeatures, EngineFeatures
 
 
-class BoundFeatures(NamedTuple):
-    """Where the features of one step shape are; None where the engine has none of that kind, or none are wanted.
-
-    Attributes:
-        given: of a target [T, E].
-        read: of a head, to be filled [T, E].
-        handed_on: of a head [R, E].
-    """
-
-    given: Float32Array | None = None
-    read: Float32Array | None = None
-    handed_on: Float32Array | None = None
-
-
-class OrtFeatures:
-    """The features of one engine. Whether a target computes them is bound by pointer, like a gate.
+class OrtFeatures(EngineFeatures):
+    """The features of one engine. Whether a target on a CPU computes them is bound by pointer, like a gate.
 
     Args:
         session: the ONNX Runtime session.
         size: E; 0 for an engine without features.
         where: names the graph in messages.
-
-    Attributes:
-        size: E.
-        gives: whether this is a target that gives features.
-        reads: whether this is a draft head.
+        on_gpu: it runs on a GPU.
 
     Raises:
-        IncompatibleError: the graph has no features, or others than it is said to have.
+        IncompatibleError: see ``EngineFeatures``.
     """
 
-    def __init__(self, session: Any, size: int, where: object) -> None:
-        shapes = {value.name: value.shape for value in (*session.get_inputs(), *session.get_outputs())}
-        self.size = size
-        self.gives, self.reads = FEATURES.name in shapes, TOKEN_FEATURES.name in shapes
-        widths = {
-            shapes[name][-1] for name in (FEATURES.name, TOKEN_FEATURES.name, NEXT_FEATURES.name) if name in shapes
-        }
-        pairs = {WANT_FEATURES.name: self.gives, NEXT_FEATURES.name: self.reads}
-        if widths != ({size} if size else set()) or any((name in shapes) != has for name, has in pairs.items()):
-            raise IncompatibleError(
-                f"{where}: the manifest says features of {size} values, and the engine has others.", "build it again."
-            )
-        self._wanted: BoolArray = np.zeros(1, np.bool_)
+    def __init__(self, session: Any, size: int, where: object, *, on_gpu: bool = False) -> None:
+        own = {FEATURES.name, TOKEN_FEATURES.name, NEXT_FEATURES.name, WANT_FEATURES.name}
+        values = (*session.get_inputs(), *session.get_outputs())
+        shapes = {value.name: value.shape for value in values if value.name in own}
+        super().__init__(shapes, size, where, gated=not on_gpu)
         # One array for all bindings, as for logits: prompts come in chunks of many sizes.
         self._rows: Float32Array = np.empty((0, size), np.float32)
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the next steps compute features."""
-        return bool(self._wanted[0])
-
-    def want(self, wanted: bool) -> None:
-        """See ``FeaturedExecutor.want_features``."""
-        self._wanted[0] = wanted
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a step of so many tokens has room; if not, room is made, and older bindings are stale."""
@@ -87,3 +59,25 @@ class OrtFeatures:
         io.bind_input(TOKEN_FEATURES.name, "cpu", 0, np.float32, rows.shape, rows.ctypes.data)
         io.bind_output(NEXT_FEATURES.name, "cpu", 0, np.float32, handed.shape, handed.ctypes.data)
         return BoundFeatures(read=rows, handed_on=handed)
+
+    def host_rows(self, num_tokens: int) -> Float32Array | None:
+        """An array of its own for what a head on a GPU reads [T, E]; None for a target."""
+        return np.zeros((num_tokens, self.size), np.float32) if self.reads else None
+
+    def device_inputs(self, size: StepShape, make: Callable[[Any], Any]) -> dict[str, Any]:
+        """What a head on a GPU reads, by name: a device value of the step's size, from ``make``."""
+        rows = self.host_rows(size.num_tokens)
+        return {} if rows is None else {TOKEN_FEATURES.name: make(rows)}
+
+    def device_outputs(self, size: StepShape, make: Callable[[Any], Any]) -> dict[str, Any]:
+        """What an engine on a GPU gives of features, likewise. Always bound: CUDA graphs keep addresses."""
+        if self.output is None:
+            return {}
+        count = size.num_tokens if self.gives else size.num_logit_rows
+        return {self.output: make(np.zeros((count, self.size), np.float32))}
+
+    def fetch(self, outputs: Mapping[str, Any]) -> BoundFeatures:
+        """What a step on a GPU gave, in host memory: all that a head hands on, and features that are wanted."""
+        if self.gives:
+            return BoundFeatures(given=outputs[FEATURES.name].numpy() if self.wanted else None)
+        return BoundFeatures(handed_on=outputs[NEXT_FEATURES.name].numpy() if self.reads else None)

@@ -25,6 +25,7 @@ from specexport_runtime.executors.base import (
     StepOutput,
     Want,
 )
+from specexport_runtime.executors.features import WithFeatures
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.trt_engine import EngineContext, load_engine
 from specexport_runtime.executors.trt_graphs import GraphKey
@@ -37,7 +38,7 @@ MAX_PLANS = 64
 _NO_TOKENS = StepShape(0, 1, 0, 1, 0)
 
 
-class TrtExecutor:
+class TrtExecutor(WithFeatures):
     """Runs one TensorRT engine on one GPU; see ``Executor``.
 
     Args:
@@ -88,6 +89,9 @@ class TrtExecutor:
         self.engine_seconds = 0.0
         self.graphs = self._parts.graphs
         self._sizes, self._names = sizes, entry.inputs
+        self._features = self._parts.features
+        self.num_draft_heads = entry.num_draft_heads
+        self._sees_ahead = entry.block_size is not None
         self._packed, self._dtype = entry.lowering == "plugin", entry.dtype
         self._ends: Int32Array = np.zeros((sizes.arena_rows, 1), np.int32)
         self._last_position = (entry.max_positions or sizes.kv_capacity) - 1
@@ -98,6 +102,11 @@ class TrtExecutor:
         self._skips = False
         self._steps: OrderedDict[StepShape, PlacedStep] = OrderedDict()
         self._current: PlacedStep | None = None
+
+    @property
+    def _read_size(self) -> int:
+        """E of a draft head, whose steps bring features; 0 for all others."""
+        return self.feature_size if self.reads_features else 0
 
     @property
     def kv_bytes(self) -> int:
@@ -121,7 +130,7 @@ class TrtExecutor:
             self._steps.move_to_end(shape)
         self._current = step
         if step.buffers is None:
-            step.buffers = make_buffers(shape)
+            step.buffers = make_buffers(shape, self._read_size)
         return step.buffers
 
     def execute(self, want: Want = "logits") -> StepOutput:
@@ -142,7 +151,9 @@ class TrtExecutor:
         self._run(step)
         source = parts.at.logits if want == "logits" else parts.at.token_ids
         parts.driver.copy_out(output.address, source, rows * output.row_bytes)
+        parts.features.copy_out(step.window.shape)
         parts.driver.synchronize()
+        self._bound = parts.features.bound(plan, rows)
         self.engine_seconds += time.perf_counter() - start
         if self.graphs.enabled and plan.window.fill != "ranged":
             self._record(step)  # after the result is here: nothing runs while a step is recorded
@@ -227,7 +238,7 @@ class TrtExecutor:
         chosen = choose_profile([profile for _, profile in self._sizes.profiles], shape)
         number, profile = self._sizes.profiles[chosen]
         window = place_step(shape, profile, self._sizes.arena_rows, packed=self._packed)
-        return PlacedStep(number, window, self._parts.blocks[number], self._names, self._ends)
+        return PlacedStep(number, window, self._parts.blocks[number], self._names, self._ends, self._read_size)
 
     def _plan(self, step: PlacedStep, buffers: StepBuffers) -> Plan:
         key = buffers.cu_new_tokens.tobytes() + buffers.logit_rows.tobytes()
@@ -236,7 +247,9 @@ class TrtExecutor:
             if len(step.plans) >= MAX_PLANS:
                 step.plans.clear()
             counts = np.diff(buffers.cu_new_tokens).tolist()
-            plan = step.plans[key] = plan_step(step.window, counts, buffers.logit_rows, self._names)
+            plan = step.plans[key] = plan_step(
+                step.window, counts, buffers.logit_rows, self._names, sees_ahead=self._sees_ahead
+            )
         return plan
 
     def _gather(self, step: PlacedStep, plan: Plan, buffers: StepBuffers) -> None:
@@ -268,6 +281,6 @@ class TrtExecutor:
         nothing = plan_step(step.window, [], np.empty(0, np.int64), self._names)
         step.block.plan = None
         start_plan(nothing, step.arrays)
-        fill_step(nothing, make_buffers(_NO_TOKENS), step.arrays, step.ends, self._last_position)
+        fill_step(nothing, make_buffers(_NO_TOKENS, self._read_size), step.arrays, step.ends, self._last_position)
         self._run(step)
         self._parts.driver.synchronize()

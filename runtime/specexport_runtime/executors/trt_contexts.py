@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from specexport_runtime.abi import LOGITS, QUERY, TOKEN_IDS, StepShape
+from specexport_runtime.abi import FEATURES, LOGITS, NEXT_FEATURES, QUERY, TOKEN_IDS, StepShape
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.trt_engine import Engine, EngineContext, EngineTensor, odd_tensors
@@ -11,13 +11,14 @@ from specexport_runtime.executors.trt_memory import CacheTensor, InputTensor, Kv
 
 
 class DeviceAddresses(NamedTuple):
-    """Where an executor's tensors lie on the device; ``queries`` is 0 where the engine gives none out."""
+    """Where an executor's tensors lie on the device; ``queries`` and ``features`` are 0 where it gives none out."""
 
     activations: int
     inputs: int
     logits: int
     token_ids: int
     queries: int
+    features: int
 
 
 class ContextPool:
@@ -60,6 +61,8 @@ class ContextPool:
         context.set_address(TOKEN_IDS.name, self._at.token_ids)
         for tensor in query_tensors(self._engine):
             context.set_address(tensor.name, self._at.queries)
+        for name in feature_outputs(self._engine):
+            context.set_address(name, self._at.features)
         self._contexts[profile] = context
         return context
 
@@ -75,6 +78,12 @@ def query_tensors(engine: Engine) -> list[EngineTensor]:
     return [tensor for tensor in engine.tensors if tensor.name.startswith(prefix) and not tensor.is_input]
 
 
+def feature_outputs(engine: Engine) -> list[str]:
+    """The output that has features, if there is one."""
+    names = (FEATURES.name, NEXT_FEATURES.name)
+    return [tensor.name for tensor in engine.tensors if tensor.name in names and not tensor.is_input]
+
+
 def check_tensors(engine: Engine, what: str, inputs: Seq[str], caches: Seq[CacheTensor]) -> None:
     """Compare an engine's tensors with its manifest's.
 
@@ -82,6 +91,7 @@ def check_tensors(engine: Engine, what: str, inputs: Seq[str], caches: Seq[Cache
         IncompatibleError: names of tensors, or sizes of caches, differ.
     """
     names = [*inputs, LOGITS.name, TOKEN_IDS.name, *(tensor.name for tensor in query_tensors(engine))]
+    names += feature_outputs(engine)  # whose sizes are compared by EngineFeatures
     for cache in caches:
         names += [cache.name, cache.out_name]
     odd = odd_tensors(engine, names)

@@ -4,7 +4,6 @@ Whatever fails on the way, what was allocated before is given back.
 """
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.trt_contexts import ContextPool, DeviceAddresses, check_tensors, query_tensors
 from specexport_runtime.executors.trt_engine import Engine, engine_size, load_engine
+from specexport_runtime.executors.trt_features import TrtFeatures, feature_rows
 from specexport_runtime.executors.trt_graphs import GraphPool
 from specexport_runtime.executors.trt_memory import (
     HostBlock,
@@ -95,6 +95,7 @@ class TrtParts(NamedTuple):
     graphs: GraphPool
     logits: HostOutput
     token_ids: HostOutput
+    features: TrtFeatures
     blocks: dict[int, HostBlock]
     """By profile number; ranged profiles have the same one."""
 
@@ -134,11 +135,18 @@ def plan_memory(entry: ModelEntry, sizes: EngineSizes, weights: int, activations
     """
     _, kv_bytes = lay_out_caches(entry.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype])
     outputs = sizes.max_logit_rows * (4 * entry.head_size + 8)
-    return MemoryPlan(weights, kv_bytes, activations, _input_bytes(entry.inputs, sizes) + outputs, sizes.arena_rows)
+    buffers = _input_bytes(entry, sizes) + outputs + _feature_bytes(entry, sizes)
+    return MemoryPlan(weights, kv_bytes, activations, buffers, sizes.arena_rows)
 
 
-def _input_bytes(names: Seq[str], sizes: EngineSizes) -> int:
-    return max(lay_out_inputs(names, profile.largest)[1] for _, profile in sizes.profiles)
+def _input_bytes(entry: ModelEntry, sizes: EngineSizes) -> int:
+    largest = (profile.largest for _, profile in sizes.profiles)
+    return max(lay_out_inputs(entry.inputs, shape, entry.feature_size)[1] for shape in largest)
+
+
+def _feature_bytes(entry: ModelEntry, sizes: EngineSizes) -> int:
+    """Of the features of the largest step."""
+    return 4 * entry.feature_size * feature_rows(entry, [profile for _, profile in sizes.profiles])
 
 
 def _allocate(
@@ -165,24 +173,28 @@ def _allocate(
         return address
 
     queries = _query_bytes(engine, sizes, ITEM_BYTES[entry.dtype])
+    features = _feature_bytes(entry, sizes)
     kv = KvMemory(driver, caches, kv_bytes, allocate(kv_bytes, f"the KV cache of {sizes.arena_rows} rows"))
     at = DeviceAddresses(
         allocate(engine.activation_bytes, "activations"),
-        allocate(_input_bytes(entry.inputs, sizes), "step inputs"),
+        allocate(_input_bytes(entry, sizes), "step inputs"),
         allocate(sizes.max_logit_rows * entry.head_size * 4, "logits"),
         allocate(sizes.max_logit_rows * 8, "token ids"),
         allocate(queries, "queries") if queries else 0,
+        allocate(features, "features") if features else 0,
     )
     logits = HostOutput(driver, (sizes.max_logit_rows, entry.head_size), "float32")
     token_ids = HostOutput(driver, (sizes.max_logit_rows,), "int64")
-    stack.callback(logits.close)
-    stack.callback(token_ids.close)
+    wide = HostOutput(driver, (features // max(4 * entry.feature_size, 1), entry.feature_size), "float32")
+    for output in (logits, token_ids, wide):
+        stack.callback(output.close)
+    given = TrtFeatures(engine.tensors, entry.feature_size, str(path), driver, at.features, wide)
     contexts = ContextPool(engine, driver, kv, at)
     stack.callback(contexts.close)
     graphs = GraphPool(driver, enabled=use_graphs)
     stack.callback(graphs.close)
-    blocks = _make_blocks(entry.inputs, sizes, driver, stack)
-    return TrtParts(stack, sizes, driver, kv, at, contexts, graphs, logits, token_ids, blocks)
+    blocks = _make_blocks(entry, sizes, driver, stack)
+    return TrtParts(stack, sizes, driver, kv, at, contexts, graphs, logits, token_ids, given, blocks)
 
 
 def _query_bytes(engine: Engine, sizes: EngineSizes, item_bytes: int) -> int:
@@ -192,15 +204,15 @@ def _query_bytes(engine: Engine, sizes: EngineSizes, item_bytes: int) -> int:
     return max((tensor.shape[1] * tensor.shape[3] for tensor in query_tensors(engine)), default=0) * slots * item_bytes
 
 
-def _make_blocks(names: Seq[str], sizes: EngineSizes, driver: GpuDriver, stack: ExitStack) -> dict[int, HostBlock]:
+def _make_blocks(entry: ModelEntry, sizes: EngineSizes, driver: GpuDriver, stack: ExitStack) -> dict[int, HostBlock]:
     def make(num_bytes: int) -> HostBlock:
         memory = driver.allocate_host(num_bytes)
         stack.callback(driver.free_host, memory)
         return HostBlock(memory)
 
     # One block for all ranged profiles: their steps have many sizes, and each is written whole.
-    shared = make(_input_bytes(names, sizes))
+    shared = make(_input_bytes(entry, sizes))
     return {
-        i: make(lay_out_inputs(names, profile.largest)[1]) if profile.is_fixed else shared
+        i: make(lay_out_inputs(entry.inputs, profile.largest, entry.feature_size)[1]) if profile.is_fixed else shared
         for i, profile in sizes.profiles
     }

@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specexport_runtime.abi import K_CACHE, K_CACHE_OUT, V_CACHE, V_CACHE_OUT, LayerGeometry, StepShape
+from specexport_runtime.abi import (
+    K_CACHE,
+    K_CACHE_OUT,
+    V_CACHE,
+    V_CACHE_OUT,
+    LayerGeometry,
+    StepShape,
+    with_feature_size,
+)
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.gpu import ALIGNMENT, MEMORY_HINT, ByteArray, GpuDriver, GpuInfo, gib
 from specexport_runtime.executors.trt_pack import SPECS
@@ -190,11 +198,11 @@ class InputTensor(NamedTuple):
     offset: int
 
 
-def lay_out_inputs(names: Seq[str], shape: StepShape) -> tuple[tuple[InputTensor, ...], int]:
-    """Step inputs of one size, one behind the other, and the bytes of all."""
+def lay_out_inputs(names: Seq[str], shape: StepShape, feature_size: int = 0) -> tuple[tuple[InputTensor, ...], int]:
+    """Step inputs of one size, one behind the other, and the bytes of all; ``feature_size`` is E of a draft head."""
     tensors, offset = [], 0
     for name in names:
-        size = shape.shape_of(SPECS[name])
+        size = shape.shape_of(with_feature_size(SPECS[name], feature_size))
         tensors.append(InputTensor(name, size, SPECS[name].dtype, offset))
         offset += aligned(int(np.prod(size)) * np.dtype(SPECS[name].dtype).itemsize)
     return tuple(tensors), offset

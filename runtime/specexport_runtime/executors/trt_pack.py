@@ -23,12 +23,21 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specexport_runtime.abi import ALIGNED_STEP_INPUTS, EXTENT_INPUTS, STEP_INPUTS, StepShape, TensorSpec
+from specexport_runtime.abi import (
+    ALIGNED_STEP_INPUTS,
+    EXTENT_INPUTS,
+    STEP_INPUTS,
+    TOKEN_FEATURES,
+    StepShape,
+    TensorSpec,
+)
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.executors.base import Int64Array, StepBuffers
 
 Fill = Literal["ranged", "dense", "packed"]
-SPECS: Mapping[str, TensorSpec] = {spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS)}
+SPECS: Mapping[str, TensorSpec] = {
+    spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS, TOKEN_FEATURES)
+}
 """Every step input that an engine may take, by name."""
 DUMMY_TOKEN = 0  # any id that the model can embed; nothing of it is ever read
 
@@ -55,7 +64,8 @@ class Plan(NamedTuple):
         tokens: slot of each of the step's T tokens among the engine's T'.
         rows: window rows that have tokens.
         sources: the step's rows that these are.
-        counts: new tokens of each window row, as the engine sees them [B', 1], int32.
+        counts: new tokens of each window row that its length counts [B', 1], int32: dummies too, unless tokens see
+            later ones.
         own: those of ``rows`` that are no dummies, likewise.
         constants: inputs that are the same in every step of this plan, by name.
     """
@@ -85,7 +95,9 @@ def place_step(shape: StepShape, profile: Profile, num_rows: int, *, packed: boo
     return Window("packed" if packed else "dense", engine, shape.first_row - first)
 
 
-def plan_step(window: Window, counts: Seq[int], logit_rows: Int64Array, names: Seq[str]) -> Plan:
+def plan_step(
+    window: Window, counts: Seq[int], logit_rows: Int64Array, names: Seq[str], *, sees_ahead: bool = False
+) -> Plan:
     """Everything that follows from the counts of a step.
 
     Args:
@@ -93,6 +105,7 @@ def plan_step(window: Window, counts: Seq[int], logit_rows: Int64Array, names: S
         counts: new tokens of each row of the step.
         logit_rows: which of the step's T tokens need logits [R].
         names: step inputs that the engine takes.
+        sees_ahead: tokens see later ones of their row, and must see no dummies behind them.
     """
     fill, shape, offset = window
     real = np.zeros(shape.num_seqs, np.int64)
@@ -110,7 +123,8 @@ def plan_step(window: Window, counts: Seq[int], logit_rows: Int64Array, names: S
     index = index_inputs(given, shape)
     index["logit_rows"] = wanted
     kept = {name: array for name, array in index.items() if name in names}
-    seen, own = (array[:, None].astype(np.int32) for array in (given, real[rows]))
+    counted = real if sees_ahead else given
+    seen, own = (array[:, None].astype(np.int32) for array in (counted, real[rows]))
     return Plan(window, tokens, rows, rows - offset, seen, own, kept)
 
 
@@ -161,6 +175,8 @@ def fill_step(
     """
     fill, shape, _ = plan.window
     arrays["input_ids"][plan.tokens] = buffers.input_ids
+    if "token_features" in arrays and buffers.token_features is not None:
+        arrays["token_features"][plan.tokens] = buffers.token_features
     kv_lens = np.zeros((shape.num_seqs, 1), np.int32)
     if fill == "ranged":
         kv_lens[:] = buffers.kv_lens
@@ -184,7 +200,8 @@ def fill_step(
 def start_plan(plan: Plan, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Write what stays the same as long as steps follow ``plan``; slots that it does not use become dummies."""
     arrays["input_ids"].fill(DUMMY_TOKEN)
-    if "positions" in arrays:
-        arrays["positions"].fill(0)
+    for name in ("positions", "token_features"):  # pinned memory holds anything: a dummy's keys must be numbers
+        if name in arrays:
+            arrays[name].fill(0)
     for name, array in plan.constants.items():
         arrays[name][:] = array

@@ -8,9 +8,11 @@ from specexport_runtime.executors.trt_memory import HostBlock, lay_out_inputs
 from specexport_runtime.executors.trt_pack import Plan, Window
 
 
-def make_buffers(shape: StepShape) -> StepBuffers:
-    """Arrays of a step as it really is."""
-    return StepBuffers(*(np.zeros(shape.shape_of(spec), spec.dtype) for spec in STEP_INPUTS))
+def make_buffers(shape: StepShape, feature_size: int = 0) -> StepBuffers:
+    """Arrays of a step as it really is; ``feature_size`` is E of a draft head."""
+    arrays = {spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in STEP_INPUTS}
+    features = np.zeros((shape.num_tokens, feature_size), np.float32) if feature_size else None
+    return StepBuffers(**arrays, token_features=features)
 
 
 class PlacedStep:
@@ -29,11 +31,17 @@ class PlacedStep:
     """
 
     def __init__(
-        self, profile: int, window: Window, block: HostBlock, names: tuple[str, ...], ends: Int32Array
+        self,
+        profile: int,
+        window: Window,
+        block: HostBlock,
+        names: tuple[str, ...],
+        ends: Int32Array,
+        feature_size: int = 0,
     ) -> None:
         self.profile, self.window, self.block = profile, window, block
         self.ends = ends[window.shape.first_row :][: window.shape.num_seqs]
-        self.tensors, self.num_bytes = lay_out_inputs(names, window.shape)
+        self.tensors, self.num_bytes = lay_out_inputs(names, window.shape, feature_size)
         self.arrays = block.views(self.tensors)
         self.plans: dict[bytes, Plan] = {}
         self.buffers: StepBuffers | None = None

@@ -1,0 +1,117 @@
+"""Features of an engine, whatever runs it: what a target gives to a draft head, and what a head reads and hands on."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+
+from specexport_runtime.abi import FEATURES, NEXT_FEATURES, TOKEN_FEATURES, WANT_FEATURES
+from specexport_runtime.errors import IncompatibleError
+from specexport_runtime.executors.base import BoolArray, Float32Array
+
+_WIDE = (FEATURES.name, TOKEN_FEATURES.name, NEXT_FEATURES.name)
+
+
+class BoundFeatures(NamedTuple):
+    """Where the features of one step are; None where the engine has none of that kind, or none are wanted.
+
+    Attributes:
+        given: of a target [T, E].
+        read: of a head, to be filled [T, E].
+        handed_on: of a head [R, E].
+    """
+
+    given: Float32Array | None = None
+    read: Float32Array | None = None
+    handed_on: Float32Array | None = None
+
+
+class EngineFeatures:
+    """What one engine has of features, checked against its manifest.
+
+    Args:
+        shapes: shape of each of its inputs and outputs, by name.
+        size: E that the manifest says; 0 for an engine without features.
+        where: names the engine in messages.
+        gated: a target's engine has the input ``want_features``; without, it computes features in every step.
+
+    Attributes:
+        size: E.
+        gives: whether this is a target that gives features.
+        reads: whether this is a draft head.
+
+    Raises:
+        IncompatibleError: the engine has no features, or others than it is said to have.
+    """
+
+    def __init__(self, shapes: Mapping[str, Seq[int | str | None]], size: int, where: object, *, gated: bool) -> None:
+        self.size = size
+        self.gives, self.reads = FEATURES.name in shapes, TOKEN_FEATURES.name in shapes
+        widths = {shapes[name][-1] for name in _WIDE if name in shapes}
+        pairs = {WANT_FEATURES.name: self.gives and gated, NEXT_FEATURES.name: self.reads}
+        if widths != ({size} if size else set()) or any((name in shapes) != has for name, has in pairs.items()):
+            raise IncompatibleError(
+                f"{where}: the manifest says features of {size} values, and the engine has others.", "build it again."
+            )
+        self._wanted: BoolArray = np.zeros(1, np.bool_)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the next steps compute features, or bring them to the host."""
+        return bool(self._wanted[0])
+
+    def want(self, wanted: bool) -> None:
+        """See ``FeaturedExecutor.want_features``."""
+        self._wanted[0] = wanted
+
+    @property
+    def output(self) -> str | None:
+        """The output that has features; None where there is none."""
+        return FEATURES.name if self.gives else NEXT_FEATURES.name if self.reads else None
+
+
+class WithFeatures:
+    """The part of ``FeaturedExecutor`` and ``HeadExecutor`` that all executors have.
+
+    Attributes:
+        num_draft_heads: see ``HeadExecutor``.
+        reads_draft: likewise.
+    """
+
+    num_draft_heads: int
+    reads_draft: bool = False
+    _features: EngineFeatures
+    _bound: BoundFeatures = BoundFeatures()
+    """Of the last step."""
+
+    @property
+    def feature_size(self) -> int:
+        """E."""
+        return self._features.size
+
+    @property
+    def gives_features(self) -> bool:
+        """Whether this is a ``FeaturedExecutor``."""
+        return self._features.gives
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether this is a ``HeadExecutor``."""
+        return self._features.reads
+
+    def want_features(self, wanted: bool) -> None:
+        """See ``FeaturedExecutor.want_features``; holds for steps that are prepared from here on."""
+        self._features.want(wanted)
+
+    @property
+    def features(self) -> Float32Array:
+        """Features [T, E] of the last step; [0, E] if they were not wanted."""
+        given = self._bound.given
+        return np.zeros((0, self.feature_size), np.float32) if given is None else given
+
+    @property
+    def next_features(self) -> Float32Array:
+        """See ``HeadExecutor.next_features``."""
+        handed = self._bound.handed_on
+        return np.zeros((0, self.feature_size), np.float32) if handed is None else handed

@@ -1,0 +1,319 @@
+"""Heads on GPU backends: what the lowered graphs compute and draft is what the published equations draft."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_modules
+import torch
+from drafted import check_drafts_of, drafted_and_wanted
+from gpu_heads import CUDA, EXPLICIT, FOLDED, NATIVE, open_engine, open_graph, read_head, trace_own, trace_target
+from loading import load_module
+from reference_dflash import BlockSpec
+from reference_dflash import draft as draft_block
+from reference_head import draft, forward, project
+from tiny_dflash import DIALECTS as BLOCK_DIALECTS
+from tiny_heads import DIALECTS, HIDDEN, LAYERS, VOCAB
+from tiny_models import make_llama, save_checkpoint
+from torch import Tensor
+
+from specexport.backends.ort_cuda import OrtCuda
+from specexport.backends.present_gpu import present_architecture
+from specexport.backends.registry import find_backend
+from specexport.build.check_block import block_reference
+from specexport.build.check_head import CHECK_LENS, HeadReference, causal_reference
+from specexport.build.pipeline import build_bundle
+from specexport.recipe import BuildRecipe
+from specexport_runtime import SpecEngine
+from specexport_runtime.costs.curves import DRAFT_WIDTH
+from specexport_runtime.costs.measure import measure_step_cost
+from specexport_runtime.errors import IncompatibleError, RecipeError, UnsupportedModelError
+from specexport_runtime.executors.base import EngineRequest, as_featured, as_head
+from specexport_runtime.executors.ort_cuda import _round_shapes
+from specexport_runtime.packing.batch import ModelRunner, RowWork
+from tests.lowering.test_ort_cuda import gpu_or_skip
+from tests.runtime.trt_fakes import make_entry
+
+ENTRY = make_entry()
+BLOCKS = {f"block-{name}": write for name, write in BLOCK_DIALECTS.items()}
+GRAPHS = ("speculators", "norm-before-fc", "qwen3", "eagle", "peagle", "medusa", "medusa-one-lm-head")
+"""Dialects whose graphs differ; the others differ in how they are read."""
+WAYS = (CUDA, FOLDED, NATIVE, EXPLICIT)
+CLOSE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return make_llama(seed=3, num_hidden_layers=LAYERS, hidden_size=HIDDEN)
+
+
+@pytest.fixture(scope="module")
+def heads(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Heads by dialect, written, read and traced when they are first asked for."""
+    made: dict[str, Any] = {}
+
+    def find(name: str) -> Any:
+        if name not in made:
+            spec, loaded = read_head((DIALECTS | BLOCKS)[name], tmp_path_factory.mktemp("head"), target)
+            made[name] = spec, loaded, trace_own(loaded)
+        return made[name]
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """MTP modules by family, likewise."""
+    made: dict[str, Any] = {}
+
+    def find(family: str) -> Any:
+        if family not in made:
+            folder = tmp_path_factory.mktemp("module")
+            module = tiny_modules.make(family, folder)
+            _, loaded = load_module(folder, tiny_modules.LAYERS)
+            made[family] = module, loaded, trace_own(loaded)
+        return made[family]
+
+    return find
+
+
+def ragged_steps(run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], loaded: Any) -> HeadReference:
+    """Steps of two rows, and what ``run`` gives of whole texts; of a head that fills blocks, what it gives in torch."""
+    if loaded.config.block_size is not None:
+        return block_reference(loaded.head, loaded.config)
+    generator = np.random.default_rng(4)
+    tokens = [generator.integers(0, VOCAB, n) for n in CHECK_LENS]
+    features = [generator.normal(0, 1, (n, loaded.config.feature_size)).astype(np.float32) for n in CHECK_LENS]
+    with torch.no_grad():
+        runs = [run(torch.from_numpy(ids), torch.from_numpy(each)) for ids, each in zip(tokens, features, strict=True)]
+    logits, handed = ([found[at].numpy() for found in runs] for at in (0, 1))
+    return causal_reference(tokens, features, logits, handed)
+
+
+def equations(spec: Any, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    """The published equations of a head."""
+    return forward(spec, tokens.tolist(), features)
+
+
+def run_steps(executor: Any, reference: HeadReference) -> tuple[float, float]:
+    """Largest differences of logits and of what is handed on, over all steps."""
+    runner, head = ModelRunner(executor), as_head(executor)
+    assert head is not None
+    errors = [[0.0], [0.0]]
+    for rows in reference:
+        work = [RowWork(row.tokens.tolist(), len(row.logits), row.features) for row in rows]
+        found = np.array(runner.step(0, work)), head.next_features
+        wanted = [np.concatenate([getattr(row, name) for row in rows]) for name in ("logits", "handed_on")]
+        for error, mine, theirs in zip(errors, found, wanted, strict=True):
+            assert mine.shape == theirs.shape
+            error.append(float(np.abs(mine - theirs).max()))
+        for index, row in enumerate(rows):
+            runner.kv.commit(index, runner.kv.kv_len(index) + row.kept)
+    return max(errors[0]), max(errors[1])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dialect", GRAPHS)
+def test_a_lowered_head_computes_the_published_equations(
+    dialect: str, way: str, heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, loaded, traced = heads(dialect)
+    executor = open_graph(way, traced, tmp_path, monkeypatch, config=loaded.config)
+    assert max(run_steps(executor, ragged_steps(partial(equations, spec), loaded))) <= CLOSE
+
+
+@pytest.mark.parametrize("way", [CUDA, FOLDED])
+@pytest.mark.parametrize("family", ["qwen", "deepseek"])
+def test_a_lowered_module_computes_the_published_equations(
+    family: str, way: str, modules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MTP modules, one of them with keys and values of unequal size."""
+    module, loaded, traced = modules(family)
+    executor = open_graph(way, traced, tmp_path, monkeypatch, config=loaded.config)
+    reference = ragged_steps(lambda tokens, features: tiny_modules.forward(module, tokens, features), loaded)
+    assert max(run_steps(executor, reference)) <= CLOSE
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dialect", ["block-z-lab", "block-sliding"])
+def test_a_lowered_block_sees_all_of_its_row(
+    dialect: str, way: str, heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, loaded, traced = heads(dialect)
+    executor = open_graph(way, traced, tmp_path, monkeypatch, config=loaded.config)
+    assert max(run_steps(executor, ragged_steps(partial(equations, spec), loaded))) <= CLOSE
+
+
+@pytest.fixture(scope="module")
+def targets(target: Any, heads: Any) -> Any:
+    """The target's graph, with the features of a head, by the head's dialect."""
+    made: dict[str, Any] = {}
+
+    def find(name: str) -> Any:
+        if name not in made:
+            made[name] = trace_target(target, heads(name)[1])
+        return made[name]
+
+    return find
+
+
+@pytest.mark.parametrize("way", [CUDA, FOLDED])
+def test_a_lowered_target_gives_its_features_where_they_are_wanted(
+    way: str, target: Any, heads: Any, targets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are what the head's projection makes of the hidden states, without those of padding."""
+    spec = heads("speculators")[0]
+    executor = open_graph(way, targets("speculators"), tmp_path, monkeypatch)
+    runner, featured = ModelRunner(executor), as_featured(executor)
+    assert featured is not None
+    assert as_head(executor) is None
+    texts = [np.random.default_rng(row).integers(3, VOCAB, 12) for row in range(3)]
+    with torch.no_grad():
+        states = [target(torch.from_numpy(ids)[None], output_hidden_states=True).hidden_states for ids in texts]
+        wanted = [project(spec, [each[tap][0] for tap in spec.taps]).numpy() for each in states]
+    done, first = [0, 0, 0], None
+    for counts, asked in (((5, 2, 3), True), ((4, 1, 2), False), ((1, 1, 1), True), ((2, 4, 4), True)):
+        featured.want_features(asked)
+        work = [RowWork(texts[row][done[row] :][:count].tolist(), 1) for row, count in enumerate(counts)]
+        runner.step(0, work)
+        if asked:
+            parts = [wanted[row][done[row] :][:count] for row, count in enumerate(counts)]
+            np.testing.assert_allclose(featured.features, np.concatenate(parts), rtol=0, atol=CLOSE)
+            first = featured.features.copy() if first is None else first
+        else:
+            assert featured.features.shape == (0, HIDDEN)
+        for row, count in enumerate(counts):
+            done[row] += count
+            runner.kv.commit(row, done[row])
+    executor.close()
+
+
+@pytest.mark.parametrize("way", [CUDA, FOLDED])
+def test_engines_with_other_features_than_their_manifest_says_are_refused(
+    way: str, heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, loaded, traced = heads("medusa")
+    odd = replace(loaded.config, target_hidden_size=HIDDEN + 1)
+    with pytest.raises(IncompatibleError, match=f"features of {HIDDEN + 1} values, and the engine has others"):
+        open_graph(way, traced, tmp_path, monkeypatch, config=odd)
+
+
+def test_every_medusa_head_on_every_row_is_what_each_gives_on_its_own(heads: Any) -> None:
+    """The form for GPUs, whose sizes depend on no value, with numbers beyond the last head too."""
+    for dialect in ("medusa", "medusa-one-lm-head"):
+        head = heads(dialect)[1].head
+        numbers, features = torch.tensor([2, 0, 1, 0, 7]), torch.randn(5, HIDDEN)
+        with torch.no_grad():
+            torch.testing.assert_close(head.every_row(numbers, features), head(numbers, features), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dialect", ["medusa", "peagle"])
+def test_what_steps_of_a_head_cost_is_measured_in_its_profiles(
+    dialect: str, heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What K is chosen by: no step of the measurement is one that the engine has no profile for."""
+    _, loaded, traced = heads(dialect)
+    runner = ModelRunner(open_graph(FOLDED, traced, tmp_path, monkeypatch, config=loaded.config))
+    sizes = {"max_rows": 3, "max_tokens": DRAFT_WIDTH, "contexts": (2, 6)}
+    cost = measure_step_cost(runner, **sizes, all_logits=False, repeats=3, budget_s=0.1)
+    assert cost.seconds(1, 1) > 0
+    assert [runner.kv.entries(row) for row in range(3)] == [0, 0, 0]
+
+
+def reference_draft(spec: Any, target: Any) -> Any:
+    find = draft_block if isinstance(spec, BlockSpec) else draft
+    return lambda before, count, limit: find(spec, target, before, count, limit)
+
+
+LOOPS = [
+    ("speculators", CUDA),
+    ("speculators", FOLDED),
+    ("peagle", CUDA),
+    ("peagle", FOLDED),
+    ("medusa", CUDA),
+    ("medusa", FOLDED),
+    ("block-sliding", CUDA),
+    ("block-sliding", FOLDED),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dialect", "way"), LOOPS)
+def test_drafts_over_lowered_graphs_are_those_of_the_published_equations(
+    dialect: str, way: str, target: Any, heads: Any, targets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Target and head as GPU engines, in ragged batches: text is plain decoding's, and drafts are the reference's."""
+    spec, loaded, traced = heads(dialect)
+    engine = open_engine(way, targets(dialect), traced, loaded, tmp_path, monkeypatch)
+    check_drafts_of(engine, reference_draft(spec, target), 3, VOCAB, tokens=8, least=30)
+
+
+def recipe_of(target: Any, folder: Path, **values: Any) -> BuildRecipe:
+    given = {"target": str(folder / "target"), "head": str(folder / "head"), "output": str(folder / "b")}
+    save_checkpoint(target, folder / "target")
+    return BuildRecipe(**given, max_model_len=64, check=False, **values)
+
+
+def test_heads_that_a_backend_has_no_form_of_are_refused_before_the_target_is_built(
+    target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    BLOCKS["block-z-lab"](tmp_path / "head", target)
+    recipe = recipe_of(target, tmp_path, backend="ort-cuda")
+    monkeypatch.setattr(OrtCuda, "head_kinds", ("eagle3", "medusa"))
+    monkeypatch.setattr("specexport.build.pipeline.build_model", lambda *_, **__: pytest.fail("a target is built"))
+    with pytest.raises(
+        UnsupportedModelError, match="is a dflash head: backend ort-cuda runs no dflash heads"
+    ) as caught:
+        build_bundle(recipe, use_cache=False)
+    assert "--backend ort-cpu or tensorrt or tensorrt-rtx" in str(caught.value)
+    assert not (tmp_path / "b").exists()
+    monkeypatch.setattr(OrtCuda, "head_kinds", ())
+    with pytest.raises(RecipeError, match="backend ort-cuda runs no draft heads"):
+        replace(recipe, output=str(tmp_path / "c"))
+
+
+def test_the_plugin_takes_no_head_whose_tokens_see_later_ones(target: Any, tmp_path: Path) -> None:
+    recipe = recipe_of(target, tmp_path, backend="tensorrt", lowering="plugin")
+    backend = find_backend("tensorrt")
+    assert "the attention plugin is causal" in str(backend.head_obstacle("dflash", recipe))
+    assert backend.head_obstacle("eagle3", recipe) is None
+    assert backend.head_obstacle("dflash", replace(recipe, lowering="native")) is None
+
+
+def test_steps_that_are_recorded_are_those_of_rounds() -> None:
+    """What CUDA graphs of ``ort-cuda`` are made for: a head catches up on any number of accepted tokens."""
+
+    def shapes(**fields: Any) -> set[tuple[int, int, int]]:
+        entry = replace(ENTRY, **fields)
+        request = EngineRequest(folder=Path(), entry=entry, role="head", num_rows=2, kv_capacity=64, lookahead=3)
+        found = _round_shapes(request)
+        assert all(shape.num_tokens == shape.num_seqs * shape.max_new_tokens for shape in found)
+        return {(shape.num_seqs, shape.max_new_tokens, shape.num_logit_rows) for shape in found}
+
+    assert shapes() == {(1, 1, 1), (1, 2, 1), (1, 3, 1), (1, 4, 1), (2, 1, 2)}
+    assert shapes(mask_token_id=5) == {(1, 3, 3), (1, 4, 3), (1, 5, 3), (1, 6, 3)}
+    assert shapes(mask_token_id=5, block_size=3) == {(1, 4, 2), (1, 5, 2), (1, 6, 2), (1, 7, 2)}
+    assert shapes(num_draft_heads=2) == {(1, 2, 2), (2, 2, 4)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["ort-cuda", "tensorrt-rtx"])
+def test_a_gpu_writes_with_a_head_what_it_writes_without(backend: str, target: Any, tmp_path: Path) -> None:
+    """And drafts what ``ort-cpu`` drafts, but where halves decide otherwise."""
+    sm = present_architecture()
+    if sm is None:
+        pytest.skip("no GPU: an engine has to run")
+    pytest.importorskip({"ort-cuda": "onnxruntime"}.get(backend, "tensorrt_rtx"), reason=f"{backend} is not installed")
+    if backend == "ort-cuda":
+        gpu_or_skip()
+    spec = DIALECTS["speculators"](tmp_path / "head", target)
+    values = {"sm": (sm,), "max_num_seqs": 3, "max_num_tokens": 64} if backend != "ort-cuda" else {}
+    build_bundle(recipe_of(target, tmp_path, backend=backend, **values), use_cache=False)
+    engine = SpecEngine.load(tmp_path / "b", adaptive=False, max_num_seqs=3)
+    found = drafted_and_wanted(engine, reference_draft(spec, target), 3, VOCAB)
+    same = sum(mine == theirs for mine, theirs in found)
+    assert same > 0.9 * len(found) > 50
