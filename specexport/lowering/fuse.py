@@ -78,9 +78,13 @@ def fuse_rotary(ir_model: "ir.Model", rows: int | None = None) -> int:
     weights = sum(value.const_value.nbytes for value in ir_model.graph.initializers.values() if value.const_value)
     if not found or sum(sizes.values()) > max(_MIN_TABLE_BYTES, weights // _TABLE_SHARE):
         return 0
+    flat: dict[ir.Value, ir.Value] = {}  # layers may share their keys (Gemma 3n, Gemma 4)
     for node, sides, rotation in found:
         for index, side in enumerate(sides):
-            node.replace_input_with(index, _flat_root(ir_model, node, side))
+            rotated = side.region.value
+            if rotated not in flat:
+                flat[rotated] = _flat_root(ir_model, node, side)
+            node.replace_input_with(index, flat[rotated])
         set_inputs(node, ROTARY_INPUTS[0], _tables(ir_model, rotation))
         node.attributes.add(_int_attribute(ROTARY_ATTRIBUTE, int(rotation.interleaved)))
     remove_dead_nodes(ir_model)
