@@ -10,6 +10,7 @@ from typing import Any
 from specexport.heads.config import HeadConfig, default_taps
 from specexport.heads.files import CONFIG_NAME, EMBED_NORM, MASK, HeadFiles
 from specexport.heads.mtp_files import conventions_of, module_config
+from specexport.heads.read_assistant import LentCache, is_assistant, read_assistant
 from specexport.heads.read_dflash import Said, is_dflash, read_block, read_layer, read_layer_ids
 from specexport.heads.read_medusa import is_medusa, lossy_setting, read_medusa
 from specexport_runtime.abi import AFTER_NORM
@@ -23,7 +24,14 @@ _LAYER_KEYS = (
 _BODIES = ("llama", "qwen2", "qwen3", "mistral")
 
 
-def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, vocab_size: int) -> HeadConfig:
+def read_config(
+    files: HeadFiles,
+    *,
+    num_layers: int,
+    target_hidden_size: int,
+    vocab_size: int,
+    lent: Mapping[str, LentCache] | None = None,
+) -> HeadConfig:
     """What a head computes.
 
     Args:
@@ -31,6 +39,7 @@ def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, v
         num_layers: decoder layers of the target.
         target_hidden_size: width of its hidden states.
         vocab_size: V of the target.
+        lent: caches of the target that an assistant may read, from ``read_assistant.lent_caches``; None for none.
 
     Raises:
         CheckpointError: it was made for another target, or its tensors contradict its configuration.
@@ -40,6 +49,10 @@ def read_config(files: HeadFiles, *, num_layers: int, target_hidden_size: int, v
     _refuse_lossy(files)
     if is_medusa(files):
         return read_medusa(files, target_hidden_size=target_hidden_size, vocab_size=vocab_size)
+    if is_assistant(files):
+        return read_assistant(
+            files, target_hidden_size=target_hidden_size, vocab_size=vocab_size, lent={} if lent is None else lent
+        )
     layer = values.get("transformer_layer_config", values)
     if not isinstance(layer, dict):
         raise CheckpointError(f"{files.name}: transformer_layer_config is no JSON object.", "fetch the head again.")
@@ -121,7 +134,7 @@ def _kind_of(files: HeadFiles) -> Any:
     raise UnsupportedModelError(f"{files.name} has the tensors of no kind of head that is known.", _KINDS)
 
 
-_KINDS = "give an EAGLE-1, EAGLE-2, EAGLE-3, P-EAGLE, DFlash or Medusa head, or an MTP module."
+_KINDS = "give an EAGLE-1, EAGLE-2, EAGLE-3, P-EAGLE, DFlash or Medusa head, an MTP module or a Gemma-4 assistant."
 
 
 def _mask_token(files: HeadFiles, vocab_size: int) -> int | None:

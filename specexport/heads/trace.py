@@ -107,12 +107,16 @@ def trace_head(head: Any) -> TracedModel:
         from specexport.heads.medusa import trace_medusa
 
         return trace_medusa(head)
+    if head.head_config.kind == "assistant":
+        from specexport.heads.assistant import trace_assistant
+
+        return trace_assistant(head)
     calls = probe_calls(head)
     with batched_experts(head.body):
         ir_model = trace_step(
             HeadStep(head).eval(),
             head.dtype,
-            calls,
+            [call.geometry for call in calls],
             [*STEP_INPUTS, TOKEN_FEATURES],
             [LOGITS, NEXT_FEATURES],
             {"E": head.head_config.feature_size},

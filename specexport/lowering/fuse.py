@@ -6,6 +6,7 @@ import numpy as np
 
 from specexport.lowering.causal import is_causal
 from specexport.lowering.fuse_norm import NORMS, fuse_norms
+from specexport.lowering.shared_kv import appends
 from specexport.onnx_emit import Emitter, constant, set_inputs
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME, kv_slack
 
@@ -100,7 +101,9 @@ def _find_rotations(ir_model: "ir.Model", rows: int) -> "list[tuple[ir.Node, tup
     measured: dict[tuple[frozenset[str], int], Rotation | None] = {}
     found = []
     for node in graph:
-        if node.op_type != OP_NAME or node.domain != OP_DOMAIN or not is_causal(node):  # the kernel is causal
+        if node.op_type != OP_NAME or node.domain != OP_DOMAIN:
+            continue
+        if not is_causal(node) or not appends(node):  # the kernel is causal, and rotates q and k or neither
             continue
         regions = [find_region(value, order, dependent, alone) for value in node.inputs[:2]]  # type: ignore[arg-type]
         sides = _probe(ir_model, node, regions)

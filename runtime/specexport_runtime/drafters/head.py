@@ -22,13 +22,14 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from specexport_runtime.drafters.assistant import AssistantDrafter
 from specexport_runtime.drafters.at_once import AtOnce, draft_work, entry_tokens
 from specexport_runtime.drafters.base import HEAD, NO_HEAD, DrafterKind, DrafterParts, DrafterTraits, Obstacle
 from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, run_drafts
 from specexport_runtime.drafters.medusa import MedusaDrafter
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Float32Array, as_featured, as_head
+from specexport_runtime.executors.base import Float32Array, as_featured, as_head, borrows_cache
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.sequences.records import Proposal
 from specexport_runtime.sequences.sequence import NO_ROW, Sequence
@@ -184,12 +185,14 @@ class HeadDrafter(OwnCacheDrafter):
         return EngineCost(curve) if self._mask is None else ParallelCost(curve)
 
 
-def _make(parts: DrafterParts) -> HeadDrafter | MedusaDrafter:
+def _make(parts: DrafterParts) -> HeadDrafter | MedusaDrafter | AssistantDrafter:
     if parts.head is None:
         raise SpecexportError("there is no draft head to draft with.")
     head = as_head(parts.head.executor)
     if head is not None and head.num_draft_heads:
         return MedusaDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head)
+    if borrows_cache(parts.head.executor):
+        return AssistantDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head)
     return HeadDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head, mask=parts.mask)
 
 
