@@ -100,7 +100,7 @@ def lower_shared_kv(ir_model: "ir.Model", nodes: "list[ir.Node]") -> None:
         old, new = node.outputs[0], made.outputs[0]
         new.type, new.shape = old.type, old.shape
         emit.place(before=node)
-        ir.convenience.replace_all_uses_with(old, new)
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
         ir_model.graph.remove(node, safe=True)
         new.name = old.name
     ir_model.opset_imports.setdefault("com.microsoft", 1)

@@ -87,8 +87,8 @@ def unpadded_attention(
         past = int(kv_len) if k is not None else max(int(kv_len) - len(tokens), 0)
         end = past + len(tokens)
         if k is not None and v is not None:
-            keys[row, 0, :, past:end] = k[tokens].reshape(len(tokens), kv_num_heads, -1).swapaxes(0, 1)
-            values[row, 0, :, past:end] = v[tokens].reshape(len(tokens), kv_num_heads, -1).swapaxes(0, 1)
+            keys[row, 0, :, past:end] = k[tokens].reshape(len(tokens), kv_num_heads, keys.shape[-1]).swapaxes(0, 1)
+            values[row, 0, :, past:end] = v[tokens].reshape(len(tokens), kv_num_heads, values.shape[-1]).swapaxes(0, 1)
         for query_at, token in enumerate(tokens, start=past):
             if positions is None or kv_positions is None:
                 seen = _seen_entries(np.arange(end), query_at, window, bool(causal))

@@ -73,8 +73,8 @@ def _unpadded_attention(
         past = kv_len if k is not None else max(kv_len - count, 0)
         end = past + count
         if k is not None and v is not None:
-            keys[row, 0, :, past:end] = k[tokens].view(count, kv_num_heads, -1).transpose(0, 1)
-            values[row, 0, :, past:end] = v[tokens].view(count, kv_num_heads, -1).transpose(0, 1)
+            keys[row, 0, :, past:end] = k[tokens].view(count, kv_num_heads, keys.shape[-1]).transpose(0, 1)
+            values[row, 0, :, past:end] = v[tokens].view(count, kv_num_heads, values.shape[-1]).transpose(0, 1)
         seen_keys, seen_values = keys[row, 0, :, :end], values[row, 0, :, :end]
         attended = _attend_row(queries[tokens], seen_keys, seen_values, past, sinks, **how)
         output[tokens] = attended.flatten(1)
