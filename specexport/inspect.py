@@ -112,7 +112,7 @@ def describe(manifest: Manifest, *, files_checked: bool = False) -> Iterator[str
     yield from _describe_verify(manifest)
 
 
-def _attention(entry: ModelEntry) -> str:
+def _layers_line(entry: ModelEntry) -> str:
     if not entry.layers:
         return "no attention layers"
     kind = "caches to read" if entry.target_layers else "attention layers"
@@ -132,7 +132,7 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
         f"{entry.path}, {_size(_engine_bytes(manifest, role))}"
     )
     limit = "no limit" if entry.max_positions is None else str(entry.max_positions)
-    yield f"  {_attention(entry)}, V {entry.vocab_size}, positions: {limit}"
+    yield f"  {_layers_line(entry)}, V {entry.vocab_size}, positions: {limit}"
     if entry.dropped_layers:
         yield f"  {describe_layers(entry)}"
     if entry.head_kind is not None:
