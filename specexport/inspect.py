@@ -71,14 +71,16 @@ def contract_of(entry: ModelEntry) -> list[TensorSpec]:
         (SIMILARITY,) if entry.num_gates and not entry.skipped_layers else ()
     )
     caches = CACHE_INPUTS if entry.layers else ()  # Medusa heads have none
-    outputs = OUTPUTS if entry.layers else (LOGITS,)
+    outputs = OUTPUTS if entry.layers and not entry.target_layers else (LOGITS,)
     if entry.feature_size:
         extra += (FEATURES if entry.head_kind is None else NEXT_FEATURES,)
     return [*(spec for spec in known if spec.name in entry.inputs), *caches, *outputs, *extra]
 
 
 def kv_bytes_per_token(entry: ModelEntry) -> int:
-    """Bytes of KV cache that one token takes, over all layers."""
+    """Bytes of KV cache that one token takes, over all layers; 0 of a head that reads the target's."""
+    if entry.target_layers:
+        return 0
     values = sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in entry.layers)
     return values * CACHE_BYTES.get(entry.cache_dtype, 4)
 
@@ -110,6 +112,19 @@ def describe(manifest: Manifest, *, files_checked: bool = False) -> Iterator[str
     yield from _describe_verify(manifest)
 
 
+def _layers_line(entry: ModelEntry) -> str:
+    if not entry.layers:
+        return "no attention layers"
+    kind = "caches to read" if entry.target_layers else "attention layers"
+    return f"{len(entry.layers)} {kind} ({_layers(entry.layers)})"
+
+
+def _kv_cache(entry: ModelEntry) -> str:
+    if entry.target_layers:
+        return f"none; it reads that of layers {', '.join(map(str, entry.target_layers))} of the target"
+    return f"{entry.cache_dtype}, {kv_bytes_per_token(entry)} bytes a token"
+
+
 def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterator[str]:
     yield f"{role}: {entry.architecture} from {entry.source} (sha256 {entry.source_sha256[:16]})"
     yield (
@@ -117,8 +132,7 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
         f"{entry.path}, {_size(_engine_bytes(manifest, role))}"
     )
     limit = "no limit" if entry.max_positions is None else str(entry.max_positions)
-    layers = f"{len(entry.layers)} attention layers ({_layers(entry.layers)})"
-    yield f"  {layers if entry.layers else 'no attention layers'}, V {entry.vocab_size}, positions: {limit}"
+    yield f"  {_layers_line(entry)}, V {entry.vocab_size}, positions: {limit}"
     if entry.dropped_layers:
         yield f"  {describe_layers(entry)}"
     if entry.head_kind is not None:
@@ -132,7 +146,7 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
         yield f"  gives features of {entry.feature_size} values to a draft head, in steps that want them"
     if entry.num_head_ids is not None:
         yield f"  LM head: {entry.num_head_ids} of {entry.vocab_size} tokens"
-    yield f"  KV cache: {entry.cache_dtype}, {kv_bytes_per_token(entry)} bytes a token"
+    yield f"  KV cache: {_kv_cache(entry)}"
     dtypes = {"model": entry.dtype, "cache": entry.cache_dtype}
     yield "  graph: " + ", ".join(
         f"{spec.name}[{','.join(map(str, spec.shape))}] {dtypes.get(spec.dtype, spec.dtype)}"

@@ -51,6 +51,12 @@ def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
 
 
 _ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+# The last two layers read the keys of the first two, and every layer has an embedding of its own.
+_GEMMA4 = {
+    **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 16, "global_head_dim": 32},
+    **{"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW},
+    **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "final_logit_softcapping": 4.0},
+}
 _SMALL_GPT = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _OPT = {"vocab_size": VOCAB, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -77,6 +83,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", GROUPED | {"head_dim": 32}),
     "gemma2": ("Gemma2", GROUPED | {"head_dim": 32, "attn_logit_softcapping": 2.0} | _ALTERNATING),
     "gemma3": ("Gemma3:Gemma3ForCausalLM:Gemma3TextConfig", GROUPED | {"head_dim": 32} | _ALTERNATING),
+    "gemma4": ("Gemma4:Gemma4ForCausalLM:Gemma4TextConfig", GROUPED | _GEMMA4),
     "mistral": ("Mistral", GROUPED | {"sliding_window": WINDOW}),
     "phi": ("Phi", BASE),
     "phi3": ("Phi3", GROUPED),

@@ -21,8 +21,9 @@ from specexport_runtime.engine_load import (
 )
 from specexport_runtime.engine_options import EngineOptions, make_options
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.executors.base import Executor
+from specexport_runtime.executors.base import Executor, borrows_cache
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.packing.kv import BorrowedKv
 from specexport_runtime.requests.builder import RequestBuilder
 from specexport_runtime.requests.checks import check_match_length, one_each
 from specexport_runtime.requests.drafting import (
@@ -129,7 +130,7 @@ class SpecEngine:
         runner = ModelRunner(target, unpad_kv=unpad_kv, unpad_input=unpad_input)
         own = {"unpad_kv": unpad_kv, "unpad_input": unpad_input}
         self._drafting = {
-            name: ModelRunner(executor, **own)
+            name: ModelRunner(executor, kv=BorrowedKv(runner.kv) if borrows_cache(executor) else None, **own)
             for name, executor in (("draft", draft), ("head", head))
             if executor is not None
         }

@@ -88,6 +88,7 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
                 cuda_graphs=options.cuda_graphs,
                 prepacked=options.prepacked,
                 share_threads=options.share_threads,
+                target=executors.get("target"),
             )
         return _with_costs(bundle, defaults, executors, options)._replace(draft_head=lm_head, mask=mask)
     except BaseException:

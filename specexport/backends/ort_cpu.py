@@ -19,7 +19,7 @@ class OrtCpu(Backend):
     options = ("self_draft", "kv_cache_dtype")
     quantizations = ("int8", "int4", "keep")
     packs_linear = True
-    head_kinds = ("eagle3", "eagle", "mtp", "medusa", "hydra", "dflash")
+    head_kinds = ("eagle3", "eagle", "mtp", "medusa", "hydra", "dflash", "assistant")
     key_fields = ("quantize_lm_head", "fuse", "self_draft", "kv_cache_dtype")
 
     def engine_key(self, recipe: RecipeFields) -> dict[str, Any]:

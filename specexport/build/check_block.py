@@ -45,4 +45,4 @@ def block_reference(head: "DraftHead", config: "HeadConfig") -> HeadReference:
             fed = np.concatenate([fresh, np.zeros((width, config.feature_size), np.float32)])
             rows.append(CheckedRow(tokens, fed, context, logits, handed_on))
         steps.append(rows)
-    return steps
+    return HeadReference(steps)

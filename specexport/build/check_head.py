@@ -1,5 +1,6 @@
 """The build's own proof of a draft head: its engine in ragged steps, against the head in torch."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from specexport.rounding import logit_tolerance
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import CheckFailedError
 
+CHECK_CAPACITY = 32
 CHECK_LENS, CHECK_STEPS = (11, 8), ((5, 2), (3, 1), (1, 3), (1, 1), (1, 1))
 """Tokens of the two sequences, in all and in each step: several, one, and one of each row alone."""
 QUANTIZED_ERROR = 0.25
@@ -36,8 +38,32 @@ class CheckedRow(NamedTuple):
     handed_on: np.ndarray
 
 
-HeadReference = Seq[Seq[CheckedRow]]
-"""The two rows of each step."""
+class LentRows(NamedTuple):
+    """What a head that reads the target's caches finds in them.
+
+    Attributes:
+        caches: by name [2, 1, H, L, D].
+        lens: entries of the two rows, in each step.
+    """
+
+    caches: Mapping[str, np.ndarray]
+    lens: Seq[tuple[int, int]]
+
+    def lend(self, layers: Seq[int]) -> dict[str, np.ndarray]:  # noqa: ARG002 - it has those that are asked for
+        """See ``CacheLender.lend``."""
+        return dict(self.caches)
+
+
+class HeadReference(NamedTuple):
+    """What a head is checked against.
+
+    Attributes:
+        steps: the two rows of each step.
+        lent: of a head without a cache.
+    """
+
+    steps: Seq[Seq[CheckedRow]]
+    lent: LentRows | None = None
 
 
 def causal_reference(
@@ -61,7 +87,7 @@ def causal_reference(
             ]
         )
         done = [start + count for start, count in zip(done, counts, strict=True)]
-    return steps
+    return HeadReference(steps)
 
 
 def check_head(folder: Path, entry: ModelEntry, reference: HeadReference) -> EngineCheck:
@@ -73,20 +99,35 @@ def check_head(folder: Path, entry: ModelEntry, reference: HeadReference) -> Eng
     from specexport_runtime.executors.base import EngineRequest, as_head
     from specexport_runtime.executors.open import backend_of
     from specexport_runtime.packing.batch import ModelRunner, RowWork
+    from specexport_runtime.packing.kv import BorrowedKv, KvArena
 
     backend = backend_of(entry.backend)
     assert backend is not None  # noqa: S101 - it has just been built for it
     request = EngineRequest(
-        folder=folder, entry=entry, role="head", num_rows=2, kv_capacity=32, lookahead=1, spin=False, cuda_graphs=False
+        folder=folder,
+        entry=entry,
+        role="head",
+        num_rows=2,
+        kv_capacity=CHECK_CAPACITY,
+        lookahead=1,
+        spin=False,
+        cuda_graphs=False,
+        lender=reference.lent,
     )
+    lengths = KvArena(2, CHECK_CAPACITY)
     executor = backend.open(request)
     try:
-        head, runner = as_head(executor), ModelRunner(executor)
+        kv = None if reference.lent is None else BorrowedKv(lengths)
+        head, runner = as_head(executor), ModelRunner(executor, kv=kv)
         if head is None:
             raise CheckFailedError("the new engine is no draft head's.")
         found: dict[str, list[np.ndarray]] = {"logits": [], "handed_on": []}
         wanted: dict[str, list[np.ndarray]] = {"logits": [], "handed_on": []}
-        for rows in reference:
+        for step, rows in enumerate(reference.steps):
+            for index, count in enumerate(() if reference.lent is None else reference.lent.lens[step]):
+                lengths.release(index)
+                lengths.write(index, [count])
+                lengths.commit(index, count)
             work = [RowWork(row.tokens.tolist(), len(row.logits), row.features) for row in rows]
             found["logits"].append(np.array(runner.step(0, work)))
             found["handed_on"].append(head.next_features.copy())

@@ -69,4 +69,4 @@ def hydra_steps(compute: Equations, num_heads: int, feature_size: int, vocab_siz
                 logits, handed_on = compute(known[row], tokens.tolist())
                 later.append(CheckedRow(tokens, np.tile(handed_on, (depth, 1)), 0, logits[None], handed_on[None]))
             steps.append(later)
-    return steps
+    return HeadReference(steps)

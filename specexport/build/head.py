@@ -65,6 +65,7 @@ def plan_head(recipe: BuildRecipe, source: ModelSource, target: ModelSource, clo
         _check_tokenizer(source, checkpoint)
         loaded = _load(recipe, source, checkpoint)
         _check_kind(recipe, source, loaded.config)
+        _check_caches(recipe, loaded.config, source.name)
         probe, config = None, loaded.config
         if recipe.check:
             from specexport.frontend.streaming import streamed
@@ -132,6 +133,20 @@ def _check_tokenizer(source: ModelSource, checkpoint: Any) -> None:
         check_vocabularies(target, own, num_shared_rows=None)
 
 
+def _check_caches(recipe: BuildRecipe, config: "HeadConfig", name: str) -> None:
+    """Refuse a head that reads caches of the target where these do not hold floats.
+
+    Raises:
+        UnsupportedModelError: they hold int8, whose scales only the target's graph has.
+    """
+    if config.assistant is not None and recipe.kv_cache_dtype is not None:
+        raise UnsupportedModelError(
+            f"the head {name} reads the target's KV caches, and these hold {recipe.kv_cache_dtype}, which it cannot "
+            "read.",
+            "leave --kv-cache-dtype out.",
+        )
+
+
 def _request(config: "HeadConfig", projection: Any) -> "FeatureRequest":
     from specexport.frontend.taps import FeatureRequest
 
@@ -148,6 +163,7 @@ def _load(
     from specexport.heads.load import load_head
     from specexport.heads.mtp_files import open_mtp
     from specexport.heads.read import read_config
+    from specexport.heads.read_assistant import lent_caches
 
     found, text = resolve_source(source.source, source.revision), checkpoint.model.config.get_text_config()
     files = open_mtp(found, text.to_dict()) if recipe.head == MTP else open_head(found)
@@ -158,6 +174,7 @@ def _load(
             target_hidden_size=int(text.hidden_size),
             vocab_size=checkpoint.vocab_size,
             target_layer=text.to_dict(),
+            lent=lent_caches(text),
         )
     return load_head(files, config, _tables(checkpoint), getattr(torch, checkpoint.dtype))
 
@@ -274,6 +291,7 @@ def build_head(
         step_parameters=step_parameters,
         num_heads=config.layer_config.get("num_attention_heads"),
         num_draft_heads=config.num_draft_heads,
+        target_layers=() if config.assistant is None else config.assistant.target_layers,
     )
     with clock.stage("check", role, "" if reference is not None else "not checked"):
         found = check_head(folder, entry, reference) if reference is not None else None
@@ -294,6 +312,10 @@ def _reference(loaded: "LoadedHead") -> HeadReference:
 
     from specexport.heads.trace import causal_step
 
+    if loaded.config.kind == "assistant":
+        from specexport.build.check_assistant import assistant_reference
+
+        return assistant_reference(loaded.head, loaded.config)
     if loaded.config.kind == "dflash":
         from specexport.build.check_block import block_reference
 

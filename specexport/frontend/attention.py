@@ -145,8 +145,8 @@ def attention_hook(model: Any, context: AttentionContext) -> Iterator[None]:
 def unpadded_attention(
     call: LayerCall,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     caches: tuple[Tensor, Tensor],
     step: tuple[Tensor, ...],
     sinks: Tensor | None,
@@ -156,8 +156,8 @@ def unpadded_attention(
     Args:
         call: what the layer asks for.
         q: [T, num_heads*D].
-        k: [T, H*D].
-        v: [T, H*Dv].
+        k: [T, H*D]; None for a layer that reads what another model has put into the caches.
+        v: [T, H*Dv], or None likewise.
         caches: keys and values of the layer, [B, 1, H, L, D] each.
         step: kv_lens, cu_new_tokens, row_starts, row_ends, row_totals, pad_index, unpad_index.
         sinks: [num_heads] or None.

@@ -53,6 +53,8 @@ def load(
     if how.dtype == torch.float16:
         _refuse_overflow(found, model, stored)
     text = model.config.get_text_config()
+    if getattr(text, "use_bidirectional_attention", None) == "vision":
+        text.use_bidirectional_attention = None  # tokens of one image see one another; here all tokens are text
     return Checkpoint(
         source=found.name,
         source_sha256=hash_source(found),

@@ -8,6 +8,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -121,7 +122,8 @@ def trace_model(
     packed = PackedModel(model, calls, features).eval()
     outputs = [LOGITS] if features is None else [LOGITS, FEATURES]
     with torch.no_grad(), blanks(model, stored or {}) as names:
-        ir_model = trace_step(packed, model.dtype, calls, list(STEP_INPUTS), outputs)
+        layers = [call.geometry for call in calls]
+        ir_model = trace_step(packed, model.dtype, layers, list(STEP_INPUTS), outputs)
         _name_stored(model, ir_model, stored or {}, names)
     return TracedModel(ir_model, tuple(call.geometry for call in calls))
 
@@ -129,24 +131,29 @@ def trace_model(
 def trace_step(
     packed: torch.nn.Module,
     dtype: torch.dtype,
-    calls: tuple[LayerCall, ...],
+    layers: Seq[LayerGeometry],
     inputs: list[TensorSpec],
     outputs: list[TensorSpec],
     sizes: Mapping[str, int] | None = None,
+    *,
+    reads_only: bool = False,
 ) -> ir.Model:
     """Trace a module that computes a packed step.
 
     Args:
         packed: takes ``inputs``, then the caches; gives ``outputs``, then the caches.
         dtype: of the caches.
-        calls: its attention layers.
+        layers: sizes of the caches.
         inputs: tensors of the contract.
         outputs: likewise.
         sizes: dimension words of ``inputs`` that are fixed.
+        reads_only: the caches are another model's, and ``packed`` does not give them.
     """
     register_schema()
-    arguments, dims = _example(dtype, calls, inputs, sizes or {})
-    cache_inputs, cache_outputs = cache_names(len(calls))
+    arguments, dims = _example(dtype, layers, inputs, sizes or {})
+    cache_inputs, cache_outputs = cache_names(len(layers))
+    if reads_only:
+        cache_outputs = []
     with _quiet(), torch.no_grad():
         exported = torch.export.export(packed, arguments, dynamic_shapes={"inputs": dims}, strict=False)
         program = torch.onnx.export(
@@ -180,7 +187,7 @@ def _name_stored(model: Any, ir_model: ir.Model, stored: Stored, names: Mapping[
 
 
 def _example(
-    dtype: torch.dtype, calls: tuple[LayerCall, ...], inputs: list[TensorSpec], sizes: Mapping[str, int]
+    dtype: torch.dtype, layers: Seq[LayerGeometry], inputs: list[TensorSpec], sizes: Mapping[str, int]
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     """Example inputs and their dynamic dimensions."""
     words = {word: torch.export.Dim(name, min=1, max=1 << 24) for word, name in DIM_NAMES.items()}
@@ -191,8 +198,7 @@ def _example(
         shape = [known[word] if isinstance(word, str) else word for word in spec.shape]
         tensors.append(torch.zeros(shape, dtype=getattr(torch, spec.dtype)))
         dims.append({axis: words[str(word)] for axis, word in enumerate(spec.shape) if word in words})
-    for call in calls:
-        heads, k_dim, v_dim = call.geometry
+    for heads, k_dim, v_dim in layers:
         for head_dim in (k_dim, v_dim):
             tensors.append(torch.zeros(_EXAMPLE["B"], 1, heads, _EXAMPLE["L"], head_dim, dtype=dtype))
             dims.append({0: words["B"], 3: words["L"]})

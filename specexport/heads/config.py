@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-HeadKind = Literal["eagle3", "eagle", "mtp", "medusa", "hydra", "dflash"]
+from specexport_runtime.abi import LayerGeometry
+
+HeadKind = Literal["eagle3", "eagle", "mtp", "medusa", "hydra", "dflash", "assistant"]
 
 
 class MedusaShape(NamedTuple):
@@ -41,6 +43,24 @@ class HydraShape(NamedTuple):
     has_prefix: bool = False
 
 
+class AssistantShape(NamedTuple):
+    """What a Gemma-4 assistant has in the place of keys and values of its own, and of a plain LM head.
+
+    Attributes:
+        target_layers: layers of the target whose caches it reads, in the order in which its graph has them.
+        geometries: sizes of each of these caches.
+        reads: of each of its own layers: which of these caches it reads, by its place among them.
+        num_centroids: groups of tokens that its LM head chooses from; 0 for an LM head over all tokens.
+        chosen_centroids: how many it chooses.
+    """
+
+    target_layers: tuple[int, ...]
+    geometries: tuple[LayerGeometry, ...]
+    reads: tuple[int, ...]
+    num_centroids: int = 0
+    chosen_centroids: int = 0
+
+
 @dataclass(frozen=True)
 class HeadConfig:
     """A draft head, in terms of the arithmetic: which hidden states it reads, and where it has norms.
@@ -50,7 +70,8 @@ class HeadConfig:
             ``"eagle"`` in a linear layer before its first decoder layer (Li et al. 2024), ``"mtp"`` both normed in a
             linear layer before a decoder layer of the target's own kind (DeepSeek-AI 2024). ``"medusa"`` has none
             (Cai et al. 2024), ``"hydra"`` none, or one over features alone (Ankner et al. 2024). ``"dflash"`` reads
-            features as context of a block of tokens (Chen et al. 2026).
+            features as context of a block of tokens (Chen et al. 2026). ``"assistant"`` reads the target's own keys and
+            values (Gemma 4).
         layer_config: transformers' configuration of its decoder layers, with ``model_type``.
         taps: hidden states of the target that it reads: ``i`` is what decoder layer ``i`` reads, and N (how many there
             are) what the last one gives; ``abi.AFTER_NORM`` is that behind the last norm.
@@ -69,6 +90,7 @@ class HeadConfig:
         source_format: which writer's names the file had, for reports.
         medusa: of ``"medusa"``: its heads. None for others.
         hydra: of ``"hydra"``, likewise.
+        assistant: of ``"assistant"``: what it reads of the target's caches. None for others.
     """
 
     kind: HeadKind
@@ -88,6 +110,7 @@ class HeadConfig:
     source_format: str = ""
     medusa: MedusaShape | None = None
     hydra: HydraShape | None = None
+    assistant: AssistantShape | None = None
 
     @property
     def num_draft_heads(self) -> int:

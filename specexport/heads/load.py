@@ -34,6 +34,10 @@ def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype:
         from specexport.heads.hydra import load_hydra
 
         return load_hydra(files, config, tables, dtype)
+    if config.kind == "assistant":
+        from specexport.heads.assistant import load_assistant
+
+        return load_assistant(files, config, tables, dtype)
     try:
         with torch.device("meta"):
             head = make_head(config)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specexport.frontend.taps import tapped
+from specexport.heads.assistant import Caches, Places, draft_steps, read_caches
 from specexport.heads.config import HeadConfig
 from specexport.heads.dflash import first_guesses
 from specexport.heads.loaded import LoadedHead
@@ -68,6 +69,8 @@ def readings_of(config: HeadConfig, num_layers: int) -> list[Reading]:
     if config.kind == "mtp":
         return _readings_of_mtp(config, num_layers)
     found = [Reading(config)]
+    if config.kind == "assistant":  # transformers has the one that there is, so nothing is left open
+        return found
     if config.num_draft_heads:
         told = {num_layers: _BEFORE_NORM, AFTER_NORM: _AFTER_NORM}
         others = (num_layers,) if config.taps == (AFTER_NORM,) else _beside(config.taps[0], num_layers)
@@ -136,12 +139,12 @@ def probe_head(model: Any, loaded: LoadedHead, pieces: Seq[npt.NDArray[np.int64]
     """
     readings = readings_of(loaded.config, num_layers)
     taps = sorted({tap for reading in readings for tap in reading.config.taps})
-    seen = [_read(model, torch.from_numpy(piece)[None], taps) for piece in pieces]
+    seen = [_read(model, torch.from_numpy(piece)[None], taps, loaded.config) for piece in pieces]
     rates = {}
     for reading in readings:
         hits = [
-            _hits(loaded, reading.config, torch.from_numpy(piece)[None], best, states)
-            for piece, (best, states) in zip(pieces, seen, strict=True)
+            _hits(loaded, reading.config, torch.from_numpy(piece)[None], text)
+            for piece, text in zip(pieces, seen, strict=True)
         ]
         rates[reading.change] = tuple(float(torch.cat(step).float().mean()) for step in zip(*hits, strict=True))
     score = {change: sum(rate) / len(rate) for change, rate in rates.items()}
@@ -149,7 +152,7 @@ def probe_head(model: Any, loaded: LoadedHead, pieces: Seq[npt.NDArray[np.int64]
     top = max(readings, key=lambda reading: score[reading.change])
     clearly = score[top.change] > CLEARLY * score[""] and score[top.change] - score[""] > FEW
     chosen = top if clearly else first
-    every = torch.cat([best[1:] for best, _ in seen])
+    every = torch.cat([text.best[1:] for text in seen])
     chance = float(every.bincount().max()) / len(every)
     return Probe(chosen, rates[chosen.change][0], chance, rates)
 
@@ -168,33 +171,48 @@ def check_probe(probe: Probe, name: str) -> None:
         )
 
 
-def _read(model: Any, ids: Tensor, taps: Seq[int]) -> tuple[Tensor, dict[int, Tensor]]:
-    """The target's best token ids behind each token [T], and its hidden states [1, T, H]."""
+class _Text(NamedTuple):
+    """What the target made of a text.
+
+    Attributes:
+        best: its best token ids behind each token [T].
+        states: its hidden states [1, T, H], by tap.
+        caches: keys and values that an assistant reads; none for other heads.
+    """
+
+    best: Tensor
+    states: Mapping[int, Tensor]
+    caches: Caches
+
+
+def _read(model: Any, ids: Tensor, taps: Seq[int], config: HeadConfig) -> _Text:
+    caches: Caches = ()
     with torch.no_grad(), tapped(model, taps) as found:
-        logits = model(input_ids=ids, use_cache=False).logits[0]
-    return logits.argmax(-1), {tap: found[tap] for tap in taps}
+        if config.assistant is not None:
+            logits, caches = read_caches(model, ids, config)
+        else:
+            logits = model(input_ids=ids, use_cache=False).logits[0]
+    return _Text(logits.argmax(-1), {tap: found[tap] for tap in taps}, caches)
 
 
-def _hits(
-    loaded: LoadedHead, config: HeadConfig, tokens: Tensor, best: Tensor, states: Mapping[int, Tensor]
-) -> list[Tensor]:
+def _hits(loaded: LoadedHead, config: HeadConfig, tokens: Tensor, text: _Text) -> list[Tensor]:
     """Where the first guess is right, and the second: bool, one for each place."""
     head, before = loaded.head, loaded.head.head_config
     head.head_config = config
     found = []
     try:
         with torch.no_grad():
-            features = loaded.projection([states[tap][:, :-1] for tap in config.taps])
-            for logits, places in _guesses(loaded, tokens, features):
+            features = loaded.projection([text.states[tap][:, :-1] for tap in config.taps])
+            for logits, places in _guesses(loaded, tokens, features, text.caches):
                 rows = logits.argmax(-1)
                 ids = rows if loaded.ids is None else torch.from_numpy(loaded.ids).long()[rows]
-                found.append(ids == best[places])
+                found.append(ids == text.best[places])
     finally:
         head.head_config = before
     return found
 
 
-def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor) -> Iterator[tuple[Tensor, slice]]:
+def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor, caches: Caches) -> Iterator[tuple[Tensor, slice]]:
     """Logits [n, N] of the first guesses and of the second, and the places of the text behind which they are.
 
     A head that fills blocks takes a block for each place, and its second guesses come with the first.
@@ -209,6 +227,13 @@ def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor) -> Iterator[t
         states = causal_states(head, tokens[0, 1:], features[0])
         for number in range(min(2, config.num_draft_heads)):
             yield hydra_guesses(head, number, tokens[0], states), slice(1 + number, None)
+    elif config.assistant is not None:
+        fed = features[0]
+        for first in (1, 2):
+            places = Places(torch.arange(1, length - first + 1), caches)
+            logits, handed_on = draft_steps(head, tokens[0, first:], fed, places)
+            fed = handed_on[:-1]
+            yield logits, slice(first, None)
     elif config.medusa is not None:
         for number in range(min(2, config.num_draft_heads)):
             logits, _ = causal_step(head, torch.full((length - 1,), number), features[0])

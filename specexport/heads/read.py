@@ -10,6 +10,7 @@ from typing import Any
 from specexport.heads.config import HeadConfig, default_taps
 from specexport.heads.files import CONFIG_NAME, EMBED_NORM, MASK, HeadFiles
 from specexport.heads.mtp_files import conventions_of, module_config
+from specexport.heads.read_assistant import LentCache, is_assistant, read_assistant
 from specexport.heads.read_dflash import Said, is_dflash, read_block, read_layer, read_layer_ids
 from specexport.heads.read_hydra import is_hydra, read_hydra
 from specexport.heads.read_medusa import is_medusa, lossy_setting, read_medusa
@@ -31,6 +32,7 @@ def read_config(
     target_hidden_size: int,
     vocab_size: int,
     target_layer: Mapping[str, Any] | None = None,
+    lent: Mapping[str, LentCache] | None = None,
 ) -> HeadConfig:
     """What a head computes.
 
@@ -40,6 +42,7 @@ def read_config(
         target_hidden_size: width of its hidden states.
         vocab_size: V of the target.
         target_layer: configuration of the target's decoder layers, for heads with one that is made like them.
+        lent: caches of the target that an assistant may read, from ``read_assistant.lent_caches``; None for none.
 
     Raises:
         CheckpointError: it was made for another target, or its tensors contradict its configuration.
@@ -57,6 +60,10 @@ def read_config(
         )
     if is_medusa(files):
         return read_medusa(files, target_hidden_size=target_hidden_size, vocab_size=vocab_size)
+    if is_assistant(files):
+        return read_assistant(
+            files, target_hidden_size=target_hidden_size, vocab_size=vocab_size, lent={} if lent is None else lent
+        )
     layer = values.get("transformer_layer_config", values)
     if not isinstance(layer, dict):
         raise CheckpointError(f"{files.name}: transformer_layer_config is no JSON object.", "fetch the head again.")
@@ -133,7 +140,9 @@ def _kind_of(files: HeadFiles) -> Any:
     raise UnsupportedModelError(f"{files.name} has the tensors of no kind of head that is known.", _KINDS)
 
 
-_KINDS = "give an EAGLE-1, EAGLE-2, EAGLE-3, P-EAGLE, DFlash, Medusa or Hydra head, or an MTP module."
+_KINDS = (
+    "give an EAGLE-1, EAGLE-2, EAGLE-3, P-EAGLE, DFlash, Medusa or Hydra head, an MTP module or a Gemma-4 assistant."
+)
 
 
 def _mask_token(files: HeadFiles, vocab_size: int) -> int | None:

@@ -148,12 +148,16 @@ def trace_head(head: Any, *, fixed_sizes: bool = False) -> TracedModel:
         from specexport.heads.medusa import trace_medusa
 
         return trace_medusa(head, fixed_sizes=fixed_sizes)
+    if head.head_config.kind == "assistant":
+        from specexport.heads.assistant import trace_assistant
+
+        return trace_assistant(head)
     calls, step = probe_calls(head), HydraStep if head.head_config.kind == "hydra" else HeadStep
     with nullcontext() if head.body is None else batched_experts(head.body):
         ir_model = trace_step(
             step(head).eval(),
             head.dtype,
-            calls,
+            [call.geometry for call in calls],
             [*STEP_INPUTS, TOKEN_FEATURES],
             [LOGITS, NEXT_FEATURES],
             {"E": head.head_config.feature_size},

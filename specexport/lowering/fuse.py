@@ -6,6 +6,7 @@ import numpy as np
 
 from specexport.lowering.causal import is_causal
 from specexport.lowering.fuse_norm import NORMS, fuse_norms
+from specexport.lowering.shared_kv import appends
 from specexport.onnx_emit import Emitter, constant, set_inputs
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME, kv_slack
 
@@ -78,9 +79,13 @@ def fuse_rotary(ir_model: "ir.Model", rows: int | None = None) -> int:
     weights = sum(value.const_value.nbytes for value in ir_model.graph.initializers.values() if value.const_value)
     if not found or sum(sizes.values()) > max(_MIN_TABLE_BYTES, weights // _TABLE_SHARE):
         return 0
+    flat: dict[ir.Value, ir.Value] = {}  # layers may share their keys (Gemma 3n, Gemma 4)
     for node, sides, rotation in found:
         for index, side in enumerate(sides):
-            node.replace_input_with(index, _flat_root(ir_model, node, side))
+            rotated = side.region.value
+            if rotated not in flat:
+                flat[rotated] = _flat_root(ir_model, node, side)
+            node.replace_input_with(index, flat[rotated])
         set_inputs(node, ROTARY_INPUTS[0], _tables(ir_model, rotation))
         node.attributes.add(_int_attribute(ROTARY_ATTRIBUTE, int(rotation.interleaved)))
     remove_dead_nodes(ir_model)
@@ -96,7 +101,9 @@ def _find_rotations(ir_model: "ir.Model", rows: int) -> "list[tuple[ir.Node, tup
     measured: dict[tuple[frozenset[str], int], Rotation | None] = {}
     found = []
     for node in graph:
-        if node.op_type != OP_NAME or node.domain != OP_DOMAIN or not is_causal(node):  # the kernel is causal
+        if node.op_type != OP_NAME or node.domain != OP_DOMAIN:
+            continue
+        if not is_causal(node) or not appends(node):  # the kernel is causal, and rotates q and k or neither
             continue
         regions = [find_region(value, order, dependent, alone) for value in node.inputs[:2]]  # type: ignore[arg-type]
         sides = _probe(ir_model, node, regions)

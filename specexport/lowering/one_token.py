@@ -11,6 +11,7 @@ from specexport.lowering.functions import INT8_KV_ATTRIBUTES
 from specexport.lowering.fuse import packed_qkv, remove_dead_nodes, rotary_kind
 from specexport.lowering.int8_kv import has_int8_caches
 from specexport.lowering.ort_cpu import choose_body, head_dim, named_inputs
+from specexport.lowering.shared_kv import appends
 from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.onnx_emit import Emitter
 from specexport_runtime.abi import KV_LENS, LOGIT_ROWS, OP_DOMAIN, OP_NAME, ROW_TOTALS
@@ -29,10 +30,11 @@ def lower_one_token(ir_model: "ir.Model") -> bool:
         ir_model: the traced model, after the passes and, if rotary embeddings are fused, after that.
 
     Returns:
-        whether it was done; False, with nothing changed, where the fused kernel cannot do an attention.
+        whether it was done; False, with nothing changed, where the fused kernel cannot do an attention, or where caches
+        are another model's.
     """
     nodes = [node for node in ir_model.graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN]
-    if not nodes or not all(choose_body(node).fused for node in nodes):
+    if not nodes or not all(appends(node) and choose_body(node).fused for node in nodes):
         return False
     total = _longest(ir_model)
     for node in nodes:

@@ -27,6 +27,7 @@ from specexport.lowering.functions import (
 from specexport.lowering.fuse import ROTARY_ATTRIBUTE, packed_qkv, remove_dead_nodes, rotary_kind
 from specexport.lowering.int8_kv import has_int8_caches
 from specexport.lowering.portable import portable_row
+from specexport.lowering.shared_kv import appends, lower_shared_kv
 from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.onnx_emit import Emitter, add_input
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
@@ -196,6 +197,9 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
     nodes = [n for n in ir_model.graph if n.op_type == OP_NAME and n.domain == OP_DOMAIN]
     if not nodes:  # heads without attention
         drop_unused_step_inputs(ir_model)
+        return
+    if not all(map(appends, nodes)):
+        lower_shared_kv(ir_model, nodes)
         return
     # Quantized activations turn a difference of rounding into one of a whole step: there, results must not depend on
     # how many tokens a row has. (In padded-KV graphs, which are for comparison, they do.)

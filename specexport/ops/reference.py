@@ -35,8 +35,8 @@ def _seen_entries(entry_at: Array, query_at: int, window: int, causal: bool) -> 
 
 def unpadded_attention(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Array | None,
+    v: Array | None,
     k_cache: Array,
     v_cache: Array,
     kv_lens: Array,
@@ -56,8 +56,9 @@ def unpadded_attention(
 
     Args:
         q: queries [T, num_heads*D].
-        k: new keys [T, kv_num_heads*D].
-        v: new values [T, kv_num_heads*Dv].
+        k: new keys [T, kv_num_heads*D]; None where the caches are another model's: the last entries of a row then
+            stand for its tokens.
+        v: new values [T, kv_num_heads*Dv], or None likewise.
         k_cache: [B, 1, kv_num_heads, L, D].
         v_cache: [B, 1, kv_num_heads, L, Dv].
         kv_lens: committed entries of each row [B, 1].
@@ -80,15 +81,15 @@ def unpadded_attention(
     """
     keys, values = k_cache.astype(np.float64), v_cache.astype(np.float64)
     queries = q.astype(np.float64).reshape(len(q), num_heads, -1)
-    new_keys = k.reshape(len(k), kv_num_heads, -1)
-    new_values = v.reshape(len(v), kv_num_heads, -1)
     output = np.zeros((len(q), num_heads, values.shape[-1]))
-    for row, past in enumerate(kv_lens[:, 0]):
+    for row, kv_len in enumerate(kv_lens[:, 0]):
         tokens = range(cu_new_tokens[row], cu_new_tokens[row + 1])
-        end = int(past) + len(tokens)
-        keys[row, 0, :, int(past) : end] = new_keys[tokens].swapaxes(0, 1)
-        values[row, 0, :, int(past) : end] = new_values[tokens].swapaxes(0, 1)
-        for query_at, token in enumerate(tokens, start=int(past)):
+        past = int(kv_len) if k is not None else max(int(kv_len) - len(tokens), 0)
+        end = past + len(tokens)
+        if k is not None and v is not None:
+            keys[row, 0, :, past:end] = k[tokens].reshape(len(tokens), kv_num_heads, keys.shape[-1]).swapaxes(0, 1)
+            values[row, 0, :, past:end] = v[tokens].reshape(len(tokens), kv_num_heads, values.shape[-1]).swapaxes(0, 1)
+        for query_at, token in enumerate(tokens, start=past):
             if positions is None or kv_positions is None:
                 seen = _seen_entries(np.arange(end), query_at, window, bool(causal))
             else:

@@ -92,8 +92,8 @@ UNPADDED_ATTENTION = OpSpec(
     torch_name="unpadded_attention",
     inputs=(
         OpInput("q", "model", ("T", "Hq*D")),
-        OpInput("k", "model", ("T", "H*D")),
-        OpInput("v", "model", ("T", "H*Dv")),
+        OpInput("k", "model", ("T", "H*D"), optional=True),
+        OpInput("v", "model", ("T", "H*Dv"), optional=True),
         *_CACHES,
         *(OpInput(step.name, step.dtype, step.shape) for step in _STEP_INPUTS),
         OpInput("sinks", "model", ("Hq",), optional=True),
@@ -120,4 +120,8 @@ token; a window bounds what lies before a token, never what lies behind it. Entr
 ``kv_lens[b] + (new tokens)`` are undefined afterwards (a row without tokens may have one token written there, and must
 have room for it). ``row_starts``, ``row_ends``, ``row_totals``, ``pad_index`` and ``unpad_index`` say the same thing
 for lowerings that work row by row.
+
+Without ``k`` and ``v`` nothing is appended: the caches are another model's, which has filled them. The last entries of
+a row stand for its new tokens then, so that token ``j`` of ``n`` sees entries ``0 … kv_lens[b] - n + j``, and a window
+counts from there. Where a row has fewer entries than tokens, the output means nothing.
 """

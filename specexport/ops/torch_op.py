@@ -43,8 +43,8 @@ def _attend_row(
 
 def _unpadded_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     kv_lens: Tensor,
@@ -65,14 +65,16 @@ def _unpadded_attention(
     how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "causal": bool(causal)}
     keys, values = k_cache.clone(), v_cache.clone()
     queries = q.view(len(q), kv_num_heads, num_heads // kv_num_heads, -1)
-    new_keys, new_values = k.view(len(k), kv_num_heads, -1), v.view(len(v), kv_num_heads, -1)
     output = q.new_zeros(len(q), num_heads * v_cache.shape[-1])
     bounds = cu_new_tokens.tolist()
-    for row, past in enumerate(kv_lens[:, 0].tolist()):
+    for row, kv_len in enumerate(kv_lens[:, 0].tolist()):
         tokens = slice(bounds[row], bounds[row + 1])
-        end = past + bounds[row + 1] - bounds[row]
-        keys[row, 0, :, past:end] = new_keys[tokens].transpose(0, 1)
-        values[row, 0, :, past:end] = new_values[tokens].transpose(0, 1)
+        count = bounds[row + 1] - bounds[row]
+        past = kv_len if k is not None else max(kv_len - count, 0)
+        end = past + count
+        if k is not None and v is not None:
+            keys[row, 0, :, past:end] = k[tokens].view(count, kv_num_heads, keys.shape[-1]).transpose(0, 1)
+            values[row, 0, :, past:end] = v[tokens].view(count, kv_num_heads, values.shape[-1]).transpose(0, 1)
         seen_keys, seen_values = keys[row, 0, :, :end], values[row, 0, :, :end]
         attended = _attend_row(queries[tokens], seen_keys, seen_values, past, sinks, **how)
         output[tokens] = attended.flatten(1)

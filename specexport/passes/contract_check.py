@@ -47,10 +47,10 @@ class ContractCheckPass(CountingPass):
             model: the graph.
             cast_to_come: precision has not been decided yet: the logits may still have the model's dtype.
         """
-        layers = sum(1 for _ in attention_nodes(model))
+        layers, own = _count_layers(model)
         expected_inputs = list(STEP_INPUTS) + [_numbered(spec, i) for i in range(layers) for spec in CACHE_INPUTS]
         logits = LOGITS._replace(dtype=_logits_dtype(model)) if cast_to_come else LOGITS
-        expected_outputs = [logits] + [_numbered(spec, i) for i in range(layers) for spec in OUTPUTS if spec != LOGITS]
+        expected_outputs = [logits] + [_numbered(spec, i) for i in range(own) for spec in OUTPUTS if spec != LOGITS]
         given = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
         if TOKEN_FEATURES.name in given or NEXT_FEATURES.name in given:  # a draft head has both
             expected_inputs.append(TOKEN_FEATURES)
@@ -63,6 +63,14 @@ class ContractCheckPass(CountingPass):
             *_check_attention(model),
             *_check_weights(model),
         ]
+
+
+def _count_layers(model: ir.Model) -> tuple[int, int]:
+    """Layers that have caches in the graph, and those of them that fill theirs: without keys of its own, none does."""
+    nodes = list(attention_nodes(model))
+    if all(node.inputs[1] is not None for node in nodes):
+        return len(nodes), len(nodes)
+    return len({node.inputs[3] for node in nodes}), 0
 
 
 def _logits_dtype(model: ir.Model) -> str:
@@ -116,6 +124,9 @@ def _onnx(dtype: str) -> str:
 
 def _check_attention(model: ir.Model) -> Iterator[str]:
     for i, node in enumerate(attention_nodes(model)):
+        if node.inputs[1] is None:
+            yield from _check_reading(i, node)
+            continue
         wired = [node.inputs[3], node.inputs[4], node.outputs[1], node.outputs[2]]
         names = [spec.name.format(i=i) for spec in (*CACHE_INPUTS, *(s for s in OUTPUTS if s != LOGITS))]
         for value, name in zip(wired, names, strict=True):
@@ -123,6 +134,16 @@ def _check_attention(model: ir.Model) -> Iterator[str]:
                 yield f"attention {i} uses {None if value is None else value.name} in the place of {name}"
         if node.outputs[0].dtype != node.inputs[3].dtype:  # type: ignore[union-attr]
             yield f"attention {i} computes in {node.outputs[0].dtype} on caches of another dtype"
+
+
+def _check_reading(i: int, node: ir.Node) -> Iterator[str]:
+    """Of attention that appends nothing: keys and values of one layer go in, and no cache comes out."""
+    given = [None if value is None else str(value.name).split(".") for value in node.inputs[3:5]]
+    k, v = (["", ""] if name is None else name for name in given)
+    if [k[0], v[0]] != ["k_cache", "v_cache"] or k[1:] != v[1:] or node.inputs[2] is not None:
+        yield f"attention {i} reads {given}, not the caches of one layer"
+    if any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
+        yield f"attention {i} appends nothing, and its caches are read"
 
 
 def _check_weights(model: ir.Model) -> Iterator[str]:

@@ -10,15 +10,18 @@ from specexport_runtime.bundle.manifest import load_manifest
 PROMPTS = [[5, 9, 200, 17, 8], [3, 77], [250] * 4 + [12, 13, 14, 15, 16], [9, 8, 7]]
 
 
-def check_drafts(bundle: Path, wanted: Callable[[list[int], int, int], list[int]], lookahead: int = 3) -> None:
+def check_drafts(
+    bundle: Path, wanted: Callable[[list[int], int, int], list[int]], lookahead: int = 3, **options: Any
+) -> None:
     """Every greedy draft of ragged batches is the wanted one, and the text is plain decoding's.
 
     Args:
         bundle: with a head.
         wanted: gives the draft behind some tokens, of a length, whose ids are below a limit.
         lookahead: K.
+        options: of the engine.
     """
-    engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False, max_num_seqs=3)
+    engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False, max_num_seqs=3, **options)
     check_drafts_of(engine, wanted, lookahead, load_manifest(bundle).vocabulary.size)
     engine.close()
 

@@ -15,7 +15,7 @@ from tiny_heads import HIDDEN, LAYERS, VOCAB
 from tiny_models import make_llama, save_checkpoint
 
 from specexport.build.check_block import BLOCK_STEPS
-from specexport.build.check_head import CheckedRow, check_head
+from specexport.build.check_head import CheckedRow, HeadReference, check_head
 from specexport.build.pipeline import build_bundle
 from specexport.frontend.taps import tapped
 from specexport.heads import probe as probe_module
@@ -181,7 +181,7 @@ def check_reference(bundle: Path, spec: Any) -> None:
             rows.append(CheckedRow(tokens, fed, count, logits.numpy(), hidden.numpy()))
         steps.append(rows)
     opened = load_bundle(bundle)
-    assert check_head(opened.folder, opened.manifest.models["head"], steps).max_abs_error <= 1e-5
+    assert check_head(opened.folder, opened.manifest.models["head"], HeadReference(steps)).max_abs_error <= 1e-5
 
 
 @pytest.mark.bundle

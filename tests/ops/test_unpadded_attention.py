@@ -36,6 +36,7 @@ class Case:
     sinks: bool = False
     scale: float = 0.3
     causal: int = 1
+    appends: bool = True
 
 
 RAGGED = ((3, 5), (17, 1), (0, 3), (30, 12))
@@ -78,6 +79,17 @@ WHOLE_ROWS = {
     "whole_rows_everything": Case(RAGGED, window=5, softcap=2.0, sinks=True, causal=0),
     "whole_rows_values_smaller": Case(RAGGED, k_dim=24, v_dim=16, causal=0),
 }
+LONG = ((8, 5), (17, 1), (3, 3), (30, 12))
+READING = {
+    "reading_one_token_rows": Case(((8, 1), (17, 1), (1, 1), (48, 1)), appends=False),
+    "reading_ragged": Case(LONG, appends=False),
+    "reading_idle": Case(((5, 0), (7, 1), (0, 0), (9, 1)), appends=False),
+    "reading_window": Case(LONG, window=4, appends=False),
+    "reading_multi_query": Case(LONG, kv_heads=1, appends=False),
+    "reading_large_head_size": Case(((8, 1), (40, 1)), k_dim=512, v_dim=512, window=7, appends=False),
+    "reading_softcap": Case(LONG, softcap=1.5, window=20, appends=False),
+}
+"""Without keys and values: the caches are another model's."""
 
 
 def make_inputs(case: Case, poison: float = np.nan) -> dict[str, np.ndarray]:
@@ -144,7 +156,14 @@ def expect(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     names = ("q", "k", "v", "k_cache", "v_cache", "kv_lens", "cu_new_tokens")
     more = {name: inputs[name] for name in ("positions", "kv_positions")} if padded_kv else {}
-    return unpadded_attention(*(inputs[name] for name in names), inputs.get("sinks"), **attributes(case), **more)
+    given = [inputs[name] if name in given_names(case) else None for name in names]
+    return unpadded_attention(*given, inputs.get("sinks"), **attributes(case), **more)
+
+
+def given_names(case: Case) -> set[str]:
+    """Names of the inputs that are not absent."""
+    absent = {"sinks"} - ({"sinks"} if case.sinks else set()) | (set() if case.appends else {"k", "v"})
+    return {item.name for item in UNPADDED_ATTENTION.inputs} - absent
 
 
 def assert_equal(case: Case, found: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...]) -> None:
@@ -156,15 +175,15 @@ def assert_equal(case: Case, found: tuple[np.ndarray, ...], wanted: tuple[np.nda
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *READING])
 def test_torch_op_equals_reference(name: str) -> None:
     import torch
 
     import specexport.ops.torch_op  # noqa: F401
 
-    case = CASES[name]
-    inputs = make_inputs(case)
-    tensors = [torch.from_numpy(inputs[i.name]) if i.name in inputs else None for i in UNPADDED_ATTENTION.inputs]
+    case = (CASES | READING)[name]
+    inputs, given = make_inputs(case), given_names(case)
+    tensors = [torch.from_numpy(inputs[i.name]) if i.name in given else None for i in UNPADDED_ATTENTION.inputs]
     found = torch.ops.specexport.unpadded_attention(*tensors, *attributes(case).values())
     assert_equal(case, tuple(x.numpy() for x in found), expect(case, inputs))
 
@@ -183,14 +202,20 @@ def one_node_model(case: Case) -> ir.Model:
             shape=ir.Shape([sizes.get(word, word) for word in item.shape]),
         )
 
-    inputs = [value(item) for item in UNPADDED_ATTENTION.inputs if not item.optional or case.sinks]
+    given = given_names(case)
+    read = [value(item) if item.name in given else None for item in UNPADDED_ATTENTION.inputs]
+    inputs = [item for item in read if item is not None]
     outputs = [value(item) for item in UNPADDED_ATTENTION.outputs]
     node = ir.node(
-        UNPADDED_ATTENTION.name, inputs, domain=UNPADDED_ATTENTION.domain, attributes=attributes(case), outputs=outputs
+        UNPADDED_ATTENTION.name, read, domain=UNPADDED_ATTENTION.domain, attributes=attributes(case), outputs=outputs
     )
     positions = ir.Value(name="positions", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["T"]))
     graph = ir.Graph(
-        [*inputs, positions], outputs, nodes=[node], opset_imports={"": 23, "specexport": 1}, name="one_node"
+        [*inputs, positions],
+        outputs if case.appends else outputs[:1],
+        nodes=[node],
+        opset_imports={"": 23, "specexport": 1},
+        name="one_node",
     )
     return ir.Model(graph, ir_version=10)
 
@@ -209,7 +234,7 @@ def run_in_place(
     for value in session.get_inputs():
         array = inputs[value.name]
         io.bind_input(value.name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-    for name in ("k_cache", "v_cache"):
+    for name in ("k_cache", "v_cache") if case.appends else ():
         cache = inputs[name]
         io.bind_output(f"{name}_out", "cpu", 0, cache.dtype, cache.shape, cache.ctypes.data)
     io.bind_output("output", "cpu")
@@ -226,6 +251,23 @@ def test_ort_cpu_lowering_equals_reference_and_writes_in_place(name: str, tmp_pa
     found = run_in_place(case, inputs, tmp_path)
     assert_equal(case, found, wanted)
     assert_tail_untouched(case, found)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", READING)
+def test_attention_over_another_models_caches_equals_reference_and_changes_nothing(name: str, tmp_path: Path) -> None:
+    case = READING[name]
+    inputs = make_inputs(case)
+    before = {cache: inputs[cache].copy() for cache in ("k_cache", "v_cache")}
+    found = run_in_place(case, inputs, tmp_path)
+    np.testing.assert_allclose(found[0], expect(case, inputs)[0], atol=1e-5, rtol=0)
+    for cache, values in before.items():
+        np.testing.assert_array_equal(inputs[cache], values)
+
+
+def test_caches_of_another_model_are_read_by_the_fused_kernel_or_not_at_all() -> None:
+    with pytest.raises(UnsupportedModelError, match="heads of 20 and 20 values"):
+        lower_ort_cpu(one_node_model(Case(LONG, k_dim=20, v_dim=20, appends=False)))
 
 
 def assert_tail_untouched(case: Case, found: tuple[np.ndarray, ...]) -> None:

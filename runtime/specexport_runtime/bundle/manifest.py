@@ -133,6 +133,8 @@ class ModelEntry:
         block_size: of a draft head that fills blocks: most tokens of a block, the newest and those to guess. None for
             all others.
         num_draft_heads: of Medusa and Hydra heads: how many there are, each for a place of a draft; 0 for all others.
+        target_layers: of a draft head that reads caches of the target, and has none: layers of the target that fill
+            them; ``layers`` has their sizes. Empty for all others.
         guessed: of a draft head: share of first guesses that were right when it was built, 0 to 1; None where that was
             not looked at.
         reading: of a draft head: how it was read otherwise than its files say; None where it was not.
@@ -179,6 +181,7 @@ class ModelEntry:
     mask_path: str | None = None
     num_draft_heads: int = 0
     block_size: int | None = None
+    target_layers: tuple[int, ...] = ()
     guessed: float | None = None
     reading: str | None = None
 
@@ -208,6 +211,7 @@ class ModelEntry:
         fields["skipped_layers"] = tuple(fields.get("skipped_layers", ()))
         fields["dropped_layers"] = tuple((int(layer), float(value)) for layer, value in data.get("dropped_layers", ()))
         fields["taps"] = tuple(fields.get("taps", ()))
+        fields["target_layers"] = tuple(fields.get("target_layers", ()))
         fields["one_token_inputs"] = tuple(fields.get("one_token_inputs", ()))
         fields["engines"] = tuple(EngineFile(**engine) for engine in data.get("engines", ()))
         fields["profiles"] = tuple(Profile(*profile) for profile in data.get("profiles", ()))
@@ -369,6 +373,7 @@ _ENTRY_RULES = _rules_of(
     mask_path=optional(inner_path),
     num_draft_heads=whole(0, MAX_LOOKAHEAD),
     block_size=optional(whole(2, 1 << 16)),
+    target_layers=list_of(whole(0, 1 << 20)),
     guessed=optional(number(0, 1)),
     reading=optional(text),
 )
@@ -485,6 +490,7 @@ def _check_agreement(manifest: Manifest) -> None:
                 raise MisfitError(f"an engine of models.{role}", path, "among the files")
         _check_head(manifest, role, entry)
         _check_dropped(role, entry)
+        _check_lent(manifest, role, entry)
 
 
 def _check_head(manifest: Manifest, role: str, entry: ModelEntry) -> None:
@@ -500,6 +506,18 @@ def _check_head(manifest: Manifest, role: str, entry: ModelEntry) -> None:
         raise MisfitError(f"num_head_ids of models.{role}", ids, f"within its vocabulary of {entry.vocab_size}")
     if path not in manifest.files:
         raise MisfitError(f"head_ids_path of models.{role}", path, "among the files")
+
+
+def _check_lent(manifest: Manifest, role: str, entry: ModelEntry) -> None:
+    """Refuse a head that reads other caches than the target has."""
+    if not entry.target_layers:
+        return
+    where, target = f"target_layers of models.{role}", manifest.models.get("target")
+    if role != "head" or target is None:
+        raise MisfitError(where, entry.target_layers, "empty: only a draft head reads caches of a target")
+    there = [target.layers[layer] for layer in entry.target_layers if layer < len(target.layers)]
+    if tuple(there) != entry.layers or target.cache_dtype != entry.cache_dtype:
+        raise MisfitError(where, entry.target_layers, "layers of the target whose caches are of the sizes in `layers`")
 
 
 def _check_dropped(role: str, entry: ModelEntry) -> None:

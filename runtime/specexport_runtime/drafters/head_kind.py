@@ -1,11 +1,12 @@
 """Which drafter drafts with a draft head: the kind of its engine decides."""
 
+from specexport_runtime.drafters.assistant import AssistantDrafter
 from specexport_runtime.drafters.base import NO_HEAD, Drafter, DrafterKind, DrafterParts, Obstacle
 from specexport_runtime.drafters.head import HeadDrafter
 from specexport_runtime.drafters.hydra import HydraDrafter
 from specexport_runtime.drafters.medusa import MedusaDrafter
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import as_featured, as_head
+from specexport_runtime.executors.base import as_featured, as_head, borrows_cache
 from specexport_runtime.packing.batch import ModelRunner
 
 
@@ -17,6 +18,8 @@ def _make(parts: DrafterParts) -> Drafter:
         return HydraDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head)
     if head is not None and head.num_draft_heads:
         return MedusaDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head)
+    if borrows_cache(parts.head.executor):
+        return AssistantDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head)
     return HeadDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head, mask=parts.mask)
 
 

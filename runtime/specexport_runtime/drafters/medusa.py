@@ -13,14 +13,14 @@ from what its head says, whatever the guesses before it are: that is the distrib
 """
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from specexport_runtime.drafters.at_once import AtOnce
 from specexport_runtime.drafters.base import HEAD, DrafterTraits
 from specexport_runtime.drafters.draft_loop import Draft, draft_at_once
+from specexport_runtime.drafters.last_feature import LastFeatures
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array, as_head
@@ -35,13 +35,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MEDUSA_LOOKAHEAD = 4
 """K where nothing else is asked for, if there are so many heads: each guesses less well than the one before."""
-
-
-class _Last(NamedTuple):
-    """Features of a sequence's last tokens: the one that a draft is made of is among them."""
-
-    start: int
-    features: Float32Array
 
 
 class MedusaDrafter(OwnCacheDrafter):
@@ -66,20 +59,15 @@ class MedusaDrafter(OwnCacheDrafter):
         self.traits = DrafterTraits(
             default_lookahead=min(DEFAULT_MEDUSA_LOOKAHEAD, self.num_heads), can_exit=True, max_lookahead=self.num_heads
         )
-        self._last: WeakKeyDictionary[Sequence, _Last] = WeakKeyDictionary()
+        self._last = LastFeatures()
 
     def wants_features(self, sequence: Sequence) -> bool:
         """Whether the heads may be asked for this sequence; see ``FeatureDrafter.wants_features``."""
         return any(stage.drafter == HEAD for stage in sequence.draft_plan)
 
     def note_features(self, sequence: Sequence, start: int, features: Float32Array) -> None:
-        """Keep what the next draft may be made of; see ``FeatureDrafter.note_features``.
-
-        That is the feature of the last token that is known now, or of a draft token behind it.
-        """
-        first = max(start, len(sequence.tokens) - 1)
-        if first < start + len(features):
-            self._last[sequence] = _Last(first, features[first - start :].copy())
+        """Keep what the next draft may be made of; see ``FeatureDrafter.note_features``."""
+        self._last.note(sequence, start, features)
 
     def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
         """Draft up to ``lookaheads[i]`` tokens for each sequence, at most one a head; see ``Drafter.propose``."""
@@ -94,10 +82,7 @@ class MedusaDrafter(OwnCacheDrafter):
 
     def _asked(self, draft: Draft) -> AtOnce:
         """A row for each head that is asked, with the feature of the token before the newest."""
-        last, at = self._last.get(draft.sequence), len(draft.sequence.tokens) - 2
-        if last is None or not last.start <= at < last.start + len(last.features):
-            raise SpecexportError("the target gave no features of this sequence.")
-        features = np.tile(last.features[at - last.start], (draft.limit, 1))
+        features = np.tile(self._last.of(draft.sequence), (draft.limit, 1))
         return AtOnce(RowWork(range(draft.limit), draft.limit, features), 0)
 
     def commit(self, sequences: Seq[Sequence]) -> None:

@@ -1,6 +1,7 @@
 """What the decoding loop needs from an engine. Implementations know nothing of sequences, sampling or drafting."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -176,6 +177,8 @@ class HeadExecutor(Executor, Protocol):
     reads_draft: bool
     """They are Hydra heads: as many tokens as a row ends in, so many its head reads. Of Medusa heads, a token is the
     number of a head."""
+    borrows_cache: bool
+    """It reads caches of the target and has none: a step attends to the target's entries and adds none of its own."""
 
     @property
     def next_features(self) -> Float32Array:
@@ -191,6 +194,28 @@ def as_featured(executor: Executor) -> FeaturedExecutor | None:
 def as_head(executor: Executor) -> HeadExecutor | None:
     """``executor`` if it is of a draft head; None if not."""
     return executor if getattr(executor, "reads_features", False) else None  # type: ignore[return-value]
+
+
+class CacheLender(Protocol):
+    """Whose caches a draft head may read: the target's executor."""
+
+    def lend(self, layers: Seq[int]) -> dict[str, npt.NDArray[Any]]:
+        """Caches of some layers [rows, 1, H, L, D], the memory itself.
+
+        Args:
+            layers: numbers of the layers; the first one's caches are named ``k_cache.0`` and ``v_cache.0``, and so on.
+        """
+        ...
+
+
+def as_lender(executor: Executor | None) -> CacheLender | None:
+    """``executor`` if its caches can be read by another engine; None if not."""
+    return executor if hasattr(executor, "lend") else None  # type: ignore[return-value]
+
+
+def borrows_cache(executor: Executor) -> bool:
+    """Whether ``executor`` is of a draft head that reads the target's caches; see ``HeadExecutor.borrows_cache``."""
+    return bool(getattr(executor, "borrows_cache", False))
 
 
 def as_gated(executor: Executor) -> GatedExecutor | None:
@@ -216,6 +241,7 @@ class EngineRequest:
         cuda_graphs: on a GPU: record decode and verify steps and replay them; None leaves it to the backend.
         hash_of: gives the hash of a graph and its weights, by which their packed form is kept in the user's cache; None
             keeps none.
+        lender: of a draft head that has no cache: whose it reads; None lets it read zeros.
     """
 
     folder: Path
@@ -230,6 +256,7 @@ class EngineRequest:
     unpad_kv: bool = True
     cuda_graphs: bool | None = None
     hash_of: Callable[[str], str] | None = None
+    lender: CacheLender | None = None
 
 
 class EngineBackend(NamedTuple):

@@ -14,6 +14,7 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import BoolArray, Float32Array, StepBuffers, StepOutput, Want, argmax_ids
 
 _POISON = -2
+_DRAFTED = -10  # token t of a draft is handed on as -10 - t
 _BLOCK = -3  # an entry of a block, which must not outlive its step
 
 
@@ -45,6 +46,9 @@ class FakeExecutor:
             ends in, and of nothing else.
         fills_blocks: it is a head that fills blocks: entries have a feature, or are of a block, and each place's logits
             are a function of the whole context, of the block's first token, and of what the places before it guess.
+        lender: with ``reads_features``, the executor of a head without a cache, which reads this one's: a step has one
+            token a row, and its logits are a function of the lender's entries, of what was drafted behind them, which
+            is what it hands on, and of the token.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class FakeExecutor:
         num_draft_heads: int = 0,
         reads_draft: bool = False,
         fills_blocks: bool = False,
+        lender: "FakeExecutor | None" = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.num_rows = num_rows
@@ -89,6 +94,7 @@ class FakeExecutor:
         self._similarity: Float32Array = np.zeros((num_gates // 2, 0), np.float32)
         self.gives_features, self.reads_features = gives_features, reads_features
         self._fills_blocks = fills_blocks
+        self._lender, self.borrows_cache = lender, lender is not None
         self.feature_size = context if gives_features or reads_features else 0
         self.num_draft_heads, self.reads_draft = num_draft_heads, reads_draft
         self._wants_features = False
@@ -199,6 +205,8 @@ class FakeExecutor:
         _require(bool(((tile >= 0) & (tile < shape.num_tokens)).all()), "pad_index names tokens of the step")
         slots = (offset * shape.max_new_tokens + np.arange(count)).tolist()
         _require(buffers.unpad_index[begin:end].tolist() == slots, "unpad_index is the inverse of pad_index")
+        if self._lender is not None:
+            return self._run_borrowed(self._lender, shape.first_row + offset, buffers, (begin, end, kv_len), handed)
         tokens = buffers.input_ids[start:stop]
         least = CONTEXT_ID if self._fills_blocks or self.reads_draft else 0
         _require(bool(((tokens >= least) & (tokens < self.vocab_size)).all()), "input_ids lie in the vocabulary")
@@ -239,6 +247,30 @@ class FakeExecutor:
             for j, row in enumerate(rows):
                 self._note(self.features, begin + j, cache[row])
         return {begin + j: self.logits_after(cache[row], self._mask) for j, row in enumerate(rows)}
+
+    def _run_borrowed(
+        self,
+        lender: "FakeExecutor",
+        row: int,
+        buffers: StepBuffers,
+        spans: tuple[int, int, int],
+        handed: Float32Array,
+    ) -> dict[int, Float32Array]:
+        """Logits of a row's one token behind the lender's entries; nothing of an idle row, and nothing is written."""
+        begin, end, kv_len = spans
+        if begin == end or buffers.token_features is None:
+            return {}
+        known = lender._cache[row, :kv_len]
+        _require(end == begin + 1, "a row has one token")
+        _require(not (known == _POISON).any(), f"row {row}: kv_len {kv_len} covers entries never written")
+        _require(int(buffers.positions[begin]) == kv_len, "the token stands behind the lender's entries")
+        feature, true = buffers.token_features[begin], np.zeros((1, self.feature_size), np.float32)
+        self._note(true, 0, known)
+        drafted = [int(_DRAFTED - value) for value in feature if value <= _DRAFTED]
+        _require(bool(drafted) or feature.tolist() == true[0].tolist(), "a draft begins with the last entry's feature")
+        drafted.append(int(buffers.input_ids[begin]))
+        self._note(handed, begin, [_DRAFTED - token for token in drafted])
+        return {begin: self.logits_after([*known.tolist(), *drafted])}
 
     def _guess(
         self, features: Float32Array, numbers: npt.NDArray[np.int64], begin: int, count: int

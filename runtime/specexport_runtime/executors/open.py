@@ -11,7 +11,7 @@ from specexport_runtime.bundle.manifest import SMALL_DRAFT_PARAMETERS
 from specexport_runtime.bundle.opened import Bundle
 from specexport_runtime.bundle.tokenizer_load import start_loading
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError
-from specexport_runtime.executors.base import EngineBackend, EngineRequest, Executor
+from specexport_runtime.executors.base import EngineBackend, EngineRequest, Executor, as_lender
 from specexport_runtime.machine import most_threads
 
 PLACES = {
@@ -68,6 +68,7 @@ def open_executor(
     cuda_graphs: bool | None = None,
     prepacked: bool = True,
     share_threads: bool = False,
+    target: Executor | None = None,
 ) -> Executor:
     """Load the engine of one model of a bundle.
 
@@ -80,6 +81,7 @@ def open_executor(
         cuda_graphs: on a GPU: record decode and verify steps and replay them; None does so with TensorRT only.
         prepacked: on a CPU: keep packed weights in the user's cache, where all processes map them.
         share_threads: on a CPU: let all engines of this process take one pool of threads, if the draft is large.
+        target: the target's executor, opened with the same ``bundle``: a draft head may read its caches.
 
     Raises:
         IncompatibleError: the engine's backend is unknown to this runtime, has no padded-KV graph, or does not fit
@@ -120,6 +122,7 @@ def open_executor(
             unpad_kv=unpad_kv,
             cuda_graphs=cuda_graphs,
             hash_of=bundle.hash_of if prepacked else None,
+            lender=as_lender(target),
         )
     )
     start_loading(bundle.tokenizer)

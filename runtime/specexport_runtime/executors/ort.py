@@ -6,6 +6,7 @@ Imports onnxruntime when an executor is made, not before.
 import math
 import time
 from collections import OrderedDict
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.abi import (
+    CACHE_INPUTS,
     K_CACHE_OUT,
     KV_POSITIONS,
     LOGITS,
@@ -25,6 +27,7 @@ from specexport_runtime.abi import (
 from specexport_runtime.bundle.manifest import HYDRA, SMALL_DRAFT_PARAMETERS, ModelEntry
 from specexport_runtime.errors import IncompatibleError, SpecexportError
 from specexport_runtime.executors.base import (
+    CacheLender,
     EngineBackend,
     EngineRequest,
     Float32Array,
@@ -79,6 +82,7 @@ class OrtExecutor(GatedByInputs, WithFeatures):
         engine_hash: hash of the graph and its weights: keeps their packed form in the user's cache. None does not.
         one_token_hash: the same of the graph for steps of one token a row.
         lookahead: K of the steps it will verify: packed weights that are kept are proved at K+1 tokens too.
+        lender: whose caches a head reads that has none; None lets it read zeros.
 
     Raises:
         MissingDependencyError: onnxruntime is not installed.
@@ -99,6 +103,7 @@ class OrtExecutor(GatedByInputs, WithFeatures):
         engine_hash: str | None = None,
         one_token_hash: str | None = None,
         lookahead: int = 0,
+        lender: CacheLender | None = None,
     ) -> None:
         self.vocab_size = entry.head_size
         self.num_rows = num_rows
@@ -117,7 +122,14 @@ class OrtExecutor(GatedByInputs, WithFeatures):
         self._features: OrtFeatures = OrtFeatures(self._graph.session, entry.feature_size if unpad_kv else 0, path)
         self.num_draft_heads, self.reads_draft = entry.num_draft_heads, entry.head_kind == HYDRA
         self._cache_dtype = np.dtype(entry.cache_dtype)
-        self._caches = self._make_caches(entry)
+        self.borrows_cache = bool(entry.target_layers)
+        self._caches: dict[str, npt.NDArray[Any]] = {}
+        self._lent: dict[str, npt.NDArray[Any]] = {}
+        if not self.borrows_cache:
+            self._caches = self._make_caches(entry)
+        else:
+            self._lent = self._make_caches(entry) if lender is None else lender.lend(entry.target_layers)
+            self._check_lent(path, entry)
         self._row_values: dict[tuple[int, int, bool], list[tuple[str, str, Any]]] = {}
         self._bindings: OrderedDict[tuple[StepShape, bool, bool], _Binding] = OrderedDict()
         self._logits: Float32Array = np.empty((0, self.vocab_size), np.float32)
@@ -135,6 +147,16 @@ class OrtExecutor(GatedByInputs, WithFeatures):
                 f"{size / 1e9:.1f} GB.",
                 "give a smaller --max-num-seqs or --max-model-len.",
             ) from None
+
+    def lend(self, layers: Seq[int]) -> dict[str, npt.NDArray[Any]]:
+        """See ``CacheLender.lend``."""
+        names = [(spec.name, i, layer) for i, layer in enumerate(layers) for spec in CACHE_INPUTS]
+        return {name.format(i=i): self._caches[name.format(i=layer)] for name, i, layer in names}
+
+    def _check_lent(self, path: Path, entry: ModelEntry) -> None:
+        shapes = cache_shapes(entry.layers, self.num_rows, self.kv_capacity)
+        if any(cache.shape != shapes[name] or cache.dtype != self._cache_dtype for name, cache in self._lent.items()):
+            raise IncompatibleError(f"{path}: the target's caches are not those that it reads.", "build it again.")
 
     @property
     def kv_bytes(self) -> int:
@@ -170,7 +192,8 @@ class OrtExecutor(GatedByInputs, WithFeatures):
             raise SpecexportError("step_inputs() was called before prepare().")
         arrays = {name: array.copy() for name, array in binding.buffers._asdict().items() if array is not None}
         first, count = binding.shape.first_row, binding.shape.num_seqs
-        return arrays | {name: cache[first : first + count].copy() for name, cache in self._caches.items()}
+        caches = self._caches | self._lent
+        return arrays | {name: cache[first : first + count].copy() for name, cache in caches.items()}
 
     def cache_entries(self, row: int, start: int, stop: int) -> dict[str, npt.NDArray[Any]]:
         """Copies of the entries ``[start, stop)`` of a row, [H, entries, D] for each cache by the name of its input."""
@@ -203,7 +226,7 @@ class OrtExecutor(GatedByInputs, WithFeatures):
         """Release the sessions and the arena."""
         self._bindings.clear()
         self._row_values.clear()
-        self._caches.clear()
+        self._caches, self._lent = {}, {}
         self._current = None
         self._graph, self._one_token = OrtGraph(None, frozenset()), None
 
@@ -229,7 +252,8 @@ class OrtExecutor(GatedByInputs, WithFeatures):
                 io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         for name, out_name, rows in self._bound_rows(shape.first_row, shape.num_seqs, graph.one_token):
             io.bind_ortvalue_input(name, rows)
-            io.bind_ortvalue_output(out_name, rows)
+            if name not in self._lent:
+                io.bind_ortvalue_output(out_name, rows)
         logits = self._logits[: shape.num_logit_rows]
         io.bind_output(LOGITS.name, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         features = self._features.bind(io, shape, featured)
@@ -251,7 +275,7 @@ class OrtExecutor(GatedByInputs, WithFeatures):
         kept = self._row_values.get((first_row, num_seqs, one_token))
         if kept is None:
             kept = []
-            for name, cache in self._caches.items():
+            for name, cache in (self._caches | self._lent).items():
                 rows = cache[first_row : first_row + num_seqs]
                 rows = rows[:, 0] if one_token else rows
                 out = K_CACHE_OUT if name.startswith("k_") else V_CACHE_OUT
@@ -296,6 +320,7 @@ def open_ort_executor(request: EngineRequest) -> OrtExecutor:
         engine_hash=None if hash_of is None else hash_of(path),
         one_token_hash=None if hash_of is None or entry.one_token_path is None else hash_of(entry.one_token_path),
         lookahead=request.lookahead,
+        lender=request.lender,
     )
 
 

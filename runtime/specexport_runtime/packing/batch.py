@@ -99,6 +99,7 @@ class ModelRunner:
         max_chunk: most tokens of one prefill step; at most what the executor takes.
         unpad_kv: each row has its own write position; False advances all rows of a step together, with padding.
         unpad_input: new tokens are concatenated; False pads every row of a step to the longest.
+        kv: the bookkeeping of its rows, where it has none of its own.
 
     Attributes:
         logit_starts: after a step, where each row's logits begin.
@@ -107,11 +108,17 @@ class ModelRunner:
     """
 
     def __init__(
-        self, executor: Executor, *, max_chunk: int = 512, unpad_kv: bool = True, unpad_input: bool = True
+        self,
+        executor: Executor,
+        *,
+        max_chunk: int = 512,
+        unpad_kv: bool = True,
+        unpad_input: bool = True,
+        kv: KvArena | None = None,
     ) -> None:
         self.executor = executor
         arena = KvArena if unpad_kv else PaddedKvArena
-        self.kv: KvArena = arena(executor.num_rows, executor.kv_capacity)
+        self.kv: KvArena = arena(executor.num_rows, executor.kv_capacity) if kv is None else kv
         self.max_chunk = min(max_chunk, executor.max_num_tokens or max_chunk)
         self.unpad_input = unpad_input
         self.logit_starts: list[int] = []

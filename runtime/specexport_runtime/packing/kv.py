@@ -81,3 +81,35 @@ class KvArena:
         for row, (kv_len, written) in enumerate(zip(self._kv_lens, self._written, strict=True)):
             if not 0 <= kv_len <= written <= self.capacity:
                 raise SpecexportError(f"KV row {row}: kv_len {kv_len}, written {written}, capacity {self.capacity}.")
+
+
+class BorrowedKv(KvArena):
+    """The lengths of another model's rows, as an engine sees them that reads its cache and writes nothing.
+
+    Args:
+        lender: whose rows they are.
+    """
+
+    def __init__(self, lender: KvArena) -> None:
+        super().__init__(lender.num_rows, lender.capacity)
+        self._lender = lender
+
+    def kv_len(self, row: int) -> int:
+        """Committed entries of ``row``: the lender's."""
+        return self._lender.kv_len(row)
+
+    def entries(self, row: int) -> int:
+        """The same: there is no padding among them."""
+        return self._lender.kv_len(row)
+
+    def write(self, first_row: int, counts: Seq[int]) -> None:
+        """Nothing: a step writes no entries."""
+
+    def commit(self, row: int, kv_len: int) -> None:
+        """Nothing: only the lender's rows grow."""
+
+    def move(self, source: int, destination: int) -> None:
+        """Nothing: the lender moves its rows."""
+
+    def release(self, row: int) -> None:
+        """Nothing: the lender forgets its rows."""

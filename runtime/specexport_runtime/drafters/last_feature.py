@@ -1,0 +1,53 @@
+"""The one feature that some drafters read: that of the token before the newest."""
+
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.sequences.sequence import Sequence
+
+
+class _Last(NamedTuple):
+    """Features of a sequence's last tokens: the one that a draft is made of is among them."""
+
+    start: int
+    features: Float32Array
+
+
+class LastFeatures:
+    """Keeps, of each sequence, the features that its next draft may be made of.
+
+    By sequence, not by row: nothing to do when rows move, and a dropped sequence takes its features along. Nor is there
+    anything to do when drafts are rejected: which feature counts is told by how many tokens the sequence has.
+    """
+
+    def __init__(self) -> None:
+        self._last: WeakKeyDictionary[Sequence, _Last] = WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def note(self, sequence: Sequence, start: int, features: Float32Array) -> None:
+        """Keep the feature of the last token that is known now, or of a draft token behind it.
+
+        Args:
+            sequence: whose they are.
+            start: position of the first.
+            features: of the tokens that the target has just read [t, E]; copied.
+        """
+        first = max(start, len(sequence.tokens) - 1)
+        if first < start + len(features):
+            self._last[sequence] = _Last(first, features[first - start :].copy())
+
+    def of(self, sequence: Sequence) -> Float32Array:
+        """The feature [E] of the token before the newest.
+
+        Raises:
+            SpecexportError: the target gave none.
+        """
+        last, at = self._last.get(sequence), len(sequence.tokens) - 2
+        if last is None or not last.start <= at < last.start + len(last.features):
+            raise SpecexportError("the target gave no features of this sequence.")
+        feature: Float32Array = last.features[at - last.start]
+        return feature
