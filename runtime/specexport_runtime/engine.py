@@ -21,7 +21,7 @@ from specexport_runtime.engine_load import (
 )
 from specexport_runtime.engine_options import EngineOptions, make_options
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.executors.base import Executor
+from specexport_runtime.executors.base import Executor, as_copying
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.builder import RequestBuilder
 from specexport_runtime.requests.checks import check_match_length, one_each
@@ -74,6 +74,8 @@ class SpecEngine:
         unpad_kv: each sequence writes its KV at its own position; False advances a batch together (the padded method
             of EMS-SD) and needs executors of padded-KV graphs.
         unpad_input: new tokens are concatenated; False pads every sequence of a step to the longest.
+        max_num_seqs: sequences that run at a time; None takes all rows of the target, which are otherwise more.
+        enable_prefix_caching: let requests go on from what cache rows have of their prompts, where rows can be copied.
         max_num_batched_tokens: most tokens of one step, draft tokens and prompt chunks together; less where the
             target's engine takes less.
         draft_defaults: how to draft for requests that do not say.
@@ -104,6 +106,8 @@ class SpecEngine:
         special_tokens: Mapping[str, str] | None = None,
         unpad_kv: bool = True,
         unpad_input: bool = True,
+        max_num_seqs: int | None = None,
+        enable_prefix_caching: bool = True,
         max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS,
         draft_defaults: DraftDefaults = DraftDefaults(),  # noqa: B008 immutable
         cost_curves: "CostCurves | None" = None,
@@ -171,6 +175,8 @@ class SpecEngine:
             lookahead=lookahead,
             max_num_batched_tokens=max_num_batched_tokens,
             learned=learned_costs,
+            max_num_seqs=max_num_seqs,
+            reuses_prefixes=enable_prefix_caching and _can_reuse([runner, *self._drafting.values()]),
         )
         self._builder = builder
         self._loop = DecodeLoop(decoder)
@@ -275,6 +281,8 @@ class SpecEngine:
             special_tokens=manifest.vocabulary.special_tokens,
             unpad_kv=options.unpad_kv,
             unpad_input=options.unpad_input,
+            max_num_seqs=parts.bundle.max_num_seqs,
+            enable_prefix_caching=options.enable_prefix_caching,
             max_num_batched_tokens=(
                 manifest.max_num_tokens or DEFAULT_BATCHED_TOKENS
                 if options.max_num_batched_tokens is None
@@ -467,6 +475,11 @@ class SpecEngine:
             self.target.close()
             for runner in self._drafting.values():
                 runner.executor.close()
+
+
+def _can_reuse(runners: Seq[ModelRunner]) -> bool:
+    """Whether every engine keeps its rows as prefix reuse needs them: where it says, and without padding."""
+    return all(runner.unpad_kv and as_copying(runner.executor) is not None for runner in runners)
 
 
 def _results_in_order(handles: Seq[RequestHandle]) -> Iterator[GenerationResult]:

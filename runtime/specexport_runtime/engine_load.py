@@ -71,7 +71,18 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
         InvalidRequestError: a limit is out of range, or a default that this bundle cannot honour.
         MissingDependencyError: the runtime of the bundle's backend is not installed.
     """
-    bundle = load_bundle(path, max_model_len=options.max_model_len, max_num_seqs=options.max_num_seqs)
+    bundle = load_bundle(
+        path,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        prefix_rows=options.prefix_rows,
+    )
+    backend = backend_of(bundle.manifest.models["target"].backend)
+    if options.prefix_rows and (backend is None or not backend.copies_rows or not options.enable_prefix_caching):
+        raise InvalidRequestError(
+            f"prefix_rows is {options.prefix_rows}, and this engine keeps no prefixes.",
+            f"leave it out; prefixes need backend {backends_with('copies_rows')} and enable_prefix_caching.",
+        )
     defaults = _draft_defaults(bundle, options)
     drafting = [bundle.manifest.models[role] for role in ("draft", "head") if role in bundle.manifest.models]
     lm_head = load_cut_head(bundle.folder, drafting[0]) if drafting else None
@@ -242,6 +253,8 @@ def make_decoder(
     lookahead: int,
     max_num_batched_tokens: int,
     learned: LearnedCosts | None = None,
+    max_num_seqs: int | None = None,
+    reuses_prefixes: bool = False,
 ) -> Decoder:
     """The decoder of an engine.
 
@@ -254,6 +267,8 @@ def make_decoder(
         lookahead: largest K.
         max_num_batched_tokens: most tokens of one step.
         learned: mends the curves by what rounds take; None takes them as they are.
+        max_num_seqs: sequences that run at a time; None takes all rows of the target.
+        reuses_prefixes: let sequences go on from what cache rows have of their prompts.
     """
     lengths: DraftLength | None = None
     if curves is not None:
@@ -263,6 +278,8 @@ def make_decoder(
     return Decoder(
         target,
         ChainDrafter(drafters, lengths),
+        max_num_seqs=max_num_seqs,
+        reuses_prefixes=reuses_prefixes,
         max_num_batched_tokens=max_num_batched_tokens,
         lengths=lengths,
         tracer=RoundTracer(curves, learned),

@@ -10,9 +10,10 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+from specexport_runtime.decoding.prefixes import Prefixes
 from specexport_runtime.decoding.scheduler import Scheduler
 from specexport_runtime.decoding.told_step import told_step
-from specexport_runtime.drafters.base import Drafter, prefill_seconds_of
+from specexport_runtime.drafters.base import Drafter, as_prefix_drafter, prefill_seconds_of
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, argmax_ids
 from specexport_runtime.executors.exact_width import least_first_chunk, room_within
@@ -39,6 +40,7 @@ class Decoder:
         max_num_batched_tokens: most tokens of one step, see ``Scheduler``; at most what the target's engine takes.
         lengths: chooses how far adaptive sequences draft; the drafter's own, if it has one.
         tracer: writes down the rounds of sequences that keep a trace.
+        reuses_prefixes: let sequences go on from what cache rows have of their prompts.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Decoder:
         max_num_batched_tokens: int = 512,
         lengths: DraftLength | None = None,
         tracer: RoundTracer | None = None,
+        reuses_prefixes: bool = False,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -62,6 +65,8 @@ class Decoder:
             max_num_batched_tokens=min(max_num_batched_tokens, limit or max_num_batched_tokens),
             min_first_chunk=least_first_chunk(target.executor.sum_borders),
         )
+        keeping = as_prefix_drafter(drafter)
+        self.prefixes = Prefixes(target, keeping) if reuses_prefixes and keeping is not None else None
         self.times = PhaseTimes()
         self.padding = PaddingStats()
         # Padding a whole batch to the width of a prompt chunk helps nobody: the padded method prefills apart.
@@ -131,7 +136,7 @@ class Decoder:
         if len(ready) == len(self.scheduler.rows) and not self.scheduler.can_admit:
             return ready, {}  # most rounds: everybody decodes, and nobody can come
         busy = sum(1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in ready)
-        self.scheduler.place(busy, self._pending, self._move_row)
+        self.scheduler.place(busy, self._pending, self._move_row, self._begin)
         ready = [seq for seq in self.running if seq.num_generated]
         limit = self.target.executor.max_num_tokens
         # An engine of fixed sizes takes a whole verify step, but maybe not the smallest prompt chunk beside it.
@@ -162,6 +167,8 @@ class Decoder:
             seq.end("error", error)
             self._retire(seq)
         self.target.reset()
+        if self.prefixes is not None:
+            self.prefixes.clear()
         return failed
 
     def check(self) -> None:
@@ -172,6 +179,8 @@ class Decoder:
         """
         self.target.kv.check()
         self.scheduler.check([self.target.kv.kv_len(row) for row in range(self.target.kv.num_rows)])
+        if self.prefixes is not None:
+            self.prefixes.check(self.running)
 
     @property
     def load(self) -> EngineLoad:
@@ -183,14 +192,23 @@ class Decoder:
             max_num_seqs=rows,
             kv_entries=kv.num_committed,
             kv_capacity=rows * kv.capacity,
+            num_prefixes=0 if self.prefixes is None else self.prefixes.num_kept,
+            prefix_entries=0 if self.prefixes is None else self.prefixes.num_entries,
         )
 
     def _pending(self, seq: Sequence) -> int:
         """Tokens of a sequence that the target has not seen."""
         return len(seq.tokens) - (self.target.kv.kv_len(seq.row) if seq.row != NO_ROW else 0)
 
+    def _begin(self, seq: Sequence) -> None:
+        """A sequence was admitted."""
+        if self.prefixes is not None:
+            self.prefixes.begin(seq, self.running)
+
     def _move_row(self, source: int, destination: int) -> None:
         """Move a sequence's caches, of the target and of the drafter, to another row."""
+        if self.prefixes is not None:
+            self.prefixes.vacate(destination, self.running)
         self.target.move_row(source, destination)
         self.drafter.move_row(source, destination)
 
@@ -309,7 +327,7 @@ class Decoder:
         return RoundEvent(seq, tokens[:taken], drafted, accepted, is_bonus, proposal, gamma)
 
     def _retire(self, seq: Sequence) -> None:
-        if seq.row != NO_ROW:
+        if seq.row != NO_ROW and not (self.prefixes is not None and self.prefixes.keep(seq)):
             self.target.release_row(seq.row)
             self.drafter.release_row(seq.row)
         self.scheduler.retire(seq)

@@ -302,6 +302,10 @@ class FakeExecutor:
         self._cache[destination, :kv_len] = self._cache[source, :kv_len]
         self._writers[destination] = self._writers[source]
 
+    def copy_row(self, source: int, destination: int, kv_len: int) -> None:
+        """As :meth:`move_row`, which leaves the source as it is."""
+        self.move_row(source, destination, kv_len)
+
     def clear_row(self, row: int) -> None:
         """Poison the row."""
         self._cache[row] = _POISON

@@ -204,6 +204,10 @@ class OrtExecutor(GatedByInputs):
         for cache in self._caches.values():
             cache[destination, :, :, :kv_len] = cache[source, :, :, :kv_len]
 
+    def copy_row(self, source: int, destination: int, kv_len: int) -> None:
+        """As :meth:`move_row`, which leaves the source as it is."""
+        self.move_row(source, destination, kv_len)
+
     def clear_row(self, row: int) -> None:
         """Nothing: attention reads no entry beyond a row's length."""
 
@@ -317,4 +321,6 @@ def open_ort_executor(request: EngineRequest) -> OrtExecutor:
     )
 
 
-BACKEND = EngineBackend(open_ort_executor, has_padded_kv=True, has_gates=True, modules=("onnxruntime",))
+BACKEND = EngineBackend(
+    open_ort_executor, has_padded_kv=True, has_gates=True, copies_rows=True, modules=("onnxruntime",)
+)

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from specexport_runtime.abi import StepShape
-from specexport_runtime.executors.base import Executor, Float32Array, StepBuffers, StepOutput, Want
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.base import Executor, Float32Array, StepBuffers, StepOutput, Want, as_copying
 from specexport_runtime.packing.kv import KvArena
 from specexport_runtime.packing.padded_kv import PaddedKvArena
 
@@ -220,6 +221,22 @@ class ModelRunner:
         """Move a sequence's cache to another row."""
         self.executor.move_row(source, destination, self.kv.entries(source))
         self.kv.move(source, destination)
+
+    def copy_row(self, source: int, destination: int, count: int) -> None:
+        """Copy the first ``count`` entries of a row's memory to another row; no length changes.
+
+        Raises:
+            SpecexportError: the executor cannot copy rows, see ``as_copying``.
+        """
+        executor = as_copying(self.executor)
+        if executor is None:
+            raise SpecexportError("rows of this engine cannot be copied.")
+        if count and source != destination:
+            executor.copy_row(source, destination, count)
+
+    def forget_row(self, row: int) -> None:
+        """Nobody runs in ``row`` any more; its memory stays as it is."""
+        self.kv.release(row)
 
     def release_row(self, row: int) -> None:
         """Forget the sequence in ``row``."""

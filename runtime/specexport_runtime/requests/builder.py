@@ -136,7 +136,7 @@ class RequestBuilder:
             draft_exit=None if exit_params is None else DraftExit(exit_params),
             layer_rules=rules,
             trace=options.trace,
-            scope=_scope(options) if any(each.remembers for each in traits) else None,
+            scope=_scope(options),
         )
 
     def _exit_params(self, options: RequestOptions, plan: DraftPlan) -> DraftExitParams | None:
