@@ -24,6 +24,8 @@ LIMITS = (
     "match_length",
     "cuda_graphs",
     "tune_profile",
+    "enable_prefix_caching",
+    "prefix_rows",
     "prepacked",
     "suffix_memory_mb",
     "corpus",
@@ -124,6 +126,19 @@ def batch_options(command: Any) -> Any:
             "--cuda-graphs/--no-cuda-graphs",
             default=None,
             help="GPU engines: replay recorded steps.  [default: on for TensorRT]",
+        ),
+        click.option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            default=True,
+            show_default=True,
+            help="Go on from what cache rows have of a prompt.",
+        ),
+        click.option(
+            "--prefix-rows",
+            type=int,
+            default=0,
+            show_default=True,
+            help="Cache rows that keep prefixes beside those of the sequences that are decoded.",
         ),
         click.option(
             "--prepacked/--no-prepacked",

@@ -117,7 +117,7 @@ class Prefixes:
         if seq.scope is None:
             self._vacate(seq.row, running)
             return
-        found = self._longest(seq, running)
+        found, seq.stats.cached_tokens = self._longest(seq, running), 0
         self.counts = self.counts._replace(queries=self.counts.queries + seq.num_prompt_tokens)
         if found is None:
             self._vacate(seq.row, running)

@@ -31,8 +31,8 @@ class SequenceStats:
     accepted: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens that were not read again: a cache row had them."""
+    cached_tokens: int | None = None
+    """Prompt tokens that were not read again, for a cache row had them; None if nobody looked."""
     accepted_histogram: dict[int, int] = field(default_factory=dict)
     """Speculative rounds by number of accepted draft tokens."""
     accepted_lengths: list[int] = field(default_factory=list)

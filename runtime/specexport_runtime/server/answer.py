@@ -131,7 +131,12 @@ class Answer(Response):
         return [result for result in self._results if result is not None]
 
     def _usage(self) -> dict[str, Any]:
-        return usage_of(self._plan.num_prompt_tokens, [result.stats for result in self._finished()])
+        cached = [None if result is None else result.stats.cached_tokens or 0 for result in self._results]
+        n = self._plan.num_choices
+        # Of a prompt's choices, the one that had to read the most: the others went on from what it read.
+        each = [[count for count in cached[i : i + n] if count is not None] for i in range(0, len(cached), n)]
+        stats = [result.stats for result in self._finished()]
+        return usage_of(self._plan.num_prompt_tokens, stats, sum(min(counts, default=0) for counts in each))
 
 
 async def merge(requests: list[AsyncRequest]) -> AsyncGenerator[list[News]]:

@@ -156,8 +156,14 @@ class ChatFormat(AnswerFormat):
         return {"content": content, "refusal": None}
 
 
-def usage_of(num_prompt_tokens: int, stats: Seq[SequenceStats]) -> dict[str, Any]:
-    """Tokens and draft tokens of all choices together."""
+def usage_of(num_prompt_tokens: int, stats: Seq[SequenceStats], cached_tokens: int = 0) -> dict[str, Any]:
+    """Tokens and draft tokens of all choices together.
+
+    Args:
+        num_prompt_tokens: of all prompts.
+        stats: of all choices.
+        cached_tokens: of the prompts, those that were not read again.
+    """
     generated = sum(item.num_generated_tokens for item in stats)
     drafters = sum_by_drafter(item.drafters for item in stats)
     drafts = sum_counts(drafters.values())
@@ -165,6 +171,7 @@ def usage_of(num_prompt_tokens: int, stats: Seq[SequenceStats]) -> dict[str, Any
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": generated,
         "total_tokens": num_prompt_tokens + generated,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "speculative": {
             "rounds": sum(item.rounds for item in stats),
             "drafted": drafts.drafted,

@@ -44,6 +44,7 @@ class Plan(NamedTuple):
         specs: one request a choice; those of the first prompt come first.
         echoes: text before each choice's own.
         num_prompt_tokens: of all prompts, each counted once.
+        num_choices: of each prompt.
         stream: answer with events.
         include_usage: end the events with the usage.
         origins: say where each token came from.
@@ -53,6 +54,7 @@ class Plan(NamedTuple):
     specs: list[RequestSpec]
     echoes: list[str]
     num_prompt_tokens: int
+    num_choices: int
     stream: bool
     include_usage: bool
     origins: bool
@@ -140,6 +142,7 @@ async def _plan(
         specs,
         [echo for echo in echoes for _ in range(n)],
         sum(map(len, prompts)),
+        n,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         origins=bool(body.speculative and body.speculative.token_origins),
