@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from specexport_runtime.decoding.handle import Callback, RequestHandle, RequestListener
 from specexport_runtime.decoding.loop import DecodeLoop
+from specexport_runtime.decoding.prefixes import LEAST_REUSED
 from specexport_runtime.drafters.base import DrafterFactory, DrafterParts, DraftOffer, Obstacle
 from specexport_runtime.drafters.head import head_obstacle
 from specexport_runtime.engine_load import (
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from specexport_runtime.drafters.suffix_open import KeptSuffixes
 
 DEFAULT_BATCHED_TOKENS = 512
+PIN_TOKENS = 4
+"""Tokens that are generated behind a prefix that is to be kept."""
 _log = logging.getLogger(__name__)
 
 
@@ -421,6 +424,52 @@ class SpecEngine:
         """
         self.check_may_wait("SpecEngine.stream()")
         return iter(self.submit(prompt, params, reference=reference, **drafting))
+
+    def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
+        """Read a prompt, and keep it in a row of its own: every request that begins with it goes on from there.
+
+        It takes one of the ``prefix_rows`` for as long as the engine lives, or until :meth:`unpin_prefix`.
+
+        Args:
+            prompt: a text or token ids; the system prompt of a service, say.
+            cache_salt: requests with this salt see it.
+
+        Returns:
+            its tokens.
+
+        Raises:
+            InvalidRequestError: no row is left for it, or it is too short or too long to be kept.
+            EndlessWaitError: as :meth:`generate`.
+        """
+        prefixes, ids = self._loop.decoder.prefixes, self._builder.encode(prompt)
+        spare = self.target.num_rows - self._loop.decoder.scheduler.num_rows
+        if prefixes is None or prefixes.num_pinned >= spare:
+            raise InvalidRequestError(
+                f"no row is left for a prefix: {spare} keep prefixes.", "load the engine with more prefix_rows."
+            )
+        if not LEAST_REUSED <= len(ids) <= self.max_model_len - PIN_TOKENS:
+            raise InvalidRequestError(
+                f"a prefix of {len(ids)} tokens cannot be kept.",
+                f"give {LEAST_REUSED} to {self.max_model_len - PIN_TOKENS} tokens.",
+            )
+        self._loop.check_may_wait("SpecEngine.pin_prefix()")
+        # A few tokens behind it, so that drafters read it too.
+        params = SamplingParams(max_tokens=PIN_TOKENS, ignore_eos=True)
+        seq = self._builder.build(0, ids, params, RequestOptions(cache_salt=cache_salt))
+        seq.is_pinned = True
+        handle = RequestHandle(ids, seq, self._loop, stream=False)
+        self._loop.submit([handle])
+        handle.result()
+        return len(ids)
+
+    def unpin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> bool:
+        """Let a prompt of :meth:`pin_prefix` go when its row is wanted.
+
+        Returns:
+            whether it was kept.
+        """
+        prefixes = self._loop.decoder.prefixes
+        return prefixes is not None and prefixes.unpin(self._builder.encode(prompt), cache_salt or "")
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked.

@@ -75,7 +75,7 @@ class World:
             assert seq.output == (whole if seq.finish_reason == "length" else whole[: seq.num_generated])
             self.ended.append(seq.finish_reason)
             self.texts.append(seq.tokens)
-            self.cached += seq.stats.cached_tokens
+            self.cached += seq.stats.cached_tokens or 0
 
     def target_alone(self):
         fresh = make_target(1, context=3)

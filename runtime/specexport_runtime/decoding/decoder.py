@@ -136,7 +136,7 @@ class Decoder:
         if len(ready) == len(self.scheduler.rows) and not self.scheduler.can_admit:
             return ready, {}  # most rounds: everybody decodes, and nobody can come
         busy = sum(1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in ready)
-        self.scheduler.place(busy, self._pending, self._move_row, self._begin)
+        self.scheduler.place(busy, self._pending, self._move_row, self._begin, self._is_early)
         ready = [seq for seq in self.running if seq.num_generated]
         limit = self.target.executor.max_num_tokens
         # An engine of fixed sizes takes a whole verify step, but maybe not the smallest prompt chunk beside it.
@@ -204,6 +204,10 @@ class Decoder:
         """A sequence was admitted."""
         if self.prefixes is not None:
             self.prefixes.begin(seq, self.running)
+
+    def _is_early(self, seq: Sequence) -> bool:
+        """Whether a sequence would read what another is just reading."""
+        return self.prefixes is not None and self.prefixes.is_early(seq, self.running)
 
     def _move_row(self, source: int, destination: int) -> None:
         """Move a sequence's caches, of the target and of the drafter, to another row."""

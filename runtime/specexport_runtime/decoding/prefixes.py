@@ -30,6 +30,8 @@ from specexport_runtime.sequences.sequence import Sequence
 
 LEAST_REUSED = 16
 """Fewer tokens than this are read again: copying a row for them would not pay, and short texts would fill the rows."""
+WORTH_WAITING = 64
+"""Tokens that another sequence is about to read, for which one that begins with them too waits a few steps."""
 SHORT_TAIL = 32
 """A kept text that is continued loses at most this many of its last tokens; one that would lose more is copied."""
 
@@ -71,7 +73,7 @@ class PrefixCounts(NamedTuple):
     Attributes:
         queries: of prompts that were looked up.
         hits: of these, that were not read again.
-        copied: of these, entries that were copied from another row.
+        copied: entries that were copied from one row to another, for these and to make room.
     """
 
     queries: int = 0
@@ -106,6 +108,23 @@ class Prefixes:
         """Cache entries of these; may be asked from any thread."""
         return sum([len(kept.tokens) for kept in tuple(self._kept.values())])
 
+    def is_early(self, seq: Sequence, running: Seq[Sequence]) -> bool:
+        """Whether a sequence should wait: another is reading a beginning that both have, and will have it soon."""
+        if seq.scope is None:
+            return False
+        prompt, sides = np.asarray(seq.tokens, np.int64), self._sides(seq.num_prompt_tokens)
+        coming, there = 0, 0
+        for other in running:
+            if other.num_generated or other.scope != seq.scope or self._sides(other.num_prompt_tokens) != sides:
+                continue
+            common = _common(prompt, np.asarray(other.tokens, np.int64))
+            if common > coming:
+                coming, there = common, self._target.kv.kv_len(other.row)
+        if coming - there < WORTH_WAITING:
+            return False
+        found = self._longest(seq, running)
+        return coming - (0 if found is None else found.reused) >= WORTH_WAITING
+
     def begin(self, seq: Sequence, running: Seq[Sequence]) -> None:
         """A sequence got a cache row: let it go on from what rows have of its prompt.
 
@@ -124,17 +143,24 @@ class Prefixes:
             return
         if found.kept is not None:
             found.kept.used = self._clock
-        is_here = found.row == seq.row
-        ends_there = found.kept is not None and len(found.kept.tokens) - found.common <= SHORT_TAIL
-        if is_here and (ends_there or not self._has_room(seq.row, running)) and not self._is_pinned(seq.row):
-            del self._kept[seq.row]
+        # A text that this one continues is kept when this one ends; one that would lose more of its own stays.
+        is_continued = (
+            found.kept is not None and not found.kept.is_pinned and len(found.kept.tokens) - found.common <= SHORT_TAIL
+        )
+        if found.row == seq.row:
+            if is_continued:
+                del self._kept[seq.row]
+            else:
+                self._vacate(seq.row, running)  # its entries stay in this row's memory too
+        elif is_continued and seq.row in self._kept:
+            self._swap(found.row, seq.row)
         else:
-            # What lies here goes elsewhere; its entries stay in this row's memory too.
             self._vacate(seq.row, running, but=found.row)
-        if not is_here:
-            self._copy(found, seq.row)
-            if ends_there and not self._is_pinned(found.row):
-                del self._kept[found.row]  # the same text, only longer, is kept when this one ends
+            self._target.copy_row(found.row, seq.row, found.reused)
+            self._drafter.copy_row(found.row, seq.row, found.drafts)
+            self.counts = self.counts._replace(copied=self.counts.copied + found.reused)
+            if is_continued:
+                del self._kept[found.row]
         self._target.kv.restore(seq.row, found.reused)
         self._drafter.adopt(seq, found.drafts, found.reused)
         seq.stats.cached_tokens = found.reused
@@ -147,6 +173,8 @@ class Prefixes:
             whether it is kept; if not, the caller clears the row.
         """
         count = self._target.kv.kv_len(seq.row)
+        if seq.is_pinned:
+            count = min(count, seq.num_prompt_tokens)
         if seq.scope is None or seq.finish_reason == "error" or count < LEAST_REUSED:
             return False
         self._kept[seq.row] = KeptPrefix(
@@ -155,6 +183,7 @@ class Prefixes:
             self._sides(seq.num_prompt_tokens),
             self._drafter.snapshot(seq),
             self._clock,
+            seq.is_pinned,
         )
         self._target.forget_row(seq.row)
         self._drafter.forget_row(seq.row)
@@ -164,19 +193,22 @@ class Prefixes:
         """Somebody moves into a row: what is kept there goes elsewhere, or is forgotten."""
         self._vacate(row, running)
 
-    def pin(self, tokens: Seq[int], scope: str) -> bool:
-        """Keep the text that begins with ``tokens`` for good; False if no row has it, or too few would be left."""
-        wanted = np.asarray(tokens, np.int64)
-        for kept in self._kept.values():
-            if kept.scope == scope and len(kept.tokens) >= len(wanted) and (kept.tokens[: len(wanted)] == wanted).all():
-                kept.is_pinned = True
-                return True
-        return False
+    def unpin(self, tokens: Seq[int], scope: str) -> bool:
+        """Let a text that is kept for good go when its row is wanted; may be called from any thread.
+
+        Returns:
+            whether there was one.
+        """
+        wanted, found = list(tokens), False
+        for kept in tuple(self._kept.values()):
+            if kept.is_pinned and kept.scope == scope and kept.tokens.tolist() == wanted:
+                kept.is_pinned, found = False, True
+        return found
 
     @property
     def num_pinned(self) -> int:
-        """Texts that are kept for good."""
-        return sum(kept.is_pinned for kept in self._kept.values())
+        """Texts that are kept for good; may be asked from any thread."""
+        return sum([kept.is_pinned for kept in tuple(self._kept.values())])
 
     def clear(self) -> None:
         """Forget all of them."""
@@ -223,19 +255,14 @@ class Prefixes:
     def _sides(self, prompt_tokens: int) -> tuple[bool, ...]:
         return tuple(prompt_tokens > border for border in self._target.executor.sum_borders)
 
-    def _copy(self, found: _Match, row: int) -> None:
-        self._target.copy_row(found.row, row, found.reused)
-        self._drafter.copy_row(found.row, row, found.drafts)
-        self.counts = self.counts._replace(copied=self.counts.copied + found.reused)
-
-    def _is_pinned(self, row: int) -> bool:
-        return row in self._kept and self._kept[row].is_pinned
-
-    def _has_room(self, row: int, running: Seq[Sequence]) -> bool:
-        return self._empty(row, running) is not None or any(not kept.is_pinned for kept in self._others(row, None))
-
-    def _others(self, row: int, but: int | None) -> list[KeptPrefix]:
-        return [kept for at, kept in self._kept.items() if at not in (row, but)]
+    def _swap(self, source: int, row: int) -> None:
+        """The text of ``source`` is in ``row`` now, and is no longer kept; that of ``row`` is kept in its place."""
+        taken, homeless = self._kept.pop(source), self._kept.pop(row)
+        counts = (len(taken.tokens), len(homeless.tokens))
+        self._target.swap_rows(source, row, counts)
+        self._drafter.swap_rows(source, row, (taken.drafts, homeless.drafts))
+        self._kept[source] = homeless
+        self.counts = self.counts._replace(copied=self.counts.copied + sum(counts))
 
     def _empty(self, row: int, running: Seq[Sequence]) -> int | None:
         """A row that nobody uses for anything."""
@@ -256,6 +283,7 @@ class Prefixes:
         if place is not None:
             self._target.copy_row(row, place, len(kept.tokens))
             self._drafter.copy_row(row, place, kept.drafts)
+            self.counts = self.counts._replace(copied=self.counts.copied + len(kept.tokens))
             self._kept[place] = kept
 
     def _least(self, homeless: KeptPrefix, row: int, but: int | None) -> int | None:

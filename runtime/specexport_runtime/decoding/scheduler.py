@@ -61,6 +61,7 @@ class Scheduler:
         pending: Callable[[Sequence], int],
         move_row: Callable[[int, int], None],
         begin: Callable[[Sequence], None] = lambda _: None,
+        is_early: Callable[[Sequence], bool] = lambda _: False,
     ) -> None:
         """Admit what fits, then close the holes that are left.
 
@@ -71,12 +72,13 @@ class Scheduler:
             pending: tokens of a sequence that the target has not seen.
             move_row: moves a cache row: source, destination.
             begin: told of each sequence that was admitted.
+            is_early: whether the next sequence had better wait, and with it those behind it.
         """
         if self.waiting:
             left = self.max_num_batched_tokens - busy_tokens - sum(self._prompt_tokens(pending))
             while self.waiting and (left > 0 or not self._prompt_tokens(pending)):
                 row = self._free_row()
-                if row == NO_ROW:
+                if row == NO_ROW or is_early(self.waiting[0]):
                     break
                 seq = self.waiting.popleft()
                 self._take(seq, row)

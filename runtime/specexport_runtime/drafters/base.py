@@ -138,6 +138,10 @@ class PrefixDrafter(Drafter, Protocol):
         """Copy what the snapshot is of to another row."""
         ...
 
+    def swap_rows(self, one: int, other: int, kept: tuple[Any, Any]) -> None:
+        """Exchange what two snapshots are of, that of row ``one`` and that of row ``other``."""
+        ...
+
     def forget_row(self, row: int) -> None:
         """In place of ``release_row``: what is in the row's memory stays as it is, for ``adopt``."""
         ...

@@ -171,6 +171,11 @@ class ChainDrafter:
         for name, drafter in self._keeping():
             drafter.copy_row(source, destination, kept[name])
 
+    def swap_rows(self, one: int, other: int, kept: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
+        """Tell the drafters that keep rows; see ``PrefixDrafter``."""
+        for name, drafter in self._keeping():
+            drafter.swap_rows(one, other, (kept[0][name], kept[1][name]))
+
     def forget_row(self, row: int) -> None:
         """Tell every drafter; those that do not keep rows are told that the sequence is done."""
         for drafter in self.drafters.values():

@@ -71,6 +71,10 @@ class OwnCacheDrafter:
         """Copy what a snapshot was taken of to another row."""
         self.runner.copy_row(source, destination, self._entries_of(kept))
 
+    def swap_rows(self, one: int, other: int, kept: tuple[Any, Any]) -> None:
+        """Exchange what snapshots were taken of in two rows."""
+        self.runner.swap_rows(one, other, (self._entries_of(kept[0]), self._entries_of(kept[1])))
+
     def forget_row(self, row: int) -> None:
         """The sequence of ``row`` is done; what is in its memory stays as it is."""
         self.runner.forget_row(row)

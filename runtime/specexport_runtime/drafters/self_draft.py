@@ -112,6 +112,9 @@ class SelfDrafter:
     def copy_row(self, source: int, destination: int, kept: None) -> None:
         """Nothing to copy: the rows are the target's."""
 
+    def swap_rows(self, one: int, other: int, kept: tuple[None, None]) -> None:
+        """Nothing to exchange: the rows are the target's."""
+
     def forget_row(self, row: int) -> None:
         """Nothing to drop: the rows are the target's."""
 

@@ -187,6 +187,10 @@ class CopyingExecutor(Executor, Protocol):
         """Copy the first ``kv_len`` cache entries of a row to another, in every layer; the source keeps them."""
         ...
 
+    def swap_rows(self, one: int, other: int, kv_lens: tuple[int, int]) -> None:
+        """Exchange the first entries of two rows, in every layer: ``kv_lens`` of them, of ``one`` and of ``other``."""
+        ...
+
 
 def as_copying(executor: Executor) -> CopyingExecutor | None:
     """``executor`` if rows can be copied; None if not."""

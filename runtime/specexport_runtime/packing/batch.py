@@ -18,7 +18,15 @@ import numpy as np
 
 from specexport_runtime.abi import StepShape
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Executor, Float32Array, StepBuffers, StepOutput, Want, as_copying
+from specexport_runtime.executors.base import (
+    CopyingExecutor,
+    Executor,
+    Float32Array,
+    StepBuffers,
+    StepOutput,
+    Want,
+    as_copying,
+)
 from specexport_runtime.packing.kv import KvArena
 from specexport_runtime.packing.padded_kv import PaddedKvArena
 
@@ -228,11 +236,28 @@ class ModelRunner:
         Raises:
             SpecexportError: the executor cannot copy rows, see ``as_copying``.
         """
+        if count and source != destination:
+            self._copying().copy_row(source, destination, count)
+
+    def swap_rows(self, one: int, other: int, counts: tuple[int, int]) -> None:
+        """Exchange the first entries of the memory of two rows; no length changes.
+
+        Args:
+            one: a row.
+            other: another.
+            counts: entries of each.
+
+        Raises:
+            SpecexportError: as :meth:`copy_row`.
+        """
+        if any(counts):
+            self._copying().swap_rows(one, other, counts)
+
+    def _copying(self) -> CopyingExecutor:
         executor = as_copying(self.executor)
         if executor is None:
             raise SpecexportError("rows of this engine cannot be copied.")
-        if count and source != destination:
-            executor.copy_row(source, destination, count)
+        return executor
 
     def forget_row(self, row: int) -> None:
         """Nobody runs in ``row`` any more; its memory stays as it is."""

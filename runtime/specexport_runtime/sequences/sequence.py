@@ -47,6 +47,7 @@ class Sequence:
         layer_rules: which layers a draft out of the target itself leaves out; None for the defaults.
         trace: keep what each round did, in :attr:`trace`.
         scope: who may see what is kept of it, and whose kept texts it may see; None: nothing is kept and none seen.
+        is_pinned: its prompt stays in its cache row when it has ended.
 
     Attributes:
         tokens: prompt and committed output.
@@ -76,6 +77,7 @@ class Sequence:
         layer_rules: LayerRules | None = None,
         trace: bool = False,
         scope: str | None = None,
+        is_pinned: bool = False,
     ) -> None:
         self.index = index
         self.params = params
@@ -96,6 +98,7 @@ class Sequence:
         self.layer_rules = DEFAULT_RULES if layer_rules is None else layer_rules
         self.trace: list[RoundTrace] | None = [] if trace else None
         self.scope = scope
+        self.is_pinned = is_pinned
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         now = time.perf_counter()
         self.stats = SequenceStats(num_prompt_tokens=len(prompt), submit_time=now, start_time=now)
