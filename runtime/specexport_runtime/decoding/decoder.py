@@ -211,8 +211,8 @@ class Decoder:
 
     def _move_row(self, source: int, destination: int) -> None:
         """Move a sequence's caches, of the target and of the drafter, to another row."""
-        if self.prefixes is not None:
-            self.prefixes.vacate(destination, self.running)
+        if self.prefixes is not None and self.prefixes.make_way(source, destination):
+            return
         self.target.move_row(source, destination)
         self.drafter.move_row(source, destination)
 

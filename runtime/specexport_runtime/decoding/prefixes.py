@@ -189,9 +189,22 @@ class Prefixes:
         self._drafter.forget_row(seq.row)
         return True
 
-    def vacate(self, row: int, running: Seq[Sequence]) -> None:
-        """Somebody moves into a row: what is kept there goes elsewhere, or is forgotten."""
-        self._vacate(row, running)
+    def make_way(self, source: int, destination: int) -> bool:
+        """The sequence of a row moves to another, where a text may be kept: they change places.
+
+        Returns:
+            whether they did; if not, nothing is kept there, and nothing was moved.
+        """
+        kept = self._kept.pop(destination, None)
+        if kept is None:
+            return False
+        counts = (self._target.kv.kv_len(source), len(kept.tokens))
+        self._target.swap_rows(source, destination, counts)
+        self._target.kv.move(source, destination)
+        self._drafter.swap_rows(source, destination, (None, kept.drafts))
+        self._kept[source] = kept
+        self.counts = self.counts._replace(copied=self.counts.copied + counts[1])
+        return True
 
     def unpin(self, tokens: Seq[int], scope: str) -> bool:
         """Let a text that is kept for good go when its row is wanted; may be called from any thread.

@@ -139,7 +139,10 @@ class PrefixDrafter(Drafter, Protocol):
         ...
 
     def swap_rows(self, one: int, other: int, kept: tuple[Any, Any]) -> None:
-        """Exchange what two snapshots are of, that of row ``one`` and that of row ``other``."""
+        """Exchange what two snapshots are of, that of row ``one`` and that of row ``other``.
+
+        If the first is None, a sequence runs in row ``one``, and goes on in ``other``.
+        """
         ...
 
     def forget_row(self, row: int) -> None:

@@ -171,10 +171,15 @@ class ChainDrafter:
         for name, drafter in self._keeping():
             drafter.copy_row(source, destination, kept[name])
 
-    def swap_rows(self, one: int, other: int, kept: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
-        """Tell the drafters that keep rows; see ``PrefixDrafter``."""
-        for name, drafter in self._keeping():
-            drafter.swap_rows(one, other, (kept[0][name], kept[1][name]))
+    def swap_rows(self, one: int, other: int, kept: tuple[Mapping[str, Any] | None, Mapping[str, Any]]) -> None:
+        """Tell the drafters; see ``PrefixDrafter``. For those that do not keep rows, a sequence moves or nothing does."""
+        of_one, of_other = kept
+        for name, drafter in self.drafters.items():
+            keeping = as_prefix_drafter(drafter)
+            if keeping is not None:
+                keeping.swap_rows(one, other, (None if of_one is None else of_one[name], of_other[name]))
+            elif of_one is None:
+                drafter.move_row(one, other)
 
     def forget_row(self, row: int) -> None:
         """Tell every drafter; those that do not keep rows are told that the sequence is done."""

@@ -72,8 +72,11 @@ class OwnCacheDrafter:
         self.runner.copy_row(source, destination, self._entries_of(kept))
 
     def swap_rows(self, one: int, other: int, kept: tuple[Any, Any]) -> None:
-        """Exchange what snapshots were taken of in two rows."""
-        self.runner.swap_rows(one, other, (self._entries_of(kept[0]), self._entries_of(kept[1])))
+        """Exchange what snapshots were taken of in two rows; see ``PrefixDrafter.swap_rows``."""
+        own = self.runner.kv.kv_len(one) if kept[0] is None else self._entries_of(kept[0])
+        self.runner.swap_rows(one, other, (own, self._entries_of(kept[1])))
+        if kept[0] is None:
+            self.runner.kv.move(one, other)
 
     def forget_row(self, row: int) -> None:
         """The sequence of ``row`` is done; what is in its memory stays as it is."""

@@ -112,7 +112,7 @@ class SelfDrafter:
     def copy_row(self, source: int, destination: int, kept: None) -> None:
         """Nothing to copy: the rows are the target's."""
 
-    def swap_rows(self, one: int, other: int, kept: tuple[None, None]) -> None:
+    def swap_rows(self, one: int, other: int, kept: tuple[object, object]) -> None:
         """Nothing to exchange: the rows are the target's."""
 
     def forget_row(self, row: int) -> None:
