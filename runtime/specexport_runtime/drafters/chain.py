@@ -172,7 +172,7 @@ class ChainDrafter:
             drafter.copy_row(source, destination, kept[name])
 
     def swap_rows(self, one: int, other: int, kept: tuple[Mapping[str, Any] | None, Mapping[str, Any]]) -> None:
-        """Tell the drafters; see ``PrefixDrafter``. For those that do not keep rows, a sequence moves or nothing does."""
+        """Tell the drafters; see ``PrefixDrafter``. To those that do not keep rows a sequence may have moved."""
         of_one, of_other = kept
         for name, drafter in self.drafters.items():
             keeping = as_prefix_drafter(drafter)
