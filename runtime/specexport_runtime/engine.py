@@ -34,6 +34,7 @@ from specexport_runtime.requests.drafting import (
     RequestSpec,
     resolve_draft_plan,
 )
+from specexport_runtime.requests.grammars import GrammarCompiler
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.results import GenerationResult, Prompt, StreamChunk, as_prompts
 from specexport_runtime.sequences.stats import PaddingStats, PhaseTimes
@@ -168,6 +169,7 @@ class SpecEngine:
             ),
             eos_token_ids=tuple(eos_token_ids),
             defaults=draft_defaults,
+            grammars=GrammarCompiler(tokenizer, target.vocab_size, eos_token_ids),
         )
         decoder = make_decoder(
             runner,

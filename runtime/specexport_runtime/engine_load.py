@@ -15,6 +15,7 @@ from specexport_runtime.costs.tune_profile import TuneProfile, load_profile
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.base import Drafter, DrafterFactory, DrafterParts, DraftOffer, Obstacle
 from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.drafters.forced import FORCED, ForcedDrafter
 from specexport_runtime.drafters.head import head_obstacle
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.drafters.suffix_open import KeptSuffixes, open_suffixes
@@ -182,9 +183,10 @@ def make_drafters(
     Raises:
         InvalidRequestError: a name is taken or has a slash, or a factory made something that is no drafter.
     """
-    drafters = {name: kind.make(parts) for name, kind in KINDS.items() if kind.obstacle(offer) is None}
+    drafters: dict[str, Drafter] = {FORCED: ForcedDrafter()}
+    drafters |= {name: kind.make(parts) for name, kind in KINDS.items() if kind.obstacle(offer) is None}
     for name, factory in (factories or {}).items():
-        if name in KINDS or name in ("chained", "auto", "none"):
+        if name in KINDS or name in (FORCED, "chained", "auto", "none"):
             raise InvalidRequestError(f"a drafter of the name {name!r} is there already.", "give yours another name.")
         if "/" in name:  # learned costs have names behind slashes
             raise InvalidRequestError(f"a drafter's name {name!r} has a slash.", "give yours another name.")

@@ -20,6 +20,7 @@ from specexport_runtime.executors.exact_width import least_first_chunk, room_wit
 from specexport_runtime.lookahead.base import DraftLength, concerns_lengths, learn_from_tests, step_load
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.accept import Verdict, accept_greedy, accept_sampled
+from specexport_runtime.sampling.grammar import MaskAhead
 from specexport_runtime.sampling.logprobs import logprobs_of
 from specexport_runtime.sequences.records import Proposal, StepLoad
 from specexport_runtime.sequences.sequence import NO_ROW, RoundEvent, Sequence
@@ -67,6 +68,7 @@ class Decoder:
         )
         keeping = as_prefix_drafter(drafter)
         self.prefixes = Prefixes(target, keeping) if reuses_prefixes and keeping is not None else None
+        self._masks = MaskAhead()
         self.times = PhaseTimes()
         self.padding = PaddingStats()
         # Padding a whole batch to the width of a prompt chunk helps nobody: the padded method prefills apart.
@@ -229,6 +231,7 @@ class Decoder:
             self.lengths.begin_round(load)
         rooms = [self._room(seq) for seq in sequences]
         proposals = self.drafter.propose(sequences, rooms) if sequences else []
+        proposals = [_fitting(seq, proposal) for seq, proposal in zip(sequences, proposals, strict=True)]
         read = prefill_seconds_of(self.drafter) - read_before
         self.times.count_draft(time.perf_counter() - start, read, [len(proposal.tokens) for proposal in proposals])
         return {seq.row: proposal for seq, proposal in zip(sequences, proposals, strict=True)}
@@ -254,7 +257,16 @@ class Decoder:
         # Where all that is read is greedy, a GPU need not send logits: the argmax is taken beside them.
         want: Want = "logits" if any(self._in_row(row).needs_logits for row in proposals) else "token_ids"
         sequences, prompts = [self._in_row(row) for row in counts], [self._in_row(row) for row in chunks]
+        grammars = [
+            (seq.sampler.grammar, proposals[seq.row].tokens)
+            for seq in sequences
+            if seq.sampler.grammar is not None and seq.row in proposals
+        ]
+        if grammars:
+            self._masks.start(grammars)
         output = told_step(self.target, self.drafter, sequences, prompts, first, work, want)
+        if grammars:
+            self._masks.wait()
         executed = time.perf_counter()
         verified = []
         for row, count in counts.items():
@@ -335,6 +347,25 @@ class Decoder:
             self.target.release_row(seq.row)
             self.drafter.release_row(seq.row)
         self.scheduler.retire(seq)
+
+
+def _fitting(seq: Sequence, proposal: Proposal) -> Proposal:
+    """A draft up to where the grammar of its sequence refuses it."""
+    grammar = seq.sampler.grammar
+    if grammar is None or not proposal.tokens:
+        return proposal
+    try:
+        count = grammar.cut(proposal.tokens)
+    except Exception as error:  # whatever it is, it concerns this sequence alone
+        return proposal._replace(tokens=[], distributions=None, end="none", error=error)
+    if count == len(proposal.tokens):
+        return proposal
+    drawn_from = proposal.distributions
+    return proposal._replace(
+        tokens=proposal.tokens[:count],
+        distributions=None if drawn_from is None else drawn_from[:count],
+        end="text" if count else "none",
+    )
 
 
 def accept_argmax(proposal: Proposal, greedy: Seq[int]) -> Verdict:

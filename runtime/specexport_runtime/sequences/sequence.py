@@ -14,6 +14,7 @@ from specexport_runtime.sequences.stats import SequenceStats
 from specexport_runtime.sequences.text import TextStream
 
 if TYPE_CHECKING:
+    from specexport_runtime.sampling.grammar import Grammar
     from specexport_runtime.sampling.logprobs import TokenLogprobs
     from specexport_runtime.sequences.draft_exit import DraftExit
     from specexport_runtime.sequences.records import RoundTrace
@@ -48,6 +49,7 @@ class Sequence:
         trace: keep what each round did, in :attr:`trace`.
         scope: who may see what is kept of it, and whose kept texts it may see; None: nothing is kept and none seen.
         is_pinned: its prompt stays in its cache row when it has ended.
+        grammar: which tokens may come next; None for any.
 
     Attributes:
         tokens: prompt and committed output.
@@ -78,13 +80,14 @@ class Sequence:
         trace: bool = False,
         scope: str | None = None,
         is_pinned: bool = False,
+        grammar: "Grammar | None" = None,
     ) -> None:
         self.index = index
         self.params = params
         self.tokens = list(prompt)
         self.num_prompt_tokens = len(prompt)
         self.max_tokens = min(params.max_tokens, max_model_len - len(prompt))
-        self.sampler = Sampler(params, prompt, vocab_size)
+        self.sampler = Sampler(params, prompt, vocab_size, grammar)
         self.random = RandomStream(seed)
         self.text = text
         self._pieces: list[str] | None = [] if stream else None
