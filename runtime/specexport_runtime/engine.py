@@ -36,6 +36,7 @@ from specexport_runtime.requests.drafting import (
 )
 from specexport_runtime.requests.grammars import GrammarCompiler
 from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sequences.results import GenerationResult, Prompt, StreamChunk, as_prompts
 from specexport_runtime.sequences.stats import PaddingStats, PhaseTimes
 from specexport_runtime.watch.observe import EngineLoad, EngineObserver
@@ -426,6 +427,15 @@ class SpecEngine:
         """
         self.check_may_wait("SpecEngine.stream()")
         return iter(self.submit(prompt, params, reference=reference, **drafting))
+
+    def check_form(self, form: StructuredOutputs) -> None:
+        """Make ready for texts of a form; a request with it then begins at once. May take a second; any thread.
+
+        Raises:
+            InvalidRequestError: it cannot be honoured.
+            MissingDependencyError: llguidance is not installed.
+        """
+        self._builder.grammars.compile(form)
 
     def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
         """Read a prompt, and keep it in a row of its own: every request that begins with it goes on from there.

@@ -77,7 +77,7 @@ class GrammarCompiler:
             text = _grammar_text(LLMatcher, form)
         except ValueError as error:
             raise _refused(form, str(error)) from None
-        limits = LLParserLimits(**_LIMITS)
+        limits = LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
         has_failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._known, limits=limits)
         if has_failed or messages:  # a warning is of something that would not be honoured
             raise _refused(form, messages[0])

@@ -64,10 +64,9 @@ class Grammar:
         mask = self._masks[count]
         if mask is None:
             self._stand_behind(drafted)
-            mask = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
-            mask = mask[: self._vocab_size].view(np.bool_)
+            bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
             self._check()
-            self._masks[count] = mask
+            mask = self._masks[count] = bits[: self._vocab_size].view(np.bool_)
         return mask
 
     def cut(self, drafted: Seq[int]) -> int:

@@ -20,6 +20,7 @@ from specexport_runtime.server.prompt_tokens import (
     max_tokens_of,
 )
 from specexport_runtime.server.protocol import ChatRequest, CompletionRequest, Sampling, join_text
+from specexport_runtime.server.structured import form_of
 
 DEFAULT_MAX_TOKENS = 16  # of OpenAI's completions
 _MESSAGE = 50  # characters that a message costs besides its content
@@ -129,6 +130,9 @@ async def _plan(
     reference = await _reference(body, service)
     drafting = _drafting(body, engine, reference, owner)
     common, alternatives = _sampling(body), _alternatives(body)
+    common["structured_outputs"] = await form_of(body, service)
+    if common["structured_outputs"] is not None and body.ignore_eos:
+        raise invalid("ignore_eos", "ignore_eos: an answer of a given form ends where the form ends.")
     if alternatives is not None:
         common["logprobs"] = alternatives
     specs = []
