@@ -235,8 +235,9 @@ def describe_abilities(
         fixed_layers: its engine fixes which of them a draft leaves out.
     """
     obstacles = {name: kind.obstacle(offer) for name, kind in KINDS.items()}
+    own = {name: each.traits for name, each in drafters.items() if name != FORCED}  # no request names that one
     return Abilities(
-        {name: kind.traits for name, kind in KINDS.items()} | {name: each.traits for name, each in drafters.items()},
+        {name: kind.traits for name, kind in KINDS.items()} | own,
         {name: obstacle for name, obstacle in obstacles.items() if obstacle is not None},
         lookahead,
         frozenset(weighed or ()),

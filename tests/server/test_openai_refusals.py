@@ -122,7 +122,7 @@ IN_CHAT = [
     ({"store": True}, "store", "unsupported_parameter"),
     ({"metadata": {"a": "b"}}, "metadata", "unsupported_parameter"),
     ({"service_tier": "flex"}, "service_tier", "unsupported_parameter"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type", "unsupported_parameter"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "invalid_value"),  # tokens that are words
     ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
     ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
     ({"add_generation_prompt": False}, "add_generation_prompt", "unsupported_parameter"),

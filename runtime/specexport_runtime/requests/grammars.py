@@ -72,7 +72,13 @@ class GrammarCompiler:
                 "pip install 'specexport[structured]'.",
             ) from None
         if self._known is None:
-            self._known = LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=list(self._eos))
+            try:
+                self._known = LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=list(self._eos))
+            except ValueError as error:
+                raise InvalidRequestError(
+                    f"structured_outputs: llguidance cannot read this model's tokenizer: {str(error).splitlines()[0]}.",
+                    "leave it out.",
+                ) from None
         try:
             text = _grammar_text(LLMatcher, form)
         except ValueError as error:
