@@ -199,6 +199,11 @@ class SpecEngine:
         return self._builder.abilities.names
 
     @property
+    def max_num_seqs(self) -> int:
+        """Sequences that run at a time."""
+        return self._loop.decoder.scheduler.num_rows
+
+    @property
     def times(self) -> PhaseTimes:
         """Phase times since the engine was last idle."""
         return self._loop.decoder.times
@@ -454,7 +459,7 @@ class SpecEngine:
             EndlessWaitError: as :meth:`generate`.
         """
         prefixes, ids = self._loop.decoder.prefixes, self._builder.encode(prompt)
-        spare = self.target.num_rows - self._loop.decoder.scheduler.num_rows
+        spare = self.target.num_rows - self.max_num_seqs
         if prefixes is None or prefixes.num_pinned >= spare:
             raise InvalidRequestError(
                 f"no row is left for a prefix: {spare} keep prefixes.", "load the engine with more prefix_rows."

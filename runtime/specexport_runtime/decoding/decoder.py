@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 
 from specexport_runtime.decoding.prefixes import Prefixes
 from specexport_runtime.decoding.scheduler import Scheduler
+from specexport_runtime.decoding.scores import bound_scored, note_scores
 from specexport_runtime.decoding.told_step import told_step
 from specexport_runtime.drafters.base import Drafter, as_prefix_drafter, prefill_seconds_of
 from specexport_runtime.errors import CheckFailedError, SpecexportError
@@ -143,9 +144,17 @@ class Decoder:
         limit = self.target.executor.max_num_tokens
         # An engine of fixed sizes takes a whole verify step, but maybe not the smallest prompt chunk beside it.
         if self._mixes_prefill and (limit is None or busy + self.scheduler.min_prefill_tokens <= limit):
-            return ready, self.scheduler.share(busy, self._pending, self.target.max_chunk)
-        chunks = self.scheduler.share(0, self._pending, self.target.max_chunk)
+            return ready, self._share(busy)
+        chunks = self._share(0)
         return ([], dict([next(iter(chunks.items()))])) if chunks else (ready, chunks)
+
+    def _share(self, busy_tokens: int) -> dict[int, int]:
+        """Prompt tokens of each row in this step."""
+        chunks = self.scheduler.share(busy_tokens, self._pending, self.target.max_chunk)
+        rows = {row: self._in_row(row) for row in chunks}
+        if any(seq.is_scored for seq in rows.values()):
+            return bound_scored(chunks, rows, self.scheduler.min_first_chunk)
+        return chunks
 
     def cancel(self, sequence: Sequence, error: Exception | None = None) -> None:
         """Drop one sequence, waiting or running, and free its row; one that has finished stays as it is.
@@ -255,7 +264,9 @@ class Decoder:
         counts = {row: chunks.get(row, 1) for row in sorted(rows)}
         work = [self._work(row, counts.get(row, 0), proposals.get(row)) for row in range(first, max(rows) + 1)]
         # Where all that is read is greedy, a GPU need not send logits: the argmax is taken beside them.
-        want: Want = "logits" if any(self._in_row(row).needs_logits for row in proposals) else "token_ids"
+        scored = {row: count for row, count in chunks.items() if self._in_row(row).is_scored}
+        needed = scored or any(self._in_row(row).needs_logits for row in proposals)
+        want: Want = "logits" if needed else "token_ids"
         sequences, prompts = [self._in_row(row) for row in counts], [self._in_row(row) for row in chunks]
         grammars = [
             (seq.sampler.grammar, proposals[seq.row].tokens)
@@ -268,19 +279,21 @@ class Decoder:
         if grammars:
             self._masks.wait()
         executed = time.perf_counter()
+        broken = self._score(scored, output, first)
         verified = []
         for row, count in counts.items():
             if row in proposals:
-                verified.append(self._in_row(row))
+                verified += [seq for seq in [self._in_row(row)] if seq not in broken]
             else:  # a prompt with more to come
                 self.target.kv.commit(row, self.target.kv.kv_len(row) + count)
-        events = self._accept(verified, proposals, output, want, first)
+        events = self._accept(verified, proposals, output, want, first, scored)
+        events += [RoundEvent(seq, [], 0, 0, is_bonus=False) for seq in broken]
         if ready:
             self.padding.record_round([len(event.tokens) for event in events if event.sequence.row not in chunks])
             self.padding.input_tokens += sum(len(row.tokens) for row in work)
             self.padding.input_padding += self.target.step_padding
         self.drafter.commit(verified)
-        for seq in verified:
+        for seq in [*verified, *broken]:
             if seq.finish_reason is not None:
                 self._retire(seq)
         engine = self.target.executor.engine_seconds - engine_before
@@ -293,7 +306,31 @@ class Decoder:
             return IDLE
         seq, kv_len = self._in_row(row), self.target.kv.kv_len(row)
         known = seq.tokens[kv_len : kv_len + count]
-        return RowWork(known, 1) if proposal is None else RowWork(known + proposal.tokens, len(proposal.tokens) + 1)
+        wanted = count if seq.is_scored else 1
+        if proposal is None:
+            return RowWork(known, wanted)
+        return RowWork(known + proposal.tokens, len(proposal.tokens) + wanted)
+
+    def _score(self, scored: Mapping[int, int], output: StepOutput, first_row: int) -> list[Sequence]:
+        """Keep log-probabilities of prompts.
+
+        Args:
+            scored: prompt tokens of the rows that are scored.
+            output: logits of the step.
+            first_row: its first row.
+
+        Returns:
+            sequences that failed.
+        """
+        failed = []
+        for row, count in scored.items():
+            seq, begin = self._in_row(row), self.target.logit_starts[row - first_row]
+            try:
+                note_scores(seq, self.target.kv.kv_len(row), output[begin : begin + count])
+            except Exception as error:  # whatever it is, it concerns this sequence alone
+                seq.end("error", error)
+                failed.append(seq)
+        return failed
 
     def _accept(
         self,
@@ -302,6 +339,7 @@ class Decoder:
         output: StepOutput,
         want: Want,
         first_row: int,
+        scored: Mapping[int, int],
     ) -> list[RoundEvent]:
         greedy: list[int] = []
         if any(seq.sampler.is_plain_greedy for seq in sequences):
@@ -310,7 +348,8 @@ class Decoder:
         events = []
         for seq in sequences:
             proposal = proposals[seq.row]
-            begin = self.target.logit_starts[seq.row - first_row]
+            # Rows of a prompt that is scored come first; its last one is that of the newest token.
+            begin = self.target.logit_starts[seq.row - first_row] + max(scored.get(seq.row, 1) - 1, 0)
             end = begin + len(proposal.tokens) + 1
             try:
                 if proposal.error is not None:

@@ -110,7 +110,7 @@ class Prefixes:
 
     def is_early(self, seq: Sequence, running: Seq[Sequence]) -> bool:
         """Whether a sequence should wait: another is reading a beginning that both have, and will have it soon."""
-        if seq.scope is None:
+        if seq.scope is None or seq.is_scored:
             return False
         prompt, sides = np.asarray(seq.tokens, np.int64), self._sides(seq.num_prompt_tokens)
         coming, there = 0, 0
@@ -133,7 +133,7 @@ class Prefixes:
             running: all that hold a row.
         """
         self._clock += 1
-        if seq.scope is None:
+        if seq.scope is None or seq.is_scored:
             self._vacate(seq.row, running)
             return
         found, seq.stats.cached_tokens = self._longest(seq, running), 0

@@ -45,6 +45,8 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         logprobs: give the log-probability of each token, and of this many (0 to 20) of the likeliest ones in its place,
             under the target's raw logits; None gives none.
+        prompt_logprobs: the same of each token of the prompt but the first. Such a prompt is read whole, in short
+            chunks.
         structured_outputs: the form that the text must have; None for any. Tokens that do not fit are left out before
             everything else that chooses among them.
 
@@ -68,6 +70,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
@@ -87,8 +90,9 @@ class SamplingParams:
         self._set("max_tokens", _integer("max_tokens", self.max_tokens, low=1))
         self._set("stop", _strings("stop", self.stop))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        if self.logprobs is not None:
-            self._set("logprobs", _integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, hint="None gives none"))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                self._set(name, _integer(name, count, low=0, high=MAX_LOGPROBS, hint="None gives none"))
         structured = self.structured_outputs
         if structured is not None and not isinstance(structured, StructuredOutputs):
             raise InvalidRequestError(

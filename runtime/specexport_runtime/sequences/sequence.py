@@ -58,6 +58,8 @@ class Sequence:
         error: what ended it, if its ``finish_reason`` is ``"error"``.
         trace: what each round did; None if that was not asked for.
         logprobs: one entry for each token of the output; None if that was not asked for.
+        prompt_logprobs: one entry for each token of the prompt that was read, None for the first, which follows
+            nothing; None if that was not asked for.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Sequence:
         self.scope = scope
         self.is_pinned = is_pinned
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         now = time.perf_counter()
         self.stats = SequenceStats(num_prompt_tokens=len(prompt), submit_time=now, start_time=now)
         self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
@@ -128,6 +131,11 @@ class Sequence:
     def needs_logits(self) -> bool:
         """Whether the greedy tokens of a step are not enough to go on."""
         return self.logprobs is not None or not self.sampler.is_plain_greedy
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether its prompt has log-probabilities that are wanted and not there yet."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     @property
     def max_lookahead(self) -> int:

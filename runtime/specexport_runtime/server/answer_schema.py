@@ -61,8 +61,8 @@ class CompletionLogprobs(_Part):
     """Log-probabilities as ``/v1/completions`` has them."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

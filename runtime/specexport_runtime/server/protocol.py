@@ -46,6 +46,7 @@ class StreamOptions(Strict):
     """Options of a stream."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Refused[Literal[False]] = None
 
 
@@ -148,7 +149,9 @@ class CompletionRequest(Sampling):
     """Body of ``/v1/completions``."""
 
     prompt: Text | Texts | TokenIds | ManyTokenIds
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="0 only with echo: the prompt, and its log-probabilities if they are asked for."
+    )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: Refused[None] = None
