@@ -62,7 +62,7 @@ $(VENV)/.installed-demo: $(INPUTS) | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-dev: $(INPUTS) | $(BIN)/python
-	@$(BIN)/python tools/install.py export,cpu,serve,ray,dev $(INSTALL_FLAGS)
+	@$(BIN)/python tools/install.py export,cpu,serve,structured,ray,dev $(INSTALL_FLAGS)
 	@touch $@ $(VENV)/.installed-demo
 
 $(VENV)/.installed-docs: $(INPUTS) | $(BIN)/python

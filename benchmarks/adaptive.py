@@ -123,6 +123,7 @@ def load_engine(args: argparse.Namespace, size: int) -> SpecEngine:
         cost_curves=None if costs is None else costs.curves,
         learned_costs=None if costs is None else costs.learned,
         self_obstacle=parts.self_obstacle,
+        enable_prefix_caching=False,
     )
 
 

@@ -31,7 +31,7 @@ def open_ours(bundle: str, num_threads: int) -> Run:
     """Decode plainly with a bundle."""
     from specexport_runtime import SamplingParams, SpecEngine
 
-    engine = SpecEngine.load(bundle, num_threads=num_threads)
+    engine = SpecEngine.load(bundle, enable_prefix_caching=False, num_threads=num_threads)
 
     def run(prompt: str, tokens: int) -> None:
         engine.generate([prompt], SamplingParams(max_tokens=tokens, ignore_eos=True), speculation=False)

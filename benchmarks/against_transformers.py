@@ -80,7 +80,13 @@ def main() -> None:
     tokens = args.tokens * len(speed_prompts)
     # First without our engine in the process, so that it cannot stand in the way.
     alone = [timed(lambda: [theirs(some) for some in batches(speed_prompts)])[0] for _ in range(args.repeats)]
-    engine = SpecEngine.load(args.bundle, max_num_seqs=rows, num_threads=args.threads, max_model_len=args.max_model_len)
+    engine = SpecEngine.load(
+        args.bundle,
+        enable_prefix_caching=False,
+        max_num_seqs=rows,
+        num_threads=args.threads,
+        max_model_len=args.max_model_len,
+    )
     ours(prompts[:rows])
     times: list[tuple[float, float]] = []
     for _ in range(args.repeats):

@@ -114,12 +114,12 @@ def main() -> None:
     crowd = [prompts[i % len(prompts)] for i in range(rows)]
     record: dict[str, Any] = {"no_match": {}}
     options: dict[str, Any] = {"max_num_seqs": rows, "max_model_len": args.max_model_len}
-    engine = SpecEngine.load(args.bundle, **options, match_length=NEVER_MATCHES)
+    engine = SpecEngine.load(args.bundle, enable_prefix_caching=False, **options, match_length=NEVER_MATCHES)
     engine.generate(crowd, SamplingParams(max_tokens=16, ignore_eos=True))  # warm-up
     for name, some in (("1", crowd[:1]), (str(rows), crowd)):
         record["no_match"][name] = no_match(engine, some, args)
     engine.close()
-    engine = SpecEngine.load(args.bundle, **options)
+    engine = SpecEngine.load(args.bundle, enable_prefix_caching=False, **options)
     engine.generate(crowd, SamplingParams(max_tokens=16, ignore_eos=True), drafter="lookup")
     record["host_share"] = host_share(engine, crowd, args)
     record["continuous"] = {

@@ -92,7 +92,11 @@ def main() -> None:
     records: list[dict[str, Any]] = []
     for size in map(int, args.batch_sizes.split(",")):
         engine = SpecEngine.load(
-            args.bundle, max_num_seqs=size, adaptive=True if args.measure else None, share_threads=True
+            args.bundle,
+            enable_prefix_caching=False,
+            max_num_seqs=size,
+            adaptive=True if args.measure else None,
+            share_threads=True,
         )
         try:
             for domain, texts in read_domains(args.prompts, max(args.num_prompts, size), args.skip).items():

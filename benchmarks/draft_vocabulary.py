@@ -59,7 +59,7 @@ def decode(args: argparse.Namespace, prompts: list[str], ids: Int32Array | None,
     with (
         patch.object(engine_load, "open_executor", opened),
         patch.object(engine_load, "load_cut_head", lambda *_: head),
-        closing(SpecEngine.load(args.bundle, num_threads=args.threads)) as engine,
+        closing(SpecEngine.load(args.bundle, enable_prefix_caching=False, num_threads=args.threads)) as engine,
     ):
         params = [
             SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=i)

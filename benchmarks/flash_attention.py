@@ -25,7 +25,9 @@ def open_runner(bundle: Path, length: int, *, flash: bool) -> ModelRunner:
     """The target of a bundle, with flash attention or as it is."""
     borders: Any = (lambda _: ()) if flash else sum_borders
     with patch("specexport_runtime.executors.ort_graph.sum_borders", borders):
-        engine = SpecEngine.load(bundle, max_num_seqs=1, max_model_len=length, adaptive=False)
+        engine = SpecEngine.load(
+            bundle, enable_prefix_caching=False, max_num_seqs=1, max_model_len=length, adaptive=False
+        )
     return ModelRunner(engine.target)
 
 

@@ -101,14 +101,18 @@ def main() -> None:
     parser.add_argument("--step-repeats", type=int, default=100)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    engine = SpecEngine.load(args.bundle, max_num_seqs=args.batch_size, max_model_len=1024)
+    engine = SpecEngine.load(args.bundle, enable_prefix_caching=False, max_num_seqs=args.batch_size, max_model_len=1024)
     steps = step_times(engine, args.step_repeats)
     rows = [(name, f"{value:.2f} ms") for name, value in steps.items()]
     rows.append(("head step / target step", f"{steps['head, 1 token'] / steps['target, 1 token']:.3f}"))
     extra = steps["target, 5 tokens, with features"] / steps["target, 5 tokens"] - 1
     rows.append(("features in a step of 5 tokens", f"{extra:+.1%}"))
     records = {}
-    other = None if args.pair is None else SpecEngine.load(args.pair, max_num_seqs=args.batch_size, max_model_len=1024)
+    other = (
+        None
+        if args.pair is None
+        else SpecEngine.load(args.pair, enable_prefix_caching=False, max_num_seqs=args.batch_size, max_model_len=1024)
+    )
     for domain, prompts in read_domains(args.prompts, args.num_prompts, args.skip).items():
         ways = ways_of(args, prompts)
         record = measure_in_turns(engine, ways, size=args.batch_size, tokens=args.tokens, repeats=args.repeats)

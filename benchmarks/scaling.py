@@ -59,7 +59,9 @@ class Rig:
     """An engine with so many rows, and its rounds."""
 
     def __init__(self, args: argparse.Namespace, rows: int) -> None:
-        self.engine = SpecEngine.load(args.bundle, max_num_seqs=rows, num_threads=args.threads, spin=False)
+        self.engine = SpecEngine.load(
+            args.bundle, enable_prefix_caching=False, max_num_seqs=rows, num_threads=args.threads, spin=False
+        )
         self.rounds = Rounds()
         self.engine.add_observer(self.rounds)
 

@@ -98,7 +98,9 @@ def drafting(way: Way, args: argparse.Namespace) -> dict[str, Any]:
 
 def load(args: argparse.Namespace) -> SpecEngine:
     """The engine for one sequence."""
-    return SpecEngine.load(args.bundle, max_num_seqs=1, num_threads=args.threads, spin=args.spin)
+    return SpecEngine.load(
+        args.bundle, enable_prefix_caching=False, max_num_seqs=1, num_threads=args.threads, spin=args.spin
+    )
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

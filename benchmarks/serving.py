@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     prompts = read_prompts(args.prompts, 64)
-    engine = SpecEngine.load(args.bundle, adaptive=True)  # as the server loads it
+    engine = SpecEngine.load(args.bundle, enable_prefix_caching=False, adaptive=True)  # as the server loads it
     with server(args.bundle, "--max-waiting", str(args.max_waiting)) as port:
         speed = throughput(engine, port, prompts, args)
         mixed = crowd(engine, port, prompts, args)

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    engine = SpecEngine.load(args.bundle, max_num_seqs=1, num_threads=args.threads)
+    engine = SpecEngine.load(args.bundle, enable_prefix_caching=False, max_num_seqs=1, num_threads=args.threads)
     params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, ignore_eos=True, seed=1)
     prompts = read_prompts(args.prompts, args.num_prompts)
     engine.generate(prompts[0], params)  # warm-up: bindings and memory

@@ -83,7 +83,7 @@ def similar_requests(count: int, rng: random.Random) -> dict[str, list[str]]:
 
 def measure_requests(bundle: Path, count: int, tokens: int) -> list[dict[str, Any]]:
     """Mean accepted length of the second half of the requests, by drafter."""
-    engine = SpecEngine.load(bundle, max_num_seqs=1)
+    engine = SpecEngine.load(bundle, enable_prefix_caching=False, max_num_seqs=1)
     params = SamplingParams(max_tokens=tokens)
     rows = []
     try:

@@ -3,7 +3,7 @@
 ARG BASE_IMAGE=python:3.11.13-slim-bookworm
 
 FROM ${BASE_IMAGE} AS build
-ARG EXTRAS=cpu,serve
+ARG EXTRAS=cpu,serve,structured
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY specexport specexport

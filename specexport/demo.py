@@ -232,7 +232,7 @@ def demo(
     _build(pair, folder)
     from specexport_runtime import SpecEngine
 
-    engine = SpecEngine.load(folder, max_num_seqs=1, num_threads=threads)
+    engine = SpecEngine.load(folder, enable_prefix_caching=False, max_num_seqs=1, num_threads=threads)
     try:
         if not as_json:
             _stream(engine, prompt, lookahead=lookahead, max_tokens=max_tokens)

@@ -374,7 +374,7 @@ class AsyncSpecEngine:
         self._check_admits()
         if self.max_waiting is None:
             return
-        limit = self.engine.target.num_rows + self.max_waiting
+        limit = self.engine.max_num_seqs + self.max_waiting
         if count > limit:
             raise InvalidRequestError(f"{count} requests at once; at most {limit} can ever be held.", "send fewer.")
         if count > limit - len(self._active):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from specexport_runtime.decoding.handle import Callback, RequestHandle, RequestListener
 from specexport_runtime.decoding.loop import DecodeLoop
+from specexport_runtime.decoding.prefixes import LEAST_REUSED
 from specexport_runtime.drafters.base import DrafterFactory, DrafterParts, DraftOffer, Obstacle
 from specexport_runtime.drafters.head_kind import head_obstacle
 from specexport_runtime.engine_load import (
@@ -21,7 +22,7 @@ from specexport_runtime.engine_load import (
 )
 from specexport_runtime.engine_options import EngineOptions, make_options
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.executors.base import Executor, borrows_cache
+from specexport_runtime.executors.base import Executor, as_copying, borrows_cache
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.packing.kv import BorrowedKv
 from specexport_runtime.requests.builder import RequestBuilder
@@ -34,7 +35,9 @@ from specexport_runtime.requests.drafting import (
     RequestSpec,
     resolve_draft_plan,
 )
+from specexport_runtime.requests.grammars import GrammarCompiler
 from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sequences.results import GenerationResult, Prompt, StreamChunk, as_prompts
 from specexport_runtime.sequences.stats import PaddingStats, PhaseTimes
 from specexport_runtime.watch.observe import EngineLoad, EngineObserver
@@ -50,6 +53,8 @@ if TYPE_CHECKING:
     from specexport_runtime.drafters.suffix_open import KeptSuffixes
 
 DEFAULT_BATCHED_TOKENS = 512
+PIN_TOKENS = 4
+"""Tokens that are generated behind a prefix that is to be kept."""
 _log = logging.getLogger(__name__)
 
 
@@ -75,6 +80,8 @@ class SpecEngine:
         unpad_kv: each sequence writes its KV at its own position; False advances a batch together (the padded method
             of EMS-SD) and needs executors of padded-KV graphs.
         unpad_input: new tokens are concatenated; False pads every sequence of a step to the longest.
+        max_num_seqs: sequences that run at a time; None takes all rows of the target, which are otherwise more.
+        enable_prefix_caching: let requests go on from what cache rows have of their prompts, where rows can be copied.
         max_num_batched_tokens: most tokens of one step, draft tokens and prompt chunks together; less where the
             target's engine takes less.
         draft_defaults: how to draft for requests that do not say.
@@ -105,6 +112,8 @@ class SpecEngine:
         special_tokens: Mapping[str, str] | None = None,
         unpad_kv: bool = True,
         unpad_input: bool = True,
+        max_num_seqs: int | None = None,
+        enable_prefix_caching: bool = True,
         max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS,
         draft_defaults: DraftDefaults = DraftDefaults(),  # noqa: B008 immutable
         cost_curves: "CostCurves | None" = None,
@@ -162,6 +171,7 @@ class SpecEngine:
             ),
             eos_token_ids=tuple(eos_token_ids),
             defaults=draft_defaults,
+            grammars=GrammarCompiler(tokenizer, target.vocab_size, eos_token_ids),
         )
         decoder = make_decoder(
             runner,
@@ -172,6 +182,8 @@ class SpecEngine:
             lookahead=lookahead,
             max_num_batched_tokens=max_num_batched_tokens,
             learned=learned_costs,
+            max_num_seqs=max_num_seqs,
+            reuses_prefixes=enable_prefix_caching and _can_reuse([runner, *self._drafting.values()]),
         )
         self._builder = builder
         self._loop = DecodeLoop(decoder)
@@ -186,6 +198,11 @@ class SpecEngine:
     def drafters(self) -> tuple[str, ...]:
         """What requests may name as their drafter; some may have an obstacle, see :meth:`resolve_drafting`."""
         return self._builder.abilities.names
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that run at a time."""
+        return self._loop.decoder.scheduler.num_rows
 
     @property
     def times(self) -> PhaseTimes:
@@ -276,6 +293,8 @@ class SpecEngine:
             special_tokens=manifest.vocabulary.special_tokens,
             unpad_kv=options.unpad_kv,
             unpad_input=options.unpad_input,
+            max_num_seqs=parts.bundle.max_num_seqs,
+            enable_prefix_caching=options.enable_prefix_caching,
             max_num_batched_tokens=(
                 manifest.max_num_tokens or DEFAULT_BATCHED_TOKENS
                 if options.max_num_batched_tokens is None
@@ -415,6 +434,61 @@ class SpecEngine:
         self.check_may_wait("SpecEngine.stream()")
         return iter(self.submit(prompt, params, reference=reference, **drafting))
 
+    def check_form(self, form: StructuredOutputs) -> None:
+        """Make ready for texts of a form; a request with it then begins at once. May take a second; any thread.
+
+        Raises:
+            InvalidRequestError: it cannot be honoured.
+            MissingDependencyError: llguidance is not installed.
+        """
+        self._builder.grammars.compile(form)
+
+    def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
+        """Read a prompt, and keep it in a row of its own: every request that begins with it goes on from there.
+
+        It takes one of the ``prefix_rows`` for as long as the engine lives, or until :meth:`unpin_prefix`.
+
+        Args:
+            prompt: a text or token ids; the system prompt of a service, say.
+            cache_salt: requests with this salt see it.
+
+        Returns:
+            its tokens.
+
+        Raises:
+            InvalidRequestError: no row is left for it, or it is too short or too long to be kept.
+            EndlessWaitError: as :meth:`generate`.
+        """
+        prefixes, ids = self._loop.decoder.prefixes, self._builder.encode(prompt)
+        spare = self.target.num_rows - self.max_num_seqs
+        if prefixes is None or prefixes.num_pinned >= spare:
+            raise InvalidRequestError(
+                f"no row is left for a prefix: {spare} keep prefixes.", "load the engine with more prefix_rows."
+            )
+        if not LEAST_REUSED <= len(ids) <= self.max_model_len - PIN_TOKENS:
+            raise InvalidRequestError(
+                f"a prefix of {len(ids)} tokens cannot be kept.",
+                f"give {LEAST_REUSED} to {self.max_model_len - PIN_TOKENS} tokens.",
+            )
+        self._loop.check_may_wait("SpecEngine.pin_prefix()")
+        # A few tokens behind it, so that drafters read it too.
+        params = SamplingParams(max_tokens=PIN_TOKENS, ignore_eos=True)
+        seq = self._builder.build(0, ids, params, RequestOptions(cache_salt=cache_salt))
+        seq.is_pinned = True
+        handle = RequestHandle(ids, seq, self._loop, stream=False)
+        self._loop.submit([handle])
+        handle.result()
+        return len(ids)
+
+    def unpin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> bool:
+        """Let a prompt of :meth:`pin_prefix` go when its row is wanted.
+
+        Returns:
+            whether it was kept.
+        """
+        prefixes = self._loop.decoder.prefixes
+        return prefixes is not None and prefixes.unpin(self._builder.encode(prompt), cache_salt or "")
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked.
 
@@ -468,6 +542,11 @@ class SpecEngine:
             self.target.close()
             for runner in self._drafting.values():
                 runner.executor.close()
+
+
+def _can_reuse(runners: Seq[ModelRunner]) -> bool:
+    """Whether every engine keeps its rows as prefix reuse needs them: where it says, and without padding."""
+    return all(runner.unpad_kv and as_copying(runner.executor) is not None for runner in runners)
 
 
 def _results_in_order(handles: Seq[RequestHandle]) -> Iterator[GenerationResult]:

@@ -15,6 +15,7 @@ from specexport_runtime.costs.tune_profile import TuneProfile, load_profile
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.base import Drafter, DrafterFactory, DrafterParts, DraftOffer, Obstacle
 from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.drafters.forced import FORCED, ForcedDrafter
 from specexport_runtime.drafters.head_kind import head_obstacle
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.drafters.suffix_open import KeptSuffixes, open_suffixes
@@ -71,7 +72,18 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
         InvalidRequestError: a limit is out of range, or a default that this bundle cannot honour.
         MissingDependencyError: the runtime of the bundle's backend is not installed.
     """
-    bundle = load_bundle(path, max_model_len=options.max_model_len, max_num_seqs=options.max_num_seqs)
+    bundle = load_bundle(
+        path,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        prefix_rows=options.prefix_rows,
+    )
+    backend = backend_of(bundle.manifest.models["target"].backend)
+    if options.prefix_rows and (backend is None or not backend.copies_rows or not options.enable_prefix_caching):
+        raise InvalidRequestError(
+            f"prefix_rows is {options.prefix_rows}, and this engine keeps no prefixes.",
+            f"leave it out; prefixes need backend {backends_with('copies_rows')} and enable_prefix_caching.",
+        )
     defaults = _draft_defaults(bundle, options)
     drafting = [bundle.manifest.models[role] for role in ("draft", "head") if role in bundle.manifest.models]
     lm_head = load_cut_head(bundle.folder, drafting[0]) if drafting else None
@@ -172,9 +184,10 @@ def make_drafters(
     Raises:
         InvalidRequestError: a name is taken or has a slash, or a factory made something that is no drafter.
     """
-    drafters = {name: kind.make(parts) for name, kind in KINDS.items() if kind.obstacle(offer) is None}
+    drafters: dict[str, Drafter] = {FORCED: ForcedDrafter()}
+    drafters |= {name: kind.make(parts) for name, kind in KINDS.items() if kind.obstacle(offer) is None}
     for name, factory in (factories or {}).items():
-        if name in KINDS or name in ("chained", "auto", "none"):
+        if name in KINDS or name in (FORCED, "chained", "auto", "none"):
             raise InvalidRequestError(f"a drafter of the name {name!r} is there already.", "give yours another name.")
         if "/" in name:  # learned costs have names behind slashes
             raise InvalidRequestError(f"a drafter's name {name!r} has a slash.", "give yours another name.")
@@ -223,8 +236,9 @@ def describe_abilities(
         fixed_layers: its engine fixes which of them a draft leaves out.
     """
     obstacles = {name: kind.obstacle(offer) for name, kind in KINDS.items()}
+    own = {name: each.traits for name, each in drafters.items() if name != FORCED}  # no request names that one
     return Abilities(
-        {name: kind.traits for name, kind in KINDS.items()} | {name: each.traits for name, each in drafters.items()},
+        {name: kind.traits for name, kind in KINDS.items()} | own,
         {name: obstacle for name, obstacle in obstacles.items() if obstacle is not None},
         lookahead,
         frozenset(weighed or ()),
@@ -243,6 +257,8 @@ def make_decoder(
     lookahead: int,
     max_num_batched_tokens: int,
     learned: LearnedCosts | None = None,
+    max_num_seqs: int | None = None,
+    reuses_prefixes: bool = False,
 ) -> Decoder:
     """The decoder of an engine.
 
@@ -255,6 +271,8 @@ def make_decoder(
         lookahead: largest K.
         max_num_batched_tokens: most tokens of one step.
         learned: mends the curves by what rounds take; None takes them as they are.
+        max_num_seqs: sequences that run at a time; None takes all rows of the target.
+        reuses_prefixes: let sequences go on from what cache rows have of their prompts.
     """
     lengths: DraftLength | None = None
     if curves is not None:
@@ -264,6 +282,8 @@ def make_decoder(
     return Decoder(
         target,
         ChainDrafter(drafters, lengths),
+        max_num_seqs=max_num_seqs,
+        reuses_prefixes=reuses_prefixes,
         max_num_batched_tokens=max_num_batched_tokens,
         lengths=lengths,
         tracer=RoundTracer(curves, learned),

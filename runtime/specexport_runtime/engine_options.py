@@ -34,6 +34,9 @@ class EngineOptions:
         corpus: folder of text files that drafter ``suffix`` may copy from in every request.
         suffix_file: file that keeps the texts of drafter ``suffix`` from one engine to the next, or ``"cache"`` for one
             in the user's cache; None forgets them.
+        enable_prefix_caching: keep texts of requests that ended in the rows of the KV arena, and let later ones that
+            begin alike go on from there: the same bits, without reading them again. False reads every prompt whole.
+        prefix_rows: rows of the KV arena that keep texts beside those of ``max_num_seqs``; each costs a row's memory.
         prepacked: on the CPU, keep packed weights in the user's cache, where later loads and other processes map them.
         share_threads: on the CPU, let target and a large draft take the same threads: faster, but from then on ONNX
             Runtime refuses every session of this process with threads of its own. The commands and the server do so.
@@ -51,6 +54,8 @@ class EngineOptions:
     cuda_graphs: bool | None = None
     adaptive: bool | None = None
     tune_profile: str | Path | None = None
+    enable_prefix_caching: bool = True
+    prefix_rows: int = 0
     prepacked: bool = True
     suffix_memory_mb: int | None = None
     corpus: str | Path | None = None

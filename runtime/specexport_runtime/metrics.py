@@ -44,6 +44,12 @@ class _Labelled(NamedTuple):
 _NUMBERS = (
     _Number("vllm:prompt_tokens", "Prompt tokens that were fed.", lambda c: c.prompt_tokens),
     _Number("vllm:generation_tokens", "Tokens that were generated.", lambda c: c.generation_tokens),
+    _Number(
+        "vllm:prefix_cache_queries",
+        "Prompt tokens, of requests that ended, for which cache rows were searched.",
+        lambda c: c.prefix_queries,
+    ),
+    _Number("vllm:prefix_cache_hits", "Of these, tokens that a row had.", lambda c: c.prefix_hits),
     _Number("vllm:spec_decode_num_drafts", "Rounds of a sequence that had a draft.", lambda c: c.all_drafts().rounds),
     _Number(
         "vllm:spec_decode_num_draft_tokens", "Draft tokens that the target tested.", lambda c: c.all_drafts().drafted
@@ -247,6 +253,7 @@ class EngineMetrics:
             ("vllm:num_requests_running", "Sequences that hold a cache row.", load and load.num_running),
             ("vllm:num_requests_waiting", "Sequences that wait for a cache row.", load and load.num_waiting),
             ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", load and load.kv_usage),
+            ("specexport:prefixes_kept", "Texts kept in rows that nobody runs in.", load and load.num_prefixes),
             ("specexport:max_num_seqs", "Cache rows: the most sequences at a time.", load and load.max_num_seqs),
         ]
         for name, text, value in rows:

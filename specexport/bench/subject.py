@@ -87,6 +87,7 @@ def open_subject(
             spin=spin,
             adaptive=adaptive,
             share_threads=True,
+            enable_prefix_caching=False,  # repeats would measure what the run before left
             tune_profile=tune_profile,
         )
 

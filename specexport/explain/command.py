@@ -65,7 +65,9 @@ def explain(
     (item,) = read_prompts(prompt, prompt_file, None)
     if reference is not None:
         drafting["references"] = [read_text(reference)]
-    engine = SpecEngine.load(bundle, max_num_seqs=1, adaptive=True, share_threads=True, **limits)
+    engine = SpecEngine.load(
+        bundle, enable_prefix_caching=False, max_num_seqs=1, adaptive=True, share_threads=True, **limits
+    )
     try:
         text = engine.format_chat([{"role": "user", "content": item.text}]) if chat else item.text
         result, trace = _decode(engine, text, params, drafting)

@@ -103,6 +103,7 @@ def _load_engine(bundle: Path, manifest: Manifest, sequences: Seq[Seq[int]], opt
         max_model_len=min(manifest.max_model_len, longest + _LENGTH_STEP),
         num_threads=options.num_threads,
         spin=options.spin,
+        enable_prefix_caching=False,  # every run must read its prompts itself
     )
 
 

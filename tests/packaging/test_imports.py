@@ -13,14 +13,14 @@ RUNTIME = ROOT / "runtime" / "specexport_runtime"
 COMPILER = ROOT / "specexport"
 
 HEAVY = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "tensorrt", "tensorrt_rtx", "triton"}
-HEAVY |= {"matplotlib", "polygraphy", "scipy"}
+HEAVY |= {"llguidance", "matplotlib", "polygraphy", "scipy"}
 SERVING = {"fastapi", "starlette", "pydantic", "uvicorn", "uvloop", "prometheus_client", "opentelemetry", "ray"}
 """Of the extras `serve` and `ray`: only what serves may name them."""
-# What the runtime may name at all. onnxruntime, google (protobuf, which it brings), tensorrt and cuda only inside
-# functions: the import test sees to it.
+# What the runtime may name at all. onnxruntime, google (protobuf, which it brings), tensorrt, cuda and llguidance only
+# inside functions: the import test sees to it.
 RUNTIME_MAY_IMPORT = {
     "specexport_runtime", "click", "jinja2", "numpy", "rich", "tokenizers",
-    "onnxruntime", "google", "tensorrt", "tensorrt_rtx", "cuda",
+    "onnxruntime", "google", "tensorrt", "tensorrt_rtx", "cuda", "llguidance",
 }  # fmt: skip
 SERVER = RUNTIME / "server"
 MAY_IMPORT_SERVING = (SERVER, RUNTIME / "ray_serve", RUNTIME / "metrics.py")

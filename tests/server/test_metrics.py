@@ -25,6 +25,8 @@ COUNTERS = {
     "vllm:prompt_tokens": set(),
     "vllm:generation_tokens": set(),
     "vllm:request_success": {"finished_reason"},
+    "vllm:prefix_cache_queries": set(),
+    "vllm:prefix_cache_hits": set(),
     "vllm:spec_decode_num_drafts": set(),
     "vllm:spec_decode_num_draft_tokens": set(),
     "vllm:spec_decode_num_accepted_tokens": set(),
@@ -48,6 +50,7 @@ GAUGES = {
     "specexport:acceptance_rate",
     "specexport:mean_acceptance_length",
     "specexport:max_num_seqs",
+    "specexport:prefixes_kept",
     "specexport:drafter_never_accepted",
 }
 OF_DRAFTERS = {"specexport:drafter_never_accepted"}

@@ -86,6 +86,27 @@ def test_bytes_of_a_real_answer_are_its_text(demo_served):
     assert answer.choices[0].logprobs.text_offset[0] == 0
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+def test_an_echo_has_the_scores_of_its_prompt(demo_served, max_tokens):
+    """As lm-eval asks for them: the first token has none, and those of the prompt come before those of the answer."""
+    texts = [TEXT, "def add(a, b):"]
+    with client_of(demo_served) as client:
+        answer = client.completions.create(
+            model="demo", prompt=texts, max_tokens=max_tokens, echo=True, logprobs=1, temperature=0
+        )
+    names = TokenTexts(demo_served.engine.engine.tokenizer)
+    for choice, text in zip(answer.choices, texts, strict=True):
+        ids = demo_served.engine.engine.encode(text)
+        whole = alone(demo_served, text, temperature=0, max_tokens=max(max_tokens, 1), prompt_logprobs=1, logprobs=1)
+        entries = [*whole.prompt_logprobs[1:], *whole.logprobs[:max_tokens]]
+        assert choice.text == text + (whole.text if max_tokens else "")
+        assert choice.logprobs.tokens == [names[token].text for token in ids + whole.token_ids[:max_tokens]]
+        assert choice.logprobs.token_logprobs == [None, *(entry.logprob for entry in entries)]
+        assert choice.logprobs.top_logprobs[0] is None
+        assert all(len(top) in (1, 2) for top in choice.logprobs.top_logprobs[1:])
+    assert answer.usage.completion_tokens == 2 * max_tokens
+
+
 def test_every_token_of_a_byte_level_vocabulary(demo_served):
     tokenizer = demo_served.engine.engine.tokenizer
     texts = TokenTexts(tokenizer)

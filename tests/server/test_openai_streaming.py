@@ -52,6 +52,20 @@ def test_a_completion_joined_is_the_whole(client, fake_served, params):
     assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
 
 
+def test_usage_goes_along_if_it_is_asked_for(client):
+    """As guidellm asks."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        client.completions.create(
+            model="fake", prompt="w1 w2", max_tokens=9, temperature=0, stream=True, stream_options=options
+        )
+    )
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 9
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {2}
+
+
 def test_a_chat_joined_is_the_whole(client):
     params = {"model": "fake", "messages": MESSAGES, "seed": 4, "max_tokens": 40, "n": 2}
     whole = client.chat.completions.create(**params)

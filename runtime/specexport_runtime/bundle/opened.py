@@ -26,7 +26,8 @@ class Bundle(NamedTuple):
         tokenizer: tokenizer of all its models.
         chat_template: Jinja source; None if the checkpoint had none.
         max_model_len: most tokens of one sequence, as asked for.
-        max_num_seqs: cache rows, as asked for.
+        max_num_seqs: sequences that run at a time, as asked for.
+        num_rows: cache rows: these, and those that only keep prefixes.
     """
 
     folder: Path
@@ -35,6 +36,7 @@ class Bundle(NamedTuple):
     chat_template: str | None
     max_model_len: int
     max_num_seqs: int
+    num_rows: int
 
     def hash_of(self, path: str) -> str:
         """Hash of a graph of this bundle and of the weights beside it, from the manifest's hashes.
@@ -63,13 +65,16 @@ def check_num_seqs(count: int, name: str = "max_num_seqs") -> None:
         raise InvalidRequestError(f"{name} is {count}.", f"choose a number from 1 to {MAX_NUM_SEQS}.")
 
 
-def load_bundle(folder: Path, *, max_model_len: int | None = None, max_num_seqs: int | None = None) -> Bundle:
+def load_bundle(
+    folder: Path, *, max_model_len: int | None = None, max_num_seqs: int | None = None, prefix_rows: int = 0
+) -> Bundle:
     """Open ``folder``, checking its versions and the hash of every file that was not checked here before.
 
     Args:
         folder: bundle folder.
         max_model_len: most tokens of one sequence; None takes the bundle's limit.
-        max_num_seqs: cache rows; None takes the bundle's own default.
+        max_num_seqs: sequences that run at a time; None takes the bundle's own default.
+        prefix_rows: cache rows beside theirs.
 
     Raises:
         BundleError: the folder is no bundle, or a file is missing or altered.
@@ -85,6 +90,8 @@ def load_bundle(folder: Path, *, max_model_len: int | None = None, max_num_seqs:
     if max_num_seqs is None:
         max_num_seqs = manifest.default_num_seqs
     check_num_seqs(max_num_seqs)
+    if not 0 <= prefix_rows <= MAX_NUM_SEQS:
+        raise InvalidRequestError(f"prefix_rows is {prefix_rows}.", f"choose a number from 0 to {MAX_NUM_SEQS}.")
     known = check_files(folder, manifest.files, remember=True)
     if "target" not in manifest.models:
         raise BundleError(f"{folder}: the manifest names no target model.", "build it again.")
@@ -96,4 +103,5 @@ def load_bundle(folder: Path, *, max_model_len: int | None = None, max_num_seqs:
         template.read_text(encoding="utf-8") if CHAT_TEMPLATE_NAME in manifest.files else None,
         max_model_len or manifest.max_model_len,
         max_num_seqs,
+        max_num_seqs + prefix_rows,
     )

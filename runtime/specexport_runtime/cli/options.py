@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from specexport_runtime.requests.drafting import Drafting
     from specexport_runtime.sampling.cut import Cut
     from specexport_runtime.sampling.params import SamplingParams
+    from specexport_runtime.sampling.structured import StructuredOutputs
 
 LIMITS = (
     "max_num_seqs",
@@ -24,6 +25,8 @@ LIMITS = (
     "match_length",
     "cuda_graphs",
     "tune_profile",
+    "enable_prefix_caching",
+    "prefix_rows",
     "prepacked",
     "suffix_memory_mb",
     "corpus",
@@ -84,6 +87,21 @@ def sampling_options(command: Any) -> Any:
         click.option("--stop", multiple=True, metavar="TEXT", help="End the text at TEXT. Repeatable."),
         click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="End at this id. Repeatable."),
         click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
+        click.option(
+            "--json-schema",
+            type=click.Path(path_type=Path, dir_okay=False),
+            metavar="FILE",
+            help="Write JSON that follows this JSON schema.",
+        ),
+        click.option("--json-object", is_flag=True, help="Write a JSON object."),
+        click.option("--regex", metavar="TEXT", help="Write what matches this regular expression."),
+        click.option("--choice", multiple=True, metavar="TEXT", help="Write one of these. Repeatable."),
+        click.option(
+            "--grammar",
+            type=click.Path(path_type=Path, dir_okay=False),
+            metavar="FILE",
+            help="Write what follows this grammar (Lark).",
+        ),
     ]
     return _add(command, options)
 
@@ -124,6 +142,19 @@ def batch_options(command: Any) -> Any:
             "--cuda-graphs/--no-cuda-graphs",
             default=None,
             help="GPU engines: replay recorded steps.  [default: on for TensorRT]",
+        ),
+        click.option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            default=True,
+            show_default=True,
+            help="Go on from what cache rows have of a prompt.",
+        ),
+        click.option(
+            "--prefix-rows",
+            type=int,
+            default=0,
+            show_default=True,
+            help="Cache rows that keep prefixes beside those of the sequences that are decoded.",
         ),
         click.option(
             "--prepacked/--no-prepacked",
@@ -269,7 +300,7 @@ def take_drafting(options: dict[str, Any]) -> "Drafting":
 
 
 def sampling_params(sampling: dict[str, Any]) -> "SamplingParams":
-    """The parameters that the options of :func:`sampling_options` make; takes ``logit_bias`` out of them.
+    """The parameters that the options of :func:`sampling_options` make; takes some of them out.
 
     Raises:
         InvalidRequestError: a value is out of its range.
@@ -283,4 +314,30 @@ def sampling_params(sampling: dict[str, Any]) -> "SamplingParams":
             bias[int(token)] = float(value)
         except ValueError:
             raise InvalidRequestError(f"--logit-bias {item!r} is not ID=BIAS.", "write for example 42=-1.5.") from None
-    return SamplingParams(logit_bias=bias, **sampling)
+    form = _form(sampling)
+    return SamplingParams(logit_bias=bias, structured_outputs=form, **sampling)
+
+
+def _form(sampling: dict[str, Any]) -> "StructuredOutputs | None":
+    """The form that the text must have; takes its options out."""
+    from specexport_runtime.sampling.structured import StructuredOutputs
+
+    schema, grammar = (_read_form(sampling.pop(name)) for name in ("json_schema", "grammar"))
+    fields: dict[str, Any] = {
+        "json": schema,
+        "json_object": sampling.pop("json_object"),
+        "regex": sampling.pop("regex"),
+        "choice": sampling.pop("choice") or None,
+        "grammar": grammar,
+    }
+    given = {name: value for name, value in fields.items() if value not in (None, False)}
+    return StructuredOutputs(**given) if given else None
+
+
+def _read_form(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"{file} cannot be read: {error}.", "give a text file.") from None

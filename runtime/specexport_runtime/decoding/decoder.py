@@ -10,15 +10,18 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+from specexport_runtime.decoding.prefixes import Prefixes
 from specexport_runtime.decoding.scheduler import Scheduler
+from specexport_runtime.decoding.scores import bound_scored, note_scores
 from specexport_runtime.decoding.told_step import told_step
-from specexport_runtime.drafters.base import Drafter, prefill_seconds_of
+from specexport_runtime.drafters.base import Drafter, as_prefix_drafter, prefill_seconds_of
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, argmax_ids
 from specexport_runtime.executors.exact_width import least_first_chunk, room_within
 from specexport_runtime.lookahead.base import DraftLength, concerns_lengths, learn_from_tests, step_load
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.accept import Verdict, accept_greedy, accept_sampled
+from specexport_runtime.sampling.grammar import MaskAhead
 from specexport_runtime.sampling.logprobs import logprobs_of
 from specexport_runtime.sequences.records import Proposal, StepLoad
 from specexport_runtime.sequences.sequence import NO_ROW, RoundEvent, Sequence
@@ -39,6 +42,7 @@ class Decoder:
         max_num_batched_tokens: most tokens of one step, see ``Scheduler``; at most what the target's engine takes.
         lengths: chooses how far adaptive sequences draft; the drafter's own, if it has one.
         tracer: writes down the rounds of sequences that keep a trace.
+        reuses_prefixes: let sequences go on from what cache rows have of their prompts.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Decoder:
         max_num_batched_tokens: int = 512,
         lengths: DraftLength | None = None,
         tracer: RoundTracer | None = None,
+        reuses_prefixes: bool = False,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -62,6 +67,9 @@ class Decoder:
             max_num_batched_tokens=min(max_num_batched_tokens, limit or max_num_batched_tokens),
             min_first_chunk=least_first_chunk(target.executor.sum_borders),
         )
+        keeping = as_prefix_drafter(drafter)
+        self.prefixes = Prefixes(target, keeping) if reuses_prefixes and keeping is not None else None
+        self._masks = MaskAhead()
         self.times = PhaseTimes()
         self.padding = PaddingStats()
         # Padding a whole batch to the width of a prompt chunk helps nobody: the padded method prefills apart.
@@ -131,14 +139,22 @@ class Decoder:
         if len(ready) == len(self.scheduler.rows) and not self.scheduler.can_admit:
             return ready, {}  # most rounds: everybody decodes, and nobody can come
         busy = sum(1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in ready)
-        self.scheduler.place(busy, self._pending, self._move_row)
+        self.scheduler.place(busy, self._pending, self._move_row, self._begin, self._is_early)
         ready = [seq for seq in self.running if seq.num_generated]
         limit = self.target.executor.max_num_tokens
         # An engine of fixed sizes takes a whole verify step, but maybe not the smallest prompt chunk beside it.
         if self._mixes_prefill and (limit is None or busy + self.scheduler.min_prefill_tokens <= limit):
-            return ready, self.scheduler.share(busy, self._pending, self.target.max_chunk)
-        chunks = self.scheduler.share(0, self._pending, self.target.max_chunk)
+            return ready, self._share(busy)
+        chunks = self._share(0)
         return ([], dict([next(iter(chunks.items()))])) if chunks else (ready, chunks)
+
+    def _share(self, busy_tokens: int) -> dict[int, int]:
+        """Prompt tokens of each row in this step."""
+        chunks = self.scheduler.share(busy_tokens, self._pending, self.target.max_chunk)
+        rows = {row: self._in_row(row) for row in chunks}
+        if any(seq.is_scored for seq in rows.values()):
+            return bound_scored(chunks, rows, self.scheduler.min_first_chunk)
+        return chunks
 
     def cancel(self, sequence: Sequence, error: Exception | None = None) -> None:
         """Drop one sequence, waiting or running, and free its row; one that has finished stays as it is.
@@ -162,6 +178,8 @@ class Decoder:
             seq.end("error", error)
             self._retire(seq)
         self.target.reset()
+        if self.prefixes is not None:
+            self.prefixes.clear()
         return failed
 
     def check(self) -> None:
@@ -172,6 +190,8 @@ class Decoder:
         """
         self.target.kv.check()
         self.scheduler.check([self.target.kv.kv_len(row) for row in range(self.target.kv.num_rows)])
+        if self.prefixes is not None:
+            self.prefixes.check(self.running)
 
     @property
     def load(self) -> EngineLoad:
@@ -183,14 +203,27 @@ class Decoder:
             max_num_seqs=rows,
             kv_entries=kv.num_committed,
             kv_capacity=rows * kv.capacity,
+            num_prefixes=0 if self.prefixes is None else self.prefixes.num_kept,
+            prefix_entries=0 if self.prefixes is None else self.prefixes.num_entries,
         )
 
     def _pending(self, seq: Sequence) -> int:
         """Tokens of a sequence that the target has not seen."""
         return len(seq.tokens) - (self.target.kv.kv_len(seq.row) if seq.row != NO_ROW else 0)
 
+    def _begin(self, seq: Sequence) -> None:
+        """A sequence was admitted."""
+        if self.prefixes is not None:
+            self.prefixes.begin(seq, self.running)
+
+    def _is_early(self, seq: Sequence) -> bool:
+        """Whether a sequence would read what another is just reading."""
+        return self.prefixes is not None and self.prefixes.is_early(seq, self.running)
+
     def _move_row(self, source: int, destination: int) -> None:
         """Move a sequence's caches, of the target and of the drafter, to another row."""
+        if self.prefixes is not None and self.prefixes.make_way(source, destination):
+            return
         self.target.move_row(source, destination)
         self.drafter.move_row(source, destination)
 
@@ -207,6 +240,7 @@ class Decoder:
             self.lengths.begin_round(load)
         rooms = [self._room(seq) for seq in sequences]
         proposals = self.drafter.propose(sequences, rooms) if sequences else []
+        proposals = [_fitting(seq, proposal) for seq, proposal in zip(sequences, proposals, strict=True)]
         read = prefill_seconds_of(self.drafter) - read_before
         self.times.count_draft(time.perf_counter() - start, read, [len(proposal.tokens) for proposal in proposals])
         return {seq.row: proposal for seq, proposal in zip(sequences, proposals, strict=True)}
@@ -230,23 +264,36 @@ class Decoder:
         counts = {row: chunks.get(row, 1) for row in sorted(rows)}
         work = [self._work(row, counts.get(row, 0), proposals.get(row)) for row in range(first, max(rows) + 1)]
         # Where all that is read is greedy, a GPU need not send logits: the argmax is taken beside them.
-        want: Want = "logits" if any(self._in_row(row).needs_logits for row in proposals) else "token_ids"
+        scored = {row: count for row, count in chunks.items() if self._in_row(row).is_scored}
+        needed = scored or any(self._in_row(row).needs_logits for row in proposals)
+        want: Want = "logits" if needed else "token_ids"
         sequences, prompts = [self._in_row(row) for row in counts], [self._in_row(row) for row in chunks]
+        grammars = [
+            (seq.sampler.grammar, proposals[seq.row].tokens)
+            for seq in sequences
+            if seq.sampler.grammar is not None and seq.row in proposals
+        ]
+        if grammars:
+            self._masks.start(grammars)
         output = told_step(self.target, self.drafter, sequences, prompts, first, work, want)
+        if grammars:
+            self._masks.wait()
         executed = time.perf_counter()
+        broken = self._score(scored, output, first)
         verified = []
         for row, count in counts.items():
             if row in proposals:
-                verified.append(self._in_row(row))
+                verified += [seq for seq in [self._in_row(row)] if seq not in broken]
             else:  # a prompt with more to come
                 self.target.kv.commit(row, self.target.kv.kv_len(row) + count)
-        events = self._accept(verified, proposals, output, want, first)
+        events = self._accept(verified, proposals, output, want, first, scored)
+        events += [RoundEvent(seq, [], 0, 0, is_bonus=False) for seq in broken]
         if ready:
             self.padding.record_round([len(event.tokens) for event in events if event.sequence.row not in chunks])
             self.padding.input_tokens += sum(len(row.tokens) for row in work)
             self.padding.input_padding += self.target.step_padding
         self.drafter.commit(verified)
-        for seq in verified:
+        for seq in [*verified, *broken]:
             if seq.finish_reason is not None:
                 self._retire(seq)
         engine = self.target.executor.engine_seconds - engine_before
@@ -259,7 +306,31 @@ class Decoder:
             return IDLE
         seq, kv_len = self._in_row(row), self.target.kv.kv_len(row)
         known = seq.tokens[kv_len : kv_len + count]
-        return RowWork(known, 1) if proposal is None else RowWork(known + proposal.tokens, len(proposal.tokens) + 1)
+        wanted = count if seq.is_scored else 1
+        if proposal is None:
+            return RowWork(known, wanted)
+        return RowWork(known + proposal.tokens, len(proposal.tokens) + wanted)
+
+    def _score(self, scored: Mapping[int, int], output: StepOutput, first_row: int) -> list[Sequence]:
+        """Keep log-probabilities of prompts.
+
+        Args:
+            scored: prompt tokens of the rows that are scored.
+            output: logits of the step.
+            first_row: its first row.
+
+        Returns:
+            sequences that failed.
+        """
+        failed = []
+        for row, count in scored.items():
+            seq, begin = self._in_row(row), self.target.logit_starts[row - first_row]
+            try:
+                note_scores(seq, self.target.kv.kv_len(row), output[begin : begin + count])
+            except Exception as error:  # whatever it is, it concerns this sequence alone
+                seq.end("error", error)
+                failed.append(seq)
+        return failed
 
     def _accept(
         self,
@@ -268,6 +339,7 @@ class Decoder:
         output: StepOutput,
         want: Want,
         first_row: int,
+        scored: Mapping[int, int],
     ) -> list[RoundEvent]:
         greedy: list[int] = []
         if any(seq.sampler.is_plain_greedy for seq in sequences):
@@ -276,7 +348,8 @@ class Decoder:
         events = []
         for seq in sequences:
             proposal = proposals[seq.row]
-            begin = self.target.logit_starts[seq.row - first_row]
+            # Rows of a prompt that is scored come first; its last one is that of the newest token.
+            begin = self.target.logit_starts[seq.row - first_row] + max(scored.get(seq.row, 1) - 1, 0)
             end = begin + len(proposal.tokens) + 1
             try:
                 if proposal.error is not None:
@@ -309,10 +382,29 @@ class Decoder:
         return RoundEvent(seq, tokens[:taken], drafted, accepted, is_bonus, proposal, gamma)
 
     def _retire(self, seq: Sequence) -> None:
-        if seq.row != NO_ROW:
+        if seq.row != NO_ROW and not (self.prefixes is not None and self.prefixes.keep(seq)):
             self.target.release_row(seq.row)
             self.drafter.release_row(seq.row)
         self.scheduler.retire(seq)
+
+
+def _fitting(seq: Sequence, proposal: Proposal) -> Proposal:
+    """A draft up to where the grammar of its sequence refuses it."""
+    grammar = seq.sampler.grammar
+    if grammar is None or not proposal.tokens:
+        return proposal
+    try:
+        count = grammar.cut(proposal.tokens)
+    except Exception as error:  # whatever it is, it concerns this sequence alone
+        return proposal._replace(tokens=[], distributions=None, end="none", error=error)
+    if count == len(proposal.tokens):
+        return proposal
+    drawn_from = proposal.distributions
+    return proposal._replace(
+        tokens=proposal.tokens[:count],
+        distributions=None if drawn_from is None else drawn_from[:count],
+        end="text" if count else "none",
+    )
 
 
 def accept_argmax(proposal: Proposal, greedy: Seq[int]) -> Verdict:

@@ -55,7 +55,14 @@ class Scheduler:
         """Whether somebody waits and a row is free."""
         return bool(self.waiting) and self._free_row() != NO_ROW
 
-    def place(self, busy_tokens: int, pending: Callable[[Sequence], int], move_row: Callable[[int, int], None]) -> None:
+    def place(
+        self,
+        busy_tokens: int,
+        pending: Callable[[Sequence], int],
+        move_row: Callable[[int, int], None],
+        begin: Callable[[Sequence], None] = lambda _: None,
+        is_early: Callable[[Sequence], bool] = lambda _: False,
+    ) -> None:
         """Admit what fits, then close the holes that are left.
 
         A sequence is admitted when a row is free and the step still has budget for its prompt.
@@ -64,23 +71,27 @@ class Scheduler:
             busy_tokens: tokens that decoding sequences may take in this step.
             pending: tokens of a sequence that the target has not seen.
             move_row: moves a cache row: source, destination.
+            begin: told of each sequence that was admitted.
+            is_early: whether the next sequence had better wait, and with it those behind it.
         """
         if self.waiting:
             left = self.max_num_batched_tokens - busy_tokens - sum(self._prompt_tokens(pending))
             while self.waiting and (left > 0 or not self._prompt_tokens(pending)):
                 row = self._free_row()
-                if row == NO_ROW:
+                if row == NO_ROW or is_early(self.waiting[0]):
                     break
                 seq = self.waiting.popleft()
                 self._take(seq, row)
+                begin(seq)
                 left -= pending(seq)
         while self.rows and None in self.rows:
-            last = self.rows.pop()
+            last = self.rows[-1]
             if last is not None:
                 hole = self.rows.index(None)
-                move_row(last.row, hole)
+                move_row(last.row, hole)  # while it is known to run where it is
                 last.row = hole
                 self.rows[hole] = last
+            self.rows.pop()
 
     def share(self, busy_tokens: int, pending: Callable[[Sequence], int], max_chunk: int) -> dict[int, int]:
         """Prompt tokens of each row in this step, the oldest prompts first.
@@ -99,7 +110,8 @@ class Scheduler:
             if seq.num_generated:
                 continue
             waits = pending(seq)
-            least = min(waits, self.min_first_chunk, max_chunk) if waits == len(seq.tokens) else 1
+            # Also where a kept prefix is gone on from: what was read alike must go on alike.
+            least = min(waits, max(self.min_first_chunk - (len(seq.tokens) - waits), 1), max_chunk)
             chunk = min(waits, left, max_chunk)
             if chunk < least:
                 if chunks:  # a later step has more room; only the oldest prompt must not wait for that

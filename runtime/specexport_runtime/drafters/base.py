@@ -6,7 +6,7 @@ user's is a factory, given to ``SpecEngine.load(..., drafters={"name": factory})
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from specexport_runtime.sequences.records import DrafterTraits, Proposal
 
@@ -114,6 +114,45 @@ class FeatureDrafter(Drafter, Protocol):
 def as_feature_drafter(drafter: Drafter) -> FeatureDrafter | None:
     """``drafter`` if it follows :class:`FeatureDrafter`; None if not."""
     return drafter if hasattr(drafter, "wants_features") else None  # type: ignore[return-value]
+
+
+class PrefixDrafter(Drafter, Protocol):
+    """A drafter that can go on from what a row has of another sequence's text (prefix reuse); optional.
+
+    One that is not begins anew with each sequence, as if its prompt had just been read.
+    """
+
+    def snapshot(self, sequence: "Sequence") -> Any:
+        """What it has of a sequence's row, between rounds. What becomes of the sequence later does not change it."""
+        ...
+
+    def usable(self, sequence: "Sequence", kept: Any, count: int) -> int:
+        """How many of ``count`` common tokens a sequence may take over, with ``kept`` of the other; 0 for none."""
+        ...
+
+    def adopt(self, sequence: "Sequence", kept: Any, count: int) -> None:
+        """A sequence begins whose first ``count`` tokens are not read again; what the snapshot is of is in its row."""
+        ...
+
+    def copy_row(self, source: int, destination: int, kept: Any) -> None:
+        """Copy what the snapshot is of to another row."""
+        ...
+
+    def swap_rows(self, one: int, other: int, kept: tuple[Any, Any]) -> None:
+        """Exchange what two snapshots are of, that of row ``one`` and that of row ``other``.
+
+        If the first is None, a sequence runs in row ``one``, and goes on in ``other``.
+        """
+        ...
+
+    def forget_row(self, row: int) -> None:
+        """In place of ``release_row``: what is in the row's memory stays as it is, for ``adopt``."""
+        ...
+
+
+def as_prefix_drafter(drafter: Drafter) -> PrefixDrafter | None:
+    """``drafter`` if it follows :class:`PrefixDrafter`; None if not."""
+    return drafter if hasattr(drafter, "snapshot") else None  # type: ignore[return-value]
 
 
 class CostedDrafter(Drafter, Protocol):

@@ -3,13 +3,16 @@
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from typing import Any
 
 from specexport_runtime.drafters.base import (
     Drafter,
     DrafterTraits,
     FeatureDrafter,
+    PrefixDrafter,
     SimilarityDrafter,
     as_feature_drafter,
+    as_prefix_drafter,
     as_similarity,
     prefill_seconds_of,
 )
@@ -145,6 +148,50 @@ class ChainDrafter:
         """Tell every drafter; see ``Drafter.release_row``."""
         for drafter in self.drafters.values():
             drafter.release_row(row)
+
+    def snapshot(self, sequence: Sequence) -> Mapping[str, Any]:
+        """What each drafter has of a sequence's row, by name; see ``PrefixDrafter``."""
+        return {name: drafter.snapshot(sequence) for name, drafter in self._keeping()}
+
+    def usable(self, sequence: Sequence, kept: Mapping[str, Any], count: int) -> int:
+        """How many of ``count`` common tokens every drafter can go on from; see ``PrefixDrafter``."""
+        planned = {name for name, _ in sequence.draft_plan}
+        for name, drafter in self._keeping():
+            if name in planned:
+                count = drafter.usable(sequence, kept[name], count)
+        return count
+
+    def adopt(self, sequence: Sequence, kept: Mapping[str, Any], count: int) -> None:
+        """Tell the drafters that keep rows; see ``PrefixDrafter``."""
+        for name, drafter in self._keeping():
+            drafter.adopt(sequence, kept[name], count)
+
+    def copy_row(self, source: int, destination: int, kept: Mapping[str, Any]) -> None:
+        """Tell the drafters that keep rows; see ``PrefixDrafter``."""
+        for name, drafter in self._keeping():
+            drafter.copy_row(source, destination, kept[name])
+
+    def swap_rows(self, one: int, other: int, kept: tuple[Mapping[str, Any] | None, Mapping[str, Any]]) -> None:
+        """Tell the drafters; see ``PrefixDrafter``. To those that do not keep rows a sequence may have moved."""
+        of_one, of_other = kept
+        for name, drafter in self.drafters.items():
+            keeping = as_prefix_drafter(drafter)
+            if keeping is not None:
+                keeping.swap_rows(one, other, (None if of_one is None else of_one[name], of_other[name]))
+            elif of_one is None:
+                drafter.move_row(one, other)
+
+    def forget_row(self, row: int) -> None:
+        """Tell every drafter; those that do not keep rows are told that the sequence is done."""
+        for drafter in self.drafters.values():
+            keeping = as_prefix_drafter(drafter)
+            (drafter.release_row if keeping is None else keeping.forget_row)(row)
+
+    def _keeping(self) -> Iterator[tuple[str, PrefixDrafter]]:
+        for name, drafter in self.drafters.items():
+            keeping = as_prefix_drafter(drafter)
+            if keeping is not None:
+                yield name, keeping
 
     def wants_similarity(self, sequence: Sequence) -> bool:
         """Whether a drafter of the sequence's plan does."""

@@ -17,7 +17,7 @@ alone, whatever the guesses before it are: that is the distribution that is test
 """
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -45,8 +45,8 @@ MAX_HELD = 512  # features of a sequence that wait for the head to read them
 class _Held:
     """Features of a sequence that the head has not read: those of consecutive positions."""
 
-    def __init__(self) -> None:
-        self.start = 0
+    def __init__(self, start: int = 0) -> None:
+        self.start = start
         self.parts: list[Float32Array] = []
         self.count = 0
 
@@ -57,6 +57,12 @@ class _Held:
             raise SpecexportError(f"features of position {start} came, and {self.start + self.count} is next.")
         self.parts.append(features.copy())
         self.count += len(features)
+
+    def copy(self) -> "_Held":
+        """The same features; what becomes of them does not change the copy."""
+        made = _Held(self.start)
+        made.parts, made.count = list(self.parts), self.count
+        return made
 
     def keep(self, count: int) -> None:
         """Forget all but the first ``count``."""
@@ -69,6 +75,13 @@ class _Held:
         features = self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
         self.parts, self.count = [], 0
         return features
+
+
+class _Snapshot(NamedTuple):
+    """What a head has of a row: entries in its cache, and the features behind them."""
+
+    entries: int
+    held: _Held
 
 
 class HeadDrafter(OwnCacheDrafter):
@@ -176,6 +189,35 @@ class HeadDrafter(OwnCacheDrafter):
     def _input_ids(self, tokens: list[int]) -> list[int]:
         """Input ids of entries of known features, by the token behind each."""
         return entry_tokens(tokens, self._mask)
+
+    def snapshot(self, sequence: Sequence) -> Any:
+        """Entries, and features that the head has not read; see ``PrefixDrafter.snapshot``."""
+        entries, held = self.runner.kv.kv_len(sequence.row), self._held.get(sequence)
+        return _Snapshot(entries, held.copy() if held is not None and held.start == entries else _Held(entries))
+
+    def usable(self, sequence: Sequence, kept: Any, count: int) -> int:
+        """See ``PrefixDrafter.usable``: the head goes on only behind the last token that it has the feature of.
+
+        Entry i knows token i+1 too, so that the last one of a common text is another one, and the feature that it
+        would be made of again is gone.
+        """
+        if not self.wants_features(sequence):
+            return count
+        entries, held = kept
+        return min(count, held.start + held.count) if entries < count else count - 1
+
+    def adopt(self, sequence: Sequence, kept: Any, count: int) -> None:
+        """See ``PrefixDrafter.adopt``."""
+        if not self.wants_features(sequence):
+            return
+        entries, held = kept
+        self.runner.kv.restore(sequence.row, min(entries, count))
+        self._held[sequence] = own = held.copy() if entries < count else _Held(count)
+        own.keep(count - own.start)
+
+    def _entries_of(self, kept: Any) -> int:
+        entries: int = kept.entries
+        return entries
 
     def commit(self, sequences: Seq[Sequence]) -> None:
         """Forget features of rejected tokens, and all entries that the head made of features of its own."""

@@ -1,8 +1,9 @@
 """What drafters with an engine of their own share: its KV cache, row for row beside the target's."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.cut_head import CutHead
@@ -57,6 +58,38 @@ class OwnCacheDrafter:
     def release_row(self, row: int) -> None:
         """Forget the sequence of ``row``."""
         self.runner.release_row(row)
+
+    def snapshot(self, sequence: Sequence) -> Any:
+        """What the cache has of a sequence's row, between rounds, for :meth:`adopt`: entries."""
+        return self.runner.kv.kv_len(sequence.row)
+
+    def usable(self, sequence: Sequence, kept: Any, count: int) -> int:  # noqa: ARG002
+        """How many of ``count`` common tokens a sequence may take over: all, for what is missing is read."""
+        return count
+
+    def adopt(self, sequence: Sequence, kept: Any, count: int) -> None:
+        """A sequence goes on behind ``count`` tokens of a text of which a snapshot was taken and that is in its row."""
+        self.runner.kv.restore(sequence.row, min(self._entries_of(kept), count))
+
+    def copy_row(self, source: int, destination: int, kept: Any) -> None:
+        """Copy what a snapshot was taken of to another row."""
+        self.runner.copy_row(source, destination, self._entries_of(kept))
+
+    def swap_rows(self, one: int, other: int, kept: tuple[Any, Any]) -> None:
+        """Exchange what snapshots were taken of in two rows; see ``PrefixDrafter.swap_rows``."""
+        own = self.runner.kv.kv_len(one) if kept[0] is None else self._entries_of(kept[0])
+        self.runner.swap_rows(one, other, (own, self._entries_of(kept[1])))
+        if kept[0] is None:
+            self.runner.kv.move(one, other)
+
+    def forget_row(self, row: int) -> None:
+        """The sequence of ``row`` is done; what is in its memory stays as it is."""
+        self.runner.forget_row(row)
+
+    def _entries_of(self, kept: Any) -> int:
+        """Cache entries of a snapshot."""
+        entries: int = kept
+        return entries
 
     def _known(self, tokens: list[int]) -> list[int]:
         """Ids the model can embed. The target may emit a padding id of its own; any stand-in is lossless."""

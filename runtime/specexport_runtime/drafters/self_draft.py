@@ -98,6 +98,26 @@ class SelfDrafter:
     def release_row(self, row: int) -> None:
         """Nothing to drop: the rows are the target's."""
 
+    def snapshot(self, sequence: Sequence) -> None:  # noqa: ARG002
+        """Nothing; see ``PrefixDrafter.snapshot``."""
+        return
+
+    def usable(self, sequence: Sequence, kept: None, count: int) -> int:  # noqa: ARG002
+        """Nothing, if layers are chosen by how much they change the whole prompt: the target must read it then."""
+        return 0 if self.wants_similarity(sequence) else count
+
+    def adopt(self, sequence: Sequence, kept: None, count: int) -> None:
+        """Nothing; see ``PrefixDrafter.adopt``."""
+
+    def copy_row(self, source: int, destination: int, kept: None) -> None:
+        """Nothing to copy: the rows are the target's."""
+
+    def swap_rows(self, one: int, other: int, kept: tuple[object, object]) -> None:
+        """Nothing to exchange: the rows are the target's."""
+
+    def forget_row(self, row: int) -> None:
+        """Nothing to drop: the rows are the target's."""
+
     def wants_similarity(self, sequence: Sequence) -> bool:
         """While the prompt is read, if the sequence may draft with its target and its rules look at similarities."""
         planned = any(stage.drafter == SELF for stage in sequence.draft_plan)

@@ -60,7 +60,7 @@ class SuffixDrafter:
         """Keep what finished sequences were given, each with the end of its prompt, by which it will be found."""
         self._own.commit(sequences)
         for seq in sequences:
-            if seq.finish_reason is not None and seq.scope is not None:
+            if seq.finish_reason is not None and seq.scope is not None and _is_planned(seq):
                 self.store.add(seq.scope, seq.tokens[-(seq.num_generated + DEPTH) :])
 
     def move_row(self, source: int, destination: int) -> None:
@@ -82,6 +82,10 @@ class SuffixDrafter:
             if tokens:
                 return Proposal(tokens, None, "lookahead" if len(tokens) == most else "text", SUFFIX, found.length)
         return own._replace(drafter=SUFFIX) if own.tokens else own
+
+
+def _is_planned(seq: Sequence) -> bool:
+    return any(stage.drafter == SUFFIX for stage in seq.draft_plan)
 
 
 KIND = DrafterKind(

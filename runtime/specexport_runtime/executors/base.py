@@ -186,6 +186,23 @@ class HeadExecutor(Executor, Protocol):
         ...
 
 
+class CopyingExecutor(Executor, Protocol):
+    """An executor whose rows can be copied, and stay as they are when nobody runs in them."""
+
+    def copy_row(self, source: int, destination: int, kv_len: int) -> None:
+        """Copy the first ``kv_len`` cache entries of a row to another, in every layer; the source keeps them."""
+        ...
+
+    def swap_rows(self, one: int, other: int, kv_lens: tuple[int, int]) -> None:
+        """Exchange the first entries of two rows, in every layer: ``kv_lens`` of them, of ``one`` and of ``other``."""
+        ...
+
+
+def as_copying(executor: Executor) -> CopyingExecutor | None:
+    """``executor`` if rows can be copied; None if not."""
+    return executor if hasattr(executor, "copy_row") else None  # type: ignore[return-value]
+
+
 def as_featured(executor: Executor) -> FeaturedExecutor | None:
     """``executor`` if it is of a target that gives features; None if not."""
     return executor if getattr(executor, "gives_features", False) else None  # type: ignore[return-value]
@@ -267,6 +284,7 @@ class EngineBackend(NamedTuple):
         on_gpu: CUDA graphs may be asked for.
         has_padded_kv: bundles have graphs for caches that hold padding entries.
         has_gates: layers of a target can be switched off, for drafting with the target itself.
+        copies_rows: rows can be copied, and keep what they have when nobody runs in them: prefixes can be reused.
         modules: Python modules that running needs.
         provider: ONNX Runtime's execution provider that running needs; None for none but its own.
     """
@@ -275,5 +293,6 @@ class EngineBackend(NamedTuple):
     on_gpu: bool = False
     has_padded_kv: bool = False
     has_gates: bool = False
+    copies_rows: bool = False
     modules: tuple[str, ...] = ()
     provider: str | None = None

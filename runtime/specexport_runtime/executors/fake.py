@@ -366,6 +366,17 @@ class FakeExecutor:
         self._cache[destination, :kv_len] = self._cache[source, :kv_len]
         self._writers[destination] = self._writers[source]
 
+    def copy_row(self, source: int, destination: int, kv_len: int) -> None:
+        """As :meth:`move_row`, which leaves the source as it is."""
+        self.move_row(source, destination, kv_len)
+
+    def swap_rows(self, one: int, other: int, kv_lens: tuple[int, int]) -> None:
+        """Exchange the first entries of two rows; the rest of both is poisoned."""
+        rows, lens = [one, other], (kv_lens[1], kv_lens[0])
+        self._cache[rows], self._writers[rows] = self._cache[rows[::-1]], self._writers[rows[::-1]]
+        for row, kv_len in zip(rows, lens, strict=True):
+            self._cache[row, kv_len:] = _POISON
+
     def clear_row(self, row: int) -> None:
         """Poison the row."""
         self._cache[row] = _POISON

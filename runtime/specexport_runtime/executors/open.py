@@ -113,7 +113,7 @@ def open_executor(
             folder=folder,
             entry=entry,
             role=role,
-            num_rows=bundle.max_num_seqs,
+            num_rows=bundle.num_rows,
             kv_capacity=bundle.max_model_len + kv_slack(bundle.manifest.lookahead),
             lookahead=bundle.manifest.lookahead,
             num_threads=num_threads,

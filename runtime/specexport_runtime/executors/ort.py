@@ -209,6 +209,18 @@ class OrtExecutor(GatedByInputs, WithFeatures):
         for cache in self._caches.values():
             cache[destination, :, :, :kv_len] = cache[source, :, :, :kv_len]
 
+    def copy_row(self, source: int, destination: int, kv_len: int) -> None:
+        """As :meth:`move_row`, which leaves the source as it is."""
+        self.move_row(source, destination, kv_len)
+
+    def swap_rows(self, one: int, other: int, kv_lens: tuple[int, int]) -> None:
+        """Exchange the first entries of two rows, in every layer: ``kv_lens`` of them, of ``one`` and of ``other``."""
+        of_one, of_other = kv_lens
+        for cache in self._caches.values():
+            aside = cache[one, :, :, :of_one].copy()
+            cache[one, :, :, :of_other] = cache[other, :, :, :of_other]
+            cache[other, :, :, :of_one] = aside
+
     def clear_row(self, row: int) -> None:
         """Nothing: attention reads no entry beyond a row's length."""
 
@@ -324,4 +336,6 @@ def open_ort_executor(request: EngineRequest) -> OrtExecutor:
     )
 
 
-BACKEND = EngineBackend(open_ort_executor, has_padded_kv=True, has_gates=True, modules=("onnxruntime",))
+BACKEND = EngineBackend(
+    open_ort_executor, has_padded_kv=True, has_gates=True, copies_rows=True, modules=("onnxruntime",)
+)

@@ -17,7 +17,16 @@ from typing import NamedTuple
 import numpy as np
 
 from specexport_runtime.abi import StepShape
-from specexport_runtime.executors.base import Executor, Float32Array, StepBuffers, StepOutput, Want
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.base import (
+    CopyingExecutor,
+    Executor,
+    Float32Array,
+    StepBuffers,
+    StepOutput,
+    Want,
+    as_copying,
+)
 from specexport_runtime.packing.kv import KvArena
 from specexport_runtime.packing.padded_kv import PaddedKvArena
 
@@ -227,6 +236,39 @@ class ModelRunner:
         """Move a sequence's cache to another row."""
         self.executor.move_row(source, destination, self.kv.entries(source))
         self.kv.move(source, destination)
+
+    def copy_row(self, source: int, destination: int, count: int) -> None:
+        """Copy the first ``count`` entries of a row's memory to another row; no length changes.
+
+        Raises:
+            SpecexportError: the executor cannot copy rows, see ``as_copying``.
+        """
+        if count and source != destination:
+            self._copying().copy_row(source, destination, count)
+
+    def swap_rows(self, one: int, other: int, counts: tuple[int, int]) -> None:
+        """Exchange the first entries of the memory of two rows; no length changes.
+
+        Args:
+            one: a row.
+            other: another.
+            counts: entries of each.
+
+        Raises:
+            SpecexportError: as :meth:`copy_row`.
+        """
+        if any(counts):
+            self._copying().swap_rows(one, other, counts)
+
+    def _copying(self) -> CopyingExecutor:
+        executor = as_copying(self.executor)
+        if executor is None:
+            raise SpecexportError("rows of this engine cannot be copied.")
+        return executor
+
+    def forget_row(self, row: int) -> None:
+        """Nobody runs in ``row`` any more; its memory stays as it is."""
+        self.kv.release(row)
 
     def release_row(self, row: int) -> None:
         """Forget the sequence in ``row``."""

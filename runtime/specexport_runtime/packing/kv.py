@@ -68,6 +68,16 @@ class KvArena:
         self._kv_lens[destination] = self._written[destination] = self._kv_lens[source]
         self.release(source)
 
+    def restore(self, row: int, kv_len: int) -> None:
+        """The first ``kv_len`` entries of an empty row were put there without a step, and are committed.
+
+        Raises:
+            SpecexportError: the row is not empty, or cannot hold them.
+        """
+        if self._kv_lens[row] or not 0 <= kv_len <= self.capacity:
+            raise SpecexportError(f"KV row {row}: cannot take over {kv_len} entries, it has {self._kv_lens[row]}.")
+        self._kv_lens[row] = self._written[row] = kv_len
+
     def release(self, row: int) -> None:
         """Forget everything in ``row``."""
         self._kv_lens[row] = self._written[row] = 0
@@ -110,6 +120,9 @@ class BorrowedKv(KvArena):
 
     def move(self, source: int, destination: int) -> None:
         """Nothing: the lender moves its rows."""
+
+    def restore(self, row: int, kv_len: int) -> None:
+        """Nothing: the lender takes over what its rows have."""
 
     def release(self, row: int) -> None:
         """Nothing: the lender forgets its rows."""

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specexport_runtime.drafters.forced import FORCED, FORCED_LOOKAHEAD
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.checks import check_text, check_token_ids, check_token_range
 from specexport_runtime.requests.drafting import Abilities, DraftDefaults, DraftPlan, RequestOptions, resolve_draft_plan
+from specexport_runtime.requests.grammars import GrammarCompiler
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.sequences.records import DraftStage
 from specexport_runtime.sequences.results import Prompt
 from specexport_runtime.sequences.sequence import Sequence
 from specexport_runtime.sequences.text import TextStream
@@ -31,6 +34,7 @@ class RequestBuilder:
         abilities: ways to draft that the engine has.
         eos_token_ids: ids that end a text.
         defaults: how to draft for requests that do not say.
+        grammars: makes the grammars of texts whose form is given.
     """
 
     tokenizer: "Tokenizer"
@@ -39,6 +43,7 @@ class RequestBuilder:
     abilities: Abilities
     eos_token_ids: tuple[int, ...]
     defaults: DraftDefaults
+    grammars: GrammarCompiler
 
     def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, checked.
@@ -120,6 +125,15 @@ class RequestBuilder:
         for text in params.stop_strings:
             check_text(text, "a stop text")
         exit_params = self._exit_params(options, plan)
+        grammar, stages = None, plan.stages
+        if params.structured_outputs is not None:
+            if params.ignore_eos:
+                raise InvalidRequestError(
+                    "structured_outputs ends a text, and ignore_eos does not.", "leave one of them out."
+                )
+            grammar = self.grammars.compile(params.structured_outputs)
+            if stages:
+                stages = (DraftStage(FORCED, min(FORCED_LOOKAHEAD, self.abilities.lookahead)), *stages)
         return Sequence(
             index,
             self.encode(prompt),
@@ -130,13 +144,14 @@ class RequestBuilder:
             text=TextStream(self.tokenizer, params),
             stream=stream,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
-            draft_plan=plan.stages,
+            draft_plan=stages,
             reference=self.encode_reference(reference),
             adaptive=plan.adaptive,
             draft_exit=None if exit_params is None else DraftExit(exit_params),
             layer_rules=rules,
             trace=options.trace,
-            scope=_scope(options) if any(each.remembers for each in traits) else None,
+            scope=_scope(options),
+            grammar=grammar,
         )
 
     def _exit_params(self, options: RequestOptions, plan: DraftPlan) -> DraftExitParams | None:

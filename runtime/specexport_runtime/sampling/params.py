@@ -10,6 +10,7 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.cut import cut_field, cuts_of
 from specexport_runtime.sampling.min_p import MIN_P
 from specexport_runtime.sampling.rng import check_seed
+from specexport_runtime.sampling.structured import StructuredOutputs
 
 MAX_LOGPROBS = 20
 """Most alternatives whose log-probabilities a request may ask for, as in OpenAI's API."""
@@ -44,6 +45,10 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         logprobs: give the log-probability of each token, and of this many (0 to 20) of the likeliest ones in its place,
             under the target's raw logits; None gives none.
+        prompt_logprobs: the same of each token of the prompt but the first. Such a prompt is read whole, in short
+            chunks.
+        structured_outputs: the form that the text must have; None for any. Tokens that do not fit are left out before
+            everything else that chooses among them.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of its range.
@@ -65,6 +70,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         self._set("temperature", _number("temperature", self.temperature, low=0.0, hint="0 means greedy"))
@@ -83,8 +90,14 @@ class SamplingParams:
         self._set("max_tokens", _integer("max_tokens", self.max_tokens, low=1))
         self._set("stop", _strings("stop", self.stop))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        if self.logprobs is not None:
-            self._set("logprobs", _integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, hint="None gives none"))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                self._set(name, _integer(name, count, low=0, high=MAX_LOGPROBS, hint="None gives none"))
+        structured = self.structured_outputs
+        if structured is not None and not isinstance(structured, StructuredOutputs):
+            raise InvalidRequestError(
+                f"structured_outputs is a {type(structured).__name__}.", hint="give StructuredOutputs(...)."
+            )
         for name in _TOGGLES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} is {getattr(self, name)!r}.", hint="give True or False.")

@@ -4,6 +4,7 @@ from collections.abc import Sequence as Seq
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.distribution import Distribution, Float32Array, one_hot, sample_token
+from specexport_runtime.sampling.grammar import Grammar
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.penalties import LogitAdjuster
 from specexport_runtime.sampling.rng import Draws, RandomStream
@@ -22,12 +23,15 @@ class Sampler:
         params: the request's parameters; the order of processing is documented there.
         prompt_tokens: token ids of the prompt (the repetition penalty counts them).
         vocab_size: V of the target; logits beyond it are padding and can never be drawn.
+        grammar: which tokens may come next; None for any.
 
     Raises:
         InvalidRequestError: a token id in ``logit_bias`` is not in the vocabulary.
     """
 
-    def __init__(self, params: SamplingParams, prompt_tokens: Seq[int], vocab_size: int) -> None:
+    def __init__(
+        self, params: SamplingParams, prompt_tokens: Seq[int], vocab_size: int, grammar: Grammar | None = None
+    ) -> None:
         for token in params.logit_bias:
             if token >= vocab_size:
                 raise InvalidRequestError(
@@ -35,6 +39,7 @@ class Sampler:
                     hint=f"use ids from 0 to {vocab_size - 1}.",
                 )
         self.params = params
+        self.grammar = grammar
         self._vocab_size = vocab_size
         self._adjuster = LogitAdjuster(params, prompt_tokens, vocab_size)
 
@@ -45,12 +50,14 @@ class Sampler:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Greedy without penalties or bias: the argmax of the raw logits, so callers may batch it."""
-        return self.is_greedy and not self._adjuster.active
+        """Greedy without penalties, bias or grammar: the argmax of the raw logits, so callers may batch it."""
+        return self.is_greedy and not self._adjuster.active and self.grammar is None
 
     def append(self, tokens: Seq[int]) -> None:
         """Add committed output tokens to the history."""
         self._adjuster.append(tokens)
+        if self.grammar is not None:
+            self.grammar.consume(tokens)
 
     def distribution(self, logits: Float32Array, drafted: Seq[int] = ()) -> Distribution:
         """The distribution of the token after the committed ones and ``drafted``.
@@ -74,7 +81,8 @@ class Sampler:
 
     def _process(self, logits: Float32Array, drafted: Seq[int]) -> Float32Array:
         row = logits[: self._vocab_size]
-        return self._adjuster.apply(row, drafted) if self._adjuster.active else row
+        processed = self._adjuster.apply(row, drafted) if self._adjuster.active else row
+        return processed if self.grammar is None else self.grammar.mask(processed, drafted)
 
 
 def _argmax(logits: Float32Array) -> int:

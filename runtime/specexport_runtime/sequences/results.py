@@ -26,6 +26,7 @@ class GenerationResult(NamedTuple):
         stats: counters and times.
         trace: what each round did; None unless it was asked for.
         logprobs: log-probabilities, one entry for each token id; None unless they were asked for.
+        prompt_logprobs: of the prompt, one entry for each of its tokens, None for the first; None unless asked for.
     """
 
     prompt: Prompt
@@ -35,6 +36,7 @@ class GenerationResult(NamedTuple):
     stats: SequenceStats
     trace: list[RoundTrace] | None = None
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class StreamPiece(NamedTuple):
@@ -88,7 +90,14 @@ def as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
 def make_result(prompt: Prompt, seq: Sequence) -> GenerationResult:
     """The result of a finished sequence."""
     return GenerationResult(
-        prompt, seq.finish_text(), seq.output, seq.finish_reason or "cancelled", seq.stats, seq.trace, seq.logprobs
+        prompt,
+        seq.finish_text(),
+        seq.output,
+        seq.finish_reason or "cancelled",
+        seq.stats,
+        seq.trace,
+        seq.logprobs,
+        seq.prompt_logprobs,
     )
 
 

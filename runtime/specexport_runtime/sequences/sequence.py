@@ -14,6 +14,7 @@ from specexport_runtime.sequences.stats import SequenceStats
 from specexport_runtime.sequences.text import TextStream
 
 if TYPE_CHECKING:
+    from specexport_runtime.sampling.grammar import Grammar
     from specexport_runtime.sampling.logprobs import TokenLogprobs
     from specexport_runtime.sequences.draft_exit import DraftExit
     from specexport_runtime.sequences.records import RoundTrace
@@ -47,6 +48,8 @@ class Sequence:
         layer_rules: which layers a draft out of the target itself leaves out; None for the defaults.
         trace: keep what each round did, in :attr:`trace`.
         scope: who may see what is kept of it, and whose kept texts it may see; None: nothing is kept and none seen.
+        is_pinned: its prompt stays in its cache row when it has ended.
+        grammar: which tokens may come next; None for any.
 
     Attributes:
         tokens: prompt and committed output.
@@ -55,6 +58,8 @@ class Sequence:
         error: what ended it, if its ``finish_reason`` is ``"error"``.
         trace: what each round did; None if that was not asked for.
         logprobs: one entry for each token of the output; None if that was not asked for.
+        prompt_logprobs: one entry for each token of the prompt that was read, None for the first, which follows
+            nothing; None if that was not asked for.
     """
 
     def __init__(
@@ -76,13 +81,15 @@ class Sequence:
         layer_rules: LayerRules | None = None,
         trace: bool = False,
         scope: str | None = None,
+        is_pinned: bool = False,
+        grammar: "Grammar | None" = None,
     ) -> None:
         self.index = index
         self.params = params
         self.tokens = list(prompt)
         self.num_prompt_tokens = len(prompt)
         self.max_tokens = min(params.max_tokens, max_model_len - len(prompt))
-        self.sampler = Sampler(params, prompt, vocab_size)
+        self.sampler = Sampler(params, prompt, vocab_size, grammar)
         self.random = RandomStream(seed)
         self.text = text
         self._pieces: list[str] | None = [] if stream else None
@@ -96,7 +103,9 @@ class Sequence:
         self.layer_rules = DEFAULT_RULES if layer_rules is None else layer_rules
         self.trace: list[RoundTrace] | None = [] if trace else None
         self.scope = scope
+        self.is_pinned = is_pinned
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         now = time.perf_counter()
         self.stats = SequenceStats(num_prompt_tokens=len(prompt), submit_time=now, start_time=now)
         self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
@@ -122,6 +131,11 @@ class Sequence:
     def needs_logits(self) -> bool:
         """Whether the greedy tokens of a step are not enough to go on."""
         return self.logprobs is not None or not self.sampler.is_plain_greedy
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether its prompt has log-probabilities that are wanted and not there yet."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     @property
     def max_lookahead(self) -> int:

@@ -31,6 +31,8 @@ class SequenceStats:
     accepted: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
+    cached_tokens: int | None = None
+    """Prompt tokens that were not read again, for a cache row had them; None if nobody looked."""
     accepted_histogram: dict[int, int] = field(default_factory=dict)
     """Speculative rounds by number of accepted draft tokens."""
     accepted_lengths: list[int] = field(default_factory=list)
@@ -108,6 +110,7 @@ class SequenceStats:
         return {
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_generated_tokens": self.num_generated_tokens,
+            "cached_tokens": self.cached_tokens,
             "rounds": self.rounds,
             "drafted": self.drafted,
             "accepted": self.accepted,

@@ -3,8 +3,9 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from collections.abc import Sequence as Seq
 from contextlib import aclosing, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
@@ -75,7 +76,7 @@ class Answer(Response):
 
     async def _submit(self) -> list[AsyncRequest]:
         count, most = len(self._plan.specs), self._engine.max_waiting
-        if most is not None and count > most + self._engine.engine.target.num_rows:
+        if most is not None and count > most + self._engine.engine.max_num_seqs:
             message = f"{count} choices at a time are more than this server ever takes."
             raise ApiError(400, message, param="n", code="limit_exceeded")
         try:
@@ -90,8 +91,12 @@ class Answer(Response):
                     self._take(requests, news)
         choices = []
         for i, result in enumerate(self._finished()):
-            text = self._plan.echoes[i] + result.text
-            choices.append(self._form.choice(i, text, self._pieces[i], result.finish_reason))
+            pieces, text = self._pieces[i], result.text
+            if self._plan.only_echo:
+                pieces, text = [], ""
+            if self._plan.scores:
+                pieces = [*self._form.prompt_pieces(result, cast("Seq[int]", self._plan.specs[i].prompt)), *pieces]
+            choices.append(self._form.choice(i, self._plan.echoes[i] + text, pieces, result.finish_reason))
         body = self._form.whole(choices, self._usage())
         await Response(body, media_type="application/json")(scope, receive, send)
 
@@ -108,7 +113,9 @@ class Answer(Response):
                     pieces, finish = self._take(requests, news)
                     if pieces or finish:
                         drafted = sum(chunk.drafted for chunk in news.chunks)
-                        events.append(self._form.chunk(news.choice, pieces, finish, offsets[news.choice], drafted))
+                        usage = self._usage_so_far(requests) if self._plan.continuous_usage else None
+                        offset = offsets[news.choice]
+                        events.append(self._form.chunk(news.choice, pieces, finish, offset, drafted, usage))
                         if self._plan.logprobs is not None:
                             offsets[news.choice] += sum(len(piece.text) for piece in pieces)
                 if body := b"".join(events):
@@ -130,8 +137,23 @@ class Answer(Response):
     def _finished(self) -> list[GenerationResult]:
         return [result for result in self._results if result is not None]
 
+    def _usage_so_far(self, requests: list[AsyncRequest]) -> dict[str, Any]:
+        """Of a stream that goes on."""
+        handles = [request.handle for request in requests]
+        generated = sum(handle.sequence.num_generated for handle in handles if handle is not None)
+        prompt = self._plan.num_prompt_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
     def _usage(self) -> dict[str, Any]:
-        return usage_of(self._plan.num_prompt_tokens, [result.stats for result in self._finished()])
+        cached = [None if result is None else result.stats.cached_tokens or 0 for result in self._results]
+        n = self._plan.num_choices
+        # Of a prompt's choices, the one that had to read the most: the others went on from what it read.
+        each = [[count for count in cached[i : i + n] if count is not None] for i in range(0, len(cached), n)]
+        stats = [result.stats for result in self._finished()]
+        usage = usage_of(self._plan.num_prompt_tokens, stats, sum(min(counts, default=0) for counts in each))
+        if self._plan.only_echo:
+            usage |= {"completion_tokens": 0, "total_tokens": self._plan.num_prompt_tokens}
+        return usage
 
 
 async def merge(requests: list[AsyncRequest]) -> AsyncGenerator[list[News]]:

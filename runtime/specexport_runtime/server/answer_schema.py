@@ -33,12 +33,19 @@ class SpeculativeUsage(_Part):
     drafters: dict[str, DrafterUsage]
 
 
+class PromptTokensDetails(_Part):
+    """Of the tokens of prompts, those that a cache row had: they were not read again."""
+
+    cached_tokens: int
+
+
 class Usage(_Part):
     """Tokens; a prompt counts once, however many choices it has."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
     speculative: SpeculativeUsage
 
 
@@ -54,8 +61,8 @@ class CompletionLogprobs(_Part):
     """Log-probabilities as ``/v1/completions`` has them."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

@@ -46,7 +46,49 @@ class StreamOptions(Strict):
     """Options of a stream."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Refused[Literal[False]] = None
+
+
+class StructuredForm(Strict):
+    """vLLM's parameter: the form that the text must have; one of them is given."""
+
+    json_schema: dict[str, Any] | Text | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: Text | None = None
+    choice: Texts | None = None
+    grammar: Text | None = None
+
+
+class JsonSchema(Strict):
+    """OpenAI's schema of an answer."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Strict):
+    """An answer that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class JsonObjectFormat(Strict):
+    """An answer that is a JSON object."""
+
+    type: Literal["json_object"]
+
+
+class TextFormat(Strict):
+    """An answer of any form."""
+
+    type: Literal["text"]
+
+
+Format = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 class Speculative(Strict):
@@ -83,6 +125,8 @@ class _Sampling(Strict):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     speculative: Speculative | None = None
+    response_format: Format | None = None
+    structured_outputs: StructuredForm | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     min_tokens: Refused[Literal[0]] = None
     use_beam_search: Refused[Literal[False]] = None
@@ -105,7 +149,9 @@ class CompletionRequest(Sampling):
     """Body of ``/v1/completions``."""
 
     prompt: Text | Texts | TokenIds | ManyTokenIds
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="0 only with echo: the prompt, and its log-probabilities if they are asked for."
+    )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: Refused[None] = None
@@ -143,12 +189,6 @@ class Prediction(Strict):
     content: Content
 
 
-class TextFormat(Strict):
-    """The only format of answers."""
-
-    type: Literal["text"]
-
-
 class ChatRequest(Sampling):
     """Body of ``/v1/chat/completions``."""
 
@@ -160,7 +200,6 @@ class ChatRequest(Sampling):
     prediction: Prediction | None = None
     safety_identifier: str | None = None
     echo: Refused[Literal[False]] = None
-    response_format: Refused[TextFormat] = None
     tools: Refused[Empty] = None
     tool_choice: Refused[Literal["none"]] = None
     parallel_tool_calls: bool | None = None  # there are no tools, so there are no calls, parallel or not

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 from specexport_runtime.sequences.draft_counts import sum_by_drafter, sum_counts
-from specexport_runtime.sequences.results import StreamPiece
+from specexport_runtime.sequences.results import GenerationResult, StreamPiece
 from specexport_runtime.sequences.stats import SequenceStats
 from specexport_runtime.server.sse import event
 from specexport_runtime.server.token_text import TokenTexts
@@ -42,7 +42,15 @@ class AnswerFormat(ABC):
         self._before = f'data: {parts[:-1]},"choices":[{{"index":'
         self._after = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
 
-    def chunk(self, index: int, pieces: Seq[StreamPiece], finish: str | None, offset: int, drafted: int) -> bytes:
+    def chunk(
+        self,
+        index: int,
+        pieces: Seq[StreamPiece],
+        finish: str | None,
+        offset: int,
+        drafted: int,
+        usage: dict[str, Any] | None = None,
+    ) -> bytes:
         """The event of what one choice got; empty if there is nothing to tell.
 
         Args:
@@ -51,6 +59,7 @@ class AnswerFormat(ABC):
             finish: why it ended; None while it goes on.
             offset: characters of its text before these.
             drafted: draft tokens that were tested for them.
+            usage: of the answer so far; None for none.
         """
         text = pieces[0].text if len(pieces) == 1 else "".join([piece.text for piece in pieces])
         if not text and finish is None and not self._origins and self._texts is None:
@@ -59,7 +68,8 @@ class AnswerFormat(ABC):
         logprobs = "null" if self._texts is None or not pieces else json.dumps(self._logprobs(pieces, offset))
         origins = f',"tokens":{json.dumps(_origins(pieces))},"drafted":{drafted}' if self._origins else ""
         body = f'{self._delta(text)},"logprobs":{logprobs},"finish_reason":{more or "null"}{origins}'
-        return f"{self._before}{index},{body}{self._after}".encode()
+        after = self._after if usage is None else f'}}],"usage":{json.dumps(usage)}}}\n\n'
+        return f"{self._before}{index},{body}{after}".encode()
 
     def opening(self, index: int, echo: str) -> bytes:
         """The event before the first token of a choice, if there is one."""
@@ -67,6 +77,15 @@ class AnswerFormat(ABC):
         if delta is None:
             return b""
         return f'{self._before}{index},{delta},"logprobs":null,"finish_reason":null{self._after}'.encode()
+
+    def prompt_pieces(self, result: GenerationResult, ids: Seq[int]) -> list[StreamPiece]:
+        """The tokens of a prompt that was scored, as pieces."""
+        assert self._texts is not None  # noqa: S101  # callers check
+        scores = result.prompt_logprobs or []
+        return [
+            StreamPiece(self._texts[token].text, token, "target", score)
+            for token, score in zip(ids, scores, strict=True)
+        ]
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The event that ends a stream with its usage."""
@@ -117,18 +136,23 @@ class CompletionFormat(AnswerFormat):
         return {"text": text}
 
     def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts, offset: int) -> dict[str, Any]:
-        tokens, values, tops, offsets = [], [], [], []
+        tokens, offsets = [], []
+        values: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
         for piece in pieces:
-            assert piece.logprobs is not None  # noqa: S101  # the plan asked for them
             own = texts[piece.token_id].text
+            tokens.append(own)
+            offsets.append(offset)
+            offset += len(piece.text)
+            if piece.logprobs is None:  # the first token of a prompt follows nothing
+                values.append(None)
+                tops.append(None)
+                continue
             top: dict[str, float] = {}
             for token, value in (*piece.logprobs.top, (piece.token_id, piece.logprobs.logprob)):
                 top.setdefault(texts[token].text, _finite(value))  # the likelier one of two that read the same
-            tokens.append(own)
             values.append(_finite(piece.logprobs.logprob))
             tops.append(top)
-            offsets.append(offset)
-            offset += len(piece.text)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
@@ -156,8 +180,14 @@ class ChatFormat(AnswerFormat):
         return {"content": content, "refusal": None}
 
 
-def usage_of(num_prompt_tokens: int, stats: Seq[SequenceStats]) -> dict[str, Any]:
-    """Tokens and draft tokens of all choices together."""
+def usage_of(num_prompt_tokens: int, stats: Seq[SequenceStats], cached_tokens: int = 0) -> dict[str, Any]:
+    """Tokens and draft tokens of all choices together.
+
+    Args:
+        num_prompt_tokens: of all prompts.
+        stats: of all choices.
+        cached_tokens: of the prompts, those that were not read again.
+    """
     generated = sum(item.num_generated_tokens for item in stats)
     drafters = sum_by_drafter(item.drafters for item in stats)
     drafts = sum_counts(drafters.values())
@@ -165,6 +195,7 @@ def usage_of(num_prompt_tokens: int, stats: Seq[SequenceStats]) -> dict[str, Any
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": generated,
         "total_tokens": num_prompt_tokens + generated,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "speculative": {
             "rounds": sum(item.rounds for item in stats),
             "drafted": drafts.drafted,

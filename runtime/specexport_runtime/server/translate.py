@@ -20,6 +20,7 @@ from specexport_runtime.server.prompt_tokens import (
     max_tokens_of,
 )
 from specexport_runtime.server.protocol import ChatRequest, CompletionRequest, Sampling, join_text
+from specexport_runtime.server.structured import form_of
 
 DEFAULT_MAX_TOKENS = 16  # of OpenAI's completions
 _MESSAGE = 50  # characters that a message costs besides its content
@@ -44,19 +45,27 @@ class Plan(NamedTuple):
         specs: one request a choice; those of the first prompt come first.
         echoes: text before each choice's own.
         num_prompt_tokens: of all prompts, each counted once.
+        num_choices: of each prompt.
         stream: answer with events.
         include_usage: end the events with the usage.
         origins: say where each token came from.
         logprobs: alternatives a token; None for no log-probabilities.
+        scores: the prompt has log-probabilities too.
+        only_echo: of the one token that was generated nothing is told.
+        continuous_usage: each chunk has the usage of its choice so far.
     """
 
     specs: list[RequestSpec]
     echoes: list[str]
     num_prompt_tokens: int
+    num_choices: int
     stream: bool
     include_usage: bool
     origins: bool
     logprobs: int | None
+    scores: bool = False
+    only_echo: bool = False
+    continuous_usage: bool = False
 
 
 async def plan_completion(
@@ -71,15 +80,17 @@ async def plan_completion(
     _check_common(body, engine, config)
     if body.best_of not in (None, body.n or 1):
         raise unsupported("best_of", "best_of other than n is not supported: leave it out.")
-    if body.echo and body.logprobs is not None:
-        raise unsupported("echo", "echo with logprobs is not supported: prompts have no log-probabilities here.")
+    if body.echo and body.logprobs is not None and body.stream:
+        raise unsupported("echo", "echo with logprobs cannot be streamed: leave stream out.")
+    if body.max_tokens == 0 and (not body.echo or body.stream):
+        raise invalid("max_tokens", "max_tokens is 0, which leaves nothing but an echo that is not streamed: add echo.")
     prompts = as_prompts(body.prompt)
     if len(prompts) > config.max_prompts:
         raise over_limit("prompt", f"{len(prompts)} prompts", config.max_prompts)
     ids = await aside_if_long(service, sum(map(len, prompts)), lambda: [encode(engine, prompt) for prompt in prompts])
     skip = body.skip_special_tokens is not False
     echoes = [decode(engine, prompt, skip_special_tokens=skip) if body.echo else "" for prompt in prompts]
-    limit = ("max_tokens", body.max_tokens)
+    limit = ("max_tokens", body.max_tokens or (None if body.max_tokens is None else 1))
     return await _plan(body, service, config, owner, "prompt", ids, echoes, limit, DEFAULT_MAX_TOKENS)
 
 
@@ -127,6 +138,12 @@ async def _plan(
     reference = await _reference(body, service)
     drafting = _drafting(body, engine, reference, owner)
     common, alternatives = _sampling(body), _alternatives(body)
+    scores = alternatives is not None and isinstance(body, CompletionRequest) and bool(body.echo)
+    if scores:
+        common["prompt_logprobs"] = alternatives
+    common["structured_outputs"] = await form_of(body, service)
+    if common["structured_outputs"] is not None and body.ignore_eos:
+        raise invalid("ignore_eos", "ignore_eos: an answer of a given form ends where the form ends.")
     if alternatives is not None:
         common["logprobs"] = alternatives
     specs = []
@@ -140,10 +157,14 @@ async def _plan(
         specs,
         [echo for echo in echoes for _ in range(n)],
         sum(map(len, prompts)),
+        n,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         origins=bool(body.speculative and body.speculative.token_origins),
         logprobs=alternatives,
+        scores=scores,
+        only_echo=body.max_tokens == 0,
+        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
     )
 
 

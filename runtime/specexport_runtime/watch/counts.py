@@ -80,6 +80,8 @@ class EngineCounts:
         steps: steps of the engine.
         step_seconds: they took, drafting included.
         prompt_tokens: tokens of prompts that were fed.
+        prefix_queries: prompt tokens of ended sequences for which cache rows were searched.
+        prefix_hits: of these, tokens that a row had.
         generation_tokens: tokens that were generated.
         saved: seconds of rounds with drafts that were faster than plain decoding, by drafter. The seconds of a round
             are shared out among those that drafted in it, by their tokens tested: a step has one time, whoever drafted.
@@ -96,6 +98,8 @@ class EngineCounts:
     steps: int = 0
     step_seconds: float = 0.0
     prompt_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     generation_tokens: int = 0
     saved: dict[str, float] = field(default_factory=dict)
     lost: dict[str, float] = field(default_factory=dict)
@@ -195,6 +199,9 @@ class EngineCounts:
             name = type(sequence.error).__name__
             self.failures[name] = self.failures.get(name, 0) + 1
         stats, seen = sequence.stats, self.histograms
+        if stats.cached_tokens is not None:
+            self.prefix_queries += stats.num_prompt_tokens
+            self.prefix_hits += stats.cached_tokens
         if reason not in ("stop", "length") or stats.end_time is None or stats.first_token_time is None:
             return
         decode = stats.end_time - stats.first_token_time

@@ -100,6 +100,8 @@ class EngineLoad(NamedTuple):
         max_num_seqs: cache rows.
         kv_entries: committed cache entries of the target.
         kv_capacity: cache entries that the rows can hold together.
+        num_prefixes: texts that are kept in rows that nobody runs in.
+        prefix_entries: cache entries of these.
     """
 
     num_running: int
@@ -107,6 +109,8 @@ class EngineLoad(NamedTuple):
     max_num_seqs: int
     kv_entries: int
     kv_capacity: int
+    num_prefixes: int = 0
+    prefix_entries: int = 0
 
     @property
     def kv_usage(self) -> float:

@@ -1,0 +1,329 @@
+"""Prefix reuse: rows keep the text of sequences that ended, and the next one that begins alike goes on from there.
+
+::
+
+    rows:   0 … n-1           n … R-1
+            sequences run     kept prefixes, or nothing
+
+A sequence that is admitted takes the longest common beginning of its prompt and of any text that a row has: a kept
+one, or one that runs (its committed entries never change). What it finds in its own row it goes on from, and what is
+elsewhere is copied. What its row held for others moves to another row, or is forgotten: rows that say no more than
+others do go first, then those that nobody used for the longest time.
+
+The numbers are those that reading the prompt would have given: an entry depends on the tokens before it, and engines
+give a token the same bits in a step of any width. Where they do not, up to a few entries (``exact_width``), only texts
+that were read alike are taken. Entries are never shifted to other positions.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specexport_runtime.drafters.base import PrefixDrafter
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.base import Int64Array
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sequences.sequence import Sequence
+
+LEAST_REUSED = 16
+"""Fewer tokens than this are read again: copying a row for them would not pay, and short texts would fill the rows."""
+WORTH_WAITING = 64
+"""Tokens that another sequence is about to read, for which one that begins with them too waits a few steps."""
+SHORT_TAIL = 32
+"""A kept text that is continued loses at most this many of its last tokens; one that would lose more is copied."""
+
+
+@dataclass
+class KeptPrefix:
+    """The text of a row that nobody runs in.
+
+    Attributes:
+        tokens: int64 [n]; the row has the entries of all of them.
+        scope: who may go on from it.
+        sides: on which side of the target's borders its first step was (see ``exact_width``).
+        drafts: what the drafter has of the row.
+        used: when it was last used, in admissions.
+        is_pinned: it stays, whatever comes.
+    """
+
+    tokens: Int64Array
+    scope: str
+    sides: tuple[bool, ...]
+    drafts: Any
+    used: int
+    is_pinned: bool = False
+
+
+class _Match(NamedTuple):
+    """A row whose text begins as a prompt does."""
+
+    common: int
+    reused: int
+    row: int
+    drafts: Any
+    kept: KeptPrefix | None
+
+
+class PrefixCounts(NamedTuple):
+    """What prefix reuse did, in tokens, as vLLM counts it.
+
+    Attributes:
+        queries: of prompts that were looked up.
+        hits: of these, that were not read again.
+        copied: entries that were copied from one row to another, for these and to make room.
+    """
+
+    queries: int = 0
+    hits: int = 0
+    copied: int = 0
+
+
+class Prefixes:
+    """The texts in the cache rows of an engine.
+
+    Args:
+        target: the target; its executor copies rows.
+        drafter: what else has something in rows.
+
+    Attributes:
+        counts: what it did.
+    """
+
+    def __init__(self, target: ModelRunner, drafter: PrefixDrafter) -> None:
+        self.counts = PrefixCounts()
+        self._target, self._drafter = target, drafter
+        self._kept: dict[int, KeptPrefix] = {}
+        self._clock = 0
+
+    @property
+    def num_kept(self) -> int:
+        """Rows that hold a text that nobody runs."""
+        return len(self._kept)
+
+    @property
+    def num_entries(self) -> int:
+        """Cache entries of these; may be asked from any thread."""
+        return sum([len(kept.tokens) for kept in tuple(self._kept.values())])
+
+    def is_early(self, seq: Sequence, running: Seq[Sequence]) -> bool:
+        """Whether a sequence should wait: another is reading a beginning that both have, and will have it soon."""
+        if seq.scope is None or seq.is_scored:
+            return False
+        prompt, sides = np.asarray(seq.tokens, np.int64), self._sides(seq.num_prompt_tokens)
+        coming, there = 0, 0
+        for other in running:
+            if other.num_generated or other.scope != seq.scope or self._sides(other.num_prompt_tokens) != sides:
+                continue
+            common = _common(prompt, np.asarray(other.tokens, np.int64))
+            if common > coming:
+                coming, there = common, self._target.kv.kv_len(other.row)
+        if coming - there < WORTH_WAITING:
+            return False
+        found = self._longest(seq, running)
+        return coming - (0 if found is None else found.reused) >= WORTH_WAITING
+
+    def begin(self, seq: Sequence, running: Seq[Sequence]) -> None:
+        """A sequence got a cache row: let it go on from what rows have of its prompt.
+
+        Args:
+            seq: the sequence; nothing of it was read.
+            running: all that hold a row.
+        """
+        self._clock += 1
+        if seq.scope is None or seq.is_scored:
+            self._vacate(seq.row, running)
+            return
+        found, seq.stats.cached_tokens = self._longest(seq, running), 0
+        self.counts = self.counts._replace(queries=self.counts.queries + seq.num_prompt_tokens)
+        if found is None:
+            self._vacate(seq.row, running)
+            return
+        if found.kept is not None:
+            found.kept.used = self._clock
+        # A text that this one continues is kept when this one ends; one that would lose more of its own stays.
+        is_continued = (
+            found.kept is not None and not found.kept.is_pinned and len(found.kept.tokens) - found.common <= SHORT_TAIL
+        )
+        if found.row == seq.row:
+            if is_continued:
+                del self._kept[seq.row]
+            else:
+                self._vacate(seq.row, running)  # its entries stay in this row's memory too
+        elif is_continued and seq.row in self._kept:
+            self._swap(found.row, seq.row)
+        else:
+            self._vacate(seq.row, running, but=found.row)
+            self._target.copy_row(found.row, seq.row, found.reused)
+            self._drafter.copy_row(found.row, seq.row, found.drafts)
+            self.counts = self.counts._replace(copied=self.counts.copied + found.reused)
+            if is_continued:
+                del self._kept[found.row]
+        self._target.kv.restore(seq.row, found.reused)
+        self._drafter.adopt(seq, found.drafts, found.reused)
+        seq.stats.cached_tokens = found.reused
+        self.counts = self.counts._replace(hits=self.counts.hits + found.reused)
+
+    def keep(self, seq: Sequence) -> bool:
+        """A sequence leaves its row: keep its text there, if anybody may go on from it.
+
+        Returns:
+            whether it is kept; if not, the caller clears the row.
+        """
+        count = self._target.kv.kv_len(seq.row)
+        if seq.is_pinned:
+            count = min(count, seq.num_prompt_tokens)
+        if seq.scope is None or seq.finish_reason == "error" or count < LEAST_REUSED:
+            return False
+        self._kept[seq.row] = KeptPrefix(
+            np.asarray(seq.tokens[:count], np.int64),
+            seq.scope,
+            self._sides(seq.num_prompt_tokens),
+            self._drafter.snapshot(seq),
+            self._clock,
+            seq.is_pinned,
+        )
+        self._target.forget_row(seq.row)
+        self._drafter.forget_row(seq.row)
+        return True
+
+    def make_way(self, source: int, destination: int) -> bool:
+        """The sequence of a row moves to another, where a text may be kept: they change places.
+
+        Returns:
+            whether they did; if not, nothing is kept there, and nothing was moved.
+        """
+        kept = self._kept.pop(destination, None)
+        if kept is None:
+            return False
+        counts = (self._target.kv.kv_len(source), len(kept.tokens))
+        self._target.swap_rows(source, destination, counts)
+        self._target.kv.move(source, destination)
+        self._drafter.swap_rows(source, destination, (None, kept.drafts))
+        self._kept[source] = kept
+        self.counts = self.counts._replace(copied=self.counts.copied + counts[1])
+        return True
+
+    def unpin(self, tokens: Seq[int], scope: str) -> bool:
+        """Let a text that is kept for good go when its row is wanted; may be called from any thread.
+
+        Returns:
+            whether there was one.
+        """
+        wanted, found = list(tokens), False
+        for kept in tuple(self._kept.values()):
+            if kept.is_pinned and kept.scope == scope and kept.tokens.tolist() == wanted:
+                kept.is_pinned, found = False, True
+        return found
+
+    @property
+    def num_pinned(self) -> int:
+        """Texts that are kept for good; may be asked from any thread."""
+        return sum([kept.is_pinned for kept in tuple(self._kept.values())])
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._kept.clear()
+
+    def check(self, running: Seq[Sequence]) -> None:
+        """Assert that no row is kept and used at a time, or counted as used while it is kept.
+
+        Raises:
+            SpecexportError: one is.
+        """
+        for row in self._kept:
+            if any(seq.row == row for seq in running) or self._target.kv.kv_len(row):
+                raise SpecexportError(f"row {row} is kept for later and in use.")
+
+    def _longest(self, seq: Sequence, running: Seq[Sequence]) -> _Match | None:
+        prompt, sides = np.asarray(seq.tokens, np.int64), self._sides(seq.num_prompt_tokens)
+        best: _Match | None = None
+        for row, kept, tokens, drafts in self._texts(seq, running, sides):
+            common = _common(prompt, tokens)
+            reused = min(common, len(prompt) - 1)  # the last token is read again: its logits are wanted
+            if reused < LEAST_REUSED or (best is not None and reused < best.reused):
+                continue
+            given = self._drafter.snapshot(drafts) if isinstance(drafts, Sequence) else drafts
+            reused = self._drafter.usable(seq, given, reused)
+            # Of equal ones, that in its own row: nothing is copied.
+            is_better = best is None or (reused, row == seq.row) > (best.reused, best.row == seq.row)
+            if reused >= LEAST_REUSED and is_better:
+                best = _Match(common, reused, row, given, kept)
+        return best
+
+    def _texts(
+        self, seq: Sequence, running: Seq[Sequence], sides: tuple[bool, ...]
+    ) -> Iterator[tuple[int, KeptPrefix | None, Int64Array, Any]]:
+        """Row, what is kept, tokens, and what the drafter has, of every text that a sequence may go on from."""
+        for row, kept in self._kept.items():
+            if kept.scope == seq.scope and kept.sides == sides:
+                yield row, kept, kept.tokens, kept.drafts
+        for other in running:
+            count, is_alike = self._target.kv.kv_len(other.row), self._sides(other.num_prompt_tokens) == sides
+            if other is not seq and count and other.scope == seq.scope and is_alike:
+                yield other.row, None, np.asarray(other.tokens[:count], np.int64), other
+
+    def _sides(self, prompt_tokens: int) -> tuple[bool, ...]:
+        return tuple(prompt_tokens > border for border in self._target.executor.sum_borders)
+
+    def _swap(self, source: int, row: int) -> None:
+        """The text of ``source`` is in ``row`` now, and is no longer kept; that of ``row`` is kept in its place."""
+        taken, homeless = self._kept.pop(source), self._kept.pop(row)
+        counts = (len(taken.tokens), len(homeless.tokens))
+        self._target.swap_rows(source, row, counts)
+        self._drafter.swap_rows(source, row, (taken.drafts, homeless.drafts))
+        self._kept[source] = homeless
+        self.counts = self.counts._replace(copied=self.counts.copied + sum(counts))
+
+    def _empty(self, row: int, running: Seq[Sequence]) -> int | None:
+        """A row that nobody uses for anything."""
+        taken = {seq.row for seq in running} | {row}
+        # From the end: sequences fill the rows from the front.
+        rows = reversed(range(self._target.kv.num_rows))
+        free = (at for at in rows if at not in taken and at not in self._kept)
+        return next(free, None)
+
+    def _vacate(self, row: int, running: Seq[Sequence], but: int | None = None) -> None:
+        """What is kept in a row goes elsewhere, at the cost of what is worth less; ``but`` is not to be touched."""
+        kept = self._kept.pop(row, None)
+        if kept is None:
+            return
+        place = self._empty(row, running)
+        if place is None:
+            place = self._least(kept, row, but)
+        if place is not None:
+            self._target.copy_row(row, place, len(kept.tokens))
+            self._drafter.copy_row(row, place, kept.drafts)
+            self.counts = self.counts._replace(copied=self.counts.copied + len(kept.tokens))
+            self._kept[place] = kept
+
+    def _least(self, homeless: KeptPrefix, row: int, but: int | None) -> int | None:
+        """The row whose text is worth less than one that has no row; None if there is none."""
+        worst, place = self._worth(homeless, None), None
+        for at, kept in self._kept.items():
+            if at not in (row, but) and not kept.is_pinned and (worth := self._worth(kept, at)) < worst:
+                worst, place = worth, at
+        return place
+
+    def _worth(self, kept: KeptPrefix, at: int | None) -> tuple[bool, bool, int]:
+        """Pinned ones are worth the most, those that another has the beginning of the least; then the older ones."""
+        size = len(kept.tokens)
+        contained = any(
+            other is not kept
+            and row != at
+            and other.scope == kept.scope
+            and other.sides == kept.sides
+            and len(other.tokens) >= size
+            and (other.tokens[:size] == kept.tokens).all()
+            for row, other in self._kept.items()
+        )
+        return kept.is_pinned, not contained, kept.used
+
+
+def _common(prompt: Int64Array, tokens: Int64Array) -> int:
+    """Tokens that two texts have in common from their beginning."""
+    size = min(len(prompt), len(tokens))
+    different = prompt[:size] != tokens[:size]
+    return int(different.argmax()) if different.any() else size

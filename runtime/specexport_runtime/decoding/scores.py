@@ -1,0 +1,49 @@
+"""Log-probabilities of prompts: which chunks of a step have them, and what the logits say.
+
+A row of logits is as long as the vocabulary, so that a chunk of usual length would take hundreds of megabytes of them.
+Prompts that are scored are read in short chunks, few at a time.
+"""
+
+from collections.abc import Mapping
+
+from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.sampling.logprobs import logprobs_of
+from specexport_runtime.sequences.sequence import Sequence
+
+MOST_SCORED = 64
+"""Tokens of a step that are scored; more only where a prompt's first chunk may not be cut so short."""
+
+
+def bound_scored(chunks: Mapping[int, int], rows: Mapping[int, Sequence], least: int) -> dict[int, int]:
+    """Prompt tokens of each row, such that no more are scored at a time than there should be.
+
+    Args:
+        chunks: prompt tokens of each row.
+        rows: the sequences of these rows.
+        least: fewest tokens of a prompt's first chunk.
+    """
+    left, bounded = max(MOST_SCORED, least), {}
+    for row, count in chunks.items():
+        if not rows[row].is_scored:
+            bounded[row] = count
+        elif left >= least or left >= count:
+            bounded[row] = min(count, left)
+            left -= bounded[row]
+    return bounded
+
+
+def note_scores(seq: Sequence, start: int, logits: Float32Array) -> None:
+    """Keep the log-probabilities of the prompt's tokens behind those of a chunk.
+
+    Args:
+        seq: a scored sequence.
+        start: tokens before the chunk.
+        logits: [n, V] of the chunk's tokens.
+
+    Raises:
+        CheckFailedError: the logits hold NaN or +inf.
+    """
+    if seq.prompt_logprobs is None:
+        return
+    following = seq.tokens[start + 1 : min(start + 1 + len(logits), seq.num_prompt_tokens)]
+    seq.prompt_logprobs += logprobs_of(following, logits[: len(following)], seq.params.prompt_logprobs or 0)

@@ -1,0 +1,114 @@
+"""From the form that a text must have to the grammar of a sequence, by llguidance (extra ``structured``)."""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
+from specexport_runtime.sampling.grammar import Grammar
+from specexport_runtime.sampling.structured import StructuredOutputs
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+MAX_COMPILED = 64
+"""Compiled grammars that are kept for the next request with the same one."""
+_LIMITS = {
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 250_000,
+    "max_grammar_size": 500_000,
+}
+"""What a grammar may cost: its size, the states of its lexer, and the work of one token. What needs more is refused."""
+
+
+class GrammarCompiler:
+    """Makes grammars over one vocabulary. Safe from any thread; the tokenizer is read when the first one is wanted.
+
+    Args:
+        tokenizer: tokenizer of the target.
+        vocab_size: V.
+        eos_token_ids: ids that end a text.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", vocab_size: int, eos_token_ids: Seq[int]) -> None:
+        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, tuple(eos_token_ids)
+        self._lock = threading.Lock()
+        self._known: Any = None
+        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+
+    def compile(self, form: StructuredOutputs) -> Grammar:
+        """The grammar of a text that has yet to begin.
+
+        Raises:
+            InvalidRequestError: the form cannot be honoured: it says what in it is not known, or too large.
+            MissingDependencyError: llguidance is not installed.
+        """
+        if not self._eos:
+            raise InvalidRequestError(
+                "structured_outputs: this model has no end-of-sequence token, so that no text would end.",
+                "leave it out.",
+            )
+        with self._lock:
+            key = (form.kind, form.text)
+            matcher = self._compiled.get(key)
+            if matcher is None:
+                matcher = self._compiled[key] = self._compile(form)
+                if len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(key)
+            return Grammar(matcher.deep_copy(), self._vocab_size, self._eos)
+
+    def _compile(self, form: StructuredOutputs) -> Any:
+        try:
+            from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+        except ImportError:
+            raise MissingDependencyError(
+                "structured outputs need llguidance, which is not installed.",
+                "pip install 'specexport[structured]'.",
+            ) from None
+        if self._known is None:
+            try:
+                self._known = LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=list(self._eos))
+            except ValueError as error:
+                raise InvalidRequestError(
+                    f"structured_outputs: llguidance cannot read this model's tokenizer: {str(error).splitlines()[0]}.",
+                    "leave it out.",
+                ) from None
+        try:
+            text = _grammar_text(LLMatcher, form)
+        except ValueError as error:
+            raise _refused(form, str(error)) from None
+        limits = LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
+        has_failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._known, limits=limits)
+        if has_failed or messages:  # a warning is of something that would not be honoured
+            raise _refused(form, messages[0])
+        matcher = LLMatcher(self._known, text, limits=limits, log_level=0)
+        if matcher.is_error():
+            raise _refused(form, matcher.get_error())
+        return matcher
+
+
+def _grammar_text(matcher: Any, form: StructuredOutputs) -> str:
+    """A grammar in the form that llguidance compiles."""
+    made: str
+    if form.kind == "json":
+        made = matcher.grammar_from_json_schema(form.text, overrides={"whitespace_flexible": False})
+    elif form.kind == "json_object":
+        made = matcher.grammar_from_json_schema({"type": "object"}, overrides={"whitespace_flexible": False})
+    elif form.kind == "regex":
+        made = matcher.grammar_from_regex(form.text)
+    elif form.kind == "choice":
+        made = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in form.choice or ()))
+    else:
+        made = matcher.grammar_from_lark(form.text)
+    return made
+
+
+def _refused(form: StructuredOutputs, message: str) -> InvalidRequestError:
+    first = " ".join(message.split())[:300].rstrip(".")
+    return InvalidRequestError(f"structured_outputs.{form.kind}: {first}.", "change it, or leave it out.")

@@ -1,0 +1,96 @@
+"""What form a text must have: a JSON schema, a regular expression, a choice or a grammar. Names are vLLM's."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specexport_runtime.errors import InvalidRequestError
+
+MAX_GRAMMAR_CHARS = 262_144
+"""Longest schema, expression or grammar; larger ones take seconds to compile."""
+MAX_CHOICES = 4096
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """The form of a text; exactly one field is given.
+
+    Attributes:
+        json: a JSON schema, as an object or as text.
+        json_object: any JSON object.
+        regex: a regular expression of Rust's crate ``regex``, which the whole text matches.
+        choice: texts, one of which is generated.
+        grammar: a context-free grammar in Lark's syntax, as llguidance reads it.
+
+    Raises:
+        InvalidRequestError: none is given, or several, or one is not of its type or too large.
+    """
+
+    json: Mapping[str, Any] | str | bool | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            said = f"{', '.join(given)} are given" if given else "nothing is given"
+            raise InvalidRequestError(f"structured_outputs: {said}.", f"give one of {', '.join(_KINDS)}.")
+        kind = given[0]
+        if kind == "json":
+            object.__setattr__(self, "json", _schema_text(self.json))
+        elif kind == "choice":
+            object.__setattr__(self, "choice", _choices(self.choice))
+        elif kind == "json_object":
+            if self.json_object is not True:
+                raise InvalidRequestError(f"structured_outputs.json_object is {self.json_object!r}.", "give true.")
+        elif not isinstance(getattr(self, kind), str):
+            raise InvalidRequestError(f"structured_outputs.{kind} is no text.", "give a text.")
+        size = len(self.text)
+        if size > MAX_GRAMMAR_CHARS:
+            raise InvalidRequestError(
+                f"structured_outputs.{kind} has {size} characters.", f"give at most {MAX_GRAMMAR_CHARS}."
+            )
+
+    @property
+    def kind(self) -> str:
+        """Which field is given."""
+        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
+
+    @property
+    def text(self) -> str:
+        """The field as text; with :attr:`kind` it says which texts are allowed."""
+        if self.choice is not None:
+            return json.dumps(list(self.choice))
+        value = getattr(self, self.kind)
+        return value if isinstance(value, str) else ""
+
+
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+def _schema_text(schema: Any) -> str:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise InvalidRequestError(f"structured_outputs.json is no JSON: {error}.", "give a JSON schema.") from None
+    if not isinstance(schema, Mapping):
+        raise InvalidRequestError("structured_outputs.json is no JSON schema.", "give an object.")
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"structured_outputs.json: {error}.", "give a JSON schema.") from None
+
+
+def _choices(choice: Any) -> tuple[str, ...]:
+    if isinstance(choice, str) or not all(isinstance(each, str) and each for each in choice):
+        raise InvalidRequestError("structured_outputs.choice is no list of texts.", "give texts that are not empty.")
+    choices = tuple(choice)
+    if not 1 <= len(choices) <= MAX_CHOICES:
+        raise InvalidRequestError(
+            f"structured_outputs.choice has {len(choices)} texts.", f"give 1 to {MAX_CHOICES} of them."
+        )
+    return choices

@@ -1,0 +1,113 @@
+"""The form of an answer that a body asks for: OpenAI's ``response_format``, and vLLM's ``structured_outputs``."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from specexport_runtime.async_engine import AsyncSpecEngine
+from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
+from specexport_runtime.sampling.structured import StructuredOutputs
+from specexport_runtime.server.errors import ApiError, invalid
+from specexport_runtime.server.protocol import JsonObjectFormat, JsonSchemaFormat, Sampling
+
+MAX_DEPTH = 10
+MAX_PROPERTIES = 5000
+MAX_ENUM_VALUES = 1000
+"""OpenAI's limits of a strict schema."""
+
+
+async def form_of(body: Sampling, service: AsyncSpecEngine) -> StructuredOutputs | None:
+    """The form that a body asks for, checked, and ready in the engine; None for none.
+
+    Raises:
+        ApiError: 400; names the parameter.
+    """
+    form, param = _asked(body)
+    if form is None:
+        return None
+    try:
+        await service.aside(lambda: service.engine.check_form(form))
+    except InvalidRequestError as error:
+        raise invalid(param, f"{param}: {error}") from None
+    except MissingDependencyError as error:
+        raise ApiError(400, f"{param}: {error}", param=param, code="unsupported_parameter") from None
+    return form
+
+
+def _asked(body: Sampling) -> tuple[StructuredOutputs | None, str]:
+    given, asked = body.structured_outputs, body.response_format
+    if given is not None and isinstance(asked, (JsonObjectFormat, JsonSchemaFormat)):
+        raise invalid("structured_outputs", "structured_outputs and response_format are both given: give one.")
+    if given is not None:
+        fields = given.model_dump(exclude_none=True, by_alias=True)
+        try:
+            return StructuredOutputs(**fields), "structured_outputs"
+        except InvalidRequestError as error:
+            raise invalid("structured_outputs", str(error)) from None
+    if isinstance(asked, JsonObjectFormat):
+        return StructuredOutputs(json_object=True), "response_format"
+    if isinstance(asked, JsonSchemaFormat):
+        param, schema = "response_format.json_schema.schema", asked.json_schema.schema_
+        if schema is None:
+            raise invalid(param, f"{param} is missing.")
+        if asked.json_schema.strict:
+            check_strict(schema, param)
+        try:
+            return StructuredOutputs(json=schema), param
+        except InvalidRequestError as error:
+            raise invalid(param, str(error)) from None
+    return None, ""
+
+
+def check_strict(schema: Mapping[str, Any], param: str) -> None:
+    """Refuse a schema that breaks OpenAI's rules for ``strict``: all of an object's keys are required, and no others.
+
+    Args:
+        schema: the schema.
+        param: its name, for messages.
+
+    Raises:
+        ApiError: 400; says where the schema breaks which rule.
+    """
+    if schema.get("type") != "object" or "anyOf" in schema:
+        raise invalid(param, f"{param}: the root of a strict schema is of type 'object', and has no anyOf.")
+    properties = values = 0
+    for where, part, depth in _parts(schema, param, 1):
+        if depth > MAX_DEPTH:
+            raise invalid(param, f"{where}: a strict schema has at most {MAX_DEPTH} levels.")
+        own = part.get("properties")
+        if part.get("type") == "object" or own is not None:
+            names = set(own or {})
+            properties += len(names)
+            if part.get("additionalProperties") is not False:
+                raise invalid(param, f"{where}: 'additionalProperties' must be false in a strict schema.")
+            missing = sorted(names - set(part.get("required") or ()))
+            if missing:
+                said = f"'required' must name every property of a strict schema; {missing[0]!r} is missing"
+                raise invalid(param, f"{where}: {said}.")
+        values += len(part["enum"]) if isinstance(part.get("enum"), list) else 0
+    if properties > MAX_PROPERTIES or values > MAX_ENUM_VALUES:
+        raise invalid(
+            param,
+            f"{param}: a strict schema has at most {MAX_PROPERTIES} properties and {MAX_ENUM_VALUES} values of enums.",
+        )
+
+
+def _parts(schema: Any, where: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any], int]]:
+    """All schemas within a schema: where, the schema, and how deep."""
+    todo = [(where, schema, depth)]
+    while todo:
+        at, part, level = todo.pop()
+        if not isinstance(part, Mapping):
+            continue
+        yield at, part, level
+        if level > MAX_DEPTH:
+            continue
+        for key in ("properties", "$defs", "definitions"):
+            inner = part.get(key)
+            if isinstance(inner, Mapping):
+                todo += [(f"{at}.{key}.{name}", each, level + 1) for name, each in inner.items()]
+        for key in ("anyOf", "allOf", "oneOf"):
+            if isinstance(part.get(key), list):
+                todo += [(f"{at}.{key}[{i}]", each, level) for i, each in enumerate(part[key])]
+        if "items" in part:
+            todo.append((f"{at}.items", part["items"], level + 1))

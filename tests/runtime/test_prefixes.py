@@ -1,0 +1,254 @@
+"""Prefix reuse: what a row has is not read again, and nothing else changes: texts, drafts, whose text it is."""
+
+import gc
+
+import heads_on_fakes
+import numpy as np
+import pytest
+from loop import CAPACITY, VOCAB, fail_at, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
+
+from specexport_runtime.decoding.prefixes import LEAST_REUSED
+from specexport_runtime.drafters.head import HeadDrafter
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.records import DraftStage, Proposal
+from specexport_runtime.sequences.sequence import Sequence
+
+LONG = (np.arange(30) * 7 % VOCAB).tolist()
+OTHER = (np.arange(30) * 5 % VOCAB).tolist()
+MODEL = (DraftStage("draft-model", 4),)
+
+
+def decoder_of(rows=4, *, draft="good", most=None, reuse=True, **options):
+    executor = make_draft(draft, rows) if draft else None
+    return make_decoder(make_target(rows, context=3), executor, 4, reuses_prefixes=reuse, max_num_seqs=most, **options)
+
+
+def ask(decoder, prompt, tokens=6, *, scope="", seed=0, plan=(), temperature=0.0, pinned=False):
+    """A sequence, run to its end."""
+    params = SamplingParams(max_tokens=tokens, temperature=temperature)
+    seq = make_sequence(0, prompt, params, seed=seed, scope=scope, draft_plan=plan, is_pinned=pinned)
+    run(decoder, [seq])
+    return seq
+
+
+def fed(decoder):
+    """Count the tokens that the target is fed from now on."""
+    counts, execute = [], decoder.target.step
+
+    def step(first_row, work, *args):
+        counts.extend(len(row.tokens) for row in work)
+        return execute(first_row, work, *args)
+
+    decoder.target.step = step
+    return counts
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("draft", ["good", "same", None])
+def test_a_conversation_reads_only_what_is_new(draft, temperature):
+    """And every text and every draft is what it is where all is read anew."""
+    texts = {}
+    for reuse in (True, False):
+        decoder, prompt, texts[reuse] = decoder_of(2, draft=draft, reuse=reuse), LONG[:20], []
+        for turn in range(4):
+            counts = fed(decoder)
+            seq = ask(decoder, prompt, seed=turn, temperature=temperature)
+            texts[reuse].append((seq.output, seq.stats.accepted_lengths, seq.stats.drafted))
+            if reuse and turn:
+                assert seq.stats.cached_tokens == len(prompt) - 5  # what came since, and the last token of the answer
+                rounds = sum(1 + drafted for drafted in [4] * seq.stats.rounds)
+                assert sum(counts) <= 5 + rounds
+            prompt = [*seq.tokens, 3, 1, 4, 1]
+    assert texts[True] == texts[False]
+
+
+def test_a_prompt_that_is_wholly_known_gives_its_last_token_again():
+    decoder = decoder_of()
+    first, again = ask(decoder, LONG), ask(decoder, LONG)
+    assert (first.stats.cached_tokens, again.stats.cached_tokens) == (0, len(LONG) - 1)
+    assert first.output == again.output == greedy_reference(decoder.target.executor, LONG, 6)
+    assert decoder.prefixes.counts[:2] == (2 * len(LONG), len(LONG) - 1)
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_two_conversations_keep_their_rows(rows):
+    """One sequence at a time, in the first row: what another left there takes the place of what is wanted."""
+    decoder, prompts = decoder_of(rows), {"a": LONG, "b": OTHER}
+    for turn in range(4):
+        for name, prompt in prompts.items():
+            seq = ask(decoder, prompt)
+            assert seq.output == greedy_reference(decoder.target.executor, prompt, 6)
+            assert bool(seq.stats.cached_tokens) == (turn > 0)
+            prompts[name] = [*seq.tokens, 2, 2]
+    assert decoder.prefixes.num_kept == 2
+    assert decoder.prefixes.counts.copied > 0
+
+
+def test_a_row_that_runs_is_copied_from():
+    decoder = decoder_of()
+    running = make_sequence(0, LONG, SamplingParams(max_tokens=30), scope="")
+    decoder.add(running)
+    decoder.step()
+    decoder.step()
+    late = make_sequence(1, [*LONG[:25], 1, 1], SamplingParams(max_tokens=6), scope="")
+    run(decoder, [late])
+    assert late.stats.cached_tokens == 25
+    for seq, prompt in ((running, LONG), (late, [*LONG[:25], 1, 1])):
+        assert seq.output == greedy_reference(decoder.target.executor, prompt, seq.max_tokens)
+
+
+def test_prompts_that_come_together_are_read_once():
+    """The second waits until the first has read what both begin with; one that begins otherwise does not."""
+    prompt = (np.arange(70) * 3 % VOCAB).tolist()
+    target = FakeExecutor(VOCAB, 4, 120, context=3)
+    decoder = make_decoder(target, None, 0, reuses_prefixes=True, max_num_batched_tokens=80)
+    counts = fed(decoder)
+    sequences = [
+        Sequence(i, ids, SamplingParams(max_tokens=4), vocab_size=VOCAB, max_model_len=100, scope="")
+        for i, ids in enumerate([prompt, prompt, [*prompt[:68], 5, 5], OTHER])
+    ]
+    run(decoder, sequences)
+    assert [seq.stats.cached_tokens for seq in sequences] == [0, 69, 68, 0]
+    assert sum(counts) == 70 + 1 + 2 + 30 + 4 * 3
+    for seq in sequences:
+        assert seq.output == greedy_reference(target, seq.tokens[: seq.num_prompt_tokens], 4)
+
+
+def test_what_says_least_is_forgotten_first():
+    """A text that another begins with, then what nobody used for the longest time; never what is pinned."""
+    decoder = decoder_of(3, draft=None, most=1)
+    ask(decoder, LONG, pinned=True)
+    ask(decoder, OTHER)
+    ask(decoder, OTHER + [1] * 20)  # continues the one before, in its row
+    assert decoder.prefixes.num_kept == 2
+    third = (np.arange(30) * 11 % VOCAB).tolist()
+    ask(decoder, third)
+    assert decoder.prefixes.num_kept == 3
+    fourth = (np.arange(30) * 13 % VOCAB).tolist()
+    ask(decoder, fourth)  # the oldest that is not pinned goes
+    assert [ask(decoder, prompt).stats.cached_tokens > 0 for prompt in (OTHER, fourth, LONG)] == [False, True, True]
+    for prompt in (third, OTHER, third, OTHER, fourth):
+        ask(decoder, prompt)
+    assert ask(decoder, LONG).stats.cached_tokens == len(LONG) - 1
+    assert decoder.prefixes.num_pinned == 1
+    assert decoder.prefixes.unpin(LONG, "")
+    assert not decoder.prefixes.unpin(LONG, "")
+    assert decoder.prefixes.num_pinned == 0
+
+
+def test_scopes_see_nothing_of_each_other():
+    decoder = decoder_of()
+    found = [ask(decoder, LONG, scope=scope).stats.cached_tokens for scope in ("a", "b", None, "a", None, "b")]
+    assert found == [0, 0, None, len(LONG) - 1, None, len(LONG) - 1]
+
+
+def test_short_texts_are_not_kept():
+    decoder = decoder_of()
+    ask(decoder, LONG[: LEAST_REUSED - 4], 3)
+    assert decoder.prefixes.num_kept == 0
+    ask(decoder, LONG[:LEAST_REUSED], 3)
+    assert decoder.prefixes.num_kept == 1
+    assert ask(decoder, [*LONG[: LEAST_REUSED - 1], 16, 16]).stats.cached_tokens == 0
+
+
+def test_a_cancelled_sequence_leaves_what_was_read():
+    decoder = decoder_of(max_num_batched_tokens=20)
+    seq = make_sequence(0, LONG, SamplingParams(max_tokens=9), scope="")
+    decoder.add(seq)
+    decoder.step()
+    decoder.cancel(seq)
+    assert ask(decoder, LONG).stats.cached_tokens == 20
+    assert ask(decoder, LONG).output == greedy_reference(decoder.target.executor, LONG, 6)
+
+
+def test_an_engine_that_fails_leaves_nothing():
+    decoder = decoder_of()
+    ask(decoder, LONG)
+    fail_at(decoder.target.executor, 1)
+    seq = make_sequence(0, OTHER, SamplingParams(max_tokens=9), scope="")
+    decoder.add(seq)
+    with pytest.raises(RuntimeError) as failed:
+        decoder.step()
+    decoder.fail(failed.value)
+    assert decoder.prefixes.num_kept == 0
+    assert ask(decoder, LONG).stats.cached_tokens == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("noise", [0.0, 0.4])
+def test_a_head_goes_on_from_its_row(noise, temperature):
+    """With every draft as it is without reuse: of a head without noise all are right, so its features are true."""
+    texts = {}
+    for reuse in (True, False):
+
+        def make(runner):
+            return HeadDrafter(runner, vocab_size=VOCAB)
+
+        decoder, _, drafter = heads_on_fakes.decoder_with(make, 4, noise, 2, reuses_prefixes=reuse)
+        texts[reuse], prompt = [], LONG[:20]
+        for turn in range(4):
+            seq = ask(decoder, prompt, 7, seed=turn, temperature=temperature)
+            texts[reuse].append((seq.output, seq.stats.accepted_lengths))
+            if reuse and turn:
+                assert seq.stats.cached_tokens >= len(prompt) - 6
+            if not noise and not temperature:
+                assert seq.stats.accepted == seq.stats.drafted > 0
+            # The next turn goes on, begins otherwise in the middle of an answer, or repeats the prompt.
+            prompt = [[*seq.tokens, 3, 1], [*seq.tokens[:-2], 0, 5], prompt, [*prompt, 9]][turn]
+    assert texts[True] == texts[False]
+    del seq
+    gc.collect()
+    assert not drafter._held
+
+
+def test_a_head_reads_what_it_has_no_features_of():
+    """A text of a sequence that it did not draft for."""
+    decoder, target, _ = heads_on_fakes.decoder_with(
+        lambda runner: HeadDrafter(runner, vocab_size=VOCAB), 4, reuses_prefixes=True
+    )
+    plain = ask(decoder, LONG, plan=(DraftStage("lookup", 1),))
+    assert ask(decoder, plain.tokens, 4).stats.cached_tokens == 0
+    drafted = ask(decoder, plain.tokens, 4)
+    assert drafted.stats.cached_tokens == len(plain.tokens) - 2
+    assert drafted.output == greedy_reference(target, plain.tokens, 4)
+    assert drafted.stats.accepted == drafted.stats.drafted > 0
+
+
+def test_a_drafter_of_the_users_own_begins_anew():
+    """One that knows nothing of prefixes is told that the row is done, as ever."""
+    told = []
+
+    class Own:
+        traits = make_decoder(make_target(), None, 0).drafter.drafters["lookup"].traits
+        engine_seconds = 0.0
+
+        def propose(self, sequences, lookaheads):
+            return [Proposal([]) for _ in sequences]
+
+        def commit(self, sequences):
+            pass
+
+        def move_row(self, source, destination):
+            told.append("move")
+
+        def release_row(self, row):
+            told.append(row)
+
+    decoder = decoder_of(draft=None)
+    decoder.drafter.drafters["own"] = Own()
+    ask(decoder, LONG, plan=(DraftStage("own", 3),))
+    assert told == [0]
+    assert ask(decoder, LONG, plan=(DraftStage("own", 3),)).stats.cached_tokens == len(LONG) - 1
+
+
+def test_rows_are_taken_over_whole_or_not_at_all():
+    runner = ModelRunner(make_target())
+    runner.kv.restore(0, 5)
+    assert runner.kv.kv_len(0) == 5
+    with pytest.raises(SpecexportError, match="cannot take over 3 entries, it has 5"):
+        runner.kv.restore(0, 3)
+    with pytest.raises(SpecexportError, match="cannot take over"):
+        runner.kv.restore(1, CAPACITY + 1)
