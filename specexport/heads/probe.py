@@ -6,6 +6,7 @@ the second, which reads what the head itself handed on. What a file leaves open,
 and the one that is accepted is taken.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -28,8 +29,11 @@ from specexport_runtime.errors import CheckpointError
 
 CLEARLY = 1.25
 """Another reading is taken where its rates are so much higher than those of the reading that the file asks for."""
+DEVIATIONS = 3.5
+"""Or where it wins so many of the places at which only one of the two is right that chance gives the surplus only this
+many standard deviations away: both guess at the same places, so that a small difference can be a sure one."""
 FEW = 0.05
-"""A difference below this share of all guesses is chance."""
+"""A difference below this share of all guesses is not looked at."""
 
 BLOCK_STEP, BLOCK_ROWS = 2, 5
 """Where each place takes a block of its own: every second place, and blocks as a draft of 4 tokens has them."""
@@ -140,21 +144,35 @@ def probe_head(model: Any, loaded: LoadedHead, pieces: Seq[npt.NDArray[np.int64]
     readings = readings_of(loaded.config, num_layers)
     taps = sorted({tap for reading in readings for tap in reading.config.taps})
     seen = [_read(model, torch.from_numpy(piece)[None], taps, loaded.config) for piece in pieces]
-    rates = {}
+    rates, right = {}, {}
     for reading in readings:
         hits = [
             _hits(loaded, reading.config, torch.from_numpy(piece)[None], text)
             for piece, text in zip(pieces, seen, strict=True)
         ]
         rates[reading.change] = tuple(float(torch.cat(step).float().mean()) for step in zip(*hits, strict=True))
+        right[reading.change] = torch.cat([step for text in hits for step in text])
     score = {change: sum(rate) / len(rate) for change, rate in rates.items()}
     first = readings[0]
     top = max(readings, key=lambda reading: score[reading.change])
-    clearly = score[top.change] > CLEARLY * score[""] and score[top.change] - score[""] > FEW
+    is_much = score[top.change] > CLEARLY * score[""]
+    is_sure = _deviations(right[top.change], right[""]) > DEVIATIONS
+    clearly = score[top.change] - score[""] > FEW and (is_much or is_sure)
     chosen = top if clearly else first
     every = torch.cat([text.best[1:] for text in seen])
     chance = float(every.bincount().max()) / len(every)
     return Probe(chosen, rates[chosen.change][0], chance, rates)
+
+
+def _deviations(other: Tensor, first: Tensor) -> float:
+    """How far the places that one reading wins are from half of those where the two differ, in standard deviations.
+
+    Args:
+        other: where a reading's guesses are right: bool [n].
+        first: where those of another are.
+    """
+    wins, losses = int((other & ~first).sum()), int((first & ~other).sum())
+    return (wins - losses) / math.sqrt(wins + losses) if wins + losses else 0.0
 
 
 def check_probe(probe: Probe, name: str) -> None:

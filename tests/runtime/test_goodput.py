@@ -9,7 +9,7 @@ import pytest
 from chance import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from loop import VOCAB, finish, goodput_length
+from loop import VOCAB, finish, goodput_length, greedy_reference
 
 from specexport_runtime.costs.curves import CostCurves
 from specexport_runtime.costs.learned import LearnedCosts, reading_of
@@ -24,13 +24,13 @@ from specexport_runtime.drafters.suffix_store import SuffixStore
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead.acceptance import MAX_MATCH, SequenceAcceptance, SharedAcceptance, match_slots
 from specexport_runtime.lookahead.allocation import StepTimes, allocate
-from specexport_runtime.lookahead.draft_cost import EngineCost, WeighedDrafter
+from specexport_runtime.lookahead.draft_cost import EngineCost, ParallelCost, WeighedDrafter
 from specexport_runtime.lookahead.goodput import GoodputLength
 from specexport_runtime.lookahead.plain_spell import PlainSpell
 from specexport_runtime.lookahead.probing import ProbeBudget, ProbeTimer
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import Asked, DraftStage, Promise, Proposal, StepLoad
+from specexport_runtime.sequences.records import Asked, DrafterTraits, DraftStage, Promise, Proposal, StepLoad
 from specexport_runtime.sequences.sequence import Sequence
 
 LOOKAHEAD = 8
@@ -685,3 +685,55 @@ def test_a_draft_that_was_shortened_to_nothing_is_asked_for_again():
         lengths.took([sequence], len(tokens), 0.0)
     assert 4 < drafted.count(0) < 12
     assert drafted[40:] == [1] * 80
+
+
+# ---- a drafter whose draft is one step ----
+
+
+class FirstRight:
+    """Drafts all tokens in one step of an engine: the first is right, the others are not."""
+
+    traits = DrafterTraits(default_lookahead=4, has_own_cache=True)
+    engine_seconds = 0.0
+
+    def __init__(self, curve):
+        self._curve, self.steps = curve, []
+
+    def propose(self, sequences, lookaheads):
+        return [self._draft(seq, most) for seq, most in zip(sequences, lookaheads, strict=True)]
+
+    def _draft(self, seq, most):
+        if not most or not seq.num_generated:
+            return Proposal([], end="none")
+        right = greedy_reference(FakeExecutor(VOCAB, 1, CAPACITY), seq.tokens, 2)
+        self.steps.append(most)
+        return Proposal([right[0], *[(right[1] + 1) % VOCAB] * (most - 1)], None, "lookahead", "own")
+
+    def commit(self, sequences):
+        pass
+
+    def move_row(self, source, destination):
+        pass
+
+    def release_row(self, row):
+        pass
+
+    def cost(self, curves):
+        return ParallelCost(self._curve)
+
+
+@pytest.mark.parametrize(("share", "pays"), [(0.3, True), (1.5, False)])
+def test_a_step_that_drafts_all_tokens_is_paid_in_every_round(share, pays):
+    """A token more a round is worth a plain step: a draft that costs less pays, and one that costs more never does."""
+    curve = curves()
+    own = FirstRight(step_cost(0.010 * share))
+    lengths = goodput_length(curve, LOOKAHEAD, own=own)
+    target = FakeExecutor(VOCAB, 1, CAPACITY)
+    decoder = Decoder(ModelRunner(target), ChainDrafter({"own": own}, lengths), lengths=lengths)
+    (seq,) = make_sequences(1, ["own"], 120)
+    finish(decoder, [seq])
+    seconds = sum(curve.target.seconds(call.num_tokens, 1) for call in target.calls)
+    seconds += sum(own._curve.seconds(most, 1) for most in own.steps)
+    plain = 120 * curve.target.seconds(1, 1)
+    assert (seq.stats.draft_rounds > 40) == pays
+    assert seconds < (0.8 if pays else 1.1) * plain

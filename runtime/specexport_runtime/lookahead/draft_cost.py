@@ -31,6 +31,10 @@ class DraftCost(Protocol):
         """Seconds for reading ``backlog`` tokens of a sequence, besides what a usual step reads."""
         ...
 
+    def round_seconds(self, num_rows: int) -> float:
+        """Seconds that a draft of any length costs a sequence, of ``num_rows``, in every round, besides its steps."""
+        ...
+
 
 class WeighedDrafter(NamedTuple):
     """A drafter, as far as its drafts are weighed.
@@ -70,11 +74,15 @@ class EngineCost:
             return 0.0
         return max(self._curve.seconds(backlog, 1, backlog / 2) - self._curve.seconds(1, 1), 0.0)
 
+    def round_seconds(self, num_rows: int) -> float:  # noqa: ARG002
+        """See ``DraftCost.round_seconds``: all of it is in the steps."""
+        return 0.0
+
 
 class ParallelCost:
     """The cost of a drafter that drafts all tokens of a sequence in one step.
 
-    The step is paid with the first token of a draft, and each further one is one token more in it.
+    The step is paid once a round, and each token of the draft is one token more in it.
 
     Args:
         curve: a step of the engine.
@@ -95,8 +103,12 @@ class ParallelCost:
         return max(wide - narrow, 0.0)
 
     def catch_up_seconds(self, backlog: int) -> float:
-        """See ``DraftCost.catch_up_seconds``: the step itself."""
-        return self._curve.seconds(max(backlog, 1), 1, backlog / 2)
+        """See ``DraftCost.catch_up_seconds``; as with a drafter that drafts token by token."""
+        return EngineCost(self._curve).catch_up_seconds(backlog)
+
+    def round_seconds(self, num_rows: int) -> float:
+        """See ``DraftCost.round_seconds``: its part of the step that all rows share."""
+        return self._curve.seconds(num_rows, num_rows) / max(num_rows, 1)
 
 
 class LayersCost:
@@ -130,4 +142,8 @@ class LayersCost:
 
     def catch_up_seconds(self, backlog: int) -> float:  # noqa: ARG002
         """See ``DraftCost.catch_up_seconds``: the cache is the target's, nothing was missed."""
+        return 0.0
+
+    def round_seconds(self, num_rows: int) -> float:  # noqa: ARG002
+        """See ``DraftCost.round_seconds``: all of it is in the steps."""
         return 0.0

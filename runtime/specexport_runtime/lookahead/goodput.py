@@ -369,7 +369,7 @@ class GoodputLength:
             cost = times.target[taken + 1] - times.target[taken]
             if times.draft is not None:
                 cost += times.draft[rows + 1] - times.draft[rows]
-            cost += self._catch_up(drafter, sequences[i], stage)
+            cost += self._catch_up(drafter, sequences[i], stage) + self._each_round(drafter)
             stage.probe_seconds = cost
             if self._drafters[drafter].budget.spend(cost):
                 counts[j] = 1
@@ -438,9 +438,18 @@ class GoodputLength:
         return self._drafters[drafter].is_unknown or (self._learns and self._learned.is_unknown(drafter))
 
     def _entry(self, drafter: str, seq: "Sequence", stage: StageMemory, expected: float) -> float:
-        """Seconds of catching up, spread over the rounds that may profit from it: each gives ``expected`` tokens."""
+        """Seconds that a draft costs whatever its length.
+
+        Those of catching up are spread over the rounds that may profit from it: each gives ``expected`` tokens.
+        """
         catch_up = self._catch_up(drafter, seq, stage)
-        return catch_up and catch_up / min(max(seq.room_for_drafts / expected, 1.0), _HORIZON)
+        spread = catch_up and catch_up / min(max(seq.room_for_drafts / expected, 1.0), _HORIZON)
+        return spread + self._each_round(drafter)
+
+    def _each_round(self, drafter: str) -> float:
+        """What is paid anew in every round."""
+        cost = self._known[drafter].cost
+        return 0.0 if cost is None else cost.round_seconds(max(self._load.num_rows, 1))
 
     def _catch_up(self, drafter: str, seq: "Sequence", stage: StageMemory) -> float:
         """Seconds for reading what the drafter has missed; 0 if it has nothing to read with."""
