@@ -143,7 +143,8 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
         if entry.guessed is not None:
             yield f"  {describe_probe(entry.guessed, entry.reading)}"
     elif entry.feature_size:
-        yield f"  gives features of {entry.feature_size} values to a draft head, in steps that want them"
+        when = "steps that want them" if entry.backend == "ort-cpu" else "every step"
+        yield f"  gives features of {entry.feature_size} values to a draft head, in {when}"
     if entry.num_head_ids is not None:
         yield f"  LM head: {entry.num_head_ids} of {entry.vocab_size} tokens"
     yield f"  KV cache: {_kv_cache(entry)}"
