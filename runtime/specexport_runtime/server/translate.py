@@ -1,5 +1,6 @@
 """From a checked body to requests of the engine; what the server or the engine does not take is refused here."""
 
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 from specexport_runtime.async_engine import AsyncSpecEngine
@@ -19,7 +20,7 @@ from specexport_runtime.server.prompt_tokens import (
     encode_chat,
     max_tokens_of,
 )
-from specexport_runtime.server.protocol import ChatRequest, CompletionRequest, Sampling, join_text
+from specexport_runtime.server.protocol import ChatRequest, CompletionRequest, Message, Sampling, join_text
 from specexport_runtime.server.structured import form_of
 
 DEFAULT_MAX_TOKENS = 16  # of OpenAI's completions
@@ -108,10 +109,7 @@ async def plan_chat(body: ChatRequest, service: AsyncSpecEngine, config: ServerC
     given = [(name, value) for name, value in limits.items() if value is not None]
     if len({value for _, value in given}) > 1:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ: give one.")
-    messages = [
-        {"role": item.role, "content": join_text(item.content)} | ({"name": item.name} if item.name else {})
-        for item in body.messages
-    ]
+    messages = chat_messages(body.messages)
     length = sum(len(item["content"]) + _MESSAGE for item in messages)
     try:
         ids = await aside_if_long(service, length, lambda: encode_chat(engine, messages))
@@ -119,6 +117,14 @@ async def plan_chat(body: ChatRequest, service: AsyncSpecEngine, config: ServerC
         raise invalid("messages", f"messages: {error}") from None
     limit = given[0] if given else ("max_tokens", None)
     return await _plan(body, service, config, owner, "messages", [ids], [""], limit, engine.max_model_len)
+
+
+def chat_messages(messages: Seq[Message]) -> list[dict[str, str]]:
+    """A conversation as a chat template takes it."""
+    return [
+        {"role": item.role, "content": join_text(item.content)} | ({"name": item.name} if item.name else {})
+        for item in messages
+    ]
 
 
 async def _plan(
