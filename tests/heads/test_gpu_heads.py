@@ -104,7 +104,7 @@ def run_steps(executor: Any, reference: HeadReference) -> tuple[float, float]:
     runner, head = ModelRunner(executor), as_head(executor)
     assert head is not None
     errors = [[0.0], [0.0]]
-    for rows in reference:
+    for rows in reference.steps:
         work = [RowWork(row.tokens.tolist(), len(row.logits), row.features) for row in rows]
         found = np.array(runner.step(0, work)), head.next_features
         wanted = [np.concatenate([getattr(row, name) for row in rows]) for name in ("logits", "handed_on")]
