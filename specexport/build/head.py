@@ -92,7 +92,8 @@ def _check_kind(recipe: BuildRecipe, source: ModelSource, config: "HeadConfig") 
     if obstacle is not None:
         able = [name for name, backend in BACKENDS.items() if config.kind in backend.head_kinds]
         raise UnsupportedModelError(
-            f"{source.name} is a {config.kind} head: {obstacle}.", f"build with `--backend {' or '.join(able)}`."
+            f"{source.name} is a head of kind {config.kind}: {obstacle}.",
+            f"build with `--backend {' or '.join(able)}`.",
         )
 
 

@@ -38,17 +38,22 @@ class BlockHead(DraftHead):
 
     Args:
         config: of the head.
+
+    Attributes:
+        every_row: compute the rows of context entries too, so that no size depends on a value: a CUDA graph can hold
+            it.
     """
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
+        self.every_row = False
         for layer, causal in zip(self.body.layers, config.causal_layers, strict=True):
             layer.self_attn.is_causal = causal
             whole = layer.self_attn.o_proj
             layer.self_attn.o_proj = _OfBlock(whole.in_features, whole.out_features, whole.bias is not None)
 
     def states(self, input_ids: Tensor, features: Tensor, run: RunModule) -> Tensor:
-        """The hidden state behind the last layer [1, T, H]; zero for a context entry.
+        """The hidden state behind the last layer [1, T, H]; that of a context entry means nothing.
 
         A context entry gives keys and values of its feature in every layer, and has no hidden state of its own: what
         comes behind attention is computed for the block alone.
@@ -59,10 +64,13 @@ class BlockHead(DraftHead):
             run: runs a module with attention.
         """
         is_token = input_ids >= 0
-        block = is_token.nonzero().flatten()
-        counted = is_token.to(torch.int64).cumsum(0)
-        places = torch.where(is_token, counted - 1, counted[-1])  # behind the block is a row of zeros
-        state = self.embed(input_ids.clamp(min=0))[None].index_select(1, block)
+        block = places = None
+        state = self.embed(input_ids.clamp(min=0))[None]
+        if not self.every_row:
+            block = is_token.nonzero().flatten()
+            counted = is_token.to(torch.int64).cumsum(0)
+            places = torch.where(is_token, counted - 1, counted[-1])  # behind the block is a row of zeros
+            state = state.index_select(1, block)
         for layer in self.body.layers:
             own = _spread(layer.input_layernorm(state), places)
             layer.self_attn.o_proj.rows = block
@@ -75,19 +83,21 @@ class _OfBlock(nn.Linear):  # type: ignore[misc]  # torch is not followed
     """The linear layer behind attention, for the block's rows alone.
 
     Attributes:
-        rows: which of the step's rows these are, int64 [n].
+        rows: which of the step's rows these are, int64 [n]; None for all.
     """
 
-    rows: Tensor
+    rows: Tensor | None = None
 
     def forward(self, attended: Tensor) -> Tensor:
         """[1, n, H] of what attention gave for all rows [1, T, ·]."""
-        result: Tensor = super().forward(attended.index_select(1, self.rows))
+        result: Tensor = super().forward(attended if self.rows is None else attended.index_select(1, self.rows))
         return result
 
 
-def _spread(state: Tensor, places: Tensor) -> Tensor:
-    """The block's rows [1, n, H] at their places among all rows [1, T, H], zeros elsewhere."""
+def _spread(state: Tensor, places: Tensor | None) -> Tensor:
+    """The block's rows [1, n, H] at their places among all rows [1, T, H], zeros elsewhere; all rows as they are."""
+    if places is None:
+        return state
     zero = state.new_zeros(1, 1, state.shape[2])
     return torch.cat([state, zero], dim=1).index_select(1, places)
 

@@ -152,6 +152,8 @@ def trace_head(head: Any, *, fixed_sizes: bool = False) -> TracedModel:
         from specexport.heads.assistant import trace_assistant
 
         return trace_assistant(head)
+    if head.head_config.kind == "dflash":
+        head.every_row = fixed_sizes
     calls, step = probe_calls(head), HydraStep if head.head_config.kind == "hydra" else HeadStep
     with nullcontext() if head.body is None else batched_experts(head.body):
         ir_model = trace_step(

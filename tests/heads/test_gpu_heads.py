@@ -266,7 +266,7 @@ def test_heads_that_a_backend_has_no_form_of_are_refused_before_the_target_is_bu
     monkeypatch.setattr(OrtCuda, "head_kinds", ("eagle3", "medusa"))
     monkeypatch.setattr("specexport.build.pipeline.build_model", lambda *_, **__: pytest.fail("a target is built"))
     with pytest.raises(
-        UnsupportedModelError, match="is a dflash head: backend ort-cuda runs no dflash heads"
+        UnsupportedModelError, match="is a head of kind dflash: backend ort-cuda runs no dflash heads"
     ) as caught:
         build_bundle(recipe, use_cache=False)
     assert "--backend ort-cpu or tensorrt or tensorrt-rtx" in str(caught.value)

@@ -35,6 +35,7 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.bundle.files",  # hashes of files
     "specexport_runtime.bundle.delta",  # how engines are stored as differences
     "specexport_runtime.bundle.cut_head",  # where the token ids of a cut LM head are
+    "specexport_runtime.bundle.head_steps",  # how wide a head's steps are, for profiles
     "specexport_runtime.bundle.mask_feature",  # what a parallel head is fed for unknown tokens
     "specexport_runtime.sequences.layer_choice",  # which layers a draft leaves out by default
     "specexport_runtime.cli.errors",
