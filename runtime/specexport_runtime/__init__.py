@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sequences.results import GenerationResult, StreamChunk, StreamPiece
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "SpecexportError",
     "StreamChunk",
     "StreamPiece",
+    "StructuredOutputs",
 ]
 
 
