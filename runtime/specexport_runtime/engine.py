@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from specexport_runtime.decoding.handle import Callback, RequestHandle, RequestListener
 from specexport_runtime.decoding.loop import DecodeLoop
+from specexport_runtime.decoding.pace import Pace
 from specexport_runtime.decoding.prefixes import LEAST_REUSED
 from specexport_runtime.drafters.base import DrafterFactory, DrafterParts, DraftOffer, Obstacle
 from specexport_runtime.drafters.head_kind import head_obstacle
@@ -84,6 +85,8 @@ class SpecEngine:
         enable_prefix_caching: let requests go on from what cache rows have of their prompts, where rows can be copied.
         max_num_batched_tokens: most tokens of one step, draft tokens and prompt chunks together; less where the
             target's engine takes less.
+        ttft_budget_ms: milliseconds to the first token within which prompts overtake those that cannot keep them.
+        itl_budget_ms: milliseconds between rounds within which prompts are read beside them.
         draft_defaults: how to draft for requests that do not say.
         cost_curves: what steps cost, for requests that let K be chosen (``"auto"``) and for traces; None refuses the
             former.
@@ -115,6 +118,8 @@ class SpecEngine:
         max_num_seqs: int | None = None,
         enable_prefix_caching: bool = True,
         max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS,
+        ttft_budget_ms: float | None = None,
+        itl_budget_ms: float | None = None,
         draft_defaults: DraftDefaults = DraftDefaults(),  # noqa: B008 immutable
         cost_curves: "CostCurves | None" = None,
         learned_costs: "LearnedCosts | None" = None,
@@ -127,6 +132,7 @@ class SpecEngine:
         if max_num_batched_tokens < 1:
             raise InvalidRequestError(f"max_num_batched_tokens is {max_num_batched_tokens}.", "give 1 or more.")
         check_match_length(draft_defaults.match_length)
+        pace = Pace(*[None if ms is None else ms / 1000 for ms in (ttft_budget_ms, itl_budget_ms)])
         self.target = target
         self.draft, self.head = draft, head
         self.draft_head, self.mask = draft_head, mask
@@ -183,6 +189,7 @@ class SpecEngine:
             max_num_batched_tokens=max_num_batched_tokens,
             learned=learned_costs,
             max_num_seqs=max_num_seqs,
+            pace=pace,
             reuses_prefixes=enable_prefix_caching and _can_reuse([runner, *self._drafting.values()]),
         )
         self._builder = builder
@@ -300,6 +307,8 @@ class SpecEngine:
                 if options.max_num_batched_tokens is None
                 else options.max_num_batched_tokens
             ),
+            ttft_budget_ms=options.ttft_budget_ms,
+            itl_budget_ms=options.itl_budget_ms,
             draft_defaults=parts.defaults,
             cost_curves=None if parts.costs is None else parts.costs.curves,
             learned_costs=None if parts.costs is None else parts.costs.learned,
@@ -334,13 +343,15 @@ class SpecEngine:
     ) -> RequestHandle:
         """Queue one request; it joins the running batch as soon as a cache row is free, in order of arrival.
 
+        Requests of several owners get rows in turns, and those with a lower ``priority`` go first.
+
         Args:
             prompt: a text or token ids.
             params: sampling parameters; None is greedy.
             reference: a text or token ids that lookup may copy from, besides the prompt and what was generated.
             callback: called with each chunk in the decoding thread: keep it short. It may submit, but not wait.
             **drafting: how to draft: ``drafter``, ``num_speculative_tokens``, ``speculation``, ``layer_rules``,
-                ``draft_exit``, ``trace``; see ``requests.Drafting``.
+                ``draft_exit``, ``trace``; and whose it is: ``owner``, ``priority``; see ``requests.Drafting``.
 
         Raises:
             InvalidRequestError: the request can never be served; others are not affected.

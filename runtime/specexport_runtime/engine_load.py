@@ -13,6 +13,7 @@ from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.costs.prior import DRAFTER_OF, prior_costs
 from specexport_runtime.costs.tune_profile import TuneProfile, load_profile
 from specexport_runtime.decoding.decoder import Decoder
+from specexport_runtime.decoding.pace import Pace
 from specexport_runtime.drafters.base import Drafter, DrafterFactory, DrafterParts, DraftOffer, Obstacle
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.forced import FORCED, ForcedDrafter
@@ -259,6 +260,7 @@ def make_decoder(
     learned: LearnedCosts | None = None,
     max_num_seqs: int | None = None,
     reuses_prefixes: bool = False,
+    pace: Pace | None = None,
 ) -> Decoder:
     """The decoder of an engine.
 
@@ -273,6 +275,7 @@ def make_decoder(
         learned: mends the curves by what rounds take; None takes them as they are.
         max_num_seqs: sequences that run at a time; None takes all rows of the target.
         reuses_prefixes: let sequences go on from what cache rows have of their prompts.
+        pace: times that are to be kept; None for none.
     """
     lengths: DraftLength | None = None
     if curves is not None:
@@ -284,6 +287,7 @@ def make_decoder(
         ChainDrafter(drafters, lengths),
         max_num_seqs=max_num_seqs,
         reuses_prefixes=reuses_prefixes,
+        pace=pace,
         max_num_batched_tokens=max_num_batched_tokens,
         lengths=lengths,
         tracer=RoundTracer(curves, learned),

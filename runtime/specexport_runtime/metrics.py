@@ -45,6 +45,12 @@ _NUMBERS = (
     _Number("vllm:prompt_tokens", "Prompt tokens that were fed.", lambda c: c.prompt_tokens),
     _Number("vllm:generation_tokens", "Tokens that were generated.", lambda c: c.generation_tokens),
     _Number(
+        "vllm:num_preemptions",
+        "How often a sequence was paused, so that another did not wait for a row.",
+        lambda c: c.preemptions,
+    ),
+    _Number("specexport:reread_tokens", "Tokens of paused sequences that were fed again.", lambda c: c.reread_tokens),
+    _Number(
         "vllm:prefix_cache_queries",
         "Prompt tokens, of requests that ended, for which cache rows were searched.",
         lambda c: c.prefix_queries,

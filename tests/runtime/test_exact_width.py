@@ -11,7 +11,7 @@ from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors import ort_graph
-from specexport_runtime.executors.exact_width import least_first_chunk, room_within, sum_borders
+from specexport_runtime.executors.exact_width import chunk_bounds, least_first_chunk, room_within, sum_borders
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
@@ -44,6 +44,24 @@ def test_every_token_stays_on_its_side_of_every_border(prompt: int, borders: tup
             plain = {side(entries_seen_plainly(at, prompt), borders) for at in range(first, seen)}
             exact = drafts == 0 or plain == {side(seen, borders)}
             assert exact == (most is None or drafts <= most), (length, drafts)
+
+
+@pytest.mark.parametrize("borders", [BORDERS[-1:], BORDERS[-2:], BORDERS])
+@pytest.mark.parametrize("prompt", [1, 2, 15, 16, 17, 30, 31, 32, 33, 62, 63, 64, 65, 70])
+def test_what_is_read_again_stays_on_its_side_of_every_border(prompt: int, borders: tuple[int, ...]) -> None:
+    """However it is cut within the bounds; and a prompt that is read for the first time too."""
+    for end in range(prompt, 72):
+        # What a kept text has is gone on from anywhere but before the last token of a prompt that ends on a border.
+        for start in range(end):
+            if start == prompt - 1 > 0 and prompt in borders:
+                continue
+            least, most = chunk_bounds(borders, prompt, start, end)
+            assert 1 <= least <= most <= end - start
+            for count in range(least, most + 1):
+                seen = start + count + (count == 1)
+                plain = {side(entries_seen_plainly(at, prompt), borders) for at in range(start, start + count)}
+                assert plain == {side(seen, borders)}, (start, count, end)
+    assert chunk_bounds((), prompt, 0, 80) == (1, 80)
 
 
 def test_only_quantized_models_with_long_heads_have_borders(demo_bundle: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_prompt_never_starves_behind_decoding_sequences():
 
 def test_the_first_chunk_of_a_prompt_is_not_cut_too_early():
     rows = Rows(4, 10)
-    rows.scheduler.min_first_chunk = 6
+    rows.scheduler.sum_borders = (5,)
     for index, length in enumerate((6, 5, 9, 20)):
         rows.add(index, length)
     assert rows.round(busy=2) == {0: 6}  # the second has five tokens, and two would fit

@@ -10,11 +10,12 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+from specexport_runtime.decoding.pace import Pace
 from specexport_runtime.decoding.prefixes import Prefixes
 from specexport_runtime.decoding.scheduler import Scheduler
 from specexport_runtime.decoding.scores import bound_scored, note_scores
 from specexport_runtime.decoding.told_step import told_step
-from specexport_runtime.drafters.base import Drafter, as_prefix_drafter, prefill_seconds_of
+from specexport_runtime.drafters.base import Drafter, as_prefix_drafter, can_restart, prefill_seconds_of, restart
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, argmax_ids
 from specexport_runtime.executors.exact_width import least_first_chunk, room_within
@@ -43,6 +44,7 @@ class Decoder:
         lengths: chooses how far adaptive sequences draft; the drafter's own, if it has one.
         tracer: writes down the rounds of sequences that keep a trace.
         reuses_prefixes: let sequences go on from what cache rows have of their prompts.
+        pace: times that are to be kept; None for none.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Decoder:
         lengths: DraftLength | None = None,
         tracer: RoundTracer | None = None,
         reuses_prefixes: bool = False,
+        pace: Pace | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -65,8 +68,12 @@ class Decoder:
         self.scheduler = Scheduler(
             min(max_num_seqs or rows, rows),
             max_num_batched_tokens=min(max_num_batched_tokens, limit or max_num_batched_tokens),
-            min_first_chunk=least_first_chunk(target.executor.sum_borders),
+            sum_borders=target.executor.sum_borders,
+            pace=pace,
+            can_resume=lambda seq: can_restart(drafter, seq),
         )
+        self._pace = pace if pace is not None and pace.is_on else None
+        self._preemptions = 0
         keeping = as_prefix_drafter(drafter)
         self.prefixes = Prefixes(target, keeping) if reuses_prefixes and keeping is not None else None
         self._masks = MaskAhead()
@@ -107,6 +114,7 @@ class Decoder:
             return []
         drafting = self._with_ending_prompts(ready, chunks) if chunks else ready
         load, prompt_tokens = None, sum(chunks.values())
+        reread, self._preemptions, preemptions = self._reread(chunks), 0, self._preemptions
         counts = concerns_lengths(drafting)
         if counts or self.observers:
             soon = min(len(self.scheduler.running) + len(self.scheduler.waiting), self.scheduler.num_rows)
@@ -121,7 +129,10 @@ class Decoder:
         if load is not None:
             seconds = time.perf_counter() - start
             plain_seconds = self.tracer.record(events, load, seconds)
-            self.observers.round_done(RoundRecord(events, prompt_tokens, seconds, plain_seconds))
+            record = RoundRecord(events, prompt_tokens, seconds, plain_seconds, reread, preemptions)
+            self.observers.round_done(record)
+        if self._pace is not None:
+            self._pace.note(time.perf_counter() - start, prompt_tokens, len(ready))
         if ready:
             self.times.total += time.perf_counter() - start
             self.times.engine += self.target.executor.engine_seconds + self.drafter.engine_seconds - engines_before
@@ -135,13 +146,12 @@ class Decoder:
 
     def _schedule(self) -> tuple[list[Sequence], dict[int, int]]:
         """The sequences that decode in this step, and the prompt tokens of the other rows."""
-        ready = [seq for seq in self.scheduler.rows if seq is not None and seq.num_generated]
-        if len(ready) == len(self.scheduler.rows) and not self.scheduler.can_admit:
+        ready = [seq for seq in self.scheduler.rows if seq is not None and seq.is_decoding]
+        if len(ready) == len(self.scheduler.rows) and not self.scheduler.can_admit(self._pending):
             return ready, {}  # most rounds: everybody decodes, and nobody can come
-        busy = sum(1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in ready)
-        self.scheduler.place(busy, self._pending, self._move_row, self._begin, self._is_early)
-        ready = [seq for seq in self.running if seq.num_generated]
-        limit = self.target.executor.max_num_tokens
+        self.scheduler.place(_busy(ready), self._pending, self._move_row, self._begin, self._is_early, self._pause)
+        ready = [seq for seq in self.running if seq.is_decoding]
+        busy, limit = _busy(ready), self.target.executor.max_num_tokens
         # An engine of fixed sizes takes a whole verify step, but maybe not the smallest prompt chunk beside it.
         if self._mixes_prefill and (limit is None or busy + self.scheduler.min_prefill_tokens <= limit):
             return ready, self._share(busy)
@@ -153,7 +163,7 @@ class Decoder:
         chunks = self.scheduler.share(busy_tokens, self._pending, self.target.max_chunk)
         rows = {row: self._in_row(row) for row in chunks}
         if any(seq.is_scored for seq in rows.values()):
-            return bound_scored(chunks, rows, self.scheduler.min_first_chunk)
+            return bound_scored(chunks, rows, least_first_chunk(self._sum_borders))
         return chunks
 
     def cancel(self, sequence: Sequence, error: Exception | None = None) -> None:
@@ -215,6 +225,26 @@ class Decoder:
         """A sequence was admitted."""
         if self.prefixes is not None:
             self.prefixes.begin(seq, self.running)
+        self._note_read(seq)
+
+    def _pause(self, seq: Sequence) -> None:
+        """A sequence is about to lose its row."""
+        seq.pause(self.target.kv.kv_len(seq.row))
+        self._leave_row(seq)
+        restart(self.drafter, seq)
+        if self.lengths is not None:
+            self.lengths.restarted(seq)
+        self._preemptions += 1
+
+    def _note_read(self, seq: Sequence) -> None:
+        """A paused sequence goes on as soon as all but its newest token is in its row."""
+        if seq.reads_again and self._pending(seq) == 1:
+            seq.reads_again = False
+
+    def _reread(self, chunks: Mapping[int, int]) -> int:
+        """Tokens of a step's chunks that were read before a pause."""
+        counts = [(self._in_row(row).num_read - self.target.kv.kv_len(row), count) for row, count in chunks.items()]
+        return sum(min(count, max(known, 0)) for known, count in counts)
 
     def _is_early(self, seq: Sequence) -> bool:
         """Whether a sequence would read what another is just reading."""
@@ -286,6 +316,7 @@ class Decoder:
                 verified += [seq for seq in [self._in_row(row)] if seq not in broken]
             else:  # a prompt with more to come
                 self.target.kv.commit(row, self.target.kv.kv_len(row) + count)
+                self._note_read(self._in_row(row))
         events = self._accept(verified, proposals, output, want, first, scored)
         events += [RoundEvent(seq, [], 0, 0, is_bonus=False) for seq in broken]
         if ready:
@@ -382,10 +413,20 @@ class Decoder:
         return RoundEvent(seq, tokens[:taken], drafted, accepted, is_bonus, proposal, gamma)
 
     def _retire(self, seq: Sequence) -> None:
-        if seq.row != NO_ROW and not (self.prefixes is not None and self.prefixes.keep(seq)):
+        if seq.row != NO_ROW:
+            self._leave_row(seq)
+        self.scheduler.retire(seq)
+
+    def _leave_row(self, seq: Sequence) -> None:
+        """A sequence's row keeps its text, if anybody may go on from it, or is cleared."""
+        if self.prefixes is None or not self.prefixes.keep(seq):
             self.target.release_row(seq.row)
             self.drafter.release_row(seq.row)
-        self.scheduler.retire(seq)
+
+
+def _busy(ready: Seq[Sequence]) -> int:
+    """Tokens that sequences which decode may take in a step."""
+    return sum([1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in ready])
 
 
 def _fitting(seq: Sequence, proposal: Proposal) -> Proposal:

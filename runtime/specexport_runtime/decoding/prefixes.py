@@ -51,7 +51,7 @@ class KeptPrefix:
 
     tokens: Int64Array
     scope: str
-    sides: tuple[bool, ...]
+    sides: tuple[int, ...]
     drafts: Any
     used: int
     is_pinned: bool = False
@@ -115,7 +115,7 @@ class Prefixes:
         prompt, sides = np.asarray(seq.tokens, np.int64), self._sides(seq.num_prompt_tokens)
         coming, there = 0, 0
         for other in running:
-            if other.num_generated or other.scope != seq.scope or self._sides(other.num_prompt_tokens) != sides:
+            if other.is_decoding or other.scope != seq.scope or self._sides(other.num_prompt_tokens) != sides:
                 continue
             common = _common(prompt, np.asarray(other.tokens, np.int64))
             if common > coming:
@@ -126,7 +126,7 @@ class Prefixes:
         return coming - (0 if found is None else found.reused) >= WORTH_WAITING
 
     def begin(self, seq: Sequence, running: Seq[Sequence]) -> None:
-        """A sequence got a cache row: let it go on from what rows have of its prompt.
+        """A sequence got a cache row: let it go on from what rows have of its prompt, or of its text if it was paused.
 
         Args:
             seq: the sequence; nothing of it was read.
@@ -136,8 +136,10 @@ class Prefixes:
         if seq.scope is None or seq.is_scored:
             self._vacate(seq.row, running)
             return
-        found, seq.stats.cached_tokens = self._longest(seq, running), 0
-        self.counts = self.counts._replace(queries=self.counts.queries + seq.num_prompt_tokens)
+        found, is_new = self._longest(seq, running), not seq.stats.preemptions
+        if is_new:
+            seq.stats.cached_tokens = 0
+            self.counts = self.counts._replace(queries=self.counts.queries + seq.num_prompt_tokens)
         if found is None:
             self._vacate(seq.row, running)
             return
@@ -163,8 +165,9 @@ class Prefixes:
                 del self._kept[found.row]
         self._target.kv.restore(seq.row, found.reused)
         self._drafter.adopt(seq, found.drafts, found.reused)
-        seq.stats.cached_tokens = found.reused
-        self.counts = self.counts._replace(hits=self.counts.hits + found.reused)
+        if is_new:
+            seq.stats.cached_tokens = found.reused
+            self.counts = self.counts._replace(hits=self.counts.hits + found.reused)
 
     def keep(self, seq: Sequence) -> bool:
         """A sequence leaves its row: keep its text there, if anybody may go on from it.
@@ -243,6 +246,8 @@ class Prefixes:
         for row, kept, tokens, drafts in self._texts(seq, running, sides):
             common = _common(prompt, tokens)
             reused = min(common, len(prompt) - 1)  # the last token is read again: its logits are wanted
+            if reused == seq.num_prompt_tokens - 1 and 1 in sides:
+                reused -= 1  # alone it would see one entry more than its prompt has, which is beyond the border
             if reused < LEAST_REUSED or (best is not None and reused < best.reused):
                 continue
             given = self._drafter.snapshot(drafts) if isinstance(drafts, Sequence) else drafts
@@ -254,7 +259,7 @@ class Prefixes:
         return best
 
     def _texts(
-        self, seq: Sequence, running: Seq[Sequence], sides: tuple[bool, ...]
+        self, seq: Sequence, running: Seq[Sequence], sides: tuple[int, ...]
     ) -> Iterator[tuple[int, KeptPrefix | None, Int64Array, Any]]:
         """Row, what is kept, tokens, and what the drafter has, of every text that a sequence may go on from."""
         for row, kept in self._kept.items():
@@ -265,8 +270,10 @@ class Prefixes:
             if other is not seq and count and other.scope == seq.scope and is_alike:
                 yield other.row, None, np.asarray(other.tokens[:count], np.int64), other
 
-    def _sides(self, prompt_tokens: int) -> tuple[bool, ...]:
-        return tuple(prompt_tokens > border for border in self._target.executor.sum_borders)
+    def _sides(self, prompt_tokens: int) -> tuple[int, ...]:
+        """By border: 0 for prompts below it, 2 for longer ones, and 1 for those that end on it, whose last token is read
+        within it, which one that is generated there is not."""
+        return tuple((prompt_tokens >= at) + (prompt_tokens > at) for at in self._target.executor.sum_borders)
 
     def _swap(self, source: int, row: int) -> None:
         """The text of ``source`` is in ``row`` now, and is no longer kept; that of ``row`` is kept in its place."""

@@ -1,43 +1,62 @@
 """Continuous batching: who runs, in which cache row, and how the step's token budget is shared. Knows no model.
 
 Running sequences hold rows 0 … n-1. When one finishes its row is a hole, which the next waiting sequence takes over at
-once; holes that nobody takes are closed by moving the last row.
+once; holes that nobody takes are closed by moving the last row. Who is next says ``queue``, who gives way ``pausing``,
+and how prompts share a step ``sharing``.
 """
 
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
+from specexport_runtime.decoding.pace import Pace
+from specexport_runtime.decoding.pausing import whom_to_pause
+from specexport_runtime.decoding.queue import WaitingQueue
+from specexport_runtime.decoding.sharing import Reading, share_tokens
 from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.exact_width import chunk_bounds
 from specexport_runtime.sequences.sequence import NO_ROW, Sequence
+
+Pending = Callable[[Sequence], int]
+"""Tokens of a sequence that the target has not seen."""
 
 
 class Scheduler:
-    """First come, first served, over a fixed number of cache rows.
+    """Rows for those that are next, and tokens for those that hold a row.
 
     Args:
         num_rows: cache rows: sequences that run at a time.
         max_num_batched_tokens: most tokens of one step. Sequences that are decoding always get theirs; prompts share
-            what is left, the oldest first.
-        min_prefill_tokens: the oldest prompt gets this many even if nothing is left, so that it cannot starve.
-        min_first_chunk: the first step of a prompt reads this many, or all of it: the engine's numbers of its first
-            tokens would depend on where it is cut.
+            what is left.
+        min_prefill_tokens: prompts get this many even if nothing is left, so that they cannot starve.
+        sum_borders: where a text may not be cut, see ``exact_width``.
+        pace: times that are to be kept; None for none.
+        can_resume: whether a sequence can go on when it was paused.
 
     Attributes:
-        waiting: sequences without a row, in order of arrival.
+        waiting: sequences without a row.
         rows: the sequence of each row in use; None is a hole.
     """
 
     def __init__(
-        self, num_rows: int, *, max_num_batched_tokens: int, min_prefill_tokens: int = 16, min_first_chunk: int = 1
+        self,
+        num_rows: int,
+        *,
+        max_num_batched_tokens: int,
+        min_prefill_tokens: int = 16,
+        sum_borders: tuple[int, ...] = (),
+        pace: Pace | None = None,
+        can_resume: Callable[[Sequence], bool] = lambda _: True,
     ) -> None:
         self.num_rows = num_rows
         self.max_num_batched_tokens = max_num_batched_tokens
         self.min_prefill_tokens = min_prefill_tokens
-        self.min_first_chunk = min_first_chunk
-        self.waiting: deque[Sequence] = deque()
+        self.sum_borders = sum_borders
+        self.waiting = WaitingQueue()
         self.rows: list[Sequence | None] = []
+        self._pace = pace or Pace()
+        self._can_resume = can_resume
         self._arrivals: dict[int, Sequence] = {}
 
     @property
@@ -50,40 +69,52 @@ class Scheduler:
         """Whether any sequence waits or runs."""
         return bool(self.waiting) or any(self.rows)
 
-    @property
-    def can_admit(self) -> bool:
-        """Whether somebody waits and a row is free."""
-        return bool(self.waiting) and self._free_row() != NO_ROW
+    def can_admit(self, pending: Pending) -> bool:
+        """Whether somebody waits, and a row is free or may be made free."""
+        return bool(self.waiting) and (self._free_row() != NO_ROW or self._victim(None, pending) is not None)
 
     def place(
         self,
         busy_tokens: int,
-        pending: Callable[[Sequence], int],
+        pending: Pending,
         move_row: Callable[[int, int], None],
         begin: Callable[[Sequence], None] = lambda _: None,
         is_early: Callable[[Sequence], bool] = lambda _: False,
+        pause: Callable[[Sequence], None] = lambda _: None,
     ) -> None:
         """Admit what fits, then close the holes that are left.
 
-        A sequence is admitted when a row is free and the step still has budget for its prompt.
+        A sequence is admitted when a row is free, or can be made free, and the step still has budget for its prompt.
 
         Args:
             busy_tokens: tokens that decoding sequences may take in this step.
             pending: tokens of a sequence that the target has not seen.
             move_row: moves a cache row: source, destination.
             begin: told of each sequence that was admitted.
-            is_early: whether the next sequence had better wait, and with it those behind it.
+            is_early: whether a sequence had better wait, and with it those of its owner behind it.
+            pause: told of each sequence that is about to lose its row.
         """
-        if self.waiting:
-            left = self.max_num_batched_tokens - busy_tokens - sum(self._prompt_tokens(pending))
-            while self.waiting and (left > 0 or not self._prompt_tokens(pending)):
-                row = self._free_row()
-                if row == NO_ROW or is_early(self.waiting[0]):
+        passed: set[str] = set()
+        while (seq := self.waiting.next(self._held(), passed)) is not None:
+            if not self._has_budget(seq, busy_tokens, pending):
+                passed.add(seq.owner)
+                continue
+            row, victim = self._free_row(), None
+            if row == NO_ROW:
+                victim = self._victim(seq, pending)
+                if victim is None:
                     break
-                seq = self.waiting.popleft()
-                self._take(seq, row)
-                begin(seq)
-                left -= pending(seq)
+            if is_early(seq):
+                passed.add(seq.owner)
+                continue
+            if victim is not None:
+                row = victim.row
+                pause(victim)
+                self._leave(victim)
+                self.waiting.put_back(victim)
+            self.waiting.take(seq)
+            self._take(seq, row)
+            begin(seq)
         while self.rows and None in self.rows:
             last = self.rows[-1]
             if last is not None:
@@ -93,8 +124,8 @@ class Scheduler:
                 self.rows[hole] = last
             self.rows.pop()
 
-    def share(self, busy_tokens: int, pending: Callable[[Sequence], int], max_chunk: int) -> dict[int, int]:
-        """Prompt tokens of each row in this step, the oldest prompts first.
+    def share(self, busy_tokens: int, pending: Pending, max_chunk: int) -> dict[int, int]:
+        """Prompt tokens of each row in this step; see ``sharing``.
 
         Args:
             busy_tokens: tokens that decoding sequences take in this step.
@@ -102,33 +133,28 @@ class Scheduler:
             max_chunk: most prompt tokens of one row.
 
         Returns:
-            row to number of tokens, for rows that get any.
+            row to number of tokens, for rows that get any, the oldest first.
         """
-        left = max(self.max_num_batched_tokens - busy_tokens, self.min_prefill_tokens)
-        chunks: dict[int, int] = {}
-        for seq in self._arrivals.values():
-            if seq.num_generated:
-                continue
-            waits = pending(seq)
-            # Also where a kept prefix is gone on from: what was read alike must go on alike.
-            least = min(waits, max(self.min_first_chunk - (len(seq.tokens) - waits), 1), max_chunk)
-            chunk = min(waits, left, max_chunk)
-            if chunk < least:
-                if chunks:  # a later step has more room; only the oldest prompt must not wait for that
-                    break
-                chunk = least
-            chunks[seq.row] = chunk
-            left -= chunk
-        return chunks
+        readings = [self._reading(seq, pending(seq), max_chunk) for seq in self._reads()]
+        if not readings:
+            return {}
+        left = self._pace.most(self.max_num_batched_tokens - busy_tokens, len(self._arrivals) - len(readings))
+        return share_tokens(readings, max(left, self.min_prefill_tokens))
+
+    def _reading(self, seq: Sequence, pending: int, max_chunk: int) -> Reading:
+        end = len(seq.tokens) - seq.reads_again
+        start = len(seq.tokens) - pending
+        # Also where a kept prefix is gone on from: what was read alike must go on alike.
+        least, most = chunk_bounds(self.sum_borders, seq.num_prompt_tokens, start, end)
+        late = self._pace.is_late(seq, end - start)
+        return Reading(seq, min(least, max_chunk), min(most, max_chunk), end - start, late)
 
     def retire(self, seq: Sequence) -> None:
         """A sequence gives its row back, or its place in the queue."""
         if seq.row == NO_ROW:
             self.waiting.remove(seq)
             return
-        self.rows[seq.row] = None
-        seq.row = NO_ROW
-        del self._arrivals[id(seq)]
+        self._leave(seq)
 
     def check(self, kv_lens: Mapping[int, int] | Seq[int]) -> None:
         """Assert the invariants between rounds.
@@ -151,8 +177,36 @@ class Scheduler:
                     f"for {len(seq.tokens)} tokens."
                 )
 
-    def _prompt_tokens(self, pending: Callable[[Sequence], int]) -> list[int]:
-        return [pending(seq) for seq in self._arrivals.values() if not seq.num_generated]
+    def _reads(self) -> list[Sequence]:
+        """Those that read their prompt, or their text again, the oldest first."""
+        return [seq for seq in self._arrivals.values() if not seq.is_decoding]
+
+    def _held(self) -> Mapping[str, int]:
+        """Rows that each owner holds."""
+        return Counter(seq.owner for seq in self._arrivals.values())
+
+    def _has_budget(self, seq: Sequence, busy_tokens: int, pending: Pending) -> bool:
+        """Whether a sequence would get tokens now: others read before it, but for owners with whom it shares."""
+        before = [
+            pending(each)
+            for each in self._reads()
+            if each.priority < seq.priority or (each.priority == seq.priority and each.owner == seq.owner)
+        ]
+        return not before or self.max_num_batched_tokens - busy_tokens > sum(before)
+
+    def _victim(self, seq: Sequence | None, pending: Pending) -> Sequence | None:
+        """Whom to pause for a sequence, or for the next that waits."""
+        if all(self.waiting.is_alike(each) for each in self._arrivals.values()):
+            return None
+        seq = seq or self.waiting.next(self._held())
+        return seq and whom_to_pause(
+            seq, self.running, lambda each: len(each.tokens) - pending(each), self._can_resume
+        )
+
+    def _leave(self, seq: Sequence) -> None:
+        self.rows[seq.row] = None
+        seq.row = NO_ROW
+        del self._arrivals[id(seq)]
 
     def _free_row(self) -> int:
         if None in self.rows:
@@ -165,5 +219,6 @@ class Scheduler:
         else:
             self.rows[row] = seq
         seq.row = row
-        seq.stats.start_time = time.perf_counter()
+        if not seq.stats.preemptions:
+            seq.stats.start_time = time.perf_counter()
         self._arrivals[id(seq)] = seq

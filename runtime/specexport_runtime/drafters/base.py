@@ -155,6 +155,35 @@ def as_prefix_drafter(drafter: Drafter) -> PrefixDrafter | None:
     return drafter if hasattr(drafter, "snapshot") else None  # type: ignore[return-value]
 
 
+class RestartingDrafter(Drafter, Protocol):
+    """A drafter that can go on with a sequence that was paused; needed only of those that are told what was read."""
+
+    def restart(self, sequence: "Sequence") -> None:
+        """A sequence has left its row. It is read again from its beginning, or goes on from a kept text (``adopt``).
+
+        What was noted while it was read (features, similarities) comes again, or is in the snapshot.
+        """
+        ...
+
+
+def can_restart(drafter: Drafter, sequence: "Sequence") -> bool:
+    """Whether a sequence may be paused, as far as a drafter is concerned.
+
+    One that is told nothing of what is read may always be: it finds a sequence in a row of which it has nothing, and
+    catches up, as with one that it was not asked about before.
+    """
+    asked: Callable[[Sequence], bool] | None = getattr(drafter, "can_restart", None)
+    if asked is not None:
+        return asked(sequence)
+    return hasattr(drafter, "restart") or (as_feature_drafter(drafter) is None and as_similarity(drafter) is None)
+
+
+def restart(drafter: Drafter, sequence: "Sequence") -> None:
+    """Tell a drafter that follows :class:`RestartingDrafter`."""
+    if hasattr(drafter, "restart"):
+        drafter.restart(sequence)
+
+
 class CostedDrafter(Drafter, Protocol):
     """A drafter whose steps have a known cost, so that K can be chosen (``"auto"``); optional, not for free ones."""
 

@@ -14,7 +14,9 @@ from specexport_runtime.drafters.base import (
     as_feature_drafter,
     as_prefix_drafter,
     as_similarity,
+    can_restart,
     prefill_seconds_of,
+    restart,
 )
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array
@@ -148,6 +150,15 @@ class ChainDrafter:
         """Tell every drafter; see ``Drafter.release_row``."""
         for drafter in self.drafters.values():
             drafter.release_row(row)
+
+    def can_restart(self, sequence: Sequence) -> bool:
+        """Whether every drafter of the sequence's plan can go on when it was paused."""
+        return all(can_restart(self.drafters[name], sequence) for name, _ in sequence.draft_plan)
+
+    def restart(self, sequence: Sequence) -> None:
+        """Tell every drafter; see ``RestartingDrafter``."""
+        for drafter in self.drafters.values():
+            restart(drafter, sequence)
 
     def snapshot(self, sequence: Sequence) -> Mapping[str, Any]:
         """What each drafter has of a sequence's row, by name; see ``PrefixDrafter``."""

@@ -190,6 +190,10 @@ class HeadDrafter(OwnCacheDrafter):
         """Input ids of entries of known features, by the token behind each."""
         return entry_tokens(tokens, self._mask)
 
+    def restart(self, sequence: Sequence) -> None:
+        """Forget the features of a paused sequence: those of all its tokens come again; see ``RestartingDrafter``."""
+        self._held.pop(sequence, None)
+
     def snapshot(self, sequence: Sequence) -> Any:
         """Entries, and features that the head has not read; see ``PrefixDrafter.snapshot``."""
         entries, held = self.runner.kv.kv_len(sequence.row), self._held.get(sequence)

@@ -59,6 +59,9 @@ class OwnCacheDrafter:
         """Forget the sequence of ``row``."""
         self.runner.release_row(row)
 
+    def restart(self, sequence: Sequence) -> None:
+        """Nothing: what a row misses is read before the next draft; see ``RestartingDrafter``."""
+
     def snapshot(self, sequence: Sequence) -> Any:
         """What the cache has of a sequence's row, between rounds, for :meth:`adopt`: entries."""
         return self.runner.kv.kv_len(sequence.row)

@@ -98,6 +98,11 @@ class SelfDrafter:
     def release_row(self, row: int) -> None:
         """Nothing to drop: the rows are the target's."""
 
+    def restart(self, sequence: Sequence) -> None:
+        """What was measured of half a prompt is measured again; a choice stays. See ``RestartingDrafter``."""
+        if not sequence.num_generated:
+            self._sums.pop(sequence, None)
+
     def snapshot(self, sequence: Sequence) -> None:  # noqa: ARG002
         """Nothing; see ``PrefixDrafter.snapshot``."""
         return

@@ -50,6 +50,28 @@ def room_within(borders: tuple[int, ...], length: int, *, reads_prompt: bool) ->
     return None
 
 
+def chunk_bounds(borders: tuple[int, ...], prompt_tokens: int, start: int, end: int) -> tuple[int, int]:
+    """Fewest and most tokens of the next step that reads a prompt, or what was generated behind it again.
+
+    With these a token of a prompt sees what it sees where the prompt is read in one step, and one that was generated
+    what it sees in plain decoding: two entries more than there are tokens before it.
+
+    Args:
+        borders: from :func:`sum_borders`.
+        prompt_tokens: of the sequence.
+        start: tokens that were read.
+        end: tokens that are to be read, in this step or in later ones; more than ``start``.
+    """
+    least, most = start + 1, end
+    if borders and start < prompt_tokens:
+        least = min(prompt_tokens, max(least, borders[-1] + 1), end)
+    for border in borders:
+        last = max(prompt_tokens, border - 1)  # the first token that sees more than the border
+        if prompt_tokens <= border and start < last:
+            most = min(most, last)
+    return least - start, most - start
+
+
 def least_first_chunk(borders: tuple[int, ...]) -> int:
     """Tokens that the first step of a longer prompt must read, so that they see what they see in one step with all."""
     return borders[-1] + 1 if borders else 1

@@ -94,6 +94,10 @@ class DraftLength(Protocol):
         """
         ...
 
+    def restarted(self, sequence: "Sequence") -> None:
+        """A sequence was paused: what drafters had read of it may be gone."""
+        ...
+
     def took(self, sequences: "Seq[Sequence]", drafted: int, seconds: float) -> None:
         """A round is over, and all its drafts were observed.
 

@@ -293,6 +293,11 @@ class GoodputLength:
             rest = seconds - level * self._learned.draft_ratio(drafter, rows) * promised
             self._draft_seconds[reading_of(drafter)] = reading, max(rest, 0.0)
 
+    def restarted(self, sequence: "Sequence") -> None:
+        """See ``DraftLength.restarted``."""
+        for stage in self._stages.get(sequence, _NO_STAGES).values():
+            stage.known, stage.bypassed = 0, None
+
     def took(self, sequences: "Seq[Sequence]", drafted: int, seconds: float) -> None:
         """See ``DraftLength.took``."""
         load = self._load

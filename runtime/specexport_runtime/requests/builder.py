@@ -9,7 +9,7 @@ import numpy as np
 
 from specexport_runtime.drafters.forced import FORCED, FORCED_LOOKAHEAD
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.checks import check_text, check_token_ids, check_token_range
+from specexport_runtime.requests.checks import check_rank, check_text, check_token_ids, check_token_range
 from specexport_runtime.requests.drafting import Abilities, DraftDefaults, DraftPlan, RequestOptions, resolve_draft_plan
 from specexport_runtime.requests.grammars import GrammarCompiler
 from specexport_runtime.sampling.params import SamplingParams
@@ -124,6 +124,7 @@ class RequestBuilder:
             raise InvalidRequestError("layer rules are for drafting with the target itself.", "use drafter 'self'.")
         for text in params.stop_strings:
             check_text(text, "a stop text")
+        check_rank(options.owner, options.priority)
         exit_params = self._exit_params(options, plan)
         grammar, stages = None, plan.stages
         if params.structured_outputs is not None:
@@ -152,6 +153,8 @@ class RequestBuilder:
             trace=options.trace,
             scope=_scope(options),
             grammar=grammar,
+            owner=options.owner,
+            priority=options.priority,
         )
 
     def _exit_params(self, options: RequestOptions, plan: DraftPlan) -> DraftExitParams | None:

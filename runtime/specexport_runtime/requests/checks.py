@@ -82,6 +82,18 @@ def one_each(values: Any, count: int, what: str) -> list[Any]:
     return list(values)
 
 
+def check_rank(owner: object, priority: object) -> None:
+    """Whose a request is, and how urgent.
+
+    Raises:
+        InvalidRequestError: the owner is no text, or the priority no integer of 64 bits.
+    """
+    if not isinstance(owner, str):
+        raise InvalidRequestError(f"owner is {owner!r}.", "give a text.")
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+        raise InvalidRequestError(f"priority is {priority!r}.", "give an integer of 64 bits; lower ones go first.")
+
+
 def check_match_length(value: object) -> None:
     """Refuse a match length that is not an integer of at least 1.
 

@@ -42,6 +42,8 @@ class Drafting(TypedDict, total=False):
         trace: keep what each round did.
         cache_salt: who may see what is kept of this request, and whose kept texts it may see: those with the same salt.
         remember: False keeps nothing of this request for later ones, and shows it nothing of earlier ones.
+        owner: whose the request is. Owners get cache rows in turns, however much each has waiting.
+        priority: requests with a lower number go first, as in vLLM, and may have others paused.
     """
 
     drafter: str | None
@@ -52,6 +54,8 @@ class Drafting(TypedDict, total=False):
     trace: bool
     cache_salt: str | None
     remember: bool
+    owner: str
+    priority: int
 
 
 class RequestOptions(NamedTuple):
@@ -65,6 +69,8 @@ class RequestOptions(NamedTuple):
     trace: bool = False
     cache_salt: str | None = None
     remember: bool = True
+    owner: str = ""
+    priority: int = 0
 
 
 class DraftDefaults(NamedTuple):

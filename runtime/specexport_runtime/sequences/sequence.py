@@ -50,6 +50,8 @@ class Sequence:
         scope: who may see what is kept of it, and whose kept texts it may see; None: nothing is kept and none seen.
         is_pinned: its prompt stays in its cache row when it has ended.
         grammar: which tokens may come next; None for any.
+        owner: whose it is; owners get rows in turns.
+        priority: those with a lower one go first.
 
     Attributes:
         tokens: prompt and committed output.
@@ -60,6 +62,9 @@ class Sequence:
         logprobs: one entry for each token of the output; None if that was not asked for.
         prompt_logprobs: one entry for each token of the prompt that was read, None for the first, which follows
             nothing; None if that was not asked for.
+        reads_again: it was paused, and what it had generated is being read again. Its newest token is not: the next
+            round begins with that, as it would have.
+        num_read: tokens that were read before it was paused, so that they are not counted twice.
     """
 
     def __init__(
@@ -83,6 +88,8 @@ class Sequence:
         scope: str | None = None,
         is_pinned: bool = False,
         grammar: "Grammar | None" = None,
+        owner: str = "",
+        priority: int = 0,
     ) -> None:
         self.index = index
         self.params = params
@@ -104,6 +111,8 @@ class Sequence:
         self.trace: list[RoundTrace] | None = [] if trace else None
         self.scope = scope
         self.is_pinned = is_pinned
+        self.owner, self.priority = owner, priority
+        self.reads_again, self.num_read, self._paused_at = False, 0, 0
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         now = time.perf_counter()
@@ -116,6 +125,16 @@ class Sequence:
     def num_generated(self) -> int:
         """Committed output tokens."""
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether exactly one of its tokens is unread: the newest."""
+        return self.num_generated > 0 and not self.reads_again
+
+    @property
+    def num_since_pause(self) -> int:
+        """Committed output tokens since it was paused, or since its beginning."""
+        return self.num_generated - self._paused_at
 
     @property
     def output(self) -> list[int]:
@@ -181,6 +200,16 @@ class Sequence:
         self.sampler.append(new_tokens[:taken])
         self._note_time()
         return taken
+
+    def pause(self, num_read: int) -> None:
+        """It gives its row up; what was read is read again later, or found in a row that kept it.
+
+        Args:
+            num_read: tokens that were read.
+        """
+        self.reads_again = self.num_generated > 0
+        self.num_read, self._paused_at = max(self.num_read, num_read), self.num_generated
+        self.stats.preemptions += 1
 
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:
         """End a sequence that has not finished; one that has stays as it is."""

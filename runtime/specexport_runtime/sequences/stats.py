@@ -43,6 +43,8 @@ class SequenceStats:
     """Drafts that ended because the model was no longer sure."""
     layer_choice: "LayerChoice | None" = None
     """Layers of the draft out of the target itself."""
+    preemptions: int = 0
+    """How often it was paused, so that another did not wait for a row."""
     submit_time: float = 0.0
     start_time: float = 0.0
     first_token_time: float | None = None
@@ -121,6 +123,7 @@ class SequenceStats:
             "drafters": {name: counts.to_json() for name, counts in self.drafters.items()},
             "draft_exits": self.draft_exits,
             "layer_choice": None if self.layer_choice is None else self.layer_choice.to_json(),
+            "preemptions": self.preemptions,
             "queued_s": self.queued_s,
             "tokens_per_second": self.tokens_per_second,
             "time_to_first_token_s": self.time_to_first_token_s,

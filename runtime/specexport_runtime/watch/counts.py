@@ -79,7 +79,9 @@ class EngineCounts:
     Attributes:
         steps: steps of the engine.
         step_seconds: they took, drafting included.
-        prompt_tokens: tokens of prompts that were fed.
+        prompt_tokens: tokens of prompts that were fed, each counted once.
+        reread_tokens: tokens of paused sequences that were fed again.
+        preemptions: how often a sequence was paused.
         prefix_queries: prompt tokens of ended sequences for which cache rows were searched.
         prefix_hits: of these, tokens that a row had.
         generation_tokens: tokens that were generated.
@@ -98,6 +100,8 @@ class EngineCounts:
     steps: int = 0
     step_seconds: float = 0.0
     prompt_tokens: int = 0
+    reread_tokens: int = 0
+    preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     generation_tokens: int = 0
@@ -174,7 +178,9 @@ class EngineCounts:
             self.histograms["between_tokens"].observe(now - last, times)
         self.steps += 1
         self.step_seconds += record.seconds
-        self.prompt_tokens += record.prompt_tokens
+        self.prompt_tokens += record.prompt_tokens - record.reread_tokens
+        self.reread_tokens += record.reread_tokens
+        self.preemptions += record.preemptions
         self.generation_tokens += generated
         self.histograms["step_tokens"].observe(record.prompt_tokens + generated)
         # A round without drafts saves nothing; what it differs by from the mean of its like is chance.

@@ -18,12 +18,16 @@ class RoundRecord(NamedTuple):
         seconds: it took, drafting included.
         plain_seconds: a round of plain decoding of the same rows would have taken, one token each; None if that is not
             known.
+        reread_tokens: of ``prompt_tokens``, those of paused sequences that were read before.
+        preemptions: sequences that were paused before it.
     """
 
     events: "Seq[RoundEvent]"
     prompt_tokens: int
     seconds: float
     plain_seconds: float | None = None
+    reread_tokens: int = 0
+    preemptions: int = 0
 
     @property
     def saved_seconds(self) -> float | None:

@@ -1,0 +1,82 @@
+"""How prompts share the tokens of a step: by urgency, equally among owners, and within an owner the oldest first.
+
+The oldest prompt of all always gets a quarter of them, so that whatever is more urgent cannot starve it.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from specexport_runtime.sequences.sequence import Sequence
+
+_OLDEST_SHARE = 4
+
+
+class Reading(NamedTuple):
+    """A prompt that is being read, or a text that is read again.
+
+    Attributes:
+        sequence: whose it is.
+        least: tokens that its next chunk has at least: it may not be cut before.
+        most: tokens that its next chunk has at most.
+        unread: tokens that are left.
+        is_late: it yields to those that are not.
+    """
+
+    sequence: Sequence
+    least: int
+    most: int
+    unread: int
+    is_late: bool = False
+
+
+def share_tokens(readings: Seq[Reading], tokens: int) -> dict[int, int]:
+    """Tokens of each row in this step.
+
+    Args:
+        readings: the oldest first.
+        tokens: to be shared; the oldest gets its ``least`` all the same.
+
+    Returns:
+        row to number of tokens, for rows that get any, in the order of ``readings``.
+    """
+    if not readings:
+        return {}
+    oldest, given = readings[0], dict.fromkeys([each.sequence.row for each in readings], 0)
+    given[oldest.sequence.row] = max(oldest.least, min(oldest.most, tokens // _OLDEST_SHARE))
+    left = tokens - given[oldest.sequence.row]
+    for urgency in sorted({_urgency(each) for each in readings}):
+        owners: dict[str, list[Reading]] = {}
+        for each in readings:
+            if _urgency(each) == urgency:
+                owners.setdefault(each.sequence.owner, []).append(each)
+        # Who needs less than an equal part leaves the rest to the others.
+        groups = sorted(owners.values(), key=lambda group: sum(each.unread for each in group))
+        for number, group in enumerate(groups):
+            there = left + sum(_given(each, given) for each in groups[number:])
+            equal = there // (len(groups) - number) - _given(group, given)
+            left -= _fill(group, max(min(left, equal), 0), given)
+        for group in groups:  # what a chunk that may not be cut had no room in
+            left -= _fill(group, max(left, 0), given)
+    return {row: count for row, count in given.items() if count}
+
+
+def _urgency(reading: Reading) -> tuple[int, bool]:
+    return reading.sequence.priority, reading.is_late
+
+
+def _given(readings: Seq[Reading], given: Mapping[int, int]) -> int:
+    return sum(given[each.sequence.row] for each in readings)
+
+
+def _fill(readings: Seq[Reading], tokens: int, given: dict[int, int]) -> int:
+    """Give tokens to the prompts of one owner, one after the other; how many were given."""
+    left = tokens
+    for each in readings:
+        row = each.sequence.row
+        more = min(each.most - given[row], left)
+        if given[row] + more < each.least:  # a later step has more room
+            break
+        given[row] += more
+        left -= more
+    return tokens - left
