@@ -5,8 +5,8 @@ uvloop that is once a round, however many requests stream.
 """
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,7 +17,13 @@ from typing import Any, Generic, TypeVar, Unpack
 
 from specexport_runtime.decoding.handle import RequestHandle
 from specexport_runtime.engine import SpecEngine
-from specexport_runtime.errors import EngineClosedError, InvalidRequestError, QueueFullError, SpecexportError
+from specexport_runtime.errors import (
+    EngineClosedError,
+    InvalidRequestError,
+    OwnerLimitError,
+    QueueFullError,
+    SpecexportError,
+)
 from specexport_runtime.requests.drafting import Drafting, RequestSpec
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.results import GenerationResult, Prompt, StreamChunk
@@ -38,11 +44,13 @@ class AsyncRequest:
     Attributes:
         handle: its ``RequestHandle``; None until it is queued.
         keeps: its chunks are wanted.
+        owner: whose it is, as ``submit`` was told.
     """
 
-    def __init__(self, owner: "AsyncSpecEngine") -> None:
+    def __init__(self, service: "AsyncSpecEngine", owner: str = "") -> None:
         self.handle: RequestHandle | None = None
-        self._owner = owner
+        self.owner = owner
+        self._service = service
         self._chunks: deque[StreamChunk] = deque()
         self._news = asyncio.Event()  # there are chunks, or the end
         self._end = asyncio.Event()
@@ -123,7 +131,7 @@ class AsyncRequest:
                 self._chunks.append(item)
         else:
             self._end.set()
-            self._owner.forget(self)
+            self._service.forget(self)
         self._news.set()
 
 
@@ -215,6 +223,11 @@ class Mailbox:
             request.receive(item)
 
 
+def _owner_of(spec: RequestSpec) -> str:
+    owner = spec.drafting.get("owner", "")
+    return owner if isinstance(owner, str) else ""  # which the engine refuses
+
+
 def _take_all(chunks: "deque[StreamChunk]") -> list[StreamChunk]:
     taken = list(chunks)
     chunks.clear()
@@ -229,15 +242,25 @@ class AsyncSpecEngine:
     Args:
         engine: the engine; :meth:`aclose` closes it.
         max_waiting: most requests of this object that may wait for a cache row; None for no limit.
+        max_requests_per_owner: most requests of this object that one owner may have, running or waiting; None for no
+            limit but that of all.
     """
 
-    def __init__(self, engine: SpecEngine, *, max_waiting: int | None = None) -> None:
+    def __init__(
+        self, engine: SpecEngine, *, max_waiting: int | None = None, max_requests_per_owner: int | None = None
+    ) -> None:
         if max_waiting is not None and max_waiting < 0:
             raise InvalidRequestError(f"max_waiting is {max_waiting}.", "give 0 or more, or None for no limit.")
+        if max_requests_per_owner is not None and max_requests_per_owner < 1:
+            raise InvalidRequestError(
+                f"max_requests_per_owner is {max_requests_per_owner}.", "give 1 or more, or None for no limit."
+            )
         self.engine = engine
         self.max_waiting = max_waiting
+        self.max_requests_per_owner = max_requests_per_owner
         self._mailbox = Mailbox()
         self._active: set[AsyncRequest] = set()
+        self._held: Counter[str] = Counter()
         self._idle = asyncio.Event()
         self._idle.set()
         self._admits = True
@@ -246,7 +269,14 @@ class AsyncSpecEngine:
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="specexport-tokenize")
 
     @classmethod
-    async def load(cls, path: str | Path, *, max_waiting: int | None = None, **options: Any) -> "AsyncSpecEngine":
+    async def load(
+        cls,
+        path: str | Path,
+        *,
+        max_waiting: int | None = None,
+        max_requests_per_owner: int | None = None,
+        **options: Any,
+    ) -> "AsyncSpecEngine":
         """Load a bundle without blocking the event loop; options and errors as :meth:`SpecEngine.load`."""
         loading = asyncio.get_running_loop().run_in_executor(None, partial(SpecEngine.load, path, **options))
         try:
@@ -254,7 +284,7 @@ class AsyncSpecEngine:
         except asyncio.CancelledError:
             loading.add_done_callback(_close_unwanted)
             raise
-        return cls(engine, max_waiting=max_waiting)
+        return cls(engine, max_waiting=max_waiting, max_requests_per_owner=max_requests_per_owner)
 
     async def __aenter__(self) -> "AsyncSpecEngine":
         return self
@@ -282,7 +312,7 @@ class AsyncSpecEngine:
 
         Raises:
             InvalidRequestError: the request can never be served.
-            QueueFullError: too many requests wait.
+            QueueFullError: too many requests wait; an ``OwnerLimitError`` if too many are of this owner.
             EngineClosedError: the engine is closing.
             EndlessWaitError: the event loop runs in a callback of this very engine.
         """
@@ -291,11 +321,13 @@ class AsyncSpecEngine:
 
     async def submit_all(self, requests: Seq[RequestSpec]) -> list[AsyncRequest]:
         """Queue several requests, all or none; errors as :meth:`submit`."""
-        self._check_room(len(requests))
+        owners = Counter(map(_owner_of, requests))
+        self._check_room(len(requests), owners)
         is_long = sum(len(spec.prompt) + len(spec.reference or ()) for spec in requests) > _LONG_PROMPT
-        taken = [AsyncRequest(self) for _ in requests]
+        taken = [AsyncRequest(self, _owner_of(spec)) for spec in requests]
         if taken:
             self._active.update(taken)
+            self._held.update(owners)
             self._idle.clear()
         try:
             if is_long:
@@ -361,23 +393,31 @@ class AsyncSpecEngine:
 
     def forget(self, *requests: AsyncRequest) -> None:
         """These requests have ended; called by them."""
-        self._active.difference_update(requests)
+        ended = self._active.intersection(requests)
+        self._active -= ended
+        self._held -= Counter(request.owner for request in ended)  # those that have none are left out
         if not self._active:
             self._idle.set()
 
-    def _check_room(self, count: int) -> None:
+    def _check_room(self, count: int, owners: Mapping[str, int]) -> None:
         if asyncio.get_running_loop() is not self._mailbox.loop:
             raise SpecexportError(
                 "this AsyncSpecEngine belongs to another event loop.", "make one in each; they may share a SpecEngine."
             )
         self.engine.check_may_wait("AsyncSpecEngine.submit()")
         self._check_admits()
-        if self.max_waiting is None:
-            return
-        limit = self.engine.max_num_seqs + self.max_waiting
-        if count > limit:
-            raise InvalidRequestError(f"{count} requests at once; at most {limit} can ever be held.", "send fewer.")
-        if count > limit - len(self._active):
+        limit = None if self.max_waiting is None else self.engine.max_num_seqs + self.max_waiting
+        for wanted, most in [(count, limit), *((each, self.max_requests_per_owner) for each in owners.values())]:
+            if most is not None and wanted > most:
+                raise InvalidRequestError(f"{wanted} requests at once; at most {most} can ever be held.", "send fewer.")
+        for owner, wanted in owners.items():
+            if self.max_requests_per_owner is not None and wanted > self.max_requests_per_owner - self._held[owner]:
+                raise OwnerLimitError(
+                    f"{self._held[owner]} requests of one owner are being served or wait, and at most "
+                    f"{self.max_requests_per_owner} may.",
+                    "try again when one has ended.",
+                )
+        if limit is not None and count > limit - len(self._active):
             raise QueueFullError(f"{len(self._active)} requests are being served or wait.", "try again later.")
 
     def _check_admits(self) -> None:

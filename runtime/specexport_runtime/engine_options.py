@@ -20,10 +20,10 @@ class EngineOptions:
         unpad_input: new tokens are concatenated; False pads every sequence of a step to the longest.
         max_num_batched_tokens: most tokens of one step, draft tokens and prompt chunks together; None takes the
             bundle's own default, else 512.
-        ttft_budget_ms: milliseconds to the first token within which short prompts overtake the chunks of long ones; None
+        ttft_budget_ms: milliseconds to the first token: prompts that cannot keep them yield to those that can. None
             reads the oldest first.
-        itl_budget_ms: milliseconds between two rounds of a sequence: prompts are read in chunks that fit into them; None
-            reads as much as ``max_num_batched_tokens`` lets.
+        itl_budget_ms: milliseconds between two rounds of a sequence: prompts are read in chunks that fit into them.
+            None reads as much as ``max_num_batched_tokens`` lets.
         match_length: fewest tokens that lookup drafting must match; None takes 2.
         speculative_config: vLLM's keys ``method``, ``model``, ``num_speculative_tokens``, ``prompt_lookup_min``; sets
             the default drafter and its K.

@@ -102,5 +102,9 @@ class QueueFullError(SpecexportError):
     """More requests wait than were allowed to; the same request may be taken later."""
 
 
+class OwnerLimitError(QueueFullError):
+    """One owner has as many requests as it may have at a time."""
+
+
 class RequestFailedError(SpecexportError):
     """A request was ended by an exception: in its callback, in its sampling, or in the engine (``__cause__``)."""

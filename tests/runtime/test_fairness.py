@@ -1,4 +1,4 @@
-"""Who is next, who gives way, how prompts share a step, and by which clock: pure rules, and a decoder that follows them."""
+"""Who is next, who gives way, how prompts share a step, by which clock: pure rules, and a decoder that follows them."""
 
 from collections import Counter
 

@@ -268,7 +268,12 @@ class Crowd:
 @pytest.mark.fuzz
 @pytest.mark.parametrize(
     ("name", "reuse", "events"),
-    [("draft-model", True, EVENTS), ("chained", False, EVENTS // 2), ("head", True, EVENTS), ("self", False, EVENTS // 3)],
+    [
+        ("draft-model", True, EVENTS),
+        ("chained", False, EVENTS // 2),
+        ("head", True, EVENTS),
+        ("self", False, 500),
+    ],
 )
 def test_a_crowd(name, reuse, events):
     crowd = Crowd(chance.seed(5), name, reuse)

@@ -12,13 +12,15 @@ from specexport_runtime.server.config import ServerConfig
 
 
 class Stepper:
-    """A server of one row whose target makes a step only when a test lets it.
+    """A server whose target makes a step only when a test lets it.
 
     Args:
         config: the server's settings.
+        rows: sequences that run at a time.
     """
 
-    def __init__(self, config: ServerConfig | None = None) -> None:
+    def __init__(self, config: ServerConfig | None = None, rows: int = 1) -> None:
+        self._rows = rows
         self._permits = threading.Semaphore(0)
         self.inside = False
         self._cancelled: set[int] = set()  # requests, since everything ran to its end
@@ -26,7 +28,7 @@ class Stepper:
         self.url = self.served.url
 
     def _engine(self) -> SpecEngine:
-        engine = fake_engine(rows=1)
+        engine = fake_engine(rows=self._rows)
         execute = engine.target.execute
 
         def step(*args: Any) -> Any:

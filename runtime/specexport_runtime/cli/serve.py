@@ -10,7 +10,7 @@ import click
 from specexport_runtime.cli.options import NumberOr, batch_options
 from specexport_runtime.errors import MissingDependencyError
 from specexport_runtime.requests.speculative_config import METHODS
-from specexport_runtime.server.config import LOG_FORMATS, ServerConfig, check_key, read_keys
+from specexport_runtime.server.config import LOG_FORMATS, SCHEDULING_POLICIES, ServerConfig, check_key, read_keys
 
 KEY_VARIABLE = "SPECEXPORT_API_KEY"
 """The names of drafters that ``generate`` has, and those of ``speculative_config``."""
@@ -55,10 +55,36 @@ _LIMITS = (
     click.option("--max-prompt-tokens", type=int, help="Longest prompt.  [default: what the engine takes]"),
     click.option("--max-tokens", type=int, help="Most tokens of a choice.  [default: what the engine takes]"),
     _setting("--max-waiting", "max_waiting", "Most sequences that wait for a cache row; more are refused with 429."),
+    click.option(
+        "--max-requests-per-key",
+        type=int,
+        help="Most sequences of one key, running or waiting; more are refused with 429.  [default: with several keys, "
+        "all but a quarter of the places in the queue]",
+    ),
     _setting("--max-connections", "max_connections", "Most connections at a time; more are refused with 503."),
     _setting("--request-timeout", "request_timeout_s", "Seconds that a request may take, waiting included."),
     _setting("--body-timeout", "body_timeout_s", "Seconds that a client may take to send its body."),
     _setting("--drain-timeout", "drain_timeout_s", "Seconds that requests may go on after SIGTERM."),
+)
+_PACE = (
+    _setting(
+        "--scheduling-policy",
+        "scheduling_policy",
+        "priority: requests may have a priority, and lower ones go first. fcfs: they may not. Keys take turns with both.",
+        type=click.Choice(SCHEDULING_POLICIES),
+    ),
+    click.option(
+        "--ttft-budget-ms",
+        type=float,
+        metavar="MS",
+        help="Milliseconds to the first token: prompts that cannot keep them yield to those that can.",
+    ),
+    click.option(
+        "--itl-budget-ms",
+        type=float,
+        metavar="MS",
+        help="Milliseconds between two rounds of a sequence: prompts are read in chunks that fit into them.",
+    ),
 )
 _LOOK = (
     _setting("--log-format", "log_format", "Log lines as text or JSON.", type=click.Choice(LOG_FORMATS)),
@@ -99,7 +125,7 @@ def _add(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
-@_add(*_ADDRESS, *_KEYS, *_LIMITS, *_DRAFTING)
+@_add(*_ADDRESS, *_KEYS, *_LIMITS, *_PACE, *_DRAFTING)
 @batch_options
 @_add(*_LOOK)
 def serve(

@@ -271,8 +271,10 @@ class Prefixes:
                 yield other.row, None, np.asarray(other.tokens[:count], np.int64), other
 
     def _sides(self, prompt_tokens: int) -> tuple[int, ...]:
-        """By border: 0 for prompts below it, 2 for longer ones, and 1 for those that end on it, whose last token is read
-        within it, which one that is generated there is not."""
+        """By border: 0 for prompts below it, 2 for longer ones, 1 for those that end on it.
+
+        The last token of these is read within the border; one that is generated there is not.
+        """
         return tuple((prompt_tokens >= at) + (prompt_tokens > at) for at in self._target.executor.sum_borders)
 
     def _swap(self, source: int, row: int) -> None:

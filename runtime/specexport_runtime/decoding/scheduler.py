@@ -199,9 +199,7 @@ class Scheduler:
         if all(self.waiting.is_alike(each) for each in self._arrivals.values()):
             return None
         seq = seq or self.waiting.next(self._held())
-        return seq and whom_to_pause(
-            seq, self.running, lambda each: len(each.tokens) - pending(each), self._can_resume
-        )
+        return seq and whom_to_pause(seq, self.running, lambda each: len(each.tokens) - pending(each), self._can_resume)
 
     def _leave(self, seq: Sequence) -> None:
         self.rows[seq.row] = None

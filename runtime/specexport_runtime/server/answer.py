@@ -75,10 +75,12 @@ class Answer(Response):
                 request.cancel()  # no effect on those that ended
 
     async def _submit(self) -> list[AsyncRequest]:
-        count, most = len(self._plan.specs), self._engine.max_waiting
-        if most is not None and count > most + self._engine.engine.max_num_seqs:
-            message = f"{count} choices at a time are more than this server ever takes."
-            raise ApiError(400, message, param="n", code="limit_exceeded")
+        count, waiting = len(self._plan.specs), self._engine.max_waiting
+        rows = self._engine.engine.max_num_seqs
+        for most in (None if waiting is None else rows + waiting, self._engine.max_requests_per_owner):
+            if most is not None and count > most:
+                message = f"{count} choices at a time are more than this server ever takes."
+                raise ApiError(400, message, param="n", code="limit_exceeded")
         try:
             return await self._engine.submit_all(self._plan.specs)
         except InvalidRequestError as error:  # the rest was checked before

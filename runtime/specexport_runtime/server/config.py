@@ -9,8 +9,9 @@ from pathlib import Path
 from specexport_runtime.errors import InvalidRequestError
 
 LOG_FORMATS = ("text", "json")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 _COUNTS = ("max_body_bytes", "max_prompts", "max_n", "max_connections")
-_OPTIONAL_COUNTS = ("max_prompt_tokens", "max_tokens")
+_OPTIONAL_COUNTS = ("max_prompt_tokens", "max_tokens", "max_requests_per_key")
 _SECONDS = ("request_timeout_s", "body_timeout_s", "drain_timeout_s")
 _LONGEST_S = 7 * 86400.0
 _LONGEST_NAME = 256
@@ -34,6 +35,10 @@ class ServerConfig:
         max_prompt_tokens: longest prompt; None: what the engine takes.
         max_tokens: most tokens a choice; None: what the engine takes.
         max_waiting: most sequences that may wait for a cache row; more are refused with 429.
+        max_requests_per_key: most sequences of one key, running or waiting; more are refused with 429. None: where there
+            are several keys, all but a quarter of the places in the queue; else no limit. Without keys all are one.
+        scheduling_policy: ``"priority"`` lets requests have a priority; ``"fcfs"`` refuses that. Keys take turns with
+            either.
         request_timeout_s: longest that a request may take, waiting included.
         body_timeout_s: longest that a client may take to send its body.
         drain_timeout_s: longest that requests may go on after SIGTERM.
@@ -57,6 +62,8 @@ class ServerConfig:
     max_prompt_tokens: int | None = None
     max_tokens: int | None = None
     max_waiting: int = 64
+    max_requests_per_key: int | None = None
+    scheduling_policy: str = "fcfs"
     request_timeout_s: float = 600.0
     body_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
@@ -75,6 +82,10 @@ class ServerConfig:
             _check_seconds(_flag(name), getattr(self, name))
         if self.log_format not in LOG_FORMATS:
             raise InvalidRequestError(f"--log-format is {self.log_format!r}.", f"give {' or '.join(LOG_FORMATS)}.")
+        if self.scheduling_policy not in SCHEDULING_POLICIES:
+            raise InvalidRequestError(
+                f"--scheduling-policy is {self.scheduling_policy!r}.", f"give {' or '.join(SCHEDULING_POLICIES)}."
+            )
         _check_word("--host", self.host)
         _check_word("--model-name", self.model_name)
         for name in self.allowed_hosts:
@@ -82,6 +93,16 @@ class ServerConfig:
         for key in self.api_keys:
             check_key(key, "--api-key")
         self._check_reach()
+
+    def per_key_limit(self, num_rows: int) -> int | None:
+        """Most sequences of one key; None for no limit but that of all.
+
+        Args:
+            num_rows: sequences that run at a time.
+        """
+        if self.max_requests_per_key is not None or len(self.api_keys) < 2:
+            return self.max_requests_per_key
+        return max(1, num_rows + self.max_waiting - self.max_waiting // 4)
 
     def _check_reach(self) -> None:
         if not self.is_loopback and not self.api_keys and not self.insecure:

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from specexport_runtime.errors import (
     EngineClosedError,
     InvalidRequestError,
+    OwnerLimitError,
     QueueFullError,
     SpecexportError,
 )
@@ -39,7 +40,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         413: "The body is too large.",
         415: "The body is not JSON.",
         421: "The Host header names another server.",
-        429: "Too many requests wait; try again later.",
+        429: "Too many requests wait, or are of this key; try again later.",
         500: "The server failed.",
         503: "The server is loading or shutting down; try again later.",
         504: "The request took too long.",
@@ -90,7 +91,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, InvalidRequestError):
         return ApiError(400, str(error))
     if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
+        code = "rate_limit_exceeded" if isinstance(error, OwnerLimitError) else "queue_full"
+        return ApiError(429, str(error), kind="rate_limit_error", code=code, headers={"Retry-After": "1"})
     if isinstance(error, EngineClosedError):
         return unavailable("draining", "The server is shutting down.")
     code = "request_failed" if isinstance(error, SpecexportError) else "internal_error"

@@ -127,6 +127,10 @@ class _Sampling(Strict):
     speculative: Speculative | None = None
     response_format: Format | None = None
     structured_outputs: StructuredForm | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
+        default=None,
+        description="Lower goes first. Other than 0 only with --scheduling-policy priority.",
+    )
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     min_tokens: Refused[Literal[0]] = None
     use_beam_search: Refused[Literal[False]] = None

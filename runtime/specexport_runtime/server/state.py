@@ -43,6 +43,7 @@ class ServerState:
         """Answer with an engine from now on, and watch it."""
         if self.metrics is not None:
             self.metrics.attach(engine.engine)
+        engine.max_requests_per_owner = self.config.per_key_limit(engine.engine.max_num_seqs)
         engine.engine.add_observer(NeverAccepted(_log.warning))
         self.engine = engine
 

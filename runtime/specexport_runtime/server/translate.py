@@ -180,6 +180,8 @@ def _check_common(body: Sampling, engine: SpecEngine, config: ServerConfig) -> N
         raise ApiError(404, message, param="model", code="model_not_found")
     if body.n is not None and body.n > config.max_n:
         raise over_limit("n", f"n = {shown(body.n)}", config.max_n)
+    if body.priority and config.scheduling_policy != "priority":
+        raise unsupported("priority", "priority other than 0 needs a server with --scheduling-policy priority.")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options needs stream: true.")
     vocab = engine.target.vocab_size
@@ -222,9 +224,9 @@ async def _reference(body: CompletionRequest | ChatRequest, service: AsyncSpecEn
 
 
 def _drafting(body: Sampling, engine: SpecEngine, reference: list[int] | None, owner: str) -> dict[str, Any]:
-    """How to draft; a reference implies that it is copied from."""
+    """How to draft, for whom, and when; a reference implies that it is copied from."""
     asked = body.speculative
-    drafting: dict[str, Any] = {}
+    drafting: dict[str, Any] = {"owner": owner, "priority": body.priority or 0}
     if reference is not None:
         drafting["drafter"] = "lookup" if engine.draft is None and engine.head is None else "chained"
     if asked is not None and asked.drafter is not None:
