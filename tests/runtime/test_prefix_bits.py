@@ -1,11 +1,13 @@
-"""Prefix reuse on a real engine: the same texts, and the same log-probabilities to the last bit."""
+"""Prefix reuse, and pauses, on a real engine: the same texts, and the same log-probabilities to the last bit."""
 
+import itertools
 from contextlib import closing
 
 import pytest
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.sampling.structured import StructuredOutputs
 
 STARTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\n",
@@ -77,6 +79,76 @@ def test_float_engines_give_the_same_texts(demo_bundle, drafter):
         assert tokens == their_tokens
         each = [entry.logprob for entry in logprobs]
         assert each == pytest.approx([entry.logprob for entry in their_logprobs], abs=1e-5)
+
+
+def paused(engine, marks, drafter, **sampling):
+    """A request that gives its row to a more urgent one each time that it has so many tokens."""
+    marks, params = list(marks), SamplingParams(max_tokens=90, ignore_eos=True, logprobs=3, **sampling)
+    urgent = SamplingParams(max_tokens=3)
+
+    def watch(chunk):
+        if marks and chunk.stats.num_generated_tokens >= marks[0]:
+            del marks[0]
+            engine.submit(STARTS[1], urgent, priority=-1)
+
+    k = {} if drafter in ("none", "lookup") else {"num_speculative_tokens": 3}
+    result = engine.submit(STARTS[0], params, drafter=drafter, callback=watch, **k).result()
+    assert not marks
+    return result
+
+
+def pause_both(engine, drafter, **sampling):
+    """The result alone, and with two pauses."""
+    alone, again = (paused(engine, marks, drafter, **sampling) for marks in ((), (8, 60)))
+    assert (alone.stats.preemptions, again.stats.preemptions) == (0, 2)
+    assert alone.stats.accepted_lengths == again.stats.accepted_lengths
+    return alone, again
+
+
+@pytest.mark.parametrize("reuse", [False, True], ids=["read again", "kept"])
+def test_a_pause_changes_no_bit_of_an_int8_engine(int8_bundle, reuse):
+    rows = {"prefix_rows": 1} if reuse else {"enable_prefix_caching": False}
+    with closing(
+        SpecEngine.load(int8_bundle, max_num_seqs=1, num_threads=1, spin=False, adaptive=False, **rows)
+    ) as engine:
+        engine._loop._check = True
+        for drafter, temperature in itertools.product(("none", "draft-model", "lookup"), (0.0, 0.8)):
+            alone, again = pause_both(engine, drafter, temperature=temperature, seed=4, repetition_penalty=1.1)
+            assert (again.token_ids, again.logprobs, again.text) == (alone.token_ids, alone.logprobs, alone.text)
+        engine.check()
+
+
+def test_a_float_engine_goes_on_as_after_any_way_to_cut_a_prompt(demo_bundle):
+    with closing(
+        SpecEngine.load(
+            demo_bundle, max_num_seqs=1, num_threads=1, spin=False, adaptive=False, enable_prefix_caching=False
+        )
+    ) as engine:
+        for drafter in ("draft-model", "self"):
+            alone, again = pause_both(engine, drafter)
+            assert again.token_ids == alone.token_ids
+            each = [entry.logprob for entry in again.logprobs]
+            assert each == pytest.approx([entry.logprob for entry in alone.logprobs], abs=1e-5)
+
+
+def test_a_text_of_a_given_form_goes_on_where_it_was(int8_bundle):
+    pytest.importorskip("llguidance")
+    form = StructuredOutputs(regex="[a-z]{40}-[0-9]{60}")
+    with closing(SpecEngine.load(int8_bundle, max_num_seqs=1, num_threads=1, spin=False, adaptive=False)) as engine:
+        params = SamplingParams(max_tokens=110, temperature=1.0, seed=2, structured_outputs=form)
+        alone = engine.generate(STARTS[0], params, drafter="lookup")[0]
+        marks = [20, 70]
+
+        def watch(chunk):
+            if marks and chunk.stats.num_generated_tokens >= marks[0]:
+                del marks[0]
+                engine.submit(STARTS[1], SamplingParams(max_tokens=3), priority=-1)
+
+        again = engine.submit(STARTS[0], params, drafter="lookup", callback=watch).result()
+        engine.check()
+    assert again.stats.preemptions >= 1
+    assert again.text == alone.text
+    assert again.stats.drafters == alone.stats.drafters
 
 
 def test_a_pinned_prefix_stays(demo_bundle):
