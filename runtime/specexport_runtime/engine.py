@@ -132,7 +132,8 @@ class SpecEngine:
         if max_num_batched_tokens < 1:
             raise InvalidRequestError(f"max_num_batched_tokens is {max_num_batched_tokens}.", "give 1 or more.")
         check_match_length(draft_defaults.match_length)
-        pace = Pace(*[None if ms is None else ms / 1000 for ms in (ttft_budget_ms, itl_budget_ms)])
+        ttft_s, itl_s = (None if ms is None else ms / 1000 for ms in (ttft_budget_ms, itl_budget_ms))
+        pace = Pace(ttft_s, itl_s)
         self.target = target
         self.draft, self.head = draft, head
         self.draft_head, self.mask = draft_head, mask

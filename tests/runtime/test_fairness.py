@@ -1,20 +1,21 @@
 """Who is next, who gives way, how prompts share a step, by which clock: pure rules, and a decoder that follows them."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from chance import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from loop import VOCAB, finish, make_decoder, make_sequence, make_target
+from loop import VOCAB, finish, make_decoder, make_draft, make_sequence, make_target
 from test_engine import make_engine
 
 from specexport_runtime import SamplingParams
 from specexport_runtime.decoding.pace import Pace
 from specexport_runtime.decoding.pausing import LEAST_TURN, NEARLY_DONE, WHOLE_TURN, whom_to_pause
 from specexport_runtime.decoding.queue import WaitingQueue
-from specexport_runtime.decoding.scheduler import Scheduler
-from specexport_runtime.decoding.sharing import Reading, share_tokens
+from specexport_runtime.decoding.scheduler import REREAD_CHUNK, Scheduler
+from specexport_runtime.decoding.sharing import Reading, go_alone, share_tokens
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sequences.sequence import NO_ROW, Sequence
 
@@ -261,6 +262,37 @@ def test_every_step_is_full_and_no_prompt_starves(prompts, tokens):
         assert sum(given_tokens.values()) == min(tokens, sum(each.unread for each in readings))
 
 
+def test_first_tokens_that_nobody_else_has_a_claim_on_have_a_step_for_themselves():
+    decoding = [sequence(0, "a", generated=5), sequence(1, "b", 1, generated=5)]
+    mine, others, urgent, later = (
+        sequence(2, "a"), sequence(3, "c"), sequence(4, "a", -1), sequence(5, "c", 1),
+    )  # fmt: skip
+    assert go_alone(decoding, [mine, others, urgent, later]) == [others, urgent]
+    assert go_alone([], [mine, others]) == []
+    assert go_alone(decoding, []) == []
+
+
+def test_a_newcomer_has_a_step_for_itself_and_no_two_in_a_row():
+    """Who decodes sits it out, and draws what it would have drawn."""
+    texts = {}
+    for crowded in (False, True):
+        decoder = make_decoder(make_target(4, context=3), make_draft("good", 4), 4)
+        first = make_sequence(0, [1, 2], SamplingParams(max_tokens=30, temperature=0.9), seed=4, owner="a")
+        decoder.add(first)
+        newcomers = [make_sequence(i, [i, 3], SamplingParams(max_tokens=1), owner=f"b{i}") for i in range(1, 9)]
+        alone = []
+        while decoder.has_work:
+            if crowded and newcomers and first.num_generated:
+                decoder.add(newcomers.pop())
+            before = first.num_generated
+            decoder.step()
+            alone.append(before > 0 and first.num_generated == before)
+        texts[crowded] = (first.output, first.stats.accepted_lengths)
+        assert any(alone) == crowded
+        assert not any(one and other for one, other in pairwise(alone))
+    assert texts[True] == texts[False]
+
+
 # --- the clock
 
 
@@ -294,6 +326,28 @@ def test_chunks_shrink_to_the_time_beside_a_round():
     assert not Pace().is_on
     with pytest.raises(InvalidRequestError, match="itl_budget_ms is 0"):
         Pace(itl_budget_s=0.0)
+
+
+def test_what_is_read_again_comes_in_small_pieces_and_smaller_ones_beside_a_first_token():
+    scheduler = Scheduler(3, max_num_batched_tokens=200, min_prefill_tokens=4)
+    paused, newcomer, read = sequence(0, length=90, generated=10), sequence(1, length=60), {}
+    paused.pause(99)
+    for row, seq in enumerate((paused, newcomer)):
+        scheduler.waiting.append(seq)
+        scheduler.waiting.take(seq)
+        scheduler._take(seq, row)
+
+    def pending(seq):
+        return len(seq.tokens) - read.get(seq.index, 0)
+
+    assert scheduler.share(0, pending, 500) == {0: 4, 1: 60}
+    scheduler.retire(newcomer)
+    assert scheduler.share(0, pending, 500) == {0: REREAD_CHUNK}
+    read[0] = 90
+    assert scheduler.share(0, pending, 500) == {0: 9}  # the newest token begins the next round
+    read[0] = 10
+    scheduler.sum_borders = (64,)
+    assert scheduler.share(0, pending, 500) == {0: 55}  # not to be cut before
 
 
 def test_the_scheduler_keeps_the_pace():

@@ -127,7 +127,7 @@ def test_a_lower_priority_number_goes_first(post):
             "urgent": SHORT | {"priority": -5},
         }.items():
             wires[name] = post(served, body)
-            wait_until(lambda count=len(wires): served.engine.num_active == count)
+            wait_until(lambda: served.engine.num_active == len(wires))
             if name == "long":
                 made.let(2)
         for name in ("urgent", "usual", "long", "late"):

@@ -25,6 +25,8 @@ COUNTERS = {
     "vllm:prompt_tokens": set(),
     "vllm:generation_tokens": set(),
     "vllm:request_success": {"finished_reason"},
+    "vllm:num_preemptions": set(),
+    "specexport:reread_tokens": set(),
     "vllm:prefix_cache_queries": set(),
     "vllm:prefix_cache_hits": set(),
     "vllm:spec_decode_num_drafts": set(),

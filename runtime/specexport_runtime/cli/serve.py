@@ -70,7 +70,7 @@ _PACE = (
     _setting(
         "--scheduling-policy",
         "scheduling_policy",
-        "priority: requests may have a priority, and lower ones go first. fcfs: they may not. Keys take turns with both.",
+        "priority: requests may have one, and lower ones go first. fcfs: they may not. Keys take turns with both.",
         type=click.Choice(SCHEDULING_POLICIES),
     ),
     click.option(

@@ -14,6 +14,7 @@ from specexport_runtime.decoding.pace import Pace
 from specexport_runtime.decoding.prefixes import Prefixes
 from specexport_runtime.decoding.scheduler import Scheduler
 from specexport_runtime.decoding.scores import bound_scored, note_scores
+from specexport_runtime.decoding.sharing import go_alone
 from specexport_runtime.decoding.told_step import told_step
 from specexport_runtime.drafters.base import Drafter, as_prefix_drafter, can_restart, prefill_seconds_of, restart
 from specexport_runtime.errors import CheckFailedError, SpecexportError
@@ -73,7 +74,7 @@ class Decoder:
             can_resume=lambda seq: can_restart(drafter, seq),
         )
         self._pace = pace if pace is not None and pace.is_on else None
-        self._preemptions = 0
+        self._preemptions, self._sat_out = 0, False
         keeping = as_prefix_drafter(drafter)
         self.prefixes = Prefixes(target, keeping) if reuses_prefixes and keeping is not None else None
         self._masks = MaskAhead()
@@ -141,8 +142,19 @@ class Decoder:
 
     def _with_ending_prompts(self, ready: list[Sequence], chunks: Mapping[int, int]) -> list[Sequence]:
         """Who drafts: the step that ends a prompt does too, however it was cut, or that would change a seed's draws."""
-        ending = [seq for row, chunk in chunks.items() if self._pending(seq := self._in_row(row)) == chunk]
-        return sorted([*ready, *ending], key=lambda seq: seq.row)
+        return sorted([*ready, *self._ending(chunks)], key=lambda seq: seq.row)
+
+    def _ending(self, chunks: Mapping[int, int]) -> list[Sequence]:
+        """Sequences whose prompt ends in a step."""
+        return [seq for row, chunk in chunks.items() if self._pending(seq := self._in_row(row)) == chunk]
+
+    def _first_tokens_first(
+        self, ready: list[Sequence], chunks: dict[int, int]
+    ) -> tuple[list[Sequence], dict[int, int]]:
+        """The step as it is, or only what first tokens in it must not wait for; see ``go_alone``."""
+        alone = [] if self._sat_out else go_alone(ready, self._ending(chunks))
+        self._sat_out = bool(alone)
+        return ([], {seq.row: chunks[seq.row] for seq in alone}) if alone else (ready, chunks)
 
     def _schedule(self) -> tuple[list[Sequence], dict[int, int]]:
         """The sequences that decode in this step, and the prompt tokens of the other rows."""
@@ -154,7 +166,7 @@ class Decoder:
         busy, limit = _busy(ready), self.target.executor.max_num_tokens
         # An engine of fixed sizes takes a whole verify step, but maybe not the smallest prompt chunk beside it.
         if self._mixes_prefill and (limit is None or busy + self.scheduler.min_prefill_tokens <= limit):
-            return ready, self._share(busy)
+            return self._first_tokens_first(ready, self._share(busy))
         chunks = self._share(0)
         return ([], dict([next(iter(chunks.items()))])) if chunks else (ready, chunks)
 

@@ -18,6 +18,9 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.exact_width import chunk_bounds
 from specexport_runtime.sequences.sequence import NO_ROW, Sequence
 
+REREAD_CHUNK = 32
+"""Tokens that a paused sequence reads again in a step, at most, since all others wait for the step; no more than
+``min_prefill_tokens`` where one of them waits for its first token."""
 Pending = Callable[[Sequence], int]
 """Tokens of a sequence that the target has not seen."""
 
@@ -135,19 +138,26 @@ class Scheduler:
         Returns:
             row to number of tokens, for rows that get any, the oldest first.
         """
-        readings = [self._reading(seq, pending(seq), max_chunk) for seq in self._reads()]
-        if not readings:
+        reads = self._reads()
+        if not reads:
             return {}
-        left = self._pace.most(self.max_num_batched_tokens - busy_tokens, len(self._arrivals) - len(readings))
+        is_awaited = any(not seq.reads_again for seq in reads)
+        again = min(self.min_prefill_tokens if is_awaited else REREAD_CHUNK, max_chunk)
+        readings = [
+            self._reading(seq, pending(seq), again if seq.reads_again else max_chunk, max_chunk) for seq in reads
+        ]
+        left = self._pace.most(self.max_num_batched_tokens - busy_tokens, len(self._arrivals) - len(reads))
         return share_tokens(readings, max(left, self.min_prefill_tokens))
 
-    def _reading(self, seq: Sequence, pending: int, max_chunk: int) -> Reading:
+    def _reading(self, seq: Sequence, pending: int, wanted: int, max_chunk: int) -> Reading:
+        """What a sequence has to read: up to ``wanted`` tokens now, or as few as may be if that is more."""
         end = len(seq.tokens) - seq.reads_again
         start = len(seq.tokens) - pending
         # Also where a kept prefix is gone on from: what was read alike must go on alike.
         least, most = chunk_bounds(self.sum_borders, seq.num_prompt_tokens, start, end)
+        least = min(least, max_chunk)
         late = self._pace.is_late(seq, end - start)
-        return Reading(seq, min(least, max_chunk), min(most, max_chunk), end - start, late)
+        return Reading(seq, least, max(least, min(most, wanted)), end - start, late)
 
     def retire(self, seq: Sequence) -> None:
         """A sequence gives its row back, or its place in the queue."""

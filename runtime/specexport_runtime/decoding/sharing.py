@@ -1,6 +1,7 @@
 """How prompts share the tokens of a step: by urgency, equally among owners, and within an owner the oldest first.
 
-The oldest prompt of all always gets a quarter of them, so that whatever is more urgent cannot starve it.
+The oldest prompt of all always gets a quarter of them, so that whatever is more urgent cannot starve it. The first
+token of an owner who has nothing else does not wait for a round of others, if these had the step before.
 """
 
 from collections.abc import Mapping
@@ -59,6 +60,22 @@ def share_tokens(readings: Seq[Reading], tokens: int) -> dict[int, int]:
         for group in groups:  # what a chunk that may not be cut had no room in
             left -= _fill(group, max(left, 0), given)
     return {row: count for row, count in given.items() if count}
+
+
+def go_alone(ready: Seq[Sequence], ending: Seq[Sequence]) -> list[Sequence]:
+    """Those whose first token should not wait for a round of others.
+
+    They have a step for themselves; who decodes sits it out, which changes no draw. Only for owners of whom nothing
+    decodes, and for sequences that are more urgent than all that do.
+
+    Args:
+        ready: sequences that decode.
+        ending: sequences whose prompt ends in the step.
+    """
+    if not ready:
+        return []
+    owners, most_urgent = {seq.owner for seq in ready}, min(seq.priority for seq in ready)
+    return [seq for seq in ending if (seq.priority, seq.owner in owners) < (most_urgent, True)]
 
 
 def _urgency(reading: Reading) -> tuple[int, bool]:

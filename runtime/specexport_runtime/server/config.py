@@ -35,10 +35,9 @@ class ServerConfig:
         max_prompt_tokens: longest prompt; None: what the engine takes.
         max_tokens: most tokens a choice; None: what the engine takes.
         max_waiting: most sequences that may wait for a cache row; more are refused with 429.
-        max_requests_per_key: most sequences of one key, running or waiting; more are refused with 429. None: where there
-            are several keys, all but a quarter of the places in the queue; else no limit. Without keys all are one.
-        scheduling_policy: ``"priority"`` lets requests have a priority; ``"fcfs"`` refuses that. Keys take turns with
-            either.
+        max_requests_per_key: most sequences of one key, running or waiting; more are refused with 429. None: of several
+            keys each leaves a quarter of the places in the queue to others; else no limit. Without keys all are one.
+        scheduling_policy: ``"priority"`` lets requests have a priority, ``"fcfs"`` does not. Keys take turns with both.
         request_timeout_s: longest that a request may take, waiting included.
         body_timeout_s: longest that a client may take to send its body.
         drain_timeout_s: longest that requests may go on after SIGTERM.
