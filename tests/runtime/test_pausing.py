@@ -211,7 +211,7 @@ def test_an_engine_that_fails_leaves_the_paused_waiting():
     decoder.check()
 
 
-EVENTS, ROWS, OWNERS = 1500, 4, ("a", "b", "c")
+EVENTS, ROWS, OWNERS = 1000, 4, ("a", "b", "c")
 
 
 class Crowd:
@@ -272,7 +272,7 @@ class Crowd:
         ("draft-model", True, EVENTS),
         ("chained", False, EVENTS // 2),
         ("head", True, EVENTS),
-        ("self", False, 500),
+        ("self", False, 400),
     ],
 )
 def test_a_crowd(name, reuse, events):
