@@ -72,7 +72,7 @@ def stream_answer(engine: "SpecEngine", spec: "RequestSpec", slips: Slips, *, co
         KeyboardInterrupt: Ctrl-C came twice.
     """
     listener, printed = _Listener(), 0
-    before: str = engine.tokenizer.decode(list(spec.prompt)[-8:], skip_special_tokens=False)
+    before: str = engine.tokenizer.decode(engine.encode(spec.prompt)[-8:], skip_special_tokens=False)
     thinking = Thinking(before.rstrip().endswith(_OPEN))
     with slips.telling(listener.stop):
         [handle] = engine.submit_all([spec], [listener])
