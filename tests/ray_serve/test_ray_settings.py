@@ -218,7 +218,7 @@ def test_a_replica_whose_engine_was_closed_is_not_healthy(demo_bundle):
     ("more", "deployments"),
     [
         ({"num_replicas": 2}, 1),
-        ({"min_replicas": 1, "max_replicas": 3, "upscale_delay_s": 0, "metrics_interval_s": "0.5"}, 1),
+        ({"min_replicas": 1, "max_replicas": 3, "upscale_delay_s": 0, "look_back_period_s": "12.5"}, 1),
         ({"routing": "prefix"}, 2),
     ],
 )
@@ -233,7 +233,7 @@ def test_ray_takes_the_options(demo_bundle, more, deployments):
     scaling = engine._deployment_config.autoscaling_config
     if "max_replicas" in more:
         assert (scaling.max_replicas, scaling.target_ongoing_requests) == (3, 4)
-        assert (scaling.upscale_delay_s, scaling.metrics_interval_s, scaling.downscale_delay_s) == (0, 0.5, 600)
+        assert (scaling.upscale_delay_s, scaling.look_back_period_s, scaling.downscale_delay_s) == (0, 12.5, 600)
     else:
         assert not scaling
 

@@ -17,8 +17,11 @@ import pytest
 from click.testing import CliRunner
 from patience import HANG_S
 
+from specexport_runtime import SamplingParams
+from specexport_runtime.cli.chat import session
 from specexport_runtime.cli.chat.answer import Thinking
 from specexport_runtime.cli.chat.lines import Entry, read_entry
+from specexport_runtime.cli.chat.session import ChatOptions, Session
 from specexport_runtime.cli.chat.slips import Slips
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.requests.chat import render_chat
@@ -215,6 +218,30 @@ def test_thinking_is_told_from_what_is_said(tags):
     dim = [thinking(piece) for piece in (pieces if tags else pieces[2:])]
     wanted = [False, True, True, True, True, True, False, False, False, False]
     assert dim == (wanted if tags else wanted[2:])
+
+
+def test_a_message_is_not_lost_when_nothing_was_said(monkeypatch, capsys):
+    from test_engine import make_engine
+
+    engine = make_engine(chat_template="{% for m in messages %}{{ m.content }} {% endfor %}")
+    chat = Session(engine, ChatOptions(SamplingParams(), 4, {"speculation": False}), Slips())
+    chat.say("w1 w2")
+    before = chat.conversation.messages
+    empty = engine.generate(["w1"], SamplingParams(max_tokens=1))[0]._replace(token_ids=[], finish_reason="cancelled")
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "stream_answer", lambda *_, **__: empty)
+        chat.say("w3")
+    assert chat.conversation.messages == before
+    assert "/retry sends your message again" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "stream_answer", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            chat.retry()
+    assert (chat.conversation.messages, chat.unsent) == (before, "w3")
+    chat.retry()
+    assert chat.conversation.messages[:-1] == [*before, {"role": "user", "content": "w3"}]
+    assert chat.unsent is None
+    engine.close()
 
 
 def test_ctrl_c_is_told_once_kept_while_nobody_listens_and_then_the_commands():
