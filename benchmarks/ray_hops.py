@@ -8,13 +8,9 @@ replica has seen the beginning of a prompt before.
 """
 
 import argparse
-import os
 import secrets
-import shutil
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,16 +19,9 @@ from typing import Any
 
 import httpx
 from common import median, report
+from ray_common import WAIT_S, free_port, ray_cluster
 
-WAIT_S = 60.0
 SHORT, LONG = 1, 64
-
-
-def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def ask(client: httpx.Client, url: str, prompt: str, max_tokens: int) -> tuple[float, float]:
@@ -107,23 +96,14 @@ def measure(urls: dict[str, str], args: argparse.Namespace) -> None:
 
 def with_ray(args: argparse.Namespace, then: Callable[[dict[str, str]], None]) -> None:
     """Two deployments on a cluster of this machine, for as long as ``then`` runs."""
-    import ray
-    from ray import serve
-
     from specexport_runtime.ray_serve import deploy
 
-    folder, port = tempfile.mkdtemp(prefix="ray"), free_port()
-    try:
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error", _temp_dir=folder)
+    with ray_cluster(4) as port:
         settings: dict[str, Any] = {"bundle": args.bundle, "port": port, "max_num_seqs": args.rows}
         deploy({**settings, "app_name": "direct"}, route_prefix="/direct")
         deploy({**settings, "app_name": "prefix", "routing": "prefix"}, route_prefix="/prefix")
         base = f"http://127.0.0.1:{port}"
         then({"Ray's proxy": f"{base}/direct", "Ray, prefix routing": f"{base}/prefix"})
-    finally:
-        serve.shutdown()
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def wait_until_ready(server: "subprocess.Popen[bytes]", url: str) -> None:
@@ -147,8 +127,6 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # what Ray would choose, with a token that is only of this run
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     port = free_port()
     command = [sys.executable, "-m", "specexport_runtime", "serve", str(args.bundle), "--port", str(port)]
     command += ["--max-num-seqs", str(args.rows), "--threads", "1", "--no-spin"]

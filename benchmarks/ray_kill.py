@@ -8,14 +8,9 @@ good, or one fails that a replica still alive had begun to answer.
 """
 
 import argparse
-import json
 import os
-import secrets
-import shutil
 import signal
-import socket
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -26,11 +21,9 @@ from typing import Any
 
 import httpx
 from common import DEMO_PROMPTS, read_prompts, report
+from ray_common import REPLICA, WAIT_S, ray_cluster, read_events, text_of
 
 from specexport_runtime import SamplingParams, SpecEngine
-
-REPLICA = "x-specexport-replica"
-WAIT_S = 60.0
 
 
 @dataclass
@@ -40,17 +33,6 @@ class Outcome:
     text: str | None = None
     seconds: float = 0.0
     failures: list[tuple[str | None, str]] = field(default_factory=list)
-
-
-def read_stream(answer: httpx.Response) -> str:
-    """The text of a stream that ends as it should."""
-    text = ""
-    for line in answer.iter_lines():
-        if line == "data: [DONE]":
-            return text
-        if line.startswith("data: "):
-            text += "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
-    raise httpx.RemoteProtocolError("the stream broke off")
 
 
 class Load:
@@ -90,7 +72,7 @@ class Load:
                 with self._lock:
                     self.begun[name[0]] += 1
             answer.raise_for_status()
-            return read_stream(answer)
+            return "".join(map(text_of, read_events(answer.iter_lines())))
 
     def _end(self, name: list[str]) -> None:
         with self._lock:
@@ -169,26 +151,13 @@ def texts_alone(args: argparse.Namespace, prompts: list[str]) -> list[str]:
 
 def serve_and_kill(args: argparse.Namespace, prompts: list[str]) -> tuple[Load, dict[str, Any]]:
     """Start the cluster and the deployment, do it, and end everything."""
-    import ray
-    from ray import serve
-
     from specexport_runtime.ray_serve import deploy
 
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    folder = tempfile.mkdtemp(prefix="ray")
-    try:
-        cpus = args.replicas + 2
-        ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="error", _temp_dir=folder)
+    with ray_cluster(args.replicas + 2) as port:
         settings = {"bundle": args.bundle, "num_replicas": args.replicas, "max_num_seqs": args.rows, "port": port}
         handle = deploy({**settings, "health_check_period_s": args.health_check_period})
         load = Load(f"http://127.0.0.1:{port}", prompts, args)
         return load, kill_under_load(handle, load, args)
-    finally:
-        serve.shutdown()
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> int:
@@ -201,8 +170,6 @@ def main() -> int:
     parser.add_argument("--health-check-period", type=float, default=5.0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # what Ray would choose, with a token that is only of this run
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     some = read_prompts(DEMO_PROMPTS, 1000)
     prompts = [some[index % len(some)] for index in range(args.requests)]
     expected = texts_alone(args, prompts)

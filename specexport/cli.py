@@ -28,6 +28,7 @@ COMMANDS = {
     "verify": _Mount("specexport.verify.command", "verify", "Prove that a bundle decodes losslessly."),
     "inspect": _Mount("specexport.inspect", "inspect", "Show what is in a bundle."),
     "generate": _Mount("specexport_runtime.cli.command", "runtime_cli", "Generate text from a bundle."),
+    "chat": _Mount("specexport_runtime.cli.chat.command", "chat", "Talk with a bundle's model in the terminal."),
     "serve": _Mount("specexport_runtime.cli.serve", "serve", "Serve a bundle over HTTP, as OpenAI's API does."),
     "demo": _Mount(
         "specexport.demo", "demo", "Build the demo pair, stream from it, measure it against plain decoding."

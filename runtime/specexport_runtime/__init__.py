@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import SpecexportError
+from specexport_runtime.requests.conversation import Conversation
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sequences.results import GenerationResult, StreamChunk, StreamPiece
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncRequest",
     "AsyncSpecEngine",
+    "Conversation",
     "GenerationResult",
     "SamplingParams",
     "SpecEngine",

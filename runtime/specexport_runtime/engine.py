@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -28,6 +29,7 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.packing.kv import BorrowedKv
 from specexport_runtime.requests.builder import RequestBuilder
 from specexport_runtime.requests.checks import check_match_length, one_each
+from specexport_runtime.requests.conversation import Conversation
 from specexport_runtime.requests.drafting import (
     DraftDefaults,
     Drafting,
@@ -534,6 +536,24 @@ class SpecEngine:
         if self._chat_template is None:
             raise InvalidRequestError("this bundle has no chat template.", "give a plain prompt.")
         return render_chat(self._chat_template, messages, self._special_tokens)
+
+    def conversation(self, messages: Seq[Mapping[str, Any]] = (), *, chat_template: str | None = None) -> Conversation:
+        """A conversation whose prompts go on from what was generated, token for token, so that little is read again.
+
+        Args:
+            messages: what was said before, the system's message too.
+            chat_template: Jinja template in place of the checkpoint's.
+
+        Raises:
+            InvalidRequestError: there is no chat template, or the messages are no turns of a user and an assistant.
+        """
+        from specexport_runtime.requests.chat import render_chat
+
+        template = self._chat_template if chat_template is None else chat_template
+        if template is None:
+            raise InvalidRequestError("this bundle has no chat template.", "give one as chat_template.")
+        render = partial(render_chat, template, special_tokens=self._special_tokens)
+        return Conversation(render, self.tokenizer, [dict(message) for message in messages])
 
     def close(self) -> None:
         """End what is running and release the engines and their memory. Requests are refused from now on."""

@@ -191,6 +191,48 @@ def test_a_replica_that_cannot_start_says_why(deployed, demo_bundle):
     serve.delete("bad")
 
 
+def _stuckable() -> type:
+    """A replica that can be told to hang. A class in a function is sent to Ray's processes as it is."""
+    from specexport_runtime.ray_serve.deployments import _http_replica
+
+    class Stuckable(_http_replica()):
+        def hang(self):
+            import threading
+
+            self._engine.engine.target.execute = lambda *_, **__: threading.Event().wait()
+
+    return Stuckable
+
+
+def test_a_stuck_replica_is_replaced_and_its_requests_can_be_sent_again(deployed, demo_bundle, alone):
+    """Its decoding thread hangs, and all else of the process lives."""
+    from ray import serve
+
+    from specexport_runtime.ray_serve import parse_settings
+    from specexport_runtime.ray_serve.deployments import _without_keys, engine_options
+
+    more = {"bundle": str(demo_bundle), "ray_actor_options": {"num_cpus": 0.5}, "stuck_after_s": 5, "num_replicas": 2}
+    settings = parse_settings({**SETTINGS, **more, "health_check_period_s": 0.5})
+    served = serve.deployment(**engine_options(settings))(serve.ingress()(_stuckable()))
+    application = served.bind(_without_keys(settings), needs_key=True)
+    app = Deployed(serve.run(application, name="stuck", route_prefix="/stuck"), f"{deployed.url}/stuck")
+    try:
+        before = app.describe(2)
+        app.handle.hang.remote().result(timeout_s=HANG_S)
+        with ThreadPoolExecutor(8) as pool:  # some go to the replica that hangs, and end when it does
+            answers = list(pool.map(lambda i: app.complete(PROMPT, 16 + i), range(8)))
+        texts = [answer.json()["choices"][0]["text"] if answer.status_code == 200 else None for answer in answers]
+        assert None in texts, "nobody was asked to wait for the replica that hangs"
+        assert {answer.status_code for answer in answers} <= {200, 500, 503}
+        after = app.describe(2)
+        assert len(set(after) & set(before)) == 1
+        answers = [app.complete(PROMPT, 16 + i).json()["choices"][0]["text"] for i in range(8)]
+        assert answers == [alone.text(PROMPT, 16 + i) for i in range(8)]
+        assert all(text in (None, answer) for text, answer in zip(texts, answers, strict=True))
+    finally:
+        serve.delete("stuck")
+
+
 def test_ray_exports_the_metrics_of_every_replica(deployed):
     import ray
 

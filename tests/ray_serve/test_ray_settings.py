@@ -3,19 +3,25 @@
 import asyncio
 import contextlib
 import json
+import threading
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 from cluster import import_ray
+from patience import HANG_S, wait_until
+from tokenizers import Tokenizer, models
 
 from specexport_runtime.async_engine import AsyncSpecEngine
+from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import BundleError, EngineClosedError, InvalidRequestError
+from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.ray_serve import build_app, parse_settings
 from specexport_runtime.ray_serve.affinity import by_preference, is_overloaded, prompt_key
 from specexport_runtime.ray_serve.deployments import _without_keys, make_application
 from specexport_runtime.ray_serve.ingress import PrefixIngress, _relay
 from specexport_runtime.ray_serve.replica import Progress, Replica, StuckError, config_here, run_asgi
+from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.server.errors import as_api_error
 
 
@@ -70,6 +76,9 @@ def test_python_values_pass_as_they_are(demo_bundle):
         ({"api_keys": "secret"}, ["SPECEXPORT_API_KEYS"]),
         ({"host": "0.0.0.0"}, ["no API key"]),
         ({"health_check_period_s": 0}, ["more than 0"]),
+        ({"upscale_delay_s": 1}, ["upscale_delay_s was given without max_replicas"]),
+        ({"max_replicas": 2, "downscale_delay_s": -1}, ["downscale_delay_s is -1"]),
+        ({"max_replicas": 2, "look_back_period_s": 0}, ["look_back_period_s is 0"]),
     ],
 )
 def test_what_is_refused(demo_bundle, more, words):
@@ -121,13 +130,73 @@ def test_a_replica_without_rounds_is_stuck_only_while_requests_are_active():
     progress = Progress(10.0, lambda: now[0])
     for now[0] in (0.0, 50.0):
         progress.check(num_active=0)
-    now[0] = 55.0
-    progress.check(num_active=2)
-    now[0] = 61.0
+    for now[0] in (65.0, 74.0):  # a check came late: nobody knows how long they have been there
+        progress.check(num_active=2)
+    now[0] = 76.0
     with pytest.raises(StuckError, match="2 requests"):
         progress.check(num_active=2)
     progress.on_round(None)
     progress.check(num_active=2)
+    now[0] = 90.0
+    progress.on_finish(None)  # one was cancelled, and another one came: no round between two checks that are far apart
+    progress.check(num_active=2)
+
+
+class Gate:
+    """Lets a fake target's steps through one at a time."""
+
+    def __init__(self, target):
+        self._permits, self._execute = threading.Semaphore(0), target.execute
+        self.waiting = threading.Semaphore(0)
+        target.execute = self._pass
+
+    def _pass(self, *args):
+        self.waiting.release()
+        assert self._permits.acquire(timeout=HANG_S)
+        return self._execute(*args)
+
+    def open(self, steps=1):
+        self._permits.release(steps)
+
+
+def test_a_replica_whose_decoding_thread_hangs_says_so_and_ends(demo_bundle):
+    """Neither loading nor a long prompt is taken for that."""
+    now, ended = [0.0], []
+    replica = Replica(parse(demo_bundle, stuck_after_s=10), needs_key=False)
+    replica._progress = Progress(10.0, lambda: now[0])
+    tokenizer = Tokenizer(models.WordLevel({"w0": 0}, unk_token="w0"))
+    engine = SpecEngine(FakeExecutor(17, 2, 200), tokenizer, max_model_len=150, max_num_batched_tokens=16)
+    gate = Gate(engine.target)
+
+    async def step():
+        assert await asyncio.to_thread(gate.waiting.acquire, timeout=HANG_S)
+
+    async def check():
+        replica._end_process = ended.append
+        now[0] = 100.0
+        await replica.check_health()  # it is being loaded
+        replica._engine = AsyncSpecEngine(engine)
+        engine.add_observer(replica._progress)
+        request = await replica._engine.submit([3] * 100, SamplingParams(max_tokens=4, ignore_eos=True))
+        for _ in range(5):  # a prompt of seven steps, each of which takes nearly as long as may be
+            await step()
+            await replica.check_health()
+            now[0] += 9.0
+            await replica.check_health()
+            gate.open()
+        await step()
+        await replica.check_health()
+        now[0] += 11.0
+        with pytest.raises(StuckError, match="1 requests are active"):
+            await replica.check_health()
+        await asyncio.to_thread(wait_until, lambda: ended)
+        gate.open(100)
+        await request.result()
+        await replica.check_health()
+        await replica._engine.aclose()
+
+    asyncio.run(check())
+    assert ended == [1]
 
 
 def test_a_replica_whose_engine_was_closed_is_not_healthy(demo_bundle):
@@ -147,7 +216,11 @@ def test_a_replica_whose_engine_was_closed_is_not_healthy(demo_bundle):
 
 @pytest.mark.parametrize(
     ("more", "deployments"),
-    [({"num_replicas": 2}, 1), ({"min_replicas": 1, "max_replicas": 3}, 1), ({"routing": "prefix"}, 2)],
+    [
+        ({"num_replicas": 2}, 1),
+        ({"min_replicas": 1, "max_replicas": 3, "upscale_delay_s": 0, "look_back_period_s": "12.5"}, 1),
+        ({"routing": "prefix"}, 2),
+    ],
 )
 def test_ray_takes_the_options(demo_bundle, more, deployments):
     import_ray()
@@ -158,7 +231,11 @@ def test_ray_takes_the_options(demo_bundle, more, deployments):
     (engine,) = [item for item in built.deployments if item.name == "engine"]
     assert engine.max_ongoing_requests > 4 + 9
     scaling = engine._deployment_config.autoscaling_config
-    assert (scaling.max_replicas, scaling.target_ongoing_requests) == (3, 4) if "max_replicas" in more else not scaling
+    if "max_replicas" in more:
+        assert (scaling.max_replicas, scaling.target_ongoing_requests) == (3, 4)
+        assert (scaling.upscale_delay_s, scaling.look_back_period_s, scaling.downscale_delay_s) == (0, 12.5, 600)
+    else:
+        assert not scaling
 
 
 def body(**fields):

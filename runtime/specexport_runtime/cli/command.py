@@ -1,4 +1,4 @@
-"""Command line of the runtime: ``generate`` and ``serve``. Also mounted by the ``specexport`` command.
+"""Command line of the runtime: ``generate``, ``chat`` and ``serve``. Also mounted by the ``specexport`` command.
 
 Engines are imported when a command runs, so that ``--help`` is fast.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specexport_runtime.cli.chat.command import chat as chat_command
 from specexport_runtime.cli.errors import SuggestingGroup
 from specexport_runtime.cli.options import (
     LIMITS,
@@ -34,6 +35,7 @@ def runtime_cli() -> None:
     """Run specexport bundles."""
 
 
+runtime_cli.add_command(chat_command)
 runtime_cli.add_command(serve)
 
 

@@ -69,15 +69,30 @@ def _add(command: Any, options: list[Any]) -> Any:
     return command
 
 
-def sampling_options(command: Any) -> Any:
-    """Add the options that make a ``SamplingParams``; ranges are checked there, in one place."""
+def sampling_options(
+    command: Any, *, max_tokens: int | None = 128, temperature: float = 0.0, top_p: float = 1.0
+) -> Any:
+    """Add the options that make a ``SamplingParams``; ranges are checked there, in one place.
+
+    Args:
+        command: the command.
+        max_tokens: default; None for a command that finds its own.
+        temperature: default.
+        top_p: default.
+    """
     from specexport_runtime.sampling.params import CUTS
 
     options = [
-        click.option("--max-tokens", type=int, default=128, show_default=True, help="Most tokens to generate."),
-        click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
+        click.option(
+            "--max-tokens",
+            type=int,
+            default=max_tokens,
+            show_default=max_tokens is not None or "as many as there is room for",
+            help="Most tokens to generate.",
+        ),
+        click.option("--temperature", type=float, default=temperature, show_default=True, help="0 is greedy."),
         click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k likeliest tokens; 0 is off."),
-        click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus probability; 1 is off."),
+        click.option("--top-p", type=float, default=top_p, show_default=True, help="Nucleus probability; 1 is off."),
         *(_cut_option(name, cut) for name, cut in CUTS.items()),
         click.option("--repetition-penalty", type=float, default=1.0, show_default=True),
         click.option("--presence-penalty", type=float, default=0.0, show_default=True),
@@ -116,10 +131,6 @@ def batch_options(command: Any) -> Any:
     options = [
         click.option("--max-num-seqs", type=int, help="Sequences decoded at a time.  [default: the bundle's, else 8]"),
         click.option(
-            "--max-num-batched-tokens", type=int, help="Tokens of one step.  [default: the bundle's, else 512]"
-        ),
-        click.option("--max-model-len", type=int, help="Most tokens of a sequence.  [default: the bundle's limit]"),
-        click.option(
             "--unpad-kv/--no-unpad-kv",
             default=True,
             show_default=True,
@@ -131,6 +142,24 @@ def batch_options(command: Any) -> Any:
             show_default=True,
             help="Off: all sequences of a step are padded to the longest draft.",
         ),
+        click.option(
+            "--prefix-rows",
+            type=int,
+            default=0,
+            show_default=True,
+            help="Cache rows that keep prefixes beside those of the sequences that are decoded.",
+        ),
+    ]
+    return _add(engine_options(command), options)
+
+
+def engine_options(command: Any) -> Any:
+    """Add the options that make an engine, however many sequences it decodes."""
+    options = [
+        click.option(
+            "--max-num-batched-tokens", type=int, help="Tokens of one step.  [default: the bundle's, else 512]"
+        ),
+        click.option("--max-model-len", type=int, help="Most tokens of a sequence.  [default: the bundle's limit]"),
         click.option("--threads", "num_threads", type=int, help="Compute threads.  [default: the cores available]"),
         click.option(
             "--spin/--no-spin",
@@ -148,13 +177,6 @@ def batch_options(command: Any) -> Any:
             default=True,
             show_default=True,
             help="Go on from what cache rows have of a prompt.",
-        ),
-        click.option(
-            "--prefix-rows",
-            type=int,
-            default=0,
-            show_default=True,
-            help="Cache rows that keep prefixes beside those of the sequences that are decoded.",
         ),
         click.option(
             "--prepacked/--no-prepacked",

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,19 +47,35 @@ def print_stream(prompt: str, chunks: "Iterator[StreamChunk]", output: OutputOpt
         click.secho(prompt, nl=False, dim=output.colour, color=output.colour)
     stats = None
     for chunk in chunks:
-        for piece in chunk.pieces:
-            style = _STYLES[piece.kind] if output.colour else {}
-            click.echo(click.style(piece.text, **style), nl=False, color=output.colour)
-        sys.stdout.flush()
+        print_chunk(chunk, colour=output.colour)
         if output.trace and chunk.trace is not None:
             _print_round(chunk.trace)
         stats = chunk.stats
     click.echo()
     if output.colour:
-        legend = " ".join(click.style(kind, **style) for kind, style in _STYLES.items() if style)
-        click.echo(f"[{legend}]", err=True, color=True)
+        print_legend()
     if output.stats and stats is not None:
-        _print_stats(stats.to_json())
+        print_stats(stats.to_json())
+
+
+def print_chunk(chunk: "StreamChunk", *, colour: bool, is_dim: Callable[[str], bool] = lambda _: False) -> None:
+    """Print the pieces of one round, coloured by where they came from.
+
+    Args:
+        chunk: the round.
+        colour: whether to colour them.
+        is_dim: told the text of each piece in turn; whether to show it dim.
+    """
+    for piece in chunk.pieces:
+        style = {**_STYLES[piece.kind], "dim": is_dim(piece.text) or None} if colour else {}
+        click.echo(click.style(piece.text, **style), nl=False, color=colour)
+    sys.stdout.flush()
+
+
+def print_legend() -> None:
+    """What the colours of tokens say, on standard error."""
+    legend = " ".join(click.style(kind, **style) for kind, style in _STYLES.items() if style)
+    click.echo(f"[{legend}]", err=True, color=True)
 
 
 def print_notes(notes: Iterable[str]) -> None:
@@ -102,7 +118,7 @@ def print_result(prompt: str, result: "GenerationResult", output: OutputOptions)
         for each in result.trace or ():
             _print_round(each)
     if output.stats:
-        _print_stats(stats)
+        print_stats(stats)
 
 
 def describe_drafters(drafters: dict[str, dict[str, int]], rounds: int) -> str:
@@ -128,7 +144,9 @@ def _print_round(trace: "RoundTrace") -> None:
     click.echo(trace.describe(), err=True)
 
 
-def _print_stats(stats: dict[str, Any]) -> None:
+def print_stats(stats: dict[str, Any]) -> None:
+    """Counters and speed of one generation, as ``SequenceStats.to_json`` gives them, on standard error."""
+
     def number(key: str, form: str) -> str:
         return "-" if stats[key] is None else format(stats[key], form)
 

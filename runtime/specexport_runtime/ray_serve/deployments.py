@@ -46,6 +46,7 @@ def engine_options(settings: RaySettings) -> dict[str, Any]:
             "min_replicas": settings.min_replicas or 1,
             "max_replicas": settings.max_replicas,
             "target_ongoing_requests": settings.target_ongoing_requests or settings.num_rows,
+            **settings.autoscaling,
         }
     if settings.routing != "balanced":
         options["request_router_config"] = {

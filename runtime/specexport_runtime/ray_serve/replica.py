@@ -1,6 +1,7 @@
 """One replica: a bundle loaded in a Ray actor, behind the same application that ``specexport serve`` runs."""
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
@@ -21,6 +22,9 @@ REPLICA_HEADER = b"x-specexport-replica"
 """Response header: the replica that answered."""
 
 _CLOSE_SECONDS = 5.0
+_LAST_WORDS_SECONDS = 1.0
+"""Between telling Ray that a replica is stuck and ending its process."""
+_log = logging.getLogger(__name__)
 
 
 class StuckError(SpecexportError):
@@ -41,6 +45,7 @@ class Replica:
         self._engine: AsyncSpecEngine | None = None
         self._app: AsgiApp | None = None
         self._progress = Progress(settings.stuck_after_s)
+        self._end_process: Callable[[int], object] = os._exit
 
     async def load(self) -> None:
         """Load the bundle and make the application."""
@@ -70,11 +75,20 @@ class Replica:
         return {"replica": replica_name(), "pid": os.getpid(), "active": active, "rounds": self._progress.rounds}
 
     async def check_health(self) -> None:
-        """Fail if the engine takes no more requests or is stuck; Ray replaces the replica then."""
+        """Fail if the engine takes no more requests or is stuck; Ray replaces the replica then.
+
+        A replica that is stuck also ends its process. Ray would give its requests as much time to end as those of one
+        that drains, and they never do: so their clients hear of it at once, and can send them again.
+        """
         if self._engine is None:
             return
         self._engine.engine.submit_all([])  # refused once the engine is closed, or has ended by a defect
-        self._progress.check(self._engine.num_active)
+        try:
+            self._progress.check(self._engine.num_active)
+        except StuckError as error:
+            _log.error("This replica ends: %s", error)
+            asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, self._end_process, 1)
+            raise
 
     async def relay(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[list[Message]]:
         """Answer a request whose body was read elsewhere.
@@ -98,6 +112,8 @@ class Replica:
 class Progress:
     """Notices when an engine stops making rounds; an ``EngineObserver``.
 
+    Every step is a round, also one that only reads a part of a long prompt; the end of a request counts too.
+
     Args:
         limit_s: longest time without a round while requests are active.
         clock: seconds that never go back.
@@ -107,24 +123,28 @@ class Progress:
         self.rounds = 0
         self._limit_s = limit_s
         self._clock = clock
-        self._seen = (0, clock())
+        self._ended = 0
+        self._seen: tuple[int, float] | None = None  # while requests are active: what had ended, and since when
 
     def on_round(self, _: object) -> None:
         """Count a round."""
         self.rounds += 1
 
     def on_finish(self, _: object) -> None:
-        """Nothing to do."""
+        """Count the end of a request."""
+        self._ended += 1
 
     def check(self, num_active: int) -> None:
-        """Raise if nothing moved for too long.
+        """Raise if nothing moved for too long, as far as checks have seen: the time before the first one is not known.
 
         Raises:
-            StuckError: requests are active, and the last round is longer ago than the limit.
+            StuckError: requests are active, and since longer than the limit no round and no request has ended.
         """
-        now, rounds = self._clock(), self.rounds
-        if not num_active or rounds != self._seen[0]:
-            self._seen = (rounds, now)
+        now, events = self._clock(), self.rounds + self._ended
+        if not num_active:
+            self._seen = None
+        elif self._seen is None or events != self._seen[0]:
+            self._seen = (events, now)
         elif now - self._seen[1] > self._limit_s:
             raise StuckError(f"{num_active} requests are active, and no round ended for {now - self._seen[1]:.0f} s.")
 

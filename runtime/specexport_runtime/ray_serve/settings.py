@@ -35,6 +35,10 @@ class RaySettings:
         min_replicas: fewest replicas, if their number follows the load.
         max_replicas: most replicas; turns autoscaling on.
         target_ongoing_requests: requests a replica that autoscaling aims at; None: its rows.
+        upscale_delay_s: seconds for which more replicas must be wanted before one is added; None: Ray's default, as for
+            the next two.
+        downscale_delay_s: the same for one that is taken away.
+        look_back_period_s: seconds over which the number of requests is averaged.
         max_ongoing_requests: most requests that Ray gives one replica; None: rows, queue and a few to be refused.
         max_queued_requests: most requests that wait in a proxy for a replica; more get 429 from the proxy.
         routing: how a replica is chosen for a request.
@@ -54,6 +58,9 @@ class RaySettings:
     min_replicas: int | None = None
     max_replicas: int | None = None
     target_ongoing_requests: float | None = None
+    upscale_delay_s: float | None = None
+    downscale_delay_s: float | None = None
+    look_back_period_s: float | None = None
     max_ongoing_requests: int | None = None
     max_queued_requests: int = 256
     routing: Routing = "balanced"
@@ -82,11 +89,22 @@ class RaySettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidRequestError(f"{name} is {value}.", "give 1 or more.")
-        for name in ("health_check_period_s", "stuck_after_s"):
-            if getattr(self, name) <= 0:
-                raise InvalidRequestError(f"{name} is {getattr(self, name)}.", "give more than 0.")
+        for name in ("health_check_period_s", "stuck_after_s", "look_back_period_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise InvalidRequestError(f"{name} is {value}.", "give more than 0.")
+        for name, value in self.autoscaling.items():
+            if self.max_replicas is None:
+                raise InvalidRequestError(f"{name} was given without max_replicas.", "give both.")
+            if value < 0:
+                raise InvalidRequestError(f"{name} is {value}.", "give 0 or more.")
         if self.max_queued_requests < 0 or self.routing_margin < 0:
             raise InvalidRequestError("max_queued_requests and routing_margin must not be negative.", "give 0 or more.")
+
+    @property
+    def autoscaling(self) -> dict[str, float]:
+        """What was said of how fast the number of replicas follows the load, by Ray's names."""
+        return {name: value for name in _AUTOSCALING if (value := getattr(self, name)) is not None}
 
     @property
     def num_rows(self) -> int:
@@ -103,6 +121,7 @@ _AT_LEAST_ONE = (
     *("num_replicas", "min_replicas", "max_replicas", "max_ongoing_requests", "target_ongoing_requests"),
     *("prefix_chars", "ingress_replicas"),
 )
+_AUTOSCALING = ("upscale_delay_s", "downscale_delay_s", "look_back_period_s")
 _ENGINE_TYPES = get_type_hints(EngineOptions)
 _OURS = {name: kind for name, kind in get_type_hints(RaySettings).items() if name not in ("engine", "server")}
 _NOT_HERE = {"api_keys": f"set the environment variable {API_KEYS}."}

@@ -1,0 +1,1 @@
+"""``specexport chat``: a conversation in the terminal."""

@@ -1,0 +1,176 @@
+"""``specexport chat``: options, and the loop of lines and answers."""
+
+import sys
+from contextlib import closing, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specexport_runtime.cli.chat.commands import Commands
+from specexport_runtime.cli.chat.lines import ReadLine, piped_lines, read_entry, terminal_lines
+from specexport_runtime.cli.chat.session import ChatOptions, Session
+from specexport_runtime.cli.chat.slips import Slips
+from specexport_runtime.cli.errors import format_error
+from specexport_runtime.cli.options import (
+    LIMITS,
+    check_of_use,
+    drafting_options,
+    engine_options,
+    sampling_options,
+    sampling_params,
+    take_drafting,
+)
+from specexport_runtime.cli.output import print_legend, print_notes
+from specexport_runtime.cli.prompts import read_text
+from specexport_runtime.errors import InvalidRequestError, SpecexportError
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("bundle", type=_PATH)
+@click.option("--system", metavar="TEXT", help="System prompt: what the model is told before everything.")
+@click.option("--system-file", type=_PATH, help="Read the system prompt from a UTF-8 text file.")
+@click.option("--load", "load_file", type=_PATH, metavar="FILE", help="Go on from a conversation that /save wrote.")
+@click.option("--chat-template", type=_PATH, metavar="FILE", help="Jinja template in place of the bundle's.")
+@drafting_options
+@click.option("--reference", type=_PATH, help="UTF-8 text file that lookup may copy from.")
+@engine_options
+@partial(sampling_options, max_tokens=None, temperature=0.7, top_p=0.95)
+@click.option("--stats", is_flag=True, help="Print counters and speed of every answer to standard error.")
+@click.option("--color/--no-color", "colour", default=None, help="Colour tokens by origin.  [default: on a terminal]")
+@click.option(
+    "--history/--no-history",
+    "keep_history",
+    default=True,
+    show_default=True,
+    help="On a terminal: keep what was entered in the user's cache, for later conversations.",
+)
+def chat(
+    bundle: Path,
+    system: str | None,
+    system_file: Path | None,
+    load_file: Path | None,
+    chat_template: Path | None,
+    reference: Path | None,
+    stats: bool,
+    colour: bool | None,
+    keep_history: bool,
+    max_tokens: int | None,
+    **options: Any,
+) -> None:
+    """Talk with BUNDLE's model, by its chat template. /help lists what can be entered besides messages.
+
+    Standard input that is no terminal is read line by line: each line is a message.
+    """
+    from specexport_runtime.executors.open import check_threads
+
+    limits = {name: options.pop(name) for name in LIMITS if name in options}
+    drafting = take_drafting(options)
+    params = sampling_params({**options, "max_tokens": 1 if max_tokens is None else max_tokens})
+    check_threads(limits["num_threads"], "--threads")
+    if system is not None and system_file is not None:
+        raise InvalidRequestError("--system and --system-file were both given.", "drop one.")
+    told = system if system_file is None else read_text(system_file).strip()
+    terminal = sys.stdout.isatty()
+    session_options = ChatOptions(
+        params,
+        max_tokens,
+        drafting,
+        None if reference is None else read_text(reference),
+        stats,
+        terminal if colour is None else colour,
+        None if chat_template is None else read_text(chat_template),
+    )
+    check_of_use(limits, drafting, params)
+    _check_template(bundle, session_options)
+    from specexport_runtime.engine import SpecEngine
+    from specexport_runtime.watch.never_accepted import NeverAccepted
+
+    notes: list[str] = []
+    with closing(SpecEngine.load(bundle, max_num_seqs=1, share_threads=True, **limits)) as engine:
+        engine.add_observer(NeverAccepted(notes.append))
+        engine.resolve_drafting(**drafting)
+        if params.structured_outputs is not None:
+            engine.check_form(params.structured_outputs)
+        slips = Slips()
+        session = Session(engine, session_options, slips)
+        commands = Commands(session)
+        if load_file is not None:
+            commands.load(load_file)
+        if told is not None:
+            session.set_system(told)
+        is_interactive = sys.stdin.isatty()
+        if is_interactive:
+            session.note(f"{bundle.name}: up to {engine.max_model_len} tokens. /help lists commands, Ctrl-D leaves.")
+            if session_options.colour:
+                print_legend()
+        lines = terminal_lines(keep_history=keep_history) if is_interactive else nullcontext(piped_lines())
+        with lines as read_line, slips.installed() if is_interactive else nullcontext():
+            talk(session, commands, read_line, slips, is_interactive=is_interactive)
+    print_notes(notes)
+
+
+def _check_template(bundle: Path, options: ChatOptions) -> None:
+    """Refuse a bundle without a chat template before its engines are loaded."""
+    from specexport_runtime.bundle.manifest import load_manifest
+    from specexport_runtime.bundle.opened import CHAT_TEMPLATE_NAME
+
+    if options.chat_template is None and CHAT_TEMPLATE_NAME not in load_manifest(bundle).files:
+        raise InvalidRequestError(
+            f"{bundle} has no chat template.",
+            "give one with --chat-template, or write plain text with `specexport generate`.",
+        )
+
+
+def talk(session: Session, commands: Commands, read_line: ReadLine, slips: Slips, *, is_interactive: bool) -> None:
+    """Read and answer until the end of input, ``/exit``, or Ctrl-C twice at the prompt.
+
+    Args:
+        session: what answers.
+        commands: what else can be entered.
+        read_line: where lines come from.
+        slips: who hears of Ctrl-C.
+        is_interactive: tell of mistakes and go on; otherwise the first one ends it.
+
+    Raises:
+        SpecexportError: something could not be done, and nobody is there to do better.
+        KeyboardInterrupt: Ctrl-C, and nobody is there who may have slipped.
+    """
+    slipped = False
+    while True:
+        try:
+            with slips.reading():
+                entry = read_entry(read_line)
+        except EOFError:
+            if is_interactive:
+                click.echo(err=True)
+            return
+        except KeyboardInterrupt:
+            if not is_interactive:
+                raise
+            click.echo(err=True)
+            if slipped:
+                return
+            slipped = True
+            session.note("(Ctrl-C again leaves, and so do Ctrl-D and /exit)")
+            continue
+        except SpecexportError as error:
+            _tell(error, is_interactive=is_interactive)
+            continue
+        slipped = False
+        try:
+            if entry.is_command and not commands.run(entry.text):
+                return
+            if not entry.is_command and entry.text:
+                session.say(entry.text)
+        except SpecexportError as error:
+            _tell(error, is_interactive=is_interactive)
+
+
+def _tell(error: SpecexportError, *, is_interactive: bool) -> None:
+    if not is_interactive:
+        raise error
+    click.echo(format_error(error.message, error.hint), err=True)
