@@ -36,5 +36,7 @@ def cache_ranges(
             kept=[*caches, *empty_states(calls, len(pieces))],
             logit_rows=[0],
         )
-    found = [cache.abs().amax(dim=(0, 1, 3)).flatten().float().numpy() for cache in filled[: len(caches)]]  # zeros where none were
+    found = [
+        cache.abs().amax(dim=(0, 1, 3)).flatten().float().numpy() for cache in filled[: len(caches)]
+    ]  # zeros where none were
     return [CacheRange(keys, values) for keys, values in zip(found[0::2], found[1::2], strict=True)]

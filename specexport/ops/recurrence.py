@@ -81,5 +81,3 @@ CAUSAL_CONV = OpSpec(
 """A convolution over a row's last W tokens, each channel by itself; the state is the W-1 inputs before a token."""
 
 RECURRENCES = (LINEAR_ATTENTION, CAUSAL_CONV)
-
-

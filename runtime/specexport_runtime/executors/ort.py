@@ -58,9 +58,7 @@ __all__ = ["MAX_BINDINGS", "OrtExecutor", "available_cores"]
 MAX_BINDINGS = 256
 _OUTPUT_OF = {
     given.name.partition(".")[0]: made.name
-    for given, made in zip(
-        (K_CACHE, V_CACHE, *STATE_INPUTS), (K_CACHE_OUT, V_CACHE_OUT, *STATE_OUTPUTS), strict=True
-    )
+    for given, made in zip((K_CACHE, V_CACHE, *STATE_INPUTS), (K_CACHE_OUT, V_CACHE_OUT, *STATE_OUTPUTS), strict=True)
 }
 """Name of the output that has the memory of an input."""
 

@@ -136,7 +136,8 @@ class ModelRunner:
         if kv is None and self._states is not None:
             if not (unpad_kv and unpad_input):
                 raise InvalidRequestError(
-                    "this model keeps states, which padding would enter.", "leave out --no-unpad-kv and --no-unpad-input."
+                    "this model keeps states, which padding would enter.",
+                    "leave out --no-unpad-kv and --no-unpad-input.",
                 )
             kv = StateArena(executor.num_rows, executor.kv_capacity, self._states.num_pending)
         arena = KvArena if unpad_kv else PaddedKvArena
