@@ -31,8 +31,8 @@ from typing import Literal, NamedTuple
 
 ABI_VERSION = 5
 READABLE_ABIS = (2, 3, 4, 5)
-"""Version 3 added the gates of self-drafting, version 4 the features of draft heads, version 5 the states of recurrences;
-an older graph has none."""
+"""Version 3 added the gates of self-drafting, version 4 the features of draft heads, version 5 the states of
+recurrences; an older graph has none."""
 
 Role = Literal["token", "index", "padding", "cache", "gate", "output"]
 

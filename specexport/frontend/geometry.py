@@ -1,5 +1,4 @@
-"""One probe forward: which layers call attention, with which cache sizes, scale, window, softcap and sinks, and which
-keep a state.
+"""One probe forward: which layers call attention, how, with which cache sizes, and which keep a state.
 
 No configuration is parsed for this, so an architecture nobody thought of is measured as well as a known one. The probe
 also compares the mask that transformers would build for each layer with the one the custom op implies.

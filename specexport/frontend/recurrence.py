@@ -1,8 +1,8 @@
 """The hook for layers that keep a state: what transformers hands to kernels is answered by our ops.
 
-Every model of transformers computes its recurrences in functions of its module, which a kernel package may stand in for.
-They have the same names and arguments in all models. Within the hook, these names stand for ours, by function and not by
-model. States and step inputs travel in a context, as they do for attention.
+Every model of transformers computes its recurrences in functions of its module, which a kernel package may stand in
+for. They have the same names and arguments in all models. Within the hook, these names stand for ours, by function and
+not by model. States and step inputs travel in a context, as they do for attention.
 """
 
 import sys

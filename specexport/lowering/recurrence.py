@@ -1,8 +1,8 @@
 """Lowering of the recurrences for ONNX Runtime on the CPU: model-local functions over its own kernels.
 
-A ``Scan`` over cache rows runs each row by itself, as for attention. ``com.microsoft.LinearAttention`` works through its
-tokens one after another, so that a token has the same bits in a step of any width; once up to the last token that is for
-good, which leaves the state in place, and once more behind it for drafts, whose state nobody keeps.
+A ``Scan`` over cache rows runs each row by itself, as for attention. ``com.microsoft.LinearAttention`` works through
+its tokens one after another, so that a token has the same bits in a step of any width; once up to the last token that
+is for good, which leaves the state in place, and once more behind it for drafts, whose state nobody keeps.
 
 Inputs and outputs of a row share memory. So what is written to it is made of copies: of ``x`` and ``seen`` below.
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from specexport.lowering.functions import parse_function
 from specexport.onnx_emit import Emitter
-from specexport.ops.recurrence import CAUSAL_CONV, LINEAR_ATTENTION, RECURRENCES
+from specexport.ops.recurrence import LINEAR_ATTENTION, RECURRENCES
 from specexport.ops.spec import OpSpec
 from specexport_runtime.abi import OP_DOMAIN
 from specexport_runtime.errors import CheckFailedError

@@ -1,4 +1,4 @@
-"""The declarations of ``specexport::UnpaddedLinearAttention`` and ``specexport::UnpaddedCausalConv``: layers that keep a state.
+"""The declarations of the ops that keep a state, ``UnpaddedLinearAttention`` and ``UnpaddedCausalConv``.
 
 A recurrence has no positions that could be forgotten, so drafts must not enter its state. Their inputs wait beside it,
 *pending*, until they are accepted; then they enter the state at the beginning of the next step, before its tokens.
@@ -53,9 +53,9 @@ LINEAR_ATTENTION = OpSpec(
     S ← S + beta · k ⊗ (v - Sᵀ k)           with it: the gated delta rule (Yang et al. 2024, eq. 10)
     output = scale · Sᵀ q
 
-Mamba-2 (Dao and Gu 2024) is the second line with ``k = B``, ``v = Δ·x``, ``q = C`` and ``decay = Δ·A``; Mamba has a head
-of one value for each channel. Head ``h`` reads query head ``h // (H / Hq)``. Pending entries are ``[q | k | v | decay |
-beta]`` of a token. An idle row keeps its state and its pending entries.
+Mamba-2 (Dao and Gu 2024) is the second line with ``k = B``, ``v = Δ·x``, ``q = C`` and ``decay = Δ·A``; Mamba has a
+head of one value for each channel. Head ``h`` reads query head ``h // (H / Hq)``. Pending entries are ``[q | k | v |
+decay | beta]`` of a token. An idle row keeps its state and its pending entries.
 """
 
 CAUSAL_CONV = OpSpec(

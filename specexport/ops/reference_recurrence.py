@@ -1,4 +1,4 @@
-"""What ``UnpaddedLinearAttention`` and ``UnpaddedCausalConv`` mean, in plain numpy and loops. Their lowering is tested against this.
+"""What the ops that keep a state mean, in plain numpy and loops. Their lowering is tested against this.
 
 Imports numpy only.
 """

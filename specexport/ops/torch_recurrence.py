@@ -1,4 +1,4 @@
-"""The torch forms of ``UnpaddedLinearAttention`` and ``UnpaddedCausalConv``: correct on ragged rows when run, and shape-exact when traced.
+"""The torch forms of the ops that keep a state: correct on ragged rows when run, and shape-exact when traced.
 
 Imports torch; import it only where torch is needed.
 """

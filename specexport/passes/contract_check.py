@@ -26,7 +26,7 @@ _FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 
 
 class ContractCheckPass(CountingPass):
-    """Inputs, outputs, dtypes, shapes, and one attention node a layer, each between its own caches, and recurrences likewise."""
+    """Inputs, outputs, dtypes, shapes, and attention nodes and recurrences, each between its own caches or states."""
 
     name = "contract-check"
     reason = "a pass that breaks the graph is named at once, not found in a wrong answer later"
