@@ -116,11 +116,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         | {"num_attention_heads": 4, "alibi": True},
         "ALiBi",
     ),
-    "qwen3_next": (
-        "Qwen3Next",
-        GROUPED | _EXPERTS | {"num_hidden_layers": 4, "head_dim": 16, "num_experts": 4},
-        "linear_attention layers",
-    ),
     "phi3_longrope": (
         "Phi3",
         GROUPED
@@ -145,6 +140,54 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bert": ("Bert:BertLMHeadModel", BASE | {"is_decoder": False}, "not causal"),
 }
 """Name to (classes as in ARCHITECTURES, configuration, and words of the reason)."""
+
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
+_SSM = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16}
+_FOUR = GROUPED | {"num_hidden_layers": 4}
+_PURE = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "eos_token_id": 2}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3Next", _FOUR | _EXPERTS | _DELTA | {"head_dim": 16, "num_experts": 4}),
+    "qwen3_5": ("Qwen3_5:Qwen3_5ForCausalLM:Qwen3_5TextConfig", _FOUR | _DELTA | {"head_dim": 16}),
+    "olmo_hybrid": ("OlmoHybrid", _FOUR | _DELTA | {"linear_num_value_heads": 2}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        GROUPED
+        | _SSM
+        | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 48, "mamba_n_groups": 1}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "bamba": ("Bamba", GROUPED | _SSM | {"attn_layer_indices": [1], "mamba_n_groups": 2}),
+    "falcon_h1": (
+        "FalconH1",
+        GROUPED | _SSM | {"head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_n_groups": 1},
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {key: value for key, value in GROUPED.items() if key != "num_hidden_layers"}
+        | {"layers_block_type": ["mamba", "attention", "moe"], "head_dim": 16, "n_groups": 2, "chunk_size": 16}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8, "n_group": 1, "topk_group": 1}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"moe_shared_expert_intermediate_size": 32},
+    ),
+    "jamba": (
+        "Jamba",
+        GROUPED
+        | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+        | {"num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 8},
+    ),
+    "lfm2": ("Lfm2", GROUPED | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16}),
+    "kimi_linear": (
+        "KimiLinear",
+        GROUPED
+        | {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2], "num_heads": 2, "head_dim": 16}}
+        | {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "mamba2": ("Mamba2", _PURE | {"num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
+    "mamba": ("Mamba", _PURE),
+    "falcon_mamba": ("FalconMamba", _PURE),
+}
+"""Architectures with layers that keep a state, as in ARCHITECTURES."""
 
 
 def make_model(classes: str, config: dict[str, Any], seed: int = 0) -> Any:

@@ -19,15 +19,20 @@ N     ``num_layers``        attention layers of the model
 G     ``num_gates``         parts that can be switched off: an attention and an MLP a layer, 2N
 D     ``head_dim``          size of one key (or value) head of one layer
 E     ``feature_size``      width of a feature: what a draft head reads of its target for each token
+S     ``num_pending``       drafts of which a recurrence keeps its inputs until they are accepted: K
+Z     ``state_shape``       sizes of one recurrence's state; a convolution's are [taps - 1, channels], those of linear
+                            attention [heads, key size, value size]
+F     ``pending_width``     what one token gives to one recurrence
 ====  ====================  ==========================================================
 """
 
 from collections.abc import Sequence as Seq
 from typing import Literal, NamedTuple
 
-ABI_VERSION = 4
-READABLE_ABIS = (2, 3, 4)
-"""Version 3 added the gates of self-drafting, version 4 the features of draft heads; an older graph has none."""
+ABI_VERSION = 5
+READABLE_ABIS = (2, 3, 4, 5)
+"""Version 3 added the gates of self-drafting, version 4 the features of draft heads, version 5 the states of
+recurrences; an older graph has none."""
 
 Role = Literal["token", "index", "padding", "cache", "gate", "output"]
 
@@ -105,6 +110,15 @@ TILE_INDEX = TensorSpec(
 UNTILE_INDEX = TensorSpec(
     "untile_index", "int64", ("T",), "index", "TensorRT's own attention only: slot b*W + j of that tile for each token"
 )
+STATE_STEPS = TensorSpec(
+    "state_steps",
+    "int64",
+    ("B", 4),
+    "index",
+    "models with recurrences only: of each row, how many pending entries enter the state for good before the step, how "
+    "many behind them stay drafts, how many of the step's tokens enter the state for good, and how many of them are "
+    "drafts; all 0 for an idle row",
+)
 SKIP_TOKENS = TensorSpec(
     "skip_tokens",
     "bool",
@@ -129,6 +143,21 @@ V_CACHE = TensorSpec(
     ("B", 1, "H", "L", "D"),
     "cache",
     "values of layer i, updated in place (output bound to input)",
+)
+STATE = TensorSpec(
+    "state.{i}",
+    "float32",
+    ("B", 1, "Z"),
+    "cache",
+    "state of recurrence i behind the last token that is no draft, updated in place",
+)
+PENDING = TensorSpec(
+    "pending.{i}",
+    "float32",
+    ("B", 1, "S", "F"),
+    "cache",
+    "what the drafts behind that token gave to recurrence i, updated in place: those that are accepted enter the state "
+    "in the next step",
 )
 LAYER_MASK = TensorSpec(
     "layer_mask",
@@ -188,6 +217,8 @@ QUERY = TensorSpec(
 )
 K_CACHE_OUT = TensorSpec("k_cache_out.{i}", "cache", ("B", 1, "H", "L", "D"), "output", "same memory as k_cache.{i}")
 V_CACHE_OUT = TensorSpec("v_cache_out.{i}", "cache", ("B", 1, "H", "L", "D"), "output", "same memory as v_cache.{i}")
+STATE_OUT = TensorSpec("state_out.{i}", "float32", ("B", 1, "Z"), "output", "same memory as state.{i}")
+PENDING_OUT = TensorSpec("pending_out.{i}", "float32", ("B", 1, "S", "F"), "output", "same memory as pending.{i}")
 
 STEP_INPUTS = (
     INPUT_IDS,
@@ -222,6 +253,8 @@ AFTER_NORM = -1
 """Stands for the hidden state behind a target's last norm, among those that a draft head reads."""
 
 CACHE_INPUTS = (K_CACHE, V_CACHE)
+STATE_INPUTS = (STATE, PENDING)
+STATE_OUTPUTS = (STATE_OUT, PENDING_OUT)
 OUTPUTS = (LOGITS, K_CACHE_OUT, V_CACHE_OUT)
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -296,6 +329,27 @@ class LayerGeometry(NamedTuple):
     v_dim: int
 
 
+class StateGeometry(NamedTuple):
+    """Sizes of what one recurrence keeps of a row.
+
+    Attributes:
+        shape: Z, of its state.
+        width: F, of what one token gives to it.
+    """
+
+    shape: tuple[int, ...]
+    width: int
+
+
+def state_shapes(states: Seq[StateGeometry], num_rows: int, num_pending: int) -> dict[str, tuple[int, ...]]:
+    """Shape of the state [rows, 1, *Z] and of the pending entries [rows, 1, S, F] of each recurrence, by input name."""
+    shapes = {}
+    for i, state in enumerate(states):
+        shapes[STATE.name.format(i=i)] = (num_rows, 1, *state.shape)
+        shapes[PENDING.name.format(i=i)] = (num_rows, 1, num_pending, state.width)
+    return shapes
+
+
 def cache_shapes(layers: Seq[LayerGeometry], num_rows: int, kv_capacity: int) -> dict[str, tuple[int, ...]]:
     """Shape [rows, 1, heads, capacity, head size] of each cache input, by name."""
     return {
@@ -320,7 +374,9 @@ def format_table() -> str:
         *EXTENT_INPUTS,
         *GATE_INPUTS,
         *FEATURE_INPUTS,
+        STATE_STEPS,
         *CACHE_INPUTS,
+        *STATE_INPUTS,
         LOGITS,
         TOKEN_IDS,
         SIMILARITY,
@@ -328,6 +384,7 @@ def format_table() -> str:
         NEXT_FEATURES,
         QUERY,
         *OUTPUTS[1:],
+        *STATE_OUTPUTS,
     ):
         shape = ", ".join(str(word) for word in spec.shape)
         rows.append(f"| `{spec.name}` | {spec.dtype} | [{shape}] | {spec.meaning} |")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from specexport.progress import StageClock
-from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.abi import LayerGeometry, StateGeometry
 from specexport_runtime.bundle.head_steps import HeadSteps
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class BuildJob(NamedTuple):
         first_only: its layers are of draft heads of which the first alone reads them.
         feature_size: E of a draft head; 0 for all others.
         head_steps: of a draft head, the steps that it runs between two rounds; None for all others.
+        states: sizes of what each recurrence keeps of a row.
     """
 
     recipe: RecipeFields
@@ -84,6 +85,7 @@ class BuildJob(NamedTuple):
     first_only: bool = False
     feature_size: int = 0
     head_steps: HeadSteps | None = None
+    states: tuple[StateGeometry, ...] = ()
 
 
 class Backend:
@@ -102,6 +104,7 @@ class Backend:
             empty for operators for CPUs, which quantize activations too.
         quantize_block: inputs that share a scale in int4 there.
         packs_linear: linear layers that share their input are packed into one.
+        has_states: layers may keep a state instead of a KV cache.
         head_kinds: kinds of draft heads that can be built, and targets that give features to them; empty for none.
         fixed_sizes: no size in a graph may depend on a value, because steps are recorded as CUDA graphs.
         needs_gpu: engines are built only where the GPU is that they are for.
@@ -120,6 +123,7 @@ class Backend:
     quantize_operator: str = ""
     quantize_block: int = 0
     packs_linear: bool = False
+    has_states: bool = False
     head_kinds: tuple[str, ...] = ()
     fixed_sizes: bool = False
     needs_gpu: bool = False

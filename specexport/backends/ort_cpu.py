@@ -19,6 +19,7 @@ class OrtCpu(Backend):
     options = ("self_draft", "kv_cache_dtype")
     quantizations = ("int8", "int4", "keep")
     packs_linear = True
+    has_states = True
     head_kinds = ("eagle3", "eagle", "mtp", "medusa", "hydra", "dflash", "assistant")
     key_fields = ("quantize_lm_head", "fuse", "self_draft", "kv_cache_dtype")
 
@@ -48,7 +49,8 @@ class OrtCpu(Backend):
         recipe, role, folder = job.recipe, job.role, job.folder
         fused, num_gates, obstacle = [], 0, None
         with job.clock.stage("lower", role, self.name):
-            padded_model = None if role == "head" else ir_model.clone()  # shares the weights
+            # What pads a row would enter its states.
+            padded_model = None if role == "head" or job.states else ir_model.clone()  # shares the weights
             if padded_model is not None:
                 drop_features(padded_model)
             if recipe.fuse:

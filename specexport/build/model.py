@@ -356,11 +356,31 @@ def _compile(
     with clock.stage("trace", role):
         traced = trace_checkpoint(checkpoint, features)
         # A copy of the graph (not of the weights): the exporter's own still refers to tied weights it has dropped.
-        ir_model, layers = traced.ir_model.clone(), tuple(traced.layers)
+        ir_model, layers, states = traced.ir_model.clone(), tuple(traced.layers), traced.states
         del traced, checkpoint.model  # the graph holds the weights now
         gc.collect()
     job = BuildJob(recipe, role, layers, checkpoint.num_parameters, checkpoint.max_positions, folder, clock, cached)
+    job = job._replace(states=states)
+    _check_states(job, find_backend(recipe.backend))
     return compile_graph(ir_model, recipe, job, dump_dir, head_ids=head_ids, ranges=ranges, kept=checkpoint.kept)
+
+
+def _check_states(job: BuildJob, backend: Backend) -> None:
+    """Refuse layers that keep a state where nothing can go back behind drafts.
+
+    Raises:
+        UnsupportedModelError: the backend has no such layers, or the target is to draft with its own.
+    """
+    if job.states and not backend.has_states:
+        able = ", ".join(name for name, each in BACKENDS.items() if each.has_states)
+        raise UnsupportedModelError(
+            f"backend {backend.name} has no layers that keep a state, and this model has {len(job.states)}.",
+            f"build it for {able}.",
+        )
+    if job.states and job.role == "target" and getattr(job.recipe, "self_draft", False):
+        raise UnsupportedModelError(
+            "a model with layers that keep a state cannot draft with some of its layers.", "leave out --self-draft."
+        )
 
 
 def compile_graph(
@@ -396,7 +416,7 @@ def compile_graph(
     strip_metadata(ir_model)
     fields = backend.build(ir_model, job)
     release_weights([*weights, *ir_model.graph.initializers.values()])
-    return {"layers": job.layers, "passes": done, **fields}
+    return {"layers": job.layers, "states": job.states, "passes": done, **fields}
 
 
 def strip_metadata(ir_model: Any) -> None:

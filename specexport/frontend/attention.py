@@ -28,7 +28,7 @@ class LayerCall:
     """What one layer asks of attention.
 
     Attributes:
-        index: layer number.
+        index: number of its caches: layers with attention are counted, in order.
         geometry: cache sizes.
         num_heads: query heads.
         scale: factor on the scores.
@@ -36,6 +36,7 @@ class LayerCall:
         softcap: 0 for off.
         sinks: whether the layer has attention sinks.
         causal: whether its tokens see nothing behind themselves.
+        layer: number of the decoder layer.
     """
 
     index: int
@@ -46,15 +47,16 @@ class LayerCall:
     softcap: float
     sinks: bool
     causal: bool = True
+    layer: int = 0
 
 
-def _read_call(module: Any, q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> LayerCall:
+def _read_call(index: int, module: Any, q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> LayerCall:
     scaling = named.get("scaling")
     window = named.get("sliding_window")
     if window is None:
         window = getattr(module, "sliding_window", None)
     return LayerCall(
-        index=int(module.layer_idx),
+        index=index,
         geometry=LayerGeometry(k.shape[1], k.shape[3], v.shape[3]),
         num_heads=q.shape[1],
         scale=float(q.shape[3] ** -0.5 if scaling is None else scaling),
@@ -62,6 +64,7 @@ def _read_call(module: Any, q: Tensor, k: Tensor, v: Tensor, named: dict[str, An
         softcap=float(named.get("softcap") or 0.0),
         sinks=named.get("s_aux") is not None,
         causal=bool(getattr(module, "is_causal", True)),
+        layer=int(module.layer_idx),
     )
 
 
@@ -92,7 +95,7 @@ class AttentionContext:
 
     def __call__(self, module: Any, q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> Tensor:
         """One attention call, tensors as transformers passes them: [1, heads, T, D]. Returns [1, T, heads, Dv]."""
-        call = _read_call(module, q, k, v, named)
+        call = _read_call(len(self.calls), module, q, k, v, named)
         self.calls.append(call)
         output = self._answer(call, _pack(q), _pack(k), _pack(v), named.get("s_aux"))
         return output.view(1, output.shape[0], call.num_heads, call.geometry.v_dim)

@@ -7,9 +7,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specexport.frontend.attention import LayerCall
+from specexport.frontend.calls import ModelCalls
 from specexport.frontend.refuse import refuse
-from specexport_runtime.abi import STEP_INPUTS
+from specexport_runtime.abi import STATE_STEPS, STEP_INPUTS, state_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -47,31 +47,33 @@ def eager_logits(model: Any, sequences: "Seq[Seq[int]]", *, together: bool = Fal
     return [result.float().numpy() for result in results]
 
 
-def check_packed(model: Any, calls: tuple[LayerCall, ...]) -> None:
+def check_packed(model: Any, calls: ModelCalls) -> None:
     """Run two ragged packed steps through the custom op and compare every logit with the eager model.
 
     Raises:
-        UnsupportedModelError: they differ: something of the model does not go through the attention interface.
+        UnsupportedModelError: they differ: something of the model goes neither through the attention interface nor
+            through a recurrence that is known.
     """
     vocab = model.config.get_text_config().vocab_size
     sequences = [[(37 * row + 11 * i + 5) % vocab for i in range(length)] for row, length in enumerate(_SEQUENCES)]
     expected = eager_logits(model, sequences)
-    caches: list[Tensor] = []
-    for call in calls:
+    kept: list[Tensor] = []
+    for call in calls.attention:
         heads, k_dim, v_dim = call.geometry
-        caches += [torch.zeros(2, 1, heads, max(_SEQUENCES), dim, dtype=model.dtype) for dim in (k_dim, v_dim)]
+        kept += [torch.zeros(2, 1, heads, max(_SEQUENCES), dim, dtype=model.dtype) for dim in (k_dim, v_dim)]
+    kept += empty_states(calls, 2)
     starts = (0, 0)
     for ends in (_FIRST_STEP, _SEQUENCES):
         spans = list(zip(starts, ends, strict=True))
         tokens = [token for ids, (start, end) in zip(sequences, spans, strict=True) for token in ids[start:end]]
-        logits, caches = packed_step(
+        logits, kept = packed_step(
             model,
             calls,
             tokens=tokens,
             positions=[position for start, end in spans for position in range(start, end)],
             kv_lens=starts,
             counts=[end - start for start, end in spans],
-            caches=caches,
+            kept=kept,
             logit_rows=range(len(tokens)),
         )
         wanted = np.concatenate([expected[row][starts[row] : ends[row]] for row in range(2)])
@@ -81,31 +83,37 @@ def check_packed(model: Any, calls: tuple[LayerCall, ...]) -> None:
         starts = ends
 
 
+def empty_states(calls: ModelCalls, rows: int) -> list[Tensor]:
+    """States and pending entries of recurrences before the first token, for :func:`packed_step`."""
+    shapes = state_shapes([call.geometry for call in calls.recurrences], rows, 1)
+    return [torch.zeros(shape) for shape in shapes.values()]
+
+
 def packed_step(
     model: Any,
-    calls: tuple[LayerCall, ...],
+    calls: ModelCalls,
     *,
     tokens: "Seq[int] | npt.NDArray[np.int64]",
     positions: "Seq[int] | npt.NDArray[np.int64]",
     kv_lens: "Seq[int]",
     counts: "Seq[int]",
-    caches: list[Tensor],
+    kept: list[Tensor],
     logit_rows: "Seq[int]",
 ) -> tuple[npt.NDArray[np.float32], list[Tensor]]:
     """One step of the packed model, run eagerly.
 
     Args:
         model: the model.
-        calls: what its layers ask of attention.
+        calls: what its layers ask for.
         tokens: of all rows, one row behind the other [T].
         positions: of each token [T].
         kv_lens: cache entries of each row before the step.
         counts: new tokens of each row.
-        caches: keys and values of each layer, [B, 1, H, L, D] each.
+        kept: keys and values of each layer, [B, 1, H, L, D] each, then states and pending entries of recurrences.
         logit_rows: the tokens whose logits are wanted.
 
     Returns:
-        logits [R, V], and the caches after the step.
+        logits [R, V], and what is kept after the step.
     """
     from specexport.frontend.trace import PackedModel
 
@@ -117,7 +125,8 @@ def packed_step(
         "kv_lens": torch.tensor(kv_lens, dtype=torch.int32)[:, None],
         "cu_new_tokens": torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32),
     }
-    inputs = [step.get(spec.name, zeros) for spec in STEP_INPUTS]
+    step[STATE_STEPS.name] = torch.tensor([[0, 0, count, 0] for count in counts])
+    names = [*(spec.name for spec in STEP_INPUTS), *([STATE_STEPS.name] if calls.recurrences else [])]
     with torch.no_grad():
-        logits, *caches = PackedModel(model, calls).eval()(*inputs, *caches)
-    return logits.float().numpy(), caches
+        logits, *kept = PackedModel(model, calls).eval()(*(step.get(name, zeros) for name in names), *kept)
+    return logits.float().numpy(), kept

@@ -1,4 +1,4 @@
-"""One probe forward: how many layers call attention, with which cache sizes, scale, window, softcap and sinks.
+"""One probe forward: which layers call attention, how, with which cache sizes, and which keep a state.
 
 No configuration is parsed for this, so an architecture nobody thought of is measured as well as a known one. The probe
 also compares the mask that transformers would build for each layer with the one the custom op implies.
@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from specexport.frontend.attention import HOOK_NAME, AttentionContext, LayerCall, attention_hook
+from specexport.frontend.calls import ModelCalls
+from specexport.frontend.recurrence import RecurrenceCall, RecurrenceContext, recurrence_hook
 from specexport.frontend.refuse import check_layers, refuse
+from specexport.ops.recurrence import LINEAR_ATTENTION
 from specexport_runtime.errors import UnsupportedModelError
 
 _PROBE_TOKENS = 3
 
 
-def probe_layers(model: Any) -> tuple[LayerCall, ...]:
-    """What each attention layer asks for, in layer order.
+def probe_layers(model: Any) -> ModelCalls:
+    """What each layer asks for, in layer order.
 
     Args:
         model: a transformers causal language model in eval mode.
@@ -31,19 +34,24 @@ def probe_layers(model: Any) -> tuple[LayerCall, ...]:
     def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:  # noqa: ARG001
         return q.new_zeros(q.shape[0], call.num_heads * call.geometry.v_dim)
 
-    context = AttentionContext(answer, on_mask=recorder.note)
+    def recurs(call: RecurrenceCall, inputs: tuple[Tensor | None, ...]) -> Tensor:
+        values = inputs[2 if call.kind == LINEAR_ATTENTION.name else 0]
+        assert values is not None  # noqa: S101
+        return torch.zeros_like(values)
+
+    context, states = AttentionContext(answer, on_mask=recorder.note), RecurrenceContext(recurs)
     tokens = torch.arange(_PROBE_TOKENS)[None]
     try:
-        with torch.no_grad(), attention_hook(model, context), recorder.installed():
+        with torch.no_grad(), attention_hook(model, context), recurrence_hook(model, states), recorder.installed():
             model(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=torch.tensor([1]))
     except UnsupportedModelError as error:
         raise refuse(model, error.message.rstrip(".")) from error
     except Exception as error:
         raise refuse(model, f"its forward pass fails on packed tokens ({type(error).__name__}: {error})") from error
-    check_layers(model, [call.index for call in context.calls])
+    check_layers(model, [call.layer for call in context.calls], recurs=bool(states.calls))
     for call in context.calls:
         recorder.check(model, call)
-    return tuple(context.calls)
+    return ModelCalls(tuple(context.calls), tuple(states.calls))
 
 
 class _MaskRecorder:
@@ -80,9 +88,9 @@ class _MaskRecorder:
 
     def check(self, model: Any, call: LayerCall) -> None:
         """Compare the recorded rule with causal-in-a-window at the places where they could differ."""
-        rule = self._rules[call.index]
+        rule = self._rules[call.layer]
         if rule is None:
-            raise refuse(model, f"the mask of layer {call.index} is not built by transformers' mask functions")
+            raise refuse(model, f"the mask of layer {call.layer} is not built by transformers' mask functions")
         edge = call.window if call.window > 0 else 4096
         points = sorted({0, 1, 2, 7, edge - 1, edge, edge + 1, 2 * edge, 2 * edge + 1, 100_003})
         zero = torch.tensor(0)
@@ -92,4 +100,4 @@ class _MaskRecorder:
                 seen = key <= query and (call.window < 0 or key > query - call.window)
                 if bool(rule(zero, zero, torch.tensor(query), torch.tensor(key))) != seen:
                     kind = f"a window of {call.window}" if call.window > 0 else "causal"
-                    raise refuse(model, f"layer {call.index} masks position {key} from {query} unlike {kind}")
+                    raise refuse(model, f"layer {call.layer} masks position {key} from {query} unlike {kind}")

@@ -53,7 +53,7 @@ def drop(checkpoint: Checkpoint, dropped: Collection[int], hint: str = _HINT) ->
     vocab = model.config.get_text_config().vocab_size
     tokens = torch.tensor([[(11 * i + 5) % vocab for i in range(_PROOF_TOKENS)]])
     whole = _calls(model)
-    wanted_calls = [replace(whole[old], index=new) for new, old in enumerate(kept)]
+    wanted_calls = [replace(whole[old], index=new, layer=new) for new, old in enumerate(kept)]
     with left_out(model, dropped, hint):
         wanted = _read(model, tokens)
     owners = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -143,7 +143,10 @@ def _read(model: Any, ids: Tensor, last: int = 0) -> Tensor:
 
 def _calls(model: Any) -> list[LayerCall]:
     with batched_experts(model):
-        return list(probe_layers(model))
+        found = probe_layers(model)
+    if found.recurrences:
+        raise refuse(model, "some of its layers keep a state", _HINT)
+    return list(found.attention)
 
 
 def _remove(model: Any, layers: Any, kept: Seq[int]) -> None:

@@ -6,7 +6,11 @@ from typing import Any
 
 from specexport_runtime.errors import UnsupportedModelError
 
-_TRACEABLE_LAYERS = {"full_attention", "sliding_attention"}
+_TRACEABLE_LAYERS = {
+    *("full_attention", "sliding_attention"),  # with a plain KV cache
+    *("linear_attention", "conv", "hybrid"),  # with a state: the recurrence itself is looked for
+    *("mlp", "moe", "dense", "sparse"),  # with nothing
+}
 _ROPE_REASONS = {
     "dynamic": "its rope type 'dynamic' rescales the frequencies with the longest sequence seen, so a token's logits "
     "depend on its batch",
@@ -25,8 +29,8 @@ def check_config(model: Any) -> None:
     """Refuse what the configuration alone gives away.
 
     Raises:
-        UnsupportedModelError: encoder-decoder, dynamic or longrope positions, linear attention or other layer kinds
-            without a plain KV cache, ALiBi, or a forward without positions or row selection.
+        UnsupportedModelError: encoder-decoder, dynamic or longrope positions, layer kinds with neither a plain KV cache
+            nor a state, ALiBi, or a forward without positions or row selection.
     """
     config = model.config
     text = config.get_text_config()
@@ -73,18 +77,19 @@ def _check_forward(model: Any) -> None:
         raise refuse(model, "its forward pass takes no position_ids")
 
 
-def check_layers(model: Any, called: list[int]) -> None:
+def check_layers(model: Any, called: list[int], *, recurs: bool = False) -> None:
     """Refuse a model whose attention layers were not each seen exactly once, in order.
 
     Args:
         model: the model.
         called: layer numbers of the attention calls of one forward pass.
+        recurs: there are layers that keep a state, so that not all need have attention.
 
     Raises:
         UnsupportedModelError: a layer is missing, repeated or out of order.
     """
     expected = model.config.get_text_config().num_hidden_layers
-    if called == list(range(expected)):
+    if called == list(range(expected)) or (recurs and called == sorted(set(called))):
         return
     found = len(set(called))
     if found < expected:

@@ -18,27 +18,36 @@ import torch
 from torch import Tensor
 
 from specexport.frontend.attention import AttentionContext, LayerCall, attention_hook, unpadded_attention
+from specexport.frontend.calls import ModelCalls
+from specexport.frontend.recurrence import RecurrenceCall, RecurrenceContext, recur, recurrence_hook
 from specexport.frontend.refuse import refuse
 from specexport.frontend.stored import Stored, stored_tensor
 from specexport.frontend.streaming import blanks
 from specexport.frontend.taps import FeatureRequest, tapped
 from specexport.ops.onnx_op import build_translation, register_schema
-from specexport.ops.spec import DIM_NAMES
+from specexport.ops.recurrence import RECURRENCES
+from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
 from specexport_runtime.abi import (
     CACHE_INPUTS,
     FEATURES,
     K_CACHE,
     K_CACHE_OUT,
     LOGITS,
+    PENDING,
+    STATE_INPUTS,
+    STATE_OUTPUTS,
+    STATE_STEPS,
     STEP_INPUTS,
     V_CACHE_OUT,
     LayerGeometry,
+    StateGeometry,
     TensorSpec,
+    state_shapes,
 )
 
 OPSET = 23
 # Sizes of the example inputs: all different, so that no two dimensions are taken for one.
-_EXAMPLE = {"T": 7, "B": 2, "B+1": 3, "Q": 5, "R": 4, "L": 16}
+_EXAMPLE = {"T": 7, "B": 2, "B+1": 3, "Q": 5, "R": 4, "L": 16, "S": 6}
 
 
 class TracedModel(NamedTuple):
@@ -46,11 +55,13 @@ class TracedModel(NamedTuple):
 
     Attributes:
         ir_model: ONNX IR with ``specexport::UnpaddedAttention`` nodes and the contract's inputs and outputs.
-        layers: cache sizes of each layer.
+        layers: cache sizes of each attention layer.
+        states: sizes of what each recurrence keeps.
     """
 
     ir_model: ir.Model
     layers: tuple[LayerGeometry, ...]
+    states: tuple[StateGeometry, ...] = ()
 
 
 WEIGHT_PREFIX = "model."
@@ -62,21 +73,25 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
 
     Args:
         model: a transformers causal language model.
-        calls: its layers.
+        calls: what its layers ask for.
         features: what it gives besides, behind the logits; None for nothing.
     """
 
-    def __init__(self, model: Any, calls: tuple[LayerCall, ...], features: FeatureRequest | None = None) -> None:
+    def __init__(self, model: Any, calls: ModelCalls, features: FeatureRequest | None = None) -> None:
         super().__init__()
         self.model = model
-        self.num_layers = len(calls)
+        self.num_caches = 2 * len(calls.attention)
+        self.has_states = bool(calls.recurrences)
         self.taps = () if features is None else features.taps
         self.projection = None if features is None else features.projection
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """One step. Inputs: the step inputs, then k and v cache of each layer; outputs: logits [R, V], then caches."""
+        """One step. Inputs: the step inputs, then k and v cache of each layer, then state and pending entries of each
+        recurrence; outputs: logits [R, V], then all of these.
+        """  # noqa: D205
         input_ids, positions, logit_rows, *step = inputs[: len(STEP_INPUTS)]
-        caches = list(inputs[len(STEP_INPUTS) :])
+        kept = list(inputs[len(STEP_INPUTS) + self.has_states :])
+        caches, states = kept[: self.num_caches], kept[self.num_caches :]
 
         def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             pair = slice(2 * call.index, 2 * call.index + 2)
@@ -84,14 +99,26 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
             output, *caches[pair] = unpadded_attention(call, q, k, v, (old_k, old_v), tuple(step), sinks)
             return output
 
-        with attention_hook(self.model, AttentionContext(answer)), tapped(self.model, self.taps) as found:
+        def recurs(call: RecurrenceCall, given: tuple[Tensor | None, ...]) -> Tensor:
+            pair = slice(2 * call.index, 2 * call.index + 2)
+            state, pending = states[pair]
+            _, cu_new_tokens, row_starts, _, _, pad_index, unpad_index = step
+            rows = (cu_new_tokens, row_starts, pad_index, unpad_index)
+            output, *states[pair] = recur(call, given, (state, pending), inputs[len(STEP_INPUTS)], rows)
+            return output
+
+        with (
+            attention_hook(self.model, AttentionContext(answer)),
+            recurrence_hook(self.model, RecurrenceContext(recurs)),
+            tapped(self.model, self.taps) as found,
+        ):
             result = self.model(
                 input_ids=input_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows
             )
         if self.projection is None:
-            return (result.logits[0], *caches)
+            return (result.logits[0], *caches, *states)
         features = self.projection([found[tap][0] for tap in self.taps]).float()
-        return (result.logits[0], features, *caches)
+        return (result.logits[0], features, *caches, *states)
 
 
 def cache_names(num_layers: int) -> tuple[list[str], list[str]]:
@@ -102,14 +129,21 @@ def cache_names(num_layers: int) -> tuple[list[str], list[str]]:
     return inputs, outputs
 
 
+def state_names(num_states: int) -> tuple[list[str], list[str]]:
+    """Names of the inputs and outputs that recurrences keep, state and pending entries of each in turn."""
+    inputs = [spec.name.format(i=i) for i in range(num_states) for spec in STATE_INPUTS]
+    outputs = [spec.name.format(i=i) for i in range(num_states) for spec in STATE_OUTPUTS]
+    return inputs, outputs
+
+
 def trace_model(
-    model: Any, calls: tuple[LayerCall, ...], stored: Stored | None = None, features: FeatureRequest | None = None
+    model: Any, calls: ModelCalls, stored: Stored | None = None, features: FeatureRequest | None = None
 ) -> TracedModel:
     """Trace ``model`` (eval mode) to ONNX IR.
 
     Args:
         model: a transformers causal language model.
-        calls: its layers, from ``probe_layers``.
+        calls: what its layers ask for, from ``probe_layers``.
         stored: weights that the model has no data of.
         features: what it gives to a draft head; None for nothing.
 
@@ -122,10 +156,11 @@ def trace_model(
     packed = PackedModel(model, calls, features).eval()
     outputs = [LOGITS] if features is None else [LOGITS, FEATURES]
     with torch.no_grad(), blanks(model, stored or {}) as names:
-        layers = [call.geometry for call in calls]
-        ir_model = trace_step(packed, model.dtype, layers, list(STEP_INPUTS), outputs)
+        layers, states = (tuple(call.geometry for call in each) for each in calls)
+        inputs = [*STEP_INPUTS, *([STATE_STEPS] if states else [])]
+        ir_model = trace_step(packed, model.dtype, layers, inputs, outputs, states=states)
         _name_stored(model, ir_model, stored or {}, names)
-    return TracedModel(ir_model, tuple(call.geometry for call in calls))
+    return TracedModel(ir_model, layers, states)
 
 
 def trace_step(
@@ -136,21 +171,25 @@ def trace_step(
     outputs: list[TensorSpec],
     sizes: Mapping[str, int] | None = None,
     *,
+    states: Seq[StateGeometry] = (),
     reads_only: bool = False,
 ) -> ir.Model:
     """Trace a module that computes a packed step.
 
     Args:
-        packed: takes ``inputs``, then the caches; gives ``outputs``, then the caches.
+        packed: takes ``inputs``, then the caches and states; gives ``outputs``, then the caches and states.
         dtype: of the caches.
         layers: sizes of the caches.
         inputs: tensors of the contract.
         outputs: likewise.
         sizes: dimension words of ``inputs`` that are fixed.
+        states: sizes of what recurrences keep.
         reads_only: the caches are another model's, and ``packed`` does not give them.
     """
-    register_schema()
-    arguments, dims = _example(dtype, layers, inputs, sizes or {})
+    for op in (UNPADDED_ATTENTION, *RECURRENCES):
+        register_schema(op)
+    arguments, dims = _example(dtype, layers, inputs, sizes or {}, states)
+    state_inputs, state_outputs = state_names(len(states))
     cache_inputs, cache_outputs = cache_names(len(layers))
     if reads_only:
         cache_outputs = []
@@ -163,9 +202,12 @@ def trace_step(
             opset_version=OPSET,
             optimize=False,  # the passes do that, without copying weights
             verbose=False,
-            input_names=[*(spec.name for spec in inputs), *cache_inputs],
-            output_names=[*(spec.name for spec in outputs), *cache_outputs],
-            custom_translation_table={torch.ops.specexport.unpadded_attention.default: build_translation()},
+            input_names=[*(spec.name for spec in inputs), *cache_inputs, *state_inputs],
+            output_names=[*(spec.name for spec in outputs), *cache_outputs, *state_outputs],
+            custom_translation_table={
+                getattr(torch.ops.specexport, op.torch_name).default: build_translation(op)
+                for op in (UNPADDED_ATTENTION, *RECURRENCES)
+            },
         )
     # The exporter notes Python stack traces, with paths of this machine, on every node.
     common_passes.ClearMetadataAndDocStringPass()(program.model)
@@ -187,7 +229,11 @@ def _name_stored(model: Any, ir_model: ir.Model, stored: Stored, names: Mapping[
 
 
 def _example(
-    dtype: torch.dtype, layers: Seq[LayerGeometry], inputs: list[TensorSpec], sizes: Mapping[str, int]
+    dtype: torch.dtype,
+    layers: Seq[LayerGeometry],
+    inputs: list[TensorSpec],
+    sizes: Mapping[str, int],
+    states: Seq[StateGeometry],
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     """Example inputs and their dynamic dimensions."""
     words = {word: torch.export.Dim(name, min=1, max=1 << 24) for word, name in DIM_NAMES.items()}
@@ -202,6 +248,10 @@ def _example(
         for head_dim in (k_dim, v_dim):
             tensors.append(torch.zeros(_EXAMPLE["B"], 1, heads, _EXAMPLE["L"], head_dim, dtype=dtype))
             dims.append({0: words["B"], 3: words["L"]})
+    for name, shape in state_shapes(states, _EXAMPLE["B"], _EXAMPLE["S"]).items():
+        tensors.append(torch.zeros(shape))
+        is_pending = name.startswith(PENDING.name.partition(".")[0])
+        dims.append({0: words["B"], **({2: words["S"]} if is_pending else {})})
     return tuple(tensors), tuple(dims)
 
 
@@ -209,7 +259,7 @@ def name_dimensions(ir_model: ir.Model) -> None:
     """Give the exporter's anonymous symbols (s21, s15 + 1) the contract's dimension names, in place."""
     symbols: dict[str, str] = {}
     by_name = {value.name: value for value in ir_model.graph.inputs}
-    for spec in (*STEP_INPUTS, K_CACHE._replace(name="k_cache.0")):
+    for spec in (*STEP_INPUTS, K_CACHE._replace(name="k_cache.0"), PENDING._replace(name="pending.0")):
         if spec.name not in by_name:  # heads without attention have no caches
             continue
         for word, dim in zip(spec.shape, by_name[spec.name].shape or (), strict=True):

@@ -30,11 +30,12 @@ def lower_one_token(ir_model: "ir.Model") -> bool:
         ir_model: the traced model, after the passes and, if rotary embeddings are fused, after that.
 
     Returns:
-        whether it was done; False, with nothing changed, where the fused kernel cannot do an attention, or where caches
-        are another model's.
+        whether it was done; False, with nothing changed, where the fused kernel cannot do an attention, where layers
+        keep a state, or where caches are another model's.
     """
-    nodes = [node for node in ir_model.graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN]
-    if not nodes or not all(appends(node) and choose_body(node).fused for node in nodes):
+    ours = [node for node in ir_model.graph if node.domain == OP_DOMAIN]
+    nodes = [node for node in ours if node.op_type == OP_NAME]
+    if not nodes or len(ours) > len(nodes) or not all(appends(node) and choose_body(node).fused for node in nodes):
         return False
     total = _longest(ir_model)
     for node in nodes:

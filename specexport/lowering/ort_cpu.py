@@ -27,6 +27,7 @@ from specexport.lowering.functions import (
 from specexport.lowering.fuse import ROTARY_ATTRIBUTE, packed_qkv, remove_dead_nodes, rotary_kind
 from specexport.lowering.int8_kv import has_int8_caches
 from specexport.lowering.portable import portable_row
+from specexport.lowering.recurrence import lower_recurrences
 from specexport.lowering.shared_kv import appends, lower_shared_kv
 from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.onnx_emit import Emitter, add_input
@@ -194,8 +195,9 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
         ir_model: the traced model.
         padded_kv: make the padded-KV graph, with the step input ``kv_positions``.
     """
+    lower_recurrences(ir_model)
     nodes = [n for n in ir_model.graph if n.op_type == OP_NAME and n.domain == OP_DOMAIN]
-    if not nodes:  # heads without attention
+    if not nodes:  # heads without attention, and models of recurrences alone
         drop_unused_step_inputs(ir_model)
         return
     if not all(map(appends, nodes)):

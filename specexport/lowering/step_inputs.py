@@ -8,6 +8,7 @@ from specexport_runtime.abi import (
     FEATURE_INPUTS,
     GATE_INPUTS,
     PADDED_STEP_INPUTS,
+    STATE_STEPS,
 )
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 def step_inputs(ir_model: "ir.Model") -> tuple[str, ...]:
     """Names of the step inputs that a lowered graph takes, in the contract's order."""
     present = {value.name for value in ir_model.graph.inputs}
-    specs = (*PADDED_STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS, *GATE_INPUTS, *FEATURE_INPUTS)
+    specs = (*PADDED_STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS, *GATE_INPUTS, *FEATURE_INPUTS, STATE_STEPS)
     names = dict.fromkeys(spec.name for spec in specs)
     return tuple(name for name in names if name in present)
 

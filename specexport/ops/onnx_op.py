@@ -9,7 +9,12 @@ from typing import Any
 
 from specexport.ops.spec import UNPADDED_ATTENTION, OpSpec
 
-_FLOATS = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
+_TYPES = {
+    "model": (["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "dtype of the model"),
+    "float32": (["tensor(float)"], "states"),
+    "int32": (["tensor(int32)"], "lengths"),
+    "int64": (["tensor(int64)"], "indices"),
+}
 _KINDS = {"int": int, "float": float}
 
 
@@ -29,17 +34,14 @@ def build_schema(spec: OpSpec = UNPADDED_ATTENTION) -> Any:
             return schema.Attribute(item.name, getattr(schema.AttrType, item.kind.upper()))
         return schema.Attribute(item.name, onnx.helper.make_attribute(item.name, item.default))
 
+    used = {item.dtype for item in (*spec.inputs, *spec.outputs)}
     return schema(
         spec.name,
         spec.domain,
         spec.version,
         inputs=[parameter(item) for item in spec.inputs],
         outputs=[parameter(item) for item in spec.outputs],
-        type_constraints=[
-            ("model", _FLOATS, "dtype of the model"),
-            ("int32", ["tensor(int32)"], "lengths"),
-            ("int64", ["tensor(int64)"], "indices"),
-        ],
+        type_constraints=[(kind, *_TYPES[kind]) for kind in _TYPES if kind in used],
         attributes=[attribute(item) for item in spec.attributes],
     )
 

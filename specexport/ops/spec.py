@@ -27,6 +27,7 @@ DIM_NAMES = {
     "R": "num_logit_rows",
     "L": "kv_capacity",
     "P": "kv_span",
+    "S": "num_pending",
 }
 """Names of a graph's dynamic dimensions, by dimension word."""
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+from specexport.ops.recurrence import RECURRENCES
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME
 
 AS_STORED = "specexport.as_stored"
@@ -49,3 +50,9 @@ def constant_of(value: ir.Value | None) -> ir.TensorProtocol | None:
 def sizes_of(tensor: ir.TensorProtocol) -> list[int]:
     """The sizes of a weight, as numbers; a lazy one is not made for that."""
     return [int(str(size)) for size in tensor.shape]
+
+
+def recurrence_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    """The recurrences of a traced model, in their order."""
+    kinds = {spec.name for spec in RECURRENCES}
+    return (node for node in model.graph if node.domain == OP_DOMAIN and node.op_type in kinds)

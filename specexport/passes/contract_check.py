@@ -6,13 +6,16 @@ from collections.abc import Sequence as Seq
 import onnx_ir as ir
 
 from specexport.ops.spec import DIM_NAMES
-from specexport.passes.base import AS_STORED, CountingPass, attention_nodes
+from specexport.passes.base import AS_STORED, CountingPass, attention_nodes, recurrence_nodes
 from specexport_runtime.abi import (
     CACHE_INPUTS,
     FEATURES,
     LOGITS,
     NEXT_FEATURES,
     OUTPUTS,
+    STATE_INPUTS,
+    STATE_OUTPUTS,
+    STATE_STEPS,
     STEP_INPUTS,
     TOKEN_FEATURES,
     TensorSpec,
@@ -23,7 +26,7 @@ _FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 
 
 class ContractCheckPass(CountingPass):
-    """Inputs, outputs, dtypes, shapes, and one attention node a layer, each between its own caches."""
+    """Inputs, outputs, dtypes, shapes, and attention nodes and recurrences, each between its own caches or states."""
 
     name = "contract-check"
     reason = "a pass that breaks the graph is named at once, not found in a wrong answer later"
@@ -51,6 +54,13 @@ class ContractCheckPass(CountingPass):
         expected_inputs = list(STEP_INPUTS) + [_numbered(spec, i) for i in range(layers) for spec in CACHE_INPUTS]
         logits = LOGITS._replace(dtype=_logits_dtype(model)) if cast_to_come else LOGITS
         expected_outputs = [logits] + [_numbered(spec, i) for i in range(own) for spec in OUTPUTS if spec != LOGITS]
+        recurrences = list(recurrence_nodes(model))
+        if recurrences:
+            expected_inputs.append(STATE_STEPS)
+        for i, node in enumerate(recurrences):
+            rank = _state_rank(node)
+            expected_inputs += [_state(spec, i, rank) for spec in STATE_INPUTS]
+            expected_outputs += [_state(spec, i, rank) for spec in STATE_OUTPUTS]
         given = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
         if TOKEN_FEATURES.name in given or NEXT_FEATURES.name in given:  # a draft head has both
             expected_inputs.append(TOKEN_FEATURES)
@@ -61,6 +71,7 @@ class ContractCheckPass(CountingPass):
             *_compare("input", expected_inputs, model.graph.inputs),
             *_compare("output", expected_outputs, model.graph.outputs),
             *_check_attention(model),
+            *_check_recurrences(recurrences),
             *_check_weights(model),
         ]
 
@@ -80,9 +91,10 @@ def _logits_dtype(model: ir.Model) -> str:
 
 
 def _model_dtype(model: ir.Model) -> ir.DataType | None:
-    """What the caches hold; of heads without attention, what their first matrix holds."""
+    """What the caches hold; of graphs without attention, what their first matrix holds."""
     node = next(attention_nodes(model), None)
-    if node is None and any(value.name == TOKEN_FEATURES.name for value in model.graph.inputs):
+    told = {TOKEN_FEATURES.name, STATE_STEPS.name}
+    if node is None and any(value.name in told for value in model.graph.inputs):
         tensors = (value.const_value for value in model.graph.initializers.values())
         return next((x.dtype for x in tensors if x is not None and x.dtype in _FLOATS and _is_matrix(x)), None)
     return None if node is None or node.inputs[3] is None else node.inputs[3].dtype
@@ -90,6 +102,26 @@ def _model_dtype(model: ir.Model) -> ir.DataType | None:
 
 def _numbered(spec: TensorSpec, layer: int) -> TensorSpec:
     return spec._replace(name=spec.name.format(i=layer))
+
+
+def _state(spec: TensorSpec, number: int, rank: int) -> TensorSpec:
+    """A tensor of a recurrence, with a word for each size of its state."""
+    words = [part for word in spec.shape for part in ([f"Z{i}" for i in range(rank)] if word == "Z" else [word])]
+    return _numbered(spec, number)._replace(shape=tuple(words))
+
+
+def _state_rank(node: ir.Node) -> int:
+    """How many sizes the state of a recurrence has."""
+    return len(node.outputs[1].shape or ()) - 2
+
+
+def _check_recurrences(nodes: Seq[ir.Node]) -> Iterator[str]:
+    for i, node in enumerate(nodes):
+        given = {str(value.name) for value in node.inputs if value is not None}
+        missing = [name for spec in STATE_INPUTS if (name := spec.name.format(i=i)) not in given]
+        made = [str(value.name) for value in node.outputs[1:]]
+        if missing or made != [spec.name.format(i=i) for spec in STATE_OUTPUTS]:
+            yield f"recurrence {i} is not between its own states"
 
 
 def _compare(kind: str, expected: list[TensorSpec], found: Seq[ir.Value]) -> Iterator[str]:

@@ -55,7 +55,8 @@ class LogitTree:
 
     def _logits(self, path: Path) -> Float32Array:
         """What the engine gives after ``path``. Nothing is committed, so every path starts at the context."""
-        logits: Float32Array = self._runner.step(0, [RowWork(self._last + self._stand_in(path), 1)])[0]
+        tokens = self._last + self._stand_in(path)
+        logits: Float32Array = self._runner.step(0, [RowWork(tokens, 1, drafts=len(tokens))])[0]
         return logits
 
     def _stand_in(self, tokens: Seq[int]) -> list[int]:

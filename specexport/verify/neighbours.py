@@ -140,7 +140,8 @@ class _Subject:
             own = self.tokens[start : start + width]
             work = [RowWork(own, len(own))]
             # Nothing of the companions is committed: they take the same tokens again in each step.
-            work += [RowWork(ids[past : past + width], 1) for ids, past in zip(company, pasts, strict=True)]
+            others = [ids[past : past + width] for ids, past in zip(company, pasts, strict=True)]
+            work += [RowWork(tokens, 1, drafts=len(tokens)) for tokens in others]
             found.append(runner.step(0, work)[: len(own)].copy())
             runner.kv.commit(0, self.past + start + len(own))
         logits: Float32Array = np.concatenate(found)

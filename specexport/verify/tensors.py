@@ -207,7 +207,7 @@ def _check_widths(executor: Executor, sequence: Seq[int], lookahead: int, compar
                 runner.prefill(0, list(sequence[past:goal]))
             runner.kv.commit(0, goal)
             past = goal
-            logits = runner.step(0, [RowWork(list(sequence[past : past + width]), width)])
+            logits = runner.step(0, [RowWork(list(sequence[past : past + width]), width, drafts=width)])
             comparison.add(f"width {width}", 0, past, logits)
             # Nothing of it is committed: the next width overwrites these entries.
 
@@ -228,12 +228,12 @@ def _check_ragged(executor: Executor, sequences: Seq[Seq[int]], lookahead: int, 
             break
         # Wrong tokens first, as a rejected draft leaves them: never committed, so they must not be seen.
         wrong = [random.integers(0, executor.vocab_size, limit).tolist() for limit in most]
-        runner.step(0, [RowWork(tokens, min(len(tokens), 1)) for tokens in wrong])
+        runner.step(0, [RowWork(tokens, min(len(tokens), 1), drafts=len(tokens)) for tokens in wrong])
         counts = [int(random.integers(0, limit + 1)) for limit in most]
         if not any(counts):
             counts = most
         work = [
-            RowWork(list(sequence[past : past + count]), count)
+            RowWork(list(sequence[past : past + count]), count, drafts=count)
             for sequence, past, count in zip(sequences, pasts, counts, strict=True)
         ]
         logits = runner.step(0, work)

@@ -12,7 +12,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from specexport_runtime.abi import ABI_VERSION, CACHE_BYTES, ITEM_BYTES, READABLE_ABIS, LayerGeometry
+from specexport_runtime.abi import ABI_VERSION, CACHE_BYTES, ITEM_BYTES, READABLE_ABIS, LayerGeometry, StateGeometry
 from specexport_runtime.bundle.files import FileEntry
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.bundle.rules import (
@@ -32,12 +32,13 @@ from specexport_runtime.bundle.rules import (
 )
 from specexport_runtime.errors import BundleError, IncompatibleError
 
-SCHEMA_VERSION = 10
-READABLE_SCHEMAS = (2, 3, 4, 5, 6, 7, 8, 9, 10)
+SCHEMA_VERSION = 11
+READABLE_SCHEMAS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
 """Version 3 added the fields of engines that are built for a GPU, version 4 those of self-drafting and quantization,
 version 5 the defaults for loading, and engines that are stored as a difference, version 6 those of a cut LM head,
 version 7 the layers that a draft was built without, version 8 what a step's cost can be told from, version 9 the
-dtype of KV caches, version 10 draft heads. An older manifest is one without them. Version 5 also renamed some."""
+dtype of KV caches, version 10 draft heads, version 11 the states of recurrences. An older manifest is one without
+them. Version 5 also renamed some."""
 _RENAMED = {"full_path": "one_token_path", "full_inputs": "one_token_inputs"}
 MANIFEST_NAME = "manifest.json"
 DEFAULT_NUM_SEQS = 8
@@ -133,6 +134,7 @@ class ModelEntry:
         block_size: of a draft head that fills blocks: most tokens of a block, the newest and those to guess. None for
             all others.
         num_draft_heads: of Medusa and Hydra heads: how many there are, each for a place of a draft; 0 for all others.
+        states: sizes of what each recurrence keeps of a row, in order; empty for models of attention alone.
         target_layers: of a draft head that reads caches of the target, and has none: layers of the target that fill
             them; ``layers`` has their sizes. Empty for all others.
         guessed: of a draft head: share of first guesses that were right when it was built, 0 to 1; None where that was
@@ -182,6 +184,7 @@ class ModelEntry:
     num_draft_heads: int = 0
     block_size: int | None = None
     target_layers: tuple[int, ...] = ()
+    states: tuple[StateGeometry, ...] = ()
     guessed: float | None = None
     reading: str | None = None
 
@@ -206,6 +209,7 @@ class ModelEntry:
         """Rebuild an entry from its JSON form."""
         fields = _with_new_names(data)
         fields["layers"] = tuple(LayerGeometry(*layer) for layer in data["layers"])
+        fields["states"] = tuple(StateGeometry(tuple(shape), width) for shape, width in data.get("states", ()))
         fields["inputs"] = tuple(data["inputs"])
         fields["padded_inputs"] = tuple(data.get("padded_inputs", ()))
         fields["skipped_layers"] = tuple(fields.get("skipped_layers", ()))
@@ -374,6 +378,7 @@ _ENTRY_RULES = _rules_of(
     num_draft_heads=whole(0, MAX_LOOKAHEAD),
     block_size=optional(whole(2, 1 << 16)),
     target_layers=list_of(whole(0, 1 << 20)),
+    states=list_of(tuple_of(list_of(_SIZE), _SIZE)),
     guessed=optional(number(0, 1)),
     reading=optional(text),
 )

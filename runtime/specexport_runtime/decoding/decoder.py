@@ -352,7 +352,8 @@ class Decoder:
         wanted = count if seq.is_scored else 1
         if proposal is None:
             return RowWork(known, wanted)
-        return RowWork(known + proposal.tokens, len(proposal.tokens) + wanted)
+        drafts = len(proposal.tokens)
+        return RowWork(known + proposal.tokens, drafts + wanted, drafts=drafts)
 
     def _score(self, scored: Mapping[int, int], output: StepOutput, first_row: int) -> list[Sequence]:
         """Keep log-probabilities of prompts.

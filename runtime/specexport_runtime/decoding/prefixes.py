@@ -46,6 +46,7 @@ class KeptPrefix:
         sides: on which side of the target's borders its first step was (see ``exact_width``).
         drafts: what the drafter has of the row.
         used: when it was last used, in admissions.
+        state_len: tokens that its state has; no text goes on from fewer.
         is_pinned: it stays, whatever comes.
     """
 
@@ -54,6 +55,7 @@ class KeptPrefix:
     sides: tuple[int, ...]
     drafts: Any
     used: int
+    state_len: int = 0
     is_pinned: bool = False
 
 
@@ -65,6 +67,7 @@ class _Match(NamedTuple):
     row: int
     drafts: Any
     kept: KeptPrefix | None
+    state_len: int
 
 
 class PrefixCounts(NamedTuple):
@@ -163,7 +166,7 @@ class Prefixes:
             self.counts = self.counts._replace(copied=self.counts.copied + found.reused)
             if is_continued:
                 del self._kept[found.row]
-        self._target.kv.restore(seq.row, found.reused)
+        self._target.kv.restore(seq.row, found.reused, found.state_len)
         self._drafter.adopt(seq, found.drafts, found.reused)
         if is_new:
             seq.stats.cached_tokens = found.reused
@@ -186,6 +189,7 @@ class Prefixes:
             self._sides(seq.num_prompt_tokens),
             self._drafter.snapshot(seq),
             self._clock,
+            self._target.kv.state_len(seq.row),
             seq.is_pinned,
         )
         self._target.forget_row(seq.row)
@@ -248,14 +252,15 @@ class Prefixes:
             reused = min(common, len(prompt) - 1)  # the last token is read again: its logits are wanted
             if reused == seq.num_prompt_tokens - 1 and 1 in sides:
                 reused -= 1  # alone it would see one entry more than its prompt has, which is beyond the border
-            if reused < LEAST_REUSED or (best is not None and reused < best.reused):
+            state_len = self._target.kv.state_len(row) if kept is None else kept.state_len
+            if reused < max(LEAST_REUSED, state_len) or (best is not None and reused < best.reused):
                 continue
             given = self._drafter.snapshot(drafts) if isinstance(drafts, Sequence) else drafts
             reused = self._drafter.usable(seq, given, reused)
             # Of equal ones, that in its own row: nothing is copied.
             is_better = best is None or (reused, row == seq.row) > (best.reused, best.row == seq.row)
-            if reused >= LEAST_REUSED and is_better:
-                best = _Match(common, reused, row, given, kept)
+            if reused >= max(LEAST_REUSED, state_len) and is_better:
+                best = _Match(common, reused, row, given, kept, state_len)
         return best
 
     def _texts(

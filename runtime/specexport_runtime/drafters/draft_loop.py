@@ -127,7 +127,7 @@ def run_drafts(
     """
     num_rows = vocab_size if head is None else len(head.ids)
     while active := [draft for draft in drafts if draft.is_open]:
-        work = [(draft.sequence.row, pending(draft)) for draft in active]
+        work = [(draft.sequence.row, pending(draft)._replace(drafts=len(draft.tokens))) for draft in active]
         kept = [is_kept(draft) for draft in active]
         if any(draft.needs_logits for draft in active):
             logits = _step(runner, work, kept, "logits")[:, :num_rows]

@@ -61,6 +61,8 @@ class StepBuffers(NamedTuple):
     """Only where the shape has a ``kv_span``."""
     token_features: Float32Array | None = None
     """Only of a draft head."""
+    state_steps: Int64Array | None = None
+    """Only of a model that keeps states."""
 
 
 class Executor(Protocol):
@@ -167,6 +169,13 @@ class FeaturedExecutor(Executor, Protocol):
         ...
 
 
+class StatefulExecutor(Executor, Protocol):
+    """An executor of a model whose rows have states beside KV entries; copying a row copies its state whole."""
+
+    num_pending: int
+    """S: drafts whose inputs a row can keep aside."""
+
+
 class HeadExecutor(Executor, Protocol):
     """An executor of a draft head: each token of a step comes with a feature, ``StepBuffers.token_features``."""
 
@@ -206,6 +215,11 @@ def as_copying(executor: Executor) -> CopyingExecutor | None:
 def as_featured(executor: Executor) -> FeaturedExecutor | None:
     """``executor`` if it is of a target that gives features; None if not."""
     return executor if getattr(executor, "gives_features", False) else None  # type: ignore[return-value]
+
+
+def as_stateful(executor: Executor) -> StatefulExecutor | None:
+    """``executor`` if its model keeps states; None if not."""
+    return executor if getattr(executor, "num_pending", 0) else None  # type: ignore[return-value]
 
 
 def as_head(executor: Executor) -> HeadExecutor | None:

@@ -15,14 +15,21 @@ import numpy.typing as npt
 
 from specexport_runtime.abi import (
     CACHE_INPUTS,
+    K_CACHE,
     K_CACHE_OUT,
     KV_POSITIONS,
     LOGITS,
     PADDED_STEP_INPUTS,
+    STATE_INPUTS,
+    STATE_OUTPUTS,
+    STATE_STEPS,
     STEP_INPUTS,
+    V_CACHE,
     V_CACHE_OUT,
     StepShape,
     cache_shapes,
+    kv_slack,
+    state_shapes,
 )
 from specexport_runtime.bundle.manifest import HYDRA, SMALL_DRAFT_PARAMETERS, ModelEntry
 from specexport_runtime.errors import IncompatibleError, SpecexportError
@@ -49,6 +56,11 @@ from specexport_runtime.machine import available_cores
 __all__ = ["MAX_BINDINGS", "OrtExecutor", "available_cores"]
 
 MAX_BINDINGS = 256
+_OUTPUT_OF = {
+    given.name.partition(".")[0]: made.name
+    for given, made in zip((K_CACHE, V_CACHE, *STATE_INPUTS), (K_CACHE_OUT, V_CACHE_OUT, *STATE_OUTPUTS), strict=True)
+}
+"""Name of the output that has the memory of an input."""
 
 
 class _Binding(NamedTuple):
@@ -125,6 +137,8 @@ class OrtExecutor(GatedByInputs, WithFeatures):
         self.borrows_cache = bool(entry.target_layers)
         self._caches: dict[str, npt.NDArray[Any]] = {}
         self._lent: dict[str, npt.NDArray[Any]] = {}
+        self.num_pending = kv_slack(lookahead) if entry.states else 0
+        self._states = self._make_states(entry)
         if not self.borrows_cache:
             self._caches = self._make_caches(entry)
         else:
@@ -147,6 +161,15 @@ class OrtExecutor(GatedByInputs, WithFeatures):
                 f"{size / 1e9:.1f} GB.",
                 "give a smaller --max-num-seqs or --max-model-len.",
             ) from None
+
+    def _make_states(self, entry: ModelEntry) -> dict[str, npt.NDArray[Any]]:
+        shapes = state_shapes(entry.states, self.num_rows, self.num_pending)
+        return {name: untouched_zeros(shape, np.float32) for name, shape in shapes.items()}
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all rows, with what waits beside them."""
+        return sum(state.nbytes for state in self._states.values())
 
     def lend(self, layers: Seq[int]) -> dict[str, npt.NDArray[Any]]:
         """See ``CacheLender.lend``."""
@@ -192,7 +215,7 @@ class OrtExecutor(GatedByInputs, WithFeatures):
             raise SpecexportError("step_inputs() was called before prepare().")
         arrays = {name: array.copy() for name, array in binding.buffers._asdict().items() if array is not None}
         first, count = binding.shape.first_row, binding.shape.num_seqs
-        caches = self._caches | self._lent
+        caches = self._caches | self._lent | self._states
         return arrays | {name: cache[first : first + count].copy() for name, cache in caches.items()}
 
     def cache_entries(self, row: int, start: int, stop: int) -> dict[str, npt.NDArray[Any]]:
@@ -208,6 +231,8 @@ class OrtExecutor(GatedByInputs, WithFeatures):
         """Copy the first ``kv_len`` entries of a row to another, in every layer."""
         for cache in self._caches.values():
             cache[destination, :, :, :kv_len] = cache[source, :, :, :kv_len]
+        for state in self._states.values():
+            state[destination] = state[source]
 
     def copy_row(self, source: int, destination: int, kv_len: int) -> None:
         """As :meth:`move_row`, which leaves the source as it is."""
@@ -220,9 +245,13 @@ class OrtExecutor(GatedByInputs, WithFeatures):
             aside = cache[one, :, :, :of_one].copy()
             cache[one, :, :, :of_other] = cache[other, :, :, :of_other]
             cache[other, :, :, :of_one] = aside
+        for state in self._states.values():
+            state[[one, other]] = state[[other, one]]
 
     def clear_row(self, row: int) -> None:
-        """Nothing: attention reads no entry beyond a row's length."""
+        """Empty a row's states. Attention reads no entry beyond a row's length."""
+        for state in self._states.values():
+            state[row] = 0.0
 
     def move_entries(self, row: int, entries: Int64Array) -> None:
         """Keep the cache entries ``entries`` of a row, packed to its front, in every layer.
@@ -238,7 +267,7 @@ class OrtExecutor(GatedByInputs, WithFeatures):
         """Release the sessions and the arena."""
         self._bindings.clear()
         self._row_values.clear()
-        self._caches, self._lent = {}, {}
+        self._caches, self._lent, self._states = {}, {}, {}
         self._current = None
         self._graph, self._one_token = OrtGraph(None, frozenset()), None
 
@@ -257,7 +286,7 @@ class OrtExecutor(GatedByInputs, WithFeatures):
             raise SpecexportError(
                 f"{shape} does not fit this graph's KV cache.", "give `unpad_kv` to the executor and the engine alike."
             )
-        specs = PADDED_STEP_INPUTS if shape.kv_span else STEP_INPUTS
+        specs = [*(PADDED_STEP_INPUTS if shape.kv_span else STEP_INPUTS), *([STATE_STEPS] if self._states else [])]
         arrays = {spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in specs}
         for name, array in arrays.items():
             if name in graph.inputs:
@@ -287,15 +316,15 @@ class OrtExecutor(GatedByInputs, WithFeatures):
         kept = self._row_values.get((first_row, num_seqs, one_token))
         if kept is None:
             kept = []
-            for name, cache in (self._caches | self._lent).items():
+            for name, cache in (self._caches | self._lent | self._states).items():
                 rows = cache[first_row : first_row + num_seqs]
                 rows = rows[:, 0] if one_token else rows
-                out = K_CACHE_OUT if name.startswith("k_") else V_CACHE_OUT
+                kind, _, index = name.rpartition(".")
                 value = onnxruntime.OrtValue.ortvalue_from_numpy(rows)
                 if value.data_ptr() != rows.ctypes.data:
                     version = onnxruntime.__version__
                     raise IncompatibleError(f"onnxruntime {version} copies bound arrays.", "install another version.")
-                kept.append((name, out.name.format(i=name.rpartition(".")[2]), value))
+                kept.append((name, _OUTPUT_OF[kind].format(i=index), value))
             self._row_values[first_row, num_seqs, one_token] = kept
         return kept
 

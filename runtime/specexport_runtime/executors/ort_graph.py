@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specexport_runtime.abi import CACHE_INPUTS, StepShape
+from specexport_runtime.abi import CACHE_INPUTS, STATE_INPUTS, StepShape
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.exact_width import sum_borders
@@ -40,7 +40,7 @@ def open_graph(
     engine_hash: str | None,
     lookahead: int = 0,
 ) -> OrtGraph:
-    """Open a graph whose inputs must be ``step_inputs`` and the caches of ``entry``; see ``open_session``.
+    """Open a graph whose inputs must be ``step_inputs`` and the caches and states of ``entry``; see ``open_session``.
 
     Raises:
         MissingDependencyError, BundleError: see ``open_session``.
@@ -50,6 +50,7 @@ def open_graph(
     session = open_session(path, num_threads, spin, engine_hash, lookahead=lookahead, flash=flash)
     inputs = frozenset(value.name for value in session.get_inputs())
     caches = {spec.name.format(i=i) for i in range(len(entry.layers)) for spec in CACHE_INPUTS}
+    caches |= {spec.name.format(i=i) for i in range(len(entry.states)) for spec in STATE_INPUTS}
     if inputs != caches | set(step_inputs):
         odd = sorted(inputs ^ (caches | set(step_inputs)))
         raise IncompatibleError(f"{path}: inputs differ from the manifest's: {', '.join(odd)}.", "build it again.")

@@ -17,6 +17,9 @@ from specexport_runtime.abi import (
     LOGITS,
     NEXT_FEATURES,
     PADDED_STEP_INPUTS,
+    PENDING,
+    STATE,
+    STATE_STEPS,
     TOKEN_FEATURES,
     WANT_FEATURES,
     StepShape,
@@ -27,6 +30,7 @@ _PAST = 5
 _SLACK = 3
 """Entries that stay free: a lone token may be computed twice, and writes two."""
 _DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
+_KEPT = tuple(spec.name.partition(".")[0] for spec in (STATE, PENDING))
 _INT8_SPREAD = 40.0
 """Standard deviation of what int8 caches are filled with."""
 
@@ -106,6 +110,13 @@ def _feed(inputs: Any, width: int, vocab_size: int) -> dict[str, npt.NDArray[Any
             feed[value.name] = entries.astype(dtype)
         elif value.name in gates:
             feed[value.name] = np.full(value.shape, value.name in (LAYER_MASK.name, WANT_FEATURES.name))
+        elif value.name.partition(".")[0] in _KEPT:
+            shape = tuple(size if isinstance(size, int) else rows for size in value.shape)
+            if value.name.startswith(_KEPT[1]):
+                shape = (*shape[:2], width, shape[3])
+            feed[value.name] = generator.standard_normal(shape, np.float32)
+        elif value.name == STATE_STEPS.name:  # as a verify step: all behind the first token are drafts
+            feed[value.name] = np.array([[0, 0, 1, width - 1]])
         elif value.name == TOKEN_FEATURES.name:
             feed[value.name] = generator.standard_normal((width, value.shape[1]), np.float32)
         else:

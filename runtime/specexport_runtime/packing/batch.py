@@ -17,18 +17,21 @@ from typing import NamedTuple
 import numpy as np
 
 from specexport_runtime.abi import StepShape
-from specexport_runtime.errors import SpecexportError
+from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors.base import (
     CopyingExecutor,
     Executor,
     Float32Array,
+    Int64Array,
     StepBuffers,
     StepOutput,
     Want,
     as_copying,
+    as_stateful,
 )
 from specexport_runtime.packing.kv import KvArena
 from specexport_runtime.packing.padded_kv import PaddedKvArena
+from specexport_runtime.packing.state import StateArena
 
 
 class RowWork(NamedTuple):
@@ -38,11 +41,14 @@ class RowWork(NamedTuple):
         tokens: new tokens, in order; empty for a row that sits the step out.
         num_logits: how many of the last tokens need logits.
         features: of a draft head: the feature that comes with each token, float32 [n, E]; None gives zeros.
+        drafts: how many of the row's last tokens behind this step are drafts: they may not enter a state. Those of
+            earlier steps count too, as long as nobody tested them.
     """
 
     tokens: Seq[int]
     num_logits: int
     features: Float32Array | None = None
+    drafts: int = 0
 
 
 IDLE = RowWork((), 0)
@@ -126,6 +132,14 @@ class ModelRunner:
         kv: KvArena | None = None,
     ) -> None:
         self.executor = executor
+        self._states = as_stateful(executor)
+        if kv is None and self._states is not None:
+            if not (unpad_kv and unpad_input):
+                raise InvalidRequestError(
+                    "this model keeps states, which padding would enter.",
+                    "leave out --no-unpad-kv and --no-unpad-input.",
+                )
+            kv = StateArena(executor.num_rows, executor.kv_capacity, self._states.num_pending)
         arena = KvArena if unpad_kv else PaddedKvArena
         self.kv: KvArena = arena(executor.num_rows, executor.kv_capacity) if kv is None else kv
         self.max_chunk = min(max_chunk, executor.max_num_tokens or max_chunk)
@@ -164,9 +178,12 @@ class ModelRunner:
         counts = tuple([(len(row.tokens), row.num_logits) for row in work])
         needed = [count or 1 for count, _ in counts]
         span = self._make_room(first_row, needed)
+        states = self._step_states(first_row, work)
         self.kv.write(first_row, needed)
         shape = step_shape(first_row, work, span)
         buffers = self.executor.prepare(shape)
+        if states is not None and buffers.state_steps is not None:
+            buffers.state_steps[:] = states
         filled = self._filled.get(shape)
         if filled is None or filled[0] is not buffers or filled[1] != counts:
             fill_index_inputs(buffers, [count for count, _ in counts], [wanted for _, wanted in counts])
@@ -178,6 +195,15 @@ class ModelRunner:
         for i in range(1, len(work)):
             self.logit_starts[i] = self.logit_starts[i - 1] + counts[i - 1][1]
         return self.executor.execute(want)
+
+    def _step_states(self, first_row: int, work: Seq[RowWork]) -> Int64Array | None:
+        """What the step does with states; a row that begins has an empty one. None for a model without."""
+        if not isinstance(self.kv, StateArena):
+            return None
+        for row, given in enumerate(work, start=first_row):
+            if given.tokens and not self.kv.kv_len(row):
+                self.executor.clear_row(row)
+        return self.kv.step(first_row, [(len(given.tokens), given.drafts) for given in work])
 
     def _make_room(self, first_row: int, needed: Seq[int]) -> int:
         """In the padded method: pad the rows to one length, squeezing old padding out when they are full.

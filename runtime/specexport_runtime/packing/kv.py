@@ -68,8 +68,17 @@ class KvArena:
         self._kv_lens[destination] = self._written[destination] = self._kv_lens[source]
         self.release(source)
 
-    def restore(self, row: int, kv_len: int) -> None:
+    def state_len(self, row: int) -> int:  # noqa: ARG002
+        """Tokens of ``row`` that only all of them can be gone on behind: none, without states (see ``StateArena``)."""
+        return 0
+
+    def restore(self, row: int, kv_len: int, state_len: int = 0) -> None:  # noqa: ARG002
         """The first ``kv_len`` entries of an empty row were put there without a step, and are committed.
+
+        Args:
+            row: the row.
+            kv_len: its entries.
+            state_len: see ``StateArena``.
 
         Raises:
             SpecexportError: the row is not empty, or cannot hold them.
@@ -77,6 +86,17 @@ class KvArena:
         if self._kv_lens[row] or not 0 <= kv_len <= self.capacity:
             raise SpecexportError(f"KV row {row}: cannot take over {kv_len} entries, it has {self._kv_lens[row]}.")
         self._kv_lens[row] = self._written[row] = kv_len
+
+    def assume(self, row: int, kv_len: int) -> None:
+        """For measuring: say that ``row`` has ``kv_len`` entries, whatever they hold.
+
+        Raises:
+            SpecexportError: the row cannot hold them.
+        """
+        missing = kv_len - self.kv_len(row)
+        if missing > 0:
+            self.write(row, [missing])
+        self.commit(row, kv_len)
 
     def release(self, row: int) -> None:
         """Forget everything in ``row``."""
@@ -121,7 +141,7 @@ class BorrowedKv(KvArena):
     def move(self, source: int, destination: int) -> None:
         """Nothing: the lender moves its rows."""
 
-    def restore(self, row: int, kv_len: int) -> None:
+    def restore(self, row: int, kv_len: int, state_len: int = 0) -> None:
         """Nothing: the lender takes over what its rows have."""
 
     def release(self, row: int) -> None:
