@@ -20,6 +20,7 @@ from tests.tiny_traces import trace_of
 
 LOOKAHEAD = 6
 TOLERANCE = 1e-4
+"""Of the largest logit."""
 
 
 def open_engine(model: Any, folder: Path, rows: int) -> OrtExecutor:
@@ -60,12 +61,13 @@ def test_engine_logits_equal_eager_transformers_behind_rollbacks(name: str, tmp_
     expected = reference_logits(make_checkpoint(model), sequences)
     assert min(float(logits.std()) for logits in expected) > 0.1, "degenerate logits would hide an error"
 
+    limit = TOLERANCE * max(float(np.abs(logits).max()) for logits in expected)
     runner = ModelRunner(open_engine(model, tmp_path, 4))
     for row, chunks in enumerate([(9,), (5, 1, 8), (2, 2)]):
         for chunk in chunks:
             start = runner.kv.kv_len(row)
             logits = runner.step(row, [RowWork(sequences[row][start : start + chunk], chunk)])
-            assert np.abs(logits - expected[row][start : start + chunk]).max() < TOLERANCE
+            assert np.abs(logits - expected[row][start : start + chunk]).max() < limit
             runner.kv.commit(row, start + chunk)
     while any(runner.kv.kv_len(row) < len(sequences[row]) for row in range(3)):
         work, right = [], []
@@ -86,7 +88,7 @@ def test_engine_logits_equal_eager_transformers_behind_rollbacks(name: str, tmp_
         for row, count in enumerate(right):
             if count:
                 start, begin = runner.kv.kv_len(row), runner.logit_starts[row]
-                assert np.abs(logits[begin : begin + count] - expected[row][start : start + count]).max() < TOLERANCE
+                assert np.abs(logits[begin : begin + count] - expected[row][start : start + count]).max() < limit
                 runner.kv.commit(row, start + int(random.integers(1, count + 1)))
         runner.kv.check()
     if name == "bamba":  # the last round of a row that was moved, behind drafts that were accepted
@@ -149,6 +151,6 @@ def test_what_a_state_cannot_do_is_refused(tmp_path: Path) -> None:
 
     target = save_checkpoint(make_model(*HYBRIDS["lfm2"]), tmp_path / "target")
     with pytest.raises(UnsupportedModelError, match="leave out --self-draft") as caught:
-        build_bundle(BuildRecipe(target=str(target), output=str(tmp_path / "bundle"), self_draft=True, max_model_len=64))
+        build_bundle(BuildRecipe(target=str(target), output=str(tmp_path / "bundle"), self_draft=True))
     assert caught.value.exit_code == 2
     assert not (tmp_path / "bundle").exists()
