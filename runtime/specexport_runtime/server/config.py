@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.requests.chat_dialect import check_parsers
 
 LOG_FORMATS = ("text", "json")
 _COUNTS = ("max_body_bytes", "max_prompts", "max_n", "max_connections")
@@ -40,6 +41,8 @@ class ServerConfig:
         max_connections: most connections at a time; more are refused with 503.
         log_format: ``"json"`` or ``"text"``.
         playground: serve the page at ``/``.
+        tool_call_parser: format of calls of functions; ``"auto"`` finds it in the chat template.
+        reasoning_parser: ``"none"`` leaves what a model thinks in its text; ``"auto"`` takes it out.
 
     Raises:
         InvalidRequestError: a value is out of its range, or the address needs a key.
@@ -63,6 +66,8 @@ class ServerConfig:
     max_connections: int = 1024
     log_format: str = "text"
     playground: bool = True
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     def __post_init__(self) -> None:
         _check_range("--port", self.port, 0, 65535)
@@ -75,6 +80,7 @@ class ServerConfig:
             _check_seconds(_flag(name), getattr(self, name))
         if self.log_format not in LOG_FORMATS:
             raise InvalidRequestError(f"--log-format is {self.log_format!r}.", f"give {' or '.join(LOG_FORMATS)}.")
+        check_parsers(self.tool_call_parser, self.reasoning_parser)
         _check_word("--host", self.host)
         _check_word("--model-name", self.model_name)
         for name in self.allowed_hosts:
