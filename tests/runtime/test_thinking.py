@@ -1,6 +1,5 @@
 """Grammars that begin where the thinking ends: place by place, in and out of drafts."""
 
-import itertools
 import json
 import re
 from contextlib import closing
@@ -170,8 +169,3 @@ def test_a_batch_of_texts_that_think_and_that_do_not(engine):
     assert [each.token_ids for each in together] == [each.token_ids for each in alone]
     assert re.fullmatch(r"(?s)[^(]*\([a-c]{4}", together[1].text)
     assert re.fullmatch("[a-c]{4}", together[2].text)
-
-
-def test_ids_of_fakes_are_what_they_are_called():
-    pairs = itertools.combinations((BEGIN, END, EOS, LINE, A, B), 2)
-    assert all(one != other for one, other in pairs)

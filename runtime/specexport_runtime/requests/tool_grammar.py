@@ -47,8 +47,9 @@ class CallGrammar:
         if is_free:
             return self._free(names, several=several) + rules
         opener = self.mark(self.format.openers[0]) if self.format.openers and not self.format.starts else ""
-        calls = self.format.rules(names, self.style, self.mark, opener=opener, several=several)
-        if choice.mode == "required" or answer is None:
+        style = self.style._replace(apart=answer is not None)
+        calls = self.format.rules(names, style, self.mark, opener=opener, several=several)
+        if answer is None:
             return f"start: calls\n{calls}{rules}"
         # Beside a call, the answer is compact, as it is without functions.
         return f"start: calls | answer\nanswer: {_compact(answer)}\n{calls}{rules}"

@@ -10,10 +10,18 @@ from specexport_runtime.requests.tool_formats.events import Feed, Reading
 
 
 class Style(NamedTuple):
-    """How a model writes JSON: what stands between items, and between key and value."""
+    """How a model writes JSON.
+
+    Attributes:
+        item: what stands between items.
+        key: what stands between a key and its value.
+        apart: a grammar of calls has the lexemes of JSON, as that of an answer beside them has: the lexer cannot go back
+            from one that is longer. Beside free text, the longer one is what parts them.
+    """
 
     item: str = ", "
     key: str = ": "
+    apart: bool = False
 
 
 Marks = Callable[[str], str]
@@ -73,11 +81,11 @@ class ToolFormat(ABC):
         start = f'{{"name"{style.key}"'
         return (start, f"[{start}") if "[" in self.starts else (start,)
 
-    def head(self, name: str, style: Style) -> str:
-        """A call up to its arguments."""
-        return f'{{"name"{style.key}"{name}"{style.item}"{self.arguments_key}"{style.key}'
-
     def object_rule(self, names: Seq[str], style: Style) -> str:
         """The rule ``object``: a call that is one JSON object."""
-        each = (f'{json.dumps(self.head(name, style))} arguments_{i} "}}"' for i, name in enumerate(names))
-        return f"object: {' | '.join(each)}\n"
+        return f"object: {' | '.join(self._object(name, i, style) for i, name in enumerate(names))}\n"
+
+    def _object(self, name: str, i: int, style: Style) -> str:
+        parts = ["{", '"name"', style.key, f'"{name}"', style.item, f'"{self.arguments_key}"', style.key]
+        head = " ".join(map(json.dumps, parts if style.apart else ["".join(parts)]))
+        return f'{head} arguments_{i} "}}"'
