@@ -31,7 +31,12 @@ GOOD = [
     ("llama3_json", ' {"type": "function", "name": "stop", "parameters": {}}', "", [NO_ARGUMENTS]),
     ("llama3_json", '{"name": "stop", "parameters": {}}; {"name": "stop", "parameters": {}}', "", [NO_ARGUMENTS] * 2),
     ("llama3_json", 'Well.<|python_tag|>{"name": "stop", "parameters": {}}', "Well.", [NO_ARGUMENTS]),
-    ("mistral", '[TOOL_CALLS][{"name": "find", "arguments": {"a": "}\\""}}, {"name": "stop"}]', "", [ONE, NO_ARGUMENTS]),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "find", "arguments": {"a": "}\\""}}, {"name": "stop"}]',
+        "",
+        [ONE, NO_ARGUMENTS],
+    ),
     ("mistral", 'Well.[TOOL_CALLS] [{"arguments": {}, "name": "stop"}]', "Well.", [NO_ARGUMENTS]),
     ("mistral", '[TOOL_CALLS]find[ARGS]{"a": "}\\""}[TOOL_CALLS]stop[ARGS]{}', "", [ONE, NO_ARGUMENTS]),
     ("mistral", "[TOOL_CALLS]stop[CALL_ID]abcdefghi[ARGS]{}", "", [NO_ARGUMENTS]),

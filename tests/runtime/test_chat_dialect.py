@@ -239,7 +239,11 @@ def test_grammars_hold_from_the_opener_on(name, markers):
 def test_tags_of_llama_in_the_middle():
     takes = matcher_of(dialect_of(TEMPLATES["llama3_json"], *MARKERS), ToolChoice())
     call = TEXTS["llama3_json"][0]
-    assert [takes(text) for text in (f"Hi <|python_tag|>{call}", "Hi <|python_tag|>1", '{"x": 1}')] == [True, False, True]
+    assert [takes(text) for text in (f"Hi <|python_tag|>{call}", "Hi <|python_tag|>1", '{"x": 1}')] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_what_needs_no_grammar_has_none():

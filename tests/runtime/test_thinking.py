@@ -7,10 +7,11 @@ from contextlib import closing
 import chance
 import numpy as np
 import pytest
-from chat_fakes import MARKERS, letters
+from chat_fakes import MARKERS, PLAIN, letters
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.requests.functions import ToolChoice, read_functions
 from specexport_runtime.requests.grammars import GrammarCompiler
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import Thinking
@@ -169,3 +170,27 @@ def test_a_batch_of_texts_that_think_and_that_do_not(engine):
     assert [each.token_ids for each in together] == [each.token_ids for each in alone]
     assert re.fullmatch(r"(?s)[^(]*\([a-c]{4}", together[1].text)
     assert re.fullmatch("[a-c]{4}", together[2].text)
+
+
+def test_calls_of_real_models(engine, monkeypatch):
+    """The demo pair, which was never told of functions, calls one; the same call with every way of drafting."""
+    monkeypatch.setattr(engine, "_chat_template", PLAIN)
+    tools = [{"type": "function", "function": {"name": "set_size", "parameters": SCHEMA}}]
+    messages, functions = [{"role": "user", "content": PROMPT}], read_functions(tools)
+    dialect = engine.chat_dialect("json")
+    prompt = dialect.render(messages, tools)
+    form = dialect.form(prompt, functions, ToolChoice("required", "set_size"))
+    params = SamplingParams(max_tokens=100, structured_outputs=form)
+    ids = engine.tokenizer.encode(prompt, add_special_tokens=False).ids
+    results = [
+        engine.generate([ids], [params], drafter=drafter)[0] for drafter in ("none", "draft-model", "lookup", "auto")
+    ]
+    assert len({result.text for result in results}) == 1
+    (call,) = dialect.read(results[0].text, prompt, tools).calls
+    assert call.name == "set_size"
+    assert list(json.loads(call.arguments)) == ["size", "on"]
+    forced = results[1].stats.drafters["forced"]
+    assert forced.accepted > 0.8 * forced.drafted > 4
+    with pytest.raises(InvalidRequestError, match="knows no tools"):
+        engine.format_chat(messages, tools)
+    assert engine.encode_chat(messages) == engine.encode(engine.format_chat(messages))
