@@ -36,7 +36,8 @@ LLAMA = (
     """{%- if tools %}{{ 'Answer {"name": function, "parameters": {…}}.' }}{%- endif %}"""
     + HEAD
     + "{%- elif m.role == 'tool' %}{{ '<|user|>' + m.content + '<|end|>' }}"
-    "{%- elif m.tool_calls %}{%- if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{%- endif %}"
+    "{%- elif m.tool_calls %}"
+    "{%- if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{%- endif %}"
     """{{ '<|assistant|>{"name": "' + m.tool_calls[0].function.name + '", "parameters": ' }}"""
     "{{ m.tool_calls[0].function.arguments | tojson }}{{ '}<|end|>' }}"
     "{%- else %}{{ '<|assistant|>' + m.content + '<|end|>' }}" + TAIL

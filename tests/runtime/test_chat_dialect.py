@@ -1,6 +1,5 @@
 """What chat templates tell: functions, the format of calls, thinking; and the grammars that come of it."""
 
-import chat_fakes
 import pytest
 from chat_fakes import MARKERS, PLAIN, TEMPLATES, THINKS, letters
 
@@ -140,7 +139,10 @@ def test_variables_of_a_template_are_bounded(given, said):
         ([{"type": "function", "function": {"name": "a b"}}], "tools[0].function.name"),
         ([{"type": "function", "function": {"name": "a" * 65}}], "tools[0].function.name"),
         ([*TOOLS, TOOLS[1]], "tools[2].function.name"),
-        ([{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}], "tools[0].function.parameters"),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
+            "tools[0].function.parameters",
+        ),
         ([{"type": "function", "function": {"name": "f", "description": "x" * 300_000}}], "tools"),
         ([{"type": "function", "function": {"name": "f", "description": {1}}}], "tools"),
     ],
@@ -276,4 +278,3 @@ def test_reading_from_python():
     dialect = dialect_of(TEMPLATES["hermes"], *MARKERS)
     parts = dialect.read(TEXTS["hermes"][0], dialect.render(ASK, TOOLS), TOOLS)
     assert [(call.name, call.arguments) for call in parts.calls] == [("weather", GOOD)]
-    assert chat_fakes.HERMES == dialect.template

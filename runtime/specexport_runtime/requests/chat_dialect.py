@@ -87,7 +87,7 @@ class ChatDialect:
         """What the template writes of a conversation with a call, from there on; empty if it refuses it."""
         tool = {"name": "other_function", "description": "", "parameters": {"type": "object", "properties": {}}}
         called = {"name": _FUNCTION, "arguments": {_KEY: 1}}
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": "ask"},
             {"role": "assistant", "content": "", "tool_calls": [{"id": _ID, "type": "function", "function": called}]},
             {"role": "tool", "name": _FUNCTION, "tool_call_id": _ID, "content": "found"},

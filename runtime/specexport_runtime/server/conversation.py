@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from specexport_runtime.async_engine import AsyncSpecEngine
@@ -93,7 +94,7 @@ class Conversation:
         if form is None or (answer is not None and form.kind != "grammar"):
             return form
         try:
-            await service.aside(lambda: service.engine.check_form(form))
+            await service.aside(partial(service.engine.check_form, form))
         except MissingDependencyError as error:
             raise ApiError(400, f"tools: {error}", param="tools", code="unsupported_parameter") from None
         except InvalidRequestError as error:
@@ -103,9 +104,9 @@ class Conversation:
     async def _blame(self, service: AsyncSpecEngine, error: InvalidRequestError) -> ApiError:
         """The error of a grammar as that of the schema that is to blame."""
         for i, function in enumerate(self.functions):
-            param, schema = f"tools[{i}].function.parameters", function.schema
+            param = f"tools[{i}].function.parameters"
             try:
-                await service.aside(lambda schema=schema: service.engine.check_form(StructuredOutputs(json=schema)))
+                await service.aside(partial(service.engine.check_form, StructuredOutputs(json=function.schema)))
             except InvalidRequestError as own:
                 return invalid(param, f"{param}: {own}")
         return invalid("tools", f"tools: {error}")
@@ -222,12 +223,13 @@ def _content(item: Message, where: str, dialect: ChatDialect) -> str | None:
     if item.content is not None:
         return join_text(item.content)
     param = f"{where}.content"
-    if item.role == "assistant" and item.tool_calls:
+    thought = item.reasoning_content or item.reasoning
+    if item.role == "assistant" and (item.tool_calls or thought):
         # Most templates want a text here. Some tell calls by a content that is none: they ask for it.
         return None if _TESTS_FOR_NONE.search(dialect.template) else ""
     if "content" not in item.model_fields_set:
         raise ApiError(400, f"{param} is missing.", param=param, code="missing_required_parameter")
-    raise invalid(param, f"{param} is null: that is for messages of the assistant with tool_calls.")
+    raise invalid(param, f"{param} is null: that is for messages of the assistant with tool_calls or reasoning.")
 
 
 def _called(call: ToolCall, where: str) -> dict[str, Any]:

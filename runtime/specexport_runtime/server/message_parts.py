@@ -79,6 +79,9 @@ class PartsFormat(ChatFormat):
         return self._choice(index, {"message": message}, pieces, finish)
 
 
+_KINDS: dict[type, str] = {Content: "content", Reasoning: "reasoning_content", Arguments: "arguments"}
+
+
 class _Deltas:
     """From what was read of one choice to deltas, as OpenAI's: neighbours of a kind are one."""
 
@@ -88,7 +91,7 @@ class _Deltas:
     def of(self, events: Seq[Event]) -> Iterator[dict[str, Any]]:
         pending: dict[str, str] = {}
         for event in events:
-            kind = {Content: "content", Reasoning: "reasoning_content", Arguments: "arguments"}.get(type(event))
+            kind = _KINDS.get(type(event))
             if pending and (kind is None or kind not in pending):
                 yield self._delta(pending)
                 pending = {}

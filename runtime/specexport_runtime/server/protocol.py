@@ -223,9 +223,29 @@ Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_FUNCTIONS)]
 ToolCalls = Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_FUNCTIONS)]
 
 
+def _role(*names: str, null: tuple[str, ...], given: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What messages of a role must have and must not have, for OpenAPI."""
+    return {
+        "properties": {"role": {"enum": names}}
+        | {name: {"type": "null"} for name in null}
+        | {name: {"type": ["string", "array"]} for name in given},
+        "required": list(given),
+    }
+
+
+_OF_ASSISTANTS = ("tool_calls", "reasoning_content", "reasoning")
+_ROLES: list[Any] = [
+    _role("system", "developer", "user", null=(*_OF_ASSISTANTS, "tool_call_id"), given=("content",)),
+    _role("assistant", null=("tool_call_id", *_OF_ASSISTANTS), given=("content",)),
+    _role("assistant", null=("tool_call_id",)),
+    _role("tool", null=_OF_ASSISTANTS, given=("content", "tool_call_id")),
+]
+
+
 class Message(Strict):
     """A message; the keys that are null are those that clients copy from an answer."""
 
+    model_config = ConfigDict(json_schema_extra={"anyOf": _ROLES})
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = Field(default=None, description="null only where the assistant calls functions.")
     name: Text | None = None

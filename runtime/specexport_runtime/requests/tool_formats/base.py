@@ -15,8 +15,8 @@ class Style(NamedTuple):
     Attributes:
         item: what stands between items.
         key: what stands between a key and its value.
-        apart: a grammar of calls has the lexemes of JSON, as that of an answer beside them has: the lexer cannot go back
-            from one that is longer. Beside free text, the longer one is what parts them.
+        apart: a grammar of calls has the lexemes of JSON, as that of an answer beside them has: a lexer cannot go back
+            from a longer one. Beside free text, the longer one is what parts them.
     """
 
     item: str = ", "
