@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from specexport_runtime.costs.learned import LearnedCosts
     from specexport_runtime.costs.tune_profile import TuneProfile
     from specexport_runtime.drafters.suffix_open import KeptSuffixes
+    from specexport_runtime.requests.chat_dialect import ChatDialect
 
 DEFAULT_BATCHED_TOKENS = 512
 PIN_TOKENS = 4
@@ -199,6 +200,7 @@ class SpecEngine:
         self._loop = DecodeLoop(decoder)
         self._chat_template = chat_template
         self._special_tokens = dict(special_tokens or {})
+        self._chat_dialects: dict[tuple[str, str], ChatDialect] = {}
         self._release_lock = threading.Lock()
         self._released = False
         self._suffixes = suffixes
@@ -511,31 +513,69 @@ class SpecEngine:
         """
         return self._builder.encode(prompt)
 
-    def encode_chat(self, messages: Seq[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Seq[Mapping[str, Any]],
+        tools: Seq[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation's prompt, checked. The template's text holds all special tokens: none is added.
 
         Args:
             messages: as :meth:`format_chat`.
+            tools: as :meth:`format_chat`.
+            template_arguments: as :meth:`format_chat`.
 
         Raises:
             InvalidRequestError: as :meth:`format_chat`, or the prompt is empty or too long for the engine.
         """
-        return self._builder.encode(self.format_chat(messages), add_special_tokens=False)
+        text = self.format_chat(messages, tools, template_arguments)
+        return self._builder.encode(text, add_special_tokens=False)
 
-    def format_chat(self, messages: Seq[Mapping[str, Any]]) -> str:
+    def format_chat(
+        self,
+        messages: Seq[Mapping[str, Any]],
+        tools: Seq[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> str:
         """The prompt text of a conversation, by the checkpoint's chat template; to generate, :meth:`encode_chat` it.
 
         Args:
-            messages: ``{"role": …, "content": …}`` in order.
+            messages: ``{"role": …, "content": …}`` in order; arguments of ``tool_calls`` are objects.
+            tools: functions that may be called, as OpenAI writes them.
+            template_arguments: more variables of the template, ``{"enable_thinking": False}`` say.
 
         Raises:
             InvalidRequestError: the bundle has no chat template, or the template refuses the messages.
         """
-        from specexport_runtime.requests.chat import render_chat
+        return self.chat_dialect().render(messages, tools, template_arguments)
+
+    def chat_dialect(self, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> "ChatDialect":
+        """How the model writes conversations: what to do with functions, their calls, and thinking.
+
+        Args:
+            tool_call_parser: name of the format of calls; ``"auto"`` finds it in the chat template.
+            reasoning_parser: ``"none"`` leaves what a model thinks in its text.
+
+        Raises:
+            InvalidRequestError: the bundle has no chat template, or there is no parser of that name.
+        """
+        from specexport_runtime.requests.chat_dialect import ChatDialect
 
         if self._chat_template is None:
             raise InvalidRequestError("this bundle has no chat template.", "give a plain prompt.")
-        return render_chat(self._chat_template, messages, self._special_tokens)
+        names = (tool_call_parser, reasoning_parser)
+        found = self._chat_dialects.get(names)
+        if found is None or found.template != self._chat_template:
+            found = self._chat_dialects[names] = ChatDialect(
+                self._chat_template,
+                self._special_tokens,
+                self.tokenizer,
+                self._builder.eos_token_ids,
+                tool_call_parser=tool_call_parser,
+                reasoning_parser=reasoning_parser,
+            )
+        return found
 
     def conversation(self, messages: Seq[Mapping[str, Any]] = (), *, chat_template: str | None = None) -> Conversation:
         """A conversation whose prompts go on from what was generated, token for token, so that little is read again.

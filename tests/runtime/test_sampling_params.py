@@ -58,6 +58,7 @@ from specexport_runtime.sampling.sampler import Sampler
         ("stop_token_ids", ("x",)),
         ("stop_token_ids", "12"),
         ("stop_token_ids", 5),
+        ("shown_special_tokens", (-1,)),
         ("ignore_eos", 1),
         ("include_stop_str_in_output", "yes"),
         ("skip_special_tokens", None),

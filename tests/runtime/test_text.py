@@ -122,6 +122,22 @@ def test_pieces_joined_equal_decode(make, skip, data):
     assert stream.take() == stream.finish() == ""
 
 
+@pytest.mark.parametrize("make", [byte_level, llama_like])
+def test_some_special_tokens_may_be_shown(make):
+    """As if the others were not there."""
+    tokenizer = make()
+    specials = sorted(tokenizer.get_added_tokens_decoder())
+    shown, hidden = specials[0], frozenset(specials[1:])
+    ids = [shown, 70, specials[1], 71, 72, shown, specials[1], 73, *[74] * 40, shown]
+    stream, text = TextStream(tokenizer, SamplingParams(), hidden), ""
+    for token in ids:
+        stream.append(token)
+        text += stream.take()
+    text += stream.finish()
+    assert text == tokenizer.decode([token for token in ids if token not in hidden], skip_special_tokens=False)
+    assert text.count(tokenizer.id_to_token(shown)) == 3
+
+
 def naive(tokenizer, ids, params):
     """Decode everything after every token; stop at the first token whose text holds a stop string."""
     for count in range(1, len(ids) + 1):

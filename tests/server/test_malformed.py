@@ -42,7 +42,7 @@ def test_what_the_schema_allows_and_forbids(served: Served) -> None:
     assert {request.kind for request in requests} == {"schema positive", "schema negative"}
     report = fuzz(served, requests)
     assert not report.problems, "\n".join(report.problems[:5])
-    assert report.counts["schema positive", "200"] > 20, report.counts
+    assert report.counts["schema positive", "200"] > 10, report.counts  # tools and roles have rules beyond a schema
     assert report.counts["schema negative", "400"] > 50, report.counts
     assert not report.counts["schema negative", "200"] > report.counts["schema negative", "400"], report.counts
 

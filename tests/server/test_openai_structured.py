@@ -119,6 +119,16 @@ def nested(depth):
             "response_format.json_schema.schema",
             "'inner' is missing",
         ),
+        (
+            {"response_format": formatted(SCHEMA | {"required": 5})},
+            "response_format.json_schema.schema",
+            "'required' a list",
+        ),
+        (
+            {"response_format": formatted(SCHEMA | {"properties": [1]})},
+            "response_format.json_schema.schema",
+            "'properties' must be an object",
+        ),
         ({"response_format": formatted(nested(12))}, "response_format.json_schema.schema", "at most 10 levels"),
         (
             {"response_format": formatted({"type": "object", "not": {}}, strict=False)},

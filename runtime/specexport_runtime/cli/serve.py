@@ -9,7 +9,9 @@ import click
 
 from specexport_runtime.cli.options import NumberOr, batch_options
 from specexport_runtime.errors import MissingDependencyError
+from specexport_runtime.requests.chat_dialect import REASONING_PARSERS
 from specexport_runtime.requests.speculative_config import METHODS
+from specexport_runtime.requests.tool_formats.registry import PARSERS
 from specexport_runtime.server.config import LOG_FORMATS, SCHEDULING_POLICIES, ServerConfig, check_key, read_keys
 
 KEY_VARIABLE = "SPECEXPORT_API_KEY"
@@ -86,6 +88,20 @@ _PACE = (
         help="Milliseconds between two rounds of a sequence: prompts are read in chunks that fit into them.",
     ),
 )
+_CHAT = (
+    _setting(
+        "--tool-call-parser",
+        "tool_call_parser",
+        "Format of calls of tools; auto finds it in the chat template, json tells of tools in a system message.",
+        type=click.Choice(PARSERS),
+    ),
+    _setting(
+        "--reasoning-parser",
+        "reasoning_parser",
+        "auto: what a model thinks comes as reasoning_content. none: it stays in the text.",
+        type=click.Choice(REASONING_PARSERS),
+    ),
+)
 _LOOK = (
     _setting("--log-format", "log_format", "Log lines as text or JSON.", type=click.Choice(LOG_FORMATS)),
     _setting("--playground/--no-playground", "playground", "Serve a page to try the model at /."),
@@ -125,7 +141,7 @@ def _add(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
-@_add(*_ADDRESS, *_KEYS, *_LIMITS, *_PACE, *_DRAFTING)
+@_add(*_ADDRESS, *_KEYS, *_LIMITS, *_PACE, *_CHAT, *_DRAFTING)
 @batch_options
 @_add(*_LOOK)
 def serve(

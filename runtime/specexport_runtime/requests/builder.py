@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -142,7 +143,7 @@ class RequestBuilder:
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
-            text=TextStream(self.tokenizer, params),
+            text=TextStream(self.tokenizer, params, self._hidden(params)),
             stream=stream,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             draft_plan=stages,
@@ -156,6 +157,18 @@ class RequestBuilder:
             owner=options.owner,
             priority=options.priority,
         )
+
+    @cached_property
+    def special_tokens(self) -> frozenset[int]:
+        """Ids of all special tokens."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return frozenset(token for token, each in added.items() if each.special)
+
+    def _hidden(self, params: SamplingParams) -> frozenset[int] | None:
+        """Tokens without a text, where some special ones have one."""
+        if not (params.skip_special_tokens and params.shown_special_tokens):
+            return None
+        return self.special_tokens - frozenset(params.shown_special_tokens)
 
     def _exit_params(self, options: RequestOptions, plan: DraftPlan) -> DraftExitParams | None:
         """When drafts of models end for this request; None: never before K."""

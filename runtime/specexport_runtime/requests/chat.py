@@ -12,6 +12,10 @@ from specexport_runtime.errors import InvalidRequestError
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
+MAX_TEMPLATE_ARGUMENTS = 16
+MAX_TEMPLATE_CHARS = 4096
+"""Most variables of a template that a caller may give, and their size as JSON."""
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 _TEMPLATE_HINT = "check the messages against the model's chat template, or pass a plain prompt."
 
 
@@ -20,20 +24,25 @@ def render_chat(
     messages: Seq[Mapping[str, Any]],
     special_tokens: Mapping[str, str],
     add_generation_prompt: bool = True,
+    tools: Seq[Mapping[str, Any]] | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
 ) -> str:
     """Render messages with a chat template.
 
     Args:
         template: Jinja source.
-        messages: each with a ``role`` and a ``content`` (or ``tool_calls``).
+        messages: each with a ``role`` and a ``content`` (or ``tool_calls``, whose arguments are objects).
         special_tokens: names to texts, for example ``{"bos_token": "<s>"}``; variables of the template.
         add_generation_prompt: end with the header of the assistant's turn.
+        tools: functions that may be called, as OpenAI writes them.
+        template_arguments: more variables of the template, ``{"enable_thinking": False}`` say.
 
     Returns:
         the prompt. It usually holds the beginning-of-sequence token already: tokenize without adding one.
 
     Raises:
-        InvalidRequestError: the messages are malformed, or the template is wrong or refuses them.
+        InvalidRequestError: the messages are malformed, the template is wrong or refuses them, or it does not have the
+            variables.
     """
     from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -43,14 +52,55 @@ def render_chat(
     except TemplateSyntaxError as error:
         message = f"The chat template is not valid Jinja (line {error.lineno}): {error.message}."
         raise InvalidRequestError(message, hint="fix chat_template.jinja of the bundle.") from error
-    variables = {**special_tokens, "messages": checked, "add_generation_prompt": add_generation_prompt}
+    given = dict(template_arguments or {})
+    if given:
+        check_template_arguments(template, given, special_tokens)
+    variables = {**given, **special_tokens, "messages": checked, "add_generation_prompt": add_generation_prompt}
     try:
-        return compiled.render(tools=None, documents=None, **variables)
+        return compiled.render(tools=tools or None, documents=None, **variables)
     except TemplateError as error:
         raise InvalidRequestError(f"The chat template refused: {error}.", hint=_TEMPLATE_HINT) from error
     except Exception as error:  # a template is a program: wrong types in it fail with any exception
         message = f"The chat template failed with {type(error).__name__}: {error}."
         raise InvalidRequestError(message, hint=_TEMPLATE_HINT) from error
+
+
+@lru_cache(maxsize=8)
+def template_variables(template: str) -> frozenset[str]:
+    """Names that a template reads and does not set itself; empty for one that is not valid Jinja."""
+    from jinja2 import TemplateSyntaxError, meta
+
+    try:
+        return frozenset(meta.find_undeclared_variables(_environment().parse(template)))
+    except TemplateSyntaxError:
+        return frozenset()
+
+
+def check_template_arguments(
+    template: str, given: Mapping[str, Any], special_tokens: Mapping[str, str] | None = None
+) -> None:
+    """Refuse variables that a template does not read, that are set by us, or that are too large.
+
+    Raises:
+        InvalidRequestError: says which.
+    """
+    if len(given) > MAX_TEMPLATE_ARGUMENTS:
+        raise InvalidRequestError(
+            f"{len(given)} variables are given to the chat template.", f"give at most {MAX_TEMPLATE_ARGUMENTS}."
+        )
+    for name in given:
+        if name in _OWN_VARIABLES or name in (special_tokens or {}) or name in _environment().globals:
+            raise InvalidRequestError(f"{name[:64]!r} of the chat template is not yours to set.", "leave it out.")
+        if name not in template_variables(template):
+            raise InvalidRequestError(f"the chat template does not read {name[:64]!r}.", "leave it out.")
+    try:
+        size = len(json.dumps(dict(given)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"a variable of the chat template is no JSON: {error}.", "give JSON.") from None
+    if size > MAX_TEMPLATE_CHARS:
+        raise InvalidRequestError(
+            f"the variables of the chat template have {size} characters.", f"give at most {MAX_TEMPLATE_CHARS}."
+        )
 
 
 def _check_messages(messages: object) -> list[dict[str, Any]]:

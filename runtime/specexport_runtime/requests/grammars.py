@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
 from specexport_runtime.sampling.grammar import Grammar
 from specexport_runtime.sampling.structured import StructuredOutputs
+from specexport_runtime.sampling.thinking import GrammarAfterThinking
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -61,7 +62,10 @@ class GrammarCompiler:
                 if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(key)
-            return Grammar(matcher.deep_copy(), self._vocab_size, self._eos)
+            own = matcher.deep_copy()
+        if form.thinking is None:
+            return Grammar(own, self._vocab_size, self._eos)
+        return GrammarAfterThinking(own, self._vocab_size, self._eos, form.thinking)
 
     def _compile(self, form: StructuredOutputs) -> Any:
         try:

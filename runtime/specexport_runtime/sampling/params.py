@@ -43,6 +43,7 @@ class SamplingParams:
         ignore_eos: go on after the model's end-of-sequence token.
         include_stop_str_in_output: keep the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
+        shown_special_tokens: ids of special tokens that stay in the text even so.
         logprobs: give the log-probability of each token, and of this many (0 to 20) of the likeliest ones in its place,
             under the target's raw logits; None gives none.
         prompt_logprobs: the same of each token of the prompt but the first. Such a prompt is read whole, in short
@@ -69,6 +70,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    shown_special_tokens: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -89,7 +91,8 @@ class SamplingParams:
             self._set("seed", check_seed(self.seed))
         self._set("max_tokens", _integer("max_tokens", self.max_tokens, low=1))
         self._set("stop", _strings("stop", self.stop))
-        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        for name in ("stop_token_ids", "shown_special_tokens"):
+            self._set(name, _token_ids(name, getattr(self, name)))
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 self._set(name, _integer(name, count, low=0, high=MAX_LOGPROBS, hint="None gives none"))

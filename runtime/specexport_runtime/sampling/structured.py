@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.sampling.thinking import Thinking
 
 MAX_GRAMMAR_CHARS = 262_144
 """Longest schema, expression or grammar; larger ones take seconds to compile."""
@@ -14,7 +15,7 @@ MAX_CHOICES = 4096
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """The form of a text; exactly one field is given.
+    """The form of a text; exactly one of the first five fields is given.
 
     Attributes:
         json: a JSON schema, as an object or as text.
@@ -22,6 +23,7 @@ class StructuredOutputs:
         regex: a regular expression of Rust's crate ``regex``, which the whole text matches.
         choice: texts, one of which is generated.
         grammar: a context-free grammar in Lark's syntax, as llguidance reads it.
+        thinking: where the text thinks before it takes its form; None where it does not.
 
     Raises:
         InvalidRequestError: none is given, or several, or one is not of its type or too large.
@@ -32,6 +34,7 @@ class StructuredOutputs:
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
@@ -48,6 +51,10 @@ class StructuredOutputs:
                 raise InvalidRequestError(f"structured_outputs.json_object is {self.json_object!r}.", "give true.")
         elif not isinstance(getattr(self, kind), str):
             raise InvalidRequestError(f"structured_outputs.{kind} is no text.", "give a text.")
+        if self.thinking is not None and not isinstance(self.thinking, Thinking):
+            raise InvalidRequestError(
+                f"structured_outputs.thinking is a {type(self.thinking).__name__}.", "give Thinking(...)."
+            )
         size = len(self.text)
         if size > MAX_GRAMMAR_CHARS:
             raise InvalidRequestError(

@@ -24,10 +24,11 @@ class TextStream:
     Args:
         tokenizer: the bundle's tokenizer.
         params: ``stop``, ``include_stop_str_in_output`` and ``skip_special_tokens`` are used.
+        hidden: ids that have no text, in place of all special tokens; None goes by ``skip_special_tokens``.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", params: SamplingParams) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: "Tokenizer", params: SamplingParams, hidden: frozenset[int] | None = None) -> None:
+        self._tokenizer, self._hidden = tokenizer, hidden
         self._params = params
         self._stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
         self._ids: list[int] = []  # the window, then tokens not decoded yet
@@ -109,7 +110,10 @@ class TextStream:
             self._move_window(window)
 
     def _decode_ids(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._params.skip_special_tokens)
+        skip = self._params.skip_special_tokens
+        if self._hidden is not None:
+            ids, skip = [token for token in ids if token not in self._hidden], False
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip)
         return text
 
     def _track_byte_run(self) -> None:

@@ -109,12 +109,34 @@ class ChatLogprobs(_Part):
     refusal: None
 
 
+class CalledFunction(_Part):
+    """A function and its arguments, a text that holds a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Part):
+    """A call of a function."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(_Part):
-    """What the model said."""
+    """What the model said.
+
+    ``content`` is null where there is none beside calls or thinking; ``reasoning`` is another name of
+    ``reasoning_content``, and both are there only for models that think.
+    """
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = []
 
 
 class ChatChoice(_Part):
@@ -123,7 +145,7 @@ class ChatChoice(_Part):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: FinishReason | Literal["tool_calls"]
     tokens: list[TokenOrigin] = []
 
 

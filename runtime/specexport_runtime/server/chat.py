@@ -1,9 +1,12 @@
 """``/v1/chat/completions``."""
 
+from functools import partial
+
 from fastapi import APIRouter, Request, Response
 
 from specexport_runtime.server.answer_schema import ChatAnswer
 from specexport_runtime.server.completions import make_answer, note_request, owner_of, ready_engine
+from specexport_runtime.server.message_parts import PartsFormat
 from specexport_runtime.server.openapi import request_body, responses
 from specexport_runtime.server.parsing import parse_body
 from specexport_runtime.server.protocol import ChatRequest
@@ -27,4 +30,6 @@ async def create_chat_completion(request: Request) -> Response:
     body = await parse_body(request, ChatRequest)
     plan = await plan_chat(body, engine, state.config, owner_of(request))
     note_request(request, state, plan, body.safety_identifier or body.user)
-    return make_answer(request, state, engine, plan, "chatcmpl", ChatFormat)
+    talk = plan.conversation
+    form = ChatFormat if talk is None else partial(PartsFormat, talk)
+    return make_answer(request, state, engine, plan, "chatcmpl", form)

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Callable
 
 from fastapi import APIRouter, Request, Response
 
@@ -63,7 +64,12 @@ def note_request(request: Request, state: ServerState, plan: Plan, user: str | N
 
 
 def make_answer(
-    request: Request, state: ServerState, engine: AsyncSpecEngine, plan: Plan, prefix: str, form: type[AnswerFormat]
+    request: Request,
+    state: ServerState,
+    engine: AsyncSpecEngine,
+    plan: Plan,
+    prefix: str,
+    form: Callable[..., AnswerFormat],
 ) -> Answer:
     """The answer to a request, in the JSON of its endpoint."""
     name = getattr(request.state, "request_id", None) or secrets.token_hex(12)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.requests.chat_dialect import check_parsers
 
 LOG_FORMATS = ("text", "json")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -44,6 +45,8 @@ class ServerConfig:
         max_connections: most connections at a time; more are refused with 503.
         log_format: ``"json"`` or ``"text"``.
         playground: serve the page at ``/``.
+        tool_call_parser: format of calls of functions; ``"auto"`` finds it in the chat template.
+        reasoning_parser: ``"none"`` leaves what a model thinks in its text; ``"auto"`` takes it out.
 
     Raises:
         InvalidRequestError: a value is out of its range, or the address needs a key.
@@ -69,6 +72,8 @@ class ServerConfig:
     max_connections: int = 1024
     log_format: str = "text"
     playground: bool = True
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     def __post_init__(self) -> None:
         _check_range("--port", self.port, 0, 65535)
@@ -85,6 +90,7 @@ class ServerConfig:
             raise InvalidRequestError(
                 f"--scheduling-policy is {self.scheduling_policy!r}.", f"give {' or '.join(SCHEDULING_POLICIES)}."
             )
+        check_parsers(self.tool_call_parser, self.reasoning_parser)
         _check_word("--host", self.host)
         _check_word("--model-name", self.model_name)
         for name in self.allowed_hosts:

@@ -20,7 +20,9 @@ _WANTED = {
     "stop": f"must be a text or a list of up to 16 texts, none empty or longer than {MAX_STOP_CHARS} characters",
     "content": "must be a text or a list of parts of type text",
     "num_speculative_tokens": 'must be an integer of at least 1, or "auto"',
+    "tool_choice": 'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}',
 }
+_INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
 _MAX_KEYS = 1024  # of one object; a logit_bias may have many
 _SHOWN = 100  # characters of a name or a value that a message repeats
 
@@ -118,7 +120,9 @@ def _explain(error: ValidationError, body: dict[str, Any], model: type[BaseModel
         return ApiError(400, f"{param} is missing.", param=param, code="missing_required_parameter")
     given = _short(json.dumps(_value_at(body, path), ensure_ascii=False))
     if refused:
-        message = f"{param} = {given} is not supported by this server: leave it out."
+        better = _INSTEAD.get(str(path[0]))
+        fix = f"use {better}" if better else "leave it out"
+        message = f"{param} = {given} is not supported by this server: {fix}."
         return ApiError(400, message, param=param, code="unsupported_parameter")
     for name in reversed(path):
         if name in _WANTED:

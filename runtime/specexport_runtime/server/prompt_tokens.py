@@ -28,11 +28,6 @@ def encode(engine: SpecEngine, prompt: Prompt, *, add_special_tokens: bool = Tru
     return ids
 
 
-def encode_chat(engine: SpecEngine, messages: list[dict[str, str]]) -> list[int]:
-    """As ``engine.encode_chat``, but of any length: what is too long has an error of its own here."""
-    return encode(engine, engine.format_chat(messages), add_special_tokens=False)
-
-
 def decode(engine: SpecEngine, prompt: Prompt, *, skip_special_tokens: bool) -> str:
     """The text of a prompt; ids that are no tokens are left out."""
     if isinstance(prompt, str):

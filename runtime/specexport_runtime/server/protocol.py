@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from specexport_runtime.requests.drafting import DRAFTERS
+from specexport_runtime.requests.functions import MAX_FUNCTIONS, NAME_PATTERN
 from specexport_runtime.sampling.params import CUTS
 
 MAX_LOGPROBS = 20
@@ -173,17 +174,96 @@ class TextPart(Strict):
 Content = str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
 
 
+FunctionName = Annotated[str, Field(pattern=NAME_PATTERN)]
+
+
+class FunctionSpec(Strict):
+    """A function that may be called."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """OpenAI's tool: a function."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class NamedFunction(Strict):
+    """A function by its name."""
+
+    name: FunctionName
+
+
+class NamedTool(Strict):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(Strict):
+    """A function that was called; its arguments are a text that holds a JSON object."""
+
+    name: FunctionName
+    arguments: str
+    parsed_arguments: Any = Field(default=None, description="What the official client adds; not read.")
+
+
+class ToolCall(Strict):
+    """A call in a message of the assistant."""
+
+    id: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
+    type: Literal["function"]
+    function: CalledFunction
+    index: int | None = Field(default=None, description="What clients copy from a stream; not read.")
+
+
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_FUNCTIONS)]
+ToolCalls = Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_FUNCTIONS)]
+
+
+def _role(*names: str, null: tuple[str, ...], given: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What messages of a role must have and must not have, for OpenAPI."""
+    return {
+        "properties": {"role": {"enum": names}}
+        | {name: {"type": "null"} for name in null}
+        | {name: {"type": ["string", "array"]} for name in given},
+        "required": list(given),
+    }
+
+
+_OF_ASSISTANTS = ("tool_calls", "reasoning_content", "reasoning")
+_ROLES: list[Any] = [
+    _role("system", "developer", "user", null=(*_OF_ASSISTANTS, "tool_call_id"), given=("content",)),
+    _role("assistant", null=("tool_call_id", *_OF_ASSISTANTS), given=("content",)),
+    _role("assistant", null=("tool_call_id",)),
+    _role("tool", null=_OF_ASSISTANTS, given=("content", "tool_call_id")),
+]
+
+
 class Message(Strict):
     """A message; the keys that are null are those that clients copy from an answer."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    model_config = ConfigDict(json_schema_extra={"anyOf": _ROLES})
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = Field(default=None, description="null only where the assistant calls functions.")
     name: Text | None = None
+    tool_calls: ToolCalls | None = Field(default=None, description="Of the assistant.")
+    tool_call_id: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = Field(
+        default=None, description="Of a tool: the call that it answers."
+    )
+    reasoning_content: str | None = Field(default=None, description="Of the assistant; the chat template takes it.")
+    reasoning: str | None = Field(default=None, description="Another name of reasoning_content.")
     refusal: Refused[None] = None
     annotations: Refused[Empty] = None
     audio: Refused[None] = None
-    tool_calls: Refused[Empty] = None
     function_call: Refused[None] = None
+    parsed: Any = Field(default=None, description="What the official client adds; not read.")
 
 
 class Prediction(Strict):
@@ -204,9 +284,9 @@ class ChatRequest(Sampling):
     prediction: Prediction | None = None
     safety_identifier: str | None = None
     echo: Refused[Literal[False]] = None
-    tools: Refused[Empty] = None
-    tool_choice: Refused[Literal["none"]] = None
-    parallel_tool_calls: bool | None = None  # there are no tools, so there are no calls, parallel or not
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     functions: Refused[Empty] = None
     function_call: Refused[Literal["none"]] = None
     audio: Refused[None] = None
@@ -222,7 +302,9 @@ class ChatRequest(Sampling):
     add_generation_prompt: Refused[Literal[True]] = None
     continue_final_message: Refused[Literal[False]] = None
     chat_template: Refused[None] = None
-    chat_template_kwargs: Refused[EmptyObject] = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Variables of the chat template, enable_thinking say."
+    )
 
 
 def join_text(content: Content) -> str:

@@ -64,10 +64,23 @@ class AnswerFormat(ABC):
         text = pieces[0].text if len(pieces) == 1 else "".join([piece.text for piece in pieces])
         if not text and finish is None and not self._origins and self._texts is None:
             return b""
+        return self._event(index, self._delta(text), pieces, finish, offset, drafted, usage)
+
+    def _event(
+        self,
+        index: int,
+        delta: str,
+        pieces: Seq[StreamPiece],
+        finish: str | None,
+        offset: int,
+        drafted: int,
+        usage: dict[str, Any] | None,
+    ) -> bytes:
+        """An event of one choice; arguments as :meth:`chunk`, ``delta`` is its JSON text."""
         more = "" if finish is None else f'"{finish}"'
         logprobs = "null" if self._texts is None or not pieces else json.dumps(self._logprobs(pieces, offset))
         origins = f',"tokens":{json.dumps(_origins(pieces))},"drafted":{drafted}' if self._origins else ""
-        body = f'{self._delta(text)},"logprobs":{logprobs},"finish_reason":{more or "null"}{origins}'
+        body = f'{delta},"logprobs":{logprobs},"finish_reason":{more or "null"}{origins}'
         after = self._after if usage is None else f'}}],"usage":{json.dumps(usage)}}}\n\n'
         return f"{self._before}{index},{body}{after}".encode()
 
@@ -93,8 +106,11 @@ class AnswerFormat(ABC):
 
     def choice(self, index: int, text: str, pieces: Seq[StreamPiece], finish: str) -> dict[str, Any]:
         """One choice of an answer that is not streamed."""
+        return self._choice(index, self._content(text), pieces, finish)
+
+    def _choice(self, index: int, content: dict[str, Any], pieces: Seq[StreamPiece], finish: str) -> dict[str, Any]:
         logprobs = None if self._texts is None else self._logprobs(pieces, 0)
-        choice = {"index": index, **self._content(text), "logprobs": logprobs, "finish_reason": finish}
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
         return choice | ({"tokens": _origins(pieces)} if self._origins else {})
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> bytes:

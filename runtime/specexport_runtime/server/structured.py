@@ -76,11 +76,14 @@ def check_strict(schema: Mapping[str, Any], param: str) -> None:
             raise invalid(param, f"{where}: a strict schema has at most {MAX_DEPTH} levels.")
         own = part.get("properties")
         if part.get("type") == "object" or own is not None:
+            required = part.get("required") or []
+            if not isinstance(own or {}, Mapping) or not isinstance(required, list):
+                raise invalid(param, f"{where}: 'properties' must be an object, and 'required' a list.")
             names = set(own or {})
             properties += len(names)
             if part.get("additionalProperties") is not False:
                 raise invalid(param, f"{where}: 'additionalProperties' must be false in a strict schema.")
-            missing = sorted(names - set(part.get("required") or ()))
+            missing = sorted(names - {name for name in required if isinstance(name, str)})
             if missing:
                 said = f"'required' must name every property of a strict schema; {missing[0]!r} is missing"
                 raise invalid(param, f"{where}: {said}.")

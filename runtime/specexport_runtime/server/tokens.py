@@ -7,13 +7,13 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 
 from specexport_runtime.server.completions import ready_engine
+from specexport_runtime.server.conversation import dialect_of, read_prompt, tools_of
 from specexport_runtime.server.errors import ERROR_RESPONSES, ApiError, invalid
 from specexport_runtime.server.openapi import request_body
 from specexport_runtime.server.parsing import parse_body
-from specexport_runtime.server.prompt_tokens import aside_if_long, encode, encode_chat
-from specexport_runtime.server.protocol import MAX_ITEMS, Message, Refused, Strict, Text, TokenIds
+from specexport_runtime.server.prompt_tokens import aside_if_long, encode
+from specexport_runtime.server.protocol import MAX_ITEMS, Message, Refused, Strict, Text, TokenIds, Tools
 from specexport_runtime.server.state import ServerState, state_of
-from specexport_runtime.server.translate import chat_messages
 
 router = APIRouter(tags=["tokens"])
 
@@ -24,6 +24,8 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)] | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = Field(default=None, description="Of a prompt; a conversation has its template's.")
     return_token_strs: bool | None = None
     add_generation_prompt: Refused[Literal[True]] = None
@@ -48,9 +50,9 @@ async def tokenize(request: Request) -> dict[str, Any]:
         raise invalid("prompt", "give either prompt or messages.")
     engine = service.engine
     if body.messages is not None:
-        messages = chat_messages(body.messages)
-        length = sum(len(item["content"]) for item in messages)
-        ids = await aside_if_long(service, length, lambda: encode_chat(engine, messages))
+        dialect = dialect_of(engine, state.config)
+        functions = tools_of(body.tools or (), dialect)
+        _, ids = await read_prompt(service, dialect, body.messages, functions, body.chat_template_kwargs)
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False
         ids = await aside_if_long(service, len(text), lambda: encode(engine, text, add_special_tokens=special))

@@ -1,15 +1,14 @@
 """From a checked body to requests of the engine; what the server or the engine does not take is refused here."""
 
-from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
-from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.drafting import RequestSpec
 from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.sequences.results import as_prompts
 from specexport_runtime.server.config import ServerConfig
+from specexport_runtime.server.conversation import Conversation, read_conversation
 from specexport_runtime.server.errors import ApiError, invalid, over_limit, shown, unsupported
 from specexport_runtime.server.prompt_tokens import (
     aside_if_long,
@@ -17,14 +16,12 @@ from specexport_runtime.server.prompt_tokens import (
     check_reference,
     decode,
     encode,
-    encode_chat,
     max_tokens_of,
 )
-from specexport_runtime.server.protocol import ChatRequest, CompletionRequest, Message, Sampling, join_text
+from specexport_runtime.server.protocol import ChatRequest, CompletionRequest, Sampling, join_text
 from specexport_runtime.server.structured import form_of
 
 DEFAULT_MAX_TOKENS = 16  # of OpenAI's completions
-_MESSAGE = 50  # characters that a message costs besides its content
 _SAME_NAMES = (
     *CUTS,
     "top_p",
@@ -54,6 +51,7 @@ class Plan(NamedTuple):
         scores: the prompt has log-probabilities too.
         only_echo: of the one token that was generated nothing is told.
         continuous_usage: each chunk has the usage of its choice so far.
+        conversation: whose answers have more than content; None where they have not.
     """
 
     specs: list[RequestSpec]
@@ -67,6 +65,7 @@ class Plan(NamedTuple):
     scores: bool = False
     only_echo: bool = False
     continuous_usage: bool = False
+    conversation: Conversation | None = None
 
 
 async def plan_completion(
@@ -109,22 +108,10 @@ async def plan_chat(body: ChatRequest, service: AsyncSpecEngine, config: ServerC
     given = [(name, value) for name, value in limits.items() if value is not None]
     if len({value for _, value in given}) > 1:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ: give one.")
-    messages = chat_messages(body.messages)
-    length = sum(len(item["content"]) + _MESSAGE for item in messages)
-    try:
-        ids = await aside_if_long(service, length, lambda: encode_chat(engine, messages))
-    except InvalidRequestError as error:
-        raise invalid("messages", f"messages: {error}") from None
+    conversation = await read_conversation(body, service, config)
     limit = given[0] if given else ("max_tokens", None)
-    return await _plan(body, service, config, owner, "messages", [ids], [""], limit, engine.max_model_len)
-
-
-def chat_messages(messages: Seq[Message]) -> list[dict[str, str]]:
-    """A conversation as a chat template takes it."""
-    return [
-        {"role": item.role, "content": join_text(item.content)} | ({"name": item.name} if item.name else {})
-        for item in messages
-    ]
+    most = engine.max_model_len
+    return await _plan(body, service, config, owner, "messages", [conversation.ids], [""], limit, most, conversation)
 
 
 async def _plan(
@@ -137,6 +124,7 @@ async def _plan(
     echoes: list[str],
     limit: tuple[str, int | None],
     default_tokens: int,
+    conversation: Conversation | None = None,
 ) -> Plan:
     """``n`` requests for each prompt; choice i uses seed + i, so that each can be asked for alone."""
     n = body.n or 1
@@ -147,7 +135,11 @@ async def _plan(
     scores = alternatives is not None and isinstance(body, CompletionRequest) and bool(body.echo)
     if scores:
         common["prompt_logprobs"] = alternatives
-    common["structured_outputs"] = await form_of(body, service)
+    if conversation is not None and isinstance(body, ChatRequest):
+        common["structured_outputs"] = await conversation.form(body, service)
+        common |= conversation.sampling(common.get("logit_bias"))
+    else:
+        common["structured_outputs"] = await form_of(body, service)
     if common["structured_outputs"] is not None and body.ignore_eos:
         raise invalid("ignore_eos", "ignore_eos: an answer of a given form ends where the form ends.")
     if alternatives is not None:
@@ -171,6 +163,7 @@ async def _plan(
         scores=scores,
         only_echo=body.max_tokens == 0,
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+        conversation=conversation if conversation is not None and conversation.has_parts else None,
     )
 
 

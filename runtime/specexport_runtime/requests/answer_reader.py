@@ -1,0 +1,212 @@
+"""From the text of an answer to what it consists of: thinking, text for the user, calls of functions."""
+
+from collections.abc import Generator, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from specexport_runtime.requests.tool_formats.base import ToolFormat
+from specexport_runtime.requests.tool_formats.events import (
+    Arguments,
+    Broken,
+    CallBegin,
+    CallEnd,
+    Content,
+    Event,
+    Feed,
+    Reasoning,
+)
+from specexport_runtime.sequences.text import StopStrings
+
+
+class ThinkingMarks(NamedTuple):
+    """Texts around what a model thinks."""
+
+    begin: str
+    end: str
+
+
+@dataclass(frozen=True)
+class AnswerSyntax:
+    """How to read an answer.
+
+    Attributes:
+        thinking: what stands around its thinking; None where it does not think.
+        has_begun: the prompt has begun the thinking.
+        format: how calls are written; None where none are looked for.
+        names: functions that may be called.
+        most_calls: more calls are left out.
+    """
+
+    thinking: ThinkingMarks | None = None
+    has_begun: bool = False
+    format: ToolFormat | None = None
+    names: frozenset[str] = frozenset()
+    most_calls: int | None = None
+
+
+@dataclass
+class Call:
+    """A call of a function; ``arguments`` is JSON text."""
+
+    name: str
+    arguments: str = ""
+
+
+@dataclass
+class AnswerParts:
+    """What an answer consists of.
+
+    Attributes:
+        content: text for the user.
+        reasoning: what the model thought before.
+        calls: functions that it calls.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+
+class AnswerReader:
+    """Reads one answer while it comes. Nothing it can meet is an error: what is no call is text.
+
+    Args:
+        syntax: how to read it.
+    """
+
+    def __init__(self, syntax: AnswerSyntax) -> None:
+        self._syntax, self._feed = syntax, Feed()
+        self._events = _read_answer(self._feed, syntax)
+        self._begun = 0
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have begun."""
+        most = self._syntax.most_calls
+        return self._begun if most is None else min(self._begun, most)
+
+    def take(self, text: str) -> list[Event]:
+        """What new text brings."""
+        self._feed.text += text
+        return list(self._until_more_is_needed())
+
+    def finish(self, *, is_cut: bool) -> list[Event]:
+        """The rest, as no text follows.
+
+        Args:
+            is_cut: the text was long enough, and ended wherever it was.
+        """
+        self._feed.ended, self._feed.is_cut = True, is_cut
+        return list(self._until_more_is_needed())
+
+    def _until_more_is_needed(self) -> Iterator[Event]:
+        most = self._syntax.most_calls
+        for found in self._events:
+            if found is None:
+                return
+            if isinstance(found, (CallBegin, Arguments, CallEnd, Broken)):
+                begins = isinstance(found, CallBegin)
+                if most is not None and self._begun + begins > most:
+                    self._begun = most + 1
+                    continue
+                self._begun += begins
+            yield found
+
+
+def read_parts(syntax: AnswerSyntax, text: str, *, is_cut: bool) -> AnswerParts:
+    """A whole answer. Calls whose arguments are no JSON are text.
+
+    Args:
+        syntax: how to read it.
+        text: the answer.
+        is_cut: it ended because it was long enough.
+    """
+    reader, parts = AnswerReader(syntax), AnswerParts()
+    for found in (*reader.take(text), *reader.finish(is_cut=is_cut)):
+        match found:
+            case Content(piece):
+                parts.content += piece
+            case Reasoning(piece):
+                parts.reasoning += piece
+            case CallBegin(name):
+                parts.calls.append(Call(name))
+            case Arguments(piece):
+                parts.calls[-1].arguments += piece
+            case Broken(whole):
+                parts.calls.pop()
+                parts.content += whole
+    return parts
+
+
+def _read_answer(feed: Feed, syntax: AnswerSyntax) -> Iterator[Event | None]:
+    if syntax.thinking is not None:
+        yield from _read_thinking(feed, syntax.thinking, has_begun=syntax.has_begun)
+    calls = syntax.format
+    if calls is None:
+        yield from _read_until(feed, (), Content)
+        return
+    begin = feed.at
+    yield from feed.skip_space()
+    opener = begin if feed.next and feed.next in calls.starts else None
+    if opener is None:
+        feed.at = begin
+    has_called = False
+    while True:
+        if opener is None:
+            if has_called:
+                yield from feed.skip_space()
+            opener = yield from _read_until(feed, calls.openers, Content)
+        if opener is None:
+            return
+        behind, feed.mark = feed.at, opener
+        if (yield from calls.read(feed, syntax.names)):
+            has_called = True
+        elif feed.mark > opener:  # some calls were good
+            feed.at, has_called = feed.mark, True
+        else:  # what looked like a call is text
+            feed.at = max(behind, opener + 1)
+            yield Content(feed.text[opener : feed.at])
+        opener = None
+
+
+def _read_until(
+    feed: Feed, ends: Seq[str], kind: type[Content] | type[Reasoning]
+) -> Generator[Event | None, None, int | None]:
+    """Text up to one of ``ends``, without the white space before it.
+
+    Returns:
+        where that white space begins; None if the text ended before.
+    """
+    beginnings = StopStrings(tuple(ends), include=False)
+    while True:
+        found = [(at, len(end)) for end in ends if (at := feed.text.find(end, feed.at)) >= 0]
+        if found:
+            begin, length = min(found)
+            text = feed.text[feed.at : begin].rstrip()
+            left_out = feed.at + len(text)
+            if text:
+                yield kind(text)
+            feed.at = begin + length
+            return left_out
+        text = feed.text[feed.at :]
+        if ends and not feed.ended:
+            text = text[: len(text) - beginnings.held_back(text)].rstrip()
+        if text:
+            yield kind(text)
+            feed.at += len(text)
+        if feed.ended:
+            return None
+        yield None
+
+
+def _read_thinking(feed: Feed, marks: ThinkingMarks, *, has_begun: bool) -> Iterator[Event | None]:
+    begin = feed.at
+    if not has_begun:
+        yield from feed.skip_space()
+        if not (yield from feed.takes(marks.begin)):
+            feed.at = begin
+            return
+    yield from feed.skip_space()
+    if (yield from _read_until(feed, (marks.end,), Reasoning)) is not None:
+        yield from feed.skip_space("\n")

@@ -1,0 +1,301 @@
+"""How a model's chat template writes conversations, found out from the template: functions, calls, thinking."""
+
+import secrets
+import string
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.requests.answer_reader import AnswerParts, AnswerSyntax, ThinkingMarks, read_parts
+from specexport_runtime.requests.chat import render_chat, template_variables
+from specexport_runtime.requests.functions import Function, FunctionError, ToolChoice, read_functions
+from specexport_runtime.requests.tool_formats.base import Style, ToolFormat
+from specexport_runtime.requests.tool_formats.generic import GenericJson, in_words
+from specexport_runtime.requests.tool_formats.registry import PARSERS, find_format, named_format
+from specexport_runtime.requests.tool_grammar import CallGrammar
+from specexport_runtime.sampling.structured import StructuredOutputs
+from specexport_runtime.sampling.thinking import Thinking
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+REASONING_PARSERS = ("auto", "none")
+"""Values of ``--reasoning-parser``."""
+_THINKING = (
+    ThinkingMarks("<think>", "</think>"),
+    ThinkingMarks("[THINK]", "[/THINK]"),
+    ThinkingMarks("<seed:think>", "</seed:think>"),
+)
+_FUNCTION, _KEY = "probe_function", "probe_key"
+_ID = "abcdefghi"  # nine letters: the form on which some templates insist
+_LETTERS = string.ascii_letters + string.digits
+
+
+class ChatDialect:
+    """A chat template, and what it tells of the model.
+
+    Args:
+        template: Jinja source.
+        special_tokens: named special tokens of the template.
+        tokenizer: the target's.
+        eos_token_ids: ids that end a text.
+        tool_call_parser: name of the format of calls; ``"auto"`` finds it.
+        reasoning_parser: ``"none"`` leaves what a model thinks in the text; ``"auto"`` takes it out.
+
+    Raises:
+        InvalidRequestError: there is no parser of that name.
+    """
+
+    def __init__(
+        self,
+        template: str,
+        special_tokens: Mapping[str, str],
+        tokenizer: "Tokenizer",
+        eos_token_ids: Seq[int] = (),
+        *,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> None:
+        check_parsers(tool_call_parser, reasoning_parser)
+        self.template = template
+        self._special_tokens, self._tokenizer, self._eos = dict(special_tokens), tokenizer, tuple(eos_token_ids)
+        self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template tells the model of functions."""
+        return "tools" in template_variables(self.template)
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls; None if that is not known."""
+        if self._tool_call_parser != "auto":
+            return named_format(self._tool_call_parser, self.template, self._probe, _FUNCTION)
+        return find_format(self.template, self._probe, _FUNCTION) if self.takes_tools else None
+
+    @cached_property
+    def thinking(self) -> ThinkingMarks | None:
+        """What stands around the model's thinking; None if the template does not say that it thinks."""
+        if self._reasoning_parser == "none":
+            return None
+        return next((marks for marks in _THINKING if marks.end in self.template), None)
+
+    @cached_property
+    def _probe(self) -> str:
+        """What the template writes of a conversation with a call, from there on; empty if it refuses it."""
+        tool = {"name": "other_function", "description": "", "parameters": {"type": "object", "properties": {}}}
+        called = {"name": _FUNCTION, "arguments": {_KEY: 1}}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "ask"},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": _ID, "type": "function", "function": called}]},
+            {"role": "tool", "name": _FUNCTION, "tool_call_id": _ID, "content": "found"},
+        ]
+        try:
+            text = render_chat(
+                self.template,
+                messages,
+                self._special_tokens,
+                add_generation_prompt=False,
+                tools=[{"type": "function", "function": tool}],
+            )
+        except InvalidRequestError:
+            return ""
+        at = text.find(_FUNCTION)
+        return text[max(0, at - 80) :] if at >= 0 and _KEY in text[at:] else ""
+
+    @property
+    def _style(self) -> Style:
+        return Style(",", ":") if f'"{_KEY}":1' in self._probe.replace("'", '"') else Style()
+
+    def check_tools(self) -> ToolFormat:
+        """How the model writes calls.
+
+        Raises:
+            InvalidRequestError: the template knows no functions, or calls of no known format.
+        """
+        found = self.tool_format
+        if not self.takes_tools and not isinstance(found, GenericJson):
+            raise InvalidRequestError(
+                "this model's chat template knows no tools.",
+                "leave them out, or serve it with --tool-call-parser json, which tells of them in a system message.",
+            )
+        if found is None:
+            raise InvalidRequestError(
+                "this model's chat template writes calls in a format that is not known.",
+                f"name one with --tool-call-parser: {', '.join(PARSERS[1:])}.",
+            )
+        return found
+
+    def render(
+        self,
+        messages: Seq[Mapping[str, Any]],
+        tools: Seq[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation.
+
+        Args:
+            messages: as OpenAI writes them; arguments of ``tool_calls`` are objects.
+            tools: functions that may be called, as OpenAI writes them.
+            template_arguments: more variables of the template.
+
+        Raises:
+            InvalidRequestError: the template refuses them, or cannot hold them.
+        """
+        if tools:
+            self.check_tools()
+        if not self.takes_tools and isinstance(self.tool_format, GenericJson):
+            messages, tools = in_words(messages, tools), ()
+        return render_chat(
+            self.template, messages, self._special_tokens, tools=tools or None, template_arguments=template_arguments
+        )
+
+    def syntax(self, prompt: str, functions: Seq[Function] = (), choice: ToolChoice | None = None) -> AnswerSyntax:
+        """How an answer to a prompt is read.
+
+        Args:
+            prompt: what :meth:`render` gave.
+            functions: that may be called.
+            choice: whether they are; None leaves it to the model.
+        """
+        choice = choice or ToolChoice()
+        where = self._place(prompt)
+        calls = self.check_tools() if functions and choice.mode != "none" else None
+        return AnswerSyntax(
+            self.thinking if where != "none" else None,
+            where == "begun",
+            calls,
+            frozenset(each.name for each in functions if choice.name in (None, each.name)),
+            None if choice.parallel and choice.name is None else 1,
+        )
+
+    def form(
+        self,
+        prompt: str,
+        functions: Seq[Function] = (),
+        choice: ToolChoice | None = None,
+        answer: StructuredOutputs | None = None,
+    ) -> StructuredOutputs | None:
+        """The form that an answer to a prompt has; None for any.
+
+        Args:
+            prompt: what :meth:`render` gave; the form begins behind what the model thinks.
+            functions: that may be called.
+            choice: whether they are; None leaves it to the model.
+            answer: the form of an answer that calls none.
+
+        Raises:
+            InvalidRequestError: the thinking has no tokens of its own, or ``answer`` cannot stand beside calls.
+        """
+        choice = choice or ToolChoice()
+        if not functions or choice.mode == "none":
+            return None if answer is None else self._behind_thinking(answer, prompt)
+        schema = None if answer is None or choice.mode == "required" else _schema_of(answer)
+        called = [each for each in functions if choice.name in (None, each.name)]
+        grammar = CallGrammar(self.check_tools(), self._style, self._tokenizer.token_to_id, self._eos)
+        text = grammar.write(called, choice, schema)
+        return None if text is None else self._behind_thinking(StructuredOutputs(grammar=text), prompt)
+
+    def check_choice(self, functions: Seq[Function], choice: ToolChoice) -> None:
+        """Refuse a choice of functions that are not there.
+
+        Raises:
+            FunctionError: it is.
+        """
+        if choice.mode == "required" and not functions:
+            raise FunctionError("tool_choice", "there are no functions to choose from.", "give tools.")
+        if choice.name is not None and all(choice.name != each.name for each in functions):
+            raise FunctionError("tool_choice.function.name", f"there is no {choice.name!r}.", "name one of the tools.")
+
+    def shown_tokens(self, syntax: AnswerSyntax) -> tuple[int, ...]:
+        """Ids of special tokens without whose texts an answer cannot be read."""
+        texts = [*(syntax.thinking or ()), *(() if syntax.format is None else syntax.format.markers)]
+        return tuple(token for text in texts if (token := self._tokenizer.token_to_id(text)) is not None)
+
+    def banned_tokens(self, functions: Seq[Function]) -> tuple[int, ...]:
+        """Ids of tokens with which calls begin; without them there are none, as far as calls have tokens."""
+        if not functions or self.tool_format is None:
+            return ()
+        ids = (self._tokenizer.token_to_id(text) for text in self.tool_format.openers)
+        return tuple(token for token in ids if token is not None)
+
+    def new_id(self) -> str:
+        """An id for a call, in the form that the template takes."""
+        length = 0 if self.tool_format is None else self.tool_format.id_length
+        if length:
+            return "".join(secrets.choice(_LETTERS) for _ in range(length))
+        return f"call_{secrets.token_hex(12)}"
+
+    def read(self, text: str, prompt: str, tools: Seq[Mapping[str, Any]] = (), *, is_cut: bool = False) -> AnswerParts:
+        """What an answer consists of: text, thinking, calls.
+
+        Args:
+            text: the answer; special tokens of :meth:`shown_tokens` must be in it.
+            prompt: what :meth:`render` gave.
+            tools: functions that may be called, as OpenAI writes them.
+            is_cut: the answer ended because it was long enough.
+
+        Raises:
+            InvalidRequestError: a function is malformed, or the template knows none.
+        """
+        return read_parts(self.syntax(prompt, read_functions(tools)), text, is_cut=is_cut)
+
+    def _place(self, prompt: str) -> str:
+        """Whether a prompt ends inside the thinking (``"begun"``), behind it (``"none"``), or before (``"may"``)."""
+        if self.thinking is None:
+            return "none"
+        end = prompt.rstrip()
+        if end.endswith(self.thinking.end):
+            return "none"
+        return "begun" if end.endswith(self.thinking.begin) else "may"
+
+    def _behind_thinking(self, form: StructuredOutputs, prompt: str) -> StructuredOutputs:
+        where = self._place(prompt)
+        if where == "none" or self.thinking is None:
+            return form
+        ids = [self._tokenizer.token_to_id(text) for text in self.thinking]
+        begin, end = ids
+        if end is None or (where == "may" and begin is None):
+            raise InvalidRequestError(
+                f"{self.thinking.end!r} is no token of this model, so that no form can begin behind it.",
+                "turn thinking off with chat_template_kwargs, or leave the form out.",
+            )
+        lines = (self._tokenizer.encode(text, add_special_tokens=False).ids for text in ("\n", "\n\n"))
+        between = tuple(line[0] for line in lines if len(line) == 1)
+        thinking = Thinking(end, begin if where == "may" else None, between)
+        return StructuredOutputs(**{form.kind: getattr(form, form.kind)}, thinking=thinking)
+
+
+def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
+    """Refuse names of parsers that there are not.
+
+    Raises:
+        InvalidRequestError: there is none of that name.
+    """
+    for name, given, known in (
+        ("--tool-call-parser", tool_call_parser, PARSERS),
+        ("--reasoning-parser", reasoning_parser, REASONING_PARSERS),
+    ):
+        if given not in known:
+            raise InvalidRequestError(f"{name} is {given!r}.", f"give one of {', '.join(known)}.")
+
+
+def _schema_of(form: StructuredOutputs) -> Mapping[str, Any]:
+    """The schema of an answer that may stand in the place of calls.
+
+    Raises:
+        InvalidRequestError: it has none.
+    """
+    import json
+
+    if form.kind == "json_object":
+        return {"type": "object"}
+    if form.kind == "json":
+        schema: Mapping[str, Any] = json.loads(form.text)
+        return schema
+    raise InvalidRequestError(
+        f"structured_outputs.{form.kind} and tools are both given.",
+        'give a JSON schema, leave the tools out, or say tool_choice "none".',
+    )

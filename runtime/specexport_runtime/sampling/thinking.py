@@ -1,0 +1,129 @@
+"""Models that think before they answer: a grammar that begins where the thinking ends, also inside a draft."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.sampling.grammar import BoolArray, Grammar
+
+_Place = Literal["before", "thinking", "behind", "a line behind", "answer"]
+_NEXT: dict[_Place, _Place] = {"behind": "a line behind", "a line behind": "answer"}
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """Where a text thinks, as token ids.
+
+    Attributes:
+        end: the token that ends the thinking, ``</think>`` say.
+        begin: the token that begins it. None: the prompt has begun it, so the text is in the middle of it.
+        between: tokens of which two may stand between the end and what follows: line breaks.
+
+    Raises:
+        InvalidRequestError: one of them is no token id.
+    """
+
+    end: int
+    begin: int | None = None
+    between: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        given = [self.end, *self.between, *(() if self.begin is None else (self.begin,))]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in given):
+            raise InvalidRequestError(f"thinking: {given} are no token ids.", "give the ids of the tokens themselves.")
+
+
+class GrammarAfterThinking(Grammar):
+    """A grammar behind a free part.
+
+    Before the token that ends the thinking every token is allowed, but those that end the text: the grammar still has
+    to be followed (where it takes an empty text, they are). From the token after it on, the grammar rules. A text that
+    has yet to begin may begin to think, or follow the grammar at once. All of this holds place by place, so that a
+    draft may run across the border.
+
+    Args:
+        matcher: as for ``Grammar``; it has seen nothing.
+        vocab_size: V.
+        eos_token_ids: ids that end a text.
+        thinking: where the text thinks.
+    """
+
+    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: Seq[int], thinking: Thinking) -> None:
+        super().__init__(matcher, vocab_size, eos_token_ids)
+        self._thinking = thinking
+        self._place: _Place = "thinking" if thinking.begin is None else "before"
+        self._free: BoolArray | None = None
+        self._border: BoolArray | None = None
+
+    def allowed(self, drafted: Seq[int]) -> BoolArray | None:
+        """See ``Grammar.allowed``."""
+        if self._has_ended:
+            return None
+        place, free = self._follow(drafted)
+        if any(token in self._eos for token in drafted[:free]):
+            return None
+        if place == "thinking":
+            return self._while_thinking()
+        if free < len(drafted) or place == "answer":
+            return super().allowed(drafted[free:])
+        if self._border is None:
+            first = super().allowed(())
+            self._border = np.zeros(self._vocab_size, np.bool_) if first is None else first.copy()
+        allowed = self._border.copy()
+        more = self._thinking.between if place in _NEXT else (self._thinking.begin,)
+        allowed[[token for token in more if token is not None and token < len(allowed)]] = True
+        return allowed
+
+    def cut(self, drafted: Seq[int]) -> int:
+        """See ``Grammar.cut``."""
+        if self._has_ended:
+            return 0
+        _, free = self._follow(drafted)
+        for count, token in enumerate(drafted[:free]):
+            if token in self._eos:
+                return count + bool(self._while_thinking()[token])
+        return free + (super().cut(drafted[free:]) if free < len(drafted) else 0)
+
+    def forced(self, most: int) -> list[int]:
+        """See ``Grammar.forced``; nothing while the text may still think, or break a line."""
+        return super().forced(most) if self._place == "answer" else []
+
+    def consume(self, tokens: Seq[int]) -> None:
+        """See ``Grammar.consume``."""
+        if self._has_ended:
+            return
+        self._place, free = self._follow(tokens)
+        if any(token in self._eos for token in tokens[:free]):
+            self._has_ended = True
+        elif free < len(tokens):
+            super().consume(tokens[free:])
+
+    def _follow(self, tokens: Seq[int]) -> tuple[_Place, int]:
+        """Where the text is behind ``tokens``, and how many of them are before the grammar's first."""
+        place = self._place
+        for count, token in enumerate(tokens):
+            if place == "before" and token == self._thinking.begin:
+                place = "thinking"
+            elif place == "thinking":
+                place = "behind" if token == self._thinking.end else "thinking"
+            elif place in _NEXT and token in self._thinking.between and not self._begins_with(token):
+                place = _NEXT[place]
+            else:
+                return "answer", count
+        return place, len(tokens)
+
+    def _begins_with(self, token: int) -> bool:
+        first = super().allowed(())
+        return first is not None and bool(first[token])
+
+    def _while_thinking(self) -> BoolArray:
+        if self._free is None:
+            self._free = np.ones(self._vocab_size, np.bool_)
+            first = super().allowed(())
+            for token in self._eos:
+                if token < self._vocab_size:
+                    self._free[token] = first is not None and first[token]
+        return self._free

@@ -1,0 +1,249 @@
+"""From the body of a chat to its prompt and to the form of its answer: messages, tools, thinking."""
+
+import json
+import re
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from specexport_runtime.async_engine import AsyncSpecEngine
+from specexport_runtime.engine import SpecEngine
+from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
+from specexport_runtime.requests.answer_reader import AnswerSyntax
+from specexport_runtime.requests.chat import check_template_arguments
+from specexport_runtime.requests.chat_dialect import ChatDialect
+from specexport_runtime.requests.functions import Function, FunctionError, ToolChoice, read_functions
+from specexport_runtime.sampling.structured import StructuredOutputs
+from specexport_runtime.server.config import ServerConfig
+from specexport_runtime.server.errors import ApiError, invalid
+from specexport_runtime.server.prompt_tokens import aside_if_long, encode
+from specexport_runtime.server.protocol import ChatRequest, Message, NamedTool, Tool, ToolCall, join_text
+from specexport_runtime.server.structured import check_strict, form_of
+
+_MESSAGE = 50  # characters that a message costs besides its content
+_TESTS_FOR_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""", re.IGNORECASE)
+
+
+def dialect_of(engine: SpecEngine, config: ServerConfig) -> ChatDialect:
+    """How the model writes conversations, with the parsers that the server was given.
+
+    Raises:
+        ApiError: 400; the bundle has no chat template.
+    """
+    try:
+        return engine.chat_dialect(config.tool_call_parser, config.reasoning_parser)
+    except InvalidRequestError as error:
+        raise invalid("messages", f"messages: {error}") from None
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation that was understood.
+
+    Attributes:
+        dialect: how the model writes it.
+        prompt: its text.
+        ids: the tokens of the prompt.
+        functions: that may be called.
+        choice: whether they are.
+        syntax: how the answer is read.
+    """
+
+    dialect: ChatDialect
+    prompt: str
+    ids: list[int]
+    functions: tuple[Function, ...]
+    choice: ToolChoice
+    syntax: AnswerSyntax
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether answers have more than content."""
+        return self.syntax.thinking is not None or self.syntax.format is not None
+
+    def sampling(self, biases: Mapping[int, float] | None) -> dict[str, Any]:
+        """Arguments of ``SamplingParams`` without which the answer could not be read, or would have calls.
+
+        Args:
+            biases: those of the body.
+        """
+        if self.choice.mode == "none":
+            banned = dict.fromkeys(self.dialect.banned_tokens(self.functions), float("-inf"))
+            more: dict[str, Any] = {"logit_bias": {**(biases or {}), **banned}} if banned else {}
+        else:
+            more = {}
+        return more | {"shown_special_tokens": self.dialect.shown_tokens(self.syntax)}
+
+    async def form(self, body: ChatRequest, service: AsyncSpecEngine) -> StructuredOutputs | None:
+        """The form of the answer, checked, and ready in the engine; None for any.
+
+        Raises:
+            ApiError: 400; names the parameter.
+        """
+        for i, function in enumerate(self.functions):
+            if function.strict:
+                check_strict(function.schema, f"tools[{i}].function.parameters")
+        answer = await form_of(body, service)
+        param = "response_format" if body.structured_outputs is None else "structured_outputs"
+        try:
+            form = self.dialect.form(self.prompt, self.functions, self.choice, answer)
+        except InvalidRequestError as error:
+            raise invalid(param if answer is not None else "tools", str(error)) from None
+        if form is None or (answer is not None and form.kind != "grammar"):
+            return form
+        try:
+            await service.aside(partial(service.engine.check_form, form))
+        except MissingDependencyError as error:
+            raise ApiError(400, f"tools: {error}", param="tools", code="unsupported_parameter") from None
+        except InvalidRequestError as error:
+            raise await self._blame(service, error) from None
+        return form
+
+    async def _blame(self, service: AsyncSpecEngine, error: InvalidRequestError) -> ApiError:
+        """The error of a grammar as that of the schema that is to blame."""
+        for i, function in enumerate(self.functions):
+            param = f"tools[{i}].function.parameters"
+            try:
+                await service.aside(partial(service.engine.check_form, StructuredOutputs(json=function.schema)))
+            except InvalidRequestError as own:
+                return invalid(param, f"{param}: {own}")
+        return invalid("tools", f"tools: {error}")
+
+
+async def read_conversation(body: ChatRequest, service: AsyncSpecEngine, config: ServerConfig) -> Conversation:
+    """What a body of ``/v1/chat/completions`` says, as a prompt, and how its answer is to be read.
+
+    Raises:
+        ApiError: 400; names the parameter.
+    """
+    dialect = dialect_of(service.engine, config)
+    functions, choice = _functions(body, dialect)
+    prompt, ids = await read_prompt(service, dialect, body.messages, functions, body.chat_template_kwargs)
+    return Conversation(dialect, prompt, ids, functions, choice, dialect.syntax(prompt, functions, choice))
+
+
+async def read_prompt(
+    service: AsyncSpecEngine,
+    dialect: ChatDialect,
+    messages: Seq[Message],
+    functions: Seq[Function],
+    template_arguments: Mapping[str, Any] | None,
+) -> tuple[str, list[int]]:
+    """The prompt of a conversation: its text, and its tokens, of any length.
+
+    Raises:
+        ApiError: 400; names the parameter.
+    """
+    try:
+        check_template_arguments(dialect.template, template_arguments or {})
+    except InvalidRequestError as error:
+        raise invalid("chat_template_kwargs", f"chat_template_kwargs: {error}") from None
+    told, tools = chat_messages(messages, dialect), [each.tool for each in functions]
+    length = sum(len(item["content"] or "") + _MESSAGE for item in told) + 4 * _MESSAGE * len(tools)
+
+    def write() -> tuple[str, list[int]]:
+        text = dialect.render(told, tools, template_arguments)
+        return text, encode(service.engine, text, add_special_tokens=False)
+
+    try:
+        return await aside_if_long(service, length, write)
+    except InvalidRequestError as error:
+        raise invalid("messages", f"messages: {error}") from None
+
+
+def chat_messages(messages: Seq[Message], dialect: ChatDialect) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: texts in one piece, arguments of calls as objects.
+
+    Raises:
+        ApiError: 400; names the message and its part.
+    """
+    called: set[str] = set()
+    read = []
+    for i, item in enumerate(messages):
+        where = f"messages[{i}]"
+        message: dict[str, Any] = {"role": item.role, "content": _content(item, where, dialect)}
+        if item.name:
+            message["name"] = item.name
+        if item.tool_calls:
+            _only("assistant", item, f"{where}.tool_calls")
+            message["tool_calls"] = [
+                _called(call, f"{where}.tool_calls[{j}]") for j, call in enumerate(item.tool_calls)
+            ]
+            called.update(call.id for call in item.tool_calls)
+        if item.tool_call_id is not None:
+            _only("tool", item, f"{where}.tool_call_id")
+            message["tool_call_id"] = item.tool_call_id
+        if item.role == "tool" and item.tool_call_id not in called:
+            param = f"{where}.tool_call_id"
+            if item.tool_call_id is None:
+                raise ApiError(400, f"{param} is missing.", param=param, code="missing_required_parameter")
+            raise invalid(param, f"{param} names no call of a message before it.")
+        thought = item.reasoning_content if item.reasoning_content is not None else item.reasoning
+        if thought is not None:
+            _only("assistant", item, f"{where}.reasoning_content")
+            message |= {"reasoning_content": thought, "reasoning": thought}
+        read.append(message)
+    return read
+
+
+def tools_of(tools: Seq[Tool], dialect: ChatDialect) -> tuple[Function, ...]:
+    """The functions of a body, checked against each other and the chat template.
+
+    Raises:
+        ApiError: 400; names the parameter.
+    """
+    try:
+        functions = read_functions([tool.model_dump(exclude_none=True) for tool in tools])
+        if functions:
+            dialect.check_tools()
+    except FunctionError as error:
+        raise invalid(error.param, str(error)) from None
+    except InvalidRequestError as error:
+        raise ApiError(400, f"tools: {error}", param="tools", code="unsupported_parameter") from None
+    return functions
+
+
+def _functions(body: ChatRequest, dialect: ChatDialect) -> tuple[tuple[Function, ...], ToolChoice]:
+    functions = tools_of(body.tools or (), dialect)
+    asked, parallel = body.tool_choice, body.parallel_tool_calls is not False
+    if isinstance(asked, NamedTool):
+        choice = ToolChoice("required", asked.function.name, parallel=False)
+    else:
+        choice = ToolChoice(asked or "auto", parallel=parallel)
+    try:
+        dialect.check_choice(functions, choice)
+    except FunctionError as error:
+        raise invalid(error.param, str(error)) from None
+    return functions, choice
+
+
+def _content(item: Message, where: str, dialect: ChatDialect) -> str | None:
+    if item.content is not None:
+        return join_text(item.content)
+    param = f"{where}.content"
+    thought = item.reasoning_content or item.reasoning
+    if item.role == "assistant" and (item.tool_calls or thought):
+        # Most templates want a text here. Some tell calls by a content that is none: they ask for it.
+        return None if _TESTS_FOR_NONE.search(dialect.template) else ""
+    if "content" not in item.model_fields_set:
+        raise ApiError(400, f"{param} is missing.", param=param, code="missing_required_parameter")
+    raise invalid(param, f"{param} is null: that is for messages of the assistant with tool_calls or reasoning.")
+
+
+def _called(call: ToolCall, where: str) -> dict[str, Any]:
+    param = f"{where}.function.arguments"
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise invalid(param, f"{param} is no JSON object.")
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _only(role: str, item: Message, param: str) -> None:
+    if item.role != role:
+        raise invalid(param, f"{param} is for messages of role {role!r}.")

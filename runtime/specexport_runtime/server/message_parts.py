@@ -1,0 +1,115 @@
+"""Answers of chats that have more than content: calls of functions, and what the model thought before."""
+
+import json
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from specexport_runtime.requests.answer_reader import AnswerReader, read_parts
+from specexport_runtime.requests.chat_dialect import ChatDialect
+from specexport_runtime.requests.tool_formats.events import Arguments, CallBegin, Content, Event, Reasoning
+from specexport_runtime.sequences.results import StreamPiece
+from specexport_runtime.server.conversation import Conversation
+from specexport_runtime.server.responses import ChatFormat, Header
+from specexport_runtime.server.token_text import TokenTexts
+
+
+class PartsFormat(ChatFormat):
+    """Of ``/v1/chat/completions``, where answers are read for calls and thinking.
+
+    Args:
+        conversation: says how.
+        header: what all parts repeat.
+        texts: of tokens; None for no log-probabilities.
+        origins: say where each token came from.
+        include_usage: every chunk has a key ``usage``.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        header: Header,
+        *,
+        texts: TokenTexts | None,
+        origins: bool,
+        include_usage: bool,
+    ) -> None:
+        super().__init__(header, texts=texts, origins=origins, include_usage=include_usage)
+        self._syntax, self._dialect = conversation.syntax, conversation.dialect
+        self._read: dict[int, tuple[AnswerReader, _Deltas]] = {}
+
+    def chunk(
+        self,
+        index: int,
+        pieces: Seq[StreamPiece],
+        finish: str | None,
+        offset: int,
+        drafted: int,
+        usage: dict[str, Any] | None = None,
+    ) -> bytes:
+        """The events of what one choice got; see ``AnswerFormat.chunk``. Its tokens are those of the first one."""
+        if index not in self._read:
+            self._read[index] = AnswerReader(self._syntax), _Deltas(self._dialect)
+        reader, deltas = self._read[index]
+        found = reader.take("".join([piece.text for piece in pieces]))
+        if finish is not None:
+            found += reader.finish(is_cut=finish == "length")
+            finish = "tool_calls" if finish == "stop" and reader.num_calls else finish
+        told = list(deltas.of(found))
+        if not told and (finish is not None or self._origins or self._texts is not None):
+            told = [{}]
+        events = []
+        for i, delta in enumerate(told):
+            own, tested = (pieces, drafted) if i == 0 else ((), 0)
+            end = finish if i == len(told) - 1 else None
+            text = f'"delta":{json.dumps(delta, separators=(",", ":"))}'
+            events.append(self._event(index, text, own, end, offset, tested, usage))
+        return b"".join(events)
+
+    def choice(self, index: int, text: str, pieces: Seq[StreamPiece], finish: str) -> dict[str, Any]:
+        """One choice of an answer that is not streamed."""
+        parts = read_parts(self._syntax, text, is_cut=finish == "length")
+        empty = None if parts.calls or parts.reasoning else ""
+        message: dict[str, Any] = {"role": "assistant", "content": parts.content or empty, "refusal": None}
+        if self._syntax.thinking is not None:
+            message |= {"reasoning_content": parts.reasoning or None, "reasoning": parts.reasoning or None}
+        if parts.calls:
+            message["tool_calls"] = [_call(self._dialect.new_id(), call.name, call.arguments) for call in parts.calls]
+            finish = "tool_calls" if finish == "stop" else finish
+        return self._choice(index, {"message": message}, pieces, finish)
+
+
+_KINDS: dict[type, str] = {Content: "content", Reasoning: "reasoning_content", Arguments: "arguments"}
+
+
+class _Deltas:
+    """From what was read of one choice to deltas, as OpenAI's: neighbours of a kind are one."""
+
+    def __init__(self, dialect: ChatDialect) -> None:
+        self._dialect, self._calls = dialect, -1
+
+    def of(self, events: Seq[Event]) -> Iterator[dict[str, Any]]:
+        pending: dict[str, str] = {}
+        for event in events:
+            kind = _KINDS.get(type(event))
+            if pending and (kind is None or kind not in pending):
+                yield self._delta(pending)
+                pending = {}
+            if isinstance(event, CallBegin):
+                self._calls += 1
+                yield {"tool_calls": [{"index": self._calls, **_call(self._dialect.new_id(), event.name, "")}]}
+            elif isinstance(event, (Content, Reasoning, Arguments)):
+                assert kind is not None  # noqa: S101  # of these three
+                pending[kind] = pending.get(kind, "") + event.text
+        if pending:
+            yield self._delta(pending)
+
+    def _delta(self, pending: dict[str, str]) -> dict[str, Any]:
+        ((kind, text),) = pending.items()
+        if kind == "arguments":
+            return {"tool_calls": [{"index": self._calls, "function": {"arguments": text}}]}
+        return {kind: text} | ({"reasoning": text} if kind == "reasoning_content" else {})
+
+
+def _call(name_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": name_id, "type": "function", "function": {"name": name, "arguments": arguments}}
