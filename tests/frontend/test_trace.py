@@ -43,7 +43,7 @@ def test_sinks_reach_the_op() -> None:
 
 
 def test_latent_attention_has_keys_and_values_of_unequal_size() -> None:
-    layers = probe_layers(tiny_model("deepseek_v3"))
+    layers = probe_layers(tiny_model("deepseek_v3")).attention
     assert [call.geometry for call in layers] == [LayerGeometry(4, 24, 16)] * 2
 
 
