@@ -1,6 +1,7 @@
 """From a bundle folder to the parts of an engine: executors, drafters, drafting defaults, cost curves, tune profile."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,11 +9,14 @@ from specexport_runtime.bundle.cut_head import CutHead, load_cut_head
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.bundle.mask_feature import MaskInput, load_mask
 from specexport_runtime.bundle.opened import Bundle, load_bundle
+from specexport_runtime.costs.copy_cost import least_copied, measure_copy
 from specexport_runtime.costs.curves import CostCurves, KnownCosts, load_costs
 from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.costs.prior import DRAFTER_OF, prior_costs
 from specexport_runtime.costs.tune_profile import TuneProfile, load_profile
 from specexport_runtime.decoding.decoder import Decoder
+from specexport_runtime.decoding.memory_budget import MemoryBudget
+from specexport_runtime.decoding.prefixes import LEAST_REUSED
 from specexport_runtime.drafters.base import Drafter, DrafterFactory, DrafterParts, DraftOffer, Obstacle
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.forced import FORCED, ForcedDrafter
@@ -84,6 +88,14 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
             f"prefix_rows is {options.prefix_rows}, and this engine keeps no prefixes.",
             f"leave it out; prefixes need backend {backends_with('copies_rows')} and enable_prefix_caching.",
         )
+    if options.kv_cache_memory_bytes is not None and (
+        backend is None or not backend.gives_back or not options.unpad_kv
+    ):
+        raise InvalidRequestError(
+            f"kv_cache_memory_bytes is {options.kv_cache_memory_bytes}, and this engine cannot give memory of its KV "
+            "cache back.",
+            f"leave it out; a budget needs backend {backends_with('gives_back') or 'ort-cpu'} on Linux, and unpad_kv.",
+        )
     defaults = _draft_defaults(bundle, options)
     drafting = [bundle.manifest.models[role] for role in ("draft", "head") if role in bundle.manifest.models]
     lm_head = load_cut_head(bundle.folder, drafting[0]) if drafting else None
@@ -100,6 +112,7 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
                 cuda_graphs=options.cuda_graphs,
                 prepacked=options.prepacked,
                 share_threads=options.share_threads,
+                gives_back=options.kv_cache_memory_bytes is not None,
                 target=executors.get("target"),
             )
         return _with_costs(bundle, defaults, executors, options)._replace(draft_head=lm_head, mask=mask)
@@ -259,6 +272,8 @@ def make_decoder(
     learned: LearnedCosts | None = None,
     max_num_seqs: int | None = None,
     reuses_prefixes: bool = False,
+    drafting: Seq[ModelRunner] = (),
+    memory: MemoryBudget | None = None,
 ) -> Decoder:
     """The decoder of an engine.
 
@@ -273,7 +288,12 @@ def make_decoder(
         learned: mends the curves by what rounds take; None takes them as they are.
         max_num_seqs: sequences that run at a time; None takes all rows of the target.
         reuses_prefixes: let sequences go on from what cache rows have of their prompts.
+        drafting: the models that draft; all rows are empty.
+        memory: what bounds the memory of the cache rows; None: nothing but their number.
     """
+    least = LEAST_REUSED
+    if reuses_prefixes and curves is not None:
+        least = least_copied(measure_copy([target, *drafting]), curves.target, LEAST_REUSED, target.kv.capacity)
     lengths: DraftLength | None = None
     if curves is not None:
         from specexport_runtime.lookahead.goodput import GoodputLength
@@ -284,6 +304,8 @@ def make_decoder(
         ChainDrafter(drafters, lengths),
         max_num_seqs=max_num_seqs,
         reuses_prefixes=reuses_prefixes,
+        least_copied=least,
+        memory=memory,
         max_num_batched_tokens=max_num_batched_tokens,
         lengths=lengths,
         tracer=RoundTracer(curves, learned),

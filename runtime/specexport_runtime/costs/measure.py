@@ -79,6 +79,7 @@ def measure_step_cost(
     finally:
         for row in range(max_rows):
             runner.release_row(row)
+            runner.give_back(row, 0)
     return _fit({point: min(seconds) for point, seconds in samples.items()}, short, long, _noise(samples))
 
 

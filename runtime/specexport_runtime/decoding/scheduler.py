@@ -62,6 +62,7 @@ class Scheduler:
         move_row: Callable[[int, int], None],
         begin: Callable[[Sequence], None] = lambda _: None,
         is_early: Callable[[Sequence], bool] = lambda _: False,
+        fits: Callable[[Sequence], bool] = lambda _: True,
     ) -> None:
         """Admit what fits, then close the holes that are left.
 
@@ -73,12 +74,13 @@ class Scheduler:
             move_row: moves a cache row: source, destination.
             begin: told of each sequence that was admitted.
             is_early: whether the next sequence had better wait, and with it those behind it.
+            fits: whether there is memory for the next sequence; if not, it waits, and with it those behind it.
         """
         if self.waiting:
             left = self.max_num_batched_tokens - busy_tokens - sum(self._prompt_tokens(pending))
             while self.waiting and (left > 0 or not self._prompt_tokens(pending)):
                 row = self._free_row()
-                if row == NO_ROW or is_early(self.waiting[0]):
+                if row == NO_ROW or is_early(self.waiting[0]) or not fits(self.waiting[0]):
                     break
                 seq = self.waiting.popleft()
                 self._take(seq, row)
