@@ -153,6 +153,7 @@ class SpecEngine:
             [runner, *self._drafting.values()],
             limit=None if budget is None else parse_bytes(budget, "kv_cache_memory_bytes"),
             slack=kv_slack(lookahead),
+            max_model_len=max_model_len,
         )
         layers_obstacle = self_obstacle or self_draft_obstacle(runner)
         offer = DraftOffer(draft is not None, layers_obstacle, head_obstacle(runner, has_head=head is not None))

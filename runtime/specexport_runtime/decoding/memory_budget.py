@@ -13,6 +13,7 @@ ever has to stop, to move or to be taken out again, and those that do not fit wa
 stays as a spare for the next, up to a share of the budget: pages that went back come again as zeros, one fault each.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -57,6 +58,7 @@ class MemoryBudget:
         runners: the target, then the models that draft with a cache of their own.
         limit: bytes; None takes what all rows have at their full length, and gives nothing back.
         slack: entries that a sequence may need beyond its tokens (``abi.kv_slack``).
+        max_model_len: most tokens of a sequence; None takes what a row holds.
 
     Attributes:
         limit: bytes; None where nobody set one.
@@ -66,9 +68,14 @@ class MemoryBudget:
             not fit.
     """
 
-    def __init__(self, runners: Seq[ModelRunner], *, limit: int | None = None, slack: int = 0) -> None:
+    def __init__(
+        self, runners: Seq[ModelRunner], *, limit: int | None = None, slack: int = 0, max_model_len: int | None = None
+    ) -> None:
         self._runners = [runner for runner in runners if not borrows_cache(runner.executor)]
         self.limit, self._slack = limit, slack
+        self._most = min(runner.kv.capacity for runner in self._runners) - slack
+        if max_model_len is not None:
+            self._most = min(self._most, max_model_len)
         self._held: dict[int, Holding] = {}
         if limit is not None:
             self._check_limit(limit)
@@ -79,28 +86,23 @@ class MemoryBudget:
                 "kv_cache_memory_bytes is set, and this engine cannot give memory of its KV cache back.",
                 "leave it out; max_num_seqs and max_model_len then bound the cache.",
             )
-        capacity = self._capacity
-        if (whole := self._holding(capacity).num_bytes) > limit:
-            fitting = [n for n in range(capacity) if self._holding(n + self._slack).num_bytes <= limit]
-            most = f"max_model_len of up to {fitting[-1]}" if fitting and fitting[-1] > 1 else "smaller max_model_len"
+        if (whole := self._holding(self._most).num_bytes) > limit:
+            fitting = bisect_right(range(self._most), limit, key=lambda tokens: self._holding(tokens).num_bytes) - 1
+            shorter = f"max_model_len of up to {fitting}" if fitting > 1 else "smaller max_model_len"
             raise InvalidRequestError(
-                f"kv_cache_memory_bytes is {limit} ({gib(limit)}), and one sequence of {capacity - self._slack} tokens "
-                f"may take {gib(whole)}.",
-                f"give {whole} or more, or a {most}.",
+                f"kv_cache_memory_bytes is {limit}, and one sequence of {self._most} tokens may take {whole} "
+                f"({gib(whole)}).",
+                f"give {whole} or more, or a {shorter}.",
             )
 
-    @property
-    def _capacity(self) -> int:
-        return min(runner.kv.capacity for runner in self._runners)
-
-    def _holding(self, entries: int) -> Holding:
-        """So many entries in a row of each model."""
-        count = min(entries, self._capacity)
-        return Holding((count,) * len(self._runners), sum([runner.row_bytes(count) for runner in self._runners]))
+    def _holding(self, tokens: int) -> Holding:
+        """A sequence of so many tokens, with a draft behind it, in the caches of each model."""
+        entries = min(tokens, self._most) + self._slack
+        return Holding((entries,) * len(self._runners), sum([runner.row_bytes(entries) for runner in self._runners]))
 
     def need(self, seq: Sequence) -> Holding:
         """All that a sequence may come to need, whatever drafts for it."""
-        return self._holding(seq.num_prompt_tokens + seq.max_tokens + self._slack)
+        return self._holding(seq.num_prompt_tokens + seq.max_tokens)
 
     def fits(self, seq: Sequence, rows: Iterable[int]) -> bool:
         """Whether a sequence may begin beside what the rows ``rows`` are held for; one alone always may."""
@@ -129,8 +131,8 @@ class MemoryBudget:
         """
         if self.limit is None:
             return
-        left = self.limit - self._holding(self._capacity).num_bytes - self.bytes_of(pinned)
-        if (wanted := self._holding(num_tokens + self._slack).num_bytes) > left:
+        left = self.limit - self._holding(self._most).num_bytes - self.bytes_of(pinned)
+        if (wanted := self._holding(num_tokens).num_bytes) > left:
             raise InvalidRequestError(
                 f"a prefix of {num_tokens} tokens takes {gib(wanted)}, and kv_cache_memory_bytes leaves "
                 f"{gib(max(left, 0))} beside one sequence of full length.",
