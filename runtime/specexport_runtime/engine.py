@@ -28,7 +28,7 @@ from specexport_runtime.executors.base import Executor, as_copying, borrows_cach
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.packing.kv import BorrowedKv
 from specexport_runtime.requests.builder import RequestBuilder
-from specexport_runtime.requests.checks import check_match_length, one_each, parse_bytes
+from specexport_runtime.requests.checks import budget_of, check_match_length, one_each
 from specexport_runtime.requests.drafting import (
     DraftDefaults,
     Drafting,
@@ -148,10 +148,9 @@ class SpecEngine:
             for name, executor in (("draft", draft), ("head", head))
             if executor is not None
         }
-        budget = kv_cache_memory_bytes
         memory = MemoryBudget(
             [runner, *self._drafting.values()],
-            limit=None if budget is None else parse_bytes(budget, "kv_cache_memory_bytes"),
+            limit=budget_of(kv_cache_memory_bytes),
             slack=kv_slack(lookahead),
             max_model_len=max_model_len,
         )

@@ -31,7 +31,7 @@ from specexport_runtime.lookahead.base import DraftLength
 from specexport_runtime.lookahead.draft_cost import WeighedDrafter
 from specexport_runtime.machine import has_int8_tiles
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.requests.checks import check_match_length
+from specexport_runtime.requests.checks import budget_of, check_match_length
 from specexport_runtime.requests.drafting import Abilities, DraftDefaults, stage_names
 from specexport_runtime.requests.speculative_config import parse_speculative_config
 from specexport_runtime.watch.trace import RoundTracer
@@ -88,9 +88,8 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
             f"prefix_rows is {options.prefix_rows}, and this engine keeps no prefixes.",
             f"leave it out; prefixes need backend {backends_with('copies_rows')} and enable_prefix_caching.",
         )
-    if options.kv_cache_memory_bytes is not None and (
-        backend is None or not backend.gives_back or not options.unpad_kv
-    ):
+    budget = budget_of(options.kv_cache_memory_bytes)
+    if budget is not None and (backend is None or not backend.gives_back or not options.unpad_kv):
         raise InvalidRequestError(
             f"kv_cache_memory_bytes is {options.kv_cache_memory_bytes}, and this engine cannot give memory of its KV "
             "cache back.",
@@ -112,7 +111,7 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
                 cuda_graphs=options.cuda_graphs,
                 prepacked=options.prepacked,
                 share_threads=options.share_threads,
-                gives_back=options.kv_cache_memory_bytes is not None,
+                gives_back=budget is not None,
                 target=executors.get("target"),
             )
         return _with_costs(bundle, defaults, executors, options)._replace(draft_head=lm_head, mask=mask)
@@ -178,6 +177,7 @@ def _with_costs(
         num_threads=options.num_threads,
         spin=options.spin,
         cuda_graphs=options.cuda_graphs,
+        max_bytes=budget_of(options.kv_cache_memory_bytes),
     )
     given = None if options.tune_profile is None else Path(options.tune_profile)
     profile = load_profile(given, bundle=bundle.folder, build_key=bundle.manifest.build_key, drafters=KINDS)

@@ -4,14 +4,14 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from loop import CAPACITY, MAX_MODEL_LEN, VOCAB, greedy_reference, make_decoder, make_sequence, make_target
-from test_engine import make_engine
+from loop import CAPACITY, MAX_MODEL_LEN, VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target
+from test_engine import make_engine, make_tokenizer
 from test_ort_arena import needs_linux, resident_bytes
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.decoding.memory_budget import SPARE_SHARE
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.executors.fake import ENTRY_BYTES
+from specexport_runtime.executors.fake import ENTRY_BYTES, FakeExecutor
 from specexport_runtime.requests.checks import parse_bytes
 
 PAGE = 8 * ENTRY_BYTES
@@ -196,3 +196,33 @@ def test_a_budget_is_refused_by_name_where_no_memory_goes_back(demo_bundle):
     assert "ort-cpu on Linux, and unpad_kv" in error.value.hint
     with pytest.raises(InvalidRequestError, match="kv_cache_memory_bytes is 'much'"):
         SpecEngine.load(demo_bundle, kv_cache_memory_bytes="much")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "temperature"),
+    [
+        *((drafter, temp) for drafter in ("none", "draft-model", "lookup", "self", "head") for temp in (0.0, 0.9)),
+        ("suffix", 0.0),  # what it learned of others may give a seed other draws, with and without a budget
+    ],
+)
+def test_every_drafter_gives_the_same_texts_within_a_budget(drafter, temperature):
+    """Of two rows for up to six sequences, some of which begin alike."""
+    prompts = [text(3, 24), [*text(3, 24), 1], text(5, 9), [*text(3, 20), 2, 2], text(7, 30), text(5, 12), [4]]
+    params = [SamplingParams(max_tokens=6 + i, temperature=temperature, seed=i) for i in range(len(prompts))]
+    found = []
+    for budget in (None, 4 * ROW):
+        parts = {
+            "draft": make_draft("good", 6) if drafter == "draft-model" else None,
+            "head": FakeExecutor(VOCAB, 6, CAPACITY, reads_features=True) if drafter == "head" else None,
+        }
+        target = make_target(6, num_gates=8 if drafter == "self" else 0, gives_features=drafter == "head")
+        with closing(
+            SpecEngine(target, make_tokenizer(), **parts, max_model_len=MAX_MODEL_LEN, kv_cache_memory_bytes=budget)
+        ) as engine:
+            engine._loop._check = True
+            for _ in range(2):  # the second time all of it is known, as far as it was kept
+                results = engine.generate(prompts, params, drafter=drafter)
+                found.append([result.token_ids for result in results])
+            assert any(result.stats.drafted for result in results) == (drafter != "none")
+            engine.check()
+    assert found[0] == found[1] == found[2] == found[3]

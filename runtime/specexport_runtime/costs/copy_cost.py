@@ -1,6 +1,6 @@
 """Whether a prefix is copied from another row or read again: what a copy takes here, against what a step does.
 
-Measured when an engine is loaded, with a megabyte or less of its own cache rows, in about a millisecond. What a step
+Measured when an engine is loaded, with half a megabyte or less of its own cache rows, in some milliseconds. What a step
 takes comes from the cost curves (``curves``), measured or promised. On most machines a copy is hundreds of times
 faster; it is not where a model is so small that reading a few tokens costs less than going through its layers.
 """
@@ -15,8 +15,8 @@ from specexport_runtime.costs.step_cost import StepCost
 from specexport_runtime.executors.base import as_copying, borrows_cache
 from specexport_runtime.packing.batch import ModelRunner
 
-MEASURED_BYTES = 1 << 20
-_REPEATS = 4
+MEASURED_BYTES = 1 << 19
+_REPEATS = 3
 
 
 class CopyCost(NamedTuple):

@@ -178,9 +178,9 @@ class Prefixes:
             whether it goes on from the row of ``found`` itself. A text that it continues is kept again when it ends;
             one that would lose more of its own stays, where there is memory for both.
         """
-        kept = None if found is None else found.kept
-        may_lose = kept is not None and not kept.is_pinned
-        is_continued = found is not None and may_lose and len(kept.tokens) - found.common <= SHORT_TAIL
+        may_lose, is_continued = False, False
+        if found is not None and found.kept is not None and not found.kept.is_pinned:
+            may_lose, is_continued = True, len(found.kept.tokens) - found.common <= SHORT_TAIL
         room = self._memory.room_beside(seq, [other.row for other in running if other is not seq])
         if room is None:
             return is_continued

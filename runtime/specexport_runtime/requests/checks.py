@@ -93,6 +93,15 @@ def check_match_length(value: object) -> None:
         raise InvalidRequestError(f"the match length of lookup drafting is {value!r}.", "give an integer of 1 or more.")
 
 
+def budget_of(value: int | str | None) -> int | None:
+    """Bytes of the option ``kv_cache_memory_bytes``; None if it was not given.
+
+    Raises:
+        InvalidRequestError: see :func:`parse_bytes`.
+    """
+    return None if value is None else parse_bytes(value, "kv_cache_memory_bytes")
+
+
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
