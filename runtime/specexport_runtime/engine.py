@@ -490,7 +490,7 @@ class SpecEngine:
                 f"a prefix of {len(ids)} tokens cannot be kept.",
                 f"give {LEAST_REUSED} to {self.max_model_len - PIN_TOKENS} tokens.",
             )
-        decoder.memory.check_pin(len(ids), prefixes.pinned_rows)
+        decoder.memory.check_pin(len(ids) + PIN_TOKENS, prefixes.pinned_rows)
         # A few tokens behind it, so that drafters read it too.
         params = SamplingParams(max_tokens=PIN_TOKENS, ignore_eos=True)
         seq = self._builder.build(0, ids, params, RequestOptions(cache_salt=cache_salt))

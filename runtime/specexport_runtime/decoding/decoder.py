@@ -224,8 +224,9 @@ class Decoder:
         return len(seq.tokens) - (self.target.kv.kv_len(seq.row) if seq.row != NO_ROW else 0)
 
     def _fits(self, seq: Sequence) -> bool:
-        """Whether there is memory for all that a sequence may come to need."""
-        return self.memory.fits(seq, self._reserved_rows(self.running))
+        """Whether there is memory for all that a sequence may come to need; alone, there always is (``check_pin``)."""
+        running = self.running
+        return not running or self.memory.fits(seq, self._reserved_rows(running))
 
     def _reserved_rows(self, running: Seq[Sequence]) -> list[int]:
         """Rows whose memory nobody else may have: of sequences that run, and of texts that are kept for good."""

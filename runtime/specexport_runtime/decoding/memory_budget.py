@@ -105,11 +105,8 @@ class MemoryBudget:
         return self._holding(seq.num_prompt_tokens + seq.max_tokens)
 
     def fits(self, seq: Sequence, rows: Iterable[int]) -> bool:
-        """Whether a sequence may begin beside what the rows ``rows`` are held for; one alone always may."""
-        if self.limit is None:
-            return True
-        others = self.bytes_of(rows)
-        return not others or others + self.need(seq).num_bytes <= self.limit
+        """Whether a sequence may begin beside what the rows ``rows`` are held for."""
+        return self.limit is None or self.bytes_of(rows) + self.need(seq).num_bytes <= self.limit
 
     def bytes_of(self, rows: Iterable[int]) -> int:
         """Bytes that some rows are held for; may be asked from any thread."""
@@ -134,7 +131,7 @@ class MemoryBudget:
         left = self.limit - self._holding(self._most).num_bytes - self.bytes_of(pinned)
         if (wanted := self._holding(num_tokens).num_bytes) > left:
             raise InvalidRequestError(
-                f"a prefix of {num_tokens} tokens takes {gib(wanted)}, and kv_cache_memory_bytes leaves "
+                f"{num_tokens} tokens that are kept for good take {gib(wanted)}, and kv_cache_memory_bytes leaves "
                 f"{gib(max(left, 0))} beside one sequence of full length.",
                 "load the engine with more kv_cache_memory_bytes, or a smaller max_model_len.",
             )
