@@ -132,8 +132,8 @@ def test_random_events(unpad_kv, unpad_input, reuse):
 @pytest.mark.fuzz
 @pytest.mark.parametrize("reuse", [False, True])
 def test_random_events_within_a_budget(reuse):
-    """Memory of three rows for up to ten sequences: all end, in order, with what they give alone."""
-    world = World(chance.seed(7), reuse=reuse, budget=3)
+    """Memory of less than three rows for up to ten sequences: all end, in order, with what they give alone."""
+    world = World(chance.seed(7), reuse=reuse, budget=2.5)
     begun = []
     begin = world.decoder._begin
     world.decoder._begin = lambda seq: (begun.append(seq.index), begin(seq))
@@ -149,7 +149,7 @@ def test_random_events_within_a_budget(reuse):
     assert begun == sorted(begun)  # nobody overtakes one that waits for memory
     assert len(world.ended) == world.count
     assert world.ended.count("length") > world.count / 4
-    assert world.most_running > 3
+    assert world.most_running > 2
     if reuse:
         assert world.cached == world.decoder.prefixes.counts.hits > 0
-        assert world.longest_kept > 3
+        assert world.longest_kept > 2
