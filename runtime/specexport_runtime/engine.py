@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from specexport_runtime.abi import kv_slack
 from specexport_runtime.decoding.handle import Callback, RequestHandle, RequestListener
 from specexport_runtime.decoding.loop import DecodeLoop
+from specexport_runtime.decoding.memory_budget import MemoryBudget
 from specexport_runtime.decoding.pace import Pace
 from specexport_runtime.decoding.prefixes import LEAST_REUSED
 from specexport_runtime.drafters.base import DrafterFactory, DrafterParts, DraftOffer, Obstacle
@@ -28,7 +30,7 @@ from specexport_runtime.executors.base import Executor, as_copying, borrows_cach
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.packing.kv import BorrowedKv
 from specexport_runtime.requests.builder import RequestBuilder
-from specexport_runtime.requests.checks import check_match_length, one_each
+from specexport_runtime.requests.checks import budget_of, check_match_length, one_each
 from specexport_runtime.requests.conversation import Conversation
 from specexport_runtime.requests.drafting import (
     DraftDefaults,
@@ -86,6 +88,8 @@ class SpecEngine:
         unpad_input: new tokens are concatenated; False pads every sequence of a step to the longest.
         max_num_seqs: sequences that run at a time; None takes all rows of the target, which are otherwise more.
         enable_prefix_caching: let requests go on from what cache rows have of their prompts, where rows can be copied.
+        kv_cache_memory_bytes: most memory of the KV caches of all models; None: what their rows have. The executors
+            must be able to give memory back.
         max_num_batched_tokens: most tokens of one step, draft tokens and prompt chunks together; less where the
             target's engine takes less.
         ttft_budget_ms: milliseconds to the first token within which prompts overtake those that cannot keep them.
@@ -120,6 +124,7 @@ class SpecEngine:
         unpad_input: bool = True,
         max_num_seqs: int | None = None,
         enable_prefix_caching: bool = True,
+        kv_cache_memory_bytes: int | str | None = None,
         max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS,
         ttft_budget_ms: float | None = None,
         itl_budget_ms: float | None = None,
@@ -153,6 +158,12 @@ class SpecEngine:
             for name, executor in (("draft", draft), ("head", head))
             if executor is not None
         }
+        memory = MemoryBudget(
+            [runner, *self._drafting.values()],
+            limit=budget_of(kv_cache_memory_bytes),
+            slack=kv_slack(lookahead),
+            max_model_len=max_model_len,
+        )
         layers_obstacle = self_obstacle or self_draft_obstacle(runner)
         offer = DraftOffer(draft is not None, layers_obstacle, head_obstacle(runner, has_head=head is not None))
         parts = DrafterParts(
@@ -195,13 +206,15 @@ class SpecEngine:
             max_num_seqs=max_num_seqs,
             pace=pace,
             reuses_prefixes=enable_prefix_caching and _can_reuse([runner, *self._drafting.values()]),
+            drafting=list(self._drafting.values()),
+            memory=memory,
         )
         self._builder = builder
         self._loop = DecodeLoop(decoder)
         self._chat_template = chat_template
         self._special_tokens = dict(special_tokens or {})
         self._chat_dialects: dict[tuple[str, str], ChatDialect] = {}
-        self._release_lock = threading.Lock()
+        self._release_lock, self._pin_lock = threading.Lock(), threading.Lock()
         self._released = False
         self._suffixes = suffixes
         self._learned = learned_costs
@@ -307,6 +320,7 @@ class SpecEngine:
             unpad_input=options.unpad_input,
             max_num_seqs=parts.bundle.max_num_seqs,
             enable_prefix_caching=options.enable_prefix_caching,
+            kv_cache_memory_bytes=options.kv_cache_memory_bytes,
             max_num_batched_tokens=(
                 manifest.max_num_tokens or DEFAULT_BATCHED_TOKENS
                 if options.max_num_batched_tokens is None
@@ -472,12 +486,18 @@ class SpecEngine:
             its tokens.
 
         Raises:
-            InvalidRequestError: no row is left for it, or it is too short or too long to be kept.
+            InvalidRequestError: no row or memory is left for it, or it is too short or too long to be kept.
             EndlessWaitError: as :meth:`generate`.
         """
-        prefixes, ids = self._loop.decoder.prefixes, self._builder.encode(prompt)
-        spare = self.target.num_rows - self.max_num_seqs
-        if prefixes is None or prefixes.num_pinned >= spare:
+        ids = self._builder.encode(prompt)
+        self._loop.check_may_wait("SpecEngine.pin_prefix()")
+        with self._pin_lock:  # what is left for one depends on those before it
+            return self._pin(ids, cache_salt)
+
+    def _pin(self, ids: list[int], cache_salt: str | None) -> int:
+        decoder, spare = self._loop.decoder, self.target.num_rows - self.max_num_seqs
+        prefixes = decoder.prefixes
+        if prefixes is None or len(prefixes.pinned_rows) >= spare:
             raise InvalidRequestError(
                 f"no row is left for a prefix: {spare} keep prefixes.", "load the engine with more prefix_rows."
             )
@@ -486,7 +506,7 @@ class SpecEngine:
                 f"a prefix of {len(ids)} tokens cannot be kept.",
                 f"give {LEAST_REUSED} to {self.max_model_len - PIN_TOKENS} tokens.",
             )
-        self._loop.check_may_wait("SpecEngine.pin_prefix()")
+        decoder.memory.check_pin(len(ids) + PIN_TOKENS, prefixes.pinned_rows)
         # A few tokens behind it, so that drafters read it too.
         params = SamplingParams(max_tokens=PIN_TOKENS, ignore_eos=True)
         seq = self._builder.build(0, ids, params, RequestOptions(cache_salt=cache_salt))

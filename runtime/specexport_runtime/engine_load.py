@@ -1,6 +1,7 @@
 """From a bundle folder to the parts of an engine: executors, drafters, drafting defaults, cost curves, tune profile."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,12 +9,15 @@ from specexport_runtime.bundle.cut_head import CutHead, load_cut_head
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.bundle.mask_feature import MaskInput, load_mask
 from specexport_runtime.bundle.opened import Bundle, load_bundle
+from specexport_runtime.costs.copy_cost import least_copied, measure_copy
 from specexport_runtime.costs.curves import CostCurves, KnownCosts, load_costs
 from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.costs.prior import DRAFTER_OF, prior_costs
 from specexport_runtime.costs.tune_profile import TuneProfile, load_profile
 from specexport_runtime.decoding.decoder import Decoder
+from specexport_runtime.decoding.memory_budget import MemoryBudget
 from specexport_runtime.decoding.pace import Pace
+from specexport_runtime.decoding.prefixes import LEAST_REUSED
 from specexport_runtime.drafters.base import Drafter, DrafterFactory, DrafterParts, DraftOffer, Obstacle
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.forced import FORCED, ForcedDrafter
@@ -28,7 +32,7 @@ from specexport_runtime.lookahead.base import DraftLength
 from specexport_runtime.lookahead.draft_cost import WeighedDrafter
 from specexport_runtime.machine import has_int8_tiles
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.requests.checks import check_match_length
+from specexport_runtime.requests.checks import budget_of, check_match_length
 from specexport_runtime.requests.drafting import Abilities, DraftDefaults, stage_names
 from specexport_runtime.requests.speculative_config import parse_speculative_config
 from specexport_runtime.watch.trace import RoundTracer
@@ -85,6 +89,13 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
             f"prefix_rows is {options.prefix_rows}, and this engine keeps no prefixes.",
             f"leave it out; prefixes need backend {backends_with('copies_rows')} and enable_prefix_caching.",
         )
+    budget = budget_of(options.kv_cache_memory_bytes)
+    if budget is not None and (backend is None or not backend.gives_back or not options.unpad_kv):
+        raise InvalidRequestError(
+            f"kv_cache_memory_bytes is {options.kv_cache_memory_bytes}, and this engine cannot give memory of its KV "
+            "cache back.",
+            f"leave it out; a budget needs backend {backends_with('gives_back') or 'ort-cpu'} on Linux, and unpad_kv.",
+        )
     defaults = _draft_defaults(bundle, options)
     drafting = [bundle.manifest.models[role] for role in ("draft", "head") if role in bundle.manifest.models]
     lm_head = load_cut_head(bundle.folder, drafting[0]) if drafting else None
@@ -101,6 +112,7 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
                 cuda_graphs=options.cuda_graphs,
                 prepacked=options.prepacked,
                 share_threads=options.share_threads,
+                gives_back=budget is not None,
                 target=executors.get("target"),
             )
         return _with_costs(bundle, defaults, executors, options)._replace(draft_head=lm_head, mask=mask)
@@ -166,6 +178,7 @@ def _with_costs(
         num_threads=options.num_threads,
         spin=options.spin,
         cuda_graphs=options.cuda_graphs,
+        max_bytes=budget_of(options.kv_cache_memory_bytes),
     )
     given = None if options.tune_profile is None else Path(options.tune_profile)
     profile = load_profile(given, bundle=bundle.folder, build_key=bundle.manifest.build_key, drafters=KINDS)
@@ -261,6 +274,8 @@ def make_decoder(
     max_num_seqs: int | None = None,
     reuses_prefixes: bool = False,
     pace: Pace | None = None,
+    drafting: Seq[ModelRunner] = (),
+    memory: MemoryBudget | None = None,
 ) -> Decoder:
     """The decoder of an engine.
 
@@ -276,7 +291,12 @@ def make_decoder(
         max_num_seqs: sequences that run at a time; None takes all rows of the target.
         reuses_prefixes: let sequences go on from what cache rows have of their prompts.
         pace: times that are to be kept; None for none.
+        drafting: the models that draft; all rows are empty.
+        memory: what bounds the memory of the cache rows; None: nothing but their number.
     """
+    least = LEAST_REUSED
+    if reuses_prefixes and curves is not None:
+        least = least_copied(measure_copy([target, *drafting]), curves.target, LEAST_REUSED, target.kv.capacity)
     lengths: DraftLength | None = None
     if curves is not None:
         from specexport_runtime.lookahead.goodput import GoodputLength
@@ -288,6 +308,8 @@ def make_decoder(
         max_num_seqs=max_num_seqs,
         reuses_prefixes=reuses_prefixes,
         pace=pace,
+        least_copied=least,
+        memory=memory,
         max_num_batched_tokens=max_num_batched_tokens,
         lengths=lengths,
         tracer=RoundTracer(curves, learned),

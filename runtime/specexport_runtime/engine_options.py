@@ -41,6 +41,10 @@ class EngineOptions:
         enable_prefix_caching: keep texts of requests that ended in the rows of the KV arena, and let later ones that
             begin alike go on from there: the same bits, without reading them again. False reads every prompt whole.
         prefix_rows: rows of the KV arena that keep texts beside those of ``max_num_seqs``; each costs a row's memory.
+        kv_cache_memory_bytes: most memory of the KV caches of all models together, in bytes or as a text such as
+            ``"2GiB"``: ``max_num_seqs`` may then be more than fit at their full length. A request begins when all that
+            it may come to need fits beside the others. On the CPU, on Linux. None: rows take what is written to them,
+            and keep it.
         prepacked: on the CPU, keep packed weights in the user's cache, where later loads and other processes map them.
         share_threads: on the CPU, let target and a large draft take the same threads: faster, but from then on ONNX
             Runtime refuses every session of this process with threads of its own. The commands and the server do so.
@@ -62,6 +66,7 @@ class EngineOptions:
     tune_profile: str | Path | None = None
     enable_prefix_caching: bool = True
     prefix_rows: int = 0
+    kv_cache_memory_bytes: int | str | None = None
     prepacked: bool = True
     suffix_memory_mb: int | None = None
     corpus: str | Path | None = None

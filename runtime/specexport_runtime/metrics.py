@@ -259,6 +259,13 @@ class EngineMetrics:
             ("vllm:num_requests_running", "Sequences that hold a cache row.", load and load.num_running),
             ("vllm:num_requests_waiting", "Sequences that wait for a cache row.", load and load.num_waiting),
             ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", load and load.kv_usage),
+            ("specexport:kv_cache_resident_bytes", "Memory of cache rows written to.", load and load.kv_bytes_resident),
+            (
+                "specexport:kv_cache_reserved_bytes",
+                "Memory that running sequences may come to need, and of pinned prefixes.",
+                load and load.kv_bytes_reserved,
+            ),
+            ("specexport:kv_cache_budget_bytes", "Bound of the cache's memory.", load and load.kv_bytes_budget),
             ("specexport:prefixes_kept", "Texts kept in rows that nobody runs in.", load and load.num_prefixes),
             ("specexport:max_num_seqs", "Cache rows: the most sequences at a time.", load and load.max_num_seqs),
         ]

@@ -4,6 +4,7 @@ from specexport_runtime.costs.curves import CostCurves
 from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.costs.tune_profile import TuneProfile
 from specexport_runtime.decoding.decoder import Decoder
+from specexport_runtime.decoding.memory_budget import MemoryBudget
 from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.lookup import LookupDrafter
@@ -64,17 +65,22 @@ def make_decoder(
     unpad_kv: bool = True,
     unpad_input: bool = True,
     plan: tuple[DraftStage, ...] | None = None,
+    budget: int | None = None,
     **options: object,
 ) -> PlannedDecoder:
     def runner(executor: FakeExecutor) -> ModelRunner:
         return ModelRunner(executor, max_chunk=max_chunk, unpad_kv=unpad_kv, unpad_input=unpad_input)
 
     drafters: dict[str, Drafter] = {"lookup": LookupDrafter()}
+    runners = [runner(target)]
     if draft is not None:
+        runners.append(runner(draft))
         drafters["draft-model"] = ModelDrafter(
-            runner(draft), vocab_size=draft.vocab_size, max_backlog=max(lookahead, 8) + 1
+            runners[1], vocab_size=draft.vocab_size, max_backlog=max(lookahead, 8) + 1
         )
-    decoder = PlannedDecoder(runner(target), ChainDrafter(drafters), **options)
+    if budget is not None:
+        options["memory"] = MemoryBudget(runners, limit=budget, slack=CAPACITY - MAX_MODEL_LEN)
+    decoder = PlannedDecoder(runners[0], ChainDrafter(drafters), **options)
     default = (DraftStage("draft-model", lookahead),) if draft is not None else ()
     decoder.plan = default if plan is None else plan
     return decoder

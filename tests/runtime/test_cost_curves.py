@@ -442,6 +442,14 @@ def teach(learned):
     assert learned.adopt()
 
 
+def test_no_more_rows_are_filled_than_there_is_memory_for(cache):
+    target, draft = (ModelRunner(FakeExecutor(17, 4, 80)) for _ in range(2))
+    curves = measure_costs(target, {"draft-model": draft}, max_rows=4, lookahead=4, max_bytes=2 * target.row_bytes(80))
+    assert [curve.num_rows for curve in curves.target.curves] == [1, 2]
+    assert max(shape.num_seqs for runner in (target, draft) for shape in runner.executor.calls) == 2
+    assert target.kv.touched(0) == target.executor.resident_bytes == 0
+
+
 def test_gates_are_all_on_again(cache):
     target = ModelRunner(FakeExecutor(17, 4, 80, num_gates=2 * LAYERS))
     masks = []

@@ -317,7 +317,7 @@ def test_the_load_is_told_to_any_thread_at_any_time(watched):
     engine, _ = watched
     idle = engine.current_load()
     assert idle[:5] == (0, 0, 4, 0, 4 * engine.target.kv_capacity)
-    assert idle[5:] == (0, 0)  # kept prefixes, and their entries
+    assert idle[5:] == (0, 0, 0, 0, None)  # kept prefixes, their entries, memory
     assert idle.kv_usage == 0.0
     inside_step, go = threading.Event(), threading.Event()
     execute = engine.target.execute

@@ -1,4 +1,4 @@
-"""Prefix reuse, and pauses, on a real engine: the same texts, and the same log-probabilities to the last bit."""
+"""Prefix reuse, pauses and budgets on a real engine: the same texts, and log-probabilities to the last bit."""
 
 import itertools
 from contextlib import closing
@@ -43,14 +43,12 @@ def int8_bundle(demo_pair, tmp_path_factory):
     return folder
 
 
-def compare(bundle, drafter, temperature):
-    """What :func:`converse` finds with and without reuse."""
+def compare(bundle, drafter, temperature, **options):
+    """What :func:`converse` finds with and without reuse, the former with ``options``."""
     runs = []
-    for reuse in (True, False):
+    for own in ({**options}, {"enable_prefix_caching": False}):
         with closing(
-            SpecEngine.load(
-                bundle, max_num_seqs=2, num_threads=1, spin=False, adaptive=False, enable_prefix_caching=reuse
-            )
+            SpecEngine.load(bundle, **{"max_num_seqs": 2, "num_threads": 1, "spin": False, "adaptive": False, **own})
         ) as engine:
             engine._loop._check = True
             runs.append(converse(engine, drafter, temperature))
@@ -64,10 +62,14 @@ def compare(bundle, drafter, temperature):
     return found, wanted
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("drafter", ["none", "draft-model", "lookup"])
-def test_int8_engines_give_the_same_bits(int8_bundle, drafter, temperature):
-    found, wanted = compare(int8_bundle, drafter, temperature)
+@pytest.mark.parametrize("budget", [False, True])
+@pytest.mark.parametrize(
+    ("drafter", "temperature"), [("none", 0.0), ("draft-model", 0.0), ("draft-model", 0.8), ("lookup", 0.8)]
+)
+def test_int8_engines_give_the_same_bits(int8_bundle, drafter, temperature, budget):
+    """Also where rows begin at pages, and memory goes back: there is room for two conversations, and for no others."""
+    options = {"kv_cache_memory_bytes": "4MiB", "max_model_len": 256, "max_num_seqs": 4} if budget else {}
+    found, wanted = compare(int8_bundle, drafter, temperature, **options)
     assert found == wanted
 
 

@@ -133,10 +133,10 @@ def test_what_says_least_is_forgotten_first():
     for prompt in (third, OTHER, third, OTHER, fourth):
         ask(decoder, prompt)
     assert ask(decoder, LONG).stats.cached_tokens == len(LONG) - 1
-    assert decoder.prefixes.num_pinned == 1
+    assert len(decoder.prefixes.pinned_rows) == 1
     assert decoder.prefixes.unpin(LONG, "")
     assert not decoder.prefixes.unpin(LONG, "")
-    assert decoder.prefixes.num_pinned == 0
+    assert not decoder.prefixes.pinned_rows
 
 
 def test_scopes_see_nothing_of_each_other():

@@ -3,33 +3,40 @@
 import chance
 import numpy as np
 import pytest
-from loop import MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_sequence, make_target, run
+from loop import CAPACITY, MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_sequence, make_target, run
 from test_modes import PLANS
 
+from specexport_runtime.executors.fake import ENTRY_BYTES
 from specexport_runtime.sampling.params import SamplingParams
 
 EVENTS = 2000
 ROWS = 5
+ROW_BYTES = 2 * CAPACITY * ENTRY_BYTES
+"""Of target and draft, at their full length."""
 
 
 class World:
     """A decoder, what was asked of it, and what each request gives alone."""
 
-    def __init__(self, seed: int, reuse: bool = False, **modes: bool) -> None:
+    def __init__(self, seed: int, reuse: bool = False, budget: float | None = None, **modes: bool) -> None:
         self.random = np.random.default_rng(seed)
         self.beginnings = self.random.integers(0, VOCAB, (3, MAX_MODEL_LEN)).tolist() if reuse else []
         self.texts = []
         self.cached = 0
         self.modes = modes
-        self.target, self.draft = make_target(ROWS, context=3), make_draft("good", ROWS)
+        rows = ROWS if budget is None else 2 * ROWS
+        self.limit = None if budget is None else int(budget * ROW_BYTES)
+        self.most_running, self.longest_kept = 0, 0
+        self.target, self.draft = make_target(rows, context=3), make_draft("good", rows)
         self.decoder = make_decoder(
             self.target,
             self.draft,
             4,
-            max_num_seqs=ROWS - 2 if reuse else None,
+            max_num_seqs=rows - 2 if reuse else None,
             max_num_batched_tokens=20,
             max_chunk=9,
             reuses_prefixes=reuse,
+            budget=self.limit,
             **modes,
         )
         self.live, self.ended = [], []
@@ -66,6 +73,8 @@ class World:
         """Check the invariants, and compare what has ended with what it gives alone."""
         self.decoder.check()
         self.decoder.draft_model.runner.kv.check()
+        if self.limit is not None:
+            self.settle_memory()
         done = [item for item in self.live if item[0].finish_reason is not None]
         self.live = [item for item in self.live if item[0].finish_reason is None]
         for seq, prompt, params, plan, reference in done:
@@ -76,6 +85,18 @@ class World:
             self.ended.append(seq.finish_reason)
             self.texts.append(seq.tokens)
             self.cached += seq.stats.cached_tokens or 0
+
+    def settle_memory(self) -> None:
+        """What is resident is within the budget, by what the fakes really hold."""
+        resident = self.target.resident_bytes + self.draft.resident_bytes
+        load = self.decoder.load
+        assert resident <= load.kv_bytes_resident <= self.limit
+        assert load.kv_bytes_reserved <= self.limit
+        assert (load.kv_bytes_reserved > 0) == (load.num_running > 0)
+        self.most_running = max(self.most_running, load.num_running)
+        self.longest_kept = max(self.longest_kept, load.num_prefixes)
+        if not self.decoder.running and not self.longest_kept:
+            assert resident <= self.limit / 8  # a spare, and no more
 
     def target_alone(self):
         fresh = make_target(1, context=3)
@@ -106,3 +127,29 @@ def test_random_events(unpad_kv, unpad_input, reuse):
         assert counts.hits == world.cached
         assert counts.hits > counts.queries / 4
         assert counts.copied > counts.hits / 10
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("reuse", [False, True])
+def test_random_events_within_a_budget(reuse):
+    """Memory of less than three rows for up to ten sequences: all end, in order, with what they give alone."""
+    world = World(chance.seed(7), reuse=reuse, budget=2.5)
+    begun = []
+    begin = world.decoder._begin
+    world.decoder._begin = lambda seq: (begun.append(seq.index), begin(seq))
+    kinds = [world.submit, world.cancel, world.step, world.fail]
+    events = EVENTS if reuse else EVENTS // 4
+    for choice in world.random.choice(4, chance.many(events), p=[0.14, 0.03, 0.825, 0.005]):
+        kinds[choice]()
+        world.settle()
+    while world.decoder.has_work:
+        world.step()
+        world.settle()
+    assert not world.live
+    assert begun == sorted(begun)  # nobody overtakes one that waits for memory
+    assert len(world.ended) == world.count
+    assert world.ended.count("length") > world.count / 4
+    assert world.most_running > 2
+    if reuse:
+        assert world.cached == world.decoder.prefixes.counts.hits > 0
+        assert world.longest_kept > 2

@@ -53,6 +53,9 @@ GAUGES = {
     "specexport:mean_acceptance_length",
     "specexport:max_num_seqs",
     "specexport:prefixes_kept",
+    "specexport:kv_cache_resident_bytes",
+    "specexport:kv_cache_reserved_bytes",
+    "specexport:kv_cache_budget_bytes",
     "specexport:drafter_never_accepted",
 }
 OF_DRAFTERS = {"specexport:drafter_never_accepted"}

@@ -27,6 +27,7 @@ LIMITS = (
     "tune_profile",
     "enable_prefix_caching",
     "prefix_rows",
+    "kv_cache_memory_bytes",
     "prepacked",
     "suffix_memory_mb",
     "corpus",
@@ -148,6 +149,12 @@ def batch_options(command: Any) -> Any:
             default=0,
             show_default=True,
             help="Cache rows that keep prefixes beside those of the sequences that are decoded.",
+        ),
+        click.option(
+            "--kv-cache-memory-bytes",
+            metavar="SIZE",
+            help="Most memory of the KV caches, 2GiB for example; more sequences than have their full length in it may "
+            "run (CPU).  [default: what is written to]",
         ),
     ]
     return _add(engine_options(command), options)

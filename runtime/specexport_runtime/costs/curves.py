@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specexport_runtime.costs.learned import LearnedCosts
-from specexport_runtime.costs.measure import MAX_NOISE, measure_step_cost
+from specexport_runtime.costs.measure import CONTEXTS, MAX_NOISE, measure_step_cost
 from specexport_runtime.costs.step_cost import StepCost
 from specexport_runtime.executors.base import GatedExecutor, as_gated
 from specexport_runtime.machine import machine_key
@@ -124,7 +124,12 @@ class CostCurves:
 
 
 def measure_costs(
-    target: ModelRunner, drafting: Mapping[str, ModelRunner], *, max_rows: int, lookahead: int
+    target: ModelRunner,
+    drafting: Mapping[str, ModelRunner],
+    *,
+    max_rows: int,
+    lookahead: int,
+    max_bytes: int | None = None,
 ) -> CostCurves:
     """Measure the curves of a bundle; all cache rows must be empty, and are empty afterwards.
 
@@ -133,7 +138,12 @@ def measure_costs(
         drafting: the models that draft, by the names of their drafters.
         max_rows: most rows of a step.
         lookahead: largest K.
+        max_bytes: memory of the cache rows that are filled meanwhile; fewer rows are measured where they take more.
     """
+    if max_bytes is not None:
+        entries = CONTEXTS[1] + max(lookahead + 1, DRAFT_WIDTH)
+        most = max(runner.row_bytes(min(entries, runner.kv.capacity)) for runner in (target, *drafting.values()))
+        max_rows = max(1, min(max_rows, max_bytes // max(most, 1)))
     whole = measure_step_cost(target, max_rows=max_rows, max_tokens=lookahead + 1)
     drafters = {
         name: measure_step_cost(
@@ -209,6 +219,7 @@ def load_costs(
     num_threads: int | None = None,
     spin: bool = True,
     cuda_graphs: bool | None = None,
+    max_bytes: int | None = None,
     cache: bool = True,
 ) -> KnownCosts:
     """The curves of a bundle on this machine: from the user's cache, measured and put there, or a prior.
@@ -228,6 +239,7 @@ def load_costs(
         num_threads: compute threads that were asked for; None if that was left to the runtime.
         spin: idle threads spin.
         cuda_graphs: whether steps are recorded on a GPU; None if that was left to the backend.
+        max_bytes: memory of the cache rows while they are measured; None for no bound.
         cache: False measures and keeps nothing.
     """
     key: dict[str, Any] = {
@@ -257,7 +269,7 @@ def load_costs(
     if not measured and curves != prior:
         curves, learned = prior, None  # what was learned mends another version's prior
     if measure and not measured:
-        found = measure_costs(target, drafting, max_rows=max_rows, lookahead=lookahead)
+        found = measure_costs(target, drafting, max_rows=max_rows, lookahead=lookahead, max_bytes=max_bytes)
         if found.noise <= MAX_NOISE:
             curves, measured, learned = found, True, None
             keep(curves, measured, {})

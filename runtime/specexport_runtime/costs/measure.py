@@ -14,6 +14,8 @@ _LEAST_REPEATS = 3  # the first step of a shape is slow, and two more tell how n
 MIN_SECONDS = 1e-9
 MAX_NOISE = 0.3
 """Above it, timings are too noisy to keep: the machine is busy."""
+CONTEXTS = (16, 192)
+"""Cache entries of a row in a short and a long past."""
 _TOKENS = 251  # synthetic prompts repeat after so many ids
 
 
@@ -28,7 +30,7 @@ def measure_step_cost(
     *,
     max_rows: int,
     max_tokens: int,
-    contexts: tuple[int, int] = (16, 192),
+    contexts: tuple[int, int] = CONTEXTS,
     repeats: int = 20,
     all_logits: bool = True,
     budget_s: float = DEFAULT_BUDGET_S,
@@ -79,6 +81,7 @@ def measure_step_cost(
     finally:
         for row in range(max_rows):
             runner.release_row(row)
+            runner.give_back(row, 0)
     return _fit({point: min(seconds) for point, seconds in samples.items()}, short, long, _noise(samples))
 
 

@@ -10,8 +10,9 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+from specexport_runtime.decoding.memory_budget import MemoryBudget
 from specexport_runtime.decoding.pace import Pace
-from specexport_runtime.decoding.prefixes import Prefixes
+from specexport_runtime.decoding.prefixes import LEAST_REUSED, Prefixes
 from specexport_runtime.decoding.scheduler import Scheduler
 from specexport_runtime.decoding.scores import bound_scored, note_scores
 from specexport_runtime.decoding.sharing import go_alone
@@ -46,6 +47,8 @@ class Decoder:
         tracer: writes down the rounds of sequences that keep a trace.
         reuses_prefixes: let sequences go on from what cache rows have of their prompts.
         pace: times that are to be kept; None for none.
+        least_copied: fewest tokens of a prompt that are copied from another row, not read.
+        memory: what bounds the memory of the cache rows; None: nothing but their number.
     """
 
     def __init__(
@@ -59,9 +62,12 @@ class Decoder:
         tracer: RoundTracer | None = None,
         reuses_prefixes: bool = False,
         pace: Pace | None = None,
+        least_copied: int = LEAST_REUSED,
+        memory: MemoryBudget | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
+        self.memory = memory or MemoryBudget([target])
         self.lengths = lengths
         self.tracer = tracer or RoundTracer()
         self.observers = Observers()
@@ -76,7 +82,9 @@ class Decoder:
         self._pace = pace if pace is not None and pace.is_on else None
         self._preemptions, self._sat_out = 0, False
         keeping = as_prefix_drafter(drafter)
-        self.prefixes = Prefixes(target, keeping) if reuses_prefixes and keeping is not None else None
+        self.prefixes: Prefixes | None = None
+        if reuses_prefixes and keeping is not None:
+            self.prefixes = Prefixes(target, keeping, self.memory, least_copied)
         self._masks = MaskAhead()
         self.times = PhaseTimes()
         self.padding = PaddingStats()
@@ -161,7 +169,9 @@ class Decoder:
         ready = [seq for seq in self.scheduler.rows if seq is not None and seq.is_decoding]
         if len(ready) == len(self.scheduler.rows) and not self.scheduler.can_admit(self._pending):
             return ready, {}  # most rounds: everybody decodes, and nobody can come
-        self.scheduler.place(_busy(ready), self._pending, self._move_row, self._begin, self._is_early, self._pause)
+        self.scheduler.place(
+            _busy(ready), self._pending, self._move_row, self._begin, self._is_early, self._fits, self._pause
+        )
         ready = [seq for seq in self.running if seq.is_decoding]
         busy, limit = _busy(ready), self.target.executor.max_num_tokens
         # An engine of fixed sizes takes a whole verify step, but maybe not the smallest prompt chunk beside it.
@@ -212,31 +222,47 @@ class Decoder:
         """
         self.target.kv.check()
         self.scheduler.check([self.target.kv.kv_len(row) for row in range(self.target.kv.num_rows)])
+        self.memory.check()
         if self.prefixes is not None:
             self.prefixes.check(self.running)
 
     @property
     def load(self) -> EngineLoad:
         """How busy it is; may be asked from any thread."""
-        kv, rows = self.target.kv, self.scheduler.num_rows
+        kv, rows, running = self.target.kv, self.scheduler.num_rows, self.running
         return EngineLoad(
-            num_running=len(self.running),
+            num_running=len(running),
             num_waiting=len(self.scheduler.waiting),
             max_num_seqs=rows,
             kv_entries=kv.num_committed,
             kv_capacity=rows * kv.capacity,
             num_prefixes=0 if self.prefixes is None else self.prefixes.num_kept,
             prefix_entries=0 if self.prefixes is None else self.prefixes.num_entries,
+            kv_bytes_resident=self.memory.resident_bytes,
+            kv_bytes_reserved=self.memory.bytes_of(self._reserved_rows(running)),
+            kv_bytes_budget=self.memory.limit,
         )
 
     def _pending(self, seq: Sequence) -> int:
         """Tokens of a sequence that the target has not seen."""
         return len(seq.tokens) - (self.target.kv.kv_len(seq.row) if seq.row != NO_ROW else 0)
 
+    def _fits(self, seq: Sequence) -> bool:
+        """Whether there is memory for all that a sequence may come to need; alone, there always is (``check_pin``)."""
+        running = self.running
+        return not running or self.memory.fits(seq, self._reserved_rows(running))
+
+    def _reserved_rows(self, running: Seq[Sequence]) -> list[int]:
+        """Rows whose memory nobody else may have: of sequences that run, and of texts that are kept for good."""
+        pinned = [] if self.prefixes is None else self.prefixes.pinned_rows
+        return [*(row for seq in running if (row := seq.row) != NO_ROW), *pinned]
+
     def _begin(self, seq: Sequence) -> None:
         """A sequence was admitted."""
         if self.prefixes is not None:
             self.prefixes.begin(seq, self.running)
+        else:
+            self.memory.reserve(seq)
         self._note_read(seq)
 
     def _pause(self, seq: Sequence) -> None:
@@ -268,6 +294,7 @@ class Decoder:
             return
         self.target.move_row(source, destination)
         self.drafter.move_row(source, destination)
+        self.memory.swap(source, destination)
 
     def _in_row(self, row: int) -> Sequence:
         seq = self.scheduler.rows[row]
@@ -435,6 +462,8 @@ class Decoder:
         if self.prefixes is None or not self.prefixes.keep(seq):
             self.target.release_row(seq.row)
             self.drafter.release_row(seq.row)
+            self.memory.free(seq.row)
+        self.memory.settle()
 
 
 def _busy(ready: Seq[Sequence]) -> int:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specexport_runtime.decoding.memory_budget import MemoryBudget
 from specexport_runtime.drafters.base import PrefixDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Int64Array
@@ -29,7 +30,7 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sequences.sequence import Sequence
 
 LEAST_REUSED = 16
-"""Fewer tokens than this are read again: copying a row for them would not pay, and short texts would fill the rows."""
+"""Fewer tokens than this are read again: short texts would fill the rows."""
 WORTH_WAITING = 64
 """Tokens that another sequence is about to read, for which one that begins with them too waits a few steps."""
 SHORT_TAIL = 32
@@ -90,14 +91,24 @@ class Prefixes:
     Args:
         target: the target; its executor copies rows.
         drafter: what else has something in rows.
+        memory: what bounds the memory of rows; None: nothing.
+        least_copied: fewest tokens that are copied from another row; fewer are read in less time (``copy_cost``).
 
     Attributes:
         counts: what it did.
     """
 
-    def __init__(self, target: ModelRunner, drafter: PrefixDrafter) -> None:
+    def __init__(
+        self,
+        target: ModelRunner,
+        drafter: PrefixDrafter,
+        memory: MemoryBudget | None = None,
+        least_copied: int = LEAST_REUSED,
+    ) -> None:
         self.counts = PrefixCounts()
         self._target, self._drafter = target, drafter
+        self._memory = memory or MemoryBudget([target])
+        self._least_copied = least_copied
         self._kept: dict[int, KeptPrefix] = {}
         self._clock = 0
 
@@ -136,41 +147,58 @@ class Prefixes:
             running: all that hold a row.
         """
         self._clock += 1
-        if seq.scope is None or seq.is_scored:
-            self._vacate(seq.row, running)
-            return
-        found, is_new = self._longest(seq, running), not seq.stats.preemptions
-        if is_new:
-            seq.stats.cached_tokens = 0
-            self.counts = self.counts._replace(queries=self.counts.queries + seq.num_prompt_tokens)
+        found, is_new = None, not seq.stats.preemptions
+        if seq.scope is not None and not seq.is_scored:
+            found = self._longest(seq, running)
+            if is_new:
+                seq.stats.cached_tokens = 0
+                self.counts = self.counts._replace(queries=self.counts.queries + seq.num_prompt_tokens)
+        is_continued = self._make_room(seq, found, running)
         if found is None:
             self._vacate(seq.row, running)
+            self._memory.reserve(seq)
             return
         if found.kept is not None:
             found.kept.used = self._clock
-        # A text that this one continues is kept when this one ends; one that would lose more of its own stays.
-        is_continued = (
-            found.kept is not None and not found.kept.is_pinned and len(found.kept.tokens) - found.common <= SHORT_TAIL
-        )
-        if found.row == seq.row:
-            if is_continued:
-                del self._kept[seq.row]
-            else:
-                self._vacate(seq.row, running)  # its entries stay in this row's memory too
-        elif is_continued and seq.row in self._kept:
-            self._swap(found.row, seq.row)
-        else:
-            self._vacate(seq.row, running, but=found.row)
-            self._target.copy_row(found.row, seq.row, found.reused)
-            self._drafter.copy_row(found.row, seq.row, found.drafts)
-            self.counts = self.counts._replace(copied=self.counts.copied + found.reused)
-            if is_continued:
-                del self._kept[found.row]
+        source = found.row
+        if is_continued and source == seq.row:
+            del self._kept[source]
+        elif is_continued:
+            self._take(source, seq.row, found.reused)
+            source = seq.row
+        elif (place := self._vacate(seq.row, running, but=source)) is not None and source == seq.row:
+            source = place
+        self._memory.reserve(seq)
+        if source != seq.row:
+            self._copy(source, seq.row, found.reused, found.drafts)
         self._target.kv.restore(seq.row, found.reused, found.state_len)
         self._drafter.adopt(seq, found.drafts, found.reused)
         if is_new:
             seq.stats.cached_tokens = found.reused
             self.counts = self.counts._replace(hits=self.counts.hits + found.reused)
+
+    def _make_room(self, seq: Sequence, found: _Match | None, running: Seq[Sequence]) -> bool:
+        """Kept texts go until a sequence fits, those that are worth less before others.
+
+        Returns:
+            whether it goes on from the row of ``found`` itself. A text that it continues is kept again when it ends;
+            one that would lose more of its own stays, where there is memory for both.
+        """
+        may_lose, is_continued = False, False
+        if found is not None and found.kept is not None and not found.kept.is_pinned:
+            may_lose, is_continued = True, len(found.kept.tokens) - found.common <= SHORT_TAIL
+        room = self._memory.room_beside(seq, [other.row for other in running if other is not seq])
+        if room is None:
+            return is_continued
+        others = [row for row in self._kept if found is None or row != found.row]
+        room -= self._memory.bytes_of(self._kept if not is_continued else others)
+        if room < 0:
+            for row in sorted(others, key=lambda row: self._worth(self._kept[row], row)):
+                if room >= 0 or self._kept[row].is_pinned:
+                    break
+                room += self._memory.bytes_of([row])
+                self._drop(row)
+        return is_continued or (room < 0 and may_lose)
 
     def keep(self, seq: Sequence) -> bool:
         """A sequence leaves its row: keep its text there, if anybody may go on from it.
@@ -183,6 +211,7 @@ class Prefixes:
             count = min(count, seq.num_prompt_tokens)
         if seq.scope is None or seq.finish_reason == "error" or count < LEAST_REUSED:
             return False
+        self._memory.keep(seq.row, count)
         self._kept[seq.row] = KeptPrefix(
             np.asarray(seq.tokens[:count], np.int64),
             seq.scope,
@@ -209,6 +238,7 @@ class Prefixes:
         self._target.swap_rows(source, destination, counts)
         self._target.kv.move(source, destination)
         self._drafter.swap_rows(source, destination, (None, kept.drafts))
+        self._memory.swap(source, destination)
         self._kept[source] = kept
         self.counts = self.counts._replace(copied=self.counts.copied + counts[1])
         return True
@@ -226,13 +256,14 @@ class Prefixes:
         return found
 
     @property
-    def num_pinned(self) -> int:
-        """Texts that are kept for good; may be asked from any thread."""
-        return sum([kept.is_pinned for kept in tuple(self._kept.values())])
+    def pinned_rows(self) -> list[int]:
+        """Rows of texts that are kept for good; may be asked from any thread."""
+        return [row for row, kept in tuple(self._kept.items()) if kept.is_pinned]
 
     def clear(self) -> None:
         """Forget all of them."""
-        self._kept.clear()
+        for row in tuple(self._kept):
+            self._drop(row)
 
     def check(self, running: Seq[Sequence]) -> None:
         """Assert that no row is kept and used at a time, or counted as used while it is kept.
@@ -252,14 +283,16 @@ class Prefixes:
             reused = min(common, len(prompt) - 1)  # the last token is read again: its logits are wanted
             if reused == seq.num_prompt_tokens - 1 and 1 in sides:
                 reused -= 1  # alone it would see one entry more than its prompt has, which is beyond the border
+            # Behind a state there is no going back.
             state_len = self._target.kv.state_len(row) if kept is None else kept.state_len
-            if reused < max(LEAST_REUSED, state_len) or (best is not None and reused < best.reused):
+            least = max(LEAST_REUSED if row == seq.row else self._least_copied, state_len)
+            if reused < least or (best is not None and reused < best.reused):
                 continue
             given = self._drafter.snapshot(drafts) if isinstance(drafts, Sequence) else drafts
             reused = self._drafter.usable(seq, given, reused)
             # Of equal ones, that in its own row: nothing is copied.
             is_better = best is None or (reused, row == seq.row) > (best.reused, best.row == seq.row)
-            if reused >= max(LEAST_REUSED, state_len) and is_better:
+            if reused >= least and is_better:
                 best = _Match(common, reused, row, given, kept, state_len)
         return best
 
@@ -282,14 +315,33 @@ class Prefixes:
         """
         return tuple((prompt_tokens >= at) + (prompt_tokens > at) for at in self._target.executor.sum_borders)
 
-    def _swap(self, source: int, row: int) -> None:
-        """The text of ``source`` is in ``row`` now, and is no longer kept; that of ``row`` is kept in its place."""
-        taken, homeless = self._kept.pop(source), self._kept.pop(row)
-        counts = (len(taken.tokens), len(homeless.tokens))
-        self._target.swap_rows(source, row, counts)
-        self._drafter.swap_rows(source, row, (taken.drafts, homeless.drafts))
-        self._kept[source] = homeless
+    def _take(self, source: int, row: int, count: int) -> None:
+        """The first tokens of what ``source`` has are in ``row`` now, and it is no longer kept; what ``row`` had is."""
+        taken, homeless = self._kept.pop(source), self._kept.pop(row, None)
+        self._memory.free(source)
+        self._exchange(source, row, (count, 0 if homeless is None else len(homeless.tokens)), (taken, homeless))
+
+    def _exchange(
+        self, one: int, other: int, counts: tuple[int, int], kept: tuple[KeptPrefix, KeptPrefix | None]
+    ) -> None:
+        """Exchange texts of two rows; the second is kept in the first one's row then."""
+        of_one, of_other = kept
+        self._target.swap_rows(one, other, counts)
+        self._drafter.swap_rows(one, other, (of_one.drafts, None if of_other is None else of_other.drafts))
+        self._memory.swap(one, other)
+        if of_other is not None:
+            self._kept[one] = of_other
         self.counts = self.counts._replace(copied=self.counts.copied + sum(counts))
+
+    def _copy(self, source: int, row: int, count: int, drafts: Any) -> None:
+        self._target.copy_row(source, row, count)
+        self._drafter.copy_row(source, row, drafts)
+        self.counts = self.counts._replace(copied=self.counts.copied + count)
+
+    def _drop(self, row: int) -> None:
+        """Forget the text of a row."""
+        del self._kept[row]
+        self._memory.free(row)
 
     def _empty(self, row: int, running: Seq[Sequence]) -> int | None:
         """A row that nobody uses for anything."""
@@ -299,19 +351,27 @@ class Prefixes:
         free = (at for at in rows if at not in taken and at not in self._kept)
         return next(free, None)
 
-    def _vacate(self, row: int, running: Seq[Sequence], but: int | None = None) -> None:
-        """What is kept in a row goes elsewhere, at the cost of what is worth less; ``but`` is not to be touched."""
-        kept = self._kept.pop(row, None)
+    def _vacate(self, row: int, running: Seq[Sequence], but: int | None = None) -> int | None:
+        """What is kept in a row goes elsewhere, at the cost of what is worth less; ``but`` is not to be touched.
+
+        Returns:
+            where it is now; None if nothing was kept, or if it was forgotten: the row's memory has its entries still.
+        """
+        kept = self._kept.get(row)
         if kept is None:
-            return
-        place = self._empty(row, running)
+            return None
+        place = None
+        if kept.is_pinned or len(kept.tokens) >= self._least_copied:
+            place = self._empty(row, running)
+            if place is None and (place := self._least(kept, row, but)) is not None:
+                self._drop(place)
         if place is None:
-            place = self._least(kept, row, but)
-        if place is not None:
-            self._target.copy_row(row, place, len(kept.tokens))
-            self._drafter.copy_row(row, place, kept.drafts)
-            self.counts = self.counts._replace(copied=self.counts.copied + len(kept.tokens))
-            self._kept[place] = kept
+            self._drop(row)
+            return None
+        del self._kept[row]
+        self._exchange(row, place, (len(kept.tokens), 0), (kept, None))
+        self._kept[place] = kept
+        return place
 
     def _least(self, homeless: KeptPrefix, row: int, but: int | None) -> int | None:
         """The row whose text is worth less than one that has no row; None if there is none."""

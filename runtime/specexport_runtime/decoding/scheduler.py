@@ -83,6 +83,7 @@ class Scheduler:
         move_row: Callable[[int, int], None],
         begin: Callable[[Sequence], None] = lambda _: None,
         is_early: Callable[[Sequence], bool] = lambda _: False,
+        fits: Callable[[Sequence], bool] = lambda _: True,
         pause: Callable[[Sequence], None] = lambda _: None,
     ) -> None:
         """Admit what fits, then close the holes that are left.
@@ -95,6 +96,7 @@ class Scheduler:
             move_row: moves a cache row: source, destination.
             begin: told of each sequence that was admitted.
             is_early: whether a sequence had better wait, and with it those of its owner behind it.
+            fits: whether there is memory for a sequence; if not, it waits, and with it all behind it.
             pause: told of each sequence that is about to lose its row.
         """
         passed: set[str] = set()
@@ -110,6 +112,8 @@ class Scheduler:
             if is_early(seq):
                 passed.add(seq.owner)
                 continue
+            if not fits(seq):
+                break
             if victim is not None:
                 row = victim.row
                 pause(victim)

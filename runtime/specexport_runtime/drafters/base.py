@@ -141,7 +141,8 @@ class PrefixDrafter(Drafter, Protocol):
     def swap_rows(self, one: int, other: int, kept: tuple[Any, Any]) -> None:
         """Exchange what two snapshots are of, that of row ``one`` and that of row ``other``.
 
-        If the first is None, a sequence runs in row ``one``, and goes on in ``other``.
+        If the first is None, a sequence runs in row ``one``, and goes on in ``other``; if the second is, nothing is
+        kept in ``other``.
         """
         ...
 

@@ -182,13 +182,13 @@ class ChainDrafter:
         for name, drafter in self._keeping():
             drafter.copy_row(source, destination, kept[name])
 
-    def swap_rows(self, one: int, other: int, kept: tuple[Mapping[str, Any] | None, Mapping[str, Any]]) -> None:
+    def swap_rows(self, one: int, other: int, kept: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]) -> None:
         """Tell the drafters; see ``PrefixDrafter``. To those that do not keep rows a sequence may have moved."""
         of_one, of_other = kept
         for name, drafter in self.drafters.items():
             keeping = as_prefix_drafter(drafter)
             if keeping is not None:
-                keeping.swap_rows(one, other, (None if of_one is None else of_one[name], of_other[name]))
+                keeping.swap_rows(one, other, (of_one and of_one[name], of_other and of_other[name]))
             elif of_one is None:
                 drafter.move_row(one, other)
 

@@ -81,7 +81,7 @@ class OwnCacheDrafter:
     def swap_rows(self, one: int, other: int, kept: tuple[Any, Any]) -> None:
         """Exchange what snapshots were taken of in two rows; see ``PrefixDrafter.swap_rows``."""
         own = self.runner.kv.kv_len(one) if kept[0] is None else self._entries_of(kept[0])
-        self.runner.swap_rows(one, other, (own, self._entries_of(kept[1])))
+        self.runner.swap_rows(one, other, (own, 0 if kept[1] is None else self._entries_of(kept[1])))
         if kept[0] is None:
             self.runner.kv.move(one, other)
 

@@ -207,6 +207,26 @@ class CopyingExecutor(Executor, Protocol):
         ...
 
 
+class PagedExecutor(Executor, Protocol):
+    """An executor whose rows take memory page by page, as far as they were written to."""
+
+    gives_back: bool
+    """Pages that are of no use go back to the system; ``swap_rows`` leaves nothing behind the exchanged entries."""
+
+    def row_bytes(self, entries: int) -> int:
+        """Bytes of memory that the first ``entries`` of a row take, in all layers: whole pages."""
+        ...
+
+    def give_back(self, row: int, kept: int) -> None:
+        """Give the pages of a row back that hold none of its first ``kept`` entries; nothing unless ``gives_back``."""
+        ...
+
+
+def as_paged(executor: Executor) -> PagedExecutor | None:
+    """``executor`` if its rows take memory page by page; None if not, or if it has no rows of its own."""
+    return executor if hasattr(executor, "row_bytes") and not borrows_cache(executor) else None  # type: ignore[return-value]
+
+
 def as_copying(executor: Executor) -> CopyingExecutor | None:
     """``executor`` if rows can be copied; None if not."""
     return executor if hasattr(executor, "copy_row") else None  # type: ignore[return-value]
@@ -273,6 +293,7 @@ class EngineRequest:
         hash_of: gives the hash of a graph and its weights, by which their packed form is kept in the user's cache; None
             keeps none.
         lender: of a draft head that has no cache: whose it reads; None lets it read zeros.
+        gives_back: memory of rows that is of no use goes back to the system; only where the backend can.
     """
 
     folder: Path
@@ -288,6 +309,7 @@ class EngineRequest:
     cuda_graphs: bool | None = None
     hash_of: Callable[[str], str] | None = None
     lender: CacheLender | None = None
+    gives_back: bool = False
 
 
 class EngineBackend(NamedTuple):
@@ -299,6 +321,7 @@ class EngineBackend(NamedTuple):
         has_padded_kv: bundles have graphs for caches that hold padding entries.
         has_gates: layers of a target can be switched off, for drafting with the target itself.
         copies_rows: rows can be copied, and keep what they have when nobody runs in them: prefixes can be reused.
+        gives_back: memory of rows that is of no use can go back to the system: the KV cache can have a budget.
         modules: Python modules that running needs.
         provider: ONNX Runtime's execution provider that running needs; None for none but its own.
     """
@@ -308,5 +331,6 @@ class EngineBackend(NamedTuple):
     has_padded_kv: bool = False
     has_gates: bool = False
     copies_rows: bool = False
+    gives_back: bool = False
     modules: tuple[str, ...] = ()
     provider: str | None = None

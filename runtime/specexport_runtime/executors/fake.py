@@ -13,6 +13,8 @@ from specexport_runtime.abi import CONTEXT_ID, PADDED_STEP_INPUTS, STEP_INPUTS, 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import BoolArray, Float32Array, StepBuffers, StepOutput, Want, argmax_ids
 
+ENTRY_BYTES = 64
+"""What a cache entry is said to take."""
 _POISON = -2
 _DRAFTED = -10  # token t of a draft is handed on as -10 - t
 _BLOCK = -3  # an entry of a block, which must not outlive its step
@@ -46,6 +48,7 @@ class FakeExecutor:
             ends in, and of nothing else.
         fills_blocks: it is a head that fills blocks: entries have a feature, or are of a block, and each place's logits
             are a function of the whole context, of the block's first token, and of what the places before it guess.
+        page_entries: entries of a page of its memory, of which each takes ``ENTRY_BYTES`` (``PagedExecutor``).
         lender: with ``reads_features``, the executor of a head without a cache, which reads this one's: a step has one
             token a row, and its logits are a function of the lender's entries, of what was drafted behind them, which
             is what it hands on, and of the token.
@@ -69,6 +72,7 @@ class FakeExecutor:
         num_draft_heads: int = 0,
         reads_draft: bool = False,
         fills_blocks: bool = False,
+        page_entries: int = 8,
         lender: "FakeExecutor | None" = None,
     ) -> None:
         self.vocab_size = vocab_size
@@ -79,6 +83,7 @@ class FakeExecutor:
         self.engine_seconds = 0.0
         self.calls: list[StepShape] = []
         """Shape of every executed step."""
+        self.gives_back, self._page = True, page_entries
         self._context, self._seed, self._noise = context, seed, noise
         self._sharpness = -sharpness if negate else sharpness
         self._cache = np.full((num_rows, kv_capacity), _POISON, np.int64)
@@ -380,6 +385,20 @@ class FakeExecutor:
     def clear_row(self, row: int) -> None:
         """Poison the row."""
         self._cache[row] = _POISON
+
+    def row_bytes(self, entries: int) -> int:
+        """See ``PagedExecutor.row_bytes``."""
+        return -(-entries // self._page) * self._page * ENTRY_BYTES
+
+    def give_back(self, row: int, kept: int) -> None:
+        """See ``PagedExecutor.give_back``: these pages are poisoned."""
+        self._cache[row, -(-kept // self._page) * self._page :] = _POISON
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the pages in which anything was written."""
+        pages = [(row != _POISON).nonzero()[0] // self._page for row in self._cache]
+        return sum(len(set(written.tolist())) for written in pages) * self._page * ENTRY_BYTES
 
     def move_entries(self, row: int, entries: npt.NDArray[np.int64]) -> None:
         """Keep the listed entries of a row, packed to its front; the rest is poisoned."""

@@ -68,6 +68,7 @@ def open_executor(
     cuda_graphs: bool | None = None,
     prepacked: bool = True,
     share_threads: bool = False,
+    gives_back: bool = False,
     target: Executor | None = None,
 ) -> Executor:
     """Load the engine of one model of a bundle.
@@ -81,6 +82,7 @@ def open_executor(
         cuda_graphs: on a GPU: record decode and verify steps and replay them; None does so with TensorRT only.
         prepacked: on a CPU: keep packed weights in the user's cache, where all processes map them.
         share_threads: on a CPU: let all engines of this process take one pool of threads, if the draft is large.
+        gives_back: memory of cache rows that is of no use goes back to the system.
         target: the target's executor, opened with the same ``bundle``: a draft head may read its caches.
 
     Raises:
@@ -123,6 +125,7 @@ def open_executor(
             cuda_graphs=cuda_graphs,
             hash_of=bundle.hash_of if prepacked else None,
             lender=as_lender(target),
+            gives_back=gives_back,
         )
     )
     start_loading(bundle.tokenizer)

@@ -3,7 +3,6 @@
 Imports onnxruntime when an executor is made, not before.
 """
 
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
@@ -27,9 +26,7 @@ from specexport_runtime.abi import (
     V_CACHE,
     V_CACHE_OUT,
     StepShape,
-    cache_shapes,
     kv_slack,
-    state_shapes,
 )
 from specexport_runtime.bundle.manifest import HYDRA, SMALL_DRAFT_PARAMETERS, ModelEntry
 from specexport_runtime.errors import IncompatibleError, SpecexportError
@@ -38,7 +35,6 @@ from specexport_runtime.executors.base import (
     EngineBackend,
     EngineRequest,
     Float32Array,
-    Int64Array,
     StepBuffers,
     StepOutput,
     Want,
@@ -46,10 +42,10 @@ from specexport_runtime.executors.base import (
 )
 from specexport_runtime.executors.exact_width import sum_borders
 from specexport_runtime.executors.features import BoundFeatures, WithFeatures
+from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK, ArenaRows
 from specexport_runtime.executors.ort_features import OrtFeatures
 from specexport_runtime.executors.ort_gates import GatedByInputs, OrtGates
 from specexport_runtime.executors.ort_graph import OrtGraph, open_graph, open_one_token_graph
-from specexport_runtime.executors.ort_session import untouched_zeros
 from specexport_runtime.executors.ort_threads import join_threads
 from specexport_runtime.machine import available_cores
 
@@ -75,13 +71,14 @@ class _Binding(NamedTuple):
     features: BoundFeatures
 
 
-class OrtExecutor(GatedByInputs, WithFeatures):
+class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
     """Runs one engine with ONNX Runtime on the CPU.
 
     A binding is kept for each step shape and refilled, because binding everything anew costs more than a small
-    model's step. The arena is one array per cache input; a step on rows [r, r+B) binds the address of row r, so no
-    cache entry is ever copied. Gates are bound by pointer too, so that switching layers on and off is free. A small
-    draft has a second graph, for steps of one token a row: another session over the same arena, picked by step shape.
+    model's step. The arena is one array per cache input (``ort_arena``); a step on rows [r, r+B) binds the address of
+    row r, so no cache entry is ever copied. Gates are bound by pointer too, so that switching layers on and off is
+    free. A small draft has a second graph, for steps of one token a row: another session over the same arena, picked
+    by step shape.
 
     Args:
         path: engine file of the bundle.
@@ -95,6 +92,8 @@ class OrtExecutor(GatedByInputs, WithFeatures):
         one_token_hash: the same of the graph for steps of one token a row.
         lookahead: K of the steps it will verify: packed weights that are kept are proved at K+1 tokens too.
         lender: whose caches a head reads that has none; None lets it read zeros.
+        gives_back: pages of the arena that are of no use go back to the system, where it takes them. Rows then begin
+            at pages.
 
     Raises:
         MissingDependencyError: onnxruntime is not installed.
@@ -116,10 +115,12 @@ class OrtExecutor(GatedByInputs, WithFeatures):
         one_token_hash: str | None = None,
         lookahead: int = 0,
         lender: CacheLender | None = None,
+        gives_back: bool = False,
     ) -> None:
         self.vocab_size = entry.head_size
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
+        self.gives_back = gives_back and CAN_GIVE_BACK
         self.max_num_tokens: int | None = None
         self.engine_seconds = 0.0
         self.sum_borders = sum_borders(entry)
@@ -133,16 +134,14 @@ class OrtExecutor(GatedByInputs, WithFeatures):
         self._gates = OrtGates(self._graph.session, self.num_gates, path)
         self._features: OrtFeatures = OrtFeatures(self._graph.session, entry.feature_size if unpad_kv else 0, path)
         self.num_draft_heads, self.reads_draft = entry.num_draft_heads, entry.head_kind == HYDRA
-        self._cache_dtype = np.dtype(entry.cache_dtype)
         self.borrows_cache = bool(entry.target_layers)
-        self._caches: dict[str, npt.NDArray[Any]] = {}
         self._lent: dict[str, npt.NDArray[Any]] = {}
         self.num_pending = kv_slack(lookahead) if entry.states else 0
-        self._states = self._make_states(entry)
-        if not self.borrows_cache:
-            self._caches = self._make_caches(entry)
-        else:
-            self._lent = self._make_caches(entry) if lender is None else lender.lend(entry.target_layers)
+        self.make_arena(() if self.borrows_cache and lender is not None else entry.layers, entry.cache_dtype)
+        self.make_states(entry.states, self.num_pending)
+        if self.borrows_cache:
+            self._lent = self._caches if lender is None else lender.lend(entry.target_layers)
+            self._memory = {}
             self._check_lent(path, entry)
         self._row_values: dict[tuple[int, int, bool], list[tuple[str, str, Any]]] = {}
         self._bindings: OrderedDict[tuple[StepShape, bool, bool], _Binding] = OrderedDict()
@@ -150,41 +149,19 @@ class OrtExecutor(GatedByInputs, WithFeatures):
         self._current: _Binding | None = None
         self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
 
-    def _make_caches(self, entry: ModelEntry) -> dict[str, npt.NDArray[Any]]:
-        shapes = cache_shapes(entry.layers, self.num_rows, self.kv_capacity)
-        try:
-            return {name: untouched_zeros(shape, self._cache_dtype) for name, shape in shapes.items()}
-        except (OSError, OverflowError, MemoryError):
-            size = sum(map(math.prod, shapes.values())) * self._cache_dtype.itemsize
-            raise IncompatibleError(
-                f"this machine has no memory for a KV cache of {self.num_rows} rows of {self.kv_capacity} entries: "
-                f"{size / 1e9:.1f} GB.",
-                "give a smaller --max-num-seqs or --max-model-len.",
-            ) from None
-
-    def _make_states(self, entry: ModelEntry) -> dict[str, npt.NDArray[Any]]:
-        shapes = state_shapes(entry.states, self.num_rows, self.num_pending)
-        return {name: untouched_zeros(shape, np.float32) for name, shape in shapes.items()}
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of all rows, with what waits beside them."""
-        return sum(state.nbytes for state in self._states.values())
-
     def lend(self, layers: Seq[int]) -> dict[str, npt.NDArray[Any]]:
         """See ``CacheLender.lend``."""
         names = [(spec.name, i, layer) for i, layer in enumerate(layers) for spec in CACHE_INPUTS]
-        return {name.format(i=i): self._caches[name.format(i=layer)] for name, i, layer in names}
+        caches = self._caches
+        return {name.format(i=i): caches[name.format(i=layer)] for name, i, layer in names}
 
     def _check_lent(self, path: Path, entry: ModelEntry) -> None:
-        shapes = cache_shapes(entry.layers, self.num_rows, self.kv_capacity)
-        if any(cache.shape != shapes[name] or cache.dtype != self._cache_dtype for name, cache in self._lent.items()):
-            raise IncompatibleError(f"{path}: the target's caches are not those that it reads.", "build it again.")
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the KV arena; a row is resident only once it was written to."""
-        return sum(cache.nbytes for cache in self._caches.values())
+        for name, cache in self._lent.items():
+            layer, values = entry.layers[int(name.rpartition(".")[2])], name.startswith("v_")
+            rows, _, heads, capacity, dim = cache.shape
+            sizes = (self.num_rows, layer.kv_heads, layer.v_dim if values else layer.k_dim)
+            if (rows, heads, dim) != sizes or capacity < self.kv_capacity or cache.dtype != entry.cache_dtype:
+                raise IncompatibleError(f"{path}: the target's caches are not those that it reads.", "build it again.")
 
     def prepare(self, shape: StepShape) -> StepBuffers:
         """Bind ``shape`` (or find its binding) and return the arrays to fill. See ``Executor.prepare``."""
@@ -227,47 +204,11 @@ class OrtExecutor(GatedByInputs, WithFeatures):
         for shape in shapes:
             self.prepare(shape)
 
-    def move_row(self, source: int, destination: int, kv_len: int) -> None:
-        """Copy the first ``kv_len`` entries of a row to another, in every layer."""
-        for cache in self._caches.values():
-            cache[destination, :, :, :kv_len] = cache[source, :, :, :kv_len]
-        for state in self._states.values():
-            state[destination] = state[source]
-
-    def copy_row(self, source: int, destination: int, kv_len: int) -> None:
-        """As :meth:`move_row`, which leaves the source as it is."""
-        self.move_row(source, destination, kv_len)
-
-    def swap_rows(self, one: int, other: int, kv_lens: tuple[int, int]) -> None:
-        """Exchange the first entries of two rows, in every layer: ``kv_lens`` of them, of ``one`` and of ``other``."""
-        of_one, of_other = kv_lens
-        for cache in self._caches.values():
-            aside = cache[one, :, :, :of_one].copy()
-            cache[one, :, :, :of_other] = cache[other, :, :, :of_other]
-            cache[other, :, :, :of_one] = aside
-        for state in self._states.values():
-            state[[one, other]] = state[[other, one]]
-
-    def clear_row(self, row: int) -> None:
-        """Empty a row's states. Attention reads no entry beyond a row's length."""
-        for state in self._states.values():
-            state[row] = 0.0
-
-    def move_entries(self, row: int, entries: Int64Array) -> None:
-        """Keep the cache entries ``entries`` of a row, packed to its front, in every layer.
-
-        Args:
-            row: cache row.
-            entries: ascending indices of the entries that stay.
-        """
-        for cache in self._caches.values():
-            cache[row, :, :, : len(entries)] = cache[row][:, :, entries]
-
     def close(self) -> None:
         """Release the sessions and the arena."""
         self._bindings.clear()
         self._row_values.clear()
-        self._caches, self._lent, self._states = {}, {}, {}
+        self._memory, self._state_memory, self._lent = {}, {}, {}
         self._current = None
         self._graph, self._one_token = OrtGraph(None, frozenset()), None
 
@@ -362,9 +303,15 @@ def open_ort_executor(request: EngineRequest) -> OrtExecutor:
         one_token_hash=None if hash_of is None or entry.one_token_path is None else hash_of(entry.one_token_path),
         lookahead=request.lookahead,
         lender=request.lender,
+        gives_back=request.gives_back,
     )
 
 
 BACKEND = EngineBackend(
-    open_ort_executor, has_padded_kv=True, has_gates=True, copies_rows=True, modules=("onnxruntime",)
+    open_ort_executor,
+    has_padded_kv=True,
+    has_gates=True,
+    copies_rows=True,
+    gives_back=CAN_GIVE_BACK,
+    modules=("onnxruntime",),
 )

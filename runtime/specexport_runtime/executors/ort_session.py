@@ -3,14 +3,9 @@
 Imports onnxruntime when a session is opened, not before.
 """
 
-import math
-import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from specexport_runtime.errors import BundleError, MissingDependencyError
 from specexport_runtime.executors.flash_attention import flash_attention
@@ -83,15 +78,6 @@ def _make_session(path: Path, options: Any, flash: bool) -> Any:
 
     with flash_attention(flash):
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
-def untouched_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """An array of zeros, of which a page becomes resident when it is written to.
-
-    ``np.zeros`` promises no such thing: it takes memory that ONNX Runtime has freed, and clears it by writing.
-    """
-    size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
-    return np.frombuffer(mmap.mmap(-1, size), dtype, math.prod(shape)).reshape(shape)
 
 
 def _options(num_threads: int, spin: bool) -> Any:

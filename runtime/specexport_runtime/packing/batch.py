@@ -27,6 +27,7 @@ from specexport_runtime.executors.base import (
     StepOutput,
     Want,
     as_copying,
+    as_paged,
     as_stateful,
 )
 from specexport_runtime.packing.kv import KvArena
@@ -120,6 +121,7 @@ class ModelRunner:
         logit_starts: after a step, where each row's logits begin.
         step_padding: padding tokens that were fed in that step.
         prefill_seconds: spent inside the engine by :meth:`prefill` since creation.
+        gives_back: memory of its rows that is of no use can go back to the system.
     """
 
     def __init__(
@@ -149,6 +151,8 @@ class ModelRunner:
         self.prefill_seconds = 0.0
         self._filled: dict[StepShape, tuple[StepBuffers, tuple[tuple[int, int], ...]]] = {}
         self._arange = np.arange(executor.kv_capacity + 1, dtype=np.int64)
+        self._paged = as_paged(executor)
+        self.gives_back = self._paged is not None and self._paged.gives_back and unpad_kv
 
     @property
     def unpad_kv(self) -> bool:
@@ -260,7 +264,12 @@ class ModelRunner:
 
     def move_row(self, source: int, destination: int) -> None:
         """Move a sequence's cache to another row."""
-        self.executor.move_row(source, destination, self.kv.entries(source))
+        count = self.kv.entries(source)
+        if self.gives_back:
+            self.swap_rows(source, destination, (count, 0))
+        else:
+            self.executor.move_row(source, destination, count)
+            self.kv.touch(destination, count)
         self.kv.move(source, destination)
 
     def copy_row(self, source: int, destination: int, count: int) -> None:
@@ -271,6 +280,7 @@ class ModelRunner:
         """
         if count and source != destination:
             self._copying().copy_row(source, destination, count)
+            self.kv.touch(destination, count)
 
     def swap_rows(self, one: int, other: int, counts: tuple[int, int]) -> None:
         """Exchange the first entries of the memory of two rows; no length changes.
@@ -285,6 +295,21 @@ class ModelRunner:
         """
         if any(counts):
             self._copying().swap_rows(one, other, counts)
+            for row, count in zip((one, other), counts[::-1], strict=True):
+                self.kv.touch(row, count)
+                if self.gives_back:
+                    self.kv.untouch(row, count)
+
+    def row_bytes(self, entries: int) -> int:
+        """Bytes of memory that the first ``entries`` of a row take; 0 where that is not known."""
+        return 0 if self._paged is None else self._paged.row_bytes(entries)
+
+    def give_back(self, row: int, kept: int) -> None:
+        """Give the memory of all but the first ``kept`` entries of a row back to the system, where that can be."""
+        if self._paged is not None and self.gives_back and self.kv.touched(row) > kept:
+            if self._paged.row_bytes(self.kv.touched(row)) > self._paged.row_bytes(kept):
+                self._paged.give_back(row, kept)
+            self.kv.untouch(row, kept)
 
     def _copying(self) -> CopyingExecutor:
         executor = as_copying(self.executor)

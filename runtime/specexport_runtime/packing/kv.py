@@ -27,6 +27,7 @@ class KvArena:
         self.capacity = capacity
         self._kv_lens = [0] * num_rows
         self._written = [0] * num_rows
+        self._touched = [0] * num_rows
 
     def kv_len(self, row: int) -> int:
         """Committed entries of ``row``."""
@@ -52,6 +53,20 @@ class KvArena:
             row = first_row + ends.index(max(ends))
             raise SpecexportError(f"KV row {row} holds {self.capacity} entries; a step would write entry {max(ends)}.")
         self._written[first_row : first_row + len(ends)] = ends
+        for row, end in enumerate(ends, start=first_row):
+            self._touched[row] = max(self._touched[row], end)
+
+    def touched(self, row: int) -> int:
+        """Entries of ``row`` that were written to since its memory went back to the system, by whomever."""
+        return self._touched[row]
+
+    def touch(self, row: int, entries: int) -> None:
+        """The first ``entries`` of ``row`` were written to."""
+        self._touched[row] = max(self._touched[row], entries)
+
+    def untouch(self, row: int, kept: int) -> None:
+        """The memory of all but the first ``kept`` entries of ``row`` went back to the system."""
+        self._touched[row] = min(self._touched[row], kept)
 
     def commit(self, row: int, kv_len: int) -> None:
         """Make ``kv_len`` the committed length of ``row``; what lies beyond is forgotten.

@@ -72,6 +72,7 @@ class PaddedKvArena(KvArena):
             self.kv_positions[row, start : start + count] = np.arange(kv_len, kv_len + count)
             self.kv_positions[row, start + count :] = PADDING
             self._written[row] = start + count
+            self.touch(row, start + count)
 
     def commit(self, row: int, kv_len: int) -> None:
         """Make ``kv_len`` tokens of ``row`` committed; entries of later tokens become padding or free."""

@@ -1,5 +1,6 @@
 """Checks of what a caller gave: token ids, lists of one item a prompt, match lengths."""
 
+import re
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -102,3 +103,33 @@ def check_match_length(value: object) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidRequestError(f"the match length of lookup drafting is {value!r}.", "give an integer of 1 or more.")
+
+
+def budget_of(value: int | str | None) -> int | None:
+    """Bytes of the option ``kv_cache_memory_bytes``; None if it was not given.
+
+    Raises:
+        InvalidRequestError: see :func:`parse_bytes`.
+    """
+    return None if value is None else parse_bytes(value, "kv_cache_memory_bytes")
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """A number of bytes, or a text with a unit: ``"2GiB"``, ``"1.5 GB"``, ``"500M"``; ``Ki`` is 1,024 and ``K`` 1,000.
+
+    Args:
+        value: what was given.
+        name: what the caller calls it.
+
+    Raises:
+        InvalidRequestError: it is neither, or no positive number.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", str(value).strip(), re.IGNORECASE)
+    unit = None if found is None else _UNITS.get(found[2].lower())
+    size = 0 if isinstance(value, bool) or found is None or unit is None else int(float(found[1]) * unit)
+    if size < 1:
+        raise InvalidRequestError(f"{name} is {value!r}.", "give a number of bytes, or a size such as 2GiB or 500MB.")
+    return size

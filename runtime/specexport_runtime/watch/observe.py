@@ -106,6 +106,9 @@ class EngineLoad(NamedTuple):
         kv_capacity: cache entries that the rows can hold together.
         num_prefixes: texts that are kept in rows that nobody runs in.
         prefix_entries: cache entries of these.
+        kv_bytes_resident: memory of the cache rows of all models that was written to; 0 where that is not known.
+        kv_bytes_reserved: memory that running sequences may come to need, and that of texts that are kept for good.
+        kv_bytes_budget: bound of both; None where none was set.
     """
 
     num_running: int
@@ -115,8 +118,13 @@ class EngineLoad(NamedTuple):
     kv_capacity: int
     num_prefixes: int = 0
     prefix_entries: int = 0
+    kv_bytes_resident: int = 0
+    kv_bytes_reserved: int = 0
+    kv_bytes_budget: int | None = None
 
     @property
     def kv_usage(self) -> float:
-        """Share of the cache that is in use, 0 to 1."""
+        """Share of the cache that is in use, 0 to 1: of the budget what is reserved, without one of the entries."""
+        if self.kv_bytes_budget:
+            return self.kv_bytes_reserved / self.kv_bytes_budget
         return self.kv_entries / self.kv_capacity if self.kv_capacity else 0.0

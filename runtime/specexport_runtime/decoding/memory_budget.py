@@ -1,0 +1,206 @@
+"""A budget for the memory of the KV cache: what running sequences may come to need, and what is really there.
+
+::
+
+    limit  ├─────────────┬──────────┬───────────────┬───────┬─ free ─┤
+           │ row 0 may   │ row 1    │ kept texts    │ spare │
+           │ come to need│          │ (go first)    │       │
+
+Rows are as long as the longest text may be, in addresses. In memory a row takes what was written to it, and goes back
+page by page, so that more rows can be there than the budget holds at their full length. A sequence begins when all that
+it may come to need fits beside what the others may: its prompt, ``max_tokens`` and the slack of a verification. So none
+ever has to stop, to move or to be taken out again, and those that do not fit wait in order. What nobody holds any more
+stays as a spare for the next, up to a share of the budget: pages that went back come again as zeros, one fault each.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from specexport_runtime.errors import InvalidRequestError, SpecexportError
+from specexport_runtime.executors.base import borrows_cache
+from specexport_runtime.executors.gpu import gib
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sequences.sequence import Sequence
+
+SPARE_SHARE = 1 / 8
+"""Of the budget: memory of rows that nobody holds, which stays resident for those who come next."""
+
+
+class Holding(NamedTuple):
+    """What a row is held for.
+
+    Attributes:
+        entries: cache entries, of each model.
+        num_bytes: memory of these, in whole pages.
+    """
+
+    entries: tuple[int, ...]
+    num_bytes: int
+
+
+_NOTHING = Holding((), 0)
+
+
+class _Use(NamedTuple):
+    """A row's bytes: what it is held for, and what is resident beyond that; and the latter alone."""
+
+    row: int
+    taken: int
+    spare: int
+
+
+class MemoryBudget:
+    """Memory of the cache rows of all models of an engine. Without a limit it only counts.
+
+    Args:
+        runners: the target, then the models that draft with a cache of their own.
+        limit: bytes; None takes what all rows have at their full length, and gives nothing back.
+        slack: entries that a sequence may need beyond its tokens (``abi.kv_slack``).
+        max_model_len: most tokens of a sequence; None takes what a row holds.
+
+    Attributes:
+        limit: bytes; None where nobody set one.
+
+    Raises:
+        InvalidRequestError: there is a limit, and an engine cannot give memory back, or a sequence of full length does
+            not fit.
+    """
+
+    def __init__(
+        self, runners: Seq[ModelRunner], *, limit: int | None = None, slack: int = 0, max_model_len: int | None = None
+    ) -> None:
+        self._runners = [runner for runner in runners if not borrows_cache(runner.executor)]
+        self.limit, self._slack = limit, slack
+        self._most = min(runner.kv.capacity for runner in self._runners) - slack
+        if max_model_len is not None:
+            self._most = min(self._most, max_model_len)
+        self._held: dict[int, Holding] = {}
+        if limit is not None:
+            self._check_limit(limit)
+
+    def _check_limit(self, limit: int) -> None:
+        if not all(runner.gives_back for runner in self._runners):
+            raise InvalidRequestError(
+                "kv_cache_memory_bytes is set, and this engine cannot give memory of its KV cache back.",
+                "leave it out; max_num_seqs and max_model_len then bound the cache.",
+            )
+        if (whole := self._holding(self._most).num_bytes) > limit:
+            fitting = bisect_right(range(self._most), limit, key=lambda tokens: self._holding(tokens).num_bytes) - 1
+            shorter = f"max_model_len of up to {fitting}" if fitting > 1 else "smaller max_model_len"
+            raise InvalidRequestError(
+                f"kv_cache_memory_bytes is {limit}, and one sequence of {self._most} tokens may take {whole} "
+                f"({gib(whole)}).",
+                f"give {whole} or more, or a {shorter}.",
+            )
+
+    def _holding(self, tokens: int) -> Holding:
+        """A sequence of so many tokens, with a draft behind it, in the caches of each model."""
+        entries = min(tokens, self._most) + self._slack
+        return Holding((entries,) * len(self._runners), sum([runner.row_bytes(entries) for runner in self._runners]))
+
+    def need(self, seq: Sequence) -> Holding:
+        """All that a sequence may come to need, whatever drafts for it."""
+        return self._holding(seq.num_prompt_tokens + seq.max_tokens)
+
+    def fits(self, seq: Sequence, rows: Iterable[int]) -> bool:
+        """Whether a sequence may begin beside what the rows ``rows`` are held for."""
+        return self.limit is None or self.bytes_of(rows) + self.need(seq).num_bytes <= self.limit
+
+    def bytes_of(self, rows: Iterable[int]) -> int:
+        """Bytes that some rows are held for; may be asked from any thread."""
+        return sum([held.num_bytes for row in rows if (held := self._held.get(row)) is not None])
+
+    def room_beside(self, seq: Sequence, rows: Iterable[int]) -> int | None:
+        """Bytes that are left for kept texts when a sequence begins beside some rows; None for no limit."""
+        return None if self.limit is None else self.limit - self.need(seq).num_bytes - self.bytes_of(rows)
+
+    def check_pin(self, num_tokens: int, pinned: Iterable[int]) -> None:
+        """Refuse to keep a text for good if a sequence of full length would not fit beside all of these.
+
+        Args:
+            num_tokens: its tokens.
+            pinned: rows of those that are kept for good.
+
+        Raises:
+            InvalidRequestError: it would not.
+        """
+        if self.limit is None:
+            return
+        left = self.limit - self._holding(self._most).num_bytes - self.bytes_of(pinned)
+        if (wanted := self._holding(num_tokens).num_bytes) > left:
+            raise InvalidRequestError(
+                f"{num_tokens} tokens that are kept for good take {gib(wanted)}, and kv_cache_memory_bytes leaves "
+                f"{gib(max(left, 0))} beside one sequence of full length.",
+                "load the engine with more kv_cache_memory_bytes, or a smaller max_model_len.",
+            )
+
+    def reserve(self, seq: Sequence) -> None:
+        """A sequence begins in its row: all that it may need is its own, and spare memory makes way."""
+        self._held[seq.row] = self.need(seq)
+        self.settle()
+
+    def keep(self, row: int, num_tokens: int) -> None:
+        """A text of so many tokens stays in a row; nobody has forgotten its entries yet."""
+        entries = (num_tokens, *(runner.kv.kv_len(row) for runner in self._runners[1:]))
+        each = zip(self._runners, entries, strict=True)
+        self._held[row] = Holding(entries, sum([runner.row_bytes(count) for runner, count in each]))
+
+    def free(self, row: int) -> None:
+        """Nobody holds a row any more."""
+        self._held.pop(row, None)
+
+    def swap(self, one: int, other: int) -> None:
+        """What is in two rows changed places; either may hold nothing."""
+        of_one, of_other = self._held.pop(one, None), self._held.pop(other, None)
+        if of_other is not None:
+            self._held[one] = of_other
+        if of_one is not None:
+            self._held[other] = of_one
+
+    def settle(self) -> None:
+        """Give memory back that nobody holds: what is over the limit, and over the share that may stay as a spare.
+
+        Rows without a holder give first, the last ones before others: sequences fill rows from the front.
+        """
+        if self.limit is None:
+            return
+        uses = self._uses()
+        spare = sum([use.spare for use in uses])
+        over = max(sum([use.taken for use in uses]) - self.limit, spare - int(self.limit * SPARE_SHARE))
+        for use in sorted(uses, key=lambda use: (use.row in self._held, -use.row)):
+            if over <= 0:
+                return
+            if use.spare:
+                held = self._held.get(use.row, _NOTHING)
+                for i, runner in enumerate(self._runners):
+                    runner.give_back(use.row, held.entries[i] if held.entries else 0)
+                over -= use.spare
+
+    def _uses(self) -> "list[_Use]":
+        uses = []
+        for row in range(self._runners[0].kv.num_rows):
+            touched, held = [runner.kv.touched(row) for runner in self._runners], self._held.get(row, _NOTHING)
+            if any(touched) or held.entries:
+                wanted = held.entries or (0,) * len(touched)
+                each = list(zip(self._runners, touched, wanted, strict=True))
+                resident = sum([runner.row_bytes(count) for runner, count, _ in each])
+                used = sum([runner.row_bytes(min(count, most)) for runner, count, most in each])
+                uses.append(_Use(row, held.num_bytes + resident - used, resident - used))
+        return uses
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the rows that were written to and not given back; may be asked from any thread."""
+        rows = range(self._runners[0].kv.num_rows)
+        return sum([runner.row_bytes(runner.kv.touched(row)) for runner in self._runners for row in rows])
+
+    def check(self) -> None:
+        """Assert that what rows are held for, and what is resident beyond that, is within the limit.
+
+        Raises:
+            SpecexportError: it is not.
+        """
+        if self.limit is not None and (taken := sum([use.taken for use in self._uses()])) > self.limit:
+            raise SpecexportError(f"{taken} bytes of KV cache are held or resident, of {self.limit}.")

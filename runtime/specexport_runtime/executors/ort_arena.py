@@ -1,0 +1,216 @@
+"""The KV arena of an engine on the CPU: an anonymous mapping for each cache, of which a page takes memory once written.
+
+::
+
+    k_cache.0:   row 0  head 0  [written pages | pages of nothing   ]
+                        head 1  [written pages | pages of nothing   ]
+                 row 1  …
+
+A row has its full length in addresses, and memory only as far as it was written to. On Linux memory also goes back page
+by page, so that short texts in long rows cost what short rows would: what vAttention (Prabhu et al. 2024) does with a
+GPU's page tables, the system does here of itself. Nothing moves, and a step sees the same addresses as ever.
+"""
+
+import math
+import mmap
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport_runtime.abi import LayerGeometry, StateGeometry, cache_shapes, state_shapes
+from specexport_runtime.errors import IncompatibleError
+from specexport_runtime.executors.base import Int64Array
+
+CAN_GIVE_BACK = sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED")
+"""Elsewhere the system may keep the pages, or bring their values back."""
+_PAGE = mmap.PAGESIZE
+
+
+class CacheMemory(NamedTuple):
+    """One cache of the arena.
+
+    Attributes:
+        mapping: its memory, private to this process: a child that is forked has a copy.
+        array: the same as [rows, 1, H, L, D].
+    """
+
+    mapping: mmap.mmap
+    array: npt.NDArray[Any]
+
+    @classmethod
+    def make(cls, shape: tuple[int, ...], dtype: npt.DTypeLike) -> "CacheMemory":
+        """A cache of zeros, of which no page is resident.
+
+        ``np.zeros`` promises no such thing: it takes memory that ONNX Runtime has freed, and clears it by writing.
+
+        Raises:
+            OSError: the system refuses so much.
+            OverflowError: no process can address so much.
+        """
+        size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
+        mapping = mmap.mmap(-1, size, flags=_FLAGS) if _FLAGS else mmap.mmap(-1, size)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):  # one value would make 2 MB resident
+            mapping.madvise(mmap.MADV_NOHUGEPAGE)
+        return cls(mapping, np.frombuffer(mapping, dtype, math.prod(shape)).reshape(shape))
+
+    def give_back(self, row: int, first: int, stop: int) -> None:
+        """Give pages back that have nothing but entries ``[first, stop)`` of a row; they are zeros again.
+
+        A layer with a window could give back what lies before it in this way.
+        """
+        heads, capacity = self.array.shape[2:4]
+        entry = self.array.strides[3]
+        if first == 0 and stop == capacity:
+            self.give_back_row(row)
+            return
+        for head in range(heads):
+            start = row * self.array.strides[0] + head * self.array.strides[2]
+            self._give_back(start + first * entry, (stop - first) * entry)
+
+    def give_back_row(self, row: int) -> None:
+        """Give the pages back that have nothing but a row."""
+        self._give_back(row * self.array.strides[0], self.array.strides[0])
+
+    def _give_back(self, start: int, size: int) -> None:
+        begin, end = -(-start // _PAGE) * _PAGE, (start + size) // _PAGE * _PAGE
+        if end > begin:
+            self.mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+_FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+
+
+def paged_capacity(layers: Seq[LayerGeometry], kv_capacity: int, item_bytes: int) -> int:
+    """Entries of a row, at least ``kv_capacity``, with which each head of each row begins a page in every layer."""
+    dims = {dim for layer in layers for dim in (layer.k_dim, layer.v_dim)}
+    step = math.lcm(*(_PAGE // math.gcd(_PAGE, dim * item_bytes) for dim in dims))
+    return -(-kv_capacity // step) * step
+
+
+class ArenaRows:
+    """The rows of an engine's caches: copies, moves, and memory that is given back.
+
+    Attributes:
+        num_rows: rows.
+        kv_capacity: entries that a row may have.
+        gives_back: pages of entries that are of no use go back to the system.
+    """
+
+    num_rows: int
+    kv_capacity: int
+    gives_back: bool
+    _memory: Mapping[str, CacheMemory]
+    _state_memory: Mapping[str, CacheMemory]
+
+    def make_arena(self, layers: Seq[LayerGeometry], dtype: npt.DTypeLike) -> None:
+        """Make the caches.
+
+        Raises:
+            IncompatibleError: there is no memory for them.
+        """
+        item = np.dtype(dtype).itemsize
+        capacity = paged_capacity(layers, self.kv_capacity, item) if self.gives_back and layers else self.kv_capacity
+        shapes = cache_shapes(layers, self.num_rows, capacity)
+        try:
+            self._memory = {name: CacheMemory.make(shape, dtype) for name, shape in shapes.items()}
+        except (OSError, OverflowError, MemoryError):
+            size = sum(map(math.prod, shapes.values())) * item
+            raise IncompatibleError(
+                f"this machine has no memory for a KV cache of {self.num_rows} rows of {self.kv_capacity} entries: "
+                f"{size / 1e9:.1f} GB.",
+                "give a smaller --max-num-seqs or --max-model-len.",
+            ) from None
+        # Heads of one row, by bytes of an entry: layers are alike, so that there are one or two sizes.
+        self._heads: Counter[int] = Counter()
+        for heads, *dims in layers:
+            for dim in dims:
+                self._heads[dim * item] += heads
+
+    def make_states(self, states: Seq[StateGeometry], num_pending: int) -> None:
+        """Make the states of recurrences, and what waits beside them."""
+        shapes = state_shapes(states, self.num_rows, num_pending)
+        self._state_memory = {name: CacheMemory.make(shape, np.float32) for name, shape in shapes.items()}
+
+    @property
+    def _states(self) -> dict[str, npt.NDArray[Any]]:
+        return {name: memory.array for name, memory in self._state_memory.items()}
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a row, with what waits beside them."""
+        return sum(memory.array[0].nbytes for memory in self._state_memory.values())
+
+    @property
+    def _caches(self) -> dict[str, npt.NDArray[Any]]:
+        return {name: memory.array for name, memory in self._memory.items()}
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV arena; a row is resident only as far as it was written to."""
+        return sum(memory.array.nbytes for memory in self._memory.values())
+
+    def row_bytes(self, entries: int) -> int:
+        """See ``PagedExecutor.row_bytes``."""
+        states = self.state_bytes if entries else 0
+        return states + sum(heads * (-(-entries * size // _PAGE) * _PAGE) for size, heads in self._heads.items())
+
+    def give_back(self, row: int, kept: int) -> None:
+        """See ``PagedExecutor.give_back``."""
+        if self.gives_back:
+            for memory in self._memory.values():
+                memory.give_back(row, kept, memory.array.shape[3])
+            if not kept:
+                for memory in self._state_memory.values():
+                    memory.give_back_row(row)
+
+    def move_row(self, source: int, destination: int, kv_len: int) -> None:
+        """Copy the first ``kv_len`` entries of a row to another, in every layer."""
+        for memory in self._memory.values():
+            memory.array[destination, :, :, :kv_len] = memory.array[source, :, :, :kv_len]
+        for state in self._states.values():
+            state[destination] = state[source]
+
+    def copy_row(self, source: int, destination: int, kv_len: int) -> None:
+        """As :meth:`move_row`, which leaves the source as it is."""
+        self.move_row(source, destination, kv_len)
+
+    def swap_rows(self, one: int, other: int, kv_lens: tuple[int, int]) -> None:
+        """Exchange the first entries of two rows, in every layer: ``kv_lens`` of them, of ``one`` and of ``other``.
+
+        Memory goes back layer by layer, so that what is there twice is one cache of the two rows at most.
+        """
+        of_one, of_other = kv_lens
+        for memory in self._memory.values():
+            cache = memory.array
+            if of_one and of_other:
+                aside = cache[one, :, :, :of_one].copy()
+                cache[one, :, :, :of_other] = cache[other, :, :, :of_other]
+                cache[other, :, :, :of_one] = aside
+            else:
+                cache[other, :, :, :of_one] = cache[one, :, :, :of_one]
+                cache[one, :, :, :of_other] = cache[other, :, :, :of_other]
+            if self.gives_back:
+                memory.give_back(one, of_other, cache.shape[3])
+                memory.give_back(other, of_one, cache.shape[3])
+        for state in self._states.values():
+            state[[one, other]] = state[[other, one]]
+
+    def clear_row(self, row: int) -> None:
+        """Empty a row's states. Attention reads no entry beyond a row's length."""
+        for state in self._states.values():
+            state[row] = 0.0
+
+    def move_entries(self, row: int, entries: Int64Array) -> None:
+        """Keep the cache entries ``entries`` of a row, packed to its front, in every layer.
+
+        Args:
+            row: cache row.
+            entries: ascending indices of the entries that stay.
+        """
+        for memory in self._memory.values():
+            memory.array[row, :, :, : len(entries)] = memory.array[row][:, :, entries]
