@@ -121,20 +121,23 @@ def _text(
     parts = [name for name in ("x", "q", "k", "v", "decay", "beta") if name in names]
     sizes = [_size(node, given[name], 1) for name in parts]
     out_width = _size(node, given["v" if spec is LINEAR_ATTENTION else "x"], 1)
-    state = [_size(node, given["state"], axis) for axis in range(2, len(given["state"].shape))]  # type: ignore[union-attr, arg-type]
+    whole = given["state"]
+    rank = 0 if whole is None or whole.shape is None else len(whole.shape)
+    state = [_size(node, whole, axis) for axis in range(2, rank)]
     numbers = {"state": ", ".join(map(str, state)), "width": sum(sizes), "out_width": out_width}
-    tile = {"out_shape": [-1, out_width]}
+    attributes: dict[str, int | float | list[int]] = {"out_shape": [-1, out_width]}
+    pack = ""
     if spec is LINEAR_ATTENTION:
         row, kind = _attend_row(parts, out_width)
         heads = {name: node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads")}
-        attributes = {**heads, "scale": node.attributes["scale"].as_float(), "sizes": sizes, **tile}
+        attributes |= {**heads, "scale": node.attributes["scale"].as_float(), "sizes": sizes}
         pack, kind = f"  x = Concat<axis = 1>({', '.join(parts)})", kind + f"{heads['num_heads']}x"
     else:
         silu, bias = bool(node.attributes["silu"].as_int()), "bias" in names
         row = _CONVOLVE.format(activation="silu" if silu else "none", bias=", bias" if bias else "")
-        attributes, pack, kind = tile, "", "Silu" * silu + "Bias" * bias
+        kind = "Silu" * silu + "Bias" * bias
     text = _FUNCTION.format(
-        name=f"{spec.name}{kind}{'x'.join(map(str, state))}",
+        name=f"{spec.name}{kind}{'x'.join(map(str, state))}Of{sum(sizes)}",
         attributes=f"<{', '.join(attributes)}>",
         inputs=", ".join(names),
         pack=pack,

@@ -62,7 +62,7 @@ def test_more_sequences_run_than_have_their_full_length():
     long, last = add(decoder, text(3, 30), 34), add(decoder, [1], 2)  # 10 pages, 3 pages
     decoder.step()
     assert decoder.running == short
-    assert decoder.scheduler.waiting[0] is long
+    assert next(iter(decoder.scheduler.waiting)) is long
     finish(decoder, *short, long, last)
     assert long.stats.start_time < last.stats.start_time
     assert decoder.load.kv_bytes_reserved == 0
