@@ -7,7 +7,7 @@ is for good, which leaves the state in place, and once more behind it for drafts
 Inputs and outputs of a row share memory. So what is written to it is made of copies: of ``x`` and ``seen`` below.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specexport.lowering.functions import parse_function
 from specexport.onnx_emit import Emitter
@@ -116,7 +116,7 @@ def lower_recurrences(ir_model: "ir.Model") -> int:
 
 def _text(
     spec: OpSpec, node: "ir.Node", given: "dict[str, ir.Value | None]", names: list[str]
-) -> "tuple[str, dict[str, int | float | list[int]]]":
+) -> "tuple[str, dict[str, Any]]":
     """The function of one node, and its attributes. Sizes are numbers in it: symbols would mean the same everywhere."""
     parts = [name for name in ("x", "q", "k", "v", "decay", "beta") if name in names]
     sizes = [_size(node, given[name], 1) for name in parts]
@@ -125,7 +125,7 @@ def _text(
     rank = 0 if whole is None or whole.shape is None else len(whole.shape)
     state = [_size(node, whole, axis) for axis in range(2, rank)]
     numbers = {"state": ", ".join(map(str, state)), "width": sum(sizes), "out_width": out_width}
-    attributes: dict[str, int | float | list[int]] = {"out_shape": [-1, out_width]}
+    attributes: dict[str, Any] = {"out_shape": [-1, out_width]}
     pack = ""
     if spec is LINEAR_ATTENTION:
         row, kind = _attend_row(parts, out_width)

@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,7 +106,7 @@ class ArenaRows:
     kv_capacity: int
     gives_back: bool
     _memory: Mapping[str, CacheMemory]
-    _state_memory: Mapping[str, CacheMemory]
+    _state_memory: Mapping[str, CacheMemory] = MappingProxyType({})
 
     def make_arena(self, layers: Seq[LayerGeometry], dtype: npt.DTypeLike) -> None:
         """Make the caches.
