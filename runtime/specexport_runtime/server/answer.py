@@ -16,8 +16,10 @@ from specexport_runtime.sequences.results import GenerationResult, StreamChunk, 
 from specexport_runtime.server.disconnect import request_life
 from specexport_runtime.server.errors import ApiError, as_api_error, unavailable
 from specexport_runtime.server.log_format import fields
+from specexport_runtime.server.prompt_logprobs import prompt_logprobs_json
 from specexport_runtime.server.responses import AnswerFormat, usage_of
 from specexport_runtime.server.sse import DONE, EventStream, event
+from specexport_runtime.server.token_text import TokenTexts
 from specexport_runtime.server.translate import Plan
 
 _log = logging.getLogger(__name__)
@@ -39,11 +41,20 @@ class Answer(Response):
         plan: what to generate.
         form: JSON of the endpoint.
         timeout_s: seconds it may take.
+        texts: of tokens; needed where the plan asks for ``prompt_logprobs``.
     """
 
-    def __init__(self, engine: AsyncSpecEngine, plan: Plan, form: AnswerFormat, timeout_s: float) -> None:
+    def __init__(
+        self,
+        engine: AsyncSpecEngine,
+        plan: Plan,
+        form: AnswerFormat,
+        timeout_s: float,
+        texts: TokenTexts | None = None,
+    ) -> None:
         super().__init__()
         self._engine, self._plan, self._form, self._timeout_s = engine, plan, form, timeout_s
+        self._texts = texts
         self._pieces: list[list[StreamPiece]] = [[] for _ in plan.specs]
         self._results: list[GenerationResult | None] = [None] * len(plan.specs)
 
@@ -89,16 +100,31 @@ class Answer(Response):
             async for batch in batches:
                 for news in batch:
                     self._take(requests, news)
-        choices = []
-        for i, result in enumerate(self._finished()):
+        scored = self._plan.scores or self._plan.prompt_logprobs is not None
+        # Those of prompts are as many as the prompts are long: other clients should not wait while they are written.
+        body = await asyncio.to_thread(self._whole) if scored else self._whole()
+        await Response(body, media_type="application/json")(scope, receive, send)
+
+    def _whole(self) -> bytes:
+        """The body of an answer that is not streamed; all choices have ended."""
+        choices, results = [], self._finished()
+        for i, result in enumerate(results):
             pieces, text = self._pieces[i], result.text
             if self._plan.only_echo:
                 pieces, text = [], ""
             if self._plan.scores:
-                pieces = [*self._form.prompt_pieces(result, cast("Seq[int]", self._plan.specs[i].prompt)), *pieces]
+                first = results[i - i % self._plan.num_choices]  # it was scored for all choices of its prompt
+                pieces = [*self._form.prompt_pieces(first, cast("Seq[int]", self._plan.specs[i].prompt)), *pieces]
             choices.append(self._form.choice(i, self._plan.echoes[i] + text, pieces, result.finish_reason))
-        body = self._form.whole(choices, self._usage())
-        await Response(body, media_type="application/json")(scope, receive, send)
+        return self._form.whole(choices, self._usage(), self._prompt_logprobs(results))
+
+    def _prompt_logprobs(self, results: Seq[GenerationResult]) -> list[list[dict[str, Any] | None]] | None:
+        """Of each choice's prompt, in vLLM's shape; None where nobody asked."""
+        count, n = self._plan.prompt_logprobs, self._plan.num_choices
+        if count is None or self._texts is None:
+            return None
+        each = [prompt_logprobs_json(result.prompt_logprobs or [], self._texts, count) for result in results[::n]]
+        return [each[i // n] for i in range(len(results))]
 
     async def _send_events(self, requests: list[AsyncRequest], stream: EventStream) -> None:
         await stream.start()

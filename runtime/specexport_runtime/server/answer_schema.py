@@ -66,14 +66,27 @@ class CompletionLogprobs(_Part):
     text_offset: list[int]
 
 
+class PromptLogprob(_Part):
+    """A token of the prompt, or one in its place, as vLLM describes it; the likeliest has rank 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of the prompt, by token id; null for the first."""
+
+
 class CompletionChoice(_Part):
-    """One text; ``tokens`` only if ``speculative.token_origins`` asked for them."""
+    """One text; ``tokens`` only if ``speculative.token_origins`` asked for them, ``prompt_logprobs`` likewise."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     tokens: list[TokenOrigin] = []
+    prompt_logprobs: PromptLogprobs = []
 
 
 class CompletionAnswer(_Part):
@@ -137,3 +150,4 @@ class ChatAnswer(_Part):
     system_fingerprint: str | None
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs = []

@@ -70,9 +70,10 @@ def make_answer(
     bundle = engine.engine.fingerprint
     fingerprint = None if bundle is None else f"fp_{bundle[:12]}"
     header = Header(f"{prefix}-{name}", int(time.time()), state.config.model_name, fingerprint)
-    texts = None if plan.logprobs is None else _token_texts(request, engine)
-    made = form(header, texts=texts, origins=plan.origins, include_usage=plan.include_usage)
-    return Answer(engine, plan, made, state.config.request_timeout_s)
+    texts = None if plan.logprobs is None and plan.prompt_logprobs is None else _token_texts(request, engine)
+    shown = None if plan.logprobs is None else texts
+    made = form(header, texts=shown, origins=plan.origins, include_usage=plan.include_usage)
+    return Answer(engine, plan, made, state.config.request_timeout_s, texts)
 
 
 def _token_texts(request: Request, engine: AsyncSpecEngine) -> TokenTexts:

@@ -130,7 +130,9 @@ class _Sampling(Strict):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     min_tokens: Refused[Literal[0]] = None
     use_beam_search: Refused[Literal[False]] = None
-    prompt_logprobs: Refused[None] = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        default=None, description="Not with stream."
+    )
     truncate_prompt_tokens: Refused[None] = None
 
 

@@ -97,9 +97,14 @@ class AnswerFormat(ABC):
         choice = {"index": index, **self._content(text), "logprobs": logprobs, "finish_reason": finish}
         return choice | ({"tokens": _origins(pieces)} if self._origins else {})
 
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> bytes:
-        """An answer that is not streamed."""
-        return json.dumps(self._head(self.whole_object) | {"choices": choices, "usage": usage}).encode()
+    def whole(
+        self, choices: list[dict[str, Any]], usage: dict[str, Any], prompt_logprobs: list[Any] | None = None
+    ) -> bytes:
+        """An answer that is not streamed; ``prompt_logprobs`` are those of each choice's prompt."""
+        answer = self._head(self.whole_object) | {"choices": choices, "usage": usage}
+        if prompt_logprobs is not None:
+            self._place(prompt_logprobs, answer)
+        return json.dumps(answer).encode()
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"object": kind, **self._header._asdict()}
@@ -116,6 +121,9 @@ class AnswerFormat(ABC):
 
     @abstractmethod
     def _content(self, text: str) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _place(self, prompt_logprobs: list[Any], answer: dict[str, Any]) -> None: ...
 
     @abstractmethod
     def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts, offset: int) -> dict[str, Any]: ...
@@ -135,6 +143,10 @@ class CompletionFormat(AnswerFormat):
     def _content(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
+    def _place(self, prompt_logprobs: list[Any], answer: dict[str, Any]) -> None:
+        for choice, each in zip(answer["choices"], prompt_logprobs, strict=True):
+            choice["prompt_logprobs"] = each
+
     def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts, offset: int) -> dict[str, Any]:
         tokens, offsets = [], []
         values: list[float | None] = []
@@ -150,8 +162,8 @@ class CompletionFormat(AnswerFormat):
                 continue
             top: dict[str, float] = {}
             for token, value in (*piece.logprobs.top, (piece.token_id, piece.logprobs.logprob)):
-                top.setdefault(texts[token].text, _finite(value))  # the likelier one of two that read the same
-            values.append(_finite(piece.logprobs.logprob))
+                top.setdefault(texts[token].text, finite(value))  # the likelier one of two that read the same
+            values.append(finite(piece.logprobs.logprob))
             tops.append(top)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
@@ -170,6 +182,9 @@ class ChatFormat(AnswerFormat):
 
     def _content(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _place(self, prompt_logprobs: list[Any], answer: dict[str, Any]) -> None:
+        answer["prompt_logprobs"] = prompt_logprobs[0]  # a chat has one prompt
 
     def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts, offset: int) -> dict[str, Any]:  # noqa: ARG002
         content = []
@@ -216,9 +231,9 @@ def _origins(pieces: Seq[StreamPiece]) -> list[dict[str, str]]:
 
 def _chat_token(texts: TokenTexts, token: int, value: float) -> dict[str, Any]:
     text = texts[token]
-    return {"token": text.text, "logprob": _finite(value), "bytes": list(text.data)}
+    return {"token": text.text, "logprob": finite(value), "bytes": list(text.data)}
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     """JSON has no infinity; OpenAI writes -9999 for a token that cannot be."""
     return max(logprob, -9999.0)
