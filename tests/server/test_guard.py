@@ -40,7 +40,7 @@ def test_what_tells_of_the_model_needs_a_key(keyed, path):
 
 def test_every_route_of_the_api_needs_a_key(keyed):
     routes = keyed.app.openapi()["paths"]
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/models"} <= set(routes)
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models"} <= set(routes)
     for path in set(routes) - {"/health", "/ready"}:
         for method in routes[path]:
             assert patience.request(method, keyed.url + path, json=ASK).status_code == 401, (method, path)

@@ -7,11 +7,13 @@ from pydantic import BaseModel, ConfigDict
 FinishReason = Literal["stop", "length"]
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
+    """An object of an answer, without other keys."""
+
     model_config = ConfigDict(extra="forbid")
 
 
-class DrafterUsage(_Part):
+class DrafterUsage(Part):
     """What one drafter did: rounds with a draft of it, draft tokens tested, and of these accepted."""
 
     rounds: int
@@ -19,7 +21,7 @@ class DrafterUsage(_Part):
     accepted: int
 
 
-class SpeculativeUsage(_Part):
+class SpeculativeUsage(Part):
     """Drafting, summed over the choices; rate and length are null if nothing was drafted.
 
     ``drafters`` has those that drafted something, by name.
@@ -33,13 +35,13 @@ class SpeculativeUsage(_Part):
     drafters: dict[str, DrafterUsage]
 
 
-class PromptTokensDetails(_Part):
+class PromptTokensDetails(Part):
     """Of the tokens of prompts, those that a cache row had: they were not read again."""
 
     cached_tokens: int
 
 
-class Usage(_Part):
+class Usage(Part):
     """Tokens; a prompt counts once, however many choices it has."""
 
     prompt_tokens: int
@@ -49,7 +51,7 @@ class Usage(_Part):
     speculative: SpeculativeUsage
 
 
-class TokenOrigin(_Part):
+class TokenOrigin(Part):
     """Text that one token added, and where the token came from; ``drafter`` only of accepted ones."""
 
     text: str
@@ -57,7 +59,7 @@ class TokenOrigin(_Part):
     drafter: str = ""
 
 
-class CompletionLogprobs(_Part):
+class CompletionLogprobs(Part):
     """Log-probabilities as ``/v1/completions`` has them."""
 
     tokens: list[str]
@@ -66,7 +68,7 @@ class CompletionLogprobs(_Part):
     text_offset: list[int]
 
 
-class PromptLogprob(_Part):
+class PromptLogprob(Part):
     """A token of the prompt, or one in its place, as vLLM describes it; the likeliest has rank 1."""
 
     logprob: float
@@ -78,7 +80,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """For each token of the prompt, by token id; null for the first."""
 
 
-class CompletionChoice(_Part):
+class CompletionChoice(Part):
     """One text; ``tokens`` only if ``speculative.token_origins`` asked for them, ``prompt_logprobs`` likewise."""
 
     index: int
@@ -89,7 +91,7 @@ class CompletionChoice(_Part):
     prompt_logprobs: PromptLogprobs = []
 
 
-class CompletionAnswer(_Part):
+class CompletionAnswer(Part):
     """The answer of ``/v1/completions``."""
 
     id: str
@@ -101,7 +103,7 @@ class CompletionAnswer(_Part):
     usage: Usage
 
 
-class ChatToken(_Part):
+class ChatToken(Part):
     """A token and its log-probability."""
 
     token: str
@@ -115,14 +117,14 @@ class ChatTokenChoice(ChatToken):
     top_logprobs: list[ChatToken]
 
 
-class ChatLogprobs(_Part):
+class ChatLogprobs(Part):
     """Log-probabilities as ``/v1/chat/completions`` has them."""
 
     content: list[ChatTokenChoice]
     refusal: None
 
 
-class ChatMessage(_Part):
+class ChatMessage(Part):
     """What the model said."""
 
     role: Literal["assistant"]
@@ -130,7 +132,7 @@ class ChatMessage(_Part):
     refusal: None
 
 
-class ChatChoice(_Part):
+class ChatChoice(Part):
     """One message; ``tokens`` as in completions."""
 
     index: int
@@ -140,7 +142,7 @@ class ChatChoice(_Part):
     tokens: list[TokenOrigin] = []
 
 
-class ChatAnswer(_Part):
+class ChatAnswer(Part):
     """The answer of ``/v1/chat/completions``."""
 
     id: str

@@ -27,4 +27,4 @@ async def create_chat_completion(request: Request) -> Response:
     body = await parse_body(request, ChatRequest)
     plan = await plan_chat(body, engine, state.config, owner_of(request))
     note_request(request, state, plan, body.safety_identifier or body.user)
-    return make_answer(request, state, engine, plan, "chatcmpl", ChatFormat)
+    return make_answer(request, state, engine, plan, "chatcmpl-", ChatFormat)

@@ -4,6 +4,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from specexport_runtime.sampling.logprobs import TokenLogprobs
+from specexport_runtime.sequences.results import StreamPiece
 from specexport_runtime.server.errors import ApiError
 from specexport_runtime.server.responses import finite
 from specexport_runtime.server.token_text import TokenTexts
@@ -32,6 +33,11 @@ def check_entries(param: str, num_prompt_tokens: int, alternatives: int) -> None
             param=param,
             code="limit_exceeded",
         )
+
+
+def prompt_pieces(entries: Seq[TokenLogprobs | None], ids: Seq[int], texts: TokenTexts) -> list[StreamPiece]:
+    """The tokens of a prompt that was scored, as pieces of an echo."""
+    return [StreamPiece(texts[token].text, token, "target", entry) for token, entry in zip(ids, entries, strict=True)]
 
 
 def prompt_logprobs_json(

@@ -21,7 +21,7 @@ from specexport_runtime.server.prompt_tokens import (
     encode_chat,
     max_tokens_of,
 )
-from specexport_runtime.server.protocol import ChatRequest, CompletionRequest, Message, Sampling, join_text
+from specexport_runtime.server.protocol import ChatRequest, Choices, CompletionRequest, Message, Sampling, join_text
 from specexport_runtime.server.structured import form_of
 
 DEFAULT_MAX_TOKENS = 16  # of OpenAI's completions
@@ -182,7 +182,7 @@ async def _plan(
     )
 
 
-def _check_common(body: Sampling, engine: SpecEngine, config: ServerConfig) -> None:
+def _check_common(body: Choices, engine: SpecEngine, config: ServerConfig) -> None:
     if body.model not in (None, config.model_name):
         message = f"There is no model {body.model[:100]!r} here, only {config.model_name!r}."
         raise ApiError(404, message, param="model", code="model_not_found")
