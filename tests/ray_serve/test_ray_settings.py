@@ -182,7 +182,8 @@ def test_prompts_have_the_key_of_their_beginning():
     assert prompt_key(body(prompt="abcdef"), 3) == prompt_key(body(prompt=["abcxyz", "q"]), 3)
     assert prompt_key(body(prompt="abcdef"), 4) != prompt_key(body(prompt="abcxyz"), 4)
     assert prompt_key(body(prompt=[1, 2, 3]), 3) != prompt_key(body(prompt=[9, 2, 3]), 3)
-    for nothing in (b"", b"{", b"[]", b"{}", body(prompt=7), body(messages=[1]), body(input=[1]), body(prompt=[]), b"[" * 10**5):
+    bad = [body(prompt=7), body(messages=[1]), body(input=[1]), body(prompt=[]), b"[" * 10**5]
+    for nothing in (b"", b"{", b"[]", b"{}", *bad):
         assert prompt_key(nothing, 3) == ""
 
 
