@@ -199,11 +199,11 @@ def main() -> None:
     record: dict[str, Any] = {}
     rows: list[tuple[str, str]] = []
     reference = Reference(args.checkpoint, args.max_length)
-    with tempfile.TemporaryDirectory() as temporary, server(args.bundle, "--max-waiting", "64") as port:
+    with tempfile.TemporaryDirectory() as temporary, server(args.bundle, "--max-waiting", "64") as served:
         folder = Path(temporary)
         make_tasks(read_prompts(args.texts, args.count), folder)
         for name, way in WAYS.items():
-            found = ask_lm_eval(args, folder, port, way, args.max_length)
+            found = ask_lm_eval(args, folder, served.port, way, args.max_length)
             record[name] = found | compare(found, reference)
     for name, one in record.items():
         results = one["results"]
