@@ -265,7 +265,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             flags = " ".join(f"--skip {json.dumps(name)}" for name, _ in missing)
             raise SystemExit(f"this server refuses:\n{told}\nleave it out: {flags}")
         warm_up, requests = mix.requests(args.warm_up, features), mix.requests(args.requests, features)
-        fill_rows(url, served.port, mix)
+        if args.fill:
+            fill_rows(url, served.port, mix)
         send_all(served.port, warm_up, args.clients, 60 * args.minutes)
         with Memory(served.pid) as memory:
             found = send_all(served.port, requests, args.clients, 60 * args.minutes)
@@ -322,6 +323,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--warm-up", type=int, default=200, help="requests before the memory is watched")
+    parser.add_argument("--no-fill", dest="fill", action="store_false", help="do not write every cache row first")
     parser.add_argument("--max-waiting", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=64, help="longest answer that is asked for")
     parser.add_argument("--compare", type=int, default=10**6, help="most answers that are compared")
