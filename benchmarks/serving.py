@@ -1,21 +1,16 @@
-"""The server against the engine in the same process, and a crowd of requests whose every text is compared.
+"""The server against the engine in the same process.
 
     python benchmarks/serving.py engines/demo-self [--json FILE]
 
-The bundle has a draft model and was built with `--self-draft`: clients ask for every drafter.
-
-``specexport serve`` runs on a port of this machine; its clients run in a process of their own (``lean_clients.py``).
-Throughput: in turns, 8 threads of this process that stream from the engine, 8 tasks of an event loop that do, and 8
-clients that stream from the server; figures are medians. Crowd: many more clients than rows, requests of mixed size,
-greedy and sampled, streamed and not, some with two choices, while the queue is so short that some are refused (429) and
-come again; every text must be that of the request alone in the engine. Exits with 1 if one is not, or if there was any
-other error.
+``specexport serve`` runs on a port of this machine; its clients run in a process of their own (``lean_clients.py``). In
+turns, 8 threads of this process that stream from the engine, 8 tasks of an event loop that do, and 8 clients that
+stream from the server; figures are medians. Exits with 1 if their texts differ.
+``mixed_load.py`` sends requests of all kinds.
 """
 
 import argparse
 import asyncio
 import contextlib
-import random
 import signal
 import statistics
 import subprocess
@@ -25,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common import DEMO_PROMPTS, median, read_prompts, report
 from lean_clients import send_all
@@ -36,9 +31,16 @@ Body = dict[str, Any]
 Runs = dict[str, list[float]]
 
 
+class Serving(NamedTuple):
+    """A server: where it listens, and which process it is."""
+
+    port: int
+    pid: int
+
+
 @contextlib.contextmanager
-def server(bundle: Path, *options: str) -> Iterator[int]:
-    """``specexport serve`` as a process of its own; its port. It must end with 0 when it is told to."""
+def server(bundle: Path, *options: str) -> Iterator[Serving]:
+    """``specexport serve`` as a process of its own. It must end with 0 when it is told to."""
     command = [Path(sys.executable).with_name("specexport"), "serve", bundle, "--port", "0", *options]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -48,7 +50,7 @@ def server(bundle: Path, *options: str) -> Iterator[int]:
             if "http://" not in line:
                 log.seek(0)
                 raise SystemExit(f"the server did not start: {line}{log.read()}")
-            yield int(line.rsplit(":", 1)[1])
+            yield Serving(int(line.rsplit(":", 1)[1]), process.pid)
             process.send_signal(signal.SIGTERM)
             if (code := process.wait(60)) != 0:
                 raise SystemExit(f"the server ended with {code}")
@@ -69,7 +71,7 @@ def in_threads(engine: SpecEngine, requests: list[Body], count: int) -> dict[str
             if index < 0:
                 return
             start, first, text = time.perf_counter(), 0.0, ""
-            for chunk in engine.submit(body["prompt"], params_of(body, 0), **drafting_of(body)):
+            for chunk in engine.submit(body["prompt"], params_of(body)):
                 first = first or time.perf_counter()
                 text += chunk.text
             tokens = chunk.stats.num_generated_tokens
@@ -92,7 +94,7 @@ def in_event_loop(engine: SpecEngine, requests: list[Body], count: int) -> dict[
     async def work(service: AsyncSpecEngine) -> None:
         for index, body in jobs:
             start, first, text = time.perf_counter(), 0.0, ""
-            async for chunk in await service.submit(body["prompt"], params_of(body, 0), **drafting_of(body)):
+            async for chunk in await service.submit(body["prompt"], params_of(body)):
                 first = first or time.perf_counter()
                 text += chunk.text
             tokens = chunk.stats.num_generated_tokens
@@ -108,21 +110,11 @@ def in_event_loop(engine: SpecEngine, requests: list[Body], count: int) -> dict[
     return {"seconds": seconds, "answers": [answers[i] for i in range(len(requests))]}
 
 
-def params_of(body: Body, choice: int) -> SamplingParams:
-    """What one choice of a request is generated with."""
-    seed = body["seed"] + choice if "seed" in body else None
+def params_of(body: Body) -> SamplingParams:
+    """What a request is generated with."""
     return SamplingParams(
-        max_tokens=body["max_tokens"],
-        temperature=body["temperature"],
-        top_p=body.get("top_p", 1.0),
-        ignore_eos=body.get("ignore_eos", False),
-        seed=seed,
+        max_tokens=body["max_tokens"], temperature=body["temperature"], ignore_eos=body.get("ignore_eos", False)
     )
-
-
-def drafting_of(body: Body) -> dict[str, Any]:
-    """How a request asks to be drafted for."""
-    return dict(body.get("speculative", {}))
 
 
 def throughput(engine: SpecEngine, port: int, prompts: list[str], args: argparse.Namespace) -> dict[str, Any]:
@@ -130,10 +122,11 @@ def throughput(engine: SpecEngine, port: int, prompts: list[str], args: argparse
     common = {"max_tokens": args.max_tokens, "temperature": 0.0, "ignore_eos": True, "stream": True}
     common["stream_options"] = {"include_usage": True}
     requests = [{"prompt": prompts[i % len(prompts)], **common} for i in range(args.streams * args.rounds)]
+    asked = [{"path": "/v1/completions", "body": body} for body in requests]
     ways = {
         "threads": lambda: in_threads(engine, requests, args.streams),
         "asyncio": lambda: in_event_loop(engine, requests, args.streams),
-        "server": lambda: send_all(port, requests, args.streams),
+        "server": lambda: send_all(port, asked, args.streams),
     }
     speeds: Runs = {where: [] for where in ways}
     firsts: Runs = {where: [] for where in ways}
@@ -154,62 +147,12 @@ def throughput(engine: SpecEngine, port: int, prompts: list[str], args: argparse
     return {"tokens_per_s": speeds, "first_token_ms": firsts, "ratios": ratios, "same_text": same}
 
 
-def draw_crowd(prompts: list[str], args: argparse.Namespace) -> list[Body]:
-    """Requests of mixed size and kind."""
-    chosen = random.Random(args.seed)
-    text = "\n\n".join(prompts)
-    bodies = []
-    for i in range(args.requests):
-        start, length = chosen.randrange(len(text) - 8), round(8 * 200 ** chosen.random())
-        body: Body = {"prompt": text[start : start + length], "max_tokens": round(96 ** chosen.random())}
-        if chosen.random() < 0.5:
-            body |= {"temperature": 0.8, "top_p": 0.95, "seed": i}
-        else:
-            body["temperature"] = 0.0
-        if chosen.random() < 0.5:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-        if chosen.random() < 0.1:
-            body["n"] = 2
-        if chosen.random() < 0.4:
-            body["speculative"] = {"drafter": chosen.choice(["lookup", "chained", "none", "self"])}
-        bodies.append(body)
-    return bodies
-
-
-def alone(engine: SpecEngine, body: Body) -> list[str]:
-    """The texts of a request when there is no other."""
-    choices = range(body.get("n", 1))
-    made = [engine.generate(body["prompt"], params_of(body, i), **drafting_of(body))[0] for i in choices]
-    return [result.text for result in made]
-
-
-def crowd(engine: SpecEngine, port: int, prompts: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    """Many clients at a time: errors, refusals that were tried again, and texts that are not as when alone."""
-    bodies = draw_crowd(prompts, args)
-    found = send_all(port, bodies, args.clients)
-    errors, different = [], []
-    for body, answer in zip(bodies, found["answers"], strict=True):
-        if answer["status"] != 200 or "message" in answer:
-            errors.append({"request": body, "answer": answer})
-        elif answer["texts"] != (expected := alone(engine, body)):
-            different.append({"request": body, "got": answer["texts"], "expected": expected})
-    tokens = sum(answer.get("tokens", 0) for answer in found["answers"])
-    return {
-        "requests": len(bodies),
-        "seconds": found["seconds"],
-        "tokens": tokens,
-        "retries_on_429": sum(answer["retries"] for answer in found["answers"]),
-        "errors": errors,
-        "different": different,
-    }
-
-
 def percentile(values: list[float], share: float) -> float:
     """The value that so many are below."""
     return statistics.quantiles(values, n=100, method="inclusive")[round(100 * share) - 1]
 
 
-def rows_of(speed: dict[str, Any], mixed: dict[str, Any], args: argparse.Namespace) -> list[tuple[str, str]]:
+def rows_of(speed: dict[str, Any], args: argparse.Namespace) -> list[tuple[str, str]]:
     """The table."""
     rows = []
     names = {"threads": "threads", "asyncio": "asyncio, the same process", "server": "server, clients over a socket"}
@@ -221,39 +164,27 @@ def rows_of(speed: dict[str, Any], mixed: dict[str, Any], args: argparse.Namespa
             (f"time to first token, {name}", f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, {p99 / p50:.1f}×; n={len(firsts)}"),
         ]
     rows.append(("texts of the three", "the same" if speed["same_text"] else "DIFFERENT"))
-    name = f"{mixed['requests']} requests, {args.clients} clients, {args.max_waiting} may wait"
-    rows.append((name, f"{mixed['seconds']:.1f} s, {mixed['tokens'] / mixed['seconds']:.0f} tokens/s"))
-    rows.append(("  refused with 429 and tried again", str(mixed["retries_on_429"])))
-    rows.append(("  other errors", str(len(mixed["errors"]))))
-    rows.append(("  texts that differ from the request alone", str(len(mixed["different"]))))
     return rows
 
 
 def main() -> None:
-    """Run both and print a table."""
+    """Run and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", type=Path, default=DEMO_PROMPTS)
-    parser.add_argument("--streams", type=int, default=8, help="threads and clients of the throughput part")
+    parser.add_argument("--streams", type=int, default=8, help="threads and clients")
     parser.add_argument("--rounds", type=int, default=4, help="requests of each, one after the other")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--clients", type=int, default=64, help="clients of the crowd")
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--max-waiting", type=int, default=32)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     prompts = read_prompts(args.prompts, 64)
     engine = SpecEngine.load(args.bundle, enable_prefix_caching=False, adaptive=True)  # as the server loads it
-    with server(args.bundle, "--max-waiting", str(args.max_waiting)) as port:
-        speed = throughput(engine, port, prompts, args)
-        mixed = crowd(engine, port, prompts, args)
+    with server(args.bundle) as served:
+        speed = throughput(engine, served.port, prompts, args)
     engine.close()
-    report("Serving", rows_of(speed, mixed, args), {"throughput": speed, "crowd": mixed}, args.json)
-    for wrong in [*mixed["errors"], *mixed["different"]][:5]:
-        print(wrong)
-    if mixed["errors"] or mixed["different"] or not speed["same_text"]:
+    report("Serving", rows_of(speed, args), {"throughput": speed}, args.json)
+    if not speed["same_text"]:
         raise SystemExit(1)
 
 

@@ -249,13 +249,18 @@ def test_later_turns_of_a_conversation_have_the_key_of_the_first():
     other = [turns[0], {"role": "user", "content": "Good day"}]
     assert prompt_key(body(messages=turns), 99) == prompt_key(body(messages=later), 99)
     assert prompt_key(body(messages=turns), 99) != prompt_key(body(messages=other), 99)
+    key = prompt_key(body(messages=turns), 99)  # responses are chats
+    assert key == prompt_key(body(input=later), 99) == prompt_key(body(input="Hello", instructions="Be brief."), 99)
+    assert key == prompt_key(body(input=later[1:], instructions="Be brief."), 99)
+    assert key != prompt_key(body(input="Hello"), 99) != ""
 
 
 def test_prompts_have_the_key_of_their_beginning():
     assert prompt_key(body(prompt="abcdef"), 3) == prompt_key(body(prompt=["abcxyz", "q"]), 3)
     assert prompt_key(body(prompt="abcdef"), 4) != prompt_key(body(prompt="abcxyz"), 4)
     assert prompt_key(body(prompt=[1, 2, 3]), 3) != prompt_key(body(prompt=[9, 2, 3]), 3)
-    for nothing in (b"", b"{", b"[]", b"{}", body(prompt=7), body(messages=[1]), body(prompt=[]), b"[" * 10**5):
+    bad = [body(prompt=7), body(messages=[1]), body(input=[1]), body(prompt=[]), b"[" * 10**5]
+    for nothing in (b"", b"{", b"[]", b"{}", *bad):
         assert prompt_key(nothing, 3) == ""
 
 

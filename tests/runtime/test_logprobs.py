@@ -156,6 +156,8 @@ def test_ties_go_to_the_lower_id_at_the_border_too():
         many = np.random.default_rng(seed).integers(0, 99, 700).astype(np.float32)
         wanted = sorted(range(700), key=lambda i: (-many[i], i))[:20]
         assert [i for i, _ in logprobs_of([7], many[None], 20)[0].top] == wanted
+        ranks = [entry.rank for entry in logprobs_of(wanted, np.broadcast_to(many, (20, 700)), 0)]
+        assert ranks == list(range(1, 21))
 
 
 def test_large_logits_and_a_large_vocabulary_lose_no_precision():
@@ -167,6 +169,7 @@ def test_large_logits_and_a_large_vocabulary_lose_no_precision():
         exact -= math.log(math.fsum(np.exp(exact).tolist()))
         (entry,) = logprobs_of([123], row[None], 20)
         assert entry.logprob == pytest.approx(exact[123], abs=1e-6 * max(1.0, abs(exact[123])))
+        assert entry.rank == 1 + int((row > row[123]).sum())
         assert [i for i, _ in entry.top] == np.argsort(-exact, kind="stable")[:20].tolist()
 
 

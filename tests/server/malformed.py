@@ -16,6 +16,7 @@ from malformed_values import (
     ODD_NUMBERS,
     ODD_VALUES,
     PATHS,
+    RESPONSES,
     ROUTES,
     SPECULATIVE,
     TEXTS,
@@ -34,7 +35,10 @@ def malformed(seed: int) -> Iterator[RawRequest]:
 
 def valid_body(draw: random.Random, path: str) -> dict[str, Any]:
     """A small body that a server answers with 200."""
-    body: dict[str, Any] = {"model": "demo", "max_tokens": draw.choice([1, 2, 3])}
+    length = draw.choice([1, 2, 3])
+    if path == RESPONSES:
+        return {"model": "demo", "max_output_tokens": length, "input": "w1 w2", "stream": draw.random() < 0.3}
+    body: dict[str, Any] = {"model": "demo", "max_tokens": length}
     if path == CHAT:
         return body | {"messages": [{"role": "user", "content": "w1 w2"}]}
     return body | {"prompt": "w1 w2", "stream": draw.random() < 0.3}
@@ -58,7 +62,7 @@ def frame(
 
 
 def _endpoint(draw: random.Random) -> str:
-    return draw.choice((COMPLETIONS, COMPLETIONS, CHAT))
+    return draw.choice((COMPLETIONS, COMPLETIONS, CHAT, RESPONSES))
 
 
 def _json(draw: random.Random, path: str) -> bytes:
@@ -185,7 +189,7 @@ def bad_headers(draw: random.Random) -> RawRequest:
         (draw.choice(NAMES), draw.choice(HEADER_VALUES)) for _ in range(draw.choice([1, 1, 2, 5]))
     )
     odd += draw.choice([(), (), (("", b"x"),), ((" Folded", b"x\r\n y"),), (("A B", b"x"),), (("Nul", b"\x00"),)])
-    post = path in (COMPLETIONS, CHAT)
+    post = path in (COMPLETIONS, CHAT, RESPONSES)
     headers = (("Content-Type", b"application/json"), *odd)
     body, method = (_json(draw, path), "POST") if post else (b"", "GET")
     return RawRequest("bad headers", frame(path, body, method=method, headers=headers), "settle")
@@ -247,7 +251,8 @@ def pipelined(draw: random.Random) -> RawRequest:
 def hung_up(draw: random.Random) -> RawRequest:
     """A client that goes away: in the middle of its request, or right behind it, streaming or not."""
     path = _endpoint(draw)
-    body = json.dumps(valid_body(draw, path) | {"stream": draw.random() < 0.5, "max_tokens": 200}).encode()
+    length = {"max_output_tokens" if path == RESPONSES else "max_tokens": 200}
+    body = json.dumps(valid_body(draw, path) | {"stream": draw.random() < 0.5} | length).encode()
     data = frame(path, body)
     cut = len(data) if draw.random() < 0.5 else draw.randrange(len(data))
     return RawRequest("hung up", data[:cut], "abort")

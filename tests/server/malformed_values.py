@@ -1,14 +1,27 @@
 """What malformed requests are made of: routes, parameters, values, headers, targets."""
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-ROUTES = (COMPLETIONS, CHAT, "/v1/models", "/v1/models/demo", "/health", "/ready", "/metrics", "/", "/openapi.json")
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+ROUTES = (
+    COMPLETIONS,
+    CHAT,
+    RESPONSES,
+    "/v1/models",
+    "/v1/models/demo",
+    "/health",
+    "/ready",
+    "/metrics",
+    "/",
+    "/openapi.json",
+)
 ROUTES += ("/playground.json", "/playground/main.js")
 METHODS = ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT", "PROPFIND", "BREW", "post")
 
 NUMBERS = ("n", "best_of", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
 NUMBERS += ("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "top_logprobs", "min_tokens")
+NUMBERS += ("prompt_logprobs", "max_output_tokens")
 TEXTS = ("model", "user", "suffix", "stop", "prompt", "messages", "stream", "stream_options", "logit_bias", "echo")
 TEXTS += ("speculative", "response_format", "tools", "metadata", "reference", "ignore_eos", "no_such_parameter", "")
+TEXTS += ("input", "instructions", "text", "include", "reasoning", "store", "previous_response_id")
 SPECULATIVE = ("num_speculative_tokens", "drafter", "reference", "token_origins", "no_such_parameter")
 
 # JSON values as texts: what json.dumps cannot write is sent too.

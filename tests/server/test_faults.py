@@ -19,6 +19,7 @@ ENDPOINTS = {
     "/v1/completions": LONG,
     "/v1/chat/completions": {key: value for key, value in LONG.items() if key != "prompt"}
     | {"messages": [{"role": "user", "content": "w1 w2"}]},
+    "/v1/responses": {"input": "w1 w2", "max_output_tokens": 300, "ignore_eos": True, "temperature": 0},
 }
 
 

@@ -1,3 +1,4 @@
+import hashlib
 import hmac
 import json
 import logging
@@ -40,7 +41,7 @@ def test_what_tells_of_the_model_needs_a_key(keyed, path):
 
 def test_every_route_of_the_api_needs_a_key(keyed):
     routes = keyed.app.openapi()["paths"]
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/models"} <= set(routes)
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models"} <= set(routes)
     for path in set(routes) - {"/health", "/ready"}:
         for method in routes[path]:
             assert patience.request(method, keyed.url + path, json=ASK).status_code == 401, (method, path)
@@ -71,6 +72,24 @@ def test_other_credentials_do_not_open(keyed, value):
 def test_two_credentials_do_not_open(keyed):
     headers = [("Authorization", "Bearer first-key"), ("Authorization", "Bearer wrong")]
     assert patience.get(f"{keyed.url}/v1/models", headers=headers).status_code == 401
+
+
+def test_keys_see_nothing_of_each_others_prefixes(keyed):
+    """Not even by a salt that looks like another key's scope."""
+    digest = hashlib.sha256(KEYS[0].encode()).hexdigest()
+    words = "w1 w2 w3 " * 30
+
+    def cached(key, path, **body):
+        answer = patience.post(keyed.url + path, json=body, headers={"Authorization": f"Bearer {key}"}).json()["usage"]
+        return answer.get("prompt_tokens_details", answer.get("input_tokens_details"))["cached_tokens"]
+
+    first, second = KEYS
+    assert cached(first, "/v1/completions", prompt=words, max_tokens=1) == 0
+    assert cached(first, "/v1/completions", prompt=words, max_tokens=1) > 80
+    assert cached(first, "/v1/responses", input=words, max_output_tokens=1) > 80
+    for salt in (None, f"{digest}/", digest, "/"):
+        assert cached(second, "/v1/completions", prompt=words, max_tokens=1, cache_salt=salt) == 0
+    assert cached(second, "/v1/responses", input=words, max_output_tokens=1, cache_salt="/") > 80  # its own
 
 
 def test_every_key_is_compared_whichever_fits(keyed, monkeypatch):

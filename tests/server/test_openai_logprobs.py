@@ -3,16 +3,20 @@
 import json
 import math
 
+import httpx
 import pytest
 from openai_help import alone, client_of
+from serving import VOCAB
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specexport_runtime.sampling.logprobs import TokenLogprobs
 from specexport_runtime.sequences.results import StreamPiece
+from specexport_runtime.server.answer_schema import ChatAnswer, CompletionAnswer
 from specexport_runtime.server.responses import ChatFormat, CompletionFormat, Header
 from specexport_runtime.server.token_text import TokenText, TokenTexts
 
 MESSAGES = [{"role": "user", "content": "w1 w2"}]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEXT = "# 日本語 é\nname = '🙂"
 
 
@@ -67,7 +71,7 @@ def test_chats_without_alternatives(client):
 
 @pytest.mark.parametrize("form", [CompletionFormat, ChatFormat])
 def test_what_cannot_be_is_json(fake_served, form):
-    logprobs = TokenLogprobs(1, -math.inf, ((1, -math.inf), (2, -0.5)))
+    logprobs = TokenLogprobs(1, -math.inf, 3, ((1, -math.inf), (2, -0.5)))
     texts = TokenTexts(fake_served.engine.engine.tokenizer)
     answer = form(Header("x", 0, "fake", None), texts=texts, origins=False, include_usage=False)
     choice = answer.choice(0, "w1", [StreamPiece("w1", 1, "target", logprobs)], "length")
@@ -108,6 +112,63 @@ def test_an_echo_has_the_scores_of_its_prompt(demo_served, max_tokens):
         assert choice.logprobs.top_logprobs[0] is None
         assert all(len(top) in (1, 2) for top in choice.logprobs.top_logprobs[1:])
     assert answer.usage.completion_tokens == 2 * max_tokens
+
+
+def prompt_logprobs(served, path, **body):
+    """What is told of prompts: one list a choice; and the whole answer."""
+    source = {"messages": MESSAGES} if path == CHAT else {"prompt": ["w1 w2 w3", "w4 w5"]}
+    answer = httpx.post(f"{served.url}{path}", json={"max_tokens": 3, "seed": 1} | source | body)
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    return [told["prompt_logprobs"]] if path == CHAT else [each["prompt_logprobs"] for each in told["choices"]], told
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("count", [0, 2, 20])
+def test_of_prompts_as_vllm_tells_them(fake_served, path, count):
+    told, answer = prompt_logprobs(fake_served, path, prompt_logprobs=count, n=2)
+    (CompletionAnswer if path == COMPLETIONS else ChatAnswer).model_validate(answer)
+    prompts = [[1, 2]] if path == CHAT else [[1, 2, 3], [1, 2, 3], [4, 5], [4, 5]]
+    assert len(told) == len(prompts)
+    for (first, *rest), prompt in zip(told, prompts, strict=True):
+        assert first is None
+        assert len(rest) == len(prompt) - 1
+        for i, found in enumerate(rest, 1):
+            (entry,) = alone(fake_served, prompt[:i], max_tokens=1, logprobs=20).logprobs
+            every = [(token, value, rank) for rank, (token, value) in enumerate(entry.top, 1)]
+            assert len(every) == VOCAB
+            own = next(item for item in every if item[0] == prompt[i])
+            wanted = {str(token): (value, rank, f" w{token}") for token, value, rank in [own, *every[:count]]}
+            assert list(found) == list(wanted)  # its own token comes first
+            for token, (value, rank, text) in wanted.items():
+                assert found[token] == {"logprob": pytest.approx(value, abs=1e-6), "rank": rank, "decoded_token": text}
+
+
+def test_of_prompts_beside_others(fake_served):
+    """An echo wants three alternatives, the prompt one: both get what they asked for."""
+    told, answer = prompt_logprobs(fake_served, COMPLETIONS, prompt_logprobs=1, echo=True, logprobs=3, max_tokens=0)
+    assert {len(each) for each in told[0][1:]} <= {1, 2}
+    assert {len(top) for top in answer["choices"][0]["logprobs"]["top_logprobs"][1:]} <= {3, 4}
+    _, answer = prompt_logprobs(fake_served, CHAT, prompt_logprobs=0)
+    assert answer["choices"][0]["logprobs"] is None
+    assert "prompt_logprobs" not in httpx.post(fake_served.url + CHAT, json={"messages": MESSAGES}).json()
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({"prompt_logprobs": 3, "prompt": [[1] * 50] * 6}, "prompt_logprobs", "limit_exceeded"),
+        ({"logprobs": 3, "echo": True, "prompt": [[1] * 50] * 6}, "logprobs", "limit_exceeded"),
+        ({"prompt_logprobs": 3, "prompt": [[1] * 50] * 5}, None, None),
+    ],
+    ids=str,
+)
+def test_no_answer_holds_more_of_prompts_than_it_may(fake_served, monkeypatch, body, param, code):
+    monkeypatch.setattr("specexport_runtime.server.prompt_logprobs.MAX_ENTRIES", 1000)
+    answer = httpx.post(fake_served.url + COMPLETIONS, json=body)
+    assert answer.status_code == (400 if param else 200)
+    if param:
+        assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == (param, code)
 
 
 def test_every_token_of_a_byte_level_vocabulary(demo_served):

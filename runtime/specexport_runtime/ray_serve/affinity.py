@@ -14,7 +14,7 @@ def prompt_key(body: bytes, chars: int) -> str:
     first ``chars`` characters (of token ids: as many of their text), the first prompt's if there are several.
 
     Args:
-        body: JSON body of a request to ``/v1/completions`` or ``/v1/chat/completions``.
+        body: JSON body of a request to ``/v1/completions``, ``/v1/chat/completions`` or ``/v1/responses``.
         chars: most characters that are looked at.
     """
     try:
@@ -23,8 +23,18 @@ def prompt_key(body: bytes, chars: int) -> str:
         return ""
     if not isinstance(data, dict):
         return ""
-    text = _conversation(data["messages"], chars) if "messages" in data else _beginning(data.get("prompt"), chars)
+    messages = _response_messages(data) if "input" in data else data.get("messages")
+    text = _beginning(data.get("prompt"), chars) if messages is None else _conversation(messages, chars)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest() if text else ""
+
+
+def _response_messages(data: Mapping[str, Any]) -> Any:
+    """The conversation of a response, its instructions first."""
+    told = data["input"]
+    messages = [{"role": "user", "content": told}] if isinstance(told, str) else told
+    if isinstance(messages, list) and data.get("instructions") is not None:
+        return [{"role": "system", "content": data["instructions"]}, *messages]
+    return messages
 
 
 def _conversation(messages: Any, chars: int) -> str:

@@ -13,23 +13,25 @@ if TYPE_CHECKING:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probability of one generated token, and the most likely ones in its place.
+    """Log-probability of one token, and the most likely ones in its place.
 
     They are of the target's own distribution: the softmax of its raw logits.
 
     Attributes:
-        token_id: the token that was chosen.
+        token_id: the token that was chosen, or that the prompt has.
         logprob: its natural log-probability.
-        top: the most likely token ids with theirs, the likeliest first; on a tie the lower id.
+        rank: its place among all tokens, from 1, the likeliest first; on a tie the lower id is the likelier.
+        top: the most likely token ids with theirs, those of ranks 1, 2, ….
     """
 
     token_id: int
     logprob: float
+    rank: int
     top: tuple[tuple[int, float], ...] = ()
 
 
 def logprobs_of(tokens: Seq[int], logits: "Float32Array", count: int) -> list[TokenLogprobs]:
-    """Log-probabilities of one round's tokens.
+    """Log-probabilities and ranks of one round's tokens, or of a prompt's.
 
     Args:
         tokens: the tokens that were chosen.
@@ -48,7 +50,8 @@ def _of_row(token: int, row: "Float32Array", count: int) -> TokenLogprobs:
     # No term exceeds 1 and the largest is 1: float32 terms are good to 1e-7 of the sum, which float64 adds up.
     log_sum = peak + math.log(float(np.exp(row - np.float32(peak)).sum(dtype=np.float64)))
     top = tuple((int(best), float(row[best]) - log_sum) for best in _likeliest(row, count))
-    return TokenLogprobs(token, float(row[token]) - log_sum, top)
+    rank = 1 + int(np.count_nonzero(row > row[token])) + int(np.count_nonzero(row[:token] == row[token]))
+    return TokenLogprobs(token, float(row[token]) - log_sum, rank, top)
 
 
 def _likeliest(row: "Float32Array", count: int) -> list[int]:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Seq
 from contextlib import aclosing, suppress
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
@@ -16,8 +16,10 @@ from specexport_runtime.sequences.results import GenerationResult, StreamChunk, 
 from specexport_runtime.server.disconnect import request_life
 from specexport_runtime.server.errors import ApiError, as_api_error, unavailable
 from specexport_runtime.server.log_format import fields
-from specexport_runtime.server.responses import AnswerFormat, usage_of
-from specexport_runtime.server.sse import DONE, EventStream, event
+from specexport_runtime.server.prompt_logprobs import prompt_logprobs_json, prompt_pieces
+from specexport_runtime.server.responses import usage_of
+from specexport_runtime.server.sse import EventStream
+from specexport_runtime.server.token_text import TokenTexts
 from specexport_runtime.server.translate import Plan
 
 _log = logging.getLogger(__name__)
@@ -31,6 +33,38 @@ class News(NamedTuple):
     ended: bool = False
 
 
+class AnswerForm(Protocol):
+    """JSON of one answer of an endpoint; see ``responses.AnswerFormat``."""
+
+    def opening(self, index: int, echo: str) -> bytes:
+        """The events before the first token of a choice."""
+
+    def chunk(
+        self,
+        index: int,
+        pieces: Seq[StreamPiece],
+        finish: str | None,
+        offset: int,
+        drafted: int,
+        usage: dict[str, Any] | None = None,
+    ) -> bytes:
+        """The events of what one choice got."""
+
+    def closing(self, usage: dict[str, Any]) -> bytes:
+        """The events that end a stream."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The events that end a stream that failed."""
+
+    def choice(self, index: int, text: str, pieces: Seq[StreamPiece], finish: str) -> dict[str, Any]:
+        """One choice of an answer that is not streamed."""
+
+    def whole(
+        self, choices: list[dict[str, Any]], usage: dict[str, Any], prompt_logprobs: list[Any] | None = None
+    ) -> bytes:
+        """An answer that is not streamed."""
+
+
 class Answer(Response):
     """The answer to one request, made while it is sent.
 
@@ -39,11 +73,20 @@ class Answer(Response):
         plan: what to generate.
         form: JSON of the endpoint.
         timeout_s: seconds it may take.
+        texts: of tokens; needed where the plan asks for log-probabilities.
     """
 
-    def __init__(self, engine: AsyncSpecEngine, plan: Plan, form: AnswerFormat, timeout_s: float) -> None:
+    def __init__(
+        self,
+        engine: AsyncSpecEngine,
+        plan: Plan,
+        form: AnswerForm,
+        timeout_s: float,
+        texts: TokenTexts | None = None,
+    ) -> None:
         super().__init__()
         self._engine, self._plan, self._form, self._timeout_s = engine, plan, form, timeout_s
+        self._texts = texts
         self._pieces: list[list[StreamPiece]] = [[] for _ in plan.specs]
         self._results: list[GenerationResult | None] = [None] * len(plan.specs)
 
@@ -69,7 +112,7 @@ class Answer(Response):
                 raise
             if log is not None:
                 log.error_code = as_api_error(error).code
-            await _end_with_error(stream, error, scope)
+            await _end_with_error(stream, error, scope, self._form)
         finally:
             for request in requests:
                 request.cancel()  # no effect on those that ended
@@ -91,16 +134,32 @@ class Answer(Response):
             async for batch in batches:
                 for news in batch:
                     self._take(requests, news)
-        choices = []
-        for i, result in enumerate(self._finished()):
+        scored = self._plan.scores or self._plan.prompt_logprobs is not None
+        # Those of prompts are as many as the prompts are long: other clients should not wait while they are written.
+        body = await asyncio.to_thread(self._whole) if scored else self._whole()
+        await Response(body, media_type="application/json")(scope, receive, send)
+
+    def _whole(self) -> bytes:
+        """The body of an answer that is not streamed; all choices have ended."""
+        choices, results = [], self._finished()
+        for i, result in enumerate(results):
             pieces, text = self._pieces[i], result.text
             if self._plan.only_echo:
                 pieces, text = [], ""
-            if self._plan.scores:
-                pieces = [*self._form.prompt_pieces(result, cast("Seq[int]", self._plan.specs[i].prompt)), *pieces]
+            if self._plan.scores and self._texts is not None:
+                first = results[i - i % self._plan.num_choices]  # it was scored for all choices of its prompt
+                ids = cast("Seq[int]", self._plan.specs[i].prompt)
+                pieces = [*prompt_pieces(first.prompt_logprobs or [], ids, self._texts), *pieces]
             choices.append(self._form.choice(i, self._plan.echoes[i] + text, pieces, result.finish_reason))
-        body = self._form.whole(choices, self._usage())
-        await Response(body, media_type="application/json")(scope, receive, send)
+        return self._form.whole(choices, self._usage(), self._prompt_logprobs(results))
+
+    def _prompt_logprobs(self, results: Seq[GenerationResult]) -> list[list[dict[str, Any] | None]] | None:
+        """Of each choice's prompt, in vLLM's shape; None where nobody asked."""
+        count, n = self._plan.prompt_logprobs, self._plan.num_choices
+        if count is None or self._texts is None:
+            return None
+        each = [prompt_logprobs_json(result.prompt_logprobs or [], self._texts, count) for result in results[::n]]
+        return [each[i // n] for i in range(len(results))]
 
     async def _send_events(self, requests: list[AsyncRequest], stream: EventStream) -> None:
         await stream.start()
@@ -122,8 +181,7 @@ class Answer(Response):
                             offsets[news.choice] += sum(len(piece.text) for piece in pieces)
                 if body := b"".join(events):
                     await stream.write(body)
-        usage = self._usage()
-        await stream.finish((self._form.usage(usage) if self._plan.include_usage else b"") + DONE)
+        await stream.finish(self._form.closing(self._usage()))
 
     def _take(self, requests: list[AsyncRequest], news: News) -> tuple[list[StreamPiece], str | None]:
         """Note what came for a choice; its new pieces, and why it ended."""
@@ -201,7 +259,7 @@ def _result(request: AsyncRequest) -> GenerationResult:
     return result
 
 
-async def _end_with_error(stream: EventStream, error: Exception, scope: Scope) -> None:
+async def _end_with_error(stream: EventStream, error: Exception, scope: Scope, form: AnswerForm) -> None:
     """Tell of an error in a stream that has begun; the status was sent long ago."""
     told = as_api_error(error)
     if told.status == 499:
@@ -209,4 +267,4 @@ async def _end_with_error(stream: EventStream, error: Exception, scope: Scope) -
     if told.status == 500:
         request_id = scope.get("state", {}).get("request_id")
         _log.error("a request failed while it was streamed", exc_info=error, extra=fields(request_id=request_id))
-    await stream.finish(event(told.body()))
+    await stream.finish(form.failure(told))

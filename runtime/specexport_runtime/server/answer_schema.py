@@ -7,11 +7,13 @@ from pydantic import BaseModel, ConfigDict
 FinishReason = Literal["stop", "length"]
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
+    """An object of an answer, without other keys."""
+
     model_config = ConfigDict(extra="forbid")
 
 
-class DrafterUsage(_Part):
+class DrafterUsage(Part):
     """What one drafter did: rounds with a draft of it, draft tokens tested, and of these accepted."""
 
     rounds: int
@@ -19,7 +21,7 @@ class DrafterUsage(_Part):
     accepted: int
 
 
-class SpeculativeUsage(_Part):
+class SpeculativeUsage(Part):
     """Drafting, summed over the choices; rate and length are null if nothing was drafted.
 
     ``drafters`` has those that drafted something, by name.
@@ -33,13 +35,13 @@ class SpeculativeUsage(_Part):
     drafters: dict[str, DrafterUsage]
 
 
-class PromptTokensDetails(_Part):
+class PromptTokensDetails(Part):
     """Of the tokens of prompts, those that a cache row had: they were not read again."""
 
     cached_tokens: int
 
 
-class Usage(_Part):
+class Usage(Part):
     """Tokens; a prompt counts once, however many choices it has."""
 
     prompt_tokens: int
@@ -49,7 +51,7 @@ class Usage(_Part):
     speculative: SpeculativeUsage
 
 
-class TokenOrigin(_Part):
+class TokenOrigin(Part):
     """Text that one token added, and where the token came from; ``drafter`` only of accepted ones."""
 
     text: str
@@ -57,7 +59,7 @@ class TokenOrigin(_Part):
     drafter: str = ""
 
 
-class CompletionLogprobs(_Part):
+class CompletionLogprobs(Part):
     """Log-probabilities as ``/v1/completions`` has them."""
 
     tokens: list[str]
@@ -66,17 +68,30 @@ class CompletionLogprobs(_Part):
     text_offset: list[int]
 
 
-class CompletionChoice(_Part):
-    """One text; ``tokens`` only if ``speculative.token_origins`` asked for them."""
+class PromptLogprob(Part):
+    """A token of the prompt, or one in its place, as vLLM describes it; the likeliest has rank 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of the prompt, by token id; null for the first."""
+
+
+class CompletionChoice(Part):
+    """One text; ``tokens`` only if ``speculative.token_origins`` asked for them, ``prompt_logprobs`` likewise."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     tokens: list[TokenOrigin] = []
+    prompt_logprobs: PromptLogprobs = []
 
 
-class CompletionAnswer(_Part):
+class CompletionAnswer(Part):
     """The answer of ``/v1/completions``."""
 
     id: str
@@ -88,7 +103,7 @@ class CompletionAnswer(_Part):
     usage: Usage
 
 
-class ChatToken(_Part):
+class ChatToken(Part):
     """A token and its log-probability."""
 
     token: str
@@ -102,21 +117,21 @@ class ChatTokenChoice(ChatToken):
     top_logprobs: list[ChatToken]
 
 
-class ChatLogprobs(_Part):
+class ChatLogprobs(Part):
     """Log-probabilities as ``/v1/chat/completions`` has them."""
 
     content: list[ChatTokenChoice]
     refusal: None
 
 
-class CalledFunction(_Part):
+class CalledFunction(Part):
     """A function and its arguments, a text that holds a JSON object."""
 
     name: str
     arguments: str
 
 
-class ToolCall(_Part):
+class ToolCall(Part):
     """A call of a function."""
 
     id: str
@@ -124,7 +139,7 @@ class ToolCall(_Part):
     function: CalledFunction
 
 
-class ChatMessage(_Part):
+class ChatMessage(Part):
     """What the model said.
 
     ``content`` is null where there is none beside calls or thinking; ``reasoning`` is another name of
@@ -139,7 +154,7 @@ class ChatMessage(_Part):
     tool_calls: list[ToolCall] = []
 
 
-class ChatChoice(_Part):
+class ChatChoice(Part):
     """One message; ``tokens`` as in completions."""
 
     index: int
@@ -149,7 +164,7 @@ class ChatChoice(_Part):
     tokens: list[TokenOrigin] = []
 
 
-class ChatAnswer(_Part):
+class ChatAnswer(Part):
     """The answer of ``/v1/chat/completions``."""
 
     id: str
@@ -159,3 +174,4 @@ class ChatAnswer(_Part):
     system_fingerprint: str | None
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs = []

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.metrics import EngineMetrics
-from specexport_runtime.server import chat, completions, playground, status, tokens
+from specexport_runtime.server import chat, completions, playground, responses_api, status, tokens
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, ErrorBody, as_api_error
 from specexport_runtime.server.guard import add_guards, refused
@@ -47,6 +47,7 @@ def create_app(engine: AsyncSpecEngine | None, config: ServerConfig | None = Non
     app.include_router(status.router)
     app.include_router(completions.router)
     app.include_router(chat.router)
+    app.include_router(responses_api.router)
     app.include_router(tokens.router)
     if settings.playground:
         app.include_router(playground.router)

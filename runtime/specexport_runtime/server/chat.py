@@ -32,4 +32,4 @@ async def create_chat_completion(request: Request) -> Response:
     note_request(request, state, plan, body.safety_identifier or body.user)
     talk = plan.conversation
     form = ChatFormat if talk is None else partial(PartsFormat, talk)
-    return make_answer(request, state, engine, plan, "chatcmpl", form)
+    return make_answer(request, state, engine, plan, "chatcmpl-", form)

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request, Response
 
 from specexport_runtime.async_engine import AsyncSpecEngine
-from specexport_runtime.server.answer import Answer
+from specexport_runtime.server.answer import Answer, AnswerForm
 from specexport_runtime.server.answer_schema import CompletionAnswer
 from specexport_runtime.server.errors import unavailable
 from specexport_runtime.server.openapi import request_body, responses
 from specexport_runtime.server.parsing import parse_body
 from specexport_runtime.server.protocol import CompletionRequest
 from specexport_runtime.server.request_log import RequestLog
-from specexport_runtime.server.responses import AnswerFormat, CompletionFormat, Header
+from specexport_runtime.server.responses import CompletionFormat, Header
 from specexport_runtime.server.state import ServerState, state_of
 from specexport_runtime.server.token_text import TokenTexts
 from specexport_runtime.server.translate import Plan, plan_completion
@@ -35,7 +35,7 @@ async def create_completion(request: Request) -> Response:
     body = await parse_body(request, CompletionRequest)
     plan = await plan_completion(body, engine, state.config, owner_of(request))
     note_request(request, state, plan, body.user)
-    return make_answer(request, state, engine, plan, "cmpl", CompletionFormat)
+    return make_answer(request, state, engine, plan, "cmpl-", CompletionFormat)
 
 
 def ready_engine(state: ServerState) -> AsyncSpecEngine:
@@ -69,16 +69,17 @@ def make_answer(
     engine: AsyncSpecEngine,
     plan: Plan,
     prefix: str,
-    form: Callable[..., AnswerFormat],
+    form: Callable[..., AnswerForm],
 ) -> Answer:
-    """The answer to a request, in the JSON of its endpoint."""
+    """The answer to a request, in the JSON of its endpoint; the answer's id begins with ``prefix``."""
     name = getattr(request.state, "request_id", None) or secrets.token_hex(12)
     bundle = engine.engine.fingerprint
     fingerprint = None if bundle is None else f"fp_{bundle[:12]}"
-    header = Header(f"{prefix}-{name}", int(time.time()), state.config.model_name, fingerprint)
-    texts = None if plan.logprobs is None else _token_texts(request, engine)
-    made = form(header, texts=texts, origins=plan.origins, include_usage=plan.include_usage)
-    return Answer(engine, plan, made, state.config.request_timeout_s)
+    header = Header(f"{prefix}{name}", int(time.time()), state.config.model_name, fingerprint)
+    texts = None if plan.logprobs is None and plan.prompt_logprobs is None else _token_texts(request, engine)
+    shown = None if plan.logprobs is None else texts
+    made = form(header, texts=shown, origins=plan.origins, include_usage=plan.include_usage)
+    return Answer(engine, plan, made, state.config.request_timeout_s, texts)
 
 
 def _token_texts(request: Request, engine: AsyncSpecEngine) -> TokenTexts:

@@ -12,10 +12,12 @@ def request_body(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": _schema(model)}}}}
 
 
-def responses(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+def responses(
+    model: type[BaseModel], events: str = "events of chunks as OpenAI's, then `data: [DONE]`"
+) -> dict[int | str, dict[str, Any]]:
     """The ``responses`` of a route that answers with ``model``, with events, or with an error."""
-    events = {"description": "If `stream` is true: events of chunks as OpenAI's, then `data: [DONE]`."}
-    content = {"application/json": {"schema": _schema(model)}, "text/event-stream": {"schema": events}}
+    stream = {"description": f"If `stream` is true: {events}."}
+    content = {"application/json": {"schema": _schema(model)}, "text/event-stream": {"schema": stream}}
     return {200: {"description": "The answer.", "content": content}, **ERROR_RESPONSES}
 
 

@@ -2,9 +2,9 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -18,7 +18,7 @@ Body = TypeVar("Body", bound=BaseModel)
 _WANTED = {
     "prompt": "must be a text, a list of texts, a list of token ids or a list of lists of token ids, none empty",
     "stop": f"must be a text or a list of up to 16 texts, none empty or longer than {MAX_STOP_CHARS} characters",
-    "content": "must be a text or a list of parts of type text",
+    "content": "must be a text or a list of parts that are text",
     "num_speculative_tokens": 'must be an integer of at least 1, or "auto"',
     "tool_choice": 'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}',
 }
@@ -113,7 +113,7 @@ def _explain(error: ValidationError, body: dict[str, Any], model: type[BaseModel
     kind = first["type"]
     path = _real_path(first["loc"], body, missing=kind == "missing")
     param = _path(path)
-    refused = OFF in getattr(model.model_fields.get(str(path[0])), "metadata", ())
+    refused = _is_refused(model, path)
     if kind == "extra_forbidden" and not refused:
         return ApiError(400, f"There is no parameter {param}.", param=param, code="unknown_parameter")
     if kind == "missing":
@@ -130,6 +130,26 @@ def _explain(error: ValidationError, body: dict[str, Any], model: type[BaseModel
             return ApiError(400, f"{param} {_WANTED[str(name)]}.", param=param, code="invalid_value")
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     return ApiError(400, f"{param} is {given}: {first['msg']}.", param=param, code=code)
+
+
+def _is_refused(model: type[BaseModel], path: Seq[str | int]) -> bool:
+    """Whether a parameter on the way to a location is declared only to be refused."""
+    models = [model]
+    for key in path:
+        if isinstance(key, int):
+            continue
+        declared = [each.model_fields[key] for each in models if key in each.model_fields]
+        if any(OFF in field.metadata for field in declared):
+            return True
+        models = [found for field in declared for found in _models_in(field.annotation)]
+    return False
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)
 
 
 def _real_path(loc: Seq[str | int], body: Any, *, missing: bool) -> tuple[str | int, ...]:

@@ -103,14 +103,12 @@ class Speculative(Strict):
 
 
 class _Sampling(Strict):
-    """What both endpoints take."""
+    """What all endpoints that generate take."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = Field(default=None, description="Only with stream.")
     stop: StopText | Annotated[list[StopText], Field(fail_fast=True, max_length=16)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
         default=None, description="Choice i of a prompt uses seed + i: each can be asked for alone."
@@ -126,7 +124,6 @@ class _Sampling(Strict):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     speculative: Speculative | None = None
-    response_format: Format | None = None
     structured_outputs: StructuredForm | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
         default=None,
@@ -135,7 +132,6 @@ class _Sampling(Strict):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     min_tokens: Refused[Literal[0]] = None
     use_beam_search: Refused[Literal[False]] = None
-    prompt_logprobs: Refused[None] = None
     truncate_prompt_tokens: Refused[None] = None
 
 
@@ -150,7 +146,18 @@ else:
     )
 
 
-class CompletionRequest(Sampling):
+class Choices(Sampling):
+    """What completions and chats take besides."""
+
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream_options: StreamOptions | None = Field(default=None, description="Only with stream.")
+    response_format: Format | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        default=None, description="Not with stream."
+    )
+
+
+class CompletionRequest(Choices):
     """Body of ``/v1/completions``."""
 
     prompt: Text | Texts | TokenIds | ManyTokenIds
@@ -273,7 +280,7 @@ class Prediction(Strict):
     content: Content
 
 
-class ChatRequest(Sampling):
+class ChatRequest(Choices):
     """Body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]

@@ -6,9 +6,10 @@ from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 from specexport_runtime.sequences.draft_counts import sum_by_drafter, sum_counts
-from specexport_runtime.sequences.results import GenerationResult, StreamPiece
+from specexport_runtime.sequences.results import StreamPiece
 from specexport_runtime.sequences.stats import SequenceStats
-from specexport_runtime.server.sse import event
+from specexport_runtime.server.errors import ApiError
+from specexport_runtime.server.sse import DONE, event
 from specexport_runtime.server.token_text import TokenTexts
 
 _text = json.encoder.encode_basestring_ascii
@@ -30,7 +31,7 @@ class AnswerFormat(ABC):
         header: what all its parts repeat.
         texts: of tokens; None for no log-probabilities.
         origins: say where each token came from.
-        include_usage: every chunk has a key ``usage``, as OpenAI's do then.
+        include_usage: every chunk has a key ``usage``, as OpenAI's do then, and the last one has its value.
     """
 
     whole_object: str
@@ -38,6 +39,7 @@ class AnswerFormat(ABC):
 
     def __init__(self, header: Header, *, texts: TokenTexts | None, origins: bool, include_usage: bool) -> None:
         self._header, self._texts, self._origins = header, texts, origins
+        self._include_usage = include_usage
         parts = json.dumps(self._head(self.chunk_object), separators=(",", ":"))
         self._before = f'data: {parts[:-1]},"choices":[{{"index":'
         self._after = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
@@ -79,7 +81,7 @@ class AnswerFormat(ABC):
         """An event of one choice; arguments as :meth:`chunk`, ``delta`` is its JSON text."""
         more = "" if finish is None else f'"{finish}"'
         logprobs = "null" if self._texts is None or not pieces else json.dumps(self._logprobs(pieces, offset))
-        origins = f',"tokens":{json.dumps(_origins(pieces))},"drafted":{drafted}' if self._origins else ""
+        origins = f',"tokens":{json.dumps(origins_of(pieces))},"drafted":{drafted}' if self._origins else ""
         body = f'{delta},"logprobs":{logprobs},"finish_reason":{more or "null"}{origins}'
         after = self._after if usage is None else f'}}],"usage":{json.dumps(usage)}}}\n\n'
         return f"{self._before}{index},{body}{after}".encode()
@@ -91,18 +93,14 @@ class AnswerFormat(ABC):
             return b""
         return f'{self._before}{index},{delta},"logprobs":null,"finish_reason":null{self._after}'.encode()
 
-    def prompt_pieces(self, result: GenerationResult, ids: Seq[int]) -> list[StreamPiece]:
-        """The tokens of a prompt that was scored, as pieces."""
-        assert self._texts is not None  # noqa: S101  # callers check
-        scores = result.prompt_logprobs or []
-        return [
-            StreamPiece(self._texts[token].text, token, "target", score)
-            for token, score in zip(ids, scores, strict=True)
-        ]
+    def closing(self, usage: dict[str, Any]) -> bytes:
+        """The events that end a stream."""
+        last = self._head(self.chunk_object) | {"choices": [], "usage": usage}
+        return (event(last) if self._include_usage else b"") + DONE
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        """The event that ends a stream with its usage."""
-        return event(self._head(self.chunk_object) | {"choices": [], "usage": usage})
+    def failure(self, error: ApiError) -> bytes:
+        """The event that ends a stream that failed."""
+        return event(error.body())
 
     def choice(self, index: int, text: str, pieces: Seq[StreamPiece], finish: str) -> dict[str, Any]:
         """One choice of an answer that is not streamed."""
@@ -111,11 +109,16 @@ class AnswerFormat(ABC):
     def _choice(self, index: int, content: dict[str, Any], pieces: Seq[StreamPiece], finish: str) -> dict[str, Any]:
         logprobs = None if self._texts is None else self._logprobs(pieces, 0)
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
-        return choice | ({"tokens": _origins(pieces)} if self._origins else {})
+        return choice | ({"tokens": origins_of(pieces)} if self._origins else {})
 
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> bytes:
-        """An answer that is not streamed."""
-        return json.dumps(self._head(self.whole_object) | {"choices": choices, "usage": usage}).encode()
+    def whole(
+        self, choices: list[dict[str, Any]], usage: dict[str, Any], prompt_logprobs: list[Any] | None = None
+    ) -> bytes:
+        """An answer that is not streamed; ``prompt_logprobs`` are those of each choice's prompt."""
+        answer = self._head(self.whole_object) | {"choices": choices, "usage": usage}
+        if prompt_logprobs is not None:
+            self._place(prompt_logprobs, answer)
+        return json.dumps(answer).encode()
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"object": kind, **self._header._asdict()}
@@ -132,6 +135,9 @@ class AnswerFormat(ABC):
 
     @abstractmethod
     def _content(self, text: str) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _place(self, prompt_logprobs: list[Any], answer: dict[str, Any]) -> None: ...
 
     @abstractmethod
     def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts, offset: int) -> dict[str, Any]: ...
@@ -151,6 +157,10 @@ class CompletionFormat(AnswerFormat):
     def _content(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
+    def _place(self, prompt_logprobs: list[Any], answer: dict[str, Any]) -> None:
+        for choice, each in zip(answer["choices"], prompt_logprobs, strict=True):
+            choice["prompt_logprobs"] = each
+
     def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts, offset: int) -> dict[str, Any]:
         tokens, offsets = [], []
         values: list[float | None] = []
@@ -166,8 +176,8 @@ class CompletionFormat(AnswerFormat):
                 continue
             top: dict[str, float] = {}
             for token, value in (*piece.logprobs.top, (piece.token_id, piece.logprobs.logprob)):
-                top.setdefault(texts[token].text, _finite(value))  # the likelier one of two that read the same
-            values.append(_finite(piece.logprobs.logprob))
+                top.setdefault(texts[token].text, finite(value))  # the likelier one of two that read the same
+            values.append(finite(piece.logprobs.logprob))
             tops.append(top)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
@@ -187,13 +197,11 @@ class ChatFormat(AnswerFormat):
     def _content(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
+    def _place(self, prompt_logprobs: list[Any], answer: dict[str, Any]) -> None:
+        answer["prompt_logprobs"] = prompt_logprobs[0]  # a chat has one prompt
+
     def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts, offset: int) -> dict[str, Any]:  # noqa: ARG002
-        content = []
-        for piece in pieces:
-            assert piece.logprobs is not None  # noqa: S101  # the plan asked for them
-            top = [_chat_token(texts, token, value) for token, value in piece.logprobs.top]
-            content.append(_chat_token(texts, piece.token_id, piece.logprobs.logprob) | {"top_logprobs": top})
-        return {"content": content, "refusal": None}
+        return {"content": chat_logprobs(pieces, texts), "refusal": None}
 
 
 def usage_of(num_prompt_tokens: int, stats: Seq[SequenceStats], cached_tokens: int = 0) -> dict[str, Any]:
@@ -223,18 +231,29 @@ def usage_of(num_prompt_tokens: int, stats: Seq[SequenceStats], cached_tokens: i
     }
 
 
-def _origins(pieces: Seq[StreamPiece]) -> list[dict[str, str]]:
+def origins_of(pieces: Seq[StreamPiece]) -> list[dict[str, str]]:
+    """Where each token came from."""
     return [
         {"text": piece.text, "kind": piece.kind} | ({"drafter": piece.drafter} if piece.drafter else {})
         for piece in pieces
     ]
 
 
+def chat_logprobs(pieces: Seq[StreamPiece], texts: TokenTexts) -> list[dict[str, Any]]:
+    """Log-probabilities of tokens as chats have them."""
+    content = []
+    for piece in pieces:
+        assert piece.logprobs is not None  # noqa: S101  # the plan asked for them
+        top = [_chat_token(texts, token, value) for token, value in piece.logprobs.top]
+        content.append(_chat_token(texts, piece.token_id, piece.logprobs.logprob) | {"top_logprobs": top})
+    return content
+
+
 def _chat_token(texts: TokenTexts, token: int, value: float) -> dict[str, Any]:
     text = texts[token]
-    return {"token": text.text, "logprob": _finite(value), "bytes": list(text.data)}
+    return {"token": text.text, "logprob": finite(value), "bytes": list(text.data)}
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     """JSON has no infinity; OpenAI writes -9999 for a token that cannot be."""
     return max(logprob, -9999.0)

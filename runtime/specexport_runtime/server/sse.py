@@ -18,6 +18,11 @@ def event(value: Any) -> bytes:
     return b"data: %s\n\n" % json.dumps(value, separators=(",", ":")).encode()
 
 
+def named_event(name: str, value: Any) -> bytes:
+    """One event with a name, that holds JSON."""
+    return b"event: %s\n%s" % (name.encode(), event(value))
+
+
 class EventStream:
     """Writes events as the body of an answer.
 

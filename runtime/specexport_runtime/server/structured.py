@@ -7,7 +7,7 @@ from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.server.errors import ApiError, invalid
-from specexport_runtime.server.protocol import JsonObjectFormat, JsonSchemaFormat, Sampling
+from specexport_runtime.server.protocol import Choices, JsonObjectFormat, JsonSchemaFormat
 
 MAX_DEPTH = 10
 MAX_PROPERTIES = 5000
@@ -15,7 +15,7 @@ MAX_ENUM_VALUES = 1000
 """OpenAI's limits of a strict schema."""
 
 
-async def form_of(body: Sampling, service: AsyncSpecEngine) -> StructuredOutputs | None:
+async def form_of(body: Choices, service: AsyncSpecEngine) -> StructuredOutputs | None:
     """The form that a body asks for, checked, and ready in the engine; None for none.
 
     Raises:
@@ -33,7 +33,7 @@ async def form_of(body: Sampling, service: AsyncSpecEngine) -> StructuredOutputs
     return form
 
 
-def _asked(body: Sampling) -> tuple[StructuredOutputs | None, str]:
+def _asked(body: Choices) -> tuple[StructuredOutputs | None, str]:
     given, asked = body.structured_outputs, body.response_format
     if given is not None and isinstance(asked, (JsonObjectFormat, JsonSchemaFormat)):
         raise invalid("structured_outputs", "structured_outputs and response_format are both given: give one.")

@@ -18,7 +18,7 @@ NOT_TRACED = frozenset({"/health", "/ready", "/metrics"})
 MAX_TRACED_SEQUENCES = 16
 """Choices of one request that get spans of their own; the numbers of all are on the request's span."""
 
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/completions": "text_completion"}
 _PARAMS = {
     "temperature": "gen_ai.request.temperature",
     "top_p": "gen_ai.request.top_p",

@@ -10,6 +10,7 @@ from specexport_runtime.sequences.results import as_prompts
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.conversation import Conversation, read_conversation
 from specexport_runtime.server.errors import ApiError, invalid, over_limit, shown, unsupported
+from specexport_runtime.server.prompt_logprobs import check_entries
 from specexport_runtime.server.prompt_tokens import (
     aside_if_long,
     check_prompt,
@@ -18,7 +19,7 @@ from specexport_runtime.server.prompt_tokens import (
     encode,
     max_tokens_of,
 )
-from specexport_runtime.server.protocol import ChatRequest, CompletionRequest, Sampling, join_text
+from specexport_runtime.server.protocol import ChatRequest, Choices, CompletionRequest, Sampling, join_text
 from specexport_runtime.server.structured import form_of
 
 DEFAULT_MAX_TOKENS = 16  # of OpenAI's completions
@@ -48,10 +49,11 @@ class Plan(NamedTuple):
         include_usage: end the events with the usage.
         origins: say where each token came from.
         logprobs: alternatives a token; None for no log-probabilities.
-        scores: the prompt has log-probabilities too.
+        scores: an echo has log-probabilities too.
         only_echo: of the one token that was generated nothing is told.
         continuous_usage: each chunk has the usage of its choice so far.
         conversation: whose answers have more than content; None where they have not.
+        prompt_logprobs: alternatives a token of each prompt, in vLLM's shape; None for none.
     """
 
     specs: list[RequestSpec]
@@ -66,6 +68,7 @@ class Plan(NamedTuple):
     only_echo: bool = False
     continuous_usage: bool = False
     conversation: Conversation | None = None
+    prompt_logprobs: int | None = None
 
 
 async def plan_completion(
@@ -133,8 +136,10 @@ async def _plan(
     drafting = _drafting(body, engine, reference, owner)
     common, alternatives = _sampling(body), _alternatives(body)
     scores = alternatives is not None and isinstance(body, CompletionRequest) and bool(body.echo)
-    if scores:
-        common["prompt_logprobs"] = alternatives
+    wanted = {"prompt_logprobs": body.prompt_logprobs, "logprobs": alternatives if scores else None}
+    asked = {name: count for name, count in wanted.items() if count is not None}
+    for name, count in asked.items():
+        check_entries(name, sum(map(len, prompts)), count)
     if conversation is not None and isinstance(body, ChatRequest):
         common["structured_outputs"] = await conversation.form(body, service)
         common |= conversation.sampling(common.get("logit_bias"))
@@ -150,7 +155,9 @@ async def _plan(
         common["max_tokens"] = max_tokens_of(engine, config, len(ids), limit, default_tokens)
         for i in range(n):
             seed = None if body.seed is None else body.seed + i
-            specs.append(RequestSpec(ids, SamplingParams(**common, seed=seed), reference, drafting))
+            scored = max(asked.values(), default=None) if i == 0 else None  # the choices of a prompt share it
+            params = SamplingParams(**common, seed=seed, prompt_logprobs=scored)
+            specs.append(RequestSpec(ids, params, reference, drafting))
     return Plan(
         specs,
         [echo for echo in echoes for _ in range(n)],
@@ -164,10 +171,11 @@ async def _plan(
         only_echo=body.max_tokens == 0,
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         conversation=conversation if conversation is not None and conversation.has_parts else None,
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 
-def _check_common(body: Sampling, engine: SpecEngine, config: ServerConfig) -> None:
+def _check_common(body: Choices, engine: SpecEngine, config: ServerConfig) -> None:
     if body.model not in (None, config.model_name):
         message = f"There is no model {body.model[:100]!r} here, only {config.model_name!r}."
         raise ApiError(404, message, param="model", code="model_not_found")
@@ -177,6 +185,8 @@ def _check_common(body: Sampling, engine: SpecEngine, config: ServerConfig) -> N
         raise unsupported("priority", "priority other than 0 needs a server with --scheduling-policy priority.")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options needs stream: true.")
+    if body.prompt_logprobs is not None and body.stream:
+        raise unsupported("prompt_logprobs", "prompt_logprobs cannot be streamed: leave stream out.")
     vocab = engine.target.vocab_size
     named = {"logit_bias": map(int, body.logit_bias or {}), "stop_token_ids": body.stop_token_ids or ()}
     for param, tokens in named.items():

@@ -1,0 +1,65 @@
+"""Log-probabilities of prompts: how many of them an answer may hold, and vLLM's JSON of them."""
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from specexport_runtime.sampling.logprobs import TokenLogprobs
+from specexport_runtime.sequences.results import StreamPiece
+from specexport_runtime.server.errors import ApiError
+from specexport_runtime.server.responses import finite
+from specexport_runtime.server.token_text import TokenTexts
+
+MAX_ENTRIES = 2**20
+"""Most log-probabilities of prompts in one answer, alternatives included: a hundred megabytes while it is made."""
+
+
+def check_entries(param: str, num_prompt_tokens: int, alternatives: int) -> None:
+    """Refuse an answer that would not fit into the server's memory.
+
+    Args:
+        param: the parameter that asks for it.
+        num_prompt_tokens: of all prompts.
+        alternatives: listed for each token.
+
+    Raises:
+        ApiError: 400; names the parameter.
+    """
+    count = num_prompt_tokens * (1 + alternatives)
+    if count > MAX_ENTRIES:
+        raise ApiError(
+            400,
+            f"{param}: {num_prompt_tokens} prompt tokens with {alternatives} alternatives each are {count} "
+            f"log-probabilities; an answer holds {MAX_ENTRIES}: send fewer prompts, or ask for fewer alternatives.",
+            param=param,
+            code="limit_exceeded",
+        )
+
+
+def prompt_pieces(entries: Seq[TokenLogprobs | None], ids: Seq[int], texts: TokenTexts) -> list[StreamPiece]:
+    """The tokens of a prompt that was scored, as pieces of an echo."""
+    return [StreamPiece(texts[token].text, token, "target", entry) for token, entry in zip(ids, entries, strict=True)]
+
+
+def prompt_logprobs_json(
+    entries: Seq[TokenLogprobs | None], texts: TokenTexts, alternatives: int
+) -> list[dict[str, Any] | None]:
+    """The ``prompt_logprobs`` of vLLM: None for the first token, then a dict by token id for each.
+
+    A dict has the prompt's own token first, then the likeliest in its place; one that is both is there once.
+
+    Args:
+        entries: of the prompt, one a token.
+        texts: of tokens.
+        alternatives: how many of the likeliest to list.
+    """
+    return [None if entry is None else _token_json(entry, texts, alternatives) for entry in entries]
+
+
+def _token_json(entry: TokenLogprobs, texts: TokenTexts, alternatives: int) -> dict[str, Any]:
+    found = {entry.token_id: (entry.logprob, entry.rank)}
+    for rank, (token, value) in enumerate(entry.top[:alternatives], 1):
+        found.setdefault(token, (value, rank))
+    return {
+        str(token): {"logprob": finite(value), "rank": rank, "decoded_token": texts[token].text}
+        for token, (value, rank) in found.items()
+    }

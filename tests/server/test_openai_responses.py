@@ -1,0 +1,327 @@
+"""``/v1/responses`` with the official client: answers, typed events, forms, and what is refused by which name."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import patience
+import pytest
+from openai_help import alone, client_of
+from patience import wait_until
+from pydantic import BaseModel
+from serving import TEMPLATE, Served
+from stepper import Stepper
+
+from specexport_runtime import SpecEngine
+from specexport_runtime.server.config import ServerConfig
+from specexport_runtime.server.responses_schema import ResponseAnswer
+
+PATH = "/v1/responses"
+INPUT = [
+    {"role": "user", "content": "w3"},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "w4"}]},
+    {"role": "user", "content": [{"type": "input_text", "text": "w5 "}, {"type": "input_text", "text": "w6"}]},
+]
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+DELTA = "response.output_text.delta"
+
+
+@pytest.fixture(scope="module")
+def client(fake_served):
+    with client_of(fake_served) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def chat_served(demo_bundle):
+    """The demo bundle with a chat template."""
+
+    def load():
+        engine = SpecEngine.load(demo_bundle, max_num_seqs=2, num_threads=1, spin=False, prepacked=False)
+        engine._chat_template = TEMPLATE
+        return engine
+
+    with Served(load, ServerConfig(model_name="demo")) as served:
+        yield served
+
+
+def create(client, **parameters):
+    extra = {
+        name: parameters.pop(name)
+        for name in ("seed", "top_k", "speculative", "stop", "cache_salt", "structured_outputs", "ignore_eos")
+        if name in parameters
+    }
+    return client.responses.create(**{"model": "fake", "input": "w1 w2"} | parameters, extra_body=extra)
+
+
+def events_of(text):
+    """The events on the wire: each has a name, and the name is its type."""
+    *events, nothing = text.split("\n\n")
+    assert nothing == ""
+    found = []
+    for event in events:
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def without_times(response):
+    return {name: value for name, value in response.items() if name not in ("id", "created_at", "completed_at")}
+
+
+def test_an_answer_is_that_of_the_rendered_prompt(client, fake_served):
+    answer = create(client, input=INPUT, instructions="w1 w2", seed=3, max_output_tokens=12, metadata={"a": "b"})
+    result = alone(fake_served, "w1 w2 w3 w4 w5 w6", seed=3, max_tokens=12)
+    assert answer.output_text == result.text
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    (item,) = answer.output
+    assert (item.type, item.role, item.status) == ("message", "assistant", "incomplete")
+    assert answer.id.startswith("resp_")
+    assert item.id == f"msg_{answer.id.removeprefix('resp_')}"
+    assert (answer.instructions, answer.metadata, answer.max_output_tokens) == ("w1 w2", {"a": "b"}, 12)
+    assert (answer.store, answer.truncation, answer.tools, answer.parallel_tool_calls) == (False, "disabled", [], True)
+    usage = answer.usage
+    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (6, 12, 18)
+    assert (usage.input_tokens_details.cached_tokens, usage.output_tokens_details.reasoning_tokens) == (0, 0)
+    assert usage.speculative["drafted"] > 0
+
+
+def test_an_answer_that_ends_is_completed(client, fake_served):
+    whole = alone(fake_served, "w1 w2", temperature=0, max_tokens=40).text
+    word = whole.split()[5]
+    answer = create(client, temperature=0, max_output_tokens=40, stop=[word])
+    assert (answer.status, answer.incomplete_details) == ("completed", None)
+    assert answer.output_text == whole[: whole.index(word)]
+    assert answer.completed_at >= answer.created_at
+    assert without_times(answer.to_dict())["output"][0]["status"] == "completed"
+
+
+def test_without_a_limit_an_answer_may_fill_the_context(client):
+    assert create(client, temperature=0).usage.total_tokens == 400
+
+
+def test_an_answer_can_be_sent_back(client):
+    first = create(client, max_output_tokens=3, **LOGPROBS)
+    again = create(client, input=[*INPUT, *first.output, {"role": "user", "content": "w1"}], max_output_tokens=3)
+    assert again.usage.input_tokens == 4 + 3 + 1
+
+
+@pytest.mark.parametrize("extra", [{}, LOGPROBS | {"speculative": {"token_origins": True}}], ids=str)
+def test_a_stream_tells_what_the_whole_answer_tells(client, fake_served, extra):
+    body = {"input": INPUT, "seed": 4, "max_output_tokens": 20} | extra
+    whole = patience.post(fake_served.url + PATH, json=body).json()
+    answer = patience.post(fake_served.url + PATH, json=body | {"stream": True})
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    events = events_of(answer.text)
+    kinds = [event["type"] for event in events]
+    deltas = [event for event in events if event["type"] == DELTA]
+    assert kinds == [
+        *("response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"),
+        *[DELTA] * len(deltas),
+        *("response.output_text.done", "response.content_part.done", "response.output_item.done"),
+        "response.incomplete",
+    ]
+    assert deltas
+    created, last = events[0]["response"], events[-1]["response"]
+    assert (created["status"], created["output"], created["usage"]) == ("in_progress", [], None)
+    ids = {event["item_id"] for event in events if "item_id" in event} | {events[2]["item"]["id"]}
+    assert ids == {last["output"][0]["id"]}
+    assert created["id"] == last["id"]
+    for response in (created, last, whole):
+        ResponseAnswer.model_validate(response)
+    (part,) = last["output"][0]["content"]
+    assert "".join(event["delta"] for event in deltas) == part["text"] == events[-4]["text"]
+    assert [item for event in deltas for item in event["logprobs"]] == part["logprobs"]
+    assert [item for event in deltas for item in event.get("tokens", [])] == part.get("tokens", [])
+    assert events[-3]["part"] == part
+    assert events[-2]["item"] == last["output"][0]
+    (wanted,) = whole["output"]
+    wanted["id"] = last["output"][0]["id"]
+    assert without_times(last) == without_times(whole)
+    if extra:
+        assert sum(event["drafted"] for event in deltas) == last["usage"]["speculative"]["drafted"]
+        assert len(part["logprobs"]) == len(part["tokens"]) == 20
+
+
+def test_log_probabilities_are_those_of_chats(client):
+    answer = create(client, seed=3, max_output_tokens=9, **LOGPROBS)
+    chat = client.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "w1 w2"}], seed=3, max_tokens=9, logprobs=True,
+        top_logprobs=2,
+    )  # fmt: skip
+    found = [item.to_dict() for item in answer.output[0].content[0].logprobs]
+    assert found == [item.to_dict() for item in chat.choices[0].logprobs.content]
+    assert answer.top_logprobs == 2
+    assert create(client, max_output_tokens=2).output[0].content[0].logprobs == []
+
+
+def test_the_clients_own_stream_follows(client, fake_served):
+    with client.responses.stream(model="fake", input="w1 w2", temperature=0, max_output_tokens=20) as stream:
+        texts = [event.snapshot for event in stream if event.type == DELTA]
+    wanted = alone(fake_served, "w1 w2", temperature=0, max_tokens=20).text
+    assert texts[-1] == wanted
+    assert all(wanted.startswith(text) for text in texts)
+
+
+def test_our_own_parameters_are_those_of_chats(client, fake_served):
+    for extra in ({"top_k": 2}, {"seed": 7}, {"stop": "w3"}):
+        answer = create(client, max_output_tokens=20, **{"seed": 5} | extra)
+        assert answer.output_text == alone(fake_served, "w1 w2", max_tokens=20, **{"seed": 5} | extra).text
+    assert create(client, max_output_tokens=9, speculative={"drafter": "none"}).usage.speculative["drafted"] == 0
+
+
+def test_values_that_turn_off_are_taken(client):
+    off = {
+        "tools": [],
+        "tool_choice": "none",
+        "parallel_tool_calls": False,
+        "store": False,
+        "truncation": "disabled",
+        "background": False,
+        "reasoning": {"effort": "none", "summary": None},
+        "service_tier": "auto",
+        "text": {"format": {"type": "text"}},
+        "include": [],
+        "top_logprobs": 0,
+        "user": "somebody",
+        "safety_identifier": "somebody",
+        "stream": False,
+        "metadata": {},
+    }
+    null = dict.fromkeys(("previous_response_id", "conversation", "prompt", "max_tool_calls", "prompt_cache_key"))
+    answer = client.responses.create(model="fake", input="w1", max_output_tokens=3, extra_body=off | null | {"seed": 1})
+    assert answer.output_text == create(client, input="w1", max_output_tokens=3, seed=1).output_text
+    assert (answer.tool_choice, answer.parallel_tool_calls, answer.user) == ("none", False, "somebody")
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+FORMAT = {"type": "json_schema", "name": "person", "strict": True, "schema": Person.model_json_schema()}
+FORMAT["schema"]["additionalProperties"] = False
+
+
+def test_an_answer_is_parsed(chat_served):
+    pytest.importorskip("llguidance")
+    with client_of(chat_served) as client:
+        common = {"model": "demo", "input": "# As JSON:\n", "max_output_tokens": 200, "extra_body": {"seed": 2}}
+        answer = client.responses.parse(text_format=Person, **common)
+        assert answer.status == "completed"
+        assert isinstance(answer.output_parsed, Person)
+        assert answer.text.format.type == "json_schema"
+        assert answer.text.format.schema_["required"] == ["name", "age"]
+        with client.responses.stream(text_format=Person, **common) as stream:
+            (done,) = [event.parsed for event in stream if event.type == "response.output_text.done"]
+            assert stream.get_final_response().output_parsed == done == answer.output_parsed
+        plain = client.responses.create(text={"format": FORMAT}, **common)
+        assert json.loads(plain.output_text) == answer.output_parsed.model_dump()
+        loose = client.responses.create(**common | {"text": {"format": {"type": "json_object"}}})
+        assert loose.output_text.startswith("{")
+        extra = {"structured_outputs": {"choice": ["red", "green"]}}
+        assert client.responses.create(**common | {"extra_body": extra}).output_text in ("red", "green")
+
+
+REFUSED = [
+    ({"foo": 1}, "foo", "unknown_parameter"),
+    ({"n": 2}, "n", "unknown_parameter"),
+    ({"max_tokens": 5}, "max_tokens", "unknown_parameter"),
+    ({"messages": []}, "messages", "unknown_parameter"),
+    ({"input": None}, "input", "invalid_type"),
+    ({"input": ""}, "input", "invalid_value"),
+    ({"input": []}, "input", "invalid_value"),
+    ({"input": 5}, "input", "invalid_type"),
+    ({"input": "w1 " * 400}, "input", "context_length_exceeded"),
+    ({"input": [{"role": "user"}]}, "input[0].content", "missing_required_parameter"),
+    ({"input": [{"role": "tool", "content": "w1"}]}, "input[0].role", "invalid_value"),
+    ({"input": [{"role": "user", "content": "w1", "x": 1}]}, "input[0].x", "unknown_parameter"),
+    ({"input": [*INPUT, {"type": "function_call_output", "call_id": "a", "output": "b"}]}, "input[3].type", None),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", "invalid_value"),
+    ({"input": [{"role": "user", "content": [{"type": "text", "text": "w1"}]}]}, "input[0].content", None),
+    ({"instructions": 5}, "instructions", "invalid_type"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
+    ({"max_output_tokens": 400}, "max_output_tokens", "context_length_exceeded"),
+    ({"temperature": 3}, "temperature", "invalid_value"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
+    ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
+    ({"prompt": {"id": "p"}}, "prompt", "unsupported_parameter"),
+    ({"background": True}, "background", "unsupported_parameter"),
+    ({"store": True}, "store", "unsupported_parameter"),
+    ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
+    ({"tools": [{"type": "web_search"}]}, "tools", "unsupported_parameter"),
+    ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+    ({"max_tool_calls": 1}, "max_tool_calls", "unsupported_parameter"),
+    ({"reasoning": {"effort": "high"}}, "reasoning.effort", "unsupported_parameter"),
+    ({"reasoning": {"x": 1}}, "reasoning.x", "unsupported_parameter"),
+    ({"service_tier": "flex"}, "service_tier", "unsupported_parameter"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format", "invalid_value"),
+    ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "missing_required_parameter"),
+    ({"text": {"format": FORMAT | {"name": "a b"}}}, "text.format.name", "invalid_value"),
+    ({"text": {"format": FORMAT | {"schema": {"type": "string"}}}}, "text.format.schema", "invalid_value"),
+    ({"text": {"format": {"type": "json_object"}}}, "text.format", "invalid_value"),  # tokens that are words
+    ({"text": {"format": FORMAT}, "structured_outputs": {"regex": "a"}}, "structured_outputs", "invalid_value"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "unknown_parameter"),
+    ({"include": ["reasoning.encrypted_content"]}, "include[0]", "invalid_value"),
+    ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+    (LOGPROBS | {"top_logprobs": 21}, "top_logprobs", "invalid_value"),
+    ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "invalid_value"),
+    ({"metadata": {"a": "x" * 513}}, "metadata.a", "invalid_value"),
+    ({"metadata": {"a" * 65: "x"}}, "metadata." + "a" * 65, "invalid_value"),
+    ({"metadata": {"a": 1}}, "metadata.a", "invalid_type"),
+    ({"stream_options": {"include_obfuscation": False}}, "stream_options", "invalid_value"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", None),
+    ({"speculative": {"drafter": "oracle"}}, "speculative.drafter", "invalid_value"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "code"), REFUSED, ids=lambda value: str(value)[:60])
+def test_what_cannot_be_held_is_named(fake_served, body, param, code):
+    answer = patience.post(fake_served.url + PATH, json={"input": "w1"} | body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["code"] == (code or error["code"])
+    assert error["message"].count(param.split(".")[0].split("[")[0])
+    for name in ("messages", "response_format", "max_completion_tokens"):
+        assert name in body or name not in error["message"]
+
+
+def test_another_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError) as missing:
+        create(client, model="gpt")
+    assert missing.value.code == "model_not_found"
+
+
+def test_openapi_tells_of_it(fake_served):
+    route = patience.get(f"{fake_served.url}/openapi.json").json()["paths"][PATH]["post"]
+    schema = route["requestBody"]["content"]["application/json"]["schema"]
+    assert schema["required"] == ["input"]
+    assert schema["additionalProperties"] is False
+    assert "$ref" not in json.dumps(route["requestBody"])
+    assert "typed events" in route["responses"]["200"]["content"]["text/event-stream"]["schema"]["description"]
+
+
+def test_a_stream_that_fails_says_so():
+    stepper = Stepper()
+    with stepper.served as served, ThreadPoolExecutor(1) as pool:
+        body = {"input": "w1", "stream": True, "max_output_tokens": 300}
+        answer = pool.submit(patience.post, served.url + PATH, json=body)
+        stepper.let(3)
+        served.loop.call_soon_threadsafe(served.engine.stop_admitting)
+        for request in list(served.engine._active):
+            request.cancel()  # as a server does that may wait no longer
+        stepper.wait_until_cancelled()
+        stepper.finish()
+        events = events_of(answer.result().text)
+        wait_until(lambda: not served.engine.num_active)
+    error, failed = events[-2:]
+    assert (error["type"], error["code"]) == ("error", "draining")
+    assert failed["type"] == "response.failed"
+    assert failed["response"]["status"] == "failed"
+    assert failed["response"]["error"]["code"] == "server_error"
+    assert failed["response"]["output"][0]["status"] == "incomplete"
+    ResponseAnswer.model_validate(failed["response"])
