@@ -357,12 +357,14 @@ def _compile(
         traced = trace_checkpoint(checkpoint, features)
         # A copy of the graph (not of the weights): the exporter's own still refers to tied weights it has dropped.
         ir_model, layers, states = traced.ir_model.clone(), tuple(traced.layers), traced.states
+        windows = traced.windows
         del traced, checkpoint.model  # the graph holds the weights now
         gc.collect()
     job = BuildJob(recipe, role, layers, checkpoint.num_parameters, checkpoint.max_positions, folder, clock, cached)
     job = job._replace(states=states)
     _check_states(job, find_backend(recipe.backend))
-    return compile_graph(ir_model, recipe, job, dump_dir, head_ids=head_ids, ranges=ranges, kept=checkpoint.kept)
+    fields = compile_graph(ir_model, recipe, job, dump_dir, head_ids=head_ids, ranges=ranges, kept=checkpoint.kept)
+    return {**fields, "windows": windows}
 
 
 def _check_states(job: BuildJob, backend: Backend) -> None:

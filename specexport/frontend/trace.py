@@ -57,11 +57,13 @@ class TracedModel(NamedTuple):
         ir_model: ONNX IR with ``specexport::UnpaddedAttention`` nodes and the contract's inputs and outputs.
         layers: cache sizes of each attention layer.
         states: sizes of what each recurrence keeps.
+        windows: entries that a token of each attention layer sees, -1 for all; empty where all layers see all.
     """
 
     ir_model: ir.Model
     layers: tuple[LayerGeometry, ...]
     states: tuple[StateGeometry, ...] = ()
+    windows: tuple[int, ...] = ()
 
 
 WEIGHT_PREFIX = "model."
@@ -161,7 +163,8 @@ def trace_model(
         inputs = [*STEP_INPUTS, *([STATE_STEPS] if states else [])]
         ir_model = trace_step(packed, model.dtype, layers, inputs, outputs, states=states)
         _name_stored(model, ir_model, stored or {}, names)
-    return TracedModel(ir_model, layers, states)
+    windows = tuple(call.window for call in calls.attention)
+    return TracedModel(ir_model, layers, states, windows if max(windows, default=-1) > 0 else ())
 
 
 def trace_step(

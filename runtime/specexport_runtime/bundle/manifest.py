@@ -134,6 +134,8 @@ class ModelEntry:
         block_size: of a draft head that fills blocks: most tokens of a block, the newest and those to guess. None for
             all others.
         num_draft_heads: of Medusa and Hydra heads: how many there are, each for a place of a draft; 0 for all others.
+        windows: entries that a token of each attention layer sees, itself included, -1 for all; empty where all layers
+            see all.
         states: sizes of what each recurrence keeps of a row, in order; empty for models of attention alone.
         target_layers: of a draft head that reads caches of the target, and has none: layers of the target that fill
             them; ``layers`` has their sizes. Empty for all others.
@@ -184,6 +186,7 @@ class ModelEntry:
     num_draft_heads: int = 0
     block_size: int | None = None
     target_layers: tuple[int, ...] = ()
+    windows: tuple[int, ...] = ()
     states: tuple[StateGeometry, ...] = ()
     guessed: float | None = None
     reading: str | None = None
@@ -209,6 +212,7 @@ class ModelEntry:
         """Rebuild an entry from its JSON form."""
         fields = _with_new_names(data)
         fields["layers"] = tuple(LayerGeometry(*layer) for layer in data["layers"])
+        fields["windows"] = tuple(fields.get("windows", ()))
         fields["states"] = tuple(StateGeometry(tuple(shape), width) for shape, width in data.get("states", ()))
         fields["inputs"] = tuple(data["inputs"])
         fields["padded_inputs"] = tuple(data.get("padded_inputs", ()))
@@ -378,6 +382,7 @@ _ENTRY_RULES = _rules_of(
     num_draft_heads=whole(0, MAX_LOOKAHEAD),
     block_size=optional(whole(2, 1 << 16)),
     target_layers=list_of(whole(0, 1 << 20)),
+    windows=list_of(whole(-1, 1 << 30)),
     states=list_of(tuple_of(list_of(_SIZE), _SIZE)),
     guessed=optional(number(0, 1)),
     reading=optional(text),

@@ -47,7 +47,6 @@ class KeptPrefix:
         sides: on which side of the target's borders its first step was (see ``exact_width``).
         drafts: what the drafter has of the row.
         used: when it was last used, in admissions.
-        state_len: tokens that its state has; no text goes on from fewer.
         is_pinned: it stays, whatever comes.
     """
 
@@ -56,7 +55,6 @@ class KeptPrefix:
     sides: tuple[int, ...]
     drafts: Any
     used: int
-    state_len: int = 0
     is_pinned: bool = False
 
 
@@ -68,7 +66,6 @@ class _Match(NamedTuple):
     row: int
     drafts: Any
     kept: KeptPrefix | None
-    state_len: int
 
 
 class PrefixCounts(NamedTuple):
@@ -171,7 +168,7 @@ class Prefixes:
         self._memory.reserve(seq)
         if source != seq.row:
             self._copy(source, seq.row, found.reused, found.drafts)
-        self._target.kv.restore(seq.row, found.reused, found.state_len)
+        self._target.go_on(seq.row, found.reused)
         self._drafter.adopt(seq, found.drafts, found.reused)
         if is_new:
             seq.stats.cached_tokens = found.reused
@@ -218,7 +215,6 @@ class Prefixes:
             self._sides(seq.num_prompt_tokens),
             self._drafter.snapshot(seq),
             self._clock,
-            self._target.kv.state_len(seq.row),
             seq.is_pinned,
         )
         self._target.forget_row(seq.row)
@@ -283,9 +279,7 @@ class Prefixes:
             reused = min(common, len(prompt) - 1)  # the last token is read again: its logits are wanted
             if reused == seq.num_prompt_tokens - 1 and 1 in sides:
                 reused -= 1  # alone it would see one entry more than its prompt has, which is beyond the border
-            # Behind a state there is no going back.
-            state_len = self._target.kv.state_len(row) if kept is None else kept.state_len
-            least = max(LEAST_REUSED if row == seq.row else self._least_copied, state_len)
+            least = max(LEAST_REUSED if row == seq.row else self._least_copied, self._target.least_len(row))
             if reused < least or (best is not None and reused < best.reused):
                 continue
             given = self._drafter.snapshot(drafts) if isinstance(drafts, Sequence) else drafts
@@ -293,7 +287,7 @@ class Prefixes:
             # Of equal ones, that in its own row: nothing is copied.
             is_better = best is None or (reused, row == seq.row) > (best.reused, best.row == seq.row)
             if reused >= least and is_better:
-                best = _Match(common, reused, row, given, kept, state_len)
+                best = _Match(common, reused, row, given, kept)
         return best
 
     def _texts(

@@ -72,7 +72,9 @@ class OwnCacheDrafter:
 
     def adopt(self, sequence: Sequence, kept: Any, count: int) -> None:
         """A sequence goes on behind ``count`` tokens of a text of which a snapshot was taken and that is in its row."""
-        self.runner.kv.restore(sequence.row, min(self._entries_of(kept), count))
+        entries = min(self._entries_of(kept), count)
+        # What the cache cannot go back to is read again, from the beginning.
+        self.runner.go_on(sequence.row, entries if entries >= self.runner.least_len(sequence.row) else 0)
 
     def copy_row(self, source: int, destination: int, kept: Any) -> None:
         """Copy what a snapshot was taken of to another row."""

@@ -222,6 +222,34 @@ class PagedExecutor(Executor, Protocol):
         ...
 
 
+class RecedingExecutor(Executor, Protocol):
+    """An executor of layers with windows, whose memory before them goes back to the system.
+
+    ``floor`` of a row: it is gone on from behind so many tokens or more, so that no layer reads what lies a window or
+    more before that.
+    """
+
+    recedes: bool
+    """Some layers have windows, and the system takes memory back."""
+
+    def recede(self, row: int, floor: int) -> None:
+        """Give back what no layer reads behind ``floor`` tokens."""
+        ...
+
+    def copy_row(self, source: int, destination: int, kv_len: int, floor: int = 0) -> None:
+        """Copy what is left of the first ``kv_len`` entries of a row with this floor; see ``CopyingExecutor``."""
+        ...
+
+    def swap_rows(self, one: int, other: int, kv_lens: tuple[int, int], floors: tuple[int, int] = (0, 0)) -> None:
+        """Exchange what is left of the first entries of two rows with these floors; see ``CopyingExecutor``."""
+        ...
+
+
+def as_receding(executor: Executor) -> RecedingExecutor | None:
+    """``executor`` if memory before windows goes back; None if not."""
+    return executor if getattr(executor, "recedes", False) else None  # type: ignore[return-value]
+
+
 def as_paged(executor: Executor) -> PagedExecutor | None:
     """``executor`` if its rows take memory page by page; None if not, or if it has no rows of its own."""
     return executor if hasattr(executor, "row_bytes") and not borrows_cache(executor) else None  # type: ignore[return-value]

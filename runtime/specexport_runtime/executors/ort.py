@@ -137,7 +137,9 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         self.borrows_cache = bool(entry.target_layers)
         self._lent: dict[str, npt.NDArray[Any]] = {}
         self.num_pending = kv_slack(lookahead) if entry.states else 0
-        self.make_arena(() if self.borrows_cache and lender is not None else entry.layers, entry.cache_dtype)
+        # A head that reads these caches has windows of its own.
+        windows = () if entry.feature_size else entry.windows
+        self.make_arena(() if self.borrows_cache and lender is not None else entry.layers, entry.cache_dtype, windows)
         self.make_states(entry.states, self.num_pending)
         if self.borrows_cache:
             self._lent = self._caches if lender is None else lender.lend(entry.target_layers)

@@ -30,6 +30,8 @@ from specexport_runtime.executors.base import Int64Array
 CAN_GIVE_BACK = sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED")
 """Elsewhere the system may keep the pages, or bring their values back."""
 _PAGE = mmap.PAGESIZE
+MOST_BEHIND_WINDOW = 1024 + 64 + 512
+"""Entries that a layer keeps beside its window, at most: ``packing.batch`` goes so far back, and reads so much."""
 
 
 class CacheMemory(NamedTuple):
@@ -105,17 +107,27 @@ class ArenaRows:
     num_rows: int
     kv_capacity: int
     gives_back: bool
+    recedes: bool = False
+    _windows: Seq[int] = ()
     _memory: Mapping[str, CacheMemory]
     _state_memory: Mapping[str, CacheMemory] = MappingProxyType({})
 
-    def make_arena(self, layers: Seq[LayerGeometry], dtype: npt.DTypeLike) -> None:
+    def make_arena(self, layers: Seq[LayerGeometry], dtype: npt.DTypeLike, windows: Seq[int] = ()) -> None:
         """Make the caches.
+
+        Args:
+            layers: their sizes.
+            dtype: of a value.
+            windows: entries that a token of each layer sees, itself included; -1 for all. Empty: all layers see all.
 
         Raises:
             IncompatibleError: there is no memory for them.
         """
         item = np.dtype(dtype).itemsize
-        capacity = paged_capacity(layers, self.kv_capacity, item) if self.gives_back and layers else self.kv_capacity
+        self.recedes = CAN_GIVE_BACK and any(window > 0 for window in windows)
+        self._windows = windows if self.recedes else ()
+        is_paged = (self.gives_back or self.recedes) and layers
+        capacity = paged_capacity(layers, self.kv_capacity, item) if is_paged else self.kv_capacity
         shapes = cache_shapes(layers, self.num_rows, capacity)
         try:
             self._memory = {name: CacheMemory.make(shape, dtype) for name, shape in shapes.items()}
@@ -127,10 +139,21 @@ class ArenaRows:
                 "give a smaller --max-num-seqs or --max-model-len.",
             ) from None
         # Heads of one row, by bytes of an entry: layers are alike, so that there are one or two sizes.
-        self._heads: Counter[int] = Counter()
-        for heads, *dims in layers:
+        self._heads: Counter[tuple[int, int]] = Counter()
+        for i, (heads, *dims) in enumerate(layers):
             for dim in dims:
-                self._heads[dim * item] += heads
+                self._heads[dim * item, self._windows[i] if self._windows else -1] += heads
+
+    def _first(self, name: str, floor: int) -> int:
+        """The first entry of a cache that may be read behind ``floor`` tokens."""
+        window = self._windows[int(name.rpartition(".")[2])] if self._windows else -1
+        return max(0, floor - window + 1) if window > 0 else 0
+
+    def recede(self, row: int, floor: int) -> None:
+        """See ``RecedingExecutor.recede``."""
+        for name, memory in self._memory.items():
+            if first := self._first(name, floor):
+                memory.give_back(row, 0, first)
 
     def make_states(self, states: Seq[StateGeometry], num_pending: int) -> None:
         """Make the states of recurrences, and what waits beside them."""
@@ -158,7 +181,10 @@ class ArenaRows:
     def row_bytes(self, entries: int) -> int:
         """See ``PagedExecutor.row_bytes``."""
         states = self.state_bytes if entries else 0
-        return states + sum(heads * (-(-entries * size // _PAGE) * _PAGE) for size, heads in self._heads.items())
+        for (size, window), heads in self._heads.items():
+            count = min(entries, window + MOST_BEHIND_WINDOW) if window > 0 else entries
+            states += heads * (-(-count * size // _PAGE) * _PAGE)
+        return states
 
     def give_back(self, row: int, kept: int) -> None:
         """See ``PagedExecutor.give_back``."""
@@ -171,30 +197,35 @@ class ArenaRows:
 
     def move_row(self, source: int, destination: int, kv_len: int) -> None:
         """Copy the first ``kv_len`` entries of a row to another, in every layer."""
-        for memory in self._memory.values():
-            memory.array[destination, :, :, :kv_len] = memory.array[source, :, :, :kv_len]
+        self.copy_row(source, destination, kv_len)
+
+    def copy_row(self, source: int, destination: int, kv_len: int, floor: int = 0) -> None:
+        """As :meth:`move_row`, which leaves the source as it is; of a row that has receded to ``floor``."""
+        for name, memory in self._memory.items():
+            first = min(self._first(name, floor), kv_len)
+            memory.array[destination, :, :, first:kv_len] = memory.array[source, :, :, first:kv_len]
+            if first:
+                memory.give_back(destination, 0, first)
         for state in self._states.values():
             state[destination] = state[source]
 
-    def copy_row(self, source: int, destination: int, kv_len: int) -> None:
-        """As :meth:`move_row`, which leaves the source as it is."""
-        self.move_row(source, destination, kv_len)
-
-    def swap_rows(self, one: int, other: int, kv_lens: tuple[int, int]) -> None:
+    def swap_rows(self, one: int, other: int, kv_lens: tuple[int, int], floors: tuple[int, int] = (0, 0)) -> None:
         """Exchange the first entries of two rows, in every layer: ``kv_lens`` of them, of ``one`` and of ``other``.
 
-        Memory goes back layer by layer, so that what is there twice is one cache of the two rows at most.
+        Memory goes back layer by layer, so that what is there twice is one cache of the two rows at most. Rows that
+        have receded to their ``floors`` do so where they go.
         """
         of_one, of_other = kv_lens
-        for memory in self._memory.values():
+        for name, memory in self._memory.items():
             cache = memory.array
-            if of_one and of_other:
-                aside = cache[one, :, :, :of_one].copy()
-                cache[one, :, :, :of_other] = cache[other, :, :, :of_other]
-                cache[other, :, :, :of_one] = aside
-            else:
-                cache[other, :, :, :of_one] = cache[one, :, :, :of_one]
-                cache[one, :, :, :of_other] = cache[other, :, :, :of_other]
+            begin, start = (min(self._first(name, floor), n) for floor, n in zip(floors, kv_lens, strict=True))
+            aside = cache[one, :, :, begin:of_one]
+            aside = aside.copy() if of_other else aside
+            cache[one, :, :, start:of_other] = cache[other, :, :, start:of_other]
+            cache[other, :, :, begin:of_one] = aside
+            for row, first in ((one, start), (other, begin)):
+                if first:
+                    memory.give_back(row, 0, first)
             if self.gives_back:
                 memory.give_back(one, of_other, cache.shape[3])
                 memory.give_back(other, of_one, cache.shape[3])

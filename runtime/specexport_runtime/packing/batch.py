@@ -28,6 +28,7 @@ from specexport_runtime.executors.base import (
     Want,
     as_copying,
     as_paged,
+    as_receding,
     as_stateful,
 )
 from specexport_runtime.packing.kv import KvArena
@@ -55,6 +56,9 @@ class RowWork(NamedTuple):
 IDLE = RowWork((), 0)
 PADDING_TOKEN = 0  # an input token that is never committed may be any
 MAX_FILLED = 512
+WAY_BACK = 1024
+"""Tokens before its end from where a text can still be gone on from, if layers forget what is before their window."""
+_RECEDE_EVERY = 64
 SPAN_BUCKET = 64  # kv_span grows in steps of this, so that bindings of padded graphs are used again
 
 
@@ -153,11 +157,26 @@ class ModelRunner:
         self._arange = np.arange(executor.kv_capacity + 1, dtype=np.int64)
         self._paged = as_paged(executor)
         self.gives_back = self._paged is not None and self._paged.gives_back and unpad_kv
+        self._receding = as_receding(executor) if unpad_kv else None
+        # What the memory of each row has, whoever runs there: in these, a text is gone on from behind so many tokens.
+        self._floors, self._state_lens = [0] * executor.num_rows, [0] * executor.num_rows
 
     @property
     def unpad_kv(self) -> bool:
         """Whether each row has its own write position."""
         return not isinstance(self.kv, PaddedKvArena)
+
+    def least_len(self, row: int) -> int:
+        """Tokens of the text in a row's memory that another must share to go on from it: a state cannot go back."""
+        return max(self._floors[row], self._state_lens[row])
+
+    def go_on(self, row: int, count: int) -> None:
+        """Go on in an empty row behind the first ``count`` tokens of the text in its memory, which it has.
+
+        Raises:
+            SpecexportError: it cannot: they are fewer than :meth:`least_len`.
+        """
+        self.kv.restore(row, count, self._state_lens[row])
 
     def step(self, first_row: int, work: Seq[RowWork], want: Want = "logits") -> StepOutput:
         """Run one packed step. Entries are written after each row's committed ones and are not committed.
@@ -182,6 +201,8 @@ class ModelRunner:
         counts = tuple([(len(row.tokens), row.num_logits) for row in work])
         needed = [count or 1 for count, _ in counts]
         span = self._make_room(first_row, needed)
+        if self._receding is not None or self._states is not None:
+            self._begin_or_recede(first_row, work)
         states = self._step_states(first_row, work)
         self.kv.write(first_row, needed)
         shape = step_shape(first_row, work, span)
@@ -201,13 +222,26 @@ class ModelRunner:
         return self.executor.execute(want)
 
     def _step_states(self, first_row: int, work: Seq[RowWork]) -> Int64Array | None:
-        """What the step does with states; a row that begins has an empty one. None for a model without."""
+        """What the step does with states; None for a model without."""
         if not isinstance(self.kv, StateArena):
             return None
+        steps = self.kv.step(first_row, [(len(given.tokens), given.drafts) for given in work])
+        for row in range(first_row, first_row + len(work)):
+            self._state_lens[row] = self.kv.state_len(row)
+        return steps
+
+    def _begin_or_recede(self, first_row: int, work: Seq[RowWork]) -> None:
+        """A row that begins has an empty state; one that is long forgets what no window will see again."""
         for row, given in enumerate(work, start=first_row):
-            if given.tokens and not self.kv.kv_len(row):
+            if not given.tokens:
+                continue
+            known = self.kv.kv_len(row)
+            if not known:
+                self._floors[row] = self._state_lens[row] = 0
                 self.executor.clear_row(row)
-        return self.kv.step(first_row, [(len(given.tokens), given.drafts) for given in work])
+            elif self._receding is not None and known - WAY_BACK >= self._floors[row] + _RECEDE_EVERY:
+                self._receding.recede(row, known - WAY_BACK)
+                self._floors[row] = known - WAY_BACK
 
     def _make_room(self, first_row: int, needed: Seq[int]) -> int:
         """In the padded method: pad the rows to one length, squeezing old padding out when they are full.
@@ -268,8 +302,12 @@ class ModelRunner:
         if self.gives_back:
             self.swap_rows(source, destination, (count, 0))
         else:
-            self.executor.move_row(source, destination, count)
+            if self._receding is None:
+                self.executor.move_row(source, destination, count)
+            else:
+                self._receding.copy_row(source, destination, count, self._floors[source])
             self.kv.touch(destination, count)
+            self._note_copy(source, destination)
         self.kv.move(source, destination)
 
     def copy_row(self, source: int, destination: int, count: int) -> None:
@@ -279,8 +317,16 @@ class ModelRunner:
             SpecexportError: the executor cannot copy rows, see ``as_copying``.
         """
         if count and source != destination:
-            self._copying().copy_row(source, destination, count)
+            if self._receding is None:
+                self._copying().copy_row(source, destination, count)
+            else:
+                self._receding.copy_row(source, destination, count, self._floors[source])
             self.kv.touch(destination, count)
+            self._note_copy(source, destination)
+
+    def _note_copy(self, source: int, destination: int) -> None:
+        for each in (self._floors, self._state_lens):
+            each[destination] = each[source]
 
     def swap_rows(self, one: int, other: int, counts: tuple[int, int]) -> None:
         """Exchange the first entries of the memory of two rows; no length changes.
@@ -294,7 +340,12 @@ class ModelRunner:
             SpecexportError: as :meth:`copy_row`.
         """
         if any(counts):
-            self._copying().swap_rows(one, other, counts)
+            if self._receding is None:
+                self._copying().swap_rows(one, other, counts)
+            else:
+                self._receding.swap_rows(one, other, counts, (self._floors[one], self._floors[other]))
+            for each in (self._floors, self._state_lens):
+                each[one], each[other] = each[other], each[one]
             for row, count in zip((one, other), counts[::-1], strict=True):
                 self.kv.touch(row, count)
                 if self.gives_back:

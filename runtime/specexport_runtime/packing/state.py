@@ -82,6 +82,7 @@ class StateArena(KvArena):
         Raises:
             SpecexportError: likewise, or it has more than are committed, or than can wait.
         """
+        state_len = state_len if kv_len else 0
         if not kv_len - self.num_pending <= state_len <= kv_len:
             raise SpecexportError(f"KV row {row}: a state of {state_len} tokens does not fit {kv_len} entries.")
         super().restore(row, kv_len)

@@ -1,0 +1,105 @@
+"""Layers with windows give back what lies before them: the same logits, and less memory."""
+
+import mmap
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.bundle.opened import load_bundle
+from specexport_runtime.executors.base import as_receding
+from specexport_runtime.executors.ort import OrtExecutor
+from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK
+from specexport_runtime.packing import batch
+from specexport_runtime.packing.batch import ModelRunner, RowWork
+from tests.tiny_models import ARCHITECTURES, VOCAB, make_model, save_checkpoint
+
+pytestmark = pytest.mark.skipif(not CAN_GIVE_BACK, reason="this system takes no memory back")
+LENGTH, CHUNK, BACK = 900, 50, 64
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from specexport.build.pipeline import build_bundle
+    from specexport.recipe import BuildRecipe
+
+    folder = tmp_path_factory.mktemp("windows")
+    classes, config = ARCHITECTURES["gemma3"]
+    model = make_model(classes, config | {"max_position_embeddings": 1024})
+    target = save_checkpoint(model, folder / "target")
+    build_bundle(BuildRecipe(target=str(target), output=str(folder / "bundle"), quantize="int8", max_model_len=1000))
+    return folder / "bundle"
+
+
+@pytest.fixture(autouse=True)
+def _short_ways_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "WAY_BACK", BACK)
+
+
+def open_runner(bundle: Path, *, recedes: bool) -> ModelRunner:
+    entry = load_bundle(bundle).manifest.models["target"]
+    assert any(window > 0 for window in entry.windows)
+    assert -1 in entry.windows
+    if not recedes:
+        entry = entry.__class__(**{**vars(entry), "windows": ()})
+    executor = OrtExecutor(bundle / entry.path, entry, num_rows=3, kv_capacity=1024, num_threads=1, lookahead=4)
+    assert (as_receding(executor) is not None) == recedes
+    return ModelRunner(executor)
+
+
+def resident(runner: ModelRunner, layer: int) -> int:
+    """Pages of the keys of a layer in row 0 that are this process's own. Reading what went back maps a shared page."""
+    memory: Any = runner.executor._memory[f"k_cache.{layer}"]  # type: ignore[attr-defined]
+    first, count = memory.array.ctypes.data // mmap.PAGESIZE, memory.array.strides[0] // mmap.PAGESIZE
+    with Path("/proc/self/pagemap").open("rb") as file:
+        file.seek(8 * first)
+        pages = np.frombuffer(file.read(8 * count), np.uint64)
+    own = (pages >> np.uint64(63)) & (pages >> np.uint64(56)) & np.uint64(1)
+    return int(own.sum())
+
+
+def test_logits_have_the_same_bits_and_windows_take_less_memory(bundle: Path) -> None:
+    tokens = np.random.default_rng(3).integers(3, VOCAB, LENGTH).tolist()
+    found = []
+    for recedes in (True, False):
+        runner, logits = open_runner(bundle, recedes=recedes), []
+        for start in range(0, LENGTH, CHUNK):
+            logits.append(runner.step(0, [RowWork(tokens[start : start + CHUNK], 3)]).copy())
+            runner.kv.commit(0, start + CHUNK)
+            if start == 500:  # to another row, and back beside what is there
+                runner.move_row(0, 2)
+                runner.swap_rows(2, 0, (start + CHUNK, 0))
+                runner.kv.move(2, 0)
+        found.append(np.concatenate(logits))
+        windows = load_bundle(bundle).manifest.models["target"].windows
+        short, full = (resident(runner, windows.index(w)) for w in (max(windows), -1))
+        assert (short < full / 2) == recedes
+        if recedes:
+            assert runner.row_bytes(LENGTH) <= runner.row_bytes(10 * LENGTH)
+            assert LENGTH - CHUNK - BACK - 64 <= runner.least_len(0) <= LENGTH - BACK
+    np.testing.assert_array_equal(*found)
+
+
+def test_a_text_is_gone_on_from_where_its_windows_are_still_there(bundle: Path) -> None:
+    tokens = np.random.default_rng(4).integers(3, VOCAB, 700).tolist()
+    with closing(SpecEngine.load(bundle, max_num_seqs=2, num_threads=1, spin=False, adaptive=False)) as engine:
+        engine._loop._check = True
+        params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=2)
+
+        def ask(prompt: list[int], remember: bool = True) -> Any:
+            return engine.generate([prompt], params, drafter="none", remember=remember)[0]
+
+        first = ask(tokens)
+        near = [*tokens, *first.token_ids, 5, 6, 7]
+        behind = ask(near)
+        assert behind.stats.cached_tokens == len(tokens) + len(first.token_ids) - 1
+        far = [*tokens[:300], *range(3, 40)]
+        elsewhere = ask(far)
+        assert elsewhere.stats.cached_tokens == 0  # what its windows would see is gone
+        for prompt, result in ((near, behind), (far, elsewhere)):
+            alone = ask(prompt, remember=False)
+            assert (alone.token_ids, alone.logprobs) == (result.token_ids, result.logprobs)
+        engine.check()
