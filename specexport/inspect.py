@@ -1,6 +1,7 @@
 """``specexport inspect``: what a bundle says about itself. Reads the manifest; needs no onnx and no onnxruntime."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,20 @@ from specexport_runtime.abi import (
     FEATURE_INPUTS,
     FEATURES,
     GATE_INPUTS,
+    ITEM_BYTES,
     LOGITS,
     NEXT_FEATURES,
     OUTPUTS,
     SIMILARITY,
+    STATE_INPUTS,
+    STATE_OUTPUTS,
+    STATE_STEPS,
     STEP_INPUTS,
     TOKEN_IDS,
     LayerGeometry,
     TensorSpec,
     kv_slack,
+    state_shapes,
 )
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import EngineFile, Manifest, ModelEntry, load_manifest
@@ -59,19 +65,24 @@ def describe_json(manifest: Manifest) -> dict[str, Any]:
         data["models"][role]["kept_layers"] = list(entry.kept_layers)
         data["models"][role]["engine_bytes"] = _engine_bytes(manifest, role)
         data["models"][role]["kv_bytes_per_token"] = kv_bytes_per_token(entry)
+        data["models"][role]["state_bytes_per_row"] = state_bytes_per_row(entry, manifest.lookahead)
         data["models"][role]["profiles"] = [profile._asdict() for profile in entry.profiles]
     return data
 
 
 def contract_of(entry: ModelEntry) -> list[TensorSpec]:
     """Rows of the graph contract that a model's engine has; ``{i}`` stands for each layer."""
-    known = dict.fromkeys((*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS, *GATE_INPUTS, *FEATURE_INPUTS))
+    known = dict.fromkeys(
+        (*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS, *GATE_INPUTS, *FEATURE_INPUTS, STATE_STEPS)
+    )
     backend = backend_of(entry.backend)
     extra = (_GPU_OUTPUTS if backend is not None and backend.on_gpu else ()) + (
         (SIMILARITY,) if entry.num_gates and not entry.skipped_layers else ()
     )
     caches = CACHE_INPUTS if entry.layers else ()  # Medusa heads have none
     outputs = OUTPUTS if entry.layers and not entry.target_layers else (LOGITS,)
+    if entry.states:
+        caches, outputs = (*caches, *STATE_INPUTS), (*outputs, *STATE_OUTPUTS)
     if entry.feature_size:
         extra += (FEATURES if entry.head_kind is None else NEXT_FEATURES,)
     return [*(spec for spec in known if spec.name in entry.inputs), *caches, *outputs, *extra]
@@ -83,6 +94,12 @@ def kv_bytes_per_token(entry: ModelEntry) -> int:
         return 0
     values = sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in entry.layers)
     return values * CACHE_BYTES.get(entry.cache_dtype, 4)
+
+
+def state_bytes_per_row(entry: ModelEntry, lookahead: int) -> int:
+    """Bytes that one row takes for states of recurrences, with what drafts leave beside them; 0 without recurrences."""
+    shapes = state_shapes(entry.states, 1, kv_slack(lookahead))
+    return sum(math.prod(shape) for shape in shapes.values()) * ITEM_BYTES["float32"]
 
 
 def _engine_bytes(manifest: Manifest, role: str) -> int:
@@ -122,7 +139,15 @@ def _layers_line(entry: ModelEntry) -> str:
 def _kv_cache(entry: ModelEntry) -> str:
     if entry.target_layers:
         return f"none; it reads that of layers {', '.join(map(str, entry.target_layers))} of the target"
-    return f"{entry.cache_dtype}, {kv_bytes_per_token(entry)} bytes a token"
+    windows = sum(window > 0 for window in entry.windows)
+    behind = f"; {windows} of {len(entry.windows)} layers keep a window" if windows else ""
+    return f"{entry.cache_dtype}, {kv_bytes_per_token(entry)} bytes a token{behind}"
+
+
+def _recurrences(entry: ModelEntry, lookahead: int) -> Iterator[str]:
+    if entry.states:
+        size = state_bytes_per_row(entry, lookahead)
+        yield f"  {len(entry.states)} recurrences, whose states take {size} bytes a row with K = {lookahead}"
 
 
 def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterator[str]:
@@ -148,6 +173,7 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     if entry.num_head_ids is not None:
         yield f"  LM head: {entry.num_head_ids} of {entry.vocab_size} tokens"
     yield f"  KV cache: {_kv_cache(entry)}"
+    yield from _recurrences(entry, manifest.lookahead)
     dtypes = {"model": entry.dtype, "cache": entry.cache_dtype}
     yield "  graph: " + ", ".join(
         f"{spec.name}[{','.join(map(str, spec.shape))}] {dtypes.get(spec.dtype, spec.dtype)}"

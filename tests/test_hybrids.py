@@ -145,6 +145,22 @@ def test_a_state_is_gone_on_from_where_a_text_continues_and_nowhere_else(bundle:
         engine.check()
 
 
+def test_a_pinned_prefix_is_gone_on_from(bundle: Path) -> None:
+    with closing(
+        SpecEngine.load(bundle, max_num_seqs=2, prefix_rows=1, num_threads=1, spin=False, adaptive=False)
+    ) as engine:
+        engine._loop._check = True
+        start = engine.encode("a system prompt that stays")
+        assert engine.pin_prefix(start) == len(start)
+        for text in ("one", "another"):
+            prompt = [*start, *engine.encode(text)]
+            (found,) = engine.generate([prompt], SamplingParams(max_tokens=8), num_speculative_tokens=3)
+            (wanted,) = engine.generate([prompt], SamplingParams(max_tokens=8), drafter="none", remember=False)
+            assert found.stats.cached_tokens == len(start)
+            assert found.token_ids == wanted.token_ids
+        engine.check()
+
+
 def test_what_a_state_cannot_do_is_refused(tmp_path: Path) -> None:
     from specexport.build.pipeline import build_bundle
     from specexport.recipe import BuildRecipe

@@ -26,7 +26,7 @@ from specexport_runtime.engine_load import (
 )
 from specexport_runtime.engine_options import EngineOptions, make_options
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.executors.base import Executor, as_copying, borrows_cache
+from specexport_runtime.executors.base import Executor, as_copying, as_stateful, borrows_cache
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.packing.kv import BorrowedKv
 from specexport_runtime.requests.builder import RequestBuilder
@@ -507,8 +507,9 @@ class SpecEngine:
                 f"give {LEAST_REUSED} to {self.max_model_len - PIN_TOKENS} tokens.",
             )
         decoder.memory.check_pin(len(ids) + PIN_TOKENS, prefixes.pinned_rows)
-        # A few tokens behind it, so that drafters read it too.
-        params = SamplingParams(max_tokens=PIN_TOKENS, ignore_eos=True)
+        # A few tokens behind it, so that drafters read it too. A state would be behind them then, and cannot go back.
+        behind = PIN_TOKENS if as_stateful(self.target) is None else 1
+        params = SamplingParams(max_tokens=behind, ignore_eos=True)
         seq = self._builder.build(0, ids, params, RequestOptions(cache_salt=cache_salt))
         seq.is_pinned = True
         handle = RequestHandle(ids, seq, self._loop, stream=False)
