@@ -50,6 +50,7 @@ class Sequence:
         scope: who may see what is kept of it, and whose kept texts it may see; None: nothing is kept and none seen.
         is_pinned: its prompt stays in its cache row when it has ended.
         grammar: which tokens may come next; None for any.
+        forced_lookahead: most draft tokens of a round in which the grammar forces some.
 
     Attributes:
         tokens: prompt and committed output.
@@ -83,6 +84,7 @@ class Sequence:
         scope: str | None = None,
         is_pinned: bool = False,
         grammar: "Grammar | None" = None,
+        forced_lookahead: int = 0,
     ) -> None:
         self.index = index
         self.params = params
@@ -104,6 +106,7 @@ class Sequence:
         self.trace: list[RoundTrace] | None = [] if trace else None
         self.scope = scope
         self.is_pinned = is_pinned
+        self._forced_lookahead = 0 if grammar is None else forced_lookahead
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         now = time.perf_counter()
@@ -139,8 +142,13 @@ class Sequence:
 
     @property
     def max_lookahead(self) -> int:
-        """Most draft tokens that the plan may ask for in a round."""
-        return max((stage.lookahead for stage in self.draft_plan), default=0)
+        """Most draft tokens of a round: those that the plan may ask for, or those that a grammar forces besides."""
+        planned = max((stage.lookahead for stage in self.draft_plan), default=0)
+        return max(planned, self._forced_lookahead) if planned else 0
+
+    def is_end(self, token: int) -> bool:
+        """Whether the text ends with this token, wherever it comes."""
+        return token in self._stop_ids
 
     def finish_text(self) -> str:
         """The whole text, cut at a stop string; empty if no detokenizer was given."""
