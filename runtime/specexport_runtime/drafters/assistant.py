@@ -70,8 +70,8 @@ class AssistantDrafter(OwnCacheDrafter):
 
         A sequence whose prompt the target has not read to its end drafts nothing.
         """
-        drafts = open_drafts(sequences, lookaheads, begun)
-        run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head, one_by_one=True)
+        drafts = open_drafts(sequences, lookaheads, begun, one_by_one=True)
+        run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head)
         return [draft.proposal(HEAD) for draft in drafts]
 
     def _pending(self, draft: Draft) -> RowWork:

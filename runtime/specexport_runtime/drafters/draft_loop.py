@@ -28,11 +28,12 @@ class Draft:
         sequence: whom it is for.
         limit: most steps of the model (K).
         begun: draft tokens that are there already; None for none.
+        one_by_one: the model reads what it handed on itself with each draft token, or has a place for each, so that a
+            token that is forced takes a step too.
 
     Attributes:
         tokens: draft tokens so far.
-        waiting: tokens behind them that a grammar forces. A model that reads several at a time is fed them with the
-            last one; one that reads its own guesses spends a step on each.
+        waiting: tokens behind them that a grammar forces.
         forced: places of such tokens in the draft.
         distributions: what each was drawn from; None for a greedy sequence.
         has_exited: it ended because the model was no longer sure.
@@ -41,7 +42,7 @@ class Draft:
         error: what came of drawing a token from the model's logits, if that failed: they were no numbers, say.
     """
 
-    def __init__(self, sequence: Sequence, limit: int, begun: Begun | None = None) -> None:
+    def __init__(self, sequence: Sequence, limit: int, begun: Begun | None = None, *, one_by_one: bool = False) -> None:
         self.sequence, self.limit = sequence, limit
         self.tokens: list[int] = []
         self.waiting: list[int] = [] if begun is None else list(begun.tokens)
@@ -54,12 +55,15 @@ class Draft:
         self.has_ended = bool(self.waiting) and sequence.is_end(self.waiting[-1])
         self._room = 0 if begun is None else begun.room
         self._steps = 0
+        self._one_by_one = one_by_one
 
     @property
     def is_open(self) -> bool:
         """Whether it takes more of the model's tokens."""
-        ended = self.has_exited or self.has_ended or self.error is not None
-        if self._steps + len(self.waiting) >= self.limit or ended:
+        steps, ended = self._steps, self.has_exited or self.has_ended or self.error is not None
+        if self._one_by_one:
+            steps += len(self.waiting)
+        if steps >= self.limit or ended:
             return False
         return not self._room or len(self.tokens) + len(self.waiting) < self._room
 
@@ -77,12 +81,17 @@ class Draft:
         return known[position:] + self.tokens
 
     def place_waiting(self) -> None:
-        """Take the tokens that wait without a step: the model reads them all at once."""
+        """Take the tokens that wait, without a step."""
         while self.waiting:
             self._place_one()
 
+    def begin_step(self) -> None:
+        """Take the tokens that wait, if the model reads them all at once."""
+        if not self._one_by_one:
+            self.place_waiting()
+
     def step_waiting(self) -> bool:
-        """Take one token that waits in place of the one that a step would give; False if none does."""
+        """Take one token that waits in place of the one that a step gave; False if none does."""
         if not self.waiting:
             return False
         self._place_one()
@@ -157,7 +166,12 @@ class Draft:
 
 
 def open_drafts(
-    sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None, most: int | None = None
+    sequences: Seq[Sequence],
+    lookaheads: Seq[int],
+    begun: Seq[Begun] | None = None,
+    *,
+    most: int | None = None,
+    one_by_one: bool = False,
 ) -> list[Draft]:
     """A draft for each sequence; one whose prompt was not read to its end drafts nothing.
 
@@ -166,10 +180,11 @@ def open_drafts(
         lookaheads: most steps of each (K).
         begun: what is there already; None for nothing.
         most: most steps of the model; None for no bound.
+        one_by_one: see :class:`Draft`.
     """
     limits = lookaheads if most is None else [min(limit, most) for limit in lookaheads]
     return [
-        Draft(seq, limits[i] if seq.num_generated else 0, None if begun is None else begun[i])
+        Draft(seq, limits[i] if seq.num_generated else 0, begun and begun[i], one_by_one=one_by_one)
         for i, seq in enumerate(sequences)
     ]
 
@@ -181,8 +196,6 @@ def run_drafts(
     pending: Callable[[Draft], RowWork],
     head: "CutHead | None" = None,
     is_kept: Callable[[Draft], bool] = lambda _: True,
-    *,
-    one_by_one: bool = False,
 ) -> None:
     """Fill all drafts, one packed step of the model for each depth. Rows without an open draft sit a step out.
 
@@ -194,13 +207,11 @@ def run_drafts(
             draft.
         head: the ids below ``vocab_size`` that the model's LM head has rows for; None where it has all.
         is_kept: whether what the model is fed for a draft as it stands is committed.
-        one_by_one: it reads what it handed on itself with each draft token, so that it needs a step for each.
     """
     num_rows = vocab_size if head is None else len(head.ids)
     while active := [draft for draft in drafts if draft.is_open]:
-        if not one_by_one:
-            for draft in active:
-                draft.place_waiting()
+        for draft in active:
+            draft.begin_step()
         work = [(draft.sequence.row, pending(draft)) for draft in active]
         kept = [is_kept(draft) for draft in active]
         if any(draft.needs_logits for draft in active):

@@ -132,9 +132,9 @@ class HeadDrafter(OwnCacheDrafter):
         that a grammar forces, take a step or a place of the head's as its own guesses do: nobody has features of them.
         """
         mask = self._mask
-        drafts = open_drafts(sequences, lookaheads, begun, self.traits.max_lookahead)
+        drafts = open_drafts(sequences, lookaheads, begun, most=self.traits.max_lookahead, one_by_one=True)
         if mask is None:
-            run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head, self._is_kept, one_by_one=True)
+            run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head, self._is_kept)
         elif opened := [draft for draft in drafts if draft.is_open]:
             work = [self._masked(draft, mask) for draft in opened]
             draft_at_once(self.runner, opened, work, self.vocab_size, self._head)

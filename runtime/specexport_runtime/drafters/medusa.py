@@ -79,7 +79,7 @@ class MedusaDrafter(OwnCacheDrafter):
 
         Behind tokens that are there already come the guesses of the heads for the places behind them.
         """
-        drafts = open_drafts(sequences, lookaheads, begun, self.num_heads)
+        drafts = open_drafts(sequences, lookaheads, begun, most=self.num_heads, one_by_one=True)
         if opened := [draft for draft in drafts if draft.is_open]:
             work = [self._asked(draft) for draft in opened]
             draft_at_once(self.runner, opened, work, self.vocab_size, self._head)

@@ -1,6 +1,7 @@
 """Where the end of a growing text occurred before: a suffix automaton that also remembers recent places."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 _MAX_WALK = 64
 _HIT_WEIGHT = 0.1
@@ -75,7 +76,7 @@ class SuffixIndex:
             last[state] = end
             state = link[state]
 
-    def match_behind(self, tokens: Sequence[int]) -> tuple[int, int]:
+    def match_behind(self, tokens: Seq[int]) -> tuple[int, int]:
         """``match_length`` and ``match_end`` as if the text went on with ``tokens``; it stays as it is.
 
         What ends within these tokens is not found.
