@@ -184,7 +184,7 @@ def open_drafts(
     """
     limits = lookaheads if most is None else [min(limit, most) for limit in lookaheads]
     return [
-        Draft(seq, limits[i] if seq.num_generated else 0, begun and begun[i], one_by_one=one_by_one)
+        Draft(seq, limits[i] if seq.num_generated else 0, None if begun is None else begun[i], one_by_one=one_by_one)
         for i, seq in enumerate(sequences)
     ]
 
