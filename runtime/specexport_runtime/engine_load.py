@@ -20,7 +20,6 @@ from specexport_runtime.decoding.pace import Pace
 from specexport_runtime.decoding.prefixes import LEAST_REUSED
 from specexport_runtime.drafters.base import Drafter, DrafterFactory, DrafterParts, DraftOffer, Obstacle
 from specexport_runtime.drafters.chain import ChainDrafter
-from specexport_runtime.drafters.forced import FORCED, ForcedDrafter
 from specexport_runtime.drafters.head_kind import head_obstacle
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.drafters.suffix_open import KeptSuffixes, open_suffixes
@@ -35,6 +34,7 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.checks import budget_of, check_match_length
 from specexport_runtime.requests.drafting import Abilities, DraftDefaults, stage_names
 from specexport_runtime.requests.speculative_config import parse_speculative_config
+from specexport_runtime.sequences.records import FORCED
 from specexport_runtime.watch.trace import RoundTracer
 
 
@@ -198,7 +198,7 @@ def make_drafters(
     Raises:
         InvalidRequestError: a name is taken or has a slash, or a factory made something that is no drafter.
     """
-    drafters: dict[str, Drafter] = {FORCED: ForcedDrafter()}
+    drafters: dict[str, Drafter] = {}
     drafters |= {name: kind.make(parts) for name, kind in KINDS.items() if kind.obstacle(offer) is None}
     for name, factory in (factories or {}).items():
         if name in KINDS or name in (FORCED, "chained", "auto", "none"):
@@ -250,9 +250,8 @@ def describe_abilities(
         fixed_layers: its engine fixes which of them a draft leaves out.
     """
     obstacles = {name: kind.obstacle(offer) for name, kind in KINDS.items()}
-    own = {name: each.traits for name, each in drafters.items() if name != FORCED}  # no request names that one
     return Abilities(
-        {name: kind.traits for name, kind in KINDS.items()} | own,
+        {name: kind.traits for name, kind in KINDS.items()} | {name: each.traits for name, each in drafters.items()},
         {name: obstacle for name, obstacle in obstacles.items() if obstacle is not None},
         lookahead,
         frozenset(weighed or ()),

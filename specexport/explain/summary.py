@@ -116,7 +116,7 @@ class Summary(NamedTuple):
 
 def count_positions(trace: Seq[RoundTrace], drafter: str) -> list[Position]:
     """Tests of each position of one drafter's drafts, from the first on, as far as any was tested."""
-    drafts = [(len(r.drafted), r.accepted) for r in trace if r.drafter == drafter and r.drafted]
+    drafts = [r.own for r in trace if r.drafter == drafter and r.drafted]
     found = []
     for index in range(max((length for length, _ in drafts), default=0)):
         tested = sum(length > index and accepted >= index for length, accepted in drafts)
@@ -200,7 +200,7 @@ def summarize(
         layers: what the draft of ``self`` keeps; None takes the whole target for it.
     """
     plain = [r.plain_milliseconds for r in trace]
-    drafters = list(dict.fromkeys(r.drafter for r in trace if r.drafted))
+    drafters = list(dict.fromkeys(r.drafter for r in trace if r.own[0]))
     positions = {name: count_positions(trace, name) for name in drafters}
     verdicts = []
     if curves is not None:

@@ -1,9 +1,11 @@
 """Texts of a given form: always valid, greedy texts equal for every drafter, sampled ones of the same distribution."""
 
 import json
+import random
 import re
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from scipy import stats
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.sampling.grammar import _make_masks
 from specexport_runtime.sampling.structured import StructuredOutputs
 
 pytest.importorskip("llguidance")
@@ -91,6 +94,122 @@ def test_what_is_forced_is_accepted(engine):
     assert plain.drafters == {}
     assert forced.accepted > 0.8 * forced.drafted > 8
     assert drafted.rounds < 0.7 * plain.rounds
+
+
+def test_guesses_go_on_behind_what_is_forced(engine):
+    """Rounds with both have more tokens than either alone; and a draft ends with the text."""
+    params = SamplingParams(max_tokens=120, structured_outputs=FORMS["json"][0])
+    result = engine.generate([PROMPT], [params], drafter="draft-model", trace=True)[0]
+    both = [each for each in result.trace if each.forced[:1] == (0,) and each.own[0]]
+    between = [each for each in result.trace if each.own[0] and each.forced and each.forced[0] > 0]
+    assert both
+    assert between
+    for each in (*both, *between):
+        assert each.own[0] <= 4
+        assert len(each.drafted) <= 8
+    alone = engine.generate([PROMPT], [params], drafter="lookup")[0]
+    assert result.token_ids == alone.token_ids
+    ends = engine._builder.eos_token_ids
+    for each in result.trace:
+        assert not set(each.drafted[:-1]) & set(ends)
+
+
+def test_a_text_that_is_known_takes_one_round(engine):
+    """Its end too is drafted: nothing else can follow."""
+    params = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputs(choice=("return",)))
+    for temperature in (0.0, 1.0):
+        result = engine.generate([PROMPT], [replace(params, temperature=temperature, seed=1)], drafter="draft-model")[0]
+        assert result.text == "return"
+        assert result.finish_reason == "stop"
+        assert result.stats.rounds == 1
+
+
+def test_streams_logprobs_and_stop_texts_are_those_of_plain_decoding(engine):
+    params = SamplingParams(
+        max_tokens=60,
+        logprobs=2,
+        stop=('lines":',),
+        include_stop_str_in_output=True,
+        structured_outputs=FORMS["json"][0],
+    )
+    (plain,) = engine.generate([PROMPT], [params], drafter="none")
+    assert plain.text.endswith('lines":')
+    for drafter in ("draft-model", "auto"):
+        handle = engine.submit(PROMPT, params, drafter=drafter)
+        pieces = [piece for chunk in handle for piece in chunk.pieces]
+        assert "".join(piece.text for piece in pieces) == plain.text
+        assert "forced" in {piece.drafter for piece in pieces}
+        found = handle.result()
+        assert found.token_ids == plain.token_ids
+        for mine, other in zip(found.logprobs, plain.logprobs, strict=True):
+            assert mine.logprob == pytest.approx(other.logprob, abs=1e-3)
+
+
+class CountingMatcher:
+    """A matcher that counts the masks that it makes."""
+
+    def __init__(self, matcher):
+        self._matcher, self.masks = matcher, 0
+
+    def __getattr__(self, name):
+        return getattr(self._matcher, name)
+
+    def compute_bitmask(self):
+        self.masks += 1
+        return self._matcher.compute_bitmask()
+
+
+def test_what_drafting_has_made_is_not_made_again(engine):
+    """The masks of a verify step are those of the draft steps, and one more."""
+    grammar = engine._builder.grammars.compile(StructuredOutputs(regex="[a-z ]{2,40}"))
+    matcher = grammar._matcher = CountingMatcher(grammar._matcher)
+    tokens = engine.tokenizer.encode("return the sum of a list", add_special_tokens=False).ids[:4]
+    for count in range(3):
+        grammar.allowed(tokens[:count])
+    assert grammar.cut(tokens[:3]) == 3
+    assert matcher.masks == 3
+    _make_masks([(grammar, tokens[:3])])
+    assert matcher.masks == 4
+    grammar.allowed(tokens[:1])
+    assert matcher.masks == 4
+    grammar.consume(tokens[:2])
+    grammar.allowed(())
+    assert matcher.masks == 5
+
+
+def test_masks_do_not_depend_on_what_was_asked_before(engine):
+    """Whatever is drafted, cut, asked again and committed, they are those of a grammar that was only fed the tokens."""
+    compile_form = engine._builder.grammars.compile
+    form, rng = FORMS["json"][0], random.Random(3)
+    [end] = engine._builder.eos_token_ids[:1]
+    for _ in range(4):
+        grammar, said = compile_form(form), []
+        while end not in said and len(said) < 40:
+            drafted = []
+            for _ in range(rng.randint(0, 5)):
+                mask = grammar.allowed(drafted)
+                if mask is None:
+                    break
+                drafted.append(int(rng.choice(mask.nonzero()[0])))
+                if rng.random() < 0.3:
+                    drafted += grammar.forced(rng.randint(0, 3), drafted)
+            fresh = compile_form(form)
+            fresh.consume(said)
+            assert grammar.cut([*drafted, *said[:1]]) == fresh.cut([*drafted, *said[:1]])
+            for count in rng.sample(range(len(drafted) + 1), rng.randint(1, len(drafted) + 1)):
+                mine, other = grammar.allowed(drafted[:count]), fresh.allowed(drafted[:count])
+                assert (mine is None) == (other is None)
+                assert mine is None or (mine == other).all()
+                known = grammar.forced(4, drafted[:count])
+                assert known == fresh.forced(4, drafted[:count])
+                if known:  # the only one that is allowed
+                    assert mine.nonzero()[0].tolist() == known[:1]
+            taken = drafted[: rng.randint(0, len(drafted))]
+            mask = grammar.allowed(taken)
+            if mask is not None:
+                taken.append(int(rng.choice(mask.nonzero()[0])))
+            grammar.consume(taken)
+            said += taken
 
 
 @pytest.mark.parametrize("drafter", ["draft-model", "lookup"])

@@ -134,3 +134,21 @@ def test_work_is_linear_on_hard_texts(text):
         sys.settrace(before)
     assert lines < 300 * len(text)
     assert len(index._link) <= 2 * len(text)
+
+
+@examples(200)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.lists(st.integers(0, 2), min_size=1, max_size=6))
+def test_what_matches_behind_tokens_that_are_not_in_the_text_is_found_by_brute_force_too(text, behind):
+    index = SuffixIndex()
+    index.extend(text)
+    before = index.match_length, index.match_end
+    length, end = index.match_behind(behind)
+    whole = text + behind
+    found = [
+        count
+        for count in range(1, len(text) + 1)
+        if any(text[i : i + count] == whole[-count:] for i in range(len(text) - count + 1))
+    ]
+    assert length == max(found, default=0)
+    assert not length or text[end - length : end] == whole[-length:]
+    assert (index.match_length, index.match_end) == index.match_behind([]) == before

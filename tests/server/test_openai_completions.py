@@ -160,9 +160,9 @@ def test_usage_tells_of_the_draft(client, fake_served):
 def test_usage_of_drafters_is_that_of_all_choices():
     """Two choices, one of which another drafter helped; the sums are those of the answer."""
     stats = [SequenceStats(), SequenceStats()]
-    stats[0].record_round(4, 2, 3, drafter="suffix")
-    stats[0].record_round(3, 3, 4, drafter="draft-model")
-    stats[1].record_round(5, 1, 2, drafter="suffix")
+    stats[0].record_round(4, 2, 3, shares=[("suffix", 4, 2)])
+    stats[0].record_round(3, 3, 4, shares=[("draft-model", 3, 3)])
+    stats[1].record_round(5, 1, 2, shares=[("suffix", 5, 1)])
     stats[1].record_round(0, 0, 1)
     usage = usage_of(7, stats)["speculative"]
     assert usage["drafters"] == {

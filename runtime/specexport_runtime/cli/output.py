@@ -121,18 +121,17 @@ def print_result(prompt: str, result: "GenerationResult", output: OutputOptions)
         print_stats(stats)
 
 
-def describe_drafters(drafters: dict[str, dict[str, int]], rounds: int) -> str:
+def describe_drafters(drafters: dict[str, dict[str, int]], plain: int) -> str:
     """Which drafter made how much: accepted of drafted tokens, and rounds; then the rounds that nobody drafted in.
 
     Args:
         drafters: as in ``SequenceStats.to_json``.
-        rounds: of the sequence, those without a draft included.
+        plain: rounds without a draft.
     """
     parts = [
         f"{name} {each['accepted']} of {each['drafted']} in {_rounds(each['rounds'])}"
         for name, each in drafters.items()
     ]
-    plain = rounds - sum(each["rounds"] for each in drafters.values())
     return "; ".join([*parts, *([f"{_rounds(plain)} without a draft"] if plain else [])])
 
 
@@ -158,7 +157,8 @@ def print_stats(stats: dict[str, Any]) -> None:
         err=True,
     )
     if stats["drafters"]:
-        click.echo(describe_drafters(stats["drafters"], stats["rounds"]), err=True)
+        plain = stats["rounds"] - sum(stats["accepted_histogram"].values())
+        click.echo(describe_drafters(stats["drafters"], plain), err=True)
     choice = stats["layer_choice"]
     if choice is not None:
         click.echo(

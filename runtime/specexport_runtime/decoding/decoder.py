@@ -309,9 +309,8 @@ class Decoder:
             self.lengths.begin_round(load)
         rooms = [self._room(seq) for seq in sequences]
         proposals = self.drafter.propose(sequences, rooms) if sequences else []
-        proposals = [_fitting(seq, proposal) for seq, proposal in zip(sequences, proposals, strict=True)]
         read = prefill_seconds_of(self.drafter) - read_before
-        self.times.count_draft(time.perf_counter() - start, read, [len(proposal.tokens) for proposal in proposals])
+        self.times.count_draft(time.perf_counter() - start, read, [proposal.num_own for proposal in proposals])
         return {seq.row: proposal for seq, proposal in zip(sequences, proposals, strict=True)}
 
     def _room(self, seq: Sequence) -> int:
@@ -444,7 +443,7 @@ class Decoder:
         taken = seq.commit(tokens)
         accepted = min(verdict.accepted, taken)
         drafted, exited = len(proposal.tokens), proposal.end == "exit"
-        seq.stats.record_round(drafted, accepted, taken, drafter=proposal.drafter, exited=exited)
+        seq.stats.record_round(drafted, accepted, taken, shares=proposal.shares(accepted), exited=exited)
         # Everything but the newest token is in the cache; entries of rejected tokens stay uncounted.
         self.target.kv.commit(seq.row, len(seq.tokens) - 1)
         is_bonus = bool(proposal.tokens) and verdict.is_bonus and taken == len(tokens)
@@ -469,25 +468,6 @@ class Decoder:
 def _busy(ready: Seq[Sequence]) -> int:
     """Tokens that sequences which decode may take in a step."""
     return sum([1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in ready])
-
-
-def _fitting(seq: Sequence, proposal: Proposal) -> Proposal:
-    """A draft up to where the grammar of its sequence refuses it."""
-    grammar = seq.sampler.grammar
-    if grammar is None or not proposal.tokens:
-        return proposal
-    try:
-        count = grammar.cut(proposal.tokens)
-    except Exception as error:  # whatever it is, it concerns this sequence alone
-        return proposal._replace(tokens=[], distributions=None, end="none", error=error)
-    if count == len(proposal.tokens):
-        return proposal
-    drawn_from = proposal.distributions
-    return proposal._replace(
-        tokens=proposal.tokens[:count],
-        distributions=None if drawn_from is None else drawn_from[:count],
-        end="text" if count else "none",
-    )
 
 
 def accept_argmax(proposal: Proposal, greedy: Seq[int]) -> Verdict:
@@ -520,7 +500,9 @@ def accept_processed(seq: Sequence, proposal: Proposal, logits: Float32Array) ->
     """
     drafted = proposal.tokens
     if seq.sampler.is_greedy:
-        targets = [seq.sampler.greedy_token(row, drafted[:j]) for j, row in enumerate(logits)]
+        targets: list[int] = []
+        while len(targets) <= len(drafted) and targets == drafted[: len(targets)]:
+            targets.append(seq.sampler.greedy_token(logits[len(targets)], drafted[: len(targets)]))
         return accept_greedy(drafted, targets)
     return accept_sampled(
         drafted,

@@ -17,13 +17,13 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.drafters.base import HEAD, DrafterTraits
-from specexport_runtime.drafters.draft_loop import Draft, run_drafts
+from specexport_runtime.drafters.draft_loop import Draft, open_drafts, run_drafts
 from specexport_runtime.drafters.last_feature import LastFeatures
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array, borrows_cache
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from specexport_runtime.sequences.records import Proposal
+from specexport_runtime.sequences.records import Begun, Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class AssistantDrafter(OwnCacheDrafter):
         SpecexportError: the runner's engine is no assistant's.
     """
 
-    traits = DrafterTraits(default_lookahead=DEFAULT_ASSISTANT_LOOKAHEAD, can_exit=True)
+    traits = DrafterTraits(default_lookahead=DEFAULT_ASSISTANT_LOOKAHEAD, can_exit=True, goes_on=True)
 
     def __init__(self, runner: ModelRunner, **named: Any) -> None:
         if not borrows_cache(runner.executor):
@@ -63,14 +63,14 @@ class AssistantDrafter(OwnCacheDrafter):
         """Keep what the next draft may be made of; see ``FeatureDrafter.note_features``."""
         self._last.note(sequence, start, features)
 
-    def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``Drafter.propose``.
+    def propose(
+        self, sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None
+    ) -> list[Proposal]:
+        """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``ContinuingDrafter.propose``.
 
         A sequence whose prompt the target has not read to its end drafts nothing.
         """
-        drafts = [
-            Draft(seq, limit if seq.num_generated else 0) for seq, limit in zip(sequences, lookaheads, strict=True)
-        ]
+        drafts = open_drafts(sequences, lookaheads, begun, one_by_one=True)
         run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head)
         return [draft.proposal(HEAD) for draft in drafts]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from specexport_runtime.sequences.records import DrafterTraits, Proposal
+from specexport_runtime.sequences.records import Begun, DrafterTraits, Proposal
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.cut_head import CutHead
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from specexport_runtime.sequences.sequence import Sequence
 
 __all__ = [
+    "Begun",
+    "ContinuingDrafter",
     "CostedDrafter",
     "DraftOffer",
     "Drafter",
@@ -32,6 +34,7 @@ __all__ = [
     "Obstacle",
     "Proposal",
     "SimilarityDrafter",
+    "as_continuing",
     "as_feature_drafter",
     "as_similarity",
     "prefill_seconds_of",
@@ -71,6 +74,31 @@ class Drafter(Protocol):
     def release_row(self, row: int) -> None:
         """The sequence of ``row`` is done; drop any state kept for it."""
         ...
+
+
+class ContinuingDrafter(Drafter, Protocol):
+    """A drafter that can go on behind draft tokens that are there already; optional, with ``traits.goes_on``.
+
+    One that cannot is not asked in a round in which a grammar forces tokens of the sequence.
+    """
+
+    def propose(
+        self, sequences: "Seq[Sequence]", lookaheads: Seq[int], begun: "Seq[Begun] | None" = None
+    ) -> list[Proposal]:
+        """As ``Drafter.propose``.
+
+        Args:
+            sequences: whom drafts are for.
+            lookaheads: most tokens of its own, for each.
+            begun: the beginning of each draft, which is part of what is returned; None if none has begun. A drafter
+                that has nothing to add returns an empty proposal.
+        """
+        ...
+
+
+def as_continuing(drafter: Drafter) -> ContinuingDrafter | None:
+    """``drafter`` if it follows :class:`ContinuingDrafter`; None if not."""
+    return drafter if drafter.traits.goes_on else None  # type: ignore[return-value]
 
 
 class SimilarityDrafter(Drafter, Protocol):

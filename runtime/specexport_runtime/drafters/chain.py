@@ -11,6 +11,7 @@ from specexport_runtime.drafters.base import (
     FeatureDrafter,
     PrefixDrafter,
     SimilarityDrafter,
+    as_continuing,
     as_feature_drafter,
     as_prefix_drafter,
     as_similarity,
@@ -18,6 +19,7 @@ from specexport_runtime.drafters.base import (
     prefill_seconds_of,
     restart,
 )
+from specexport_runtime.drafters.forced import BegunDrafts, begin_drafts, shorten
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.lookahead.base import DraftLength
@@ -30,6 +32,9 @@ class ChainDrafter:
 
     A plan of ``(lookup, draft-model)`` copies text where it can and asks the model where it cannot. An empty plan is
     plain decoding, so a chain of no drafters serves engines that never draft.
+
+    What a grammar forces comes before all stages: it begins the draft, whoever continues it, and is a draft by itself
+    if nobody does.
 
     Sequences that wait for the same drafter share one call, at whatever place it has in their plans; a drafter that
     none waits for is not called. All drafters hear of commits and rows: one that was not asked in some rounds catches
@@ -67,19 +72,23 @@ class ChainDrafter:
         Raises:
             SpecexportError: a plan names a drafter that is not here.
         """
+        begun = begin_drafts(sequences, lookaheads)
         if self.lengths is not None and self.lengths.stays_plain(sequences):
-            return [_NOTHING] * len(sequences)
-        proposals = [Proposal([], end="none") for _ in sequences]
+            return [_NOTHING] * len(sequences) if begun is None else begun.alone()
+        proposals = [Proposal([], end="none") for _ in sequences] if begun is None else begun.alone()
         plans = [
             [(name, min(own, room)) for name, own in seq.draft_plan if min(own, room) > 0]
-            for seq, room in zip(sequences, lookaheads, strict=True)
+            for seq, room in zip(sequences, lookaheads if begun is None else begun.rooms, strict=True)
         ]
         traces: dict[int, list[Asked]] = {i: [] for i, seq in enumerate(sequences) if seq.trace is not None}
         lengths = self.lengths if any(seq.adaptive for seq in sequences) else None
+        if lengths is not None and begun is not None:
+            lengths.begun(sum([len(each.tokens) for each in begun.drafts]))
+        has_drafted = False
         while any(plans):
             name = self._next({plan[0][0] for plan in plans if plan})
             limits = [plan[0][1] if plan and plan[0][0] == name else 0 for plan in plans]
-            found, allowed = self._ask(name, sequences, limits, lengths)
+            found, allowed = self._ask(name, sequences, limits, lengths, begun)
             for i, limit in enumerate(limits):
                 if not limit:
                     continue
@@ -88,27 +97,37 @@ class ChainDrafter:
                 plans[i] = [] if settled else plans[i][1:]
                 if settled:
                     proposals[i] = proposal if proposal.drafter == name else proposal._replace(drafter=name)
+                    has_drafted = True
                 if i in traces:
                     traces[i].append(Asked(name, *self._allowed(seq, name, limit, allowed[i])))
+        if begun is not None:
+            proposals = begun.extend(proposals)
         for i, asked in traces.items():
             promised = () if lengths is None or not sequences[i].adaptive else lengths.promises(sequences[i], asked)
             proposals[i] = proposals[i]._replace(asked=tuple(asked), promised=promised)
-        if lengths is not None and not any(proposal.tokens for proposal in proposals):
+        if lengths is not None and not has_drafted:
             lengths.note_plain(sequences)
         return proposals
 
     def _ask(
-        self, name: str, sequences: Seq[Sequence], limits: Seq[int], lengths: DraftLength | None
+        self,
+        name: str,
+        sequences: Seq[Sequence],
+        limits: Seq[int],
+        lengths: DraftLength | None,
+        begun: BegunDrafts | None,
     ) -> tuple[list[Proposal], Seq[Allowed | None]]:
         """Drafts of one drafter, as long as they may be."""
         drafter = self.drafters[name]
         if lengths is None:
-            return drafter.propose(sequences, limits), [None] * len(limits)
+            return _drafts_of(drafter, sequences, limits, begun), [None] * len(limits)
         if drafter.traits.is_free:
-            found = drafter.propose(sequences, limits)
+            found = _drafts_of(drafter, sequences, limits, begun)
             allowed = lengths.cut(name, sequences, found, limits)
             cut = [
-                proposal if len(proposal.tokens) <= most.lookahead else _cut(proposal, most.lookahead)
+                proposal
+                if proposal.num_own <= most.lookahead
+                else shorten(proposal, len(proposal.forced) + most.lookahead, "lookahead")
                 for proposal, most in zip(found, allowed, strict=True)
             ]
             return cut, allowed
@@ -118,7 +137,7 @@ class ChainDrafter:
         if not any(most):
             return [_NOTHING] * len(most), allowed
         start = time.perf_counter()
-        found = drafter.propose(sequences, most)
+        found = _drafts_of(drafter, sequences, most, begun)
         lengths.drafted(name, sequences, found, time.perf_counter() - start)
         return found, allowed
 
@@ -240,6 +259,14 @@ class ChainDrafter:
 _NOTHING = Proposal([], end="none")
 
 
-def _cut(proposal: Proposal, count: int) -> Proposal:
-    """The first tokens of a copied draft (which has no distributions)."""
-    return proposal._replace(tokens=proposal.tokens[:count], end="lookahead" if count else "none")
+def _drafts_of(
+    drafter: Drafter, sequences: Seq[Sequence], limits: Seq[int], begun: BegunDrafts | None
+) -> list[Proposal]:
+    """What a drafter proposes, within the grammars of the sequences."""
+    if begun is None:
+        return drafter.propose(sequences, limits)
+    continuing = as_continuing(drafter)
+    if continuing is None:
+        limits = [0 if each.tokens else limit for each, limit in zip(begun.drafts, limits, strict=True)]
+        return begun.fit(drafter.propose(sequences, limits))
+    return begun.fit(continuing.propose(sequences, limits, begun.drafts))

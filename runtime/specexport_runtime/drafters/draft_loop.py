@@ -11,7 +11,7 @@ from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, as_head
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.distribution import Distribution, sample_token
-from specexport_runtime.sequences.records import DraftEnd, Proposal
+from specexport_runtime.sequences.records import Begun, DraftEnd, Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -26,34 +26,83 @@ class Draft:
 
     Args:
         sequence: whom it is for.
-        limit: most tokens (K).
+        limit: most steps of the model (K).
+        begun: draft tokens that are there already; None for none.
+        one_by_one: the model reads what it handed on itself with each draft token, or has a place for each, so that a
+            token that is forced takes a step too.
 
     Attributes:
         tokens: draft tokens so far.
+        waiting: tokens behind them that a grammar forces.
+        forced: places of such tokens in the draft.
         distributions: what each was drawn from; None for a greedy sequence.
         has_exited: it ended because the model was no longer sure.
+        has_ended: its last token ends the text, or the model has no more to say.
         carried: of a draft head: what it handed on behind its last token, float32 [E]; None before that.
         error: what came of drawing a token from the model's logits, if that failed: they were no numbers, say.
     """
 
-    def __init__(self, sequence: Sequence, limit: int) -> None:
+    def __init__(self, sequence: Sequence, limit: int, begun: Begun | None = None, *, one_by_one: bool = False) -> None:
         self.sequence, self.limit = sequence, limit
         self.tokens: list[int] = []
-        self.distributions: list[Distribution] | None = None if sequence.sampler.is_greedy else []
+        self.waiting: list[int] = [] if begun is None else list(begun.tokens)
+        self.forced: list[int] = []
+        self.distributions: list[Distribution | None] | None = None if sequence.sampler.is_greedy else []
         self.has_exited = False
         self.carried: Float32Array | None = None
         self.error: Exception | None = None
+        self._num_begun = len(self.waiting)
+        self.has_ended = bool(self.waiting) and sequence.is_end(self.waiting[-1])
+        self._room = 0 if begun is None else begun.room
+        self._steps = 0
+        self._one_by_one = one_by_one
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes more tokens."""
-        return len(self.tokens) < self.limit and not self.has_exited and self.error is None
+        """Whether it takes more of the model's tokens."""
+        steps, ended = self._steps, self.has_exited or self.has_ended or self.error is not None
+        if self._one_by_one:
+            steps += len(self.waiting)
+        if steps >= self.limit or ended:
+            return False
+        return not self._room or len(self.tokens) + len(self.waiting) < self._room
 
     @property
     def needs_logits(self) -> bool:
         """Whether the next token takes more than its id. The last token of a draft has nothing to end."""
-        may_exit = self.sequence.draft_exit is not None and len(self.tokens) + 1 < self.limit
+        may_exit = self.sequence.draft_exit is not None and self._steps + 1 < self.limit
         return may_exit or not self.sequence.sampler.is_plain_greedy
+
+    def since(self, position: int) -> list[int]:
+        """The tokens of the sequence and of its draft from a position on."""
+        known = self.sequence.tokens
+        if position >= len(known):
+            return self.tokens[position - len(known) :]
+        return known[position:] + self.tokens
+
+    def place_waiting(self) -> None:
+        """Take the tokens that wait, without a step."""
+        while self.waiting:
+            self._place_one()
+
+    def begin_step(self) -> None:
+        """Take the tokens that wait, if the model reads them all at once."""
+        if not self._one_by_one:
+            self.place_waiting()
+
+    def step_waiting(self) -> bool:
+        """Take one token that waits in place of the one that a step gave; False if none does."""
+        if not self.waiting:
+            return False
+        self._place_one()
+        self._steps += 1
+        return True
+
+    def _place_one(self) -> None:
+        self.forced.append(len(self.tokens))
+        self.tokens.append(self.waiting.pop(0))
+        if self.distributions is not None:
+            self.distributions.append(None)
 
     def draw(self, logits: Float32Array, head: "CutHead | None" = None) -> None:
         """Append the token that ``logits`` [V] give, and end the draft behind it if the model is not sure of that step.
@@ -71,7 +120,7 @@ class Draft:
             InvalidRequestError: every token is banned.
         """
         seq, top = self.sequence, 1.0
-        draft_exit = seq.draft_exit if len(self.tokens) + 1 < self.limit else None
+        draft_exit = seq.draft_exit if self._steps + 1 < self.limit else None
         plain = seq.sampler.is_plain_greedy
         if head is not None and not plain:  # penalties and bias go by token id
             logits = head.widen(logits)
@@ -87,8 +136,17 @@ class Draft:
             self.distributions.append(distribution)
             if draft_exit is not None:
                 top = float(distribution.probs.max())
-        self.tokens.append(token)
         self.has_exited = draft_exit is not None and draft_exit.should_end(top)
+        self.append(token)
+
+    def append(self, token: int) -> None:
+        """Append the token of a step, and look at what a grammar forces behind it."""
+        self.tokens.append(token)
+        self._steps += 1
+        grammar = self.sequence.sampler.grammar
+        if grammar is not None and self._room:
+            self.waiting = grammar.forced(self._room - len(self.tokens), self.tokens)
+            self.has_ended = self.sequence.is_end((self.waiting or self.tokens)[-1])
 
     def proposal(self, drafter: str) -> Proposal:
         """What is to be tested.
@@ -98,12 +156,37 @@ class Draft:
         """
         if self.error is not None:
             return Proposal([], None, "none", drafter, error=_named(self.error, drafter))
-        if not self.tokens:
-            return Proposal([], self.distributions, "none")
+        if len(self.tokens) <= self._num_begun:
+            return Proposal([], None, "none")
+        self.place_waiting()
         end: DraftEnd = "exit" if self.has_exited else "lookahead"
         draft_exit = self.sequence.draft_exit
         gamma = None if draft_exit is None else draft_exit.gamma
-        return Proposal(self.tokens, self.distributions, end, drafter, gamma=gamma)
+        return Proposal(self.tokens, self.distributions, end, drafter, gamma=gamma, forced=tuple(self.forced))
+
+
+def open_drafts(
+    sequences: Seq[Sequence],
+    lookaheads: Seq[int],
+    begun: Seq[Begun] | None = None,
+    *,
+    most: int | None = None,
+    one_by_one: bool = False,
+) -> list[Draft]:
+    """A draft for each sequence; one whose prompt was not read to its end drafts nothing.
+
+    Args:
+        sequences: whom they are for.
+        lookaheads: most steps of each (K).
+        begun: what is there already; None for nothing.
+        most: most steps of the model; None for no bound.
+        one_by_one: see :class:`Draft`.
+    """
+    limits = lookaheads if most is None else [min(limit, most) for limit in lookaheads]
+    return [
+        Draft(seq, limits[i] if seq.num_generated else 0, None if begun is None else begun[i], one_by_one=one_by_one)
+        for i, seq in enumerate(sequences)
+    ]
 
 
 def run_drafts(
@@ -120,13 +203,15 @@ def run_drafts(
         runner: the model; its committed lengths grow by what it is fed.
         drafts: in ascending rows.
         vocab_size: ids that may be drafted; logits beyond it are cut off.
-        pending: gives what the model is fed for a draft as it stands: what of the sequence it has not seen, or the last
-            draft token.
+        pending: gives what the model is fed for a draft as it stands: what of the sequence it has not seen, and of the
+            draft.
         head: the ids below ``vocab_size`` that the model's LM head has rows for; None where it has all.
         is_kept: whether what the model is fed for a draft as it stands is committed.
     """
     num_rows = vocab_size if head is None else len(head.ids)
     while active := [draft for draft in drafts if draft.is_open]:
+        for draft in active:
+            draft.begin_step()
         work = [(draft.sequence.row, pending(draft)._replace(drafts=len(draft.tokens))) for draft in active]
         kept = [is_kept(draft) for draft in active]
         if any(draft.needs_logits for draft in active):
@@ -176,10 +261,11 @@ def draft_at_once(
 def _draw(draft: Draft, logits: Float32Array, head: "CutHead | None") -> None:
     """Let a draft draw its next token; what goes wrong concerns its sequence alone."""
     try:
-        draft.draw(logits, head)
+        if not draft.step_waiting():
+            draft.draw(logits, head)
     except Exception as error:  # whatever it is, it concerns this sequence alone
         if head is not None and isinstance(error, InvalidRequestError):
-            draft.limit = len(draft.tokens)  # the request bans all that this head has; the target has more
+            draft.has_ended = True  # the request bans all that this head has; the target has more
         else:
             draft.error = error
 
@@ -190,7 +276,7 @@ def _take(draft: Draft, token: int, num_rows: int, head: "CutHead | None") -> No
         draft.error = CheckFailedError(_NAN)
     else:  # an id that may not be drafted: a wrong guess costs a rejection, nothing else
         row_id = token if token < num_rows else 0
-        draft.tokens.append(row_id if head is None else int(head.ids[row_id]))
+        draft.append(row_id if head is None else int(head.ids[row_id]))
 
 
 def _carry(runner: ModelRunner, active: Seq[Draft]) -> None:

@@ -1,49 +1,118 @@
-"""Drafts of what a grammar forces: the tokens that a text goes on with, whatever the target thinks of them.
+"""What a grammar does to drafts: it begins them, cuts them, and goes on behind them.
 
-They are drafts like any other, tested against the masked distribution: where the mask leaves one token it is accepted,
-and where the same text could be cut into other tokens the target decides. So the law is exact, and a step is saved for
-each token that is accepted.
+Where it leaves one way to go on, tokens are known without a guess: they are draft tokens like any other, tested against
+the masked distribution, in which each of them is the only one. So the law is exact, and a step is saved for each. Those
+behind the committed tokens begin the draft, which other drafters continue; those behind a guess cost no draft step; and
+those behind the last guess come along.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from specexport_runtime.drafters.base import DrafterTraits
-from specexport_runtime.sequences.records import Proposal
+from specexport_runtime.sampling.grammar import Grammar
+from specexport_runtime.sequences.records import FORCED, Begun, DraftEnd, Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
-FORCED = "forced"
-"""Name of this drafter in draft plans. Requests do not name it: those with a grammar that draft at all have it."""
-FORCED_LOOKAHEAD = 16
-"""Forced tokens that are tested at a time, if the engine was built for so many."""
+
+class BegunDrafts:
+    """The drafts of a round in which sequences have grammars.
+
+    What goes wrong with a grammar concerns its sequence alone, whose proposal has the error.
+
+    Args:
+        sequences: that draft in this round.
+        rooms: most draft tokens of each.
+
+    Attributes:
+        drafts: the beginning of each: nothing where no grammar forces anything, or where the sequence does not draft.
+    """
+
+    def __init__(self, sequences: Seq[Sequence], rooms: Seq[int]) -> None:
+        self._sequences = sequences
+        self._errors: dict[int, Exception] = {}
+        self.drafts: list[Begun] = []
+        for i, (seq, most) in enumerate(zip(sequences, rooms, strict=True)):
+            room, grammar = min(most, seq.max_lookahead), seq.sampler.grammar
+            tokens: list[int] = []
+            if grammar is not None:
+                try:
+                    tokens = grammar.forced(room)
+                except Exception as error:  # whatever it is
+                    self._errors[i] = error
+            self.drafts.append(Begun(tokens, room))
+
+    @property
+    def rooms(self) -> list[int]:
+        """Most tokens that may be added to each."""
+        return [0 if i in self._errors else each.room - len(each.tokens) for i, each in enumerate(self.drafts)]
+
+    def alone(self) -> list[Proposal]:
+        """The drafts if nobody has anything to add."""
+        return [
+            Proposal([], None, "none", FORCED, error=self._errors[i]) if i in self._errors else _alone(each)
+            for i, each in enumerate(self.drafts)
+        ]
+
+    def fit(self, proposals: Seq[Proposal]) -> list[Proposal]:
+        """Drafts up to where the grammar of their sequence refuses them, or there is no more room."""
+        return [self._guarded(i, proposal, _fit) for i, proposal in enumerate(proposals)]
+
+    def extend(self, proposals: Seq[Proposal]) -> list[Proposal]:
+        """Drafts, and behind each what the grammar of its sequence forces."""
+        return [self._guarded(i, proposal, _extend) for i, proposal in enumerate(proposals)]
+
+    def _guarded(self, i: int, proposal: Proposal, change: Callable[[Grammar, Proposal, int], Proposal]) -> Proposal:
+        grammar = self._sequences[i].sampler.grammar
+        if grammar is None or not proposal.tokens:
+            return proposal
+        try:
+            return change(grammar, proposal, self.drafts[i].room)
+        except Exception as error:  # whatever it is
+            return Proposal([], None, "none", proposal.drafter, error=error)
 
 
-class ForcedDrafter:
-    """Draft tokens that the grammar of a sequence forces; none for a sequence without a grammar."""
-
-    traits = DrafterTraits(default_lookahead=FORCED_LOOKAHEAD, is_free=True)
-    engine_seconds = 0.0
-
-    def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
-        """Up to ``lookaheads[i]`` tokens for each sequence; see ``Drafter.propose``."""
-        return [_forced(seq, most) for seq, most in zip(sequences, lookaheads, strict=True)]
-
-    def commit(self, sequences: Seq[Sequence]) -> None:
-        """Nothing: the grammar belongs to the sequence."""
-
-    def move_row(self, source: int, destination: int) -> None:
-        """Nothing to move."""
-
-    def release_row(self, row: int) -> None:
-        """Nothing to drop."""
+def begin_drafts(sequences: Seq[Sequence], rooms: Seq[int]) -> BegunDrafts | None:
+    """The drafts of a round; None if no sequence has a grammar. See :class:`BegunDrafts`."""
+    if all(seq.sampler.grammar is None for seq in sequences):
+        return None
+    return BegunDrafts(sequences, rooms)
 
 
-def _forced(seq: Sequence, most: int) -> Proposal:
-    grammar = seq.sampler.grammar
-    try:
-        tokens = [] if grammar is None or most <= 0 else grammar.forced(most)
-    except Exception as error:  # whatever it is, it concerns this sequence alone
-        return Proposal([], None, "none", FORCED, error=error)
-    return Proposal(tokens, None, "lookahead" if len(tokens) == most else "text", FORCED) if tokens else _NOTHING
+def shorten(proposal: Proposal, count: int, end: DraftEnd) -> Proposal:
+    """The first ``count`` tokens of a draft; nothing if none of them is the drafter's own."""
+    forced = tuple(place for place in proposal.forced if place < count)
+    if count == len(forced):
+        return proposal._replace(tokens=[], distributions=None, end="none", forced=())
+    drawn_from = proposal.distributions
+    return proposal._replace(
+        tokens=proposal.tokens[:count],
+        distributions=None if drawn_from is None else drawn_from[:count],
+        end=end,
+        forced=forced,
+    )
 
 
-_NOTHING = Proposal([], end="none")
+def _alone(begun: Begun) -> Proposal:
+    count = len(begun.tokens)
+    if not count:
+        return Proposal([], end="none")
+    end: DraftEnd = "lookahead" if count == begun.room else "text"
+    return Proposal(begun.tokens, None, end, FORCED, forced=tuple(range(count)))
+
+
+def _fit(grammar: Grammar, proposal: Proposal, room: int) -> Proposal:
+    count = grammar.cut(proposal.tokens[:room])
+    return proposal if count == len(proposal.tokens) else shorten(proposal, count, "text")
+
+
+def _extend(grammar: Grammar, proposal: Proposal, room: int) -> Proposal:
+    count = len(proposal.tokens)
+    tokens = grammar.forced(room - count, proposal.tokens)
+    if not tokens:
+        return proposal
+    drawn_from = proposal.distributions
+    return proposal._replace(
+        tokens=[*proposal.tokens, *tokens],
+        distributions=None if drawn_from is None else [*drawn_from, *[None] * len(tokens)],
+        forced=(*proposal.forced, *range(count, count + len(tokens))),
+    )

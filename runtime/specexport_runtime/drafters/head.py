@@ -24,12 +24,12 @@ import numpy as np
 
 from specexport_runtime.drafters.at_once import AtOnce, draft_work, entry_tokens, num_behind
 from specexport_runtime.drafters.base import HEAD, DrafterTraits
-from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, run_drafts
+from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, open_drafts, run_drafts
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array, as_head
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from specexport_runtime.sequences.records import Proposal
+from specexport_runtime.sequences.records import Begun, Proposal
 from specexport_runtime.sequences.sequence import NO_ROW, Sequence
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class HeadDrafter(OwnCacheDrafter):
         SpecexportError: the runner's engine is no head's.
     """
 
-    traits = DrafterTraits(default_lookahead=DEFAULT_HEAD_LOOKAHEAD, has_own_cache=True, can_exit=True)
+    traits = DrafterTraits(default_lookahead=DEFAULT_HEAD_LOOKAHEAD, has_own_cache=True, can_exit=True, goes_on=True)
 
     def __init__(self, runner: ModelRunner, *, mask: "MaskInput | None" = None, **named: Any) -> None:
         if as_head(runner.executor) is None:
@@ -123,17 +123,16 @@ class HeadDrafter(OwnCacheDrafter):
             self.runner.prefill(sequence.row, *self._entries(sequence, held))
         held.add(start, features)
 
-    def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``Drafter.propose``.
+    def propose(
+        self, sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None
+    ) -> list[Proposal]:
+        """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``ContinuingDrafter.propose``.
 
-        A sequence whose prompt the target has not read to its end drafts nothing.
+        A sequence whose prompt the target has not read to its end drafts nothing. Tokens that are there already, or
+        that a grammar forces, take a step or a place of the head's as its own guesses do: nobody has features of them.
         """
         mask = self._mask
-        most = self.traits.max_lookahead or max(lookaheads, default=0)
-        drafts = [
-            Draft(seq, min(limit, most) if seq.num_generated else 0)
-            for seq, limit in zip(sequences, lookaheads, strict=True)
-        ]
+        drafts = open_drafts(sequences, lookaheads, begun, most=self.traits.max_lookahead, one_by_one=True)
         if mask is None:
             run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head, self._is_kept)
         elif opened := [draft for draft in drafts if draft.is_open]:

@@ -47,6 +47,7 @@ class HydraDrafter(HeadDrafter):
             has_own_cache=True,
             can_exit=True,
             max_lookahead=head.num_draft_heads,
+            goes_on=True,
         )
 
     def _pending(self, draft: Draft) -> RowWork:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from specexport_runtime.drafters.base import DrafterKind, DrafterTraits
 from specexport_runtime.drafters.suffix_index import SuffixIndex
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.sequences.records import DraftEnd, Proposal
+from specexport_runtime.sequences.records import Begun, DraftEnd, Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
 DEFAULT_MATCH_LENGTH = 2
@@ -43,7 +43,7 @@ class LookupDrafter:
         InvalidRequestError: ``match_length`` is less than 1.
     """
 
-    traits = DrafterTraits(default_lookahead=DEFAULT_COPY_LENGTH, is_free=True, takes_reference=True)
+    traits = DrafterTraits(default_lookahead=DEFAULT_COPY_LENGTH, is_free=True, takes_reference=True, goes_on=True)
     engine_seconds = 0.0
 
     def __init__(self, match_length: int = DEFAULT_MATCH_LENGTH, *, gate: bool = True) -> None:
@@ -54,13 +54,20 @@ class LookupDrafter:
         # By sequence, not by row: nothing to do when rows move, and a dropped sequence takes its index along.
         self._indexes: WeakKeyDictionary[Sequence, SuffixIndex] = WeakKeyDictionary()
 
-    def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
-        """Up to ``lookaheads[i]`` copied tokens for each sequence; see ``Drafter.propose``."""
+    def propose(
+        self, sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None
+    ) -> list[Proposal]:
+        """Up to ``lookaheads[i]`` copied tokens for each sequence; see ``ContinuingDrafter.propose``."""
         return [
-            self._copy(self._updated_index(seq), lookahead, gated=self.gate and not seq.adaptive)
+            self._copy(
+                self._updated_index(seq),
+                lookahead,
+                [] if begun is None else begun[i].tokens,
+                gated=self.gate and not seq.adaptive,
+            )
             if lookahead > 0
             else _NOTHING
-            for seq, lookahead in zip(sequences, lookaheads, strict=True)
+            for i, (seq, lookahead) in enumerate(zip(sequences, lookaheads, strict=True))
         ]
 
     def commit(self, sequences: Seq[Sequence]) -> None:
@@ -88,19 +95,22 @@ class LookupDrafter:
         index.extend(seq.tokens[len(index.tokens) - before :])
         return index
 
-    def _copy(self, index: SuffixIndex, count: int, *, gated: bool) -> Proposal:
-        matched = index.match_length
+    def _copy(self, index: SuffixIndex, count: int, begun: list[int], *, gated: bool) -> Proposal:
+        matched, place = index.match_behind(begun)
         if matched < self.match_length:
             return _NOTHING
         end: DraftEnd = "lookahead"
         if gated and index.hit_rate < 0.5 and matched < count:
             count, end = matched, "exit"
-        copied = index.tokens[index.match_end : index.match_end + count]
+        copied = index.tokens[place : place + count]
         if len(copied) < count:  # the end of the text: what was copied so far repeats
+            copied += begun
             copied = (copied * (count // len(copied) + 1))[:count]
         if _SEPARATOR in copied:
             copied, end = copied[: copied.index(_SEPARATOR)], "text"
-        return Proposal(copied, None, end, "lookup", matched) if copied else _NOTHING
+        if not copied:
+            return _NOTHING
+        return Proposal([*begun, *copied], None, end, "lookup", matched, forced=tuple(range(len(begun))))
 
 
 _NOTHING = Proposal([], end="none")

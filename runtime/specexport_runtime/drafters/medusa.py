@@ -19,13 +19,13 @@ import numpy as np
 
 from specexport_runtime.drafters.at_once import AtOnce
 from specexport_runtime.drafters.base import HEAD, DrafterTraits
-from specexport_runtime.drafters.draft_loop import Draft, draft_at_once
+from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, open_drafts
 from specexport_runtime.drafters.last_feature import LastFeatures
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array, as_head
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from specexport_runtime.sequences.records import Proposal
+from specexport_runtime.sequences.records import Begun, Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -57,7 +57,10 @@ class MedusaDrafter(OwnCacheDrafter):
         if not self.num_heads:
             raise SpecexportError("the Medusa drafter needs the engine of Medusa heads.")
         self.traits = DrafterTraits(
-            default_lookahead=min(DEFAULT_MEDUSA_LOOKAHEAD, self.num_heads), can_exit=True, max_lookahead=self.num_heads
+            default_lookahead=min(DEFAULT_MEDUSA_LOOKAHEAD, self.num_heads),
+            can_exit=True,
+            max_lookahead=self.num_heads,
+            goes_on=True,
         )
         self._last = LastFeatures()
 
@@ -69,12 +72,14 @@ class MedusaDrafter(OwnCacheDrafter):
         """Keep what the next draft may be made of; see ``FeatureDrafter.note_features``."""
         self._last.note(sequence, start, features)
 
-    def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each sequence, at most one a head; see ``Drafter.propose``."""
-        drafts = [
-            Draft(seq, min(limit, self.num_heads) if seq.num_generated else 0)
-            for seq, limit in zip(sequences, lookaheads, strict=True)
-        ]
+    def propose(
+        self, sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None
+    ) -> list[Proposal]:
+        """Draft up to ``lookaheads[i]`` tokens for each sequence, at most one a head; see ``Drafter.propose``.
+
+        Behind tokens that are there already come the guesses of the heads for the places behind them.
+        """
+        drafts = open_drafts(sequences, lookaheads, begun, most=self.num_heads, one_by_one=True)
         if opened := [draft for draft in drafts if draft.is_open]:
             work = [self._asked(draft) for draft in opened]
             draft_at_once(self.runner, opened, work, self.vocab_size, self._head)

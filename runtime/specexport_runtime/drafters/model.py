@@ -4,11 +4,11 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from specexport_runtime.drafters.base import DrafterKind, DrafterParts, DrafterTraits, DraftOffer, Obstacle
-from specexport_runtime.drafters.draft_loop import Draft, run_drafts
+from specexport_runtime.drafters.draft_loop import Draft, open_drafts, run_drafts
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.batch import RowWork
-from specexport_runtime.sequences.records import Proposal
+from specexport_runtime.sequences.records import Begun, Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -29,27 +29,25 @@ class ModelDrafter(OwnCacheDrafter):
     Catching up needs no other case. Arguments: see :class:`OwnCacheDrafter`.
     """
 
-    traits = DrafterTraits(default_lookahead=DEFAULT_LOOKAHEAD, has_own_cache=True, can_exit=True)
+    traits = DrafterTraits(default_lookahead=DEFAULT_LOOKAHEAD, has_own_cache=True, can_exit=True, goes_on=True)
 
-    def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``Drafter.propose``.
+    def propose(
+        self, sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None
+    ) -> list[Proposal]:
+        """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``ContinuingDrafter.propose``.
 
         The sequences may be in any ascending rows. Rows between them, and sequences that draft nothing (any more),
         sit the step out.
         """
         # A new prompt's first token should not wait for the draft model to read the prompt.
-        drafts = [
-            Draft(seq, limit if seq.num_generated else 0) for seq, limit in zip(sequences, lookaheads, strict=True)
-        ]
+        drafts = open_drafts(sequences, lookaheads, begun)
         run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head)
         return [draft.proposal(DRAFT_MODEL) for draft in drafts]
 
     def _pending(self, draft: Draft) -> RowWork:
-        """Tokens the draft model has not seen: the last draft token, or what it must catch up on."""
-        if draft.tokens:
-            return RowWork(draft.tokens[-1:], 1)
+        """Tokens the draft model has not seen: of the draft, and what it must catch up on."""
         seq = draft.sequence
-        pending = self._known(seq.tokens[self.runner.kv.kv_len(seq.row) :])
+        pending = self._known(draft.since(self.runner.kv.kv_len(seq.row)))
         if len(pending) > self.max_backlog:
             self.runner.prefill(seq.row, pending[:-1])
             pending = pending[-1:]

@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.drafters.base import DrafterKind, DrafterTraits
-from specexport_runtime.drafters.draft_loop import Draft, run_drafts
+from specexport_runtime.drafters.draft_loop import Draft, open_drafts, run_drafts
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import BoolArray, Float32Array, as_gated
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.sequences.layer_choice import LayerChoice, choose_layers
-from specexport_runtime.sequences.records import Proposal
+from specexport_runtime.sequences.records import Begun, Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class SelfDrafter:
         SpecexportError: the target's layers cannot be switched off, or its cache holds padding.
     """
 
-    traits = DrafterTraits(default_lookahead=DEFAULT_SELF_LOOKAHEAD, can_exit=True, takes_layers=True)
+    traits = DrafterTraits(default_lookahead=DEFAULT_SELF_LOOKAHEAD, can_exit=True, takes_layers=True, goes_on=True)
 
     def __init__(self, runner: ModelRunner, *, vocab_size: int) -> None:
         executor = as_gated(runner.executor)
@@ -71,22 +71,22 @@ class SelfDrafter:
         self._sums: WeakKeyDictionary[Sequence, tuple[npt.NDArray[np.float64], int]] = WeakKeyDictionary()
         self._choices: WeakKeyDictionary[Sequence, LayerChoice] = WeakKeyDictionary()
 
-    def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``Drafter.propose``.
+    def propose(
+        self, sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None
+    ) -> list[Proposal]:
+        """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``ContinuingDrafter.propose``.
 
         A sequence whose prompt the target has not read yet drafts nothing, nor does one whose choice removes nothing.
         """
-        drafts = [
-            Draft(seq, limit if seq.num_generated else 0) for seq, limit in zip(sequences, lookaheads, strict=True)
-        ]
+        drafts = open_drafts(sequences, lookaheads, begun)
         groups: dict[bytes, tuple[BoolArray, list[Draft]]] = {}
         for draft in drafts:
-            if draft.limit > 0 and (choice := self._choice(draft.sequence)).can_draft:
+            if draft.is_open and (choice := self._choice(draft.sequence)).can_draft:
                 mask = choice.mask
                 groups.setdefault(mask.tobytes(), (mask, []))[1].append(draft)
         for mask, group in groups.values():
             with self._borrowed(mask, group):
-                run_drafts(self.runner, group, self.vocab_size, _unseen)
+                run_drafts(self.runner, group, self.vocab_size, self._unseen)
         return [draft.proposal(SELF) for draft in drafts]
 
     def commit(self, sequences: Seq[Sequence]) -> None:
@@ -171,6 +171,10 @@ class SelfDrafter:
             self.choose(seq, choice)
         return choice
 
+    def _unseen(self, draft: Draft) -> RowWork:
+        """What the next draft step is fed: what was added to the draft, behind the newest token that was committed."""
+        return RowWork(draft.since(self.runner.kv.kv_len(draft.sequence.row)), 1)
+
     @contextmanager
     def _borrowed(self, mask: BoolArray, group: Seq[Draft]) -> Iterator[None]:
         """The target's engine and cache as a draft uses them; both are given back as they were.
@@ -194,11 +198,6 @@ class SelfDrafter:
 def _choice_of_mask(mask: BoolArray) -> LayerChoice:
     """The choice whose mask [G] this is."""
     return LayerChoice(tuple(mask[0::2].tolist()), tuple(mask[1::2].tolist()))
-
-
-def _unseen(draft: Draft) -> RowWork:
-    """What the next draft step is fed: the newest token. The target has seen all but the last that was committed."""
-    return RowWork(draft.tokens[-1:] or draft.sequence.tokens[-1:], 1)
 
 
 KIND = DrafterKind(

@@ -12,7 +12,7 @@ from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH, LookupDrafte
 from specexport_runtime.drafters.suffix_path import best_path
 from specexport_runtime.drafters.suffix_segment import DEPTH
 from specexport_runtime.drafters.suffix_store import DEFAULT_MEMORY_MB, SuffixStore, tokens_within
-from specexport_runtime.sequences.records import Proposal
+from specexport_runtime.sequences.records import Begun, DraftEnd, Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
 SUFFIX = "suffix"
@@ -40,7 +40,9 @@ class SuffixDrafter:
         match_length: fewest tokens that must match.
     """
 
-    traits = DrafterTraits(default_lookahead=DEFAULT_COPY_LENGTH, is_free=True, takes_reference=True, remembers=True)
+    traits = DrafterTraits(
+        default_lookahead=DEFAULT_COPY_LENGTH, is_free=True, takes_reference=True, remembers=True, goes_on=True
+    )
     engine_seconds = 0.0
 
     def __init__(self, store: SuffixStore, *, match_length: int = _LEAST_MATCH) -> None:
@@ -48,12 +50,16 @@ class SuffixDrafter:
         self._own = LookupDrafter(match_length)
         self._least = max(match_length, _LEAST_MATCH)
 
-    def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
-        """Up to ``lookaheads[i]`` tokens for each sequence; see ``Drafter.propose``."""
-        own = self._own.propose(sequences, lookaheads)
+    def propose(
+        self, sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None
+    ) -> list[Proposal]:
+        """Up to ``lookaheads[i]`` tokens for each sequence; see ``ContinuingDrafter.propose``."""
+        own = self._own.propose(sequences, lookaheads, begun)
         return [
-            self._longer(seq, lookahead, proposal) if lookahead > 0 else proposal
-            for seq, lookahead, proposal in zip(sequences, lookaheads, own, strict=True)
+            self._longer(seq, lookahead, proposal, [] if begun is None else begun[i].tokens)
+            if lookahead > 0
+            else proposal
+            for i, (seq, lookahead, proposal) in enumerate(zip(sequences, lookaheads, own, strict=True))
         ]
 
     def commit(self, sequences: Seq[Sequence]) -> None:
@@ -69,18 +75,21 @@ class SuffixDrafter:
     def release_row(self, row: int) -> None:
         """Nothing to drop: state belongs to sequences, not to rows."""
 
-    def _longer(self, seq: Sequence, lookahead: int, own: Proposal) -> Proposal:
+    def _longer(self, seq: Sequence, lookahead: int, own: Proposal, begun: list[int]) -> Proposal:
         """The sequence's own draft, or one from the store if more tokens match there."""
         least = max(self._least, own.match_length + 1)
         if least > DEPTH:
             return own._replace(drafter=SUFFIX) if own.tokens else own
-        found = self.store.find(seq.scope, seq.tokens, least=least, most=_MOST_PLACES, width=lookahead)
+        known = [*seq.tokens[-DEPTH:], *begun] if begun else seq.tokens
+        found = self.store.find(seq.scope, known, least=least, most=_MOST_PLACES, width=lookahead)
         if found is not None:
             path = best_path(found.continuations)
             most = lookahead if seq.adaptive else min(lookahead, int(_FACTOR * found.length + _OFFSET))
             tokens = path.tokens[: min(most, sum(chance >= _LEAST_CHANCE for chance in path.chances))]
             if tokens:
-                return Proposal(tokens, None, "lookahead" if len(tokens) == most else "text", SUFFIX, found.length)
+                end: DraftEnd = "lookahead" if len(tokens) == most else "text"
+                whole, places = [*begun, *tokens], tuple(range(len(begun)))
+                return Proposal(whole, None, end, SUFFIX, found.length, forced=places)
         return own._replace(drafter=SUFFIX) if own.tokens else own
 
 

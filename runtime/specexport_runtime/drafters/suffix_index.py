@@ -1,6 +1,7 @@
 """Where the end of a growing text occurred before: a suffix automaton that also remembers recent places."""
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 _MAX_WALK = 64
 _HIT_WEIGHT = 0.1
@@ -74,6 +75,21 @@ class SuffixIndex:
                 break
             last[state] = end
             state = link[state]
+
+    def match_behind(self, tokens: Seq[int]) -> tuple[int, int]:
+        """``match_length`` and ``match_end`` as if the text went on with ``tokens``; it stays as it is.
+
+        What ends within these tokens is not found.
+        """
+        if not tokens:
+            return self.match_length, self.match_end
+        state, length = self._link[self._tail], self.match_length
+        for token in tokens:
+            while state >= 0 and token not in self._next[state]:
+                state = self._link[state]
+                length = self._length[state] if state >= 0 else 0
+            state, length = (self._next[state][token], length + 1) if state >= 0 else (0, 0)
+        return length, self._last[state]
 
     def _add_state(self, transitions: dict[int, int], link: int, length: int, last: int) -> int:
         self._next.append(transitions)

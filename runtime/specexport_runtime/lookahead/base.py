@@ -28,6 +28,10 @@ class DraftLength(Protocol):
         """A round with adaptive sequences begins."""
         ...
 
+    def begun(self, num_forced: int) -> None:
+        """Drafts begin with so many tokens in this round that are sure to be accepted; called before all stages."""
+        ...
+
     def allow(self, drafter: str, sequences: "Seq[Sequence]", limits: Seq[int]) -> list[Allowed]:
         """How far each sequence may draft with a drafter that costs time; called before it drafts.
 
@@ -144,6 +148,6 @@ def learn_from_tests(sequence: "Sequence", proposal: "Proposal", accepted: int, 
     rejected = accepted < len(proposal.tokens)
     # A draft that could not end early, a copy for example, tells nothing of one that could.
     if sequence.draft_exit is not None and proposal.gamma is not None:
-        sequence.draft_exit.observe(accepted, rejected)
+        sequence.draft_exit.observe(*proposal.own_tests(accepted))
     if sequence.adaptive and lengths is not None:
         lengths.observe(sequence, proposal, accepted, rejected=rejected)

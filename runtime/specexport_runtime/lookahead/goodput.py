@@ -85,7 +85,8 @@ class GoodputLength:
         self._positions = list(range(lookahead))
         self._matches = match_slots(lookahead)
         self._no_rows = [0] * lookahead
-        self._drafters: dict[str, DrafterMemory] = {}
+        self._drafters: dict[tuple[str, bool], DrafterMemory] = {}
+        """By name, and apart for sequences with a grammar: what JSON is like tells nothing of free text."""
         self._round = 0
         self._load = StepLoad(1, 1, 1, 0)
         self._full: StepLoad | None = None
@@ -114,6 +115,11 @@ class GoodputLength:
         for drafter in self._drafters.values():
             drafter.budget.earn(plain)
 
+    def begun(self, num_forced: int) -> None:
+        """See ``DraftLength.begun``."""
+        self._drafted += num_forced
+        self._expected += num_forced
+
     def allow(self, drafter: str, sequences: "Seq[Sequence]", limits: Seq[int]) -> list[Allowed]:
         """See ``DraftLength.allow``."""
         if self._is_bypassed(drafter, sequences):
@@ -136,10 +142,9 @@ class GoodputLength:
         ]
         times = self._step_times(drafter, sequences, fixed, sum([len(each) for each in gains]) + 1)
         counts, _ = allocate(gains, entries, self._expected, times, _MARGIN)
-        if self._is_unknown(drafter):
-            for j, (i, stage, most) in enumerate(asked):
-                if self._is_promising(drafter, sequences[i], stage, most):
-                    counts[j] = max(counts[j], min(most, _SCOUT_LOOKAHEAD))
+        for j, (i, stage, most) in enumerate(asked):
+            if self._is_unknown(drafter, stage) and self._is_promising(drafter, sequences[i], stage, most):
+                counts[j] = max(counts[j], min(most, _SCOUT_LOOKAHEAD))
         if self._learns and self._learned.wants_shorter(self._load.num_rows):
             counts, self._watching = [count // 2 for count in counts], True
             self._is_shorter = True
@@ -168,7 +173,7 @@ class GoodputLength:
         ]
         asked = []
         for i, (seq, proposal) in enumerate(zip(sequences, proposals, strict=True)):
-            count = len(proposal.tokens)
+            count = proposal.num_own
             if not seq.adaptive:
                 self._drafted += count
             elif count:
@@ -187,8 +192,8 @@ class GoodputLength:
         for j, (i, stage, most) in enumerate(asked):
             if sequences[i].trace is not None:
                 self._copies[sequences[i], drafter] = gains[j]
-            count, whole = counts[j], len(proposals[i].tokens)
-            stage.shadow = None if count else proposals[i].tokens[0]
+            count, whole, place = counts[j], proposals[i].num_own, len(proposals[i].forced)
+            stage.shadow = None if count else (proposals[i].tokens[place], place)
             reason = self._reason(drafter, sequences[i], count, whole, most)
             allowed[i] = Allowed(count, reason, 1.0 + sum(gains[j][:count]))
         self._note(counts, gains)
@@ -281,10 +286,10 @@ class GoodputLength:
             return
         if any(proposal.error is not None for proposal in proposals):
             return
-        pairs = [(seq, proposal) for seq, proposal in zip(sequences, proposals, strict=True) if proposal.tokens]
+        pairs = [(seq, proposal) for seq, proposal in zip(sequences, proposals, strict=True) if proposal.num_own]
         if not pairs or not self._is_known_size(drafter, rows):
             return
-        lengths = [len(proposal.tokens) for _, proposal in pairs]
+        lengths = [proposal.num_own for _, proposal in pairs]
         counts = [sum([length > depth for length in lengths]) for depth in range(max(lengths))]
         promised = self._times.draft_steps(drafter, cost, [seq for seq, _ in pairs], self._load, counts)
         if reading is None:
@@ -324,36 +329,35 @@ class GoodputLength:
         """See ``DraftLength.observe``."""
         stages = self._stages.get(sequence, {})
         before = len(sequence.tokens) - accepted - 1  # wrong for a sequence that ended within its draft
+        own, failed = proposal.own_tests(accepted)
         for name, stage in stages.items():
             if stage.shadow is not None:
-                if sequence.finish_reason is None:
-                    passed = sequence.tokens[before] == stage.shadow
+                token, place = stage.shadow
+                if sequence.finish_reason is None and place <= accepted:
+                    passed = sequence.tokens[before + place] == token
                     stage.acceptance.observe(stage.slots, int(passed), rejected=not passed)
                 stage.shadow = None
             if name == proposal.drafter:
-                if stage.timer.is_probing and accepted:
+                if stage.timer.is_probing and own:
                     stage.acceptance.fade()  # it became better: what it did long ago tells little
-                stage.acceptance.observe(stage.slots, accepted, rejected=rejected)
-                stage.timer.note(self._round, passed=accepted > 0)
+                stage.acceptance.observe(stage.slots, own, rejected=rejected and failed)
+                stage.timer.note(self._round, passed=own > 0)
                 if self._known[name].traits.has_own_cache:
-                    stage.known = min(before + len(proposal.tokens) - 1, len(sequence.tokens) - 1)
+                    stage.known = min(before + proposal.last_own, len(sequence.tokens) - 1)
 
     def _circumstances(self, drafter: str) -> tuple[int, ...]:
         """What a decision depends on besides the sequence's own tests."""
         rows, context = self._load.num_rows, self._times.context(self._load)
-        version = self._drafters[drafter].shared.version
+        version = sum([known.shared.version for (name, _), known in self._drafters.items() if name == drafter])
         soon = self._load.num_soon
         return version, rows, context, self._load.num_tokens, soon, self._drafted, self._learned.version
 
     def _is_bypassed(self, drafter: str, sequences: "Seq[Sequence]") -> bool:
         """Whether it was decided in the same circumstances that nobody drafts: most rounds of a useless drafter."""
-        known = self._drafters.get(drafter)
-        if known is None:
-            return False
         now, circumstances = self._round, self._circumstances(drafter)
         for seq in sequences:
             stage = self._stages.get(seq, _NO_STAGES).get(drafter) if seq.adaptive else None
-            if stage is None or not stage.stays_bypassed(circumstances, now, known.budget):
+            if stage is None or not stage.stays_bypassed(circumstances, now):
                 return False
         return True
 
@@ -376,7 +380,7 @@ class GoodputLength:
                 cost += times.draft[rows + 1] - times.draft[rows]
             cost += self._catch_up(drafter, sequences[i], stage) + self._each_round(drafter)
             stage.probe_seconds = cost
-            if self._drafters[drafter].budget.spend(cost):
+            if stage.drafter.budget.spend(cost):
                 counts[j] = 1
                 probes.add(j)
                 stage.start_probe()
@@ -394,12 +398,13 @@ class GoodputLength:
             stages = self._stages[seq] = {}
         stage = stages.get(drafter)
         if stage is None:
-            known = self._drafters.get(drafter)
+            key = drafter, seq.sampler.grammar is not None
+            known = self._drafters.get(key)
             if known is None:
                 traits = self._known[drafter].traits
                 slots = NUM_MATCH_SLOTS if traits.is_free else len(self._positions)
                 guess = MODEL_GUESS if traits.has_own_cache else GUESS
-                known = self._drafters[drafter] = DrafterMemory(slots, guess)
+                known = self._drafters[key] = DrafterMemory(slots, guess)
             stage = stages[drafter] = StageMemory(known, self._round)
         return stage
 
@@ -434,13 +439,13 @@ class GoodputLength:
         """
         asked = [each for each in asked if each[2] and sequences[each[0]].num_generated]
         asked = [each for each in asked if not self._waits(drafter, sequences[each[0]], *each[1:])]
-        if len(asked) <= _SCOUTS or not self._is_unknown(drafter):
+        if len(asked) <= _SCOUTS or not all(self._is_unknown(drafter, stage) for _, stage, _ in asked):
             return asked
         return sorted(asked, key=lambda each: len(sequences[each[0]].tokens) - each[1].known)[:_SCOUTS]
 
-    def _is_unknown(self, drafter: str) -> bool:
+    def _is_unknown(self, drafter: str, stage: StageMemory) -> bool:
         """Whether too little was seen of a drafter to know if it pays."""
-        return self._drafters[drafter].is_unknown or (self._learns and self._learned.is_unknown(drafter))
+        return stage.drafter.is_unknown or (self._learns and self._learned.is_unknown(drafter))
 
     def _entry(self, drafter: str, seq: "Sequence", stage: StageMemory, expected: float) -> float:
         """Seconds that a draft costs whatever its length.

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specexport_runtime.drafters.forced import FORCED, FORCED_LOOKAHEAD
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.checks import check_rank, check_text, check_token_ids, check_token_range
 from specexport_runtime.requests.drafting import Abilities, DraftDefaults, DraftPlan, RequestOptions, resolve_draft_plan
 from specexport_runtime.requests.grammars import GrammarCompiler
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
-from specexport_runtime.sequences.records import DraftStage
 from specexport_runtime.sequences.results import Prompt
 from specexport_runtime.sequences.sequence import Sequence
 from specexport_runtime.sequences.text import TextStream
@@ -127,15 +125,13 @@ class RequestBuilder:
             check_text(text, "a stop text")
         check_rank(options.owner, options.priority)
         exit_params = self._exit_params(options, plan)
-        grammar, stages = None, plan.stages
+        grammar = None
         if params.structured_outputs is not None:
             if params.ignore_eos:
                 raise InvalidRequestError(
                     "structured_outputs ends a text, and ignore_eos does not.", "leave one of them out."
                 )
             grammar = self.grammars.compile(params.structured_outputs)
-            if stages:
-                stages = (DraftStage(FORCED, min(FORCED_LOOKAHEAD, self.abilities.lookahead)), *stages)
         return Sequence(
             index,
             self.encode(prompt),
@@ -146,7 +142,7 @@ class RequestBuilder:
             text=TextStream(self.tokenizer, params, self._hidden(params)),
             stream=stream,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
-            draft_plan=stages,
+            draft_plan=plan.stages,
             reference=self.encode_reference(reference),
             adaptive=plan.adaptive,
             draft_exit=None if exit_params is None else DraftExit(exit_params),
@@ -156,6 +152,7 @@ class RequestBuilder:
             grammar=grammar,
             owner=options.owner,
             priority=options.priority,
+            forced_lookahead=self.abilities.lookahead,
         )
 
     @cached_property

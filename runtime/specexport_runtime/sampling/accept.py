@@ -36,7 +36,8 @@ def accept_greedy(drafted: Seq[int], target_tokens: Seq[int]) -> Verdict:
 
     Args:
         drafted: K draft tokens.
-        target_tokens: K+1 greedy tokens of the target; entry j follows the first j draft tokens.
+        target_tokens: K+1 greedy tokens of the target, or as many as there are up to the first rejection; entry j
+            follows the first j draft tokens.
     """
     for j, token in enumerate(drafted):
         if token != target_tokens[j]:
@@ -46,7 +47,7 @@ def accept_greedy(drafted: Seq[int], target_tokens: Seq[int]) -> Verdict:
 
 def accept_sampled(
     drafted: Seq[int],
-    draft_distributions: Seq[Distribution] | None,
+    draft_distributions: Seq[Distribution | None] | None,
     target_distribution: Callable[[int], Distribution],
     draws: Callable[[int], Draws],
 ) -> Verdict:
@@ -56,7 +57,8 @@ def accept_sampled(
 
     Args:
         drafted: K draft tokens.
-        draft_distributions: the distribution each of them was drawn from; None says one-hot, p(x) = 1.
+        draft_distributions: the distribution each of them was drawn from; None says one-hot, p(x) = 1, of all of them
+            or of one.
         target_distribution: ``target_distribution(j)`` is q for the j-th new position, 0 <= j <= K. Called in order,
             and not for positions after the first rejection.
         draws: ``draws(j)`` gives the uniforms of the j-th new position.

@@ -1,6 +1,6 @@
 """The grammar of one text: which tokens may come next, behind the committed ones and any draft.
 
-The mask goes onto the logits before anything that chooses among them, for draft and target alike, at every place of a
+Other tokens are left out before anything chooses among them, for draft and target alike, at every place of a
 verify step. So a text follows the target's distribution given that each token is allowed, with and without drafts.
 """
 
@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
-from specexport_runtime.sampling.distribution import Float32Array
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -20,7 +19,8 @@ BoolArray = npt.NDArray[np.bool_]
 class Grammar:
     """Where a text is in its grammar.
 
-    The matcher may stand behind draft tokens; :meth:`consume` takes it back to the committed ones.
+    The matcher may stand behind draft tokens; :meth:`consume` takes it back to the committed ones. Masks behind draft
+    tokens are kept until other tokens are drafted or some are committed: what drafting needed, testing has.
 
     Args:
         matcher: a ``llguidance.LLMatcher`` at the beginning of the text; this object's own.
@@ -29,25 +29,13 @@ class Grammar:
     """
 
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: Seq[int]) -> None:
-        self._matcher, self._vocab_size, self._eos = matcher, vocab_size, frozenset(eos_token_ids)
-        self._behind: list[int] = []
+        self._matcher, self._vocab_size, self._eos = matcher, vocab_size, tuple(eos_token_ids)
+        self._drafted: list[int] = []
         self._masks: list[BoolArray | None] = [None]
+        """Behind each number of tokens of ``_drafted``, from 0."""
+        self._place = 0
+        """How many of these tokens the matcher has behind it."""
         self._has_ended = False
-
-    def mask(self, logits: Float32Array, drafted: Seq[int]) -> Float32Array:
-        """A copy of ``logits`` [V'] with minus infinity for tokens that may not follow ``drafted``.
-
-        Raises:
-            CheckFailedError: a draft token is not allowed.
-            InvalidRequestError: the grammar is too complex.
-        """
-        allowed = self.allowed(drafted)
-        if allowed is None:
-            return logits
-        masked: Float32Array = np.where(allowed[: len(logits)], logits, np.float32(-np.inf))
-        if len(logits) > len(allowed):
-            masked = np.concatenate([masked, np.full(len(logits) - len(allowed), -np.inf, np.float32)])
-        return masked
 
     def allowed(self, drafted: Seq[int]) -> BoolArray | None:
         """Which tokens may follow ``drafted``: [V]; None behind the end of the text, where nothing is wanted.
@@ -56,37 +44,54 @@ class Grammar:
             CheckFailedError: a draft token is not allowed.
             InvalidRequestError: the grammar is too complex.
         """
-        if self._has_ended or any(token in self._eos for token in drafted):
+        if self._is_over(drafted):
             return None
-        count = len(drafted)
-        if self._behind[:count] != list(drafted) or count >= len(self._masks):
-            self._stand_behind(drafted)
-        mask = self._masks[count]
+        self._remember(drafted)
+        mask = self._masks[len(drafted)]
         if mask is None:
-            self._stand_behind(drafted)
+            self._go_to(len(drafted))
             bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
             self._check()
-            mask = self._masks[count] = bits[: self._vocab_size].view(np.bool_)
+            mask = self._masks[len(drafted)] = bits[: self._vocab_size].view(np.bool_)
         return mask
 
     def cut(self, drafted: Seq[int]) -> int:
         """How many draft tokens the grammar allows, to the end of the text at most."""
         if self._has_ended:
             return 0
-        self._stand_behind(())
         for count, token in enumerate(drafted):
             if token in self._eos:
                 drafted = drafted[: count + 1]
                 break
-        valid: int = self._matcher.validate_tokens(list(drafted))
-        return valid
+        known = _num_common(self._drafted[: self._place], drafted)
+        self._go_to(known)
+        if self._matcher.is_stopped():  # it takes no token any more, though the end of the text is allowed
+            return known + any(token in self._eos for token in drafted[known : known + 1])
+        valid: int = self._matcher.validate_tokens(list(drafted[known:]))
+        return known + valid
 
-    def forced(self, most: int) -> list[int]:
-        """Tokens that a text of this grammar goes on with, whatever it says; at most ``most``."""
-        if self._has_ended:
+    def forced(self, most: int, drafted: Seq[int] = ()) -> list[int]:
+        """Tokens that a text of this grammar goes on with behind ``drafted``, whatever it says; at most ``most``.
+
+        Where nothing can follow, that is its end. It is the only token that may not be the one that is allowed: a
+        model may have others that end a text.
+
+        Raises:
+            CheckFailedError: a draft token is not allowed.
+            InvalidRequestError: the grammar is too complex.
+        """
+        if most <= 0 or self._is_over(drafted):
             return []
-        self._stand_behind(())
-        return [int(token) for token in self._matcher.compute_ff_tokens()[:most]]
+        self._remember(drafted)
+        self._go_to(len(drafted))
+        tokens = [int(token) for token in self._matcher.compute_ff_tokens()[:most]]
+        if len(tokens) < most:
+            self._remember([*drafted, *tokens])
+            self._go_to(len(drafted) + len(tokens))
+            if self._matcher.is_stopped():
+                self._check()
+                tokens.append(self._eos[0])
+        return tokens
 
     def consume(self, tokens: Seq[int]) -> None:
         """Tokens were committed.
@@ -100,28 +105,36 @@ class Grammar:
             if token in self._eos:
                 tokens, self._has_ended = tokens[:count], True
                 break
-        self._stand_behind(())
-        if not self._matcher.consume_tokens(list(tokens)):
+        known = _num_common(self._drafted[: self._place], tokens)
+        self._go_to(known)
+        if not self._matcher.consume_tokens(list(tokens[known:])):
             self._check()
             raise CheckFailedError("a token was committed that the grammar does not allow.")
-        self._masks = [None]
+        self._drafted, self._masks, self._place = [], [None], 0
 
-    def _stand_behind(self, drafted: Seq[int]) -> None:
-        wanted = list(drafted)
-        same = 0
-        for mine, other in zip(self._behind, wanted, strict=False):
-            if mine != other:
-                break
-            same += 1
-        if len(self._behind) > same:
-            self._matcher.rollback(len(self._behind) - same)
-            del self._behind[same:], self._masks[same + 1 :]
-        for token in wanted[same:]:
+    def _is_over(self, drafted: Seq[int]) -> bool:
+        """Whether the text has ended, or ends in a draft."""
+        return self._has_ended or any(token in self._eos for token in drafted)
+
+    def _remember(self, drafted: Seq[int]) -> None:
+        """Masks are of these tokens from now on, or of more that begin with them."""
+        same = _num_common(self._drafted, drafted)
+        if same == len(drafted):
+            return
+        self._go_to(min(self._place, same))
+        self._drafted[same:] = drafted[same:]
+        self._masks[same + 1 :] = [None] * (len(drafted) - same)
+
+    def _go_to(self, place: int) -> None:
+        """Let the matcher have so many of the draft tokens behind it."""
+        if place < self._place:
+            self._matcher.rollback(self._place - place)
+            self._place = place
+        for token in self._drafted[self._place : place]:
             if not self._matcher.consume_token(token):
                 self._check()
                 raise CheckFailedError(f"draft token {token} is not allowed by the grammar.")
-            self._behind.append(token)
-            self._masks.append(None)
+            self._place += 1
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -129,6 +142,16 @@ class Grammar:
                 f"the grammar cannot be followed: {self._matcher.get_error().splitlines()[0]}.",
                 "give a simpler schema or grammar.",
             )
+
+
+def _num_common(some: Seq[int], others: Seq[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    count = 0
+    for one, other in zip(some, others, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
 
 
 class MaskAhead:

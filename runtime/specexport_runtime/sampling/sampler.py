@@ -3,8 +3,8 @@
 from collections.abc import Sequence as Seq
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.sampling.distribution import Distribution, Float32Array, one_hot, sample_token
-from specexport_runtime.sampling.grammar import Grammar
+from specexport_runtime.sampling.distribution import Distribution, Float32Array, Int64Array, one_hot, sample_token
+from specexport_runtime.sampling.grammar import BoolArray, Grammar
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.penalties import LogitAdjuster
 from specexport_runtime.sampling.rng import Draws, RandomStream
@@ -70,19 +70,41 @@ class Sampler:
             CheckFailedError: the logits hold NaN or +inf.
             InvalidRequestError: every token is banned.
         """
-        processed = self._process(logits, drafted)
         if self.is_greedy:
-            return one_hot(_argmax(processed))
-        return truncated_softmax(processed, self.params)
+            return one_hot(self.greedy_token(logits, drafted))
+        processed = self._adjusted(logits, drafted)
+        allowed = None if self.grammar is None else self.grammar.allowed(drafted)
+        if allowed is None:
+            return truncated_softmax(processed, self.params)
+        ids = _ids_of(allowed, processed)
+        inside = truncated_softmax(processed[ids], self.params)
+        return Distribution(ids if inside.token_ids is None else ids[inside.token_ids], inside.probs)
 
     def greedy_token(self, logits: Float32Array, drafted: Seq[int] = ()) -> int:
         """The most likely token after bias and penalties, the lowest id on a tie. Arguments as ``distribution``."""
-        return _argmax(self._process(logits, drafted))
+        processed = self._adjusted(logits, drafted)
+        token = _argmax(processed)
+        allowed = None if self.grammar is None else self.grammar.allowed(drafted)
+        if allowed is None or (token < len(allowed) and allowed[token]):
+            return token
+        ids = _ids_of(allowed, processed)
+        return int(ids[_argmax(processed[ids])])
 
-    def _process(self, logits: Float32Array, drafted: Seq[int]) -> Float32Array:
+    def _adjusted(self, logits: Float32Array, drafted: Seq[int]) -> Float32Array:
         row = logits[: self._vocab_size]
-        processed = self._adjuster.apply(row, drafted) if self._adjuster.active else row
-        return processed if self.grammar is None else self.grammar.mask(processed, drafted)
+        return self._adjuster.apply(row, drafted) if self._adjuster.active else row
+
+
+def _ids_of(allowed: BoolArray, logits: Float32Array) -> Int64Array:
+    """The ids [n] that a grammar allows, ascending: few as a rule, and then all that follows is quick.
+
+    Raises:
+        InvalidRequestError: there are none among the logits.
+    """
+    ids: Int64Array = allowed[: len(logits)].nonzero()[0]
+    if not len(ids):
+        raise InvalidRequestError("no token is possible: there are logits of none that the grammar allows.")
+    return ids
 
 
 def _argmax(logits: Float32Array) -> int:

@@ -54,7 +54,7 @@ class GrammarAfterThinking(Grammar):
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: Seq[int], thinking: Thinking) -> None:
         super().__init__(matcher, vocab_size, eos_token_ids)
         self._thinking = thinking
-        self._place: _Place = "thinking" if thinking.begin is None else "before"
+        self._stage: _Place = "thinking" if thinking.begin is None else "before"
         self._free: BoolArray | None = None
         self._border: BoolArray | None = None
 
@@ -87,15 +87,18 @@ class GrammarAfterThinking(Grammar):
                 return count + bool(self._while_thinking()[token])
         return free + (super().cut(drafted[free:]) if free < len(drafted) else 0)
 
-    def forced(self, most: int) -> list[int]:
+    def forced(self, most: int, drafted: Seq[int] = ()) -> list[int]:
         """See ``Grammar.forced``; nothing while the text may still think, or break a line."""
-        return super().forced(most) if self._place == "answer" else []
+        stage, free = self._follow(drafted)
+        if self._has_ended or stage != "answer" or any(token in self._eos for token in drafted[:free]):
+            return []
+        return super().forced(most, drafted[free:])
 
     def consume(self, tokens: Seq[int]) -> None:
         """See ``Grammar.consume``."""
         if self._has_ended:
             return
-        self._place, free = self._follow(tokens)
+        self._stage, free = self._follow(tokens)
         if any(token in self._eos for token in tokens[:free]):
             self._has_ended = True
         elif free < len(tokens):
@@ -103,7 +106,7 @@ class GrammarAfterThinking(Grammar):
 
     def _follow(self, tokens: Seq[int]) -> tuple[_Place, int]:
         """Where the text is behind ``tokens``, and how many of them are before the grammar's first."""
-        place = self._place
+        place = self._stage
         for count, token in enumerate(tokens):
             if place == "before" and token == self._thinking.begin:
                 place = "thinking"

@@ -8,13 +8,17 @@ if TYPE_CHECKING:
 DraftEnd = Literal["lookahead", "exit", "text", "none"]
 """Why a draft ended: K was reached, the drafter was not sure any more, nothing more to copy, or no draft at all."""
 
+FORCED = "forced"
+"""What draft tokens that a grammar forces are counted under, whoever made the draft around them."""
+
 
 class Proposal(NamedTuple):
     """Draft tokens for one sequence.
 
     Attributes:
         tokens: the draft tokens, in order; empty for plain decoding.
-        distributions: the distribution each token was drawn from; None says one-hot (greedy, or copied text).
+        distributions: the distribution each token was drawn from; None says one-hot (greedy, copied text, a token that
+            a grammar forces), for all of them or for one.
         end: why the draft has no more tokens.
         drafter: name of the drafter in the draft plan; empty if none was asked or none found anything.
         match_length: of a copied draft, how many tokens before it matched; 0 for drafts of models.
@@ -22,10 +26,11 @@ class Proposal(NamedTuple):
         asked: the stages of the draft plan that were considered, in order; only for a sequence that keeps a trace.
         promised: what each way to go on promised; only for an adaptive sequence that keeps a trace.
         error: drafting failed for this sequence, by logits that are no numbers for example: it ends with this error.
+        forced: places of the tokens that a grammar forces, ascending; the others are the drafter's own.
     """
 
     tokens: list[int]
-    distributions: "list[Distribution] | None" = None
+    distributions: "list[Distribution | None] | None" = None
     end: DraftEnd = "lookahead"
     drafter: str = ""
     match_length: int = 0
@@ -33,6 +38,48 @@ class Proposal(NamedTuple):
     asked: "tuple[Asked, ...]" = ()
     promised: "tuple[Promise, ...]" = ()
     error: Exception | None = None
+    forced: tuple[int, ...] = ()
+
+    @property
+    def num_own(self) -> int:
+        """Tokens that the drafter guessed."""
+        return len(self.tokens) - len(self.forced)
+
+    @property
+    def last_own(self) -> int:
+        """Place of the last token that the drafter guessed; -1 if there is none."""
+        return max(set(range(len(self.tokens))).difference(self.forced), default=-1)
+
+    def num_forced(self, count: int) -> int:
+        """How many of the first ``count`` tokens a grammar forces."""
+        return sum([place < count for place in self.forced])
+
+    def own_tests(self, accepted: int) -> tuple[int, bool]:
+        """What became of the drafter's own tokens: how many passed their test, and whether one failed.
+
+        Args:
+            accepted: tests passed, of all tokens; if that is not all of them, the next one failed.
+        """
+        failed = accepted < len(self.tokens) and accepted not in self.forced
+        return accepted - self.num_forced(accepted), failed
+
+    def shares(self, accepted: int) -> list[tuple[str, int, int]]:
+        """Who drafted tokens: name, tokens, and how many of them are among the first ``accepted``."""
+        known = self.num_forced(accepted)
+        shares = [(self.drafter, self.num_own, accepted - known), (FORCED, len(self.forced), known)]
+        return [share for share in shares if share[1]]
+
+
+class Begun(NamedTuple):
+    """The draft tokens that are there before any drafter is asked: what a grammar forces.
+
+    Attributes:
+        tokens: draft token ids.
+        room: most tokens of the whole draft, these included.
+    """
+
+    tokens: list[int]
+    room: int
 
 
 class DrafterTraits(NamedTuple):
@@ -47,6 +94,7 @@ class DrafterTraits(NamedTuple):
         takes_layers: it leaves out layers of the target, by a request's layer rules.
         remembers: it keeps what sequences with a ``scope`` were given, and drafts from it for later ones.
         max_lookahead: most tokens that it ever drafts at a time; None for no bound of its own.
+        goes_on: it can draft behind tokens that are drafted already (``ContinuingDrafter``).
     """
 
     default_lookahead: int
@@ -57,6 +105,7 @@ class DrafterTraits(NamedTuple):
     takes_layers: bool = False
     remembers: bool = False
     max_lookahead: int | None = None
+    goes_on: bool = False
 
 
 LengthReason = Literal["fixed", "goodput", "tuned", "probe", "bypass", "room"]
@@ -165,6 +214,7 @@ class RoundTrace(NamedTuple):
             inside the engine alone, so it errs on the low side), else from rounds without drafts that were measured;
             None if there were none.
         promised: what each way to go on promised, plain decoding too; empty where nobody weighed them.
+        forced: places of draft tokens that a grammar forces.
     """
 
     round: int
@@ -181,6 +231,13 @@ class RoundTrace(NamedTuple):
     milliseconds: float
     plain_milliseconds: float | None
     promised: tuple[Promise, ...] = ()
+    forced: tuple[int, ...] = ()
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """Draft tokens that the drafter guessed, and those of them that were accepted."""
+        accepted = self.accepted - sum([place < self.accepted for place in self.forced])
+        return len(self.drafted) - len(self.forced), accepted
 
     @property
     def taken(self) -> Promise | None:
@@ -232,6 +289,7 @@ class RoundTrace(NamedTuple):
             "asked": [stage._asdict() for stage in self.asked],
             "promised": [each._asdict() for each in self.promised],
             "drafted": list(self.drafted),
+            "forced": list(self.forced),
             "emitted": list(self.emitted),
             "saved_milliseconds": self.saved_milliseconds,
         }

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from specexport_runtime.sampling.logprobs import TokenLogprobs
-from specexport_runtime.sequences.records import RoundTrace
+from specexport_runtime.sequences.records import FORCED, RoundTrace
 from specexport_runtime.sequences.sequence import FinishReason, RoundEvent, Sequence
 from specexport_runtime.sequences.stats import SequenceStats
 
@@ -108,6 +108,8 @@ def make_chunk(event: RoundEvent) -> StreamChunk:
     texts = seq.take_pieces(count)
     logprobs: Seq[TokenLogprobs | None] = [None] * count if seq.logprobs is None else seq.logprobs[-count:]
     drafters = [event.proposal.drafter] * event.accepted + [""] * (count - event.accepted)
+    for place in event.proposal.forced[: event.proposal.num_forced(event.accepted)]:
+        drafters[place] = FORCED
     pieces = [
         StreamPiece(text, event.tokens[j], piece_kind(event, j), logprobs[j], drafters[j])
         for j, text in enumerate(texts)

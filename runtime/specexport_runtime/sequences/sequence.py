@@ -52,6 +52,7 @@ class Sequence:
         grammar: which tokens may come next; None for any.
         owner: whose it is; owners get rows in turns.
         priority: those with a lower one go first.
+        forced_lookahead: most draft tokens of a round in which the grammar forces some.
 
     Attributes:
         tokens: prompt and committed output.
@@ -90,6 +91,7 @@ class Sequence:
         grammar: "Grammar | None" = None,
         owner: str = "",
         priority: int = 0,
+        forced_lookahead: int = 0,
     ) -> None:
         self.index = index
         self.params = params
@@ -113,6 +115,7 @@ class Sequence:
         self.is_pinned = is_pinned
         self.owner, self.priority = owner, priority
         self.reads_again, self.num_read, self._paused_at = False, 0, 0
+        self._forced_lookahead = 0 if grammar is None else forced_lookahead
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         now = time.perf_counter()
@@ -158,8 +161,13 @@ class Sequence:
 
     @property
     def max_lookahead(self) -> int:
-        """Most draft tokens that the plan may ask for in a round."""
-        return max((stage.lookahead for stage in self.draft_plan), default=0)
+        """Most draft tokens of a round: those that the plan may ask for, or those that a grammar forces besides."""
+        planned = max((stage.lookahead for stage in self.draft_plan), default=0)
+        return max(planned, self._forced_lookahead) if planned else 0
+
+    def is_end(self, token: int) -> bool:
+        """Whether the text ends with this token, wherever it comes."""
+        return token in self._stop_ids
 
     def finish_text(self) -> str:
         """The whole text, cut at a stop string; empty if no detokenizer was given."""

@@ -6,7 +6,8 @@
 ``accepted``             draft tokens that were accepted and emitted
 ``acceptance_rate``      accepted / drafted
 ``mean_accepted_length`` 1 + accepted / rounds that had a draft: the mean tokens of a speculative round
-``drafters``             rounds with a draft, drafted and accepted of each drafter; their sums are those of the sequence
+``drafters``             rounds with a draft, drafted and accepted of each drafter; drafted and accepted add up to those
+                         of the sequence, rounds to more where a grammar's forced tokens stand beside a drafter's own
 =======================  =====================================================================
 """
 
@@ -51,7 +52,7 @@ class SequenceStats:
     end_time: float | None = None
 
     def record_round(
-        self, drafted: int, accepted: int, emitted: int, *, drafter: str = "", exited: bool = False
+        self, drafted: int, accepted: int, emitted: int, *, shares: Seq[tuple[str, int, int]] = (), exited: bool = False
     ) -> None:
         """Count one verify round.
 
@@ -59,7 +60,7 @@ class SequenceStats:
             drafted: draft tokens tested.
             accepted: of these, accepted and emitted.
             emitted: tokens added to the output.
-            drafter: who drafted; empty if nobody did, or one without a name.
+            shares: who drafted, see ``Proposal.shares``.
             exited: the draft ended because the model was no longer sure.
         """
         self.rounds += 1
@@ -70,7 +71,8 @@ class SequenceStats:
             self.draft_exits += exited
             self.drafted += drafted
             self.accepted += accepted
-            counts_of(self.drafters, drafter or UNNAMED).add(drafted, accepted)
+            for drafter, tested, passed in shares:
+                counts_of(self.drafters, drafter or UNNAMED).add(tested, passed)
             self.accepted_histogram[accepted] = self.accepted_histogram.get(accepted, 0) + 1
 
     @property
@@ -146,7 +148,8 @@ class PhaseTimes:
         engine: inside engine execution, target and draft together, in the rounds counted by ``rounds``.
         total: those rounds as a whole; total - engine is the runtime's own time.
         rounds: steps in which sequences were verified.
-        draft_steps: draft tokens of the longest draft of each round, summed: steps of an engine that drafts.
+        draft_steps: draft tokens of the longest draft of each round, without those that a grammar forces, summed: steps
+            of an engine that drafts.
     """
 
     prefill: float = 0.0
@@ -167,7 +170,7 @@ class PhaseTimes:
         Args:
             seconds: what it took.
             prefill: of it, inside the draft model's engine, in steps that only read prompts.
-            tokens: length of each sequence's draft.
+            tokens: of each sequence's draft, those that its drafter guessed.
         """
         self.draft += seconds
         self.draft_prefill += prefill

@@ -165,9 +165,11 @@ class EngineCounts:
             sequence, key = event.sequence, id(event.sequence)
             generated += len(event.tokens)
             if event.drafted:
-                name = event.proposal.drafter or UNNAMED
-                tested[name] = tested.get(name, 0) + event.drafted
-                self._add_draft(name, event.drafted, event.accepted)
+                self._add_accepted(event.accepted)
+                for drafter, drafted, accepted in event.proposal.shares(event.accepted):
+                    name = drafter or UNNAMED
+                    tested[name] = tested.get(name, 0) + drafted
+                    counts_of(self.drafters, name).add(drafted, accepted)
             stats = sequence.stats
             if stats.rounds == 1:
                 self.histograms["first_token"].observe((stats.first_token_time or now) - stats.submit_time)
@@ -190,8 +192,7 @@ class EngineCounts:
             for name, tokens in tested.items():
                 seconds[name] = seconds.get(name, 0.0) + each * tokens
 
-    def _add_draft(self, drafter: str, drafted: int, accepted: int) -> None:
-        counts_of(self.drafters, drafter).add(drafted, accepted)
+    def _add_accepted(self, accepted: int) -> None:
         if accepted >= len(self.accepted):  # longer than the engine said
             self.accepted += [0] * (accepted + 1 - len(self.accepted))
         self.accepted[accepted] += 1

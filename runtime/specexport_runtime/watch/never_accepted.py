@@ -28,10 +28,11 @@ class NeverAccepted:
         """Look at the drafts of a step."""
         for event in record.events:
             drafter = event.proposal.drafter or UNNAMED
-            if not event.drafted or not event.tokens or drafter in self._settled:
+            drafted, accepted = event.proposal.num_own, event.proposal.own_tests(event.accepted)[0]
+            if not drafted or not event.tokens or drafter in self._settled:
                 continue
             counts = counts_of(self._counts, drafter)
-            counts.add(event.drafted, event.accepted)
+            counts.add(drafted, accepted)
             if counts.accepted:
                 self._settled.add(drafter)
             elif counts.never_accepted:

@@ -61,6 +61,7 @@ class RoundTracer:
                     milliseconds=1000 * seconds,
                     plain_milliseconds=None if plain is None else 1000 * plain * len(event.tokens),
                     promised=event.proposal.promised,
+                    forced=event.proposal.forced,
                 )
             )
         return plain

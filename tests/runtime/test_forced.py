@@ -1,0 +1,307 @@
+"""What a grammar forces begins drafts, goes on in them and behind them: on fakes, with every way to draft."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from loop import VOCAB, goodput_length, make_decoder, make_draft, make_sequence, make_target, run
+from test_assistant_drafter import assistant_decoder
+from test_block_head import block_decoder
+from test_goodput import curves
+from test_head import head_decoder
+from test_hydra_drafter import hydra_decoder
+from test_medusa_drafter import medusa_decoder
+from test_sampling_exact import P_VALUE, p_value
+from test_self_draft import LAYERS, chosen, gated, self_decoder
+
+from specexport_runtime.sampling.distribution import Distribution
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.sampler import Sampler
+from specexport_runtime.sequences.records import DrafterTraits, DraftStage, Proposal
+from specexport_runtime.sequences.results import make_chunk
+
+PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7]]
+ROOM = 8
+NOISES = {"good": 0.4, "random": 30.0}
+
+
+class Steps:
+    """A grammar: at every second place and at each third of what is left one token is possible, else three are."""
+
+    def __init__(self):
+        self.said = []
+
+    @staticmethod
+    def choices(said):
+        place, last = len(said) % 6, said[-1] if said else 0
+        if place in (1, 3, 4):
+            return {(last + 5) % VOCAB}
+        return {place, place + 5, (last + 9) % VOCAB}
+
+    def allowed(self, drafted):
+        mask = np.zeros(VOCAB, np.bool_)
+        mask[list(self.choices([*self.said, *drafted]))] = True
+        return mask
+
+    def cut(self, drafted):
+        for count, token in enumerate(drafted):
+            if token not in self.choices([*self.said, *drafted[:count]]):
+                return count
+        return len(drafted)
+
+    def forced(self, most, drafted=()):
+        found = []
+        while len(found) < most and len(only := self.choices([*self.said, *drafted, *found])) == 1:
+            found += only
+        return found
+
+    def consume(self, tokens):
+        assert self.cut(tokens) == len(tokens)
+        self.said += tokens
+
+
+def sequences_with(make_params, prompts=PROMPTS, **options):
+    return [
+        make_sequence(i, prompt, make_params(i), grammar=Steps(), forced_lookahead=ROOM, seed=i, **options)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def model_decoder(lookahead, noise, rows=4, *, stages=("draft-model",), target=None):
+    kind = "same" if noise == 0.0 else "good" if noise == 0.4 else "random"
+    plan = tuple(DraftStage(name, lookahead) for name in stages)
+    return make_decoder(target or make_target(rows), make_draft(kind, rows), lookahead, plan=plan)
+
+
+def layers_decoder(lookahead, noise, rows=4):
+    decoder = self_decoder(gated(noise, rows), lookahead)
+    choose = decoder.drafter.drafters["self"].choose
+    add = decoder.add
+    decoder.add = lambda seq: (add(seq), choose(seq, chosen(2 ** (2 * LAYERS) // 3)))
+    return decoder
+
+
+DECODERS = {
+    "draft-model": model_decoder,
+    "lookup": lambda k, noise: model_decoder(k, noise, stages=("lookup",)),
+    "chained": lambda k, noise: model_decoder(k, noise, stages=("lookup", "draft-model")),
+    "self": layers_decoder,
+    "head": lambda k, noise: head_decoder(k, noise)[0],
+    "medusa": lambda k, noise: medusa_decoder(k, noise)[0],
+    "hydra": lambda k, noise: hydra_decoder(k, noise)[0],
+    "block": lambda k, noise: block_decoder(k, noise)[0],
+    "assistant": lambda k, noise: assistant_decoder(k, noise)[0],
+}
+
+
+def plain_texts(prompts, count, target):
+    sequences = sequences_with(lambda _: SamplingParams(max_tokens=count), prompts)
+    run(make_decoder(target, None, 0), sequences)
+    return [seq.output for seq in sequences]
+
+
+@pytest.mark.parametrize(("lookahead", "noise"), [(1, "good"), (3, "random"), (4, "good"), (8, "good")])
+@pytest.mark.parametrize("drafter", DECODERS)
+def test_greedy_text_is_that_of_plain_decoding(drafter, noise, lookahead):
+    decoder = DECODERS[drafter](lookahead, NOISES[noise])
+    sequences = sequences_with(lambda i: SamplingParams(max_tokens=24 + i))
+    events = run(decoder, sequences)
+    for seq, text in zip(sequences, plain_texts(PROMPTS, 27, make_target()), strict=True):
+        assert seq.output == text[: seq.max_tokens]
+        names = set(seq.stats.drafters)
+        assert "forced" in names
+        assert sum(each.drafted for each in seq.stats.drafters.values()) == seq.stats.drafted
+        assert sum(each.accepted for each in seq.stats.drafters.values()) == seq.stats.accepted
+    begun = [event.proposal for event in events if event.proposal.forced[:1] == (0,)]
+    assert begun
+    for event in events:  # what begins a draft is sure
+        places = event.proposal.forced
+        sure = sum(place == j for j, place in enumerate(places))
+        assert event.accepted >= min(sure, len(event.tokens))
+        assert event.drafted <= ROOM
+    if drafter not in ("lookup", "self"):  # behind what begins them, guesses
+        assert any(proposal.num_own for proposal in begun) == (lookahead > 1 or drafter in ("draft-model", "chained"))
+
+
+def test_forced_tokens_cost_no_step_of_a_draft_model_and_none_of_its_lookahead():
+    """A perfect draft: two guesses, and all that is forced before, between and behind them."""
+    decoder = model_decoder(2, 0.0, 1)
+    (seq,) = sequences_with(lambda _: SamplingParams(max_tokens=49), PROMPTS[:1])
+    events = run(decoder, [seq])
+    own = sum(event.proposal.num_own for event in events)
+    forced = sum(len(event.proposal.forced) for event in events)
+    assert seq.stats.accepted == seq.stats.drafted == own + forced
+    assert forced > own > 0
+    draft_steps = [call for call in decoder.draft_model.runner.executor.calls if call.num_logit_rows]
+    assert len(draft_steps) == own
+    # Of 6 tokens 3 are forced: two guesses with what is forced between and around them, and the target's own token.
+    assert seq.stats.num_generated_tokens / seq.stats.rounds > 4.5
+
+
+def test_a_guess_behind_forced_tokens_saves_rounds():
+    """The same draft model, asked only where nothing is forced, as if it could not go on."""
+    totals = []
+    for goes_on in (True, False):
+        decoder = model_decoder(1, 0.4)
+        model = decoder.draft_model
+        model.traits = model.traits._replace(goes_on=goes_on)
+        sequences = sequences_with(lambda _: SamplingParams(max_tokens=48))
+        run(decoder, sequences)
+        totals.append(sum(seq.stats.rounds for seq in sequences))
+    assert totals[0] < 0.85 * totals[1]
+
+
+class Liar:
+    """A user's drafter, which knows of no grammar."""
+
+    traits = DrafterTraits(default_lookahead=4)
+    engine_seconds = 0.0
+
+    def __init__(self, token):
+        self.token, self.asked = token, []
+
+    def propose(self, sequences, lookaheads):
+        self.asked += [limit for limit in lookaheads if limit]
+        return [Proposal([self.token] * limit) for limit in lookaheads]
+
+    def commit(self, sequences):
+        pass
+
+    def move_row(self, source, destination):
+        pass
+
+    def release_row(self, row):
+        pass
+
+
+def test_who_is_refused_by_the_grammar_makes_way_for_the_next():
+    target = make_target(1)
+    decoder = model_decoder(3, 0.4, 1, target=target)
+    liar = decoder.drafter.drafters["liar"] = Liar(16)
+    decoder.plan = (DraftStage("liar", 3), *decoder.plan)
+    (seq,) = sequences_with(lambda _: SamplingParams(max_tokens=40), PROMPTS[:1])
+    run(decoder, [seq])
+    assert seq.output == plain_texts(PROMPTS[:1], 40, target)[0]
+    assert 0 < len(liar.asked) < seq.stats.rounds  # not where tokens are forced
+    assert seq.stats.drafters["draft-model"].accepted > 0
+    assert "liar" not in seq.stats.drafters
+
+
+@pytest.mark.parametrize(
+    ("noise", "rows", "lookahead"), [("good", 1, 1), ("random", 1, 4), ("good", 4, 2), ("random", 4, 3), ("good", 4, 8)]
+)
+def test_sampled_text_follows_the_masked_distribution(noise, rows, lookahead):
+    counts, target, params = sample(noise, rows, lookahead)
+    assert p_value(counts, exact(target, params)) > P_VALUE
+
+
+def test_guesses_that_are_taken_as_if_they_were_forced_are_noticed(monkeypatch):
+    """The test above can fail."""
+    from specexport_runtime.decoding import decoder as module
+
+    accept = module.accept_processed
+
+    def credulous(seq, proposal, logits):
+        sure = [
+            None if place in proposal.forced else Distribution(np.array([token]), np.array([1e-9]))
+            for place, token in enumerate(proposal.tokens)
+        ]
+        return accept(seq, proposal._replace(distributions=sure), logits)
+
+    monkeypatch.setattr(module, "accept_processed", credulous)
+    counts, target, params = sample("random", 4, 3, 300)
+    assert p_value(counts, exact(target, params)) < P_VALUE
+
+
+LENGTH = 6
+
+
+def sample(noise, rows, lookahead, samples=600):
+    """Texts of one prompt, some of them beside longer ones of others, so that batches are ragged."""
+    target = make_target(rows)
+    decoder = model_decoder(lookahead, NOISES[noise], rows, target=target)
+    others = [[5, 6, 7, 8, 9, 1, 2]] if rows > 1 else []
+    prompts = [prompt for _ in range(samples) for prompt in ([2, 4], *others)]
+    params = SamplingParams(max_tokens=LENGTH, temperature=1.0)
+    sequences = sequences_with(lambda _: params, prompts)
+    events = run(decoder, sequences)
+    assert any(event.proposal.forced and event.proposal.num_own for event in events)
+    return Counter(tuple(seq.output) for seq in sequences if seq.num_prompt_tokens == 2), target, params
+
+
+def exact(target, params):
+    """Probability of every text: the target's, given that each token is allowed."""
+    texts = {(): 1.0}
+    for _ in range(LENGTH):
+        longer = {}
+        for text, chance in texts.items():
+            grammar = Steps()
+            grammar.consume(list(text))
+            distribution = Sampler(params, [2, 4], VOCAB, grammar).distribution(target.logits_after([2, 4, *text]))
+            for token in np.flatnonzero(grammar.allowed(())):
+                longer[(*text, int(token))] = chance * distribution.probability(int(token))
+        texts = longer
+    assert sum(texts.values()) == pytest.approx(1.0)
+    return texts
+
+
+def adaptive(noise, **cost):
+    target = make_target(2)
+    decoder = model_decoder(4, noise, 2, target=target)
+    decoder.lengths = decoder.drafter.lengths = goodput_length(curves(**cost), ROOM)
+    return decoder, target
+
+
+def test_forced_tokens_are_drafted_where_nothing_else_pays():
+    """In plain spells too: there is nothing to weigh."""
+    decoder, target = adaptive(30.0, draft=3.0)
+    sequences = sequences_with(lambda _: SamplingParams(max_tokens=54), PROMPTS[:2], adaptive=True)
+    run(decoder, sequences)
+    for seq, text in zip(sequences, plain_texts(PROMPTS[:2], 54, target), strict=True):
+        assert seq.output == text
+        assert set(seq.stats.drafters) == {"forced"}
+        assert seq.stats.accepted == seq.stats.drafted > 20
+        assert seq.stats.rounds < 0.65 * 54
+
+
+def test_what_is_learned_of_texts_with_a_grammar_is_kept_apart():
+    decoder, _ = adaptive(30.0, draft=0.01)
+    sequences = sequences_with(lambda _: SamplingParams(max_tokens=50), PROMPTS[:2], adaptive=True)
+    run(decoder, sequences)
+    memory = decoder.lengths._drafters
+    assert set(memory) == {("draft-model", True)}
+    assert not memory["draft-model", True].is_unknown
+    free = make_sequence(5, [1, 2], SamplingParams(max_tokens=30), adaptive=True)
+    run(decoder, [free])
+    assert free.stats.drafted
+    assert memory["draft-model", False].shared is not memory["draft-model", True].shared
+
+
+def test_acceptance_is_learned_from_guesses_alone():
+    """Of a draft with a forced token in the middle: two guesses, the second failed."""
+    proposal = Proposal([4, 5, 6, 7], None, forced=(1, 3), drafter="draft-model")
+    assert [proposal.own_tests(accepted) for accepted in range(5)] == [
+        (0, True),
+        (1, False),  # the forced token failed, which tells nothing of the drafter
+        (1, True),
+        (2, False),
+        (2, False),
+    ]
+    assert proposal.shares(2) == [("draft-model", 2, 1), ("forced", 2, 1)]
+    assert proposal.shares(0) == [("draft-model", 2, 0), ("forced", 2, 0)]
+    assert (proposal.num_own, proposal.last_own) == (2, 2)
+    assert Proposal([], None).shares(0) == []
+
+
+def test_pieces_and_traces_say_what_was_forced():
+    decoder = model_decoder(3, 0.4, 1)
+    (seq,) = sequences_with(lambda _: SamplingParams(max_tokens=40), PROMPTS[:1], trace=True)
+    seq._pieces = []
+    events = run(decoder, [seq])
+    event = next(event for event in events if 0 < event.proposal.num_forced(event.accepted) < event.accepted)
+    seq._pieces = [""] * 40
+    pieces = make_chunk(event).pieces
+    names = ["forced" if j in event.proposal.forced else "draft-model" for j in range(event.accepted)]
+    assert [piece.drafter for piece in pieces] == [*names, ""]
+    assert [each.forced for each in seq.trace] == [event.proposal.forced for event in events]
+    assert sum(each.own[1] for each in seq.trace) == seq.stats.drafters["draft-model"].accepted
