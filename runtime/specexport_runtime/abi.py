@@ -25,9 +25,10 @@ E     ``feature_size``      width of a feature: what a draft head reads of its t
 from collections.abc import Sequence as Seq
 from typing import Literal, NamedTuple
 
-ABI_VERSION = 4
-READABLE_ABIS = (2, 3, 4)
-"""Version 3 added the gates of self-drafting, version 4 the features of draft heads; an older graph has none."""
+ABI_VERSION = 5
+READABLE_ABIS = (2, 3, 4, 5)
+"""Version 3 added the gates of self-drafting, version 4 the features of draft heads, version 5 the adapters that
+requests choose; an older graph has none."""
 
 Role = Literal["token", "index", "padding", "cache", "gate", "output"]
 
@@ -173,6 +174,13 @@ NEXT_FEATURES = TensorSpec(
     ("R", "E"),
     "output",
     "draft heads only: the head's hidden state at the selected rows, which its next step reads as `token_features`",
+)
+ADAPTER_IDS = TensorSpec(
+    "adapter_ids",
+    "int64",
+    ("T",),
+    "token",
+    "targets with LoRA adapters to choose from only: the adapter of each token, numbered from 1; 0 for none",
 )
 LOGITS = TensorSpec("logits", "float32", ("R", "V"), "output", "raw logits of the selected rows")
 TOKEN_IDS = TensorSpec(
@@ -320,6 +328,7 @@ def format_table() -> str:
         *EXTENT_INPUTS,
         *GATE_INPUTS,
         *FEATURE_INPUTS,
+        ADAPTER_IDS,
         *CACHE_INPUTS,
         LOGITS,
         TOKEN_IDS,

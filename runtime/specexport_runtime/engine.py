@@ -22,7 +22,7 @@ from specexport_runtime.engine_load import (
 )
 from specexport_runtime.engine_options import EngineOptions, make_options
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.executors.base import Executor, as_copying, borrows_cache
+from specexport_runtime.executors.base import Executor, adapted_executor, as_copying, borrows_cache
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.packing.kv import BorrowedKv
 from specexport_runtime.requests.builder import RequestBuilder
@@ -93,6 +93,8 @@ class SpecEngine:
         drafters: drafters of the user's own, by the names that requests use.
         suffixes: what was generated earlier; None begins with nothing.
         fingerprint: identifies weights, recipe and compiler; None if they are not known.
+        adapters: names of the LoRA adapters that requests may choose, in the order of their numbers in the engine.
+        default_adapter: the one of requests that name none; None for none.
     """
 
     def __init__(
@@ -123,6 +125,8 @@ class SpecEngine:
         drafters: Mapping[str, DrafterFactory] | None = None,
         suffixes: "KeptSuffixes | None" = None,
         fingerprint: str | None = None,
+        adapters: Seq[str] = (),
+        default_adapter: str | None = None,
     ) -> None:
         if max_num_batched_tokens < 1:
             raise InvalidRequestError(f"max_num_batched_tokens is {max_num_batched_tokens}.", "give 1 or more.")
@@ -172,7 +176,10 @@ class SpecEngine:
             eos_token_ids=tuple(eos_token_ids),
             defaults=draft_defaults,
             grammars=GrammarCompiler(tokenizer, target.vocab_size, eos_token_ids),
+            adapters=tuple(adapters),
         )
+        if default_adapter is not None:
+            adapted_executor(target).default_adapter = builder.find_adapter(default_adapter) or 0
         decoder = make_decoder(
             runner,
             made,
@@ -198,6 +205,11 @@ class SpecEngine:
     def drafters(self) -> tuple[str, ...]:
         """What requests may name as their drafter; some may have an obstacle, see :meth:`resolve_drafting`."""
         return self._builder.abilities.names
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """LoRA adapters that requests may name as their ``lora``."""
+        return self._builder.adapters
 
     @property
     def max_num_seqs(self) -> int:
@@ -308,6 +320,8 @@ class SpecEngine:
             drafters=drafters,
             suffixes=parts.suffixes,
             fingerprint=manifest.build_key,
+            adapters=manifest.models["target"].chosen_adapters,
+            default_adapter=options.lora,
         )
 
     @property
@@ -340,7 +354,7 @@ class SpecEngine:
             reference: a text or token ids that lookup may copy from, besides the prompt and what was generated.
             callback: called with each chunk in the decoding thread: keep it short. It may submit, but not wait.
             **drafting: how to draft: ``drafter``, ``num_speculative_tokens``, ``speculation``, ``layer_rules``,
-                ``draft_exit``, ``trace``; see ``requests.Drafting``.
+                ``draft_exit``, ``trace``; and ``lora``, the adapter to write with; see ``requests.Drafting``.
 
         Raises:
             InvalidRequestError: the request can never be served; others are not affected.
@@ -443,7 +457,7 @@ class SpecEngine:
         """
         self._builder.grammars.compile(form)
 
-    def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
+    def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None, lora: str | None = None) -> int:
         """Read a prompt, and keep it in a row of its own: every request that begins with it goes on from there.
 
         It takes one of the ``prefix_rows`` for as long as the engine lives, or until :meth:`unpin_prefix`.
@@ -451,6 +465,7 @@ class SpecEngine:
         Args:
             prompt: a text or token ids; the system prompt of a service, say.
             cache_salt: requests with this salt see it.
+            lora: requests with this adapter go on from it.
 
         Returns:
             its tokens.
@@ -473,21 +488,22 @@ class SpecEngine:
         self._loop.check_may_wait("SpecEngine.pin_prefix()")
         # A few tokens behind it, so that drafters read it too.
         params = SamplingParams(max_tokens=PIN_TOKENS, ignore_eos=True)
-        seq = self._builder.build(0, ids, params, RequestOptions(cache_salt=cache_salt))
+        seq = self._builder.build(0, ids, params, RequestOptions(cache_salt=cache_salt, lora=lora))
         seq.is_pinned = True
         handle = RequestHandle(ids, seq, self._loop, stream=False)
         self._loop.submit([handle])
         handle.result()
         return len(ids)
 
-    def unpin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> bool:
+    def unpin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None, lora: str | None = None) -> bool:
         """Let a prompt of :meth:`pin_prefix` go when its row is wanted.
 
         Returns:
             whether it was kept.
         """
         prefixes = self._loop.decoder.prefixes
-        return prefixes is not None and prefixes.unpin(self._builder.encode(prompt), cache_salt or "")
+        scope = (cache_salt or "", self._builder.find_adapter(lora))
+        return prefixes is not None and prefixes.unpin(self._builder.encode(prompt), scope)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked.

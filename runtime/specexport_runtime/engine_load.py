@@ -27,7 +27,7 @@ from specexport_runtime.lookahead.base import DraftLength
 from specexport_runtime.lookahead.draft_cost import WeighedDrafter
 from specexport_runtime.machine import has_int8_tiles
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.requests.checks import check_match_length
+from specexport_runtime.requests.checks import check_adapter, check_match_length
 from specexport_runtime.requests.drafting import Abilities, DraftDefaults, stage_names
 from specexport_runtime.requests.speculative_config import parse_speculative_config
 from specexport_runtime.watch.trace import RoundTracer
@@ -84,6 +84,7 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
             f"prefix_rows is {options.prefix_rows}, and this engine keeps no prefixes.",
             f"leave it out; prefixes need backend {backends_with('copies_rows')} and enable_prefix_caching.",
         )
+    check_adapter(options.lora, bundle.manifest.models["target"].chosen_adapters)
     defaults = _draft_defaults(bundle, options)
     drafting = [bundle.manifest.models[role] for role in ("draft", "head") if role in bundle.manifest.models]
     lm_head = load_cut_head(bundle.folder, drafting[0]) if drafting else None

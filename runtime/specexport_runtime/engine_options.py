@@ -38,6 +38,7 @@ class EngineOptions:
             begin alike go on from there: the same bits, without reading them again. False reads every prompt whole.
         prefix_rows: rows of the KV arena that keep texts beside those of ``max_num_seqs``; each costs a row's memory.
         prepacked: on the CPU, keep packed weights in the user's cache, where later loads and other processes map them.
+        lora: the LoRA adapter of requests that name none, one of those that requests may choose; None for none.
         share_threads: on the CPU, let target and a large draft take the same threads: faster, but from then on ONNX
             Runtime refuses every session of this process with threads of its own. The commands and the server do so.
     """
@@ -60,6 +61,7 @@ class EngineOptions:
     suffix_memory_mb: int | None = None
     corpus: str | Path | None = None
     suffix_file: str | Path | None = None
+    lora: str | None = None
     share_threads: bool = False
 
 

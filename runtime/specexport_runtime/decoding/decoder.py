@@ -308,8 +308,8 @@ class Decoder:
         known = seq.tokens[kv_len : kv_len + count]
         wanted = count if seq.is_scored else 1
         if proposal is None:
-            return RowWork(known, wanted)
-        return RowWork(known + proposal.tokens, len(proposal.tokens) + wanted)
+            return RowWork(known, wanted, adapter=seq.adapter)
+        return RowWork(known + proposal.tokens, len(proposal.tokens) + wanted, adapter=seq.adapter)
 
     def _score(self, scored: Mapping[int, int], output: StepOutput, first_row: int) -> list[Sequence]:
         """Keep log-probabilities of prompts.

@@ -42,7 +42,7 @@ class KeptPrefix:
 
     Attributes:
         tokens: int64 [n]; the row has the entries of all of them.
-        scope: who may go on from it.
+        scope: who may go on from it, and with which adapter.
         sides: on which side of the target's borders its first step was (see ``exact_width``).
         drafts: what the drafter has of the row.
         used: when it was last used, in admissions.
@@ -50,7 +50,7 @@ class KeptPrefix:
     """
 
     tokens: Int64Array
-    scope: str
+    scope: tuple[str, int | None]
     sides: tuple[bool, ...]
     drafts: Any
     used: int
@@ -110,12 +110,12 @@ class Prefixes:
 
     def is_early(self, seq: Sequence, running: Seq[Sequence]) -> bool:
         """Whether a sequence should wait: another is reading a beginning that both have, and will have it soon."""
-        if seq.scope is None or seq.is_scored:
+        if seq.row_scope is None or seq.is_scored:
             return False
         prompt, sides = np.asarray(seq.tokens, np.int64), self._sides(seq.num_prompt_tokens)
         coming, there = 0, 0
         for other in running:
-            if other.num_generated or other.scope != seq.scope or self._sides(other.num_prompt_tokens) != sides:
+            if other.num_generated or other.row_scope != seq.row_scope or self._sides(other.num_prompt_tokens) != sides:
                 continue
             common = _common(prompt, np.asarray(other.tokens, np.int64))
             if common > coming:
@@ -133,7 +133,7 @@ class Prefixes:
             running: all that hold a row.
         """
         self._clock += 1
-        if seq.scope is None or seq.is_scored:
+        if seq.row_scope is None or seq.is_scored:
             self._vacate(seq.row, running)
             return
         found, seq.stats.cached_tokens = self._longest(seq, running), 0
@@ -175,11 +175,11 @@ class Prefixes:
         count = self._target.kv.kv_len(seq.row)
         if seq.is_pinned:
             count = min(count, seq.num_prompt_tokens)
-        if seq.scope is None or seq.finish_reason == "error" or count < LEAST_REUSED:
+        if seq.row_scope is None or seq.finish_reason == "error" or count < LEAST_REUSED:
             return False
         self._kept[seq.row] = KeptPrefix(
             np.asarray(seq.tokens[:count], np.int64),
-            seq.scope,
+            seq.row_scope,
             self._sides(seq.num_prompt_tokens),
             self._drafter.snapshot(seq),
             self._clock,
@@ -206,7 +206,7 @@ class Prefixes:
         self.counts = self.counts._replace(copied=self.counts.copied + counts[1])
         return True
 
-    def unpin(self, tokens: Seq[int], scope: str) -> bool:
+    def unpin(self, tokens: Seq[int], scope: tuple[str, int | None]) -> bool:
         """Let a text that is kept for good go when its row is wanted; may be called from any thread.
 
         Returns:
@@ -258,11 +258,11 @@ class Prefixes:
     ) -> Iterator[tuple[int, KeptPrefix | None, Int64Array, Any]]:
         """Row, what is kept, tokens, and what the drafter has, of every text that a sequence may go on from."""
         for row, kept in self._kept.items():
-            if kept.scope == seq.scope and kept.sides == sides:
+            if kept.scope == seq.row_scope and kept.sides == sides:
                 yield row, kept, kept.tokens, kept.drafts
         for other in running:
             count, is_alike = self._target.kv.kv_len(other.row), self._sides(other.num_prompt_tokens) == sides
-            if other is not seq and count and other.scope == seq.scope and is_alike:
+            if other is not seq and count and other.row_scope == seq.row_scope and is_alike:
                 yield other.row, None, np.asarray(other.tokens[:count], np.int64), other
 
     def _sides(self, prompt_tokens: int) -> tuple[bool, ...]:

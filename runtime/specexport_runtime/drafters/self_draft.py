@@ -193,7 +193,8 @@ def _choice_of_mask(mask: BoolArray) -> LayerChoice:
 
 def _unseen(draft: Draft) -> RowWork:
     """What the next draft step is fed: the newest token. The target has seen all but the last that was committed."""
-    return RowWork(draft.tokens[-1:] or draft.sequence.tokens[-1:], 1)
+    seq = draft.sequence
+    return RowWork(draft.tokens[-1:] or seq.tokens[-1:], 1, adapter=seq.adapter)
 
 
 KIND = DrafterKind(

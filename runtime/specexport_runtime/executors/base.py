@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.abi import StepShape
+from specexport_runtime.errors import SpecexportError
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.manifest import ModelEntry
@@ -61,6 +62,8 @@ class StepBuffers(NamedTuple):
     """Only where the shape has a ``kv_span``."""
     token_features: Float32Array | None = None
     """Only of a draft head."""
+    adapter_ids: Int64Array | None = None
+    """Only of a target with adapters to choose from."""
 
 
 class Executor(Protocol):
@@ -151,6 +154,15 @@ class GatedExecutor(Executor, Protocol):
         ...
 
 
+class AdaptedExecutor(Executor, Protocol):
+    """An executor of a target with LoRA adapters to choose from: each token of a step comes with a number."""
+
+    num_adapters: int
+    """Adapters are numbered from 1."""
+    default_adapter: int
+    """That of rows which name none; 0 for none."""
+
+
 class FeaturedExecutor(Executor, Protocol):
     """An executor of a target that a draft head reads: it gives features of the tokens of a step."""
 
@@ -206,6 +218,17 @@ def as_copying(executor: Executor) -> CopyingExecutor | None:
 def as_featured(executor: Executor) -> FeaturedExecutor | None:
     """``executor`` if it is of a target that gives features; None if not."""
     return executor if getattr(executor, "gives_features", False) else None  # type: ignore[return-value]
+
+
+def adapted_executor(executor: Executor) -> AdaptedExecutor:
+    """``executor``, of a target with adapters to choose from.
+
+    Raises:
+        SpecexportError: it has none.
+    """
+    if not getattr(executor, "num_adapters", 0):
+        raise SpecexportError("this engine has no adapters to choose from.")
+    return executor  # type: ignore[return-value]
 
 
 def as_head(executor: Executor) -> HeadExecutor | None:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.abi import (
+    ADAPTER_IDS,
     CACHE_INPUTS,
     K_CACHE_OUT,
     KV_POSITIONS,
@@ -120,6 +121,7 @@ class OrtExecutor(GatedByInputs, WithFeatures):
         self.num_gates = entry.num_gates if unpad_kv else 0  # a padded-KV graph never has gates
         self._gates = OrtGates(self._graph.session, self.num_gates, path)
         self._features: OrtFeatures = OrtFeatures(self._graph.session, entry.feature_size if unpad_kv else 0, path)
+        self.num_adapters, self.default_adapter = len(entry.chosen_adapters), 0
         self.num_draft_heads, self.reads_draft = entry.num_draft_heads, entry.head_kind == HYDRA
         self._cache_dtype = np.dtype(entry.cache_dtype)
         self.borrows_cache = bool(entry.target_layers)
@@ -257,7 +259,9 @@ class OrtExecutor(GatedByInputs, WithFeatures):
             raise SpecexportError(
                 f"{shape} does not fit this graph's KV cache.", "give `unpad_kv` to the executor and the engine alike."
             )
-        specs = PADDED_STEP_INPUTS if shape.kv_span else STEP_INPUTS
+        specs = [*(PADDED_STEP_INPUTS if shape.kv_span else STEP_INPUTS)]
+        if self.num_adapters:
+            specs.append(ADAPTER_IDS)
         arrays = {spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in specs}
         for name, array in arrays.items():
             if name in graph.inputs:

@@ -9,7 +9,7 @@ import numpy as np
 
 from specexport_runtime.drafters.forced import FORCED, FORCED_LOOKAHEAD
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.checks import check_text, check_token_ids, check_token_range
+from specexport_runtime.requests.checks import check_adapter, check_text, check_token_ids, check_token_range
 from specexport_runtime.requests.drafting import Abilities, DraftDefaults, DraftPlan, RequestOptions, resolve_draft_plan
 from specexport_runtime.requests.grammars import GrammarCompiler
 from specexport_runtime.sampling.params import SamplingParams
@@ -35,6 +35,7 @@ class RequestBuilder:
         eos_token_ids: ids that end a text.
         defaults: how to draft for requests that do not say.
         grammars: makes the grammars of texts whose form is given.
+        adapters: names of the LoRA adapters that requests may choose, in the order of their numbers, from 1.
     """
 
     tokenizer: "Tokenizer"
@@ -44,6 +45,7 @@ class RequestBuilder:
     eos_token_ids: tuple[int, ...]
     defaults: DraftDefaults
     grammars: GrammarCompiler
+    adapters: tuple[str, ...] = ()
 
     def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, checked.
@@ -152,7 +154,17 @@ class RequestBuilder:
             trace=options.trace,
             scope=_scope(options),
             grammar=grammar,
+            adapter=self.find_adapter(options.lora),
         )
+
+    def find_adapter(self, name: str | None) -> int | None:
+        """Number of an adapter, from 1; None for no name.
+
+        Raises:
+            InvalidRequestError: there is none of that name.
+        """
+        check_adapter(name, self.adapters)
+        return None if name is None else self.adapters.index(name) + 1
 
     def _exit_params(self, options: RequestOptions, plan: DraftPlan) -> DraftExitParams | None:
         """When drafts of models end for this request; None: never before K."""

@@ -42,6 +42,8 @@ class Drafting(TypedDict, total=False):
         trace: keep what each round did.
         cache_salt: who may see what is kept of this request, and whose kept texts it may see: those with the same salt.
         remember: False keeps nothing of this request for later ones, and shows it nothing of earlier ones.
+        lora: the LoRA adapter that the target writes with, one of ``SpecEngine.adapters``; None takes the engine's
+            default, which is none unless it was loaded with one.
     """
 
     drafter: str | None
@@ -52,6 +54,7 @@ class Drafting(TypedDict, total=False):
     trace: bool
     cache_salt: str | None
     remember: bool
+    lora: str | None
 
 
 class RequestOptions(NamedTuple):
@@ -65,6 +68,7 @@ class RequestOptions(NamedTuple):
     trace: bool = False
     cache_salt: str | None = None
     remember: bool = True
+    lora: str | None = None
 
 
 class DraftDefaults(NamedTuple):

@@ -50,6 +50,7 @@ class Sequence:
         scope: who may see what is kept of it, and whose kept texts it may see; None: nothing is kept and none seen.
         is_pinned: its prompt stays in its cache row when it has ended.
         grammar: which tokens may come next; None for any.
+        adapter: number of the LoRA adapter that it is written with, from 1; None for the engine's default.
 
     Attributes:
         tokens: prompt and committed output.
@@ -83,6 +84,7 @@ class Sequence:
         scope: str | None = None,
         is_pinned: bool = False,
         grammar: "Grammar | None" = None,
+        adapter: int | None = None,
     ) -> None:
         self.index = index
         self.params = params
@@ -102,7 +104,7 @@ class Sequence:
         self.draft_exit = draft_exit
         self.layer_rules = DEFAULT_RULES if layer_rules is None else layer_rules
         self.trace: list[RoundTrace] | None = [] if trace else None
-        self.scope = scope
+        self.scope, self.adapter = scope, adapter
         self.is_pinned = is_pinned
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
@@ -121,6 +123,11 @@ class Sequence:
     def output(self) -> list[int]:
         """Committed output token ids."""
         return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def row_scope(self) -> tuple[str, int | None] | None:
+        """Who may go on from what its cache row has: those of its scope with the same adapter; None for nobody."""
+        return None if self.scope is None else (self.scope, self.adapter)
 
     @property
     def room_for_drafts(self) -> int:

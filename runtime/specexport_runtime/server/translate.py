@@ -10,7 +10,8 @@ from specexport_runtime.requests.drafting import RequestSpec
 from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.sequences.results import as_prompts
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.errors import ApiError, invalid, over_limit, shown, unsupported
+from specexport_runtime.server.errors import invalid, over_limit, shown, unsupported
+from specexport_runtime.server.models import adapter_of
 from specexport_runtime.server.prompt_tokens import (
     aside_if_long,
     check_prompt,
@@ -54,6 +55,7 @@ class Plan(NamedTuple):
         scores: the prompt has log-probabilities too.
         only_echo: of the one token that was generated nothing is told.
         continuous_usage: each chunk has the usage of its choice so far.
+        model: name of the model that answers; empty for the one that is served.
     """
 
     specs: list[RequestSpec]
@@ -67,6 +69,7 @@ class Plan(NamedTuple):
     scores: bool = False
     only_echo: bool = False
     continuous_usage: bool = False
+    model: str = ""
 
 
 async def plan_completion(
@@ -143,6 +146,9 @@ async def _plan(
     engine = service.engine
     reference = await _reference(body, service)
     drafting = _drafting(body, engine, reference, owner)
+    adapter = adapter_of(body.model, engine, config.model_name)
+    if adapter is not None:
+        drafting["lora"] = adapter
     common, alternatives = _sampling(body), _alternatives(body)
     scores = alternatives is not None and isinstance(body, CompletionRequest) and bool(body.echo)
     if scores:
@@ -171,13 +177,12 @@ async def _plan(
         scores=scores,
         only_echo=body.max_tokens == 0,
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+        model=drafting.get("lora", ""),
     )
 
 
 def _check_common(body: Sampling, engine: SpecEngine, config: ServerConfig) -> None:
-    if body.model not in (None, config.model_name):
-        message = f"There is no model {body.model[:100]!r} here, only {config.model_name!r}."
-        raise ApiError(404, message, param="model", code="model_not_found")
+    adapter_of(body.model, engine, config.model_name)
     if body.n is not None and body.n > config.max_n:
         raise over_limit("n", f"n = {shown(body.n)}", config.max_n)
     if body.stream_options is not None and not body.stream:
