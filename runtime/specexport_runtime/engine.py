@@ -502,8 +502,8 @@ class SpecEngine:
             whether it was kept.
         """
         prefixes = self._loop.decoder.prefixes
-        scope = (cache_salt or "", self._builder.find_adapter(lora))
-        return prefixes is not None and prefixes.unpin(self._builder.encode(prompt), scope)
+        adapter = self._builder.find_adapter(lora)
+        return prefixes is not None and prefixes.unpin(self._builder.encode(prompt), cache_salt or "", adapter)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked.

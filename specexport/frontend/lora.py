@@ -20,7 +20,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _ABOUT = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "exclude_modules",
     "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
-    "lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", 
+    "lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r",
     "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
 }  # fmt: skip
 """Settings that are honoured here, or that change nothing of an adapter once it is trained. Others must be off."""

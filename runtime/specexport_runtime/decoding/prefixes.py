@@ -206,7 +206,7 @@ class Prefixes:
         self.counts = self.counts._replace(copied=self.counts.copied + counts[1])
         return True
 
-    def unpin(self, tokens: Seq[int], scope: tuple[str, int | None]) -> bool:
+    def unpin(self, tokens: Seq[int], scope: str, adapter: int | None = None) -> bool:
         """Let a text that is kept for good go when its row is wanted; may be called from any thread.
 
         Returns:
@@ -214,7 +214,7 @@ class Prefixes:
         """
         wanted, found = list(tokens), False
         for kept in tuple(self._kept.values()):
-            if kept.is_pinned and kept.scope == scope and kept.tokens.tolist() == wanted:
+            if kept.is_pinned and kept.scope == (scope, adapter) and kept.tokens.tolist() == wanted:
                 kept.is_pinned, found = False, True
         return found
 
