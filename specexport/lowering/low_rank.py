@@ -11,7 +11,9 @@ may share a step: each token is in one of them, and reads that one's matrices on
 
 ``down`` and ``up`` are constants, so ONNX Runtime packs them when it loads the engine, and multiplies packed matrices
 in one order of additions whatever the number of rows. (It does not with matrices that come as inputs, which is why
-these are none.) So in quantized engines a token's numbers still do not depend on its step; see ``exact_width``.
+these are none.) So in quantized engines a token's numbers still do not depend on its step; see ``exact_width``. It
+packs no constant of the graph for a branch within a branch: in layers that can be left out, which are in a branch
+already, the products have no ``If``, and a step without adapters runs them over no rows.
 """
 
 from collections.abc import Iterator
@@ -156,8 +158,6 @@ class _Chosen:
 
 def _expand(graph: "ir.Graph", site: _Site, adapters: Seq[Adapter], chosen: _Chosen) -> None:
     """Put the products of one layer in the place of its mark."""
-    import onnx_ir as ir
-
     out, source = site.node.inputs[:2]
     assert out is not None and source is not None and source.shape is not None  # noqa: S101 PT018 - marked so
     rank, width = len(source.shape), sum(site.widths)
@@ -166,21 +166,33 @@ def _expand(graph: "ir.Graph", site: _Site, adapters: Seq[Adapter], chosen: _Cho
     added = [_product(run, site, i, adapters[i], chosen.tokens[i], rank) for i in numbers]
     if len(added) > 1:
         added = [run.op("Concat", *added, axis=rank - 2)]
-    empty = constant(graph, f"lora.none.{rank}.{width}", np.zeros((1, 0, width)[3 - rank :], np.float32))
-    skip, emit = Emitter(graph, f"{site.stem}.skip"), Emitter(graph, site.stem)
-    nothing = skip.op("Identity", empty)
-    branches = {
-        "then_branch": ir.Graph([], [_typed(added[0], rank, width)], nodes=run.nodes, name=f"{site.stem}.then"),
-        "else_branch": ir.Graph([], [_typed(nothing, rank, width)], nodes=skip.nodes, name=f"{site.stem}.else"),
-    }
-    rows = emit.node("If", [chosen.any], branches).outputs[0]
-    _typed(rows, rank, width)
-    result = emit.op("ScatterND", out, chosen.places(numbers, rank), rows, shape=out.shape, reduction="add")
-    old, owner = site.node.outputs[0], site.node.graph
+    rows, emit, owner = _typed(added[0], rank, width), Emitter(graph, site.stem), site.node.graph
     assert owner is not None  # noqa: S101 - it was found there
+    if owner is graph:
+        rows = _gated(emit, chosen.any, rows, run, rank)
+    else:
+        owner.insert_before(site.node, run.nodes)
+    result = emit.op("ScatterND", out, chosen.places(numbers, rank), rows, shape=out.shape, reduction="add")
+    old = site.node.outputs[0]
     owner.insert_before(site.node, emit.nodes)
     old.replace_all_uses_with(result, replace_graph_outputs=True)
     owner.remove(site.node, safe=True)
+
+
+def _gated(emit: Emitter, wanted: "ir.Value", rows: "ir.Value", run: Emitter, rank: int) -> "ir.Value":
+    """``rows``, which ``run`` computes, where they are wanted; else none."""
+    import onnx_ir as ir
+
+    assert rows.shape is not None  # noqa: S101 - typed
+    width = int(str(rows.shape[-1]))
+    # Not an initializer: the graph for padded KV has this branch where that with gates, whose weights it shares, has not.
+    skip, empty = Emitter(emit.graph, f"{rows.name}.skip"), np.zeros((1, 0, width)[3 - rank :], np.float32)
+    nothing = _typed(skip.node("Constant", [], {"value": ir.tensor(empty)}).outputs[0], rank, width)
+    branches = {
+        "then_branch": ir.Graph([], [rows], nodes=run.nodes, name=f"{rows.name}.then"),
+        "else_branch": ir.Graph([], [nothing], nodes=skip.nodes, name=f"{rows.name}.else"),
+    }
+    return _typed(emit.node("If", [wanted], branches).outputs[0], rank, width)
 
 
 def _typed(value: "ir.Value", rank: int, width: int) -> "ir.Value":

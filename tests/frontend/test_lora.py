@@ -82,7 +82,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "copied layers": ({"layer_replication": [[0, 2]]}, "layer_replication"),
     "from a token on": ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
     "of the future": ({"use_something_new": 1}, "use_something_new 1, which is not honoured"),
-    "another base": ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa', which changes the base model's weights"),
+    "another base": (
+        {"init_lora_weights": "pissa"},
+        "init_lora_weights 'pissa', which changes the base model's weights",
+    ),
     "no rank": ({"r": 0}, "r is 0"),
     "no number": ({"lora_alpha": "16"}, "lora_alpha is '16'"),
     "no modules": ({"target_modules": None}, "target_modules is None"),
