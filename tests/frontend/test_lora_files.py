@@ -128,7 +128,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         rf"{re.escape(_Q)}\.lora_B\.weight: it is \[63, 4\]",
     ),
     "an unknown module": (
-        _damaged(lambda t: t.update({"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": torch.zeros(4, 64)})),
+        _damaged(lambda t: t.update({_Q.replace("0", "9") + ".lora_A.weight": torch.zeros(4, 64)})),
         "the model has no module model.layers.9.self_attn.q_proj",
     ),
     "a magnitude": (
