@@ -79,14 +79,11 @@ class OrtCpu(Backend):
             fields["quantized_bytes"] = nbits_bytes(ir_model.graph, recipe.dtype)
         with job.clock.stage("build", role):
             fields["path"] = write_onnx(ir_model, folder)
-            if padded_model is not None:
-                fields["padded_path"] = write_padded_onnx(padded_model, folder)
-                fields["padded_inputs"] = step_inputs(padded_model)
-                release_weights(padded_model.graph.initializers.values())
-            if one_token_model is not None:
-                fields["one_token_path"] = write_one_token_onnx(one_token_model, folder)
-                fields["one_token_inputs"] = step_inputs(one_token_model)
-                release_weights(one_token_model.graph.initializers.values())
+            others = {"padded": (padded_model, write_padded_onnx), "one_token": (one_token_model, write_one_token_onnx)}
+            for name, (model, write) in others.items():
+                if model is not None:
+                    fields |= {f"{name}_path": write(model, folder), f"{name}_inputs": step_inputs(model)}
+                    release_weights(model.graph.initializers.values())
         return {
             **fields,
             "inputs": step_inputs(ir_model),

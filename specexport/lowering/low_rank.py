@@ -185,7 +185,7 @@ def _gated(emit: Emitter, wanted: "ir.Value", rows: "ir.Value", run: Emitter, ra
 
     assert rows.shape is not None  # noqa: S101 - typed
     width = int(str(rows.shape[-1]))
-    # Not an initializer: the graph for padded KV has this branch where that with gates, whose weights it shares, has not.
+    # Not an initializer: the graph for padded KV, which shares the weights of one with gates, has this branch alone.
     skip, empty = Emitter(emit.graph, f"{rows.name}.skip"), np.zeros((1, 0, width)[3 - rank :], np.float32)
     nothing = _typed(skip.node("Constant", [], {"value": ir.tensor(empty)}).outputs[0], rank, width)
     branches = {
