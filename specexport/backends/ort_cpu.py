@@ -80,10 +80,10 @@ class OrtCpu(Backend):
         with job.clock.stage("build", role):
             fields["path"] = write_onnx(ir_model, folder)
             others = {"padded": (padded_model, write_padded_onnx), "one_token": (one_token_model, write_one_token_onnx)}
-            for name, (model, write) in others.items():
-                if model is not None:
-                    fields |= {f"{name}_path": write(model, folder), f"{name}_inputs": step_inputs(model)}
-                    release_weights(model.graph.initializers.values())
+            for name, (other, write) in others.items():
+                if other is not None:
+                    fields |= {f"{name}_path": write(other, folder), f"{name}_inputs": step_inputs(other)}
+                    release_weights(other.graph.initializers.values())
         return {
             **fields,
             "inputs": step_inputs(ir_model),
