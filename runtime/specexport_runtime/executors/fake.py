@@ -258,7 +258,8 @@ class FakeExecutor:
         if self._wants_features:
             for j, row in enumerate(rows):
                 self._note(self.features, begin + j, cache[row])
-        return {begin + j: self.logits_after(cache[row], self._mask, adapter) for j, row in enumerate(rows)}
+        own = (adapter,) if adapter else ()  # models of one's own may know of none
+        return {begin + j: self.logits_after(cache[row], self._mask, *own) for j, row in enumerate(rows)}
 
     def _adapter_of(self, buffers: StepBuffers, start: int, stop: int) -> int:
         """The adapter of a row's tokens, which have one together; 0 without adapters."""
