@@ -11,6 +11,7 @@ import click
 from specexport.build.draft_layers import describe_layers
 from specexport.build.head import describe_probe
 from specexport_runtime.abi import (
+    ADAPTER_IDS,
     AFTER_NORM,
     ALIGNED_STEP_INPUTS,
     CACHE_BYTES,
@@ -35,7 +36,7 @@ from specexport_runtime.abi import (
     state_shapes,
 )
 from specexport_runtime.bundle.files import check_files
-from specexport_runtime.bundle.manifest import EngineFile, Manifest, ModelEntry, load_manifest
+from specexport_runtime.bundle.manifest import AdapterEntry, EngineFile, Manifest, ModelEntry, load_manifest
 from specexport_runtime.executors.open import backend_of
 
 _GPU_OUTPUTS = (TOKEN_IDS,)
@@ -72,9 +73,8 @@ def describe_json(manifest: Manifest) -> dict[str, Any]:
 
 def contract_of(entry: ModelEntry) -> list[TensorSpec]:
     """Rows of the graph contract that a model's engine has; ``{i}`` stands for each layer."""
-    known = dict.fromkeys(
-        (*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS, *GATE_INPUTS, *FEATURE_INPUTS, STATE_STEPS)
-    )
+    gates = (*EXTENT_INPUTS, *GATE_INPUTS, *FEATURE_INPUTS, ADAPTER_IDS, STATE_STEPS)
+    known = dict.fromkeys((*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *gates))
     backend = backend_of(entry.backend)
     extra = (_GPU_OUTPUTS if backend is not None and backend.on_gpu else ()) + (
         (SIMILARITY,) if entry.num_gates and not entry.skipped_layers else ()
@@ -160,6 +160,7 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     yield f"  {_layers_line(entry)}, V {entry.vocab_size}, positions: {limit}"
     if entry.dropped_layers:
         yield f"  {describe_layers(entry)}"
+    yield from map(_describe_adapter, entry.adapters)
     if entry.head_kind is not None:
         kind = f"{entry.num_draft_heads} of {entry.head_kind}" if entry.num_draft_heads else entry.head_kind
         blocks = "" if entry.block_size is None else f" with blocks of {entry.block_size}"
@@ -194,6 +195,12 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
         yield f"  no self-drafting: {entry.gate_obstacle}"
     if entry.passes:
         yield "  passes: " + ", ".join(f"{name} {count}" for name, count in (*entry.passes, *entry.fused))
+
+
+def _describe_adapter(adapter: AdapterEntry) -> str:
+    use = "merged into the weights" if adapter.use == "merged" else "for requests that choose it"
+    source = f"{adapter.source} (sha256 {adapter.sha256[:16]})"
+    return f"  LoRA adapter {adapter.name} from {source}, rank {adapter.rank}: {use}"
 
 
 def _taps(entry: ModelEntry) -> str:

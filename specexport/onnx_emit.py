@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _READABLE = 8  # a constant with up to this many elements is named by them
 _SAME_AS_LAST = {"Where"}  # the operators whose dtype is that of their last input, not of their first
 _OWN_DTYPE = {"ArgMax": "INT64", "Greater": "BOOL", "IsNaN": "BOOL", "Less": "BOOL", "LessOrEqual": "BOOL"}
-_OWN_DTYPE |= {"Shape": "INT64"}  # these have one dtype, whatever they read
+_OWN_DTYPE |= {"Equal": "BOOL", "NonZero": "INT64", "Shape": "INT64"}  # these have one dtype, whatever they read
 
 
 class Emitter:

@@ -13,7 +13,13 @@ from typing import Any, Literal
 
 from specexport.backends.base import ANY_ARCHITECTURE, AUTO_MODEL_LEN
 from specexport.backends.registry import BACKENDS, DEFAULT_BACKEND, find_backend
-from specexport_runtime.bundle.manifest import MAX_LOOKAHEAD, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_TOKENS
+from specexport_runtime.bundle.manifest import (
+    MAX_ADAPTERS,
+    MAX_LOOKAHEAD,
+    MAX_MODEL_LEN,
+    MAX_NUM_SEQS,
+    MAX_NUM_TOKENS,
+)
 from specexport_runtime.cli.errors import suggest
 from specexport_runtime.errors import RecipeError
 
@@ -22,11 +28,14 @@ Auto = Literal["auto"]
 MIN_MODEL_LEN = 16
 KEEP, FLOAT = "keep", "none"
 """Quantizations that are none: weights as a quantized checkpoint has them, and float weights whatever it has."""
+MERGE, CHOOSE = "merge", "choose"
+"""What becomes of LoRA adapters: a part of the weights, or what a request chooses."""
 KV_CACHE_DTYPES = ("int8",)
 """What KV caches may hold in the place of the model's dtype."""
 _LIMITS = {"max_num_seqs": MAX_NUM_SEQS, "max_num_tokens": MAX_NUM_TOKENS}
 """Most of each limit that a backend does not fix when it builds."""
 _SM = re.compile(r"(?:sm_?)?(\d{1,2})\.?(\d)", re.IGNORECASE)
+_ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _ALIASES = {"num_speculative_tokens": "lookahead"}
 _DTYPE_ALIASES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 _TEXT_KEYS = (
@@ -76,6 +85,9 @@ class BuildRecipe:
         kv_cache_dtype: ort-cpu: ``"int8"`` lets models with quantized weights keep their KV caches in 8 bits; None and
             ``"auto"`` give caches the dtype of the model.
         fuse: ort-cpu: pack and fuse operators where that is faster; off is for comparison.
+        lora: LoRA adapters of the target: name and folder of each; texts ``"NAME=FOLDER"`` are taken too.
+        lora_mode: ``"merge"`` adds the one adapter to the weights, ``"choose"`` lets each request choose one of them or
+            none (ort-cpu); ``"auto"`` merges one, and lets choose between several.
         self_draft: let the target draft with some of its own layers.
         self_draft_skip: TensorRT: the layers (from 0) that these drafts leave out; empty takes every third, but not the
             last two.
@@ -113,12 +125,15 @@ class BuildRecipe:
     fuse: bool = True
     self_draft: bool = False
     self_draft_skip: tuple[int, ...] = ()
+    lora: tuple[tuple[str, str], ...] = ()
+    lora_mode: str = "auto"
 
     def __post_init__(self) -> None:
         self._check_types()
         self._check_revisions()
         object.__setattr__(self, "sm", normalize_architectures(self.sm))
         object.__setattr__(self, "self_draft_skip", normalize_layers(self.self_draft_skip))
+        object.__setattr__(self, "lora", normalize_adapters(self.lora))
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
         object.__setattr__(self, "kv_cache_dtype", None if self.kv_cache_dtype == "auto" else self.kv_cache_dtype)
         dtypes = find_backend(self.backend).dtypes
@@ -142,10 +157,41 @@ class BuildRecipe:
         self._check_quantization()
         self._check_draft_reductions()
         self._check_backend_options()
+        self._check_adapters()
 
     def quantization_of(self, role: str) -> str | None:
         """How the weights of the model in ``role`` are quantized; None if they are not."""
         return self.quantize if role == "target" else self.draft_quantize
+
+    @property
+    def chooses_adapters(self) -> bool:
+        """Whether requests choose between the adapters; else there is one at most, and it is in the weights."""
+        return self.lora_mode == CHOOSE or (self.lora_mode == "auto" and len(self.lora) > 1)
+
+    def _check_adapters(self) -> None:
+        if self.lora_mode not in ("auto", MERGE, CHOOSE):
+            raise RecipeError(f"lora_mode is {self.lora_mode!r}.", f"use one of: auto, {MERGE}, {CHOOSE}.")
+        if self.lora_mode != "auto" and not self.lora:
+            raise RecipeError("lora_mode is given and lora is not.", "give `--lora NAME=FOLDER`, or leave both out.")
+        if self.lora_mode == MERGE and len(self.lora) > 1:
+            raise RecipeError(
+                f"{len(self.lora)} LoRA adapters are to be merged, and weights hold one.",
+                f"give one, or `--lora-mode {CHOOSE}`.",
+            )
+        if len(self.lora) > MAX_ADAPTERS:
+            raise RecipeError(f"{len(self.lora)} LoRA adapters are given.", f"give {MAX_ADAPTERS} at most.")
+        if self.chooses_adapters and not find_backend(self.backend).chooses_adapters:
+            able = [backend.name for backend in BACKENDS.values() if backend.chooses_adapters]
+            raise RecipeError(
+                f"requests are to choose between LoRA adapters, and backend {self.backend} cannot do that.",
+                f"give one adapter, which is merged into the weights, or build with `--backend {' or '.join(able)}`.",
+            )
+        taken = next((name for name, _ in self.lora if name == self.bundle_name), None)
+        if taken is not None and self.chooses_adapters:
+            raise RecipeError(
+                f"LoRA adapter {taken} has the name of the bundle, by which requests choose none.",
+                "give the adapter another name, or the bundle with --name.",
+            )
 
     def _check_quantization(self) -> None:
         for key in ("quantize", "draft_quantize"):
@@ -254,7 +300,7 @@ class BuildRecipe:
         for key in ("target", "output"):
             if not isinstance(getattr(self, key), str) or not getattr(self, key):
                 raise RecipeError(f"{key} is missing.", _HOW_TO_GIVE[key])
-        for key in ("name", "backend", "dtype", "lowering"):
+        for key in ("name", "backend", "dtype", "lowering", "lora_mode"):
             _require_type(key, getattr(self, key), str, "text")
         for key in _TEXT_KEYS:
             if getattr(self, key) is not None:
@@ -290,6 +336,7 @@ class BuildRecipe:
         """The recipe without the places it reads from and writes to: what belongs into hashes and manifests."""
         data = asdict(self)
         data |= {"sm": list(self.sm), "self_draft_skip": list(self.self_draft_skip)}  # as they read back from JSON
+        data["lora"] = [name for name, _ in self.lora]
         data["has_draft"] = self.draft is not None
         data["has_head"] = self.head is not None
         for key in _PATH_KEYS:
@@ -386,6 +433,9 @@ def load_recipe_file(path: Path) -> dict[str, Any]:
     for key in _PATH_KEYS:
         if isinstance(values.get(key), str) and (key, values[key]) != ("head", MTP):
             values[key] = _from_recipe_folder(key, values[key], path.parent)
+    if "lora" in values:
+        adapters = normalize_adapters(values["lora"])
+        values["lora"] = tuple((name, _from_recipe_folder("lora", folder, path.parent)) for name, folder in adapters)
     return values
 
 
@@ -395,7 +445,7 @@ def _from_recipe_folder(key: str, value: str, folder: Path) -> str:
         return str(expanded)
     # "org/model" is a hub id unless there is such a folder beside the recipe.
     looks_local = (
-        key in ("output", "draft_vocab_texts")
+        key in ("output", "draft_vocab_texts", "lora")
         or value.startswith(".")
         or value.endswith(".gguf")
         or value.count("/") > 1
@@ -508,3 +558,25 @@ def normalize_layers(values: object) -> tuple[int, ...]:
         if not isinstance(item, int) or isinstance(item, bool) or item < 0:
             raise RecipeError(f"self_draft_skip has {item!r}.", "give numbers of layers, the first is 0.")
     return tuple(sorted(set(items)))
+
+
+def normalize_adapters(values: object) -> tuple[tuple[str, str], ...]:
+    """LoRA adapters as pairs of name and folder: ``"NAME=FOLDER"`` is one, and so is an entry of a table.
+
+    Raises:
+        RecipeError: a value is no such thing, or two have one name.
+    """
+    items: Iterable[Any] = values if isinstance(values, (list, tuple)) else [values]
+    if isinstance(values, Mapping):
+        items = values.items()
+    found: dict[str, str] = {}
+    for item in items:
+        pair = item.split("=", 1) if isinstance(item, str) else item
+        texts = isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        name, folder = pair if texts else ("", "")
+        if not _ADAPTER.fullmatch(name) or not folder:
+            raise RecipeError(f"lora has {item!r}.", "give NAME=FOLDER; a name has letters, digits and . _ - only.")
+        if name in found:
+            raise RecipeError(f"lora gives {name} twice.", "give each adapter a name of its own.")
+        found[name] = folder
+    return tuple(found.items())

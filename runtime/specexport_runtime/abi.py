@@ -32,7 +32,7 @@ from typing import Literal, NamedTuple
 ABI_VERSION = 5
 READABLE_ABIS = (2, 3, 4, 5)
 """Version 3 added the gates of self-drafting, version 4 the features of draft heads, version 5 the states of
-recurrences; an older graph has none."""
+recurrences and the adapters that requests choose; an older graph has none."""
 
 Role = Literal["token", "index", "padding", "cache", "gate", "output"]
 
@@ -202,6 +202,13 @@ NEXT_FEATURES = TensorSpec(
     ("R", "E"),
     "output",
     "draft heads only: the head's hidden state at the selected rows, which its next step reads as `token_features`",
+)
+ADAPTER_IDS = TensorSpec(
+    "adapter_ids",
+    "int64",
+    ("T",),
+    "token",
+    "targets with LoRA adapters to choose from only: the adapter of each token, numbered from 1; 0 for none",
 )
 LOGITS = TensorSpec("logits", "float32", ("R", "V"), "output", "raw logits of the selected rows")
 TOKEN_IDS = TensorSpec(
@@ -375,6 +382,7 @@ def format_table() -> str:
         *GATE_INPUTS,
         *FEATURE_INPUTS,
         STATE_STEPS,
+        ADAPTER_IDS,
         *CACHE_INPUTS,
         *STATE_INPUTS,
         LOGITS,

@@ -26,7 +26,7 @@ from specexport_runtime.engine_load import (
 )
 from specexport_runtime.engine_options import EngineOptions, make_options
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.executors.base import Executor, as_copying, as_stateful, borrows_cache
+from specexport_runtime.executors.base import Executor, adapted_executor, as_copying, as_stateful, borrows_cache
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.packing.kv import BorrowedKv
 from specexport_runtime.requests.builder import RequestBuilder
@@ -103,6 +103,8 @@ class SpecEngine:
         drafters: drafters of the user's own, by the names that requests use.
         suffixes: what was generated earlier; None begins with nothing.
         fingerprint: identifies weights, recipe and compiler; None if they are not known.
+        adapters: names of the LoRA adapters that requests may choose, in the order of their numbers in the engine.
+        default_adapter: the one of requests that name none; None for none.
     """
 
     def __init__(
@@ -136,6 +138,8 @@ class SpecEngine:
         drafters: Mapping[str, DrafterFactory] | None = None,
         suffixes: "KeptSuffixes | None" = None,
         fingerprint: str | None = None,
+        adapters: Seq[str] = (),
+        default_adapter: str | None = None,
     ) -> None:
         if max_num_batched_tokens < 1:
             raise InvalidRequestError(f"max_num_batched_tokens is {max_num_batched_tokens}.", "give 1 or more.")
@@ -193,7 +197,10 @@ class SpecEngine:
             eos_token_ids=tuple(eos_token_ids),
             defaults=draft_defaults,
             grammars=GrammarCompiler(tokenizer, target.vocab_size, eos_token_ids),
+            adapters=tuple(adapters),
         )
+        if default_adapter is not None:
+            adapted_executor(target).default_adapter = builder.find_adapter(default_adapter) or 0
         decoder = make_decoder(
             runner,
             made,
@@ -223,6 +230,11 @@ class SpecEngine:
     def drafters(self) -> tuple[str, ...]:
         """What requests may name as their drafter; some may have an obstacle, see :meth:`resolve_drafting`."""
         return self._builder.abilities.names
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """LoRA adapters that requests may name as their ``lora``."""
+        return self._builder.adapters
 
     @property
     def max_num_seqs(self) -> int:
@@ -336,6 +348,8 @@ class SpecEngine:
             drafters=drafters,
             suffixes=parts.suffixes,
             fingerprint=manifest.build_key,
+            adapters=manifest.models["target"].chosen_adapters,
+            default_adapter=options.lora,
         )
 
     @property
@@ -370,7 +384,8 @@ class SpecEngine:
             reference: a text or token ids that lookup may copy from, besides the prompt and what was generated.
             callback: called with each chunk in the decoding thread: keep it short. It may submit, but not wait.
             **drafting: how to draft: ``drafter``, ``num_speculative_tokens``, ``speculation``, ``layer_rules``,
-                ``draft_exit``, ``trace``; and whose it is: ``owner``, ``priority``; see ``requests.Drafting``.
+                ``draft_exit``, ``trace``; whose it is: ``owner``, ``priority``; and the adapter to write with, ``lora``;
+                see ``requests.Drafting``.
 
         Raises:
             InvalidRequestError: the request can never be served; others are not affected.
@@ -473,7 +488,7 @@ class SpecEngine:
         """
         self._builder.grammars.compile(form)
 
-    def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
+    def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None, lora: str | None = None) -> int:
         """Read a prompt, and keep it in a row of its own: every request that begins with it goes on from there.
 
         It takes one of the ``prefix_rows`` for as long as the engine lives, or until :meth:`unpin_prefix`.
@@ -481,6 +496,7 @@ class SpecEngine:
         Args:
             prompt: a text or token ids; the system prompt of a service, say.
             cache_salt: requests with this salt see it.
+            lora: requests with this adapter go on from it.
 
         Returns:
             its tokens.
@@ -492,9 +508,9 @@ class SpecEngine:
         ids = self._builder.encode(prompt)
         self._loop.check_may_wait("SpecEngine.pin_prefix()")
         with self._pin_lock:  # what is left for one depends on those before it
-            return self._pin(ids, cache_salt)
+            return self._pin(ids, RequestOptions(cache_salt=cache_salt, lora=lora))
 
-    def _pin(self, ids: list[int], cache_salt: str | None) -> int:
+    def _pin(self, ids: list[int], options: RequestOptions) -> int:
         decoder, spare = self._loop.decoder, self.target.num_rows - self.max_num_seqs
         prefixes = decoder.prefixes
         if prefixes is None or len(prefixes.pinned_rows) >= spare:
@@ -510,21 +526,22 @@ class SpecEngine:
         # A few tokens behind it, so that drafters read it too. A state would be behind them then, and cannot go back.
         behind = PIN_TOKENS if as_stateful(self.target) is None else 1
         params = SamplingParams(max_tokens=behind, ignore_eos=True)
-        seq = self._builder.build(0, ids, params, RequestOptions(cache_salt=cache_salt))
+        seq = self._builder.build(0, ids, params, options)
         seq.is_pinned = True
         handle = RequestHandle(ids, seq, self._loop, stream=False)
         self._loop.submit([handle])
         handle.result()
         return len(ids)
 
-    def unpin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None) -> bool:
+    def unpin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None, lora: str | None = None) -> bool:
         """Let a prompt of :meth:`pin_prefix` go when its row is wanted.
 
         Returns:
             whether it was kept.
         """
         prefixes = self._loop.decoder.prefixes
-        return prefixes is not None and prefixes.unpin(self._builder.encode(prompt), cache_salt or "")
+        adapter = self._builder.find_adapter(lora)
+        return prefixes is not None and prefixes.unpin(self._builder.encode(prompt), cache_salt or "", adapter)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked.

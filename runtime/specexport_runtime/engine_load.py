@@ -31,7 +31,7 @@ from specexport_runtime.lookahead.base import DraftLength
 from specexport_runtime.lookahead.draft_cost import WeighedDrafter
 from specexport_runtime.machine import has_int8_tiles
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.requests.checks import budget_of, check_match_length
+from specexport_runtime.requests.checks import budget_of, check_adapter, check_match_length
 from specexport_runtime.requests.drafting import Abilities, DraftDefaults, stage_names
 from specexport_runtime.requests.speculative_config import parse_speculative_config
 from specexport_runtime.sequences.records import FORCED
@@ -96,6 +96,7 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
             "cache back.",
             f"leave it out; a budget needs backend {backends_with('gives_back') or 'ort-cpu'} on Linux, and unpad_kv.",
         )
+    check_adapter(options.lora, bundle.manifest.models["target"].chosen_adapters)
     defaults = _draft_defaults(bundle, options)
     drafting = [bundle.manifest.models[role] for role in ("draft", "head") if role in bundle.manifest.models]
     lm_head = load_cut_head(bundle.folder, drafting[0]) if drafting else None

@@ -46,6 +46,7 @@ class EngineOptions:
             it may come to need fits beside the others. On the CPU, on Linux. None: rows take what is written to them,
             and keep it.
         prepacked: on the CPU, keep packed weights in the user's cache, where later loads and other processes map them.
+        lora: the LoRA adapter of requests that name none, one of those that requests may choose; None for none.
         share_threads: on the CPU, let target and a large draft take the same threads: faster, but from then on ONNX
             Runtime refuses every session of this process with threads of its own. The commands and the server do so.
     """
@@ -71,6 +72,7 @@ class EngineOptions:
     suffix_memory_mb: int | None = None
     corpus: str | Path | None = None
     suffix_file: str | Path | None = None
+    lora: str | None = None
     share_threads: bool = False
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from specexport.channel_ranges import CacheRange
+    from specexport.passes.low_rank import Adapter
     from specexport_runtime.bundle.manifest import ModelEntry
 
 
@@ -72,6 +73,7 @@ class BuildJob(NamedTuple):
         feature_size: E of a draft head; 0 for all others.
         head_steps: of a draft head, the steps that it runs between two rounds; None for all others.
         states: sizes of what each recurrence keeps of a row.
+        adapters: what requests may choose to have added to the layers that the passes have marked.
     """
 
     recipe: RecipeFields
@@ -86,6 +88,7 @@ class BuildJob(NamedTuple):
     feature_size: int = 0
     head_steps: HeadSteps | None = None
     states: tuple[StateGeometry, ...] = ()
+    adapters: "Seq[Adapter]" = ()
 
 
 class Backend:
@@ -105,6 +108,7 @@ class Backend:
         quantize_block: inputs that share a scale in int4 there.
         packs_linear: linear layers that share their input are packed into one.
         has_states: layers may keep a state instead of a KV cache.
+        chooses_adapters: requests can choose between several LoRA adapters of a target.
         head_kinds: kinds of draft heads that can be built, and targets that give features to them; empty for none.
         fixed_sizes: no size in a graph may depend on a value, because steps are recorded as CUDA graphs.
         needs_gpu: engines are built only where the GPU is that they are for.
@@ -124,6 +128,7 @@ class Backend:
     quantize_block: int = 0
     packs_linear: bool = False
     has_states: bool = False
+    chooses_adapters: bool = False
     head_kinds: tuple[str, ...] = ()
     fixed_sizes: bool = False
     needs_gpu: bool = False

@@ -20,6 +20,7 @@ class OrtCpu(Backend):
     quantizations = ("int8", "int4", "keep")
     packs_linear = True
     has_states = True
+    chooses_adapters = True
     head_kinds = ("eagle3", "eagle", "mtp", "medusa", "hydra", "dflash", "assistant")
     key_fields = ("quantize_lm_head", "fuse", "self_draft", "kv_cache_dtype")
 
@@ -36,11 +37,12 @@ class OrtCpu(Backend):
         their norms joined with the additions before them instead: the two exclude each other.
         """
         from specexport.backends.ort import write_one_token_onnx, write_onnx, write_padded_onnx
-        from specexport.lowering.feature_gate import drop_features, gate_features
+        from specexport.lowering.feature_gate import gate_features
         from specexport.lowering.first_gate import gate_prefix
         from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
         from specexport.lowering.int8_kv import use_int8_caches
         from specexport.lowering.layer_gate import gate_layers
+        from specexport.lowering.low_rank import expand_adapters
         from specexport.lowering.ort_cpu import lower_ort_cpu
         from specexport.lowering.step_inputs import step_inputs
         from specexport.passes.quantize_graph import nbits_bytes
@@ -49,10 +51,7 @@ class OrtCpu(Backend):
         recipe, role, folder = job.recipe, job.role, job.folder
         fused, num_gates, obstacle = [], 0, None
         with job.clock.stage("lower", role, self.name):
-            # What pads a row would enter its states.
-            padded_model = None if role == "head" or job.states else ir_model.clone()  # shares the weights
-            if padded_model is not None:
-                drop_features(padded_model)
+            padded_model = _padded_model(ir_model, job)
             if recipe.fuse:
                 rows = rotary_rows(int(recipe.max_model_len), job.max_positions)
                 fused.append(("rotary-fuse", fuse_rotary(ir_model, rows)))
@@ -73,20 +72,19 @@ class OrtCpu(Backend):
             feature_size = gate_features(ir_model)
             if padded_model is not None:
                 lower_ort_cpu(padded_model, padded_kv=True)
+                expand_adapters(padded_model, job.adapters)
+            expand_adapters(ir_model, job.adapters)  # last: marks are in the branches of gates by now
         quantize = recipe.quantization_of(role)
         fields: dict[str, Any] = {}
         if quantize == "keep":
             fields["quantized_bytes"] = nbits_bytes(ir_model.graph, recipe.dtype)
         with job.clock.stage("build", role):
             fields["path"] = write_onnx(ir_model, folder)
-            if padded_model is not None:
-                fields["padded_path"] = write_padded_onnx(padded_model, folder)
-                fields["padded_inputs"] = step_inputs(padded_model)
-                release_weights(padded_model.graph.initializers.values())
-            if one_token_model is not None:
-                fields["one_token_path"] = write_one_token_onnx(one_token_model, folder)
-                fields["one_token_inputs"] = step_inputs(one_token_model)
-                release_weights(one_token_model.graph.initializers.values())
+            others = {"padded": (padded_model, write_padded_onnx), "one_token": (one_token_model, write_one_token_onnx)}
+            for name, (other, write) in others.items():
+                if other is not None:
+                    fields |= {f"{name}_path": write(other, folder), f"{name}_inputs": step_inputs(other)}
+                    release_weights(other.graph.initializers.values())
         return {
             **fields,
             "inputs": step_inputs(ir_model),
@@ -97,6 +95,20 @@ class OrtCpu(Backend):
             "fused": tuple(fused),
             "feature_size": feature_size,
         }
+
+
+def _padded_model(ir_model: "ir.Model", job: BuildJob) -> "ir.Model | None":
+    """What becomes the padded-KV graph, which nobody drafts with.
+
+    Heads have none, nor have models with states, which what pads a row would enter.
+    """
+    from specexport.lowering.feature_gate import drop_features
+
+    if job.role == "head" or job.states:
+        return None
+    padded_model = ir_model.clone()  # shares the weights
+    drop_features(padded_model)
+    return padded_model
 
 
 def _one_token_model(ir_model: "ir.Model", job: BuildJob) -> "ir.Model | None":

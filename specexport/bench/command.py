@@ -112,6 +112,7 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
 @click.option("--spin/--no-spin", default=True, show_default=True, help="Let idle threads spin.")
 @click.option("--max-model-len", type=int, help="Most tokens of a sequence.  [default: the bundle's limit]")
 @click.option("--max-num-batched-tokens", type=int, default=512, show_default=True, help="Most tokens of one step.")
+@click.option("--lora", metavar="NAME", help="LoRA adapter of the bundle to write with.  [default: none]")
 @click.option("--json", "json_file", type=_FILE, help="Write every record there.")
 @click.option("--markdown", "markdown_file", type=_FILE, help="Write the report there too.")
 @click.option("--plots", type=_FOLDER, help="Draw PNG files there; needs matplotlib.")
@@ -159,6 +160,7 @@ def _run(
     max_num_batched_tokens: int,
     quiet: bool,
     tune_profile: Path | None,
+    lora: str | None,
     **asked: Any,
 ) -> "BenchResult":
     from specexport.bench.methods import AUTO
@@ -180,6 +182,7 @@ def _run(
         adaptive=AUTO in (asked["num_speculative_tokens"] or ())
         or "auto" in (asked["methods"] or (() if asked["ablation"] else ("auto",))),
         tune_profile=tune_profile,
+        lora=lora,
     )
     options = _options(subject, **asked)
     with show_progress(sys.stderr, quiet=quiet) as progress:

@@ -13,6 +13,7 @@ from specexport_runtime.bundle.manifest import Manifest, ModelEntry, load_manife
 from specexport_runtime.drafters.base import HEAD
 from specexport_runtime.drafters.model import DRAFT_MODEL
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.requests.checks import check_adapter
 
 if TYPE_CHECKING:
     from specexport_runtime.engine import SpecEngine
@@ -57,6 +58,7 @@ def open_subject(
     spin: bool = True,
     adaptive: bool = False,
     tune_profile: Path | None = None,
+    lora: str | None = None,
 ) -> Subject:
     """A bundle to measure. Its files are checked when an engine is loaded.
 
@@ -68,12 +70,15 @@ def open_subject(
         spin: let idle threads spin.
         adaptive: K may be chosen in every round.
         tune_profile: bounds the K that is chosen; None takes the bundle's own profile, if it has one.
+        lora: the LoRA adapter that the target writes with, of those that requests may choose; None for none.
 
     Raises:
         BundleError: the folder is no bundle.
         IncompatibleError: another schema or ABI.
+        InvalidRequestError: it has no such adapter.
     """
     manifest = load_manifest(folder)
+    check_adapter(lora, manifest.models["target"].chosen_adapters)
 
     def load(key: EngineKey) -> "SpecEngine":
         from specexport_runtime.engine import SpecEngine
@@ -89,6 +94,7 @@ def open_subject(
             share_threads=True,
             enable_prefix_caching=False,  # repeats would measure what the run before left
             tune_profile=tune_profile,
+            lora=lora,
         )
 
     details = _describe(manifest) | {
@@ -97,6 +103,7 @@ def open_subject(
         "threads": num_threads,
         "spin": spin,
         "tune_profile": None if tune_profile is None else tune_profile.name,
+        **({} if lora is None else {"lora": lora}),
     }
     return Subject(
         manifest.name,

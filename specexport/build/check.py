@@ -11,6 +11,7 @@ pass or lowering before a bundle exists.
 """
 
 from collections.abc import Sequence as Seq
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +25,7 @@ from specexport.recipe import BuildRecipe
 from specexport.rounding import logit_tolerance
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import CheckFailedError, SpecexportError
-from specexport_runtime.executors.base import EngineRequest, Executor, Float32Array, Int64Array
+from specexport_runtime.executors.base import EngineRequest, Executor, Float32Array, Int64Array, adapted_executor
 from specexport_runtime.machine import available_cores
 
 if TYPE_CHECKING:
@@ -111,7 +112,11 @@ def check_obstacle(recipe: BuildRecipe) -> str | None:
 
 
 def check_engine(
-    folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], references: Seq[Float32Array]
+    folder: Path,
+    entry: ModelEntry,
+    sequences: Seq[Int64Array],
+    references: Seq[Float32Array],
+    adapted: Seq[Seq[Float32Array]] = (),
 ) -> EngineCheck:
     """Run the engine on ``sequences`` and compare what it computes.
 
@@ -120,6 +125,7 @@ def check_engine(
         entry: its manifest entry.
         sequences: tokens of each sequence: :func:`check_sequences`, or :func:`text_sequences` if it is quantized.
         references: eager logits [len, V] of each sequence.
+        adapted: the same with each adapter that requests may choose.
 
     Returns:
         what was found, of the graph and the steps where it was worst.
@@ -128,9 +134,10 @@ def check_engine(
         CheckFailedError: it is beyond the tolerance; names the graph, and what of it.
     """
     checks = []
-    for unpad_kv in (True, False) if entry.padded_path is not None else (True,):
-        for name, found, places in _run(folder, entry, sequences, unpad_kv=unpad_kv):
-            reference = np.stack([references[row][position] for row, position in places])
+    graphs = (True, False) if entry.padded_path is not None else (True,)
+    for (adapter, logits), unpad_kv in product(enumerate((references, *adapted)), graphs):
+        for name, found, places in _run(folder, entry, sequences, unpad_kv=unpad_kv, adapter=adapter):
+            reference = np.stack([logits[row][position] for row, position in places])
             closeness = None
             if entry.quantize is None:
                 _compare(entry, found, reference, places, name)
@@ -212,13 +219,20 @@ def _given(entry: ModelEntry, count: int) -> int:
     return min(count, max(profile.num_logit_rows for profile in entry.profiles) // len(VERIFY_LENS))
 
 
-def _run(folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], *, unpad_kv: bool = True) -> list[_Run]:
+def _run(
+    folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], *, unpad_kv: bool = True, adapter: int = 0
+) -> list[_Run]:
     """What one graph computes of the sequences, in wide steps and then one token at a time."""
     from specexport_runtime.packing.batch import ModelRunner
 
     name = "engine" if unpad_kv else "engine's padded-KV graph"
     narrow = "engine's one-token graph" if unpad_kv and entry.one_token_path else f"{name}, one token at a time,"
+    if adapter:
+        of = f" with adapter {entry.adapters[adapter - 1].name}"
+        name, narrow = name + of, narrow + of
     executor = _make_executor(folder, entry, sequences, unpad_kv=unpad_kv)
+    if adapter:
+        adapted_executor(executor).default_adapter = adapter
 
     def read_all() -> list[_Run]:
         lengths = [len(sequence) for sequence in sequences]

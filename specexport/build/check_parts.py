@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from specexport.backends.ort import DATA_NAME
 from specexport_runtime.abi import (
+    ADAPTER_IDS,
     CACHE_INPUTS,
     K_CACHE_OUT,
     LOGITS,
@@ -81,6 +82,7 @@ class PartedExecutor:
     def __init__(self, path: Path, entry: ModelEntry, *, num_rows: int, kv_capacity: int, num_threads: int) -> None:
         self.vocab_size = entry.head_size
         self.num_rows, self.kv_capacity = num_rows, kv_capacity
+        self.num_adapters, self.default_adapter = len(entry.chosen_adapters), 0
         self._path, self._entry, self._num_threads = path, entry, num_threads
         self._steps: list[_Step] = []
         self._answers: Iterator[StepOutput] | None = None
@@ -90,7 +92,9 @@ class PartedExecutor:
 
     def prepare(self, shape: StepShape) -> StepBuffers:
         """See ``Executor.prepare``."""
-        specs = PADDED_STEP_INPUTS if shape.kv_span else STEP_INPUTS
+        specs = [*(PADDED_STEP_INPUTS if shape.kv_span else STEP_INPUTS)]
+        if self.num_adapters:
+            specs.append(ADAPTER_IDS)
         self._buffers = StepBuffers(**{spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in specs})
         return self._buffers
 

@@ -44,6 +44,13 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--quantize-lm-head/--no-quantize-lm-head", default=None, help="Quantize the LM head too [default: yes].")
 @click.option("--kv-cache-dtype", metavar="auto|int8", help="KV caches of quantized models [default: auto].")
 @click.option("--fuse/--no-fuse", default=None, help="Pack and fuse operators where that is faster [default: yes].")
+@click.option(
+    "--lora",
+    multiple=True,
+    metavar="NAME=FOLDER",
+    help="LoRA adapter of the target, merged; requests choose of several.",
+)
+@click.option("--lora-mode", metavar="merge|choose", help="What becomes of adapters [default: merge one].")
 @click.option("--self-draft", is_flag=True, default=None, help="Let the target draft with some of its own layers.")
 @click.option(
     "--self-draft-skip", multiple=True, type=int, metavar="N", help="TensorRT: layer such drafts leave out; repeatable."
@@ -98,7 +105,7 @@ def build(
     from specexport.progress import show_progress
     from specexport.recipe import make_recipe
 
-    flags |= {name: flags[name] or None for name in ("sm", "self_draft_skip")}
+    flags |= {name: flags[name] or None for name in ("sm", "self_draft_skip", "lora")}
     recipe = make_recipe(flags | {"check": False if no_check else None}, recipe_file)
     map_large_blocks()
     with show_progress(sys.stderr, quiet=quiet) as progress:

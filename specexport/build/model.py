@@ -16,6 +16,7 @@ from specexport.build.built import BuiltModel
 from specexport.build.check import check_engine, check_obstacle, check_sequences, text_sequences
 from specexport.build.draft_layers import LayerPrune, check_num_layers, cut_pieces
 from specexport.build.draft_vocabulary import HeadCut, choose_head_ids, read_counting_texts
+from specexport.build.lora import bind_adapters, describe_adapters
 from specexport.channel_ranges import CacheRange, ChannelRanges
 from specexport.progress import StageClock
 from specexport.recipe import KEEP, BuildRecipe, check_kv_cache, resolve_dtype, resolve_recipe, with_quantization
@@ -27,7 +28,9 @@ from specexport_runtime.errors import CheckpointError, MissingDependencyError, U
 from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Array
 
 if TYPE_CHECKING:
+    from specexport.frontend.lora import LoraSource
     from specexport.frontend.taps import FeatureRequest
+    from specexport.passes.low_rank import Adapter
 
 STAGES = ("load", "reference", "trace", "passes", "lower", "build", "check")
 
@@ -43,6 +46,8 @@ class _Reference(NamedTuple):
 
     sequences: Seq[Int64Array]
     logits: Seq[Float32Array]
+    adapted: Seq[Seq[Float32Array]] = ()
+    """The same with each adapter that requests may choose."""
 
 
 class ModelSource(NamedTuple):
@@ -55,6 +60,7 @@ class ModelSource(NamedTuple):
         name: its name for reports and the manifest; never a machine path.
         sha256: hash over its files.
         quantized: whether it may hold quantized weights that can be kept.
+        adapters: LoRA adapters of a target.
     """
 
     role: str
@@ -63,6 +69,7 @@ class ModelSource(NamedTuple):
     name: str
     sha256: str
     quantized: bool = False
+    adapters: "tuple[LoraSource, ...]" = ()
 
 
 class Reductions(NamedTuple):
@@ -118,12 +125,17 @@ def build_model(
         if recipe.quantization_of(source.role) == KEEP and not checkpoint.kept:  # a GGUF file of float weights
             recipe = with_quantization(recipe, source.role, None)
             check_kv_cache(recipe)
+        adapters = bind_adapters(checkpoint, source.adapters, merge=not recipe.chooses_adapters)
         head_ids = _head_ids(checkpoint, reductions.cut)
         require_space(folder, _needed_bytes(recipe, checkpoint, source.role))
     dropped = _drop_layers(checkpoint, reductions.prune, source.role, clock)
     with clock.stage("reference", source.role):
         obstacle = check_obstacle(recipe)
-        reference = None if obstacle is not None else _eager_reference(checkpoint, recipe.quantization_of(source.role))
+        reference = (
+            None
+            if obstacle is not None
+            else _eager_reference(checkpoint, recipe.quantization_of(source.role), adapters.chosen)
+        )
         if reference is not None and head_ids is not None:
             reference = reference._replace(logits=[logits[:, head_ids] for logits in reference.logits])
         if recipe.check and recipe.dtype == "float16":
@@ -141,6 +153,7 @@ def build_model(
         ranges=ranges,
         cached=cached,
         features=features,
+        adapters=adapters.products,
     )
     if head_ids is not None:
         np.save(folder / HEAD_IDS_NAME, head_ids, allow_pickle=False)
@@ -157,6 +170,7 @@ def build_model(
         source=source.name,
         source_sha256=source.sha256,
         dropped_layers=tuple(dropped),
+        adapters=describe_adapters(adapters.all, chosen=recipe.chooses_adapters),
     )
     with clock.stage("check", source.role, obstacle or ""):
         found = check_engine(folder, entry, *reference) if reference is not None else None
@@ -253,14 +267,19 @@ def _refuse_overflow(checkpoint: Any, reference: _Reference | None) -> None:
         )
 
 
-def _eager_reference(checkpoint: Any, quantize: str | None) -> _Reference:
-    from specexport.frontend import reference_logits
+def _eager_reference(checkpoint: Any, quantize: str | None, adapters: Seq[Any] = ()) -> _Reference:
+    from specexport.frontend import reference_logits, with_adapter
 
     if quantize is None:
         sequences = check_sequences(checkpoint.vocab_size)
     else:
         sequences = text_sequences(checkpoint.tokenizer_json, checkpoint.vocab_size, checkpoint.max_positions)
-    return _Reference(sequences, reference_logits(checkpoint, [ids.tolist() for ids in sequences]))
+    texts = [ids.tolist() for ids in sequences]
+    adapted = []
+    for adapter in adapters:
+        with with_adapter(checkpoint, adapter) as changed:
+            adapted.append(reference_logits(changed, texts))
+    return _Reference(sequences, reference_logits(checkpoint, texts), adapted)
 
 
 def _drop_layers(checkpoint: Any, prune: LayerPrune | None, role: str, clock: StageClock) -> list[tuple[int, float]]:
@@ -349,6 +368,7 @@ def _compile(
     ranges: Mapping[str, ChannelRanges] | None,
     cached: Seq[CacheRange] | None,
     features: "FeatureRequest | None",
+    adapters: "Seq[Adapter]",
 ) -> dict[str, Any]:
     """Trace to engine files; the checkpoint's torch model is gone afterwards. Returns fields of the manifest entry."""
     from specexport.frontend import trace_checkpoint
@@ -361,7 +381,7 @@ def _compile(
         del traced, checkpoint.model  # the graph holds the weights now
         gc.collect()
     job = BuildJob(recipe, role, layers, checkpoint.num_parameters, checkpoint.max_positions, folder, clock, cached)
-    job = job._replace(states=states)
+    job = job._replace(states=states, adapters=adapters)
     _check_states(job, find_backend(recipe.backend))
     fields = compile_graph(ir_model, recipe, job, dump_dir, head_ids=head_ids, ranges=ranges, kept=checkpoint.kept)
     return {**fields, "windows": windows}
@@ -412,6 +432,7 @@ def compile_graph(
             quantize_lm_head=recipe.quantize_lm_head,
             quantize_operator=backend.quantize_operator,
             quantize_block=backend.quantize_block,
+            adapters=job.adapters,
             **of_passes,
         )
         done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=job.clock.note)

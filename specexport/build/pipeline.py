@@ -26,6 +26,7 @@ from specexport.build.draft_layers import LayerPrune, check_num_layers
 from specexport.build.draft_vocabulary import HeadCut, check_head_size, hash_texts, read_counting_texts
 from specexport.build.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, HEAD_ROOT, hash_sources, hash_values, tool_versions
 from specexport.build.head import HeadPlan, build_head, plan_head
+from specexport.build.lora import find_adapters
 from specexport.build.model import (
     STAGES,
     WHOLE,
@@ -179,12 +180,13 @@ def build_bundle(
 
 
 def _find_models(recipe: BuildRecipe) -> list[ModelSource]:
-    models = [_find_model(recipe, "target", recipe.target, recipe.revision)]
+    target = _find_model(recipe, "target", recipe.target, recipe.revision)
+    models = [target._replace(adapters=find_adapters(recipe))]
     if recipe.draft is not None:
         models.append(_find_model(recipe, "draft", recipe.draft, recipe.draft_revision))
     if recipe.head is not None:
         if recipe.head == MTP:  # a part of the target's own checkpoint
-            models.append(models[0]._replace(role="head"))
+            models.append(target._replace(role="head"))
         else:
             models.append(_find_model(recipe, "head", recipe.head, recipe.head_revision))
     return models
@@ -249,6 +251,7 @@ def _make_plan(recipe: BuildRecipe, models: list[ModelSource]) -> _Plan:
             common
             | {"checkpoint": model.sha256, "quantize": recipe.quantization_of(model.role)}
             | ({"role": model.role} if backend.draft_differs else {})
+            | _adapters_key(recipe, model)
             | ({"texts": hash_texts(read_counting_texts(None))} if reads_texts(recipe, model.role) else {})
             | (reduced if model.role == "draft" else {})
             | beside.get(model.role, {})
@@ -264,6 +267,14 @@ def _make_plan(recipe: BuildRecipe, models: list[ModelSource]) -> _Plan:
         }
     )
     return _Plan(tuple(models), keys, build_key, tools, Reductions(cut, prune))
+
+
+def _adapters_key(recipe: BuildRecipe, model: ModelSource) -> dict[str, Any]:
+    """What of a model's engine its adapters decide; nothing without any."""
+    if not model.adapters:
+        return {}
+    hashes = [adapter.sha256 for adapter in model.adapters]
+    return {"adapters": hashes, "chooses_adapters": recipe.chooses_adapters}
 
 
 def _reductions_of(model: ModelSource, plan: _Plan, built: Mapping[str, BuiltModel]) -> Reductions:
@@ -291,8 +302,12 @@ def _reuse(cache: EngineCache, key: str, model: ModelSource, folder: Path, clock
     if built is None:
         return None
     clock.skip(len(STAGES))
-    # The same checkpoint may be known by another name now.
-    return replace(built, entry=replace(built.entry, source=model.name))
+    # The same checkpoint may be known by another name now, and so may its adapters.
+    adapters = [
+        replace(known, name=adapter.name, source=adapter.source)
+        for known, adapter in zip(built.entry.adapters, model.adapters, strict=True)
+    ]
+    return replace(built, entry=replace(built.entry, source=model.name, adapters=tuple(adapters)))
 
 
 def _build_anew(

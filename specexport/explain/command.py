@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specexport_runtime.sequences.records import RoundTrace
 
 WARMUP_TOKENS = 8
-_LIMITS = ("match_length", "max_model_len", "num_threads", "spin", "tune_profile")
+_LIMITS = ("match_length", "max_model_len", "num_threads", "spin", "tune_profile", "lora")
 
 
 @click.command()

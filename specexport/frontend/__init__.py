@@ -7,6 +7,7 @@ Importing this package imports neither torch nor transformers; its functions do.
 
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from specexport.frontend.checkpoint import Checkpoint
@@ -17,8 +18,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from specexport.channel_ranges import CacheRange, ChannelRanges
+    from specexport.frontend.lora import LoraSource
+    from specexport.frontend.lora_fit import LoraAdapter
     from specexport.frontend.taps import FeatureRequest
     from specexport.frontend.trace import TracedModel
+    from specexport.passes.low_rank import LowRank
 
 __all__ = [
     "Checkpoint",
@@ -28,8 +32,12 @@ __all__ = [
     "drop_layers",
     "hash_checkpoint",
     "load_checkpoint",
+    "low_ranks",
+    "merge_adapter",
+    "read_adapter",
     "reference_logits",
     "trace_checkpoint",
+    "with_adapter",
 ]
 
 
@@ -190,3 +198,47 @@ def reference_logits(checkpoint: Checkpoint, sequences: "list[list[int]]") -> "l
 
     with streamed(checkpoint.model, checkpoint.stored):
         return eager_logits(checkpoint.model, sequences, together=bool(checkpoint.stored))
+
+
+def read_adapter(source: "LoraSource", model: Any) -> "LoraAdapter":
+    """Fit a LoRA adapter to a model; see ``specexport.frontend.lora.find_adapter``.
+
+    Args:
+        source: the adapter.
+        model: only names and shapes are looked at.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model; names the tensor.
+    """
+    from specexport.frontend.lora_fit import read_adapter as fit
+
+    return fit(source, model)
+
+
+def merge_adapter(checkpoint: Checkpoint, adapter: "LoraAdapter") -> None:
+    """Add an adapter to the weights of a loaded checkpoint, in place: W + s B A in float32.
+
+    Raises:
+        CheckpointError: a weight is kept in the integers of a quantized checkpoint.
+    """
+    from specexport.frontend.lora_merge import merge_adapter as merge
+
+    merge(checkpoint, adapter)
+
+
+def with_adapter(checkpoint: Checkpoint, adapter: "LoraAdapter") -> AbstractContextManager[Checkpoint]:
+    """Within the block, the float model that an adapter makes of a checkpoint, which is as it was afterwards."""
+    from specexport.frontend.lora_merge import with_adapter as adapted
+
+    return adapted(checkpoint, adapter)
+
+
+def low_ranks(adapter: "LoraAdapter") -> "dict[str, LowRank]":
+    """The products of an adapter, by the name of the weight beside which each is in a traced graph.
+
+    Raises:
+        CheckpointError: it changes an embedding, which is no product.
+    """
+    from specexport.frontend.lora_merge import low_ranks as products
+
+    return products(adapter)

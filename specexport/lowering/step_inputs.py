@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from specexport_runtime.abi import (
+    ADAPTER_IDS,
     ALIGNED_STEP_INPUTS,
     EXTENT_INPUTS,
     FEATURE_INPUTS,
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 def step_inputs(ir_model: "ir.Model") -> tuple[str, ...]:
     """Names of the step inputs that a lowered graph takes, in the contract's order."""
     present = {value.name for value in ir_model.graph.inputs}
-    specs = (*PADDED_STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS, *GATE_INPUTS, *FEATURE_INPUTS, STATE_STEPS)
+    gates = (*EXTENT_INPUTS, *GATE_INPUTS, *FEATURE_INPUTS, ADAPTER_IDS, STATE_STEPS)
+    specs = (*PADDED_STEP_INPUTS, *ALIGNED_STEP_INPUTS, *gates)
     names = dict.fromkeys(spec.name for spec in specs)
     return tuple(name for name in names if name in present)
 

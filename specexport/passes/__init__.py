@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from specexport.channel_ranges import ChannelRanges
     from specexport.passes.base import CountingPass
     from specexport.passes.block_weight import BlockWeight
+    from specexport.passes.low_rank import Adapter
     from specexport_runtime.executors.base import Int32Array
 
 __all__ = ["default_passes", "run_passes"]
@@ -36,6 +37,7 @@ def default_passes(
     head_ids: "Int32Array | None" = None,
     ranges: "Mapping[str, ChannelRanges] | None" = None,
     kept: "Mapping[str, BlockWeight] | None" = None,
+    adapters: "Seq[Adapter]" = (),
 ) -> "list[CountingPass]":
     """The passes of one model's build, in order, each with its reason; see ``pipeline.list_passes``."""
     from specexport.passes.pipeline import list_passes
@@ -50,6 +52,7 @@ def default_passes(
         head_ids=head_ids,
         ranges=ranges,
         kept=kept,
+        adapters=adapters,
     )
 
 

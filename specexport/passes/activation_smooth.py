@@ -12,7 +12,7 @@ import onnx_ir.passes.common as common_passes
 
 from specexport.onnx_emit import Emitter, constant, lazy_weight, part_of
 from specexport.passes.base import CountingPass, constant_of, sizes_of
-from specexport.passes.input_note import carry_inputs
+from specexport.passes.input_note import carry_inputs, carry_outputs
 from specexport.passes.quantize_sites import LinearSite, linear_site
 from specexport.passes.transpose_fold import FOLDED
 
@@ -201,6 +201,7 @@ def _scale_weight(graph: ir.Graph, site: LinearSite, factors: FloatVector, *, in
         partial(_part, site.tensor, factors, down),
     )
     carry_inputs(site.weight, weight, factors if inputs else None)
+    carry_outputs(site.weight, weight, None if inputs else factors)
     site.node.replace_input_with(1, weight)
     return weight
 

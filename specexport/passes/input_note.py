@@ -12,6 +12,7 @@ from specexport.passes.quantize_sites import LinearSite, linear_site
 from specexport.passes.transpose_fold import FOLDED
 
 _KEY = "specexport.inputs"
+_OUTPUTS = "specexport.outputs"
 
 
 class Inputs(NamedTuple):
@@ -79,3 +80,26 @@ def carry_inputs(old: ir.Value, new: ir.Value, factors: FloatVector | None = Non
         if factors is not None:
             found = found._replace(factors=factors if found.factors is None else found.factors * factors)
         new.meta[_KEY] = found
+
+
+def outputs_of(weight: ir.Value) -> FloatVector | None:
+    """What each output of a layer has been multiplied by, float32 [N]; None for nothing."""
+    found: FloatVector | None = weight.meta.get(_OUTPUTS)
+    return found
+
+
+def carry_outputs(old: ir.Value, new: ir.Value, factors: FloatVector | None = None) -> None:
+    """Hand on what outputs have been multiplied by, as :func:`carry_inputs` does; ``factors`` come on top."""
+    found = outputs_of(old)
+    if factors is not None:
+        found = factors if found is None else found * factors
+    if found is not None:
+        new.meta[_OUTPUTS] = found
+
+
+def join_outputs(parts: "list[tuple[ir.Value, int]]", joined: ir.Value) -> None:
+    """The same for a weight whose outputs are those of several, one behind the other: each with its width."""
+    found = [(outputs_of(part), width) for part, width in parts]
+    if any(factors is not None for factors, _ in found):
+        ones = [np.ones(width, np.float32) if factors is None else factors for factors, width in found]
+        joined.meta[_OUTPUTS] = np.concatenate(ones)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
@@ -24,6 +24,9 @@ from specexport.passes.weight_remove import WeightRemovePass
 from specexport_runtime.errors import CheckFailedError
 from specexport_runtime.executors.base import Int32Array
 
+if TYPE_CHECKING:
+    from specexport.passes.low_rank import Adapter
+
 
 def list_passes(
     dtype: str,
@@ -36,6 +39,7 @@ def list_passes(
     head_ids: Int32Array | None = None,
     ranges: Mapping[str, ChannelRanges] | None = None,
     kept: Mapping[str, BlockWeight] | None = None,
+    adapters: "Seq[Adapter]" = (),
 ) -> list[CountingPass]:
     """The passes of a build, in order. Each says why it is there in its ``reason``.
 
@@ -50,6 +54,7 @@ def list_passes(
         ranges: how large the inputs of linear layers get, by name of the weight; None does not smooth activations nor
             weigh errors by them, nor is it done without ``quantize``.
         kept: with ``"keep"``, the checkpoint's quantized weights by name in the traced graph.
+        adapters: what requests may choose to have added to linear layers.
     """
     cutting: list[CountingPass] = [] if head_ids is None else [LmHeadCutPass(head_ids)]
     smoothing: list[CountingPass] = []
@@ -69,6 +74,11 @@ def list_passes(
         from specexport.passes.quantize_kept import kept_form
 
         packing = packing_passes(partial(kept_form, kept) if kept else None)
+    marking: list[CountingPass] = []
+    if adapters:
+        from specexport.passes.low_rank import LowRankMarkPass
+
+        marking = [LowRankMarkPass(adapters)]
     if kept:
         from specexport.passes.quantize_kept import KeptWeightPass
 
@@ -88,6 +98,7 @@ def list_passes(
         *cutting,  # before the weights are cast and quantized: what goes needs neither
         *smoothing,  # before packing: ranges are known by the checkpoint's weights
         *packing,
+        *marking,  # behind packing, so that joined layers are one; before the weights get other forms
         PrecisionCastPass(dtype),
         *quantizing,
         NodeDeduplicatePass(),

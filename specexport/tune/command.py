@@ -54,6 +54,7 @@ _WHOLE = list_of(int, "whole numbers")
 @click.option("--threads", type=int, help="Compute threads.  [default: the cores available]")
 @click.option("--spin/--no-spin", default=True, show_default=True, help="Let idle threads spin.")
 @click.option("--max-model-len", type=int, help="Most tokens of a sequence.  [default: the bundle's limit]")
+@click.option("--lora", metavar="NAME", help="LoRA adapter of the bundles to write with.  [default: none]")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 def tune(
     bundles: tuple[Path, ...],
@@ -116,7 +117,13 @@ def tune(
 
 
 def _resolve(
-    bundles: Seq[Path], *, threads: int | None, spin: bool, max_model_len: int | None, **rest: Any
+    bundles: Seq[Path],
+    *,
+    threads: int | None,
+    spin: bool,
+    max_model_len: int | None,
+    lora: str | None,
+    **rest: Any,
 ) -> "tuple[dict[str, Subject], TuneOptions]":
     """What will be measured, and with what; all that can be refused is refused here."""
     from specexport.bench.subject import open_subject
@@ -125,7 +132,10 @@ def _resolve(
     from specexport_runtime.executors.open import check_threads
 
     check_threads(threads, "--threads")
-    opened = [open_subject(bundle, max_model_len=max_model_len, num_threads=threads, spin=spin) for bundle in bundles]
+    opened = [
+        open_subject(bundle, max_model_len=max_model_len, num_threads=threads, spin=spin, lora=lora)
+        for bundle in bundles
+    ]
     subjects = name_bundles(bundles, opened)
     check_same_target(subjects)
     return subjects, resolve_options(subjects, **rest)

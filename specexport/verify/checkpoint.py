@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specexport.verify.adapter import VerifiedAdapter
 from specexport.verify.perplexity import score_logits
 from specexport.verify.text_score import TextScore
 from specexport_runtime.bundle.cut_head import CutHead
@@ -86,6 +87,7 @@ def eager_references(
     dtype: str,
     trust_remote_code: bool,
     dropped: Seq[int] = (),
+    adapter: VerifiedAdapter | None = None,
 ) -> list[Float32Array]:
     """Logits [len, V] of each sequence from eager transformers; the model is freed before this returns.
 
@@ -97,24 +99,34 @@ def eager_references(
             engine's arithmetic is all that differs.
         trust_remote_code: let Python code from the checkpoint run.
         dropped: layers that the engine was built without.
+        adapter: what the weights are changed by; None for nothing.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
     """
     from specexport.frontend import reference_logits
 
-    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped)
+    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped, adapter)
     references = reference_logits(checkpoint, [list(sequence) for sequence in sequences])
     del checkpoint
     gc.collect()
     return references
 
 
-def _load(source: str, revision: str | None, dtype: str, trust_remote_code: bool, dropped: Seq[int]) -> "Checkpoint":
+def _load(
+    source: str,
+    revision: str | None,
+    dtype: str,
+    trust_remote_code: bool,
+    dropped: Seq[int],
+    adapter: VerifiedAdapter | None,
+) -> "Checkpoint":
     """The checkpoint as its engine has it: rounded to the engine's dtype, without the layers that the engine lacks."""
-    from specexport.frontend import drop_layers, load_checkpoint
+    from specexport.frontend import drop_layers, load_checkpoint, merge_adapter, read_adapter
 
     checkpoint = load_checkpoint(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    if adapter is not None and adapter.source is not None:
+        merge_adapter(checkpoint, read_adapter(adapter.source, checkpoint.model))
     if dropped:
         drop_layers(checkpoint, dropped)
     widen_weights(checkpoint.model)
@@ -138,6 +150,7 @@ def eager_score(
     trust_remote_code: bool,
     head: CutHead | None = None,
     dropped: Seq[int] = (),
+    adapter: VerifiedAdapter | None = None,
 ) -> TextScore:
     """What eager transformers makes of ``windows``; the model is freed before this returns.
 
@@ -149,13 +162,14 @@ def eager_score(
         trust_remote_code: let Python code from the checkpoint run.
         head: see ``text_score.TextScorer``.
         dropped: layers that the engine was built without.
+        adapter: see :func:`eager_references`.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
     """
     from specexport.frontend import reference_logits
 
-    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped)
+    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped, adapter)
     # One window at a time: the logits of a large vocabulary are kept for no longer than they are read.
     logits = (reference_logits(checkpoint, [list(window)])[0] for window in windows)
     score = score_logits(logits, windows, head)

@@ -13,6 +13,7 @@ from specexport_runtime.errors import CheckFailedError
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--checkpoint", help="The target's checkpoint.  [default: looked for by its recorded name and hash]")
 @click.option("--draft-checkpoint", help="The draft's checkpoint.  [default: as for --checkpoint]")
+@click.option("--lora", metavar="NAME[=FOLDER]", help="LoRA adapter to verify with, and where it is.")
 @click.option("--require-checkpoint", is_flag=True, help="Fail instead of skipping if a checkpoint is not found.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the checkpoint's Python code while loading.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL with a field `prompt`.  [default: 8 built in]")
@@ -32,6 +33,7 @@ def verify(
     *,
     checkpoint: str | None,
     draft_checkpoint: str | None,
+    lora: str | None,
     require_checkpoint: bool,
     trust_remote_code: bool,
     prompts: Path | None,
@@ -65,6 +67,7 @@ def verify(
     given = {"target": checkpoint, "draft": draft_checkpoint}
     options = VerifyOptions(
         checkpoints={role: source for role, source in given.items() if source is not None},
+        lora=lora,
         require_checkpoint=require_checkpoint,
         trust_remote_code=trust_remote_code,
         prompts=None if prompts is None else read_prompts(prompts),

@@ -14,6 +14,8 @@ class VerifyOptions:
 
     Attributes:
         checkpoints: checkpoint by role (``"target"``, ``"draft"``); a missing role is looked for.
+        lora: LoRA adapter, ``"NAME=FOLDER"``: the merged one, or which of those that requests choose is verified;
+            without a folder the target is not compared with its checkpoint. None for none.
         require_checkpoint: a checkpoint that is not found is an error instead of a skipped part.
         trust_remote_code: let Python code from the checkpoint run.
         prompts: prompt texts; None takes the built-in ones.
@@ -29,6 +31,7 @@ class VerifyOptions:
     """
 
     checkpoints: Mapping[str, str] = field(default_factory=dict)
+    lora: str | None = None
     require_checkpoint: bool = False
     trust_remote_code: bool = False
     prompts: Seq[str] | None = None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specexport.progress import StageClock
+from specexport.verify.adapter import VerifiedAdapter
 from specexport.verify.checkpoint import (
     CheckpointNotFoundError,
     eager_references,
@@ -27,7 +28,7 @@ from specexport_runtime.bundle.cut_head import load_cut_head
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
-from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.executors.base import Float32Array, adapted_executor
 from specexport_runtime.executors.open import open_executor
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def collect_references(
     windows: Seq[Seq[int]],
     options: "VerifyOptions",
     clock: StageClock,
+    adapter: VerifiedAdapter | None = None,
 ) -> References:
     """Compute what the engines will be compared with; no model stays in memory.
 
@@ -110,6 +112,7 @@ def collect_references(
         windows: token ids of the text that perplexity is measured on.
         options: checkpoints, reference bundle, threads.
         clock: reports the stages.
+        adapter: the LoRA adapter of the target.
 
     Raises:
         CheckpointError: a given checkpoint cannot be read or is another one, or a required one was not found.
@@ -119,17 +122,25 @@ def collect_references(
     """
     found = References()
     if options.reference is not None:
-        _losses_of_bundle(bundle, options.reference, manifest, windows, options, clock, found)
-    sources = _find_checkpoints(bundle, manifest, options, found)
+        _losses_of_bundle(bundle, options.reference, manifest, windows, options, clock, found, adapter)
+    sources = _find_checkpoints(bundle, manifest, options, found, adapter)
     for role, source in sources.items():
         entry = manifest.models[role]
         revision, dtype = recorded_revision(manifest, role), entry.dtype
         remote = options.trust_remote_code
+        own = adapter if role == "target" else None
         head, dropped = load_cut_head(bundle, entry), [layer for layer, _ in entry.dropped_layers]
         with clock.stage("eager reference", role):
             if wants_loss(manifest, role, options) and role not in found.losses:
                 score = eager_score(
-                    source, revision, windows, dtype=dtype, trust_remote_code=remote, head=head, dropped=dropped
+                    source,
+                    revision,
+                    windows,
+                    dtype=dtype,
+                    trust_remote_code=remote,
+                    head=head,
+                    dropped=dropped,
+                    adapter=own,
                 )
                 found.losses[role] = FloatScore(score.loss, score.likeliest, EAGER)
             if entry.quantize is None:
@@ -137,7 +148,7 @@ def collect_references(
                     prompts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
                 )
                 logits = eager_references(
-                    source, revision, sequences, dtype=dtype, trust_remote_code=remote, dropped=dropped
+                    source, revision, sequences, dtype=dtype, trust_remote_code=remote, dropped=dropped, adapter=own
                 )
                 if head is not None:
                     logits = [rows[:, head.ids] for rows in logits]
@@ -146,7 +157,11 @@ def collect_references(
 
 
 def _find_checkpoints(
-    bundle: Path, manifest: Manifest, options: "VerifyOptions", found: References
+    bundle: Path,
+    manifest: Manifest,
+    options: "VerifyOptions",
+    found: References,
+    adapter: VerifiedAdapter | None,
 ) -> Mapping[str, str]:
     """Checkpoint of each role that still needs one; why a role has none goes to ``found.missing``."""
     unknown = sorted(set(options.checkpoints) - set(manifest.models))
@@ -159,6 +174,11 @@ def _find_checkpoints(
             continue
         try:
             source = find_checkpoint(manifest, role, given, bundle)
+            if role == "target" and adapter is not None and adapter.source is None:
+                raise CheckpointNotFoundError(
+                    f"the LoRA adapter {adapter.entry.name} ({adapter.entry.source}) was not given.",
+                    f"name it with --lora {adapter.entry.name}=FOLDER.",
+                )
             _require_torch()
         except (CheckpointNotFoundError, MissingDependencyError) as error:
             if options.require_checkpoint or given is not None:
@@ -183,6 +203,7 @@ def _losses_of_bundle(
     options: "VerifyOptions",
     clock: StageClock,
     found: References,
+    adapter: VerifiedAdapter | None,
 ) -> None:
     """Loss of each role whose float model is in the reference bundle."""
     other = load_manifest(reference)
@@ -203,6 +224,11 @@ def _losses_of_bundle(
                 f"--reference {reference}: its {role} was built with other layers of its checkpoint.",
                 "give a bundle built with the same --draft-layers and --draft-vocab-texts.",
             )
+        if [(each.sha256, each.use) for each in model.adapters] != [(each.sha256, each.use) for each in entry.adapters]:
+            raise InvalidRequestError(
+                f"--reference {reference}: its {role} was built with other LoRA adapters.",
+                "give a bundle built with the same --lora.",
+            )
         head = load_cut_head(bundle, entry)
         theirs = load_cut_head(reference, model)
         if theirs is not None and (head is None or not np.array_equal(theirs.ids, head.ids)):
@@ -215,6 +241,9 @@ def _losses_of_bundle(
             opened = load_bundle(reference, max_num_seqs=1, max_model_len=min(longest, other.max_model_len))
             executor = open_executor(opened, role, num_threads=options.num_threads, spin=options.spin)
             try:
+                if role == "target" and adapter is not None and adapter.chosen is not None:
+                    number = entry.chosen_adapters.index(adapter.chosen) + 1  # the same, by hash
+                    adapted_executor(executor).default_adapter = number
                 score = score_engine(executor, windows, lookahead=other.lookahead, head=head)
             finally:
                 executor.close()

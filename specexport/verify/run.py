@@ -10,6 +10,7 @@ from pathlib import Path
 from specexport.bench.prompts import read_prompts as read_builtin
 from specexport.build.fingerprint import tool_versions
 from specexport.progress import Progress, StageClock
+from specexport.verify.adapter import find_adapter
 from specexport.verify.options import VerifyOptions
 from specexport.verify.parts import run_greedy, run_neighbours, run_perplexity, run_sampling, run_tensors
 from specexport.verify.perplexity import make_windows
@@ -41,9 +42,11 @@ def verify_bundle(bundle: Path, options: VerifyOptions, *, progress: Progress | 
     clock = StageClock(progress, num_steps=2 * len(roles) + 5 + len(read) * (options.reference is not None))
     with clock.stage("plan"):
         prompts, windows = _encode(bundle, manifest, options, with_text=bool(read))
-    references = collect_references(bundle, manifest, prompts, windows, options, clock)
+        adapter = find_adapter(manifest, options.lora)
+    references = collect_references(bundle, manifest, prompts, windows, options, clock, adapter)
     with clock.stage("load"):
-        engine = _load_engine(bundle, manifest, [*prompts, *(windows if read else ())], options)
+        lora = None if adapter is None else adapter.chosen
+        engine = _load_engine(bundle, manifest, [*prompts, *(windows if read else ())], options, lora)
     target = manifest.models["target"]
     near_tie = near_tie_tolerance(target.dtype, len(target.layers))
     try:
@@ -68,6 +71,7 @@ def verify_bundle(bundle: Path, options: VerifyOptions, *, progress: Progress | 
             "num_samples": options.num_samples,
             "seed": options.seed,
             "built_in_text": options.texts is None,
+            **({} if adapter is None else {"lora": adapter.entry.name}),
         },
         seconds=dict(clock.seconds),
         parts=tuple(part for part in found if part is not None),
@@ -94,7 +98,9 @@ def _encode(
     return prompts, windows
 
 
-def _load_engine(bundle: Path, manifest: Manifest, sequences: Seq[Seq[int]], options: VerifyOptions) -> SpecEngine:
+def _load_engine(
+    bundle: Path, manifest: Manifest, sequences: Seq[Seq[int]], options: VerifyOptions, lora: str | None
+) -> SpecEngine:
     """The engine with cache rows no longer than the checks need."""
     longest = max(LONGEST_SEQUENCE, max(map(len, sequences)) + options.max_tokens)
     return SpecEngine.load(
@@ -103,6 +109,7 @@ def _load_engine(bundle: Path, manifest: Manifest, sequences: Seq[Seq[int]], opt
         max_model_len=min(manifest.max_model_len, longest + _LENGTH_STEP),
         num_threads=options.num_threads,
         spin=options.spin,
+        lora=lora,
         enable_prefix_caching=False,  # every run must read its prompts itself
     )
 

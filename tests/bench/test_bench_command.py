@@ -56,7 +56,7 @@ def test_ablation_writes_table_json_markdown_and_plots(tmp_path, bundle, prompts
     assert ended.exit_code == 0, ended.output
     assert bundle == {
         "max_model_len": None, "max_num_batched_tokens": 512, "num_threads": 1, "spin": False, "adaptive": False,
-        "tune_profile": None,
+        "tune_profile": None, "lora": None,
     }  # fmt: skip
     assert "Texts equal to plain greedy decoding: 80 of 80 (100 %)." in ended.stdout
     for method in ("plain", "lookup", "unpad-kv only (lookup)", "unpad-input only (lookup)", "vanilla (lookup)"):

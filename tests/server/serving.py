@@ -24,11 +24,13 @@ MAX_MODEL_LEN = 400
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
-def fake_engine(rows: int = 4, *, step_seconds: float = 0.0, **options: Any) -> SpecEngine:
+def fake_engine(
+    rows: int = 4, *, step_seconds: float = 0.0, adapters: tuple[str, ...] = (), **options: Any
+) -> SpecEngine:
     """An engine of two tiny numpy models that talks in the words w0 … w16; a step of the target takes so long."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    target = FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 16)
+    target = FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 16, num_adapters=len(adapters))
     draft = options.pop("draft", None) or FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 16, noise=0.4)
     if step_seconds:
         execute = target.execute
@@ -39,7 +41,7 @@ def fake_engine(rows: int = 4, *, step_seconds: float = 0.0, **options: Any) -> 
 
         target.execute = slow  # type: ignore[method-assign]
     options = {"max_model_len": MAX_MODEL_LEN, "chat_template": TEMPLATE} | options
-    return SpecEngine(target, tokenizer, draft=draft, **options)
+    return SpecEngine(target, tokenizer, draft=draft, adapters=adapters, **options)
 
 
 class Served:

@@ -12,7 +12,15 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from specexport_runtime.abi import ABI_VERSION, CACHE_BYTES, ITEM_BYTES, READABLE_ABIS, LayerGeometry, StateGeometry
+from specexport_runtime.abi import (
+    ABI_VERSION,
+    ADAPTER_IDS,
+    CACHE_BYTES,
+    ITEM_BYTES,
+    READABLE_ABIS,
+    LayerGeometry,
+    StateGeometry,
+)
 from specexport_runtime.bundle.files import FileEntry
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.bundle.rules import (
@@ -37,8 +45,8 @@ READABLE_SCHEMAS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
 """Version 3 added the fields of engines that are built for a GPU, version 4 those of self-drafting and quantization,
 version 5 the defaults for loading, and engines that are stored as a difference, version 6 those of a cut LM head,
 version 7 the layers that a draft was built without, version 8 what a step's cost can be told from, version 9 the
-dtype of KV caches, version 10 draft heads, version 11 the states of recurrences. An older manifest is one without
-them. Version 5 also renamed some."""
+dtype of KV caches, version 10 draft heads, version 11 the states of recurrences, windows and LoRA adapters. An older
+manifest is one without them. Version 5 also renamed some."""
 _RENAMED = {"full_path": "one_token_path", "full_inputs": "one_token_inputs"}
 MANIFEST_NAME = "manifest.json"
 DEFAULT_NUM_SEQS = 8
@@ -46,6 +54,7 @@ MAX_LOOKAHEAD = 64
 MAX_MODEL_LEN = 1 << 24
 MAX_NUM_SEQS = 4096
 MAX_NUM_TOKENS = 1 << 20
+MAX_ADAPTERS = 64
 """What a recipe may ask for, and a manifest may say."""
 HYDRA = "hydra"
 """``ModelEntry.head_kind`` of heads that read what those before them guessed."""
@@ -76,6 +85,25 @@ class EngineFile:
     memory_bytes: int | None = None
     report: Mapping[str, Any] = field(default_factory=dict)
     base: str | None = None
+
+
+@dataclass(frozen=True)
+class AdapterEntry:
+    """A LoRA adapter of a target.
+
+    Attributes:
+        name: as requests call it.
+        source: name of the folder that it came from.
+        sha256: hash over its files.
+        rank: the largest r of its layers.
+        use: ``"merged"`` where it is a part of the weights, ``"chosen"`` where requests choose it.
+    """
+
+    name: str
+    source: str
+    sha256: str
+    rank: int
+    use: str
 
 
 @dataclass(frozen=True)
@@ -142,6 +170,8 @@ class ModelEntry:
         guessed: of a draft head: share of first guesses that were right when it was built, 0 to 1; None where that was
             not looked at.
         reading: of a draft head: how it was read otherwise than its files say; None where it was not.
+        adapters: LoRA adapters of a target: the one that is merged, or those that requests may choose, in the order of
+            their numbers, from 1.
     """
 
     path: str
@@ -190,6 +220,12 @@ class ModelEntry:
     states: tuple[StateGeometry, ...] = ()
     guessed: float | None = None
     reading: str | None = None
+    adapters: tuple[AdapterEntry, ...] = ()
+
+    @property
+    def chosen_adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that requests may choose, in the order of their numbers, from 1."""
+        return tuple(adapter.name for adapter in self.adapters if adapter.use == "chosen")
 
     @property
     def cache_dtype(self) -> str:
@@ -229,6 +265,7 @@ class ModelEntry:
         formats = data.get("weight_formats", ())
         fields["weight_formats"] = tuple((str(name), int(count), int(size)) for name, count, size in formats)
         fields["passes"] = tuple((str(name), int(count)) for name, count in data.get("passes", ()))
+        fields["adapters"] = tuple(AdapterEntry(**adapter) for adapter in data.get("adapters", ()))
         return cls(**fields)
 
 
@@ -338,6 +375,9 @@ _ENGINE_RULES = _rules_of(
     report=record(_REPORT, may_lack=frozenset(_REPORT), more=True),
     base=optional(inner_path),
 )
+_ADAPTER_RULES = _rules_of(
+    AdapterEntry, name=text, source=text, sha256=text, rank=whole(1, 1 << 20), use=one_of("merged", "chosen")
+)
 _ENTRY_RULES = _rules_of(
     ModelEntry,
     path=inner_path,
@@ -386,6 +426,7 @@ _ENTRY_RULES = _rules_of(
     states=list_of(tuple_of(list_of(_SIZE), _SIZE)),
     guessed=optional(number(0, 1)),
     reading=optional(text),
+    adapters=list_of(_ADAPTER_RULES),
 )
 
 
@@ -501,6 +542,7 @@ def _check_agreement(manifest: Manifest) -> None:
         _check_head(manifest, role, entry)
         _check_dropped(role, entry)
         _check_lent(manifest, role, entry)
+        _check_adapters(role, entry)
 
 
 def _check_head(manifest: Manifest, role: str, entry: ModelEntry) -> None:
@@ -528,6 +570,21 @@ def _check_lent(manifest: Manifest, role: str, entry: ModelEntry) -> None:
     there = [target.layers[layer] for layer in entry.target_layers if layer < len(target.layers)]
     if tuple(there) != entry.layers or target.cache_dtype != entry.cache_dtype:
         raise MisfitError(where, entry.target_layers, "layers of the target whose caches are of the sizes in `layers`")
+
+
+def _check_adapters(role: str, entry: ModelEntry) -> None:
+    """Refuse adapters that no build makes: of a draft, too many, two of a name, or one merged among others."""
+    where, names = f"adapters of models.{role}", [adapter.name for adapter in entry.adapters]
+    if names and role != "target":
+        raise MisfitError(where, names, "empty: only a target has adapters")
+    if len(names) > MAX_ADAPTERS or len(set(names)) < len(names):
+        raise MisfitError(where, names, f"{MAX_ADAPTERS} different names at most")
+    if len(names) > 1 and len(entry.chosen_adapters) < len(names):
+        raise MisfitError(where, names, "one where it is merged")
+    if bool(entry.chosen_adapters) != (ADAPTER_IDS.name in entry.inputs):
+        raise MisfitError(
+            where, names, f"there to choose from where the engine takes {ADAPTER_IDS.name}, and only there"
+        )
 
 
 def _check_dropped(role: str, entry: ModelEntry) -> None:

@@ -32,6 +32,7 @@ LIMITS = (
     "suffix_memory_mb",
     "corpus",
     "suffix_file",
+    "lora",
 )
 """Options that ``SpecEngine.load`` takes."""
 
@@ -235,6 +236,7 @@ def drafting_options(command: Any) -> Any:
             help="Draft tokens a round (K), or auto: chosen every round for the most expected tokens a second.  "
             "[default: auto; with a drafter 4, for lookup 7, for self 3, or less if less was built]",
         ),
+        click.option("--lora", metavar="NAME", help="LoRA adapter of the bundle to write with.  [default: none]"),
         click.option("--no-speculation", is_flag=True, help="Plain decoding: one token a round."),
         click.option(
             "--tune-profile",

@@ -377,9 +377,9 @@ class Decoder:
         known = seq.tokens[kv_len : kv_len + count]
         wanted = count if seq.is_scored else 1
         if proposal is None:
-            return RowWork(known, wanted)
+            return RowWork(known, wanted, adapter=seq.adapter)
         drafts = len(proposal.tokens)
-        return RowWork(known + proposal.tokens, drafts + wanted, drafts=drafts)
+        return RowWork(known + proposal.tokens, drafts + wanted, drafts=drafts, adapter=seq.adapter)
 
     def _score(self, scored: Mapping[int, int], output: StepOutput, first_row: int) -> list[Sequence]:
         """Keep log-probabilities of prompts.

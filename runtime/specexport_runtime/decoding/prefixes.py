@@ -43,7 +43,7 @@ class KeptPrefix:
 
     Attributes:
         tokens: int64 [n]; the row has the entries of all of them.
-        scope: who may go on from it.
+        scope: who may go on from it, and with which adapter.
         sides: on which side of the target's borders its first step was (see ``exact_width``).
         drafts: what the drafter has of the row.
         used: when it was last used, in admissions.
@@ -51,7 +51,7 @@ class KeptPrefix:
     """
 
     tokens: Int64Array
-    scope: str
+    scope: tuple[str, int | None]
     sides: tuple[int, ...]
     drafts: Any
     used: int
@@ -121,12 +121,12 @@ class Prefixes:
 
     def is_early(self, seq: Sequence, running: Seq[Sequence]) -> bool:
         """Whether a sequence should wait: another is reading a beginning that both have, and will have it soon."""
-        if seq.scope is None or seq.is_scored:
+        if seq.row_scope is None or seq.is_scored:
             return False
         prompt, sides = np.asarray(seq.tokens, np.int64), self._sides(seq.num_prompt_tokens)
         coming, there = 0, 0
         for other in running:
-            if other.is_decoding or other.scope != seq.scope or self._sides(other.num_prompt_tokens) != sides:
+            if other.is_decoding or other.row_scope != seq.row_scope or self._sides(other.num_prompt_tokens) != sides:
                 continue
             common = _common(prompt, np.asarray(other.tokens, np.int64))
             if common > coming:
@@ -145,7 +145,7 @@ class Prefixes:
         """
         self._clock += 1
         found, is_new = None, not seq.stats.preemptions
-        if seq.scope is not None and not seq.is_scored:
+        if seq.row_scope is not None and not seq.is_scored:
             found = self._longest(seq, running)
             if is_new:
                 seq.stats.cached_tokens = 0
@@ -206,12 +206,12 @@ class Prefixes:
         count = self._target.kv.kv_len(seq.row)
         if seq.is_pinned:
             count = min(count, seq.num_prompt_tokens)
-        if seq.scope is None or seq.finish_reason == "error" or count < LEAST_REUSED:
+        if seq.row_scope is None or seq.finish_reason == "error" or count < LEAST_REUSED:
             return False
         self._memory.keep(seq.row, count)
         self._kept[seq.row] = KeptPrefix(
             np.asarray(seq.tokens[:count], np.int64),
-            seq.scope,
+            seq.row_scope,
             self._sides(seq.num_prompt_tokens),
             self._drafter.snapshot(seq),
             self._clock,
@@ -239,7 +239,7 @@ class Prefixes:
         self.counts = self.counts._replace(copied=self.counts.copied + counts[1])
         return True
 
-    def unpin(self, tokens: Seq[int], scope: str) -> bool:
+    def unpin(self, tokens: Seq[int], scope: str, adapter: int | None = None) -> bool:
         """Let a text that is kept for good go when its row is wanted; may be called from any thread.
 
         Returns:
@@ -247,7 +247,7 @@ class Prefixes:
         """
         wanted, found = list(tokens), False
         for kept in tuple(self._kept.values()):
-            if kept.is_pinned and kept.scope == scope and kept.tokens.tolist() == wanted:
+            if kept.is_pinned and kept.scope == (scope, adapter) and kept.tokens.tolist() == wanted:
                 kept.is_pinned, found = False, True
         return found
 
@@ -295,11 +295,11 @@ class Prefixes:
     ) -> Iterator[tuple[int, KeptPrefix | None, Int64Array, Any]]:
         """Row, what is kept, tokens, and what the drafter has, of every text that a sequence may go on from."""
         for row, kept in self._kept.items():
-            if kept.scope == seq.scope and kept.sides == sides:
+            if kept.scope == seq.row_scope and kept.sides == sides:
                 yield row, kept, kept.tokens, kept.drafts
         for other in running:
             count, is_alike = self._target.kv.kv_len(other.row), self._sides(other.num_prompt_tokens) == sides
-            if other is not seq and count and other.scope == seq.scope and is_alike:
+            if other is not seq and count and other.row_scope == seq.row_scope and is_alike:
                 yield other.row, None, np.asarray(other.tokens[:count], np.int64), other
 
     def _sides(self, prompt_tokens: int) -> tuple[int, ...]:

@@ -173,7 +173,8 @@ class SelfDrafter:
 
     def _unseen(self, draft: Draft) -> RowWork:
         """What the next draft step is fed: what was added to the draft, behind the newest token that was committed."""
-        return RowWork(draft.since(self.runner.kv.kv_len(draft.sequence.row)), 1)
+        seq = draft.sequence
+        return RowWork(draft.since(self.runner.kv.kv_len(seq.row)), 1, adapter=seq.adapter)
 
     @contextmanager
     def _borrowed(self, mask: BoolArray, group: Seq[Draft]) -> Iterator[None]:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.abi import StepShape
+from specexport_runtime.errors import SpecexportError
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.manifest import ModelEntry
@@ -63,6 +64,8 @@ class StepBuffers(NamedTuple):
     """Only of a draft head."""
     state_steps: Int64Array | None = None
     """Only of a model that keeps states."""
+    adapter_ids: Int64Array | None = None
+    """Only of a target with adapters to choose from."""
 
 
 class Executor(Protocol):
@@ -151,6 +154,15 @@ class GatedExecutor(Executor, Protocol):
         A copy. Empty, [N, 0], if it was not measured.
         """
         ...
+
+
+class AdaptedExecutor(Executor, Protocol):
+    """An executor of a target with LoRA adapters to choose from: each token of a step comes with a number."""
+
+    num_adapters: int
+    """Adapters are numbered from 1."""
+    default_adapter: int
+    """That of rows which name none; 0 for none."""
 
 
 class FeaturedExecutor(Executor, Protocol):
@@ -268,6 +280,17 @@ def as_featured(executor: Executor) -> FeaturedExecutor | None:
 def as_stateful(executor: Executor) -> StatefulExecutor | None:
     """``executor`` if its model keeps states; None if not."""
     return executor if getattr(executor, "num_pending", 0) else None  # type: ignore[return-value]
+
+
+def adapted_executor(executor: Executor) -> AdaptedExecutor:
+    """``executor``, of a target with adapters to choose from.
+
+    Raises:
+        SpecexportError: it has none.
+    """
+    if not getattr(executor, "num_adapters", 0):
+        raise SpecexportError("this engine has no adapters to choose from.")
+    return executor  # type: ignore[return-value]
 
 
 def as_head(executor: Executor) -> HeadExecutor | None:

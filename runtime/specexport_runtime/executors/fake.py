@@ -17,6 +17,7 @@ ENTRY_BYTES = 64
 """What a cache entry is said to take."""
 _POISON = -2
 _DRAFTED = -10  # token t of a draft is handed on as -10 - t
+_ADAPTER = 1_000_000  # times its number, beside the number of a mask: who wrote an entry
 _BLOCK = -3  # an entry of a block, which must not outlive its step
 
 
@@ -52,6 +53,8 @@ class FakeExecutor:
         lender: with ``reads_features``, the executor of a head without a cache, which reads this one's: a step has one
             token a row, and its logits are a function of the lender's entries, of what was drafted behind them, which
             is what it hands on, and of the token.
+        num_adapters: LoRA adapters to choose from (``AdaptedExecutor``): with each of them logits are another function.
+            An entry that was written with one serves steps with the same one, and no others.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class FakeExecutor:
         fills_blocks: bool = False,
         page_entries: int = 8,
         lender: "FakeExecutor | None" = None,
+        num_adapters: int = 0,
     ) -> None:
         self.vocab_size = vocab_size
         self.num_rows = num_rows
@@ -95,6 +99,7 @@ class FakeExecutor:
         # The mask that each entry was written with, as a number; 0 is everything on.
         self._mask_numbers: dict[tuple[bool, ...] | None, int] = {None: 0, (True,) * num_gates: 0}
         self._writers = np.zeros((num_rows, kv_capacity), np.int64)
+        self.num_adapters, self.default_adapter = num_adapters, 0
         self._wants_similarity = False
         self._similarity: Float32Array = np.zeros((num_gates // 2, 0), np.float32)
         self.gives_features, self.reads_features = gives_features, reads_features
@@ -109,19 +114,21 @@ class FakeExecutor:
         self._shape: StepShape | None = None
         self._buffers: StepBuffers | None = None
 
-    def logits_after(self, tokens: npt.ArrayLike, mask: tuple[bool, ...] | None = None) -> Float32Array:
+    def logits_after(
+        self, tokens: npt.ArrayLike, mask: tuple[bool, ...] | None = None, adapter: int = 0
+    ) -> Float32Array:
         """Logits [V], float32, for the token that follows ``tokens``, with the parts of ``mask`` on (None: all)."""
         key = tuple(int(token) for token in np.asarray(tokens)[-self._context :])
-        if (key, mask) not in self._memo:
-            shifted = [token + 1 for token in key]
+        if (key, mask, adapter) not in self._memo:
+            shifted = [*[0] * adapter, *(token + 1 for token in key)]
             logits = np.random.default_rng([self._seed, *shifted]).normal(0, abs(self._sharpness), self.vocab_size)
             noise = np.random.default_rng([self._seed, 7, *shifted]).normal(0, 1, self.vocab_size)
             values = np.sign(self._sharpness) * logits + self._noise * noise
             if mask is not None and not all(mask):
                 random = np.random.default_rng([self._seed, 8, *mask, *shifted])
                 values = values + self._gate_noise * random.normal(0, 1, self.vocab_size)
-            self._memo[key, mask] = values.astype(np.float32)
-        return self._memo[key, mask]
+            self._memo[key, mask, adapter] = values.astype(np.float32)
+        return self._memo[key, mask, adapter]
 
     def set_layers(self, mask: BoolArray | None) -> None:
         """See ``GatedExecutor.set_layers``."""
@@ -161,6 +168,8 @@ class FakeExecutor:
         if self.reads_features:
             poison = np.full((shape.num_tokens, self.feature_size), np.nan, np.float32)
             self._buffers = self._buffers._replace(token_features=poison)
+        if self.num_adapters:
+            self._buffers = self._buffers._replace(adapter_ids=np.full(shape.num_tokens, -7, np.int64))
         return self._buffers
 
     def execute(self, want: Want = "logits") -> StepOutput:
@@ -217,7 +226,8 @@ class FakeExecutor:
         _require(bool(((tokens >= least) & (tokens < self.vocab_size)).all()), "input_ids lie in the vocabulary")
         cache[kv_len:total] = tokens
         writers, number = self._writers[shape.first_row + offset], self._mask_numbers[self._mask]
-        writers[kv_len:total] = number
+        adapter = self._adapter_of(buffers, start, stop)
+        writers[kv_len:total] = number + _ADAPTER * adapter
         positions = buffers.positions[begin:end].tolist()
         known = (
             list(range(kv_len))
@@ -225,8 +235,10 @@ class FakeExecutor:
             else self._known(buffers.kv_positions[offset, 0], kv_len)
         )
         _require(not (cache[known] == _POISON).any(), f"row {offset}: kv_len {kv_len} covers entries never written")
-        whole = np.isin(writers[known], (0, number)).all()
+        whole = np.isin(writers[known] % _ADAPTER, (0, number)).all()
         _require(bool(whole), f"row {offset}: kv_len {kv_len} covers entries written with other parts on")
+        same = (writers[known] // _ADAPTER == adapter).all()
+        _require(bool(same) or not count, f"row {offset}: kv_len {kv_len} covers entries of another adapter")
         _require(positions == list(range(len(known), len(known) + count)), f"row {offset} goes on at {len(known)}")
         if buffers.kv_positions is not None:
             own = buffers.kv_positions[offset, 0, kv_len : kv_len + count].tolist()
@@ -251,7 +263,18 @@ class FakeExecutor:
         if self._wants_features:
             for j, row in enumerate(rows):
                 self._note(self.features, begin + j, cache[row])
-        return {begin + j: self.logits_after(cache[row], self._mask) for j, row in enumerate(rows)}
+        own = (adapter,) if adapter else ()  # models of one's own may know of none
+        return {begin + j: self.logits_after(cache[row], self._mask, *own) for j, row in enumerate(rows)}
+
+    def _adapter_of(self, buffers: StepBuffers, start: int, stop: int) -> int:
+        """The adapter of a row's tokens, which have one together; 0 without adapters."""
+        if buffers.adapter_ids is None:
+            return 0
+        found = set(buffers.adapter_ids[start:stop].tolist())
+        _require(len(found) == 1, f"tokens of one row have one adapter, not {sorted(found)}")
+        adapter = int(found.pop())
+        _require(0 <= adapter <= self.num_adapters, f"there are {self.num_adapters} adapters, not {adapter}")
+        return adapter
 
     def _run_borrowed(
         self,

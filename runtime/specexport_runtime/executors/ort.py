@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.abi import (
+    ADAPTER_IDS,
     CACHE_INPUTS,
     K_CACHE,
     K_CACHE_OUT,
@@ -133,6 +134,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         self.num_gates = entry.num_gates if unpad_kv else 0  # a padded-KV graph never has gates
         self._gates = OrtGates(self._graph.session, self.num_gates, path)
         self._features: OrtFeatures = OrtFeatures(self._graph.session, entry.feature_size if unpad_kv else 0, path)
+        self.num_adapters, self.default_adapter = len(entry.chosen_adapters), 0
         self.num_draft_heads, self.reads_draft = entry.num_draft_heads, entry.head_kind == HYDRA
         self.borrows_cache = bool(entry.target_layers)
         self._lent: dict[str, npt.NDArray[Any]] = {}
@@ -229,7 +231,11 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
             raise SpecexportError(
                 f"{shape} does not fit this graph's KV cache.", "give `unpad_kv` to the executor and the engine alike."
             )
-        specs = [*(PADDED_STEP_INPUTS if shape.kv_span else STEP_INPUTS), *([STATE_STEPS] if self._states else [])]
+        specs = [*(PADDED_STEP_INPUTS if shape.kv_span else STEP_INPUTS)]
+        if self._states:
+            specs.append(STATE_STEPS)
+        if self.num_adapters:
+            specs.append(ADAPTER_IDS)
         arrays = {spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in specs}
         for name, array in arrays.items():
             if name in graph.inputs:

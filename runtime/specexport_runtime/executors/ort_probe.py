@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.abi import (
+    ADAPTER_IDS,
     FEATURES,
     GATE_INPUTS,
     LAYER_MASK,
@@ -31,6 +32,7 @@ _SLACK = 3
 """Entries that stay free: a lone token may be computed twice, and writes two."""
 _DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
 _KEPT = tuple(spec.name.partition(".")[0] for spec in (STATE, PENDING))
+_ADAPTERS = 4
 _INT8_SPREAD = 40.0
 """Standard deviation of what int8 caches are filled with."""
 
@@ -117,6 +119,8 @@ def _feed(inputs: Any, width: int, vocab_size: int) -> dict[str, npt.NDArray[Any
             feed[value.name] = generator.standard_normal(shape, np.float32)
         elif value.name == STATE_STEPS.name:  # as a verify step: all behind the first token are drafts
             feed[value.name] = np.array([[0, 0, 1, width - 1]])
+        elif value.name == ADAPTER_IDS.name:
+            feed[value.name] = np.arange(1, width + 1) % _ADAPTERS  # a number beyond the last is nobody's
         elif value.name == TOKEN_FEATURES.name:
             feed[value.name] = generator.standard_normal((width, value.shape[1]), np.float32)
         else:

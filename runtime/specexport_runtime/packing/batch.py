@@ -26,6 +26,7 @@ from specexport_runtime.executors.base import (
     StepBuffers,
     StepOutput,
     Want,
+    adapted_executor,
     as_copying,
     as_paged,
     as_receding,
@@ -45,12 +46,15 @@ class RowWork(NamedTuple):
         features: of a draft head: the feature that comes with each token, float32 [n, E]; None gives zeros.
         drafts: how many of the row's last tokens behind this step are drafts: they may not enter a state. Those of
             earlier steps count too, as long as nobody tested them.
+        adapter: of a target with adapters to choose from: the tokens' own, from 1; 0 for none, None for the default of
+            the executor.
     """
 
     tokens: Seq[int]
     num_logits: int
     features: Float32Array | None = None
     drafts: int = 0
+    adapter: int | None = None
 
 
 IDLE = RowWork((), 0)
@@ -74,9 +78,10 @@ def step_shape(first_row: int, work: Seq[RowWork], kv_span: int = 0) -> StepShap
 def pad_work(work: Seq[RowWork]) -> list[RowWork]:
     """Every row padded to the longest, as the padded method feeds it: padding tokens get logits like any other."""
     width = max(len(row.tokens) for row in work)
+    lacking = [width - len(row.tokens) for row in work]
     return [
-        RowWork([*row.tokens, *[PADDING_TOKEN] * (width - len(row.tokens))], row.num_logits + width - len(row.tokens))
-        for row in work
+        RowWork([*row.tokens, *[PADDING_TOKEN] * count], row.num_logits + count, adapter=row.adapter)
+        for row, count in zip(work, lacking, strict=True)
     ]
 
 
@@ -108,6 +113,14 @@ def _fill_features(buffer: Float32Array, work: Seq[RowWork]) -> None:
     start = 0
     for row in work:
         buffer[start : start + len(row.tokens)] = 0.0 if row.features is None else row.features
+        start += len(row.tokens)
+
+
+def _fill_adapters(buffer: Int64Array, work: Seq[RowWork], default: int) -> None:
+    """Put the adapter of each row beside each of its tokens."""
+    start = 0
+    for row in work:
+        buffer[start : start + len(row.tokens)] = default if row.adapter is None else row.adapter
         start += len(row.tokens)
 
 
@@ -274,6 +287,8 @@ class ModelRunner:
             np.add(self._arange[: len(buffers.positions)], np.repeat(shifts, counts), out=buffers.positions)
         if buffers.token_features is not None:
             _fill_features(buffers.token_features, work)
+        if buffers.adapter_ids is not None:
+            _fill_adapters(buffers.adapter_ids, work, adapted_executor(self.executor).default_adapter)
         buffers.kv_lens[:, 0] = [self.kv.entries(first_row + i) for i in range(len(work))]
         buffers.row_totals[:, 0] = buffers.kv_lens[:, 0] + needed
         if buffers.kv_positions is not None and isinstance(self.kv, PaddedKvArena):

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.checks import check_rank, check_text, check_token_ids, check_token_range
+from specexport_runtime.requests.checks import (
+    check_adapter,
+    check_rank,
+    check_text,
+    check_token_ids,
+    check_token_range,
+)
 from specexport_runtime.requests.drafting import Abilities, DraftDefaults, DraftPlan, RequestOptions, resolve_draft_plan
 from specexport_runtime.requests.grammars import GrammarCompiler
 from specexport_runtime.sampling.params import SamplingParams
@@ -34,6 +40,7 @@ class RequestBuilder:
         eos_token_ids: ids that end a text.
         defaults: how to draft for requests that do not say.
         grammars: makes the grammars of texts whose form is given.
+        adapters: names of the LoRA adapters that requests may choose, in the order of their numbers, from 1.
     """
 
     tokenizer: "Tokenizer"
@@ -43,6 +50,7 @@ class RequestBuilder:
     eos_token_ids: tuple[int, ...]
     defaults: DraftDefaults
     grammars: GrammarCompiler
+    adapters: tuple[str, ...] = ()
 
     def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, checked.
@@ -153,6 +161,7 @@ class RequestBuilder:
             owner=options.owner,
             priority=options.priority,
             forced_lookahead=self.abilities.lookahead,
+            adapter=self.find_adapter(options.lora),
         )
 
     @cached_property
@@ -166,6 +175,15 @@ class RequestBuilder:
         if not (params.skip_special_tokens and params.shown_special_tokens):
             return None
         return self.special_tokens - frozenset(params.shown_special_tokens)
+
+    def find_adapter(self, name: str | None) -> int | None:
+        """Number of an adapter, from 1; None for no name.
+
+        Raises:
+            InvalidRequestError: there is none of that name.
+        """
+        check_adapter(name, self.adapters)
+        return None if name is None else self.adapters.index(name) + 1
 
     def _exit_params(self, options: RequestOptions, plan: DraftPlan) -> DraftExitParams | None:
         """When drafts of models end for this request; None: never before K."""

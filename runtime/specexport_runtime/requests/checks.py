@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence as Seq
+from difflib import get_close_matches
 from typing import Any
 
 from specexport_runtime.errors import InvalidRequestError
@@ -29,6 +30,25 @@ def check_text(text: str, what: str) -> None:
             "that is not UTF-8.",
             "give text in UTF-8.",
         ) from None
+
+
+def check_adapter(name: str | None, adapters: Seq[str]) -> None:
+    """Refuse a LoRA adapter that an engine has not, or that is in its weights.
+
+    Args:
+        name: as a caller names it; None for none.
+        adapters: those that requests may choose.
+
+    Raises:
+        InvalidRequestError: there is none of that name.
+    """
+    if name is None or name in adapters:
+        return
+    near = get_close_matches(str(name), adapters, n=1)
+    fix = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(adapters)}, or leave it out."
+    if not adapters:
+        fix = "leave it out; `specexport build --lora NAME=FOLDER --lora-mode choose` makes adapters to choose from."
+    raise InvalidRequestError(f"there is no LoRA adapter {name!r} to choose.", fix)
 
 
 def check_token_ids(ids: Seq[int], *, vocab_size: int, max_model_len: int) -> None:

@@ -44,6 +44,8 @@ class Drafting(TypedDict, total=False):
         remember: False keeps nothing of this request for later ones, and shows it nothing of earlier ones.
         owner: whose the request is. Owners get cache rows in turns, however much each has waiting.
         priority: requests with a lower number go first, as in vLLM, and may have others paused.
+        lora: the LoRA adapter that the target writes with, one of ``SpecEngine.adapters``; None takes the engine's
+            default, which is none unless it was loaded with one.
     """
 
     drafter: str | None
@@ -56,6 +58,7 @@ class Drafting(TypedDict, total=False):
     remember: bool
     owner: str
     priority: int
+    lora: str | None
 
 
 class RequestOptions(NamedTuple):
@@ -71,6 +74,7 @@ class RequestOptions(NamedTuple):
     remember: bool = True
     owner: str = ""
     priority: int = 0
+    lora: str | None = None
 
 
 class DraftDefaults(NamedTuple):

@@ -53,6 +53,7 @@ class Sequence:
         owner: whose it is; owners get rows in turns.
         priority: those with a lower one go first.
         forced_lookahead: most draft tokens of a round in which the grammar forces some.
+        adapter: number of the LoRA adapter that it is written with, from 1; None for the engine's default.
 
     Attributes:
         tokens: prompt and committed output.
@@ -92,6 +93,7 @@ class Sequence:
         owner: str = "",
         priority: int = 0,
         forced_lookahead: int = 0,
+        adapter: int | None = None,
     ) -> None:
         self.index = index
         self.params = params
@@ -111,7 +113,7 @@ class Sequence:
         self.draft_exit = draft_exit
         self.layer_rules = DEFAULT_RULES if layer_rules is None else layer_rules
         self.trace: list[RoundTrace] | None = [] if trace else None
-        self.scope = scope
+        self.scope, self.adapter = scope, adapter
         self.is_pinned = is_pinned
         self.owner, self.priority = owner, priority
         self.reads_again, self.num_read, self._paused_at = False, 0, 0
@@ -143,6 +145,11 @@ class Sequence:
     def output(self) -> list[int]:
         """Committed output token ids."""
         return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def row_scope(self) -> tuple[str, int | None] | None:
+        """Who may go on from what its cache row has: those of its scope with the same adapter; None for nobody."""
+        return None if self.scope is None else (self.scope, self.adapter)
 
     @property
     def room_for_drafts(self) -> int:

@@ -60,7 +60,7 @@ def note_request(request: Request, state: ServerState, plan: Plan, user: str | N
     """Tell the log of a request that was understood, if there is a log."""
     log: RequestLog | None = getattr(request.state, "log", None)
     if log is not None:
-        log.model, log.streamed, log.user = state.config.model_name, plan.stream, user
+        log.model, log.streamed, log.user = plan.model or state.config.model_name, plan.stream, user
 
 
 def make_answer(
@@ -75,7 +75,7 @@ def make_answer(
     name = getattr(request.state, "request_id", None) or secrets.token_hex(12)
     bundle = engine.engine.fingerprint
     fingerprint = None if bundle is None else f"fp_{bundle[:12]}"
-    header = Header(f"{prefix}{name}", int(time.time()), state.config.model_name, fingerprint)
+    header = Header(f"{prefix}{name}", int(time.time()), plan.model or state.config.model_name, fingerprint)
     texts = None if plan.logprobs is None and plan.prompt_logprobs is None else _token_texts(request, engine)
     shown = None if plan.logprobs is None else texts
     made = form(header, texts=shown, origins=plan.origins, include_usage=plan.include_usage)

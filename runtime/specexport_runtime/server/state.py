@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specexport_runtime.async_engine import AsyncSpecEngine
+from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.watch.never_accepted import NeverAccepted
 
@@ -40,7 +41,16 @@ class ServerState:
         return self.engine is not None and not self.draining
 
     def use_engine(self, engine: AsyncSpecEngine) -> None:
-        """Answer with an engine from now on, and watch it."""
+        """Answer with an engine from now on, and watch it.
+
+        Raises:
+            InvalidRequestError: the model is to have the name of one of its LoRA adapters.
+        """
+        if self.config.model_name in engine.engine.adapters:
+            raise InvalidRequestError(
+                f"the model is to be served as {self.config.model_name!r}, and one of its LoRA adapters has that name.",
+                "give another --model-name.",
+            )
         if self.metrics is not None:
             self.metrics.attach(engine.engine)
         engine.max_requests_per_owner = self.config.per_key_limit(engine.engine.max_num_seqs)

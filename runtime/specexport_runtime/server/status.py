@@ -6,7 +6,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from specexport_runtime.server.errors import ApiError
-from specexport_runtime.server.state import ServerState, state_of
+from specexport_runtime.server.models import adapter_of, describe_models
+from specexport_runtime.server.state import state_of
 
 router = APIRouter()
 
@@ -41,37 +42,18 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/v1/models", tags=["models"])
 async def models(request: Request) -> dict[str, Any]:
-    """The one model that is served."""
-    return {"object": "list", "data": [_model(state_of(request))]}
+    """The model that is served, and its LoRA adapters."""
+    return {"object": "list", "data": describe_models(state_of(request))}
 
 
 @router.get("/v1/models/{model_id:path}", tags=["models"])
 async def model(request: Request, model_id: str) -> dict[str, Any]:
     """The model of that name."""
     state = state_of(request)
-    if model_id != state.config.model_name:
-        raise ApiError(
-            404,
-            f"there is no model {model_id!r}; this server has {state.config.model_name!r}.",
-            param="model",
-            code="model_not_found",
-        )
-    return _model(state)
+    adapter_of(model_id, None if state.engine is None else state.engine.engine, state.config.model_name)
+    return next(model for model in describe_models(state) if model["id"] == model_id)
 
 
 def _asks_for_openmetrics(request: Request) -> bool:
     kinds = [part.split(";")[0].strip().lower() for part in request.headers.get("accept", "").split(",")]
     return "application/openmetrics-text" in kinds
-
-
-def _model(state: ServerState) -> dict[str, Any]:
-    """A model as OpenAI describes it, with vLLM's field for the longest sequence; null until the bundle is loaded."""
-    return {
-        "id": state.config.model_name,
-        "object": "model",
-        "created": state.started,
-        "owned_by": "specexport",
-        "root": state.config.model_name,
-        "parent": None,
-        "max_model_len": None if state.engine is None else state.engine.engine.max_model_len,
-    }

@@ -8,12 +8,13 @@ from pydantic import Field
 
 from specexport_runtime.server.completions import ready_engine
 from specexport_runtime.server.conversation import dialect_of, read_prompt, tools_of
-from specexport_runtime.server.errors import ERROR_RESPONSES, ApiError, invalid
+from specexport_runtime.server.errors import ERROR_RESPONSES, invalid
+from specexport_runtime.server.models import adapter_of
 from specexport_runtime.server.openapi import request_body
 from specexport_runtime.server.parsing import parse_body
 from specexport_runtime.server.prompt_tokens import aside_if_long, encode
 from specexport_runtime.server.protocol import MAX_ITEMS, Message, Refused, Strict, Text, TokenIds, Tools
-from specexport_runtime.server.state import ServerState, state_of
+from specexport_runtime.server.state import state_of
 
 router = APIRouter(tags=["tokens"])
 
@@ -45,7 +46,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     state = state_of(request)
     service = ready_engine(state)
     body = await parse_body(request, TokenizeRequest)
-    _check_model(state, body.model)
+    adapter_of(body.model, service.engine, state.config.model_name)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "give either prompt or messages.")
     engine = service.engine
@@ -66,7 +67,7 @@ async def detokenize(request: Request) -> dict[str, Any]:
     state = state_of(request)
     service = ready_engine(state)
     body = await parse_body(request, DetokenizeRequest)
-    _check_model(state, body.model)
+    adapter_of(body.model, service.engine, state.config.model_name)
     engine, ids = service.engine, body.tokens
     for token in ids:
         if token >= engine.target.vocab_size:
@@ -82,9 +83,3 @@ async def show_version() -> dict[str, str]:
         return {"version": version("specexport")}
     except PackageNotFoundError:  # run from its sources
         return {"version": "unknown"}
-
-
-def _check_model(state: ServerState, name: str | None) -> None:
-    if name not in (None, state.config.model_name):
-        message = f"There is no model {name[:100]!r} here, only {state.config.model_name!r}."
-        raise ApiError(404, message, param="model", code="model_not_found")

@@ -9,7 +9,8 @@ from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.sequences.results import as_prompts
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.conversation import Conversation, read_conversation
-from specexport_runtime.server.errors import ApiError, invalid, over_limit, shown, unsupported
+from specexport_runtime.server.errors import invalid, over_limit, shown, unsupported
+from specexport_runtime.server.models import adapter_of
 from specexport_runtime.server.prompt_logprobs import check_entries
 from specexport_runtime.server.prompt_tokens import (
     aside_if_long,
@@ -54,6 +55,7 @@ class Plan(NamedTuple):
         continuous_usage: each chunk has the usage of its choice so far.
         conversation: whose answers have more than content; None where they have not.
         prompt_logprobs: alternatives a token of each prompt, in vLLM's shape; None for none.
+        model: name of the model that answers; empty for the one that is served.
     """
 
     specs: list[RequestSpec]
@@ -69,6 +71,7 @@ class Plan(NamedTuple):
     continuous_usage: bool = False
     conversation: Conversation | None = None
     prompt_logprobs: int | None = None
+    model: str = ""
 
 
 async def plan_completion(
@@ -134,6 +137,9 @@ async def _plan(
     engine = service.engine
     reference = await _reference(body, service)
     drafting = _drafting(body, engine, reference, owner)
+    adapter = adapter_of(body.model, engine, config.model_name)
+    if adapter is not None:
+        drafting["lora"] = adapter
     common, alternatives = _sampling(body), _alternatives(body)
     scores = alternatives is not None and isinstance(body, CompletionRequest) and bool(body.echo)
     wanted = {"prompt_logprobs": body.prompt_logprobs, "logprobs": alternatives if scores else None}
@@ -172,13 +178,12 @@ async def _plan(
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         conversation=conversation if conversation is not None and conversation.has_parts else None,
         prompt_logprobs=body.prompt_logprobs,
+        model=drafting.get("lora", ""),
     )
 
 
 def _check_common(body: Choices, engine: SpecEngine, config: ServerConfig) -> None:
-    if body.model not in (None, config.model_name):
-        message = f"There is no model {body.model[:100]!r} here, only {config.model_name!r}."
-        raise ApiError(404, message, param="model", code="model_not_found")
+    adapter_of(body.model, engine, config.model_name)
     if body.n is not None and body.n > config.max_n:
         raise over_limit("n", f"n = {shown(body.n)}", config.max_n)
     if body.priority and config.scheduling_policy != "priority":

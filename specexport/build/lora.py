@@ -1,0 +1,68 @@
+"""The LoRA adapters of a build: found, fitted to the target, and merged or kept as products of their own."""
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from specexport.recipe import BuildRecipe
+from specexport_runtime.bundle.manifest import AdapterEntry
+
+if TYPE_CHECKING:
+    from specexport.frontend.lora import LoraSource
+    from specexport.frontend.lora_fit import LoraAdapter
+    from specexport.passes.low_rank import Adapter
+
+
+class BoundAdapters(NamedTuple):
+    """The adapters of a loaded target.
+
+    Attributes:
+        all: every one.
+        chosen: those that requests choose; the other one is in the weights by now.
+        products: of each of these, what it adds to the layers of a traced graph.
+    """
+
+    all: "tuple[LoraAdapter, ...]" = ()
+    chosen: "tuple[LoraAdapter, ...]" = ()
+    products: "tuple[Adapter, ...]" = ()
+
+
+def find_adapters(recipe: BuildRecipe) -> "tuple[LoraSource, ...]":
+    """The adapters of a recipe, hashed and their configurations checked.
+
+    Raises:
+        CheckpointError: a folder is none of an adapter, or asks for what is not honoured.
+    """
+    from specexport.frontend.lora import find_adapter
+
+    return tuple(find_adapter(name, folder) for name, folder in recipe.lora)
+
+
+def bind_adapters(checkpoint: Any, sources: "Seq[LoraSource]", *, merge: bool) -> BoundAdapters:
+    """Fit adapters to a loaded checkpoint.
+
+    Args:
+        checkpoint: the loaded target; a merged adapter changes it.
+        sources: from :func:`find_adapters`.
+        merge: add the one there is to the weights.
+
+    Raises:
+        CheckpointError: one is damaged, of another model, or changed since it was hashed; or cannot be merged.
+    """
+    if not sources:
+        return BoundAdapters()
+    from specexport.frontend import low_ranks, merge_adapter, read_adapter
+
+    adapters = tuple(read_adapter(source, checkpoint.model) for source in sources)
+    if merge:
+        for adapter in adapters:
+            merge_adapter(checkpoint, adapter)
+        return BoundAdapters(adapters)
+    return BoundAdapters(adapters, adapters, tuple(map(low_ranks, adapters)))
+
+
+def describe_adapters(adapters: "Seq[LoraAdapter]", *, chosen: bool) -> tuple[AdapterEntry, ...]:
+    """What a manifest says of adapters."""
+    use = "chosen" if chosen else "merged"
+    return tuple(
+        AdapterEntry(each.source.name, each.source.source, each.source.sha256, each.rank, use) for each in adapters
+    )

@@ -1,0 +1,261 @@
+"""Adapters that requests choose (LoRA): small products beside linear layers, for the tokens that want them.
+
+::
+
+    out [T, N] ──────────────────────────────────────────────────────── ScatterND(+) ─▶ adapted [T, N]
+    source [T, K] ─ If any token has an adapter:                          ▲ none: no rows
+                      for each adapter: its tokens' rows @ down @ up ──── Concat
+
+A step whose tokens have no adapter pays for an ``If`` a layer and adds no rows, in place. Tokens of several adapters
+may share a step: each token is in one of them, and reads that one's matrices only.
+
+``down`` and ``up`` are constants, so ONNX Runtime packs them when it loads the engine, and multiplies packed matrices
+in one order of additions whatever the number of rows. (It does not with matrices that come as inputs, which is why
+these are none.) So in quantized engines a token's numbers still do not depend on its step; see ``exact_width``. It
+packs no constant of the graph for a branch within a branch: in layers that can be left out, which are in a branch
+already, the products have no ``If``, and a step without adapters runs them over no rows.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from specexport.onnx_emit import Emitter, add_input, constant, lazy_weight
+from specexport.ops.spec import DIM_NAMES
+from specexport.passes.low_rank import MARK, Adapter, LowRank
+from specexport_runtime.abi import ADAPTER_IDS, OP_DOMAIN
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+class _Site(NamedTuple):
+    """A marked layer.
+
+    Attributes:
+        node: the mark.
+        parts: names of the weights that it was joined from, in order.
+        widths: outputs of each.
+        inputs: what smoothing has multiplied the weight's inputs by, [K]; None for nothing.
+        outputs: the same of its outputs, [N].
+    """
+
+    node: "ir.Node"
+    parts: tuple[str, ...]
+    widths: tuple[int, ...]
+    inputs: np.ndarray | None
+    outputs: np.ndarray | None
+
+    @property
+    def stem(self) -> str:
+        """Beginning of the names of what belongs to it."""
+        return f"{self.parts[0]}.lora"
+
+
+class _Block(NamedTuple):
+    """The outputs that one adapted layer of a site gives, with neighbours that the adapter leaves alone.
+
+    Attributes:
+        own: what the adapter adds.
+        before: outputs of neighbours on the left.
+        start: of its own outputs, in the site.
+        after: outputs of neighbours on the right.
+    """
+
+    own: LowRank
+    before: int
+    start: int
+    after: int
+
+    @property
+    def width(self) -> int:
+        """All of its outputs."""
+        return self.before + self.own.shape[0] + self.after
+
+
+def expand_adapters(ir_model: "ir.Model", adapters: Seq[Adapter]) -> int:
+    """Put the products in the place of all marks of a lowered model, in place; it gets the input ``adapter_ids``.
+
+    Args:
+        ir_model: lowered; marks may be in branches, of layers that can be left out.
+        adapters: in the order of their numbers, from 1.
+
+    Returns:
+        the number of layers; 0, with nothing changed, without adapters.
+    """
+    import onnx_ir as ir
+
+    graph = ir_model.graph
+    sites = [_site(node) for node in ir.traversal.RecursiveGraphIterator(graph) if _is_mark(node)]
+    if not sites:
+        return 0
+    ids = add_input(graph, ADAPTER_IDS.name, ir.DataType.INT64, [DIM_NAMES["T"]])
+    chosen = _Chosen(graph, ids, len(adapters))
+    for site in sites:
+        _expand(graph, site, adapters, chosen)
+    chosen.place()
+    for site in sites:
+        for value in site.node.inputs[2:]:
+            if value is not None and not value.uses():
+                graph.initializers.pop(str(value.name), None)
+    return len(sites)
+
+
+def _is_mark(node: "ir.Node") -> bool:
+    return node.op_type == MARK and node.domain == OP_DOMAIN
+
+
+def _site(node: "ir.Node") -> _Site:
+    factors = [None if value is None else value.const_value.numpy() for value in (*node.inputs, None, None)[2:4]]  # type: ignore[union-attr]
+    parts, widths = node.attributes["parts"].as_strings(), node.attributes["widths"].as_ints()
+    return _Site(node, tuple(parts), tuple(widths), *factors)
+
+
+class _Chosen:
+    """Which tokens of a step have which adapter: computed once a step.
+
+    Args:
+        graph: the model's graph.
+        ids: the adapter of each token [T].
+        count: number of adapters.
+
+    Attributes:
+        any: whether a token has one, bool [1].
+        tokens: of each adapter, int64 [t].
+    """
+
+    def __init__(self, graph: "ir.Graph", ids: "ir.Value", count: int) -> None:
+        self._graph, self._emit = graph, Emitter(graph, "lora")
+        emit = self._emit
+        most = emit.op("ReduceMax", ids, emit.const([0]), shape=[1], keepdims=1)
+        self.any = emit.op("Greater", most, emit.const([0]), shape=[1])
+        self.tokens = [
+            emit.reshape(emit.op("NonZero", emit.op("Equal", ids, emit.const(number))), [-1])
+            for number in range(1, count + 1)
+        ]
+        self._places: dict[tuple[tuple[int, ...], int], ir.Value] = {}
+
+    def places(self, adapters: tuple[int, ...], rank: int) -> "ir.Value":
+        """Where in a tensor [T, N] (``rank`` 2) or [1, T, N] (3) rows of these adapters go, one behind the other."""
+        key = adapters, rank
+        if key not in self._places:
+            emit, tokens = self._emit, [self.tokens[number] for number in adapters]
+            rows = tokens[0] if len(tokens) == 1 else emit.op("Concat", *tokens, axis=0)
+            rows = emit.reshape(rows, [-1, 1])
+            if rank == 3:
+                first = emit.op("Sub", rows, rows)
+                rows = emit.reshape(emit.op("Concat", first, rows, axis=1), [1, -1, 2])
+            self._places[key] = rows
+        return self._places[key]
+
+    def place(self) -> None:
+        """Put all of it at the top of the graph."""
+        self._emit.place(before=self._graph[0])
+
+
+def _expand(graph: "ir.Graph", site: _Site, adapters: Seq[Adapter], chosen: _Chosen) -> None:
+    """Put the products of one layer in the place of its mark."""
+    out, source = site.node.inputs[:2]
+    assert out is not None and source is not None and source.shape is not None  # noqa: S101 PT018 - marked so
+    rank, width = len(source.shape), sum(site.widths)
+    numbers = tuple(i for i, adapter in enumerate(adapters) if any(part in adapter for part in site.parts))
+    run = Emitter(graph, f"{site.stem}.run")
+    added = [_product(run, site, i, adapters[i], chosen.tokens[i], rank) for i in numbers]
+    if len(added) > 1:
+        added = [run.op("Concat", *added, axis=rank - 2)]
+    rows, emit, owner = _typed(added[0], rank, width), Emitter(graph, site.stem), site.node.graph
+    assert owner is not None  # noqa: S101 - it was found there
+    if owner is graph:
+        rows = _gated(emit, chosen.any, rows, run, rank)
+    else:
+        owner.insert_before(site.node, run.nodes)
+    result = emit.op("ScatterND", out, chosen.places(numbers, rank), rows, shape=out.shape, reduction="add")
+    old = site.node.outputs[0]
+    owner.insert_before(site.node, emit.nodes)
+    old.replace_all_uses_with(result, replace_graph_outputs=True)
+    owner.remove(site.node, safe=True)
+
+
+def _gated(emit: Emitter, wanted: "ir.Value", rows: "ir.Value", run: Emitter, rank: int) -> "ir.Value":
+    """``rows``, which ``run`` computes, where they are wanted; else none."""
+    import onnx_ir as ir
+
+    assert rows.shape is not None  # noqa: S101 - typed
+    width = int(str(rows.shape[-1]))
+    # Not an initializer: the graph for padded KV, which shares the weights of one with gates, has this branch alone.
+    skip, empty = Emitter(emit.graph, f"{rows.name}.skip"), np.zeros((1, 0, width)[3 - rank :], np.float32)
+    nothing = _typed(skip.node("Constant", [], {"value": ir.tensor(empty)}).outputs[0], rank, width)
+    branches = {
+        "then_branch": ir.Graph([], [rows], nodes=run.nodes, name=f"{rows.name}.then"),
+        "else_branch": ir.Graph([], [nothing], nodes=skip.nodes, name=f"{rows.name}.else"),
+    }
+    return _typed(emit.node("If", [wanted], branches).outputs[0], rank, width)
+
+
+def _typed(value: "ir.Value", rank: int, width: int) -> "ir.Value":
+    """``value`` with its type; how many rows it has, the step decides."""
+    import onnx_ir as ir
+
+    value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([*[1][: rank - 2], None, width])
+    return value
+
+
+def _product(emit: Emitter, site: _Site, number: int, adapter: Adapter, tokens: "ir.Value", rank: int) -> "ir.Value":
+    """What one adapter adds to the rows of its tokens, [t, N] or [1, t, N].
+
+    Layers that were joined have one product with all their ``down``, and one with each ``up``.
+    """
+    import onnx_ir as ir
+
+    graph, stem, kind = emit.graph, f"{site.stem}.{number + 1}", ir.DataType.FLOAT
+    blocks = list(_blocks(site, adapter))
+    ranks = [block.own.rank for block in blocks]
+    depth = blocks[0].own.shape[1]
+    down = lazy_weight(graph, f"{stem}.down", kind, [depth, sum(ranks)], partial(_down, blocks, site.inputs))
+    rows = emit.op("Gather", site.node.inputs[1], tokens, axis=rank - 2)
+    hidden = [emit.op("MatMul", rows, down)]
+    if len(blocks) > 1:
+        sizes = constant(graph, f"lora.ranks.{'_'.join(map(str, ranks))}", np.array(ranks, np.int64))
+        hidden = list(emit.node("Split", [hidden[0], sizes], {"axis": -1}, outputs=len(blocks)).outputs)
+    added = []
+    for at, (block, value) in enumerate(zip(blocks, hidden, strict=True)):
+        make = partial(_up, block, site.outputs)
+        up = lazy_weight(graph, f"{stem}.up.{at}", kind, [block.own.rank, block.width], make)
+        added.append(emit.op("MatMul", value, up, dtype=kind))
+    return added[0] if len(added) == 1 else emit.op("Concat", *added, axis=-1)
+
+
+def _blocks(site: _Site, adapter: Adapter) -> Iterator[_Block]:
+    """The layers of a site that an adapter changes; what it leaves alone goes to the one before, or behind it."""
+    before, start, pending = 0, 0, None
+    for part, width in zip(site.parts, site.widths, strict=True):
+        own = adapter.get(part)
+        if own is not None:
+            if pending is not None:
+                yield pending
+            pending = _Block(own, before, start, 0)
+            before = 0
+        elif pending is not None:
+            pending = pending._replace(after=pending.after + width)
+        else:
+            before += width
+        start += width
+    if pending is not None:
+        yield pending
+
+
+def _down(blocks: Seq[_Block], inputs: np.ndarray | None) -> np.ndarray:
+    """[K, all r]: for inputs that were divided as the layer's weight was multiplied."""
+    whole = np.concatenate([block.own.down() for block in blocks])
+    return np.ascontiguousarray((whole if inputs is None else whole * inputs).T, np.float32)
+
+
+def _up(block: _Block, outputs: np.ndarray | None) -> np.ndarray:
+    """[r, N] with zeros for the neighbours' outputs."""
+    own = block.own.up().T
+    if outputs is not None:
+        own = own * outputs[block.start : block.start + own.shape[1]]
+    return np.ascontiguousarray(np.pad(own, ((0, 0), (block.before, block.after))), np.float32)

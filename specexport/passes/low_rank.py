@@ -1,0 +1,131 @@
+"""Low-rank products beside linear layers (LoRA), which a lowering expands: one node a layer until then.
+
+A mark is a node of a domain of its own. The passes that quantize the layer see it as one more reader, so the products
+stay float, and read what the layer reads before that is rounded.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from specexport.onnx_emit import Emitter, constant
+from specexport.ops.spec import DIM_NAMES
+from specexport.passes.activation_smooth import DIVIDED, SMOOTH
+from specexport.passes.base import CountingPass
+from specexport.passes.input_note import inputs_of, outputs_of
+from specexport.passes.linear_pack import PARTS, WIDTHS, linear_of
+from specexport.passes.quantize_sites import LinearSite, linear_site
+from specexport.passes.transpose_fold import FOLDED
+from specexport_runtime.abi import OP_DOMAIN
+from specexport_runtime.errors import UnsupportedModelError
+
+MARK = "LowRank"
+"""``LowRank(out, source, input factors, output factors)``, with the names and widths of the layers that were joined.
+
+The factors are what smoothing has multiplied inputs and outputs of the weight by, float32 [K] and [N]; or absent."""
+_CHANGED = re.compile("(" + "|".join(map(re.escape, (FOLDED, SMOOTH, DIVIDED))) + ")+$")
+
+
+class LowRank(NamedTuple):
+    """The product that an adapter adds to one linear layer: ``x -> x @ down.T @ up.T``.
+
+    Attributes:
+        rank: r.
+        shape: of the layer, [N, K].
+        down: gives float32 [r, K].
+        up: gives float32 [N, r], with the adapter's scale.
+    """
+
+    rank: int
+    shape: tuple[int, int]
+    down: Callable[[], np.ndarray]
+    up: Callable[[], np.ndarray]
+
+
+Adapter = Mapping[str, LowRank]
+"""By the name that a traced graph has for the layer's weight."""
+
+
+class LowRankMarkPass(CountingPass):
+    """Mark the linear layers that adapters change. Counts them.
+
+    Args:
+        adapters: what they add.
+    """
+
+    name = "low-rank-mark"
+    reason = "adapters that requests choose: their products stand beside the layers, whatever the layers become"
+
+    def __init__(self, adapters: Seq[Adapter]) -> None:
+        self._wanted = {name for adapter in adapters for name in adapter}
+
+    def rewrite(self, model: ir.Model) -> int:
+        """Mark every layer.
+
+        Raises:
+            UnsupportedModelError: a layer that is wanted is none of the graph, or not one a token.
+        """
+        marked: set[str] = set()
+        count = 0
+        for node in list(model.graph):
+            site = linear_site(node)
+            parts = [] if site is None else [_plain(name) for name in _names(site)]
+            if site is not None and self._wanted.intersection(parts):
+                _mark(model.graph, site, parts)
+                marked.update(parts)
+                count += 1
+        lacking = sorted(self._wanted - marked)
+        if lacking:
+            raise _refused(lacking[0])
+        return count
+
+
+def _names(site: LinearSite) -> list[str]:
+    """Names of the weights that a layer was joined from, or its own."""
+    return list(site.weight.meta.get(PARTS, [str(site.weight.name)]))
+
+
+def _plain(name: str) -> str:
+    return _CHANGED.sub("", name)
+
+
+def _mark(graph: ir.Graph, site: LinearSite, parts: list[str]) -> None:
+    layer = linear_of(site.node)
+    out = site.node.outputs[0] if layer is None else layer.out
+    shape = site.source.shape
+    per_token = shape is not None and [str(size) for size in shape[:-1]] in (
+        [DIM_NAMES["T"]],
+        ["1", DIM_NAMES["T"]],
+    )
+    if not per_token:
+        raise _refused(parts[0])
+    widths = site.weight.meta.get(WIDTHS, [site.width])
+    noted = inputs_of(site)
+    factors = {"inputs": None if noted is None else noted.factors, "outputs": outputs_of(site.weight)}
+    values = [
+        None if found is None else constant(graph, f"{parts[0]}.lora.{side}", np.asarray(found, np.float32))
+        for side, found in factors.items()
+    ]
+    producer = out.producer()
+    uses = list(out.uses())
+    emit = Emitter(graph)
+    marked = emit.op(
+        MARK, out, site.source, *values, domain=OP_DOMAIN, shape=out.shape, name=f"{parts[0]}.lora", parts=parts,
+        widths=widths,
+    )  # fmt: skip
+    marked.name = f"{out.name}.adapted"
+    emit.place(after=producer)
+    for reader, index in uses:
+        reader.replace_input_with(index, marked)
+
+
+def _refused(name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name.removeprefix('model.').removesuffix('.weight')} is no layer that requests can choose an adapter for: "
+        "it is computed otherwise than once a token.",
+        "build a bundle with one adapter (it is merged into the weights), or train without that module.",
+    )

@@ -1,0 +1,59 @@
+"""Which LoRA adapter a bundle is verified with, and where its files are."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from specexport_runtime.bundle.manifest import AdapterEntry, Manifest
+from specexport_runtime.errors import CheckpointError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from specexport.frontend.lora import LoraSource
+
+
+class VerifiedAdapter(NamedTuple):
+    """An adapter of a bundle's target.
+
+    Attributes:
+        entry: what the manifest says of it.
+        source: its files; None where nobody said where they are.
+    """
+
+    entry: AdapterEntry
+    source: "LoraSource | None"
+
+    @property
+    def chosen(self) -> str | None:
+        """Its name, where requests choose it; None where it is in the weights."""
+        return self.entry.name if self.entry.use == "chosen" else None
+
+
+def find_adapter(manifest: Manifest, asked: str | None) -> VerifiedAdapter | None:
+    """The adapter to verify with: the one that was asked for, or the one that is merged; None for none.
+
+    Args:
+        manifest: the bundle's.
+        asked: ``"NAME"`` or ``"NAME=FOLDER"``; None for none.
+
+    Raises:
+        InvalidRequestError: the bundle has no such adapter.
+        CheckpointError: the folder holds another adapter, or none.
+    """
+    adapters = {adapter.name: adapter for adapter in manifest.models["target"].adapters}
+    if asked is None:
+        merged = next((adapter for adapter in adapters.values() if adapter.use == "merged"), None)
+        return None if merged is None else VerifiedAdapter(merged, None)
+    name, _, folder = asked.partition("=")
+    if name not in adapters:
+        fix = f"give one of {', '.join(adapters)}." if adapters else "leave --lora out."
+        raise InvalidRequestError(f"the bundle {manifest.name} has no LoRA adapter {name!r}.", fix)
+    if not folder:
+        return VerifiedAdapter(adapters[name], None)
+    from specexport.frontend.lora import find_adapter as find
+
+    source = find(name, folder)
+    if source.sha256 != adapters[name].sha256:
+        raise CheckpointError(
+            f"--lora {asked} is not what this bundle was built with: its sha256 is {source.sha256[:16]}…, the manifest "
+            f"records {adapters[name].sha256[:16]}… ({adapters[name].source}).",
+            f"give the adapter {adapters[name].source} as it was at build time.",
+        )
+    return VerifiedAdapter(adapters[name], source)

@@ -1,0 +1,119 @@
+"""Products beside layers: wherever a layer's inputs and outputs were multiplied, joined and gated before."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+
+from specexport.backends.ort import write_onnx
+from specexport.channel_ranges import ChannelRanges
+from specexport.frontend.lora import find_adapter
+from specexport.frontend.lora_fit import read_adapter
+from specexport.frontend.lora_merge import low_ranks
+from specexport.lowering.low_rank import expand_adapters
+from specexport.lowering.ort_cpu import lower_ort_cpu
+from specexport.passes import run_passes
+from specexport.passes.low_rank import MARK, LowRankMarkPass
+from specexport.passes.pipeline import list_passes
+from specexport_runtime.errors import UnsupportedModelError
+from tests.engine_harness import pack
+from tests.tiny_lora import ALL, apply_adapter, save_adapter
+from tests.tiny_models import ARCHITECTURES, make_model
+
+TOKENS = [5, 9, 200, 31, 7, 310, 2]
+SOME = ("q_proj", "v_proj", "up_proj")
+
+
+def ranges_of(ir_model: ir.Model) -> dict[str, ChannelRanges]:
+    """Ranges with outliers for every layer, so that smoothing moves a lot."""
+    generator = np.random.default_rng(3)
+    found = {}
+    for name, value in ir_model.graph.initializers.items():
+        if value.shape is not None and len(value.shape) == 2:
+            depth = int(value.shape[0 if ".c_" in name else 1])  # GPT-2 stores [K, N]
+            largest = np.exp(generator.normal(0, 2, depth)).astype(np.float32)
+            found[name] = ChannelRanges(largest, largest, largest**2)
+    return found
+
+
+def run(folder: Path, ids: list[int]) -> np.ndarray:
+    """Logits [T, V] of the tokens with these adapters."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    feeds = pack([TOKENS], [0]) | {"adapter_ids": np.array(ids, np.int64)}
+    caches = {
+        value.name: np.zeros((1, 1, value.shape[2], 16, value.shape[4]), np.float32)
+        for value in session.get_inputs()
+        if "cache" in value.name
+    }
+    wanted = {value.name for value in session.get_inputs()}
+    return session.run(["logits"], {name: array for name, array in (feeds | caches).items() if name in wanted})[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "smooth", "pack_layers"),
+    [
+        ("llama", True, True),
+        ("llama", False, True),
+        ("llama", True, False),
+        ("llama_tied", True, True),
+        ("gpt2", True, True),
+        ("mixtral", False, True),
+    ],
+)
+def test_the_products_are_those_of_the_factors(
+    name: str, smooth: bool, pack_layers: bool, traced: Callable[[str], Any], tmp_path: Path
+) -> None:
+    ir_model = traced(name)
+    model = _model_of(name)
+    targets = {"gpt2": ["c_attn", "c_proj"], "mixtral": ["q_proj", "o_proj"]}.get(name, ALL)
+    some = {"gpt2": ["c_fc"], "mixtral": ["v_proj"]}.get(name, SOME)
+    folders = [
+        save_adapter(model, tmp_path / "a", targets=targets, seed=1),
+        save_adapter(model, tmp_path / "b", targets=some, seed=2, r=2),
+    ]
+    adapters = [low_ranks(read_adapter(find_adapter(folder.name, str(folder)), model)) for folder in folders]
+    passes = list_passes(
+        "float32", pack=pack_layers, quantize="int8" if smooth else None, ranges=ranges_of(ir_model), adapters=adapters
+    )
+    kept = [item for item in passes if not item.name.endswith(("-quantize", "-blocks"))]
+    report = dict(run_passes(ir_model, kept))
+    assert report["low-rank-mark"]
+    assert bool(report.get("activation-smooth")) == smooth
+    lower_ort_cpu(ir_model)
+    assert expand_adapters(ir_model, adapters) == report["low-rank-mark"]
+    assert not any(node.op_type == MARK for node in ir_model.graph.all_nodes())
+    write_onnx(ir_model, tmp_path / "engine")
+    for number, folder in enumerate((None, *folders)):
+        with torch.no_grad():
+            changed = _model_of(name) if folder is None else apply_adapter(_model_of(name), folder)
+            wanted = changed(torch.tensor([TOKENS])).logits[0].numpy()
+        found = run(tmp_path / "engine", [number] * len(TOKENS))
+        assert abs(found - wanted).max() < 1e-4 * max(1.0, abs(wanted).max()), number
+
+
+def _model_of(name: str) -> Any:
+    from tests.passes.conftest import MAKERS
+
+    return MAKERS[name]() if name in MAKERS else make_model(*ARCHITECTURES[name])
+
+
+def test_a_layer_that_is_not_there_is_refused(traced: Callable[[str], Any], tmp_path: Path) -> None:
+    model = _model_of("llama")
+    folder = save_adapter(model, tmp_path / "a", targets=["lm_head"])
+    adapter = low_ranks(read_adapter(find_adapter("a", str(folder)), model))
+    passes = list_passes("float32", adapters=[adapter])
+    with pytest.raises(UnsupportedModelError, match="lm_head is no layer that requests can choose an adapter for"):
+        run_passes(traced("llama"), passes)
+
+
+def test_nothing_is_marked_without_adapters(traced: Callable[[str], Any]) -> None:
+    ir_model = traced("llama")
+    assert LowRankMarkPass([]).rewrite(ir_model) == 0
+    assert expand_adapters(ir_model, []) == 0
+    assert "adapter_ids" not in {value.name for value in ir_model.graph.inputs}
