@@ -384,7 +384,7 @@ class SpecEngine:
             reference: a text or token ids that lookup may copy from, besides the prompt and what was generated.
             callback: called with each chunk in the decoding thread: keep it short. It may submit, but not wait.
             **drafting: how to draft: ``drafter``, ``num_speculative_tokens``, ``speculation``, ``layer_rules``,
-                ``draft_exit``, ``trace``; whose it is: ``owner``, ``priority``; and the adapter to write with, ``lora``;
+                ``draft_exit``, ``trace``; whose it is: ``owner``, ``priority``; and the adapter, ``lora``;
                 see ``requests.Drafting``.
 
         Raises:
