@@ -8,6 +8,7 @@ from specexport.lowering.causal import is_causal
 from specexport.lowering.fuse_norm import NORMS, fuse_norms
 from specexport.lowering.shared_kv import appends
 from specexport.onnx_emit import Emitter, constant, set_inputs
+from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME, kv_slack
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ __all__ = [
 
 ROTARY_ATTRIBUTE = "rotary_interleaved"
 """Marks an attention node that rotates q and k by two tables behind its other inputs; 1 if pairs are neighbours."""
-ROTARY_INPUTS = (13, 14)
+ROTARY_INPUTS = (len(UNPADDED_ATTENTION.inputs), len(UNPADDED_ATTENTION.inputs) + 1)
 """Which inputs of the node are the tables: cosine and sine, float32 [rows, rotary_dim / 2]."""
 
 _COMMON_LEN = 4096
