@@ -133,6 +133,8 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     )
     limit = "no limit" if entry.max_positions is None else str(entry.max_positions)
     yield f"  {_layers_line(entry)}, V {entry.vocab_size}, positions: {limit}"
+    if entry.rope is not None:
+        yield f"  rope: {entry.rope}, for sequences of up to {entry.rope_len} tokens"
     if entry.dropped_layers:
         yield f"  {describe_layers(entry)}"
     if entry.head_kind is not None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specexport.frontend.outside import is_outside, outside_hook
 import specexport.ops.torch_op  # noqa: F401 - registers torch.ops.specexport.unpadded_attention
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import UnsupportedModelError
@@ -148,14 +149,45 @@ def attention_hook(model: Any, context: AttentionContext) -> Iterator[None]:
     from transformers import AttentionInterface
 
     AttentionInterface.register(HOOK_NAME, _attention)
+    _contexts.append(context)
+    try:
+        with _hooked_outside(model, context) if is_outside(model) else _hooked_interface(model):
+            yield
+    finally:
+        _contexts.pop()
+
+
+@contextmanager
+def _hooked_interface(model: Any) -> Iterator[None]:
     before = model.config._attn_implementation
     model.set_attn_implementation(HOOK_NAME)
-    _contexts.append(context)
     try:
         yield
     finally:
-        _contexts.pop()
         model.set_attn_implementation(before)
+
+
+@contextmanager
+def _hooked_outside(model: Any, context: AttentionContext) -> Iterator[None]:
+    """The same for models that do not ask the interface. Some want a mask, whatever it holds."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+
+    def unread(*, q_length: int, kv_length: int, **_: Any) -> Tensor:
+        return torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
+
+    def core(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **named: Any) -> Tensor:
+        return _attention(module, q, k, v, None if context.on_mask is None else mask, **named)[0]
+
+    before = model.config._attn_implementation
+    model.config._attn_implementation_internal = HOOK_NAME  # transformers would refuse
+    if context.on_mask is None:
+        type(MASKS).register(HOOK_NAME, unread)
+    try:
+        with outside_hook(model, core):
+            yield
+    finally:
+        model.config._attn_implementation_internal = before
+        type(MASKS)._global_mapping.pop(HOOK_NAME, None)
 
 
 def unpadded_attention(

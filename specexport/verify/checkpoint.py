@@ -86,6 +86,7 @@ def eager_references(
     dtype: str,
     trust_remote_code: bool,
     dropped: Seq[int] = (),
+    rope_len: int | None = None,
 ) -> list[Float32Array]:
     """Logits [len, V] of each sequence from eager transformers; the model is freed before this returns.
 
@@ -97,24 +98,29 @@ def eager_references(
             engine's arithmetic is all that differs.
         trust_remote_code: let Python code from the checkpoint run.
         dropped: layers that the engine was built without.
+        rope_len: length that the engine's rotary tables were chosen for; None where none depends on it.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
     """
     from specexport.frontend import reference_logits
 
-    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped)
+    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped, rope_len)
     references = reference_logits(checkpoint, [list(sequence) for sequence in sequences])
     del checkpoint
     gc.collect()
     return references
 
 
-def _load(source: str, revision: str | None, dtype: str, trust_remote_code: bool, dropped: Seq[int]) -> "Checkpoint":
+def _load(
+    source: str, revision: str | None, dtype: str, trust_remote_code: bool, dropped: Seq[int], rope_len: int | None
+) -> "Checkpoint":
     """The checkpoint as its engine has it: rounded to the engine's dtype, without the layers that the engine lacks."""
-    from specexport.frontend import drop_layers, load_checkpoint
+    from specexport.frontend import drop_layers, fix_rope, load_checkpoint
 
     checkpoint = load_checkpoint(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    if rope_len is not None:
+        fix_rope(checkpoint, rope_len)
     if dropped:
         drop_layers(checkpoint, dropped)
     widen_weights(checkpoint.model)
@@ -138,6 +144,7 @@ def eager_score(
     trust_remote_code: bool,
     head: CutHead | None = None,
     dropped: Seq[int] = (),
+    rope_len: int | None = None,
 ) -> TextScore:
     """What eager transformers makes of ``windows``; the model is freed before this returns.
 
@@ -149,13 +156,14 @@ def eager_score(
         trust_remote_code: let Python code from the checkpoint run.
         head: see ``text_score.TextScorer``.
         dropped: layers that the engine was built without.
+        rope_len: length that the engine's rotary tables were chosen for; None where none depends on it.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
     """
     from specexport.frontend import reference_logits
 
-    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped)
+    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped, rope_len)
     # One window at a time: the logits of a large vocabulary are kept for no longer than they are read.
     logits = (reference_logits(checkpoint, [list(window)])[0] for window in windows)
     score = score_logits(logits, windows, head)
