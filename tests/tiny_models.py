@@ -123,7 +123,6 @@ _STRETCHED_IN_PART = {
 }
 BY_LENGTH: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3_longrope": ("Phi3", _LONGROPE),
-    "llama_longrope": ("Llama", _LONGROPE),
     "llama_dynamic": ("Llama", _STRETCHED),
     "gemma3_dynamic": ("Gemma3:Gemma3ForCausalLM:Gemma3TextConfig", _STRETCHED_IN_PART),
 }

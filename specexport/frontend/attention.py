@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specexport.frontend.outside import is_outside, outside_hook
 import specexport.ops.torch_op  # noqa: F401 - registers torch.ops.specexport.unpadded_attention
+from specexport.frontend.outside import is_outside, outside_hook
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import UnsupportedModelError
 

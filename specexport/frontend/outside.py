@@ -4,10 +4,10 @@ Each family is one function here: the module's own projections and rotary embedd
 else of the model is touched, and ``check_packed`` compares the result with the model's own attention.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-import sys
 from typing import Any
 
 import torch

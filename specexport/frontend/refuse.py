@@ -42,7 +42,9 @@ def check_config(model: Any) -> None:
     if _has_alibi(model, text) and not is_outside(model):
         raise refuse(model, "its ALiBi position bias does not go through the attention interface")
     if _has_alibi(model, text) and config.model_type == "falcon":
-        raise refuse(model, "transformers rounds its ALiBi position bias to bfloat16, so that it is no multiple of a distance")
+        raise refuse(
+            model, "transformers rounds its ALiBi position bias to bfloat16, so that it is no multiple of a distance"
+        )
     _check_forward(model)
 
 

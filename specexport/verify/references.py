@@ -126,9 +126,7 @@ def collect_references(
         revision, dtype = recorded_revision(manifest, role), entry.dtype
         remote = options.trust_remote_code
         head = load_cut_head(bundle, entry)
-        built: dict[str, Any] = {
-            "dropped": [layer for layer, _ in entry.dropped_layers], "rope_len": entry.rope_len
-        }
+        built: dict[str, Any] = {"dropped": [layer for layer, _ in entry.dropped_layers], "rope_len": entry.rope_len}
         with clock.stage("eager reference", role):
             if wants_loss(manifest, role, options) and role not in found.losses:
                 score = eager_score(
@@ -139,9 +137,7 @@ def collect_references(
                 sequences = make_sequences(
                     prompts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
                 )
-                logits = eager_references(
-                    source, revision, sequences, dtype=dtype, trust_remote_code=remote, **built
-                )
+                logits = eager_references(source, revision, sequences, dtype=dtype, trust_remote_code=remote, **built)
                 if head is not None:
                     logits = [rows[:, head.ids] for rows in logits]
                 found.logits[role] = Reference(sequences, logits)

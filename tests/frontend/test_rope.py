@@ -21,8 +21,7 @@ def draw(*lengths: int) -> list[list[int]]:
     return [random.integers(3, VOCAB, length).tolist() for length in lengths]
 
 
-@pytest.mark.parametrize("name", BY_LENGTH)
-@pytest.mark.parametrize("max_len", [ORIGINAL, 48])
+@pytest.mark.parametrize(("name", "max_len"), [("phi3_longrope", ORIGINAL), *((name, 48) for name in BY_LENGTH)])
 def test_engine_has_the_angles_that_transformers_takes_for_the_longest_sequence(
     name: str, max_len: int, tmp_path: Path
 ) -> None:

@@ -198,7 +198,12 @@ def test_torch_op_equals_reference(name: str) -> None:
 def one_node_model(case: Case) -> ir.Model:
     """A model of one UnpaddedAttention node."""
     register_schema()
-    kinds = {"model": ir.DataType.FLOAT, "float32": ir.DataType.FLOAT, "int32": ir.DataType.INT32, "int64": ir.DataType.INT64}
+    kinds = {
+        "model": ir.DataType.FLOAT,
+        "float32": ir.DataType.FLOAT,
+        "int32": ir.DataType.INT32,
+        "int64": ir.DataType.INT64,
+    }
     sizes = {"Hq*D": case.heads * case.k_dim, "H*D": case.kv_heads * case.k_dim, "H*Dv": case.kv_heads * case.v_dim}
     sizes |= {"Hq*Dv": case.heads * case.v_dim, "H": case.kv_heads, "D": case.k_dim, "Dv": case.v_dim, "Hq": case.heads}
 
@@ -379,6 +384,30 @@ def test_a_window_off_by_one_would_be_noticed() -> None:
     for other in (3, 5):
         wrong = expect(Case(RAGGED, window=other), inputs)[0]
         assert np.abs(wrong - output).max() > 1e-3
+
+
+def lower_for(backend: str, model: ir.Model) -> None:
+    """Lower a one-node model for a backend that computes no slopes."""
+    from specexport.channel_ranges import CacheRange
+    from specexport.lowering.int8_kv import use_int8_caches
+    from specexport.lowering.ort_cuda import lower_ort_cuda
+    from specexport.lowering.trt_native import replace_attention
+    from specexport.lowering.trt_plugin import replace_attention as plug_in
+
+    if backend == "ort-cuda":
+        lower_ort_cuda(model)
+    elif backend == "int8":
+        largest = np.ones(2 * 16, np.float32)
+        use_int8_caches(model, [CacheRange(largest, largest)])
+    else:
+        (replace_attention if backend == "native" else plug_in)(model, kv_capacity=CAPACITY)
+
+
+@pytest.mark.parametrize("backend", ["ort-cuda", "native", "plugin", "int8", "reading"])
+def test_slopes_are_refused_where_they_would_be_left_out(backend: str) -> None:
+    model = one_node_model(replace(CASES["slopes"], appends=backend != "reading"))
+    with pytest.raises(UnsupportedModelError, match="ALiBi slopes"):
+        lower_ort_cpu(model) if backend == "reading" else lower_for(backend, model)
 
 
 def test_slopes_turned_round_would_be_noticed() -> None:
