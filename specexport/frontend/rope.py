@@ -1,8 +1,9 @@
 """Rotary embeddings whose angles depend on a sequence's length: held at those of the longest that a bundle can have.
 
-transformers chooses the frequencies of ``longrope`` (Ding et al. 2024) and ``dynamic`` anew in each call, by its largest
-position. Keys in a cache would then belong to other angles than those behind them. A bundle has one table: the one that
-transformers takes for a sequence of ``max_model_len`` tokens. It is asked for it, and the module keeps what it chose.
+transformers chooses the frequencies of ``longrope`` (Ding et al. 2024) and ``dynamic`` anew in each call, by its
+largest position. Keys in a cache would then belong to other angles than those behind them. A bundle has one table: the
+one that transformers takes for a sequence of ``max_model_len`` tokens. It is asked for it, and the module keeps what it
+chose.
 """
 
 from collections.abc import Iterator, Mapping

@@ -217,12 +217,8 @@ def fused_row(*, sinks: bool, masked: bool, slopes: bool = False, rotary: str = 
     """
     # The kernel's inputs go on with cos_cache, sin_cache, position_ids, attention_bias, head_sink, k_scale, v_scale.
     rest = ["cos_table", "sin_table"] if rotary else ["", ""]
-    rest += [
-        "",
-        "row_mask" if masked or slopes else "",
-        "sinks" if sinks else "",
-        *(("k_scale", "v_scale") if int8_kv else ()),
-    ]
+    rest += ["", "row_mask" if masked or slopes else "", "sinks" if sinks else ""]
+    rest += ["k_scale", "v_scale"] if int8_kv else []
     while rest and not rest[-1]:
         rest.pop()
     kind = f", do_rotary = 1, rotary_interleaved = {int(rotary == 'interleaved')}" if rotary else ""

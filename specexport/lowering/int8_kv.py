@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _CACHES = (3, 4)
-_FIRST_SCALE = (
-    ROTARY_INPUTS[-1] + 1
-)  # of an attention node's inputs: scales of keys and of values, float32 [H * D] each
+_FIRST_SCALE = ROTARY_INPUTS[-1] + 1  # of a node's inputs: scales of keys and of values, float32 [H * D] each
 _LARGEST = 127
 
 

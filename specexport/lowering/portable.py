@@ -145,8 +145,8 @@ def portable_row(
     """ONNX text of one row's append and attention, for one layer geometry: its shapes are constants then.
 
     Reads row_q [1, n, Hq*D], row_k [1, n, H*D], row_v [1, n, H*Dv], row_k_cache [1, H, L, D], row_v_cache
-    [1, H, L, Dv], row_total [1] (int32) and, from outside, sinks and slopes [Hq]; writes attended [1, n, Hq*Dv], row_k_out and
-    row_v_out.
+    [1, H, L, Dv], row_total [1] (int32) and, from outside, sinks and slopes [Hq]; writes attended [1, n, Hq*Dv],
+    row_k_out and row_v_out.
 
     Args:
         num_heads: query heads (Hq).

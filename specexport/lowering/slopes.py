@@ -50,7 +50,7 @@ def refuse_slopes(node: "ir.Node", backend: str) -> None:
 def row_bias(part: str) -> str:
     """ONNX text of one row's bias, ``row_mask`` [1, Hq, n, row_total].
 
-    Reads row_total [1] (int32), ``part`` [1, n, W] and, from outside, slopes [Hq]. The cost is that of one more pass over
-    the scores.
+    Reads row_total [1] (int32), ``part`` [1, n, W] and, from outside, slopes [Hq]. The cost is that of one more pass
+    over the scores.
     """
     return _ROW_BIAS.format(part=part)

@@ -123,8 +123,8 @@ token; a window bounds what lies before a token, never what lies behind it. Entr
 have room for it). ``row_starts``, ``row_ends``, ``row_totals``, ``pad_index`` and ``unpad_index`` say the same thing
 for lowerings that work row by row.
 
-With ``slopes`` (ALiBi, Press et al. 2022, section 3), ``slopes[h] * (entry - query)`` is added to each score of head ``h``,
-behind scale and softcap: a bias of 0 for a token itself, and of ``-slopes[h]`` a token before that.
+With ``slopes`` (ALiBi, Press et al. 2022, section 3), ``slopes[h] * (entry - query)`` is added to each score of head
+``h``, behind scale and softcap: a bias of 0 for a token itself, and of ``-slopes[h]`` a token before that.
 
 Without ``k`` and ``v`` nothing is appended: the caches are another model's, which has filled them. The last entries of
 a row stand for its new tokens then, so that token ``j`` of ``n`` sees entries ``0 … kv_lens[b] - n + j``, and a window

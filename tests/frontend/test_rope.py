@@ -1,4 +1,4 @@
-"""Rotary tables that depend on the length: those of the bundle's longest sequence, as unmodified transformers has them."""
+"""Rotary tables that depend on the length are those that unmodified transformers takes for the longest sequence."""
 
 from pathlib import Path
 

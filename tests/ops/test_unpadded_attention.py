@@ -198,19 +198,14 @@ def test_torch_op_equals_reference(name: str) -> None:
 def one_node_model(case: Case) -> ir.Model:
     """A model of one UnpaddedAttention node."""
     register_schema()
-    kinds = {
-        "model": ir.DataType.FLOAT,
-        "float32": ir.DataType.FLOAT,
-        "int32": ir.DataType.INT32,
-        "int64": ir.DataType.INT64,
-    }
+    kinds = {"int32": ir.DataType.INT32, "int64": ir.DataType.INT64}
     sizes = {"Hq*D": case.heads * case.k_dim, "H*D": case.kv_heads * case.k_dim, "H*Dv": case.kv_heads * case.v_dim}
     sizes |= {"Hq*Dv": case.heads * case.v_dim, "H": case.kv_heads, "D": case.k_dim, "Dv": case.v_dim, "Hq": case.heads}
 
     def value(item: Any) -> ir.Value:
         return ir.Value(
             name=item.name,
-            type=ir.TensorType(kinds[item.dtype]),
+            type=ir.TensorType(kinds.get(item.dtype, ir.DataType.FLOAT)),
             shape=ir.Shape([sizes.get(word, word) for word in item.shape]),
         )
 
