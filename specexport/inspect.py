@@ -136,6 +136,11 @@ def _layers_line(entry: ModelEntry) -> str:
     return f"{len(entry.layers)} {kind} ({_layers(entry.layers)})"
 
 
+def _describe_rope(entry: ModelEntry) -> Iterator[str]:
+    if entry.rope is not None:
+        yield f"  rope: {entry.rope}, for sequences of up to {entry.rope_len} tokens"
+
+
 def _kv_cache(entry: ModelEntry) -> str:
     if entry.target_layers:
         return f"none; it reads that of layers {', '.join(map(str, entry.target_layers))} of the target"
@@ -158,6 +163,7 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     )
     limit = "no limit" if entry.max_positions is None else str(entry.max_positions)
     yield f"  {_layers_line(entry)}, V {entry.vocab_size}, positions: {limit}"
+    yield from _describe_rope(entry)
     if entry.dropped_layers:
         yield f"  {describe_layers(entry)}"
     yield from map(_describe_adapter, entry.adapters)

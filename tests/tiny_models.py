@@ -60,6 +60,7 @@ _GEMMA4 = {
 _SMALL_GPT = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _OPT = {"vocab_size": VOCAB, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+_FALCON = {k: BASE[k] for k in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
 _MLA = {
     **(BASE | _EXPERTS),
     **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
@@ -98,45 +99,39 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", GROUPED | _EXPERTS | {"num_experts": 4, "head_dim": 16}),
     "gpt_oss": ("GptOss", GROUPED | {"head_dim": 16, "num_local_experts": 4} | _ALTERNATING),
     "deepseek_v3": ("DeepseekV3", _MLA),
+    "gptj": ("GPTJ", _SMALL_GPT | {"rotary_dim": 16}),
+    "codegen": ("CodeGen", _SMALL_GPT | {"rotary_dim": 8}),
+    "bloom": ("Bloom", {"vocab_size": VOCAB, "hidden_size": 96, "n_layer": 2, "n_head": 6}),  # no power of two
+    "mpt": ("Mpt", {"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4, "expansion_ratio": 4}),
+    "falcon": ("Falcon", _FALCON | {"num_kv_heads": 2, "new_decoder_architecture": True}),
+    "falcon_multi_query": ("Falcon", _FALCON | {"parallel_attn": False}),
 }
 """Name to (transformers class prefix, or prefix:model class[:config class], and configuration)."""
 
+_TWO_TABLES = {
+    **_rope("longrope", short_factor=[1.0 + i / 8 for i in range(8)], long_factor=[2.0 + i for i in range(8)]),
+    "original_max_position_embeddings": 32,
+}
+_LONGROPE = GROUPED | _TWO_TABLES
+_STRETCHED = GROUPED | {"max_position_embeddings": 32} | _rope("dynamic", factor=4.0)
+_STRETCHED_IN_PART = {
+    **(GROUPED | _ALTERNATING | {"head_dim": 16, "max_position_embeddings": 32}),
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    },
+}
+BY_LENGTH: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3_longrope": ("Phi3", _LONGROPE),
+    "llama_dynamic": ("Llama", _STRETCHED),
+    "gemma3_dynamic": ("Gemma3:Gemma3ForCausalLM:Gemma3TextConfig", _STRETCHED_IN_PART),
+}
+"""Architectures whose angles depend on the length, beyond 32 positions, as in ARCHITECTURES."""
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "gptj": ("GPTJ", _SMALL_GPT | {"rotary_dim": 16}, "call transformers' attention interface"),
-    "bloom": ("Bloom", {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "ALiBi"),
-    "falcon": (
-        "Falcon",
-        {k: BASE[k] for k in ("vocab_size", "hidden_size", "num_hidden_layers")}
-        | {"num_attention_heads": 4, "alibi": False},
-        "call transformers' attention interface",
-    ),
-    "falcon_alibi": (
-        "Falcon",
-        {k: BASE[k] for k in ("vocab_size", "hidden_size", "num_hidden_layers")}
-        | {"num_attention_heads": 4, "alibi": True},
-        "ALiBi",
-    ),
-    "phi3_longrope": (
-        "Phi3",
-        GROUPED
-        | _rope("longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, original_max_position_embeddings=128)
-        | {"original_max_position_embeddings": 128},
-        "longrope",
-    ),
-    "llama_dynamic": ("Llama", GROUPED | _rope("dynamic", factor=2.0), "'dynamic'"),
-    "gemma3_dynamic": (
-        "Gemma3:Gemma3ForCausalLM:Gemma3TextConfig",
-        GROUPED
-        | {"head_dim": 16}
-        | _ALTERNATING
-        | {
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-                "full_attention": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-            }
-        },
-        "'dynamic'",
-    ),
+    "falcon_alibi": ("Falcon", _FALCON | {"alibi": True}, "rounds its ALiBi position bias to bfloat16"),
+    "phi3_longrope": (*BY_LENGTH["phi3_longrope"], "'longrope' depend on the sequence's length, and no length was"),
+    "gemma3_dynamic": (*BY_LENGTH["gemma3_dynamic"], "'dynamic' depend on the sequence's length, and no length was"),
     "bert": ("Bert:BertLMHeadModel", BASE | {"is_decoder": False}, "not causal"),
 }
 """Name to (classes as in ARCHITECTURES, configuration, and words of the reason)."""

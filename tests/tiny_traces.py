@@ -86,11 +86,11 @@ def _export(trace_model: Callable[..., Any], model: Any, calls: Any, stored: Any
 
 
 def _content(model: Any, calls: Any) -> str:
-    """Hash of a model: its class and configuration, what its layers ask of attention, and the weights that it has."""
+    """Hash of a model: its class and configuration, what its layers ask of attention, its weights and buffers."""
     import torch
 
     found = hashlib.sha256(f"{type(model)} {model.config.to_json_string()} {calls}".encode())
-    for name, tensor in model.state_dict().items():
+    for name, tensor in (model.state_dict() | dict(model.named_buffers())).items():
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         if tensor.device.type != "meta":
             found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

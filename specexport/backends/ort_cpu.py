@@ -54,7 +54,7 @@ class OrtCpu(Backend):
             padded_model = _padded_model(ir_model, job)
             if recipe.fuse:
                 rows = rotary_rows(int(recipe.max_model_len), job.max_positions)
-                fused.append(("rotary-fuse", fuse_rotary(ir_model, rows)))
+                fused.append(("rotary-fuse", fuse_rotary(ir_model, rows, job.max_positions)))
             if job.cache_ranges is not None:
                 for model in (ir_model, *([] if padded_model is None else [padded_model])):
                     use_int8_caches(model, job.cache_ranges)

@@ -13,10 +13,10 @@ from specexport.build.built import TOKENIZER_NAME, BuiltModel
 from specexport.build.check_head import CHECK_LENS, HeadReference, causal_reference, check_head
 from specexport.build.draft_layers import cut_pieces
 from specexport.build.draft_vocabulary import read_counting_texts
-from specexport.build.model import ModelSource, compile_graph, load_source
+from specexport.build.model import ModelSource, compile_graph, load_source, resolve_for
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.progress import StageClock
-from specexport.recipe import MTP, BuildRecipe, resolve_recipe
+from specexport.recipe import MTP, BuildRecipe
 from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.head_steps import head_steps
@@ -239,7 +239,7 @@ def build_head(
     role = source.role
     with clock.stage("load", role, source.name):
         checkpoint = load_source(recipe, target)
-        recipe = resolve_recipe(recipe, [checkpoint.max_positions])
+        recipe = resolve_for(recipe, checkpoint)
         loaded = _load(recipe, source, checkpoint, plan.config)
         tokenizer_json, max_positions = checkpoint.tokenizer_json, checkpoint.max_positions
         del checkpoint

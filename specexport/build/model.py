@@ -61,6 +61,7 @@ class ModelSource(NamedTuple):
         sha256: hash over its files.
         quantized: whether it may hold quantized weights that can be kept.
         adapters: LoRA adapters of a target.
+        turns_by_length: whether it may have rotary tables that depend on the length.
     """
 
     role: str
@@ -70,6 +71,7 @@ class ModelSource(NamedTuple):
     sha256: str
     quantized: bool = False
     adapters: "tuple[LoraSource, ...]" = ()
+    turns_by_length: bool = False
 
 
 class Reductions(NamedTuple):
@@ -121,7 +123,9 @@ def build_model(
         checkpoint = load_source(
             recipe, source, stream=reductions.prune is None
         )  # pruning runs the model again and again
-        recipe = resolve_recipe(recipe, [checkpoint.max_positions])  # refuses a length the model cannot have
+        recipe = resolve_for(recipe, checkpoint)
+        if checkpoint.rope is not None:
+            clock.note(f"{checkpoint.rope.text}, for sequences of up to {checkpoint.rope.max_len} tokens")
         if recipe.quantization_of(source.role) == KEEP and not checkpoint.kept:  # a GGUF file of float weights
             recipe = with_quantization(recipe, source.role, None)
             check_kv_cache(recipe)
@@ -167,6 +171,8 @@ def build_model(
         vocab_size=checkpoint.vocab_size,
         num_parameters=checkpoint.num_parameters,
         max_positions=checkpoint.max_positions,
+        rope=None if checkpoint.rope is None else checkpoint.rope.text,
+        rope_len=None if checkpoint.rope is None else checkpoint.rope.max_len,
         source=source.name,
         source_sha256=source.sha256,
         dropped_layers=tuple(dropped),
@@ -236,8 +242,9 @@ def load_source(recipe: BuildRecipe, source: ModelSource, *, stream: bool = True
 
     Raises:
         CheckpointError, UnsupportedModelError: it cannot be used, or changed since it was hashed.
+        RecipeError: it does not support the recipe's max_model_len.
     """
-    from specexport.frontend import load_checkpoint
+    from specexport.frontend import fix_rope, load_checkpoint
 
     checkpoint = load_checkpoint(
         source.source,
@@ -249,7 +256,18 @@ def load_source(recipe: BuildRecipe, source: ModelSource, *, stream: bool = True
     )
     if checkpoint.source_sha256 != source.sha256:
         raise CheckpointError(f"checkpoint {source.name} changed while it was read.", "build again.")
+    fix_rope(checkpoint, int(resolve_for(recipe, checkpoint).max_model_len))
     return checkpoint
+
+
+def resolve_for(recipe: BuildRecipe, checkpoint: Any) -> BuildRecipe:
+    """The recipe for one model. ``auto`` stays where transformers' rotary tables do not depend on the length.
+
+    Raises:
+        RecipeError: max_model_len is larger than the model supports.
+    """
+    plain = [checkpoint.plain_positions] if recipe.max_model_len == "auto" else []
+    return resolve_recipe(recipe, [checkpoint.max_positions, *plain])
 
 
 def _refuse_overflow(checkpoint: Any, reference: _Reference | None) -> None:

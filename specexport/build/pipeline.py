@@ -169,7 +169,8 @@ def build_bundle(
             )
         with clock.stage("bundle"):
             _check_built_vocabularies(built)
-            resolved = resolve_recipe(recipe, [model.entry.max_positions for model in built.values()])
+            entries = [model.entry for model in built.values()]
+            resolved = resolve_recipe(recipe, [n for each in entries for n in (each.max_positions, each.rope_len)])
             backend.check_bundle(resolved, {role: model.entry for role, model in built.items()})
             manifest = write_bundle(folder, recipe=resolved, build_key=plan.build_key, tools=plan.tools, models=built)
     if prepack:
@@ -253,6 +254,7 @@ def _make_plan(recipe: BuildRecipe, models: list[ModelSource]) -> _Plan:
             | ({"role": model.role} if backend.draft_differs else {})
             | _adapters_key(recipe, model)
             | ({"texts": hash_texts(read_counting_texts(None))} if reads_texts(recipe, model.role) else {})
+            | ({"rope_len": recipe.max_model_len} if model.turns_by_length else {})
             | (reduced if model.role == "draft" else {})
             | beside.get(model.role, {})
         )
@@ -288,12 +290,13 @@ def _reductions_of(model: ModelSource, plan: _Plan, built: Mapping[str, BuiltMod
 
 
 def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | None) -> ModelSource:
-    from specexport.frontend.source import hash_source, holds_quantized, resolve_source
+    from specexport.frontend.source import hash_source, holds_quantized, resolve_source, turns_by_length
 
     if not Path(source).expanduser().exists():  # a hub id: fetching it needs what building needs
         require_export_stack(find_backend(recipe.backend))
     found = resolve_source(source, revision, remote_code=recipe.trust_remote_code)
-    return ModelSource(role, source, revision, found.name, hash_source(found), holds_quantized(found))
+    named = (role, source, revision, found.name, hash_source(found), holds_quantized(found))
+    return ModelSource(*named, turns_by_length=turns_by_length(found))
 
 
 def _reuse(cache: EngineCache, key: str, model: ModelSource, folder: Path, clock: StageClock) -> BuiltModel | None:

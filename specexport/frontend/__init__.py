@@ -30,6 +30,7 @@ __all__ = [
     "cache_ranges",
     "choose_layers",
     "drop_layers",
+    "fix_rope",
     "hash_checkpoint",
     "load_checkpoint",
     "low_ranks",
@@ -152,6 +153,21 @@ def drop_layers(checkpoint: Checkpoint, dropped: "Collection[int]", hint: str | 
     from specexport.frontend.prune import drop
 
     drop(checkpoint, dropped) if hint is None else drop(checkpoint, dropped, hint)
+
+
+def fix_rope(checkpoint: Checkpoint, max_len: int) -> None:
+    """Hold rotary tables that depend on the length at those of the longest sequence, in place; see ``Checkpoint.rope``.
+
+    Args:
+        checkpoint: the loaded model.
+        max_len: most tokens of a sequence.
+
+    Raises:
+        UnsupportedModelError: they depend on the length in a way that cannot be held.
+    """
+    from specexport.frontend.rope import fix_rope as hold
+
+    checkpoint.rope = hold(checkpoint.model, max_len)
 
 
 def trace_checkpoint(checkpoint: Checkpoint, features: "FeatureRequest | None" = None) -> "TracedModel":

@@ -8,19 +8,32 @@ inputs travel in a context beside the model, because not every model passes unkn
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import specexport.ops.torch_op  # noqa: F401 - registers torch.ops.specexport.unpadded_attention
+from specexport.frontend.outside import is_outside, outside_hook
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import UnsupportedModelError
 
 HOOK_NAME = "specexport"
 
 # Tensors that some models pass along and that do not change the scores (or are read by name).
-_KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position", "cos", "sin"}
+_KNOWN_TENSORS = {"s_aux", "slopes", "position_ids", "cache_position", "cos", "sin"}
+
+
+class ScoreTerms(NamedTuple):
+    """What attention reads besides queries, keys and values.
+
+    Attributes:
+        sinks: [num_heads] or None.
+        slopes: [num_heads] or None.
+    """
+
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -68,14 +81,14 @@ def _read_call(index: int, module: Any, q: Tensor, k: Tensor, v: Tensor, named: 
     )
 
 
-Answer = Callable[[LayerCall, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Answer = Callable[[LayerCall, Tensor, Tensor, Tensor, ScoreTerms], Tensor]
 
 
 class AttentionContext:
     """Answers the attention calls of one forward pass.
 
     Args:
-        answer: called with (call, q, k, v, sinks), packed: q [T, num_heads*D], k [T, H*D], v [T, H*Dv];
+        answer: called with (call, q, k, v, terms), packed: q [T, num_heads*D], k [T, H*D], v [T, H*Dv];
             returns [T, num_heads*Dv].
         on_mask: called with (layer number, mask) instead of refusing a mask; for probing only.
         causal_only: refuse layers whose tokens see later ones; a draft head may have some.
@@ -97,7 +110,8 @@ class AttentionContext:
         """One attention call, tensors as transformers passes them: [1, heads, T, D]. Returns [1, T, heads, Dv]."""
         call = _read_call(len(self.calls), module, q, k, v, named)
         self.calls.append(call)
-        output = self._answer(call, _pack(q), _pack(k), _pack(v), named.get("s_aux"))
+        terms = ScoreTerms(named.get("s_aux"), named.get("slopes"))
+        output = self._answer(call, _pack(q), _pack(k), _pack(v), terms)
         return output.view(1, output.shape[0], call.num_heads, call.geometry.v_dim)
 
 
@@ -135,14 +149,45 @@ def attention_hook(model: Any, context: AttentionContext) -> Iterator[None]:
     from transformers import AttentionInterface
 
     AttentionInterface.register(HOOK_NAME, _attention)
+    _contexts.append(context)
+    try:
+        with _hooked_outside(model, context) if is_outside(model) else _hooked_interface(model):
+            yield
+    finally:
+        _contexts.pop()
+
+
+@contextmanager
+def _hooked_interface(model: Any) -> Iterator[None]:
     before = model.config._attn_implementation
     model.set_attn_implementation(HOOK_NAME)
-    _contexts.append(context)
     try:
         yield
     finally:
-        _contexts.pop()
         model.set_attn_implementation(before)
+
+
+@contextmanager
+def _hooked_outside(model: Any, context: AttentionContext) -> Iterator[None]:
+    """The same for models that do not ask the interface. Some want a mask, whatever it holds."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+
+    def unread(*, q_length: int, kv_length: int, **_: Any) -> Tensor:
+        return torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
+
+    def core(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **named: Any) -> Tensor:
+        return _attention(module, q, k, v, None if context.on_mask is None else mask, **named)[0]
+
+    before = model.config._attn_implementation
+    model.config._attn_implementation_internal = HOOK_NAME  # transformers would refuse
+    if context.on_mask is None:
+        type(MASKS).register(HOOK_NAME, unread)
+    try:
+        with outside_hook(model, core):
+            yield
+    finally:
+        model.config._attn_implementation_internal = before
+        type(MASKS)._global_mapping.pop(HOOK_NAME, None)
 
 
 def unpadded_attention(
@@ -152,7 +197,7 @@ def unpadded_attention(
     v: Tensor | None,
     caches: tuple[Tensor, Tensor],
     step: tuple[Tensor, ...],
-    sinks: Tensor | None,
+    terms: ScoreTerms,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The custom op with the arguments in its declared order.
 
@@ -163,13 +208,13 @@ def unpadded_attention(
         v: [T, H*Dv], or None likewise.
         caches: keys and values of the layer, [B, 1, H, L, D] each.
         step: kv_lens, cu_new_tokens, row_starts, row_ends, row_totals, pad_index, unpad_index.
-        sinks: [num_heads] or None.
+        terms: sinks and slopes.
 
     Returns:
         output [T, num_heads*Dv] and the two updated caches.
     """
     heads = (call.num_heads, call.geometry.kv_heads)
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.specexport.unpadded_attention(
-        q, k, v, *caches, *step, sinks, *heads, call.scale, call.window, call.softcap, int(call.causal)
+        q, k, v, *caches, *step, *terms, *heads, call.scale, call.window, call.softcap, int(call.causal)
     )
     return result

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from specexport.frontend.rope import FixedRope
     from specexport.frontend.stored import StoredWeight
     from specexport.passes.block_weight import BlockWeight
 
@@ -29,6 +30,8 @@ class Checkpoint:
         vocab_size: rows of the LM head (V).
         num_parameters: parameters, tied ones counted once.
         max_positions: positions the model supports, or None.
+        plain_positions: longest sequence for which no rotary table depends on the length, or None.
+        rope: what rotary tables that depend on the length are held at, see ``fix_rope``; None where there are none.
         stored: parameters that the model has no data of (they are on the ``meta`` device), and where they are read, by
             name; a tied one under each of its names.
         kept: quantized weights as the checkpoint stores them, by name in a traced graph; only where that was asked for.
@@ -47,5 +50,7 @@ class Checkpoint:
     vocab_size: int
     num_parameters: int
     max_positions: int | None
+    plain_positions: int | None = None
+    rope: "FixedRope | None" = None
     stored: "Mapping[str, StoredWeight]" = field(default_factory=dict)
     kept: "Mapping[str, BlockWeight]" = field(default_factory=dict)

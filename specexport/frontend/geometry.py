@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specexport.frontend.attention import HOOK_NAME, AttentionContext, LayerCall, attention_hook
+from specexport.frontend.attention import HOOK_NAME, AttentionContext, LayerCall, ScoreTerms, attention_hook
 from specexport.frontend.calls import ModelCalls
 from specexport.frontend.recurrence import RecurrenceCall, RecurrenceContext, recurrence_hook
 from specexport.frontend.refuse import check_layers, refuse
@@ -31,7 +31,7 @@ def probe_layers(model: Any) -> ModelCalls:
     """
     recorder = _MaskRecorder()
 
-    def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:  # noqa: ARG001
+    def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: ScoreTerms) -> Tensor:  # noqa: ARG001
         return q.new_zeros(q.shape[0], call.num_heads * call.geometry.v_dim)
 
     def recurs(call: RecurrenceCall, inputs: tuple[Tensor | None, ...]) -> Tensor:

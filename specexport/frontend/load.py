@@ -18,6 +18,7 @@ from specexport.frontend.gguf_rows import Conversion
 from specexport.frontend.gguf_tokenizer import honour_file
 from specexport.frontend.kept import check_formats, kept_weights
 from specexport.frontend.packed import Packed, name_packed, read_packed
+from specexport.frontend.rope import max_positions, plain_positions, unknown_rope_types
 from specexport.frontend.source import PACKED_METHODS, Source, hash_source, resolve_source
 from specexport.frontend.stored import Stored, StoredWeight
 from specexport.frontend.tagged import Tags, tagged_gguf, tagged_safetensors
@@ -68,7 +69,8 @@ def load(
         eos_token_ids=collect_eos_ids(model, tokenizer),
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        max_positions=getattr(text, "max_position_embeddings", None),
+        max_positions=max_positions(model),
+        plain_positions=plain_positions(model),
         kept=kept,
         stored=stored,
     )
@@ -197,6 +199,11 @@ def _load_model(how: _How, state: dict[str, torch.Tensor] | None) -> Any:
             ) from error
         raise _unreadable(source, error) from error
     except Exception as error:  # damaged safetensors, shapes that do not fit, missing shards
+        if unknown := unknown_rope_types(config):
+            raise UnsupportedModelError(
+                f"{config.model_type} cannot be exported: transformers knows no rope type {unknown[0]!r}.",
+                "check rope_parameters (or rope_scaling) in config.json.",
+            ) from error
         raise _unreadable(source, error) from error
     missing = sorted(report["missing_keys"])
     if missing:

@@ -1,20 +1,16 @@
 """What cannot be traced exactly is refused here, by model type and reason, before any tracing starts."""
 
 import inspect
-from collections.abc import Iterator, Mapping
 from typing import Any
 
+from specexport.frontend.outside import is_outside
+from specexport.frontend.rope import depends_on_length
 from specexport_runtime.errors import UnsupportedModelError
 
 _TRACEABLE_LAYERS = {
     *("full_attention", "sliding_attention"),  # with a plain KV cache
     *("linear_attention", "conv", "hybrid"),  # with a state: the recurrence itself is looked for
     *("mlp", "moe", "dense", "sparse"),  # with nothing
-}
-_ROPE_REASONS = {
-    "dynamic": "its rope type 'dynamic' rescales the frequencies with the longest sequence seen, so a token's logits "
-    "depend on its batch",
-    "longrope": "its rope type 'longrope' switches frequency tables with the sequence length, so cached keys go stale",
 }
 _HINT = "use a decoder with causal or sliding-window attention and fixed rotary or learned positions."
 
@@ -29,37 +25,27 @@ def check_config(model: Any) -> None:
     """Refuse what the configuration alone gives away.
 
     Raises:
-        UnsupportedModelError: encoder-decoder, dynamic or longrope positions, layer kinds with neither a plain KV cache
-            nor a state, ALiBi, or a forward without positions or row selection.
+        UnsupportedModelError: encoder-decoder, positions whose angles still depend on the length, layer kinds with
+            neither a plain KV cache nor a state, ALiBi in a form that is not known, or a forward without positions or
+            row selection.
     """
     config = model.config
     text = config.get_text_config()
     if config.is_encoder_decoder:
         raise refuse(model, "it is an encoder-decoder model")
-    for rope_type in sorted(set(_rope_types(config)) | set(_rope_types(text))):
-        if rope_type in _ROPE_REASONS:
-            raise refuse(model, _ROPE_REASONS[rope_type], "use a checkpoint with rope type default, linear or yarn.")
+    if turning := depends_on_length(model):
+        reason = f"the angles of its rope type {turning[0]!r} depend on the sequence's length, and no length was chosen"
+        raise refuse(model, reason, "use a checkpoint with rope type default, linear, llama3 or yarn.")
     odd = sorted(set(getattr(text, "layer_types", None) or ()) - _TRACEABLE_LAYERS)
     if odd:
         raise refuse(model, f"it has {', '.join(odd)} layers, which keep no plain KV cache")
-    if _has_alibi(model, text):
+    if _has_alibi(model, text) and not is_outside(model):
         raise refuse(model, "its ALiBi position bias does not go through the attention interface")
+    if _has_alibi(model, text) and config.model_type == "falcon":
+        raise refuse(
+            model, "transformers rounds its ALiBi position bias to bfloat16, so that it is no multiple of a distance"
+        )
     _check_forward(model)
-
-
-def _rope_types(config: Any) -> Iterator[str]:
-    for key in ("rope_parameters", "rope_scaling"):
-        yield from _nested_rope_types(getattr(config, key, None))
-
-
-def _nested_rope_types(parameters: Any) -> Iterator[str]:
-    """Rope types of a flat dict, or of one dict a layer kind."""
-    if not isinstance(parameters, Mapping):
-        return
-    for key, value in parameters.items():
-        if key in ("rope_type", "type") and isinstance(value, str):
-            yield value
-        yield from _nested_rope_types(value)
 
 
 def _has_alibi(model: Any, text: Any) -> bool:

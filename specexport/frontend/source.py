@@ -60,6 +60,7 @@ def resolve_source(source: str, revision: str | None = None, *, remote_code: boo
     return _folder_source(_fetch(source, revision, remote_code), source, remote_code)
 
 
+_BY_LENGTH = ("dynamic", "longrope", "su", "yarn")  # Phi-3 says longrope in all three ways
 PACKED_METHODS = ("gptq", "awq", "compressed-tensors")
 """``quant_method`` of the folders whose weights can be read."""
 
@@ -73,6 +74,17 @@ def holds_quantized(source: Source) -> bool:
         return config["quantization_config"]["quant_method"] in PACKED_METHODS
     except (OSError, ValueError, KeyError, TypeError):  # the loader says what is wrong with a config
         return False
+
+
+def turns_by_length(source: Source) -> bool:
+    """Whether a checkpoint may have rotary tables that depend on the length: its config has a word of them."""
+    if source.gguf_file is not None:  # one that has is refused
+        return False
+    try:
+        config = (source.folder / _CONFIG).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
+    return any(f'"{word}"' in config for word in _BY_LENGTH)
 
 
 def hash_checkpoint(source: str, revision: str | None = None) -> str:

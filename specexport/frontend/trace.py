@@ -17,7 +17,7 @@ import onnx_ir.passes.common as common_passes
 import torch
 from torch import Tensor
 
-from specexport.frontend.attention import AttentionContext, LayerCall, attention_hook, unpadded_attention
+from specexport.frontend.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
 from specexport.frontend.calls import ModelCalls
 from specexport.frontend.recurrence import RecurrenceCall, RecurrenceContext, recur, recurrence_hook
 from specexport.frontend.refuse import refuse
@@ -95,10 +95,10 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
         kept = list(inputs[len(STEP_INPUTS) + self.has_states :])
         caches, states = kept[: self.num_caches], kept[self.num_caches :]
 
-        def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: ScoreTerms) -> Tensor:
             pair = slice(2 * call.index, 2 * call.index + 2)
             old_k, old_v = caches[pair]
-            output, *caches[pair] = unpadded_attention(call, q, k, v, (old_k, old_v), tuple(step), sinks)
+            output, *caches[pair] = unpadded_attention(call, q, k, v, (old_k, old_v), tuple(step), terms)
             return output
 
         def recurs(call: RecurrenceCall, given: tuple[Tensor | None, ...]) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specexport.frontend.attention import AttentionContext, LayerCall, attention_hook, unpadded_attention
+from specexport.frontend.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
 from specexport.frontend.trace import TracedModel, trace_step
 from specexport.heads.assistant_body import make_body
 from specexport.heads.config import AssistantShape, HeadConfig
@@ -159,12 +159,12 @@ class AssistantStep(nn.Module):  # type: ignore[misc]
         features, *caches = inputs[len(STEP_INPUTS) :]
         head, shape = self.model, shape_of(self.model.head_config)
 
-        def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:  # noqa: ARG001
+        def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: ScoreTerms) -> Tensor:  # noqa: ARG001
             at = shape.reads[call.index]
             window = entries_seen(call.window) if call.window > 0 else -1
             asked = replace(call, geometry=shape.geometries[at], window=window)
             pair = caches[2 * at], caches[2 * at + 1]
-            return unpadded_attention(asked, q, None, None, pair, tuple(step), sinks)[0]
+            return unpadded_attention(asked, q, None, None, pair, tuple(step), terms)[0]
 
         # Transformers wants keys to hand to attention, which is answered without them.
         unread = [

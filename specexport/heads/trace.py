@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specexport.frontend.attention import AttentionContext, LayerCall, attention_hook, unpadded_attention
+from specexport.frontend.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
 from specexport.frontend.experts import batched_experts
 from specexport.frontend.layers import hidden_of
 from specexport.frontend.trace import TracedModel, trace_step
@@ -30,10 +30,10 @@ class HeadStep(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
         input_ids, positions, _, *step = inputs[: len(STEP_INPUTS)]
         features, *caches = inputs[len(STEP_INPUTS) :]
 
-        def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: ScoreTerms) -> Tensor:
             pair = slice(2 * call.index, 2 * call.index + 2)
             old_k, old_v = caches[pair]
-            output, *caches[pair] = unpadded_attention(call, q, k, v, (old_k, old_v), tuple(step), sinks)
+            output, *caches[pair] = unpadded_attention(call, q, k, v, (old_k, old_v), tuple(step), terms)
             return output
 
         state = run_layers(self.model, AttentionContext(answer, causal_only=False), input_ids, positions, features)
@@ -127,7 +127,7 @@ def probe_calls(head: DraftHead) -> tuple[LayerCall, ...]:
     if head.body is None:
         return ()
 
-    def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:  # noqa: ARG001
+    def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: ScoreTerms) -> Tensor:  # noqa: ARG001
         return q.new_zeros(q.shape[0], call.num_heads * call.geometry.v_dim)
 
     context = AttentionContext(answer, causal_only=False)

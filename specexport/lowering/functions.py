@@ -11,6 +11,7 @@ parse. ``parse_function`` is the only reader.
 import json
 from typing import TYPE_CHECKING
 
+from specexport.lowering.slopes import row_bias
 from specexport_runtime.abi import OP_DOMAIN
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ _FULL_PADDED = """  every_slot = Equal(num_slots, num_tokens)
   mask_width = Reshape(longest64, whole)"""
 
 # Comparisons over [B, 1, 1, Q, P] are the cost here: padding is told apart on [B, P], before them.
-_MASK = """{name}{attributes}(positions, kv_positions, pad_index, mask_width) => (kv_mask) {{
+_MASK = """{name}{attributes}(positions, kv_positions, pad_index, mask_width{slopes}) => (kv_mask) {{
   nothing = Constant<value_int = 0>()
   never = Constant<value_int = 4611686018427387904>()
   start = Constant<value_ints = [0]>()
@@ -82,8 +83,14 @@ _MASK = """{name}{attributes}(positions, kv_positions, pad_index, mask_width) =>
   {seen}
   zero = Constant<value_float = 0.0>()
   hidden = Constant<value_float = -1.0e30>()
-  kv_mask = Where(seen, zero, hidden)
+{bias}  kv_mask = Where(seen, {shown}, hidden)
 }}"""
+_MASK_BIAS = """  gaps = Sub(entries, queries)
+  distances = Cast<to = 1>(gaps)
+  slope_shape = Constant<value_ints = [1, 1, -1, 1, 1]>()
+  slope_heads = Reshape(slopes, slope_shape)
+  bias = Mul(slope_heads, distances)
+"""
 _CAUSAL = "seen = LessOrEqual(entries, queries)"
 _CAUSAL_WINDOW = """causal = LessOrEqual(entries, queries)
   size = Constant<value_int: int = @window>()
@@ -180,13 +187,17 @@ def plan_outputs(*, masked: bool, paired: bool) -> tuple[str, ...]:
     return (*(PADDED_PLAN_OUTPUTS if masked else PLAN_OUTPUTS), *(PAIR_OUTPUTS if paired else ()))
 
 
-def mask_text(name: str, *, window: bool) -> str:
+def mask_text(name: str, *, window: bool, slopes: bool = False) -> str:
     """The additive mask [B, 1, 1, Q, longest row] of a padded-KV graph, from positions of tokens and cache entries.
 
-    Hidden entries get a large finite number: a query that sees nothing must not become NaN.
+    Hidden entries get a large finite number: a query that sees nothing must not become NaN. With ``slopes``, which it
+    reads then, the mask is that of each head, [B, 1, Hq, Q, longest row], and seen entries get their bias.
     """
     attributes, seen = ("<window>", _CAUSAL_WINDOW) if window else ("", _CAUSAL)
-    return _MASK.format(name=name, attributes=attributes, seen=seen)
+    bias = {"slopes": ", slopes", "bias": _MASK_BIAS, "shown": "bias"}
+    return _MASK.format(
+        name=name, attributes=attributes, seen=seen, **(bias if slopes else {"slopes": "", "bias": "", "shown": "zero"})
+    )
 
 
 def fused_takes(k_dim: int, v_dim: int) -> bool:
@@ -194,24 +205,27 @@ def fused_takes(k_dim: int, v_dim: int) -> bool:
     return k_dim == v_dim and k_dim % _FUSED_HEAD_MULTIPLE == 0
 
 
-def fused_row(*, sinks: bool, masked: bool, rotary: str = "", int8_kv: bool = False) -> str:
+def fused_row(*, sinks: bool, masked: bool, slopes: bool = False, rotary: str = "", int8_kv: bool = False) -> str:
     """One row by the fused kernel. The mask holds the window where there is one: windows count positions then.
 
     Args:
         sinks: one more score a head.
         masked: add ``row_mask`` to the scores.
+        slopes: bias the scores by distance, where no mask has that in it.
         rotary: ``"half"`` or ``"interleaved"``: rotate q and k by ``cos_table`` and ``sin_table``; empty: they are.
         int8_kv: the caches hold int8, with the scales ``k_scale`` and ``v_scale`` of each channel.
     """
     # The kernel's inputs go on with cos_cache, sin_cache, position_ids, attention_bias, head_sink, k_scale, v_scale.
     rest = ["cos_table", "sin_table"] if rotary else ["", ""]
-    rest += ["", "row_mask" if masked else "", "sinks" if sinks else "", *(("k_scale", "v_scale") if int8_kv else ())]
+    rest += ["", "row_mask" if masked or slopes else "", "sinks" if sinks else ""]
+    rest += ["k_scale", "v_scale"] if int8_kv else []
     while rest and not rest[-1]:
         rest.pop()
     kind = f", do_rotary = 1, rotary_interleaved = {int(rotary == 'interleaved')}" if rotary else ""
     window = "= -1" if masked else ": int = @window"
     kv = "".join(f", {name} = {json.dumps(value)}" for name, value in INT8_KV_ATTRIBUTES.items()) if int8_kv else ""
-    return FUSED_ROW.format(window=window, rotary=kind, kv=kv, rest="".join(f", {name}" for name in rest))
+    text = FUSED_ROW.format(window=window, rotary=kind, kv=kv, rest="".join(f", {name}" for name in rest))
+    return (row_bias("row_qkv") if slopes and not masked else "") + text
 
 
 def attention_text(
@@ -262,7 +276,7 @@ def attention_text(
         full_inputs=", ".join(f"float[1, Q, W_{part}] row_{part}" for part in parts),
         full_names=", ".join(f"tile_{part}" for part in parts),
         full_row=row,
-        mask_input=", float[1, 1, Q, P] row_mask" if masked else "",
+        mask_input=", float[1, G, Q, P] row_mask" if masked else "",
         mask_name=", kv_mask" if masked else "",
         tokens="tokens_qkv = Identity(qkv)"
         if packed
@@ -270,6 +284,6 @@ def attention_text(
         num_ragged=7 + paired + 2 * masked,
         slices="\n      ".join(cut.format(part) for part in parts),
         ragged_row=(_MASK_SLICE if masked else "") + row,
-        ragged_mask_input=", int64[2] row_size, float[1, 1, Q, P] row_mask_tile" if masked else "",
+        ragged_mask_input=", int64[2] row_size, float[1, G, Q, P] row_mask_tile" if masked else "",
         ragged_mask_name=", row_sizes, kv_mask" if masked else "",
     )

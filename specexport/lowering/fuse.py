@@ -8,6 +8,7 @@ from specexport.lowering.causal import is_causal
 from specexport.lowering.fuse_norm import NORMS, fuse_norms
 from specexport.lowering.shared_kv import appends
 from specexport.onnx_emit import Emitter, constant, set_inputs
+from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME, kv_slack
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ __all__ = [
 
 ROTARY_ATTRIBUTE = "rotary_interleaved"
 """Marks an attention node that rotates q and k by two tables behind its other inputs; 1 if pairs are neighbours."""
-ROTARY_INPUTS = (13, 14)
+ROTARY_INPUTS = (len(UNPADDED_ATTENTION.inputs), len(UNPADDED_ATTENTION.inputs) + 1)
 """Which inputs of the node are the tables: cosine and sine, float32 [rows, rotary_dim / 2]."""
 
 _COMMON_LEN = 4096
@@ -57,7 +58,7 @@ class _Side(NamedTuple):
     probe: "Probe"
 
 
-def fuse_rotary(ir_model: "ir.Model", rows: int | None = None) -> int:
+def fuse_rotary(ir_model: "ir.Model", rows: int | None = None, limit: int | None = None) -> int:
     """Move rotary embeddings into the attention nodes of a traced model, where the fused kernel then does them.
 
     A node is changed only if its q and k are rotated alike, in a way that the kernel can do (whole heads or their first
@@ -68,13 +69,14 @@ def fuse_rotary(ir_model: "ir.Model", rows: int | None = None) -> int:
     Args:
         ir_model: the traced model, after the passes; changed in place.
         rows: rows of the tables, from ``rotary_rows``; None changes nothing.
+        limit: positions that the model supports; None for no limit. Rows beyond are never read.
 
     Returns:
         the number of attention nodes changed.
     """
     if rows is None:
         return 0
-    found = _find_rotations(ir_model, rows)
+    found = _find_rotations(ir_model, rows, limit)
     sizes = {id(rotation): rotation.cos.nbytes + rotation.sin.nbytes for _, _, rotation in found}
     weights = sum(value.const_value.nbytes for value in ir_model.graph.initializers.values() if value.const_value)
     if not found or sum(sizes.values()) > max(_MIN_TABLE_BYTES, weights // _TABLE_SHARE):
@@ -92,7 +94,9 @@ def fuse_rotary(ir_model: "ir.Model", rows: int | None = None) -> int:
     return len(found)
 
 
-def _find_rotations(ir_model: "ir.Model", rows: int) -> "list[tuple[ir.Node, tuple[_Side, _Side], Rotation]]":
+def _find_rotations(
+    ir_model: "ir.Model", rows: int, limit: int | None
+) -> "list[tuple[ir.Node, tuple[_Side, _Side], Rotation]]":
     from specexport.lowering.fuse_region import agrees, find_region, measure_rotation, position_nodes
 
     graph = ir_model.graph
@@ -111,11 +115,11 @@ def _find_rotations(ir_model: "ir.Model", rows: int) -> "list[tuple[ir.Node, tup
             continue
         key = (sides[0].region.tables, sides[0].probe.dim)
         if key not in measured:
-            measured[key] = measure_rotation(sides[1].probe, rows)
+            measured[key] = measure_rotation(sides[1].probe, rows, limit)
         rotation = measured[key]
         if rotation is None or not _kernel_can(rotation, sides[0].probe.dim):
             continue
-        if all(agrees(side.probe, rotation) for side in sides):
+        if all(agrees(side.probe, rotation, limit) for side in sides):
             found.append((node, sides, rotation))
     return found
 

@@ -169,8 +169,15 @@ def _model_of(region: Region, opset: int) -> bytes:
     return bytes(ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString())
 
 
-def measure_rotation(probe: Probe, rows: int) -> Rotation | None:
-    """The tables of positions 0 … rows-1; None if the region is no rotary embedding."""
+def measure_rotation(probe: Probe, rows: int, limit: int | None = None) -> Rotation | None:
+    """The tables of positions 0 … rows-1; None if the region is no rotary embedding.
+
+    Args:
+        probe: runs the region.
+        rows: of the tables.
+        limit: positions that the region may be asked for, where it reads tables itself; rows beyond repeat the last.
+    """
+    limit = rows if limit is None else min(rows, limit)
     dim = probe.dim
     one = np.zeros((2, probe.heads, dim), np.float32)
     one[..., 0] = 1
@@ -182,7 +189,7 @@ def measure_rotation(probe: Probe, rows: int) -> Rotation | None:
     first[..., 0 : dim : 2 if interleaved else 1] = 1
     if not interleaved:
         first[..., moved[1] :] = 0
-    out = probe.run(np.repeat(first, probe.heads, 1), np.arange(rows))[:, 0]
+    out = probe.run(np.repeat(first, probe.heads, 1), np.minimum(np.arange(rows), limit - 1))[:, 0]
     if interleaved:
         half = int(np.count_nonzero(np.any(out[:, 1::2] != 0, axis=0)))
         cos, sin = out[:, 0 : 2 * half : 2], out[:, 1 : 2 * half : 2]
@@ -190,15 +197,15 @@ def measure_rotation(probe: Probe, rows: int) -> Rotation | None:
         half = int(moved[1])
         cos, sin = out[:, :half], out[:, half : 2 * half]
     rotation = Rotation(np.ascontiguousarray(cos), np.ascontiguousarray(sin), interleaved)
-    return rotation if agrees(probe, rotation) else None
+    return rotation if agrees(probe, rotation, limit) else None
 
 
-def agrees(probe: Probe, rotation: Rotation, samples: int = 16) -> bool:
-    """Whether the region does to random vectors what the tables say, at positions spread over all rows."""
+def agrees(probe: Probe, rotation: Rotation, limit: int | None = None, samples: int = 16) -> bool:
+    """Whether the region does to random vectors what the tables say, at positions spread over all below ``limit``."""
     random = np.random.default_rng(0)
-    rows = len(rotation.cos)
+    rows = len(rotation.cos) if limit is None else min(limit, len(rotation.cos))
     positions = np.unique(np.linspace(0, rows - 1, samples).astype(np.int64))
     x = random.standard_normal((len(positions), probe.heads, probe.dim), np.float32)
     part = Rotation(rotation.cos[positions], rotation.sin[positions], rotation.interleaved)
-    limit = _TOLERANCE * max(1.0, float(np.abs(part.cos).max()))
-    return bool(np.allclose(probe.run(x, positions), part.apply(x), rtol=0, atol=limit))
+    allowed = _TOLERANCE * max(1.0, float(np.abs(part.cos).max()))
+    return bool(np.allclose(probe.run(x, positions), part.apply(x), rtol=0, atol=allowed))

@@ -12,6 +12,8 @@ import numpy as np
 
 from specexport.channel_ranges import CacheRange, FloatVector
 from specexport.lowering.functions import fused_takes
+from specexport.lowering.fuse import ROTARY_INPUTS
+from specexport.lowering.slopes import refuse_slopes
 from specexport.onnx_emit import constant, set_inputs
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME
 from specexport_runtime.errors import UnsupportedModelError
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _CACHES = (3, 4)
-_FIRST_SCALE = 15  # of an attention node's inputs: scales of keys and of values, float32 [H * D] each
+_FIRST_SCALE = ROTARY_INPUTS[-1] + 1  # of a node's inputs: scales of keys and of values, float32 [H * D] each
 _LARGEST = 127
 
 
@@ -38,6 +40,7 @@ def use_int8_caches(ir_model: "ir.Model", ranges: Seq[CacheRange]) -> None:
 
     nodes = [node for node in ir_model.graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN]
     for layer, (node, found) in enumerate(zip(nodes, ranges, strict=True)):
+        refuse_slopes(node, "the kernel for int8 KV caches")
         dims = [len(largest) // node.attributes["kv_num_heads"].as_int() for largest in found]
         if not fused_takes(*dims):
             raise UnsupportedModelError(

@@ -12,6 +12,7 @@ from specexport.lowering.fuse import packed_qkv, remove_dead_nodes, rotary_kind
 from specexport.lowering.int8_kv import has_int8_caches
 from specexport.lowering.ort_cpu import choose_body, head_dim, named_inputs
 from specexport.lowering.shared_kv import appends
+from specexport.lowering.slopes import slopes_of
 from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.onnx_emit import Emitter
 from specexport_runtime.abi import KV_LENS, LOGIT_ROWS, OP_DOMAIN, OP_NAME, ROW_TOTALS
@@ -31,11 +32,12 @@ def lower_one_token(ir_model: "ir.Model") -> bool:
 
     Returns:
         whether it was done; False, with nothing changed, where the fused kernel cannot do an attention, where layers
-        keep a state, or where caches are another model's.
+        keep a state, where scores are biased by distance, or where caches are another model's.
     """
     ours = [node for node in ir_model.graph if node.domain == OP_DOMAIN]
     nodes = [node for node in ours if node.op_type == OP_NAME]
-    if not nodes or len(ours) > len(nodes) or not all(appends(node) and choose_body(node).fused for node in nodes):
+    fused = all(appends(node) and choose_body(node).fused and slopes_of(node) is None for node in nodes)
+    if not nodes or len(ours) > len(nodes) or not fused:
         return False
     total = _longest(ir_model)
     for node in nodes:

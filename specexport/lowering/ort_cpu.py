@@ -29,6 +29,7 @@ from specexport.lowering.int8_kv import has_int8_caches
 from specexport.lowering.portable import portable_row
 from specexport.lowering.recurrence import lower_recurrences
 from specexport.lowering.shared_kv import appends, lower_shared_kv
+from specexport.lowering.slopes import slopes_of
 from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.onnx_emit import Emitter, add_input
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
@@ -64,6 +65,7 @@ class Body(NamedTuple):
         paired: a row with one token runs it twice.
         int8_kv: the caches hold int8.
         causal: a token sees nothing behind it.
+        slopes: scores are biased by distance.
         num_heads: query heads (0 for the fused kernel, which has them as an attribute).
         geometry: cache sizes that the portable body has as constants.
     """
@@ -77,6 +79,7 @@ class Body(NamedTuple):
     paired: bool = False
     int8_kv: bool = False
     causal: bool = True
+    slopes: bool = False
     num_heads: int = 0
     geometry: LayerGeometry | None = None
 
@@ -93,6 +96,7 @@ class Body(NamedTuple):
             ("Paired", self.paired),
             ("Int8Kv", self.int8_kv),
             ("WholeRow", not self.causal),
+            ("Slopes", self.slopes),
         )
         kind = "Fused" if self.geometry is None else "Portable" + "x".join(map(str, (self.num_heads, *self.geometry)))
         return OP_NAME + kind + "".join(name for name, given in parts if given)
@@ -112,6 +116,7 @@ class Body(NamedTuple):
             PAIR_OUTPUTS: self.paired,
             ("row_sizes", "kv_mask"): self.masked,
             ("sinks",): self.sinks,
+            ("slopes",): self.slopes and not self.masked,
             ("cos_table", "sin_table"): bool(self.rotary),
             ("k_scale", "v_scale"): self.int8_kv,
         }
@@ -133,12 +138,12 @@ def choose_body(node: "ir.Node", *, masked: bool = False) -> Body:
         raise CheckFailedError(f"{node.name}: a padded-KV graph has causal attention only.")
     given = named_inputs(node)
     k_dim, v_dim = head_dim(node, given["k_cache"]), head_dim(node, given["v_cache"])
-    sinks = given.get("sinks") is not None
+    sinks, slopes = given.get("sinks") is not None, slopes_of(node) is not None
     if causal and fused_takes(k_dim, v_dim):
         rotary = rotary_kind(node)
         packed = not masked and packed_qkv(node) is not None
         body = Body(sinks=sinks, window=False, softcap=False, masked=masked, rotary=rotary, packed=packed)
-        return body._replace(int8_kv=has_int8_caches(node))
+        return body._replace(int8_kv=has_int8_caches(node), slopes=slopes)
     heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
     return Body(
         sinks=sinks,
@@ -146,6 +151,7 @@ def choose_body(node: "ir.Node", *, masked: bool = False) -> Body:
         softcap=node.attributes["softcap"].as_float() > 0,
         masked=masked,
         causal=causal,
+        slopes=slopes,
         num_heads=heads,
         geometry=LayerGeometry(kv_heads, k_dim, v_dim),
     )
@@ -176,10 +182,11 @@ def _window(node: "ir.Node") -> int:
 def build_function(body: Body, opset: int) -> "ir.Function":
     """The model-local function of ``body``."""
     if body.geometry is None:
-        row = fused_row(sinks=body.sinks, masked=body.masked, rotary=body.rotary, int8_kv=body.int8_kv)
+        added = {"sinks": body.sinks, "masked": body.masked, "slopes": body.slopes}
+        row = fused_row(**added, rotary=body.rotary, int8_kv=body.int8_kv)
     else:
         kinds = {"sinks": body.sinks, "window": body.window, "softcap": body.softcap}
-        kinds |= {"masked": body.masked, "causal": body.causal}
+        kinds |= {"masked": body.masked, "causal": body.causal, "slopes": body.slopes}
         row = portable_row(body.num_heads, body.geometry, **kinds)
     parts = ("qkv",) if body.fused else ("q", "k", "v")
     inputs = ", ".join(body.inputs)
@@ -209,12 +216,13 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
     # Nor do they where a token sees those behind it: it would see itself twice.
     rounded = any(node.op_type in _ROUNDING for node in ir_model.graph)
     paired = rounded and not padded_kv and not all(map(has_int8_caches, nodes)) and all(map(is_causal, nodes))
-    shared = _prologue(ir_model, sorted({_window(node) for node in nodes}) if padded_kv else [], paired=paired)
+    masks = {_mask_name(node): (_window(node), slopes_of(node)) for node in nodes} if padded_kv else {}
+    shared = _prologue(ir_model, masks, paired=paired)
     for node in nodes:
         body = choose_body(node, masked=padded_kv)._replace(paired=paired)
         given = named_inputs(node) | shared | {"qkv": packed_qkv(node)}
         if padded_kv:
-            given["kv_mask"] = shared[f"kv_mask.{_window(node)}"]
+            given["kv_mask"] = shared[_mask_name(node)]
         function = build_function(body, ir_model.opset_imports[""])
         ir_model.functions.setdefault(function.identifier(), function)
         _replace_node(ir_model, node, function.name, [given[name] for name in body.inputs])
@@ -223,28 +231,36 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
     drop_unused_step_inputs(ir_model)
 
 
-def _prologue(ir_model: "ir.Model", mask_windows: list[int], *, paired: bool) -> dict[str, "ir.Value | None"]:
-    """Insert what is computed once a step at the top; returns it by name, masks as ``kv_mask.<window>``."""
+def _mask_name(node: "ir.Node") -> str:
+    slopes = slopes_of(node)
+    return f"kv_mask.{_window(node)}" + ("" if slopes is None else f".{slopes.name}")
+
+
+def _prologue(
+    ir_model: "ir.Model", masks: "dict[str, tuple[int, ir.Value | None]]", *, paired: bool
+) -> dict[str, "ir.Value | None"]:
+    """Insert what is computed once a step at the top; returns it by name. ``masks``: window and slopes of each."""
     import onnx_ir as ir
 
     graph, opset = ir_model.graph, ir_model.opset_imports[""]
-    if mask_windows:
+    if masks:
         shape = [DIM_NAMES.get(word, word) if isinstance(word, str) else word for word in KV_POSITIONS.shape]
         add_input(graph, KV_POSITIONS.name, ir.DataType.INT64, shape)
     by_name: dict[str, ir.Value | None] = {str(value.name): value for value in graph.inputs}
-    masked = bool(mask_windows)
+    masked = bool(masks)
     plan = plan_text(_PLAN_NAME, masked=masked, paired=paired)
     calls: list[tuple[str, dict[str, int], tuple[str, ...]]] = [(plan, {}, plan_outputs(masked=masked, paired=paired))]
-    for window in mask_windows:
-        name = _MASK_NAME + ("Window" if window > 0 else "")
+    for mask, (window, slopes) in sorted(masks.items()):
+        name = _MASK_NAME + ("Window" if window > 0 else "") + ("" if slopes is None else "Slopes")
         attributes = {"window": window} if window > 0 else {}
-        calls.append((mask_text(name, window=window > 0), attributes, (f"kv_mask.{window}",)))
+        calls.append((mask_text(name, window=window > 0, slopes=slopes is not None), attributes, (mask,)))
     emit = Emitter(graph)
     made: dict[str, ir.Value | None] = {}
     for text, attributes, names in calls:
         function = parse_function(text, opset)
         ir_model.functions.setdefault(function.identifier(), function)
-        inputs = [by_name.get(str(value.name), made.get(str(value.name))) for value in function.inputs]
+        known = by_name | made | ({"slopes": masks[names[0]][1]} if names[0] in masks else {})
+        inputs = [known.get(str(value.name)) for value in function.inputs]
         node = emit.node(function.name, inputs, attributes, outputs=len(names), domain=OP_DOMAIN)
         for value, name in zip(node.outputs, names, strict=True):
             value.name = name

@@ -20,6 +20,7 @@ import numpy as np
 from specexport.lowering.causal import is_causal
 from specexport.lowering.norms import unify_norm_types
 from specexport.lowering.paged_ahead import PagedRows, emit_ahead, emit_append, emit_paged_rows
+from specexport.lowering.slopes import refuse_slopes
 from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.onnx_emit import Emitter, add_input, constant
 from specexport.ops.spec import UNPADDED_ATTENTION
@@ -91,6 +92,7 @@ def _named_inputs(node: "ir.Node") -> dict[str, "ir.Value | None"]:
 def _refuse_dtype(node: "ir.Node") -> None:
     import onnx_ir as ir
 
+    refuse_slopes(node, "ONNX Runtime's paged attention")
     cache = _named_inputs(node)["k_cache"]
     dtype = None if cache is None else cache.dtype
     if dtype not in {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}:

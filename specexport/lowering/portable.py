@@ -4,6 +4,7 @@ Written as the body of the Scans in ``functions``: ScatterND appends in place wh
 Slice to the row's true length keeps the cost independent of the capacity.
 """
 
+from specexport.lowering.slopes import row_bias
 from specexport_runtime.abi import LayerGeometry
 
 # Index triples (batch, head, entry) of the new entries: a constant for the heads plus the entries' own numbers.
@@ -61,7 +62,13 @@ _SOFTCAP = """
 _SPLIT = """
     score_heads = Constant<value_ints = [{heads}, {group}, -1]>()
     score_split = Concat<axis = 0>(score_heads, total)
-    scores4 = Reshape({scores}, score_split)
+    {split} = Reshape({scores}, score_split)
+"""
+
+# Of each head: [1, Hq, n, row_total].
+_BIAS = """
+    bias4 = Reshape(row_mask, score_split)
+    scores4 = Add({split}, bias4)
 """
 
 _CAUSAL = """
@@ -133,12 +140,13 @@ def portable_row(
     softcap: bool,
     masked: bool = False,
     causal: bool = True,
+    slopes: bool = False,
 ) -> str:
     """ONNX text of one row's append and attention, for one layer geometry: its shapes are constants then.
 
     Reads row_q [1, n, Hq*D], row_k [1, n, H*D], row_v [1, n, H*Dv], row_k_cache [1, H, L, D], row_v_cache
-    [1, H, L, Dv], row_total [1] (int32) and, from outside, sinks [Hq]; writes attended [1, n, Hq*Dv], row_k_out and
-    row_v_out.
+    [1, H, L, Dv], row_total [1] (int32) and, from outside, sinks and slopes [Hq]; writes attended [1, n, Hq*Dv],
+    row_k_out and row_v_out.
 
     Args:
         num_heads: query heads (Hq).
@@ -148,13 +156,16 @@ def portable_row(
         softcap: bend the scores by the attribute ``softcap``.
         masked: read row_mask [1, 1, n, row_total] and add it to the scores; nothing else then hides an entry.
         causal: hide the entries behind a token; False shows it those of its whole row.
+        slopes: bias scores by distance. A row_mask has that in it, and is [1, Hq, n, row_total] then.
     """
     parts = [_APPEND, _SCORES]
     if softcap:
         parts.append(_SOFTCAP)
     parts.append(_SPLIT)
+    if slopes:
+        parts += [*([] if masked else [row_bias("row_q")]), _BIAS]
     if masked:
-        parts.append(_MASK)
+        parts += [] if slopes else [_MASK]
     elif causal:
         parts += [_CAUSAL, *([_WINDOW] if window else []), _HIDE]
     elif window:
@@ -168,6 +179,7 @@ def portable_row(
         out_width=num_heads * geometry.v_dim,
         head_slots=", ".join(f"0, {head}, 0" for head in range(geometry.kv_heads)),
         scores="capped" if softcap else "scaled",
+        split="unbiased4" if slopes else "scores4",
         seen="seen" if window else "causal",
-        shown="masked" if masked or causal or window else "scores4",
+        shown="scores4" if masked and slopes else "masked" if masked or causal or window else "scores4",
     )

@@ -8,6 +8,7 @@ whatever this graph computes.
 from typing import TYPE_CHECKING
 
 from specexport.lowering.functions import fused_takes, parse_function
+from specexport.lowering.slopes import refuse_slopes
 from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.onnx_emit import Emitter
 from specexport_runtime.abi import KV_LENS, OP_DOMAIN, OP_NAME, PAD_INDEX, ROW_ENDS, ROW_STARTS, UNPAD_INDEX
@@ -80,6 +81,7 @@ def lower_shared_kv(ir_model: "ir.Model", nodes: "list[ir.Node]") -> None:
     by_name = {str(value.name): value for value in ir_model.graph.inputs}
     step = [by_name[spec.name] for spec in _STEP]
     for node in nodes:
+        refuse_slopes(node, "attention over another model's caches")
         k_dim, v_dim = (_head_dim(node, index) for index in (_K_CACHE, _V_CACHE))
         if not fused_takes(k_dim, v_dim):
             raise UnsupportedModelError(

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from specexport.lowering.causal import is_causal
 from specexport.lowering.layer_extent import add_extent, shorten_blocks
+from specexport.lowering.slopes import refuse_slopes
 from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.lowering.token_ids import add_token_ids
 from specexport.lowering.trt_explicit import emit_explicit
@@ -168,6 +169,7 @@ def read_attention(node: "ir.Node", index: int) -> Attention:
         CheckFailedError: its caches have no static head sizes.
         UnsupportedModelError: TensorRT has no exact form for it.
     """
+    refuse_slopes(node, "TensorRT")
     named = zip([item.name for item in UNPADDED_ATTENTION.inputs], node.inputs, strict=False)
     tensors = {name: value for name, value in named if value is not None}
     sizes = [None if tensors[n].shape is None else tensors[n].shape[a] for n, a in (("k_cache", 4), ("v_cache", 4))]  # type: ignore[index]

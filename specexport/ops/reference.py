@@ -11,11 +11,14 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 
-def _attend(query: Array, keys: Array, values: Array, scale: float, softcap: float, sink: float | None) -> Array:
-    """One query [D] of one head over the entries it may see, keys [n, D] and values [n, Dv]."""
+def _attend(
+    query: Array, keys: Array, values: Array, bias: Array, scale: float, softcap: float, sink: float | None
+) -> Array:
+    """One query [D] of one head over the entries it may see, keys [n, D], values [n, Dv] and bias [n]."""
     scores = keys @ query * scale
     if softcap > 0:
         scores = softcap * np.tanh(scores / softcap)
+    scores = scores + bias
     top = scores.max() if sink is None else max(scores.max(), sink)
     weights = np.exp(scores - top)
     total = weights.sum() + (0.0 if sink is None else np.exp(sink - top))  # a sink takes weight and gives nothing
@@ -42,6 +45,7 @@ def unpadded_attention(
     kv_lens: Array,
     cu_new_tokens: Array,
     sinks: Array | None = None,
+    slopes: Array | None = None,
     *,
     positions: Array | None = None,
     kv_positions: Array | None = None,
@@ -64,6 +68,7 @@ def unpadded_attention(
         kv_lens: committed entries of each row [B, 1].
         cu_new_tokens: running sum of the rows' new tokens [B+1].
         sinks: one extra score a head [num_heads], or None.
+        slopes: what a head's scores lose for each position between token and entry [num_heads], or None.
         positions: position of each token [T]; only with ``kv_positions``.
         kv_positions: position of the token in each cache entry [B, 1, P], this step's included, -1 for padding: a token
             then sees the entries at positions up to its own (in the window), in whatever entries they lie. None: every
@@ -91,12 +96,14 @@ def unpadded_attention(
             values[row, 0, :, past:end] = v[tokens].reshape(len(tokens), kv_num_heads, values.shape[-1]).swapaxes(0, 1)
         for query_at, token in enumerate(tokens, start=past):
             if positions is None or kv_positions is None:
-                seen = _seen_entries(np.arange(end), query_at, window, bool(causal))
+                entry_at, at = np.arange(end), query_at
             else:
-                seen = _seen_entries(kv_positions[row, 0, :end], int(positions[token]), window, bool(causal))
+                entry_at, at = kv_positions[row, 0, :end], int(positions[token])
+            seen = _seen_entries(entry_at, at, window, bool(causal))
             for head in range(num_heads if len(seen) else 0):
                 group = head * kv_num_heads // num_heads
                 sink = None if sinks is None else float(sinks[head])
-                seen_keys, seen_values = keys[row, 0, group, seen], values[row, 0, group, seen]
-                output[token, head] = _attend(queries[token, head], seen_keys, seen_values, scale, softcap, sink)
+                bias = (0.0 if slopes is None else float(slopes[head])) * (entry_at[seen] - at)
+                given = queries[token, head], keys[row, 0, group, seen], values[row, 0, group, seen]
+                output[token, head] = _attend(*given, bias, scale, softcap, sink)
     return output.reshape(len(q), -1), keys, values

@@ -98,6 +98,7 @@ UNPADDED_ATTENTION = OpSpec(
         *_CACHES,
         *(OpInput(step.name, step.dtype, step.shape) for step in _STEP_INPUTS),
         OpInput("sinks", "model", ("Hq",), optional=True),
+        OpInput("slopes", "float32", ("Hq",), optional=True),
     ),
     attributes=(
         OpAttribute("num_heads", "int"),
@@ -121,6 +122,9 @@ token; a window bounds what lies before a token, never what lies behind it. Entr
 ``kv_lens[b] + (new tokens)`` are undefined afterwards (a row without tokens may have one token written there, and must
 have room for it). ``row_starts``, ``row_ends``, ``row_totals``, ``pad_index`` and ``unpad_index`` say the same thing
 for lowerings that work row by row.
+
+With ``slopes`` (ALiBi, Press et al. 2022, section 3), ``slopes[h] * (entry - query)`` is added to each score of head
+``h``, behind scale and softcap: a bias of 0 for a token itself, and of ``-slopes[h]`` a token before that.
 
 Without ``k`` and ``v`` nothing is appended: the caches are another model's, which has filled them. The last entries of
 a row stand for its new tokens then, so that token ``j`` of ``n`` sees entries ``0 … kv_lens[b] - n + j``, and a window

@@ -17,6 +17,7 @@ def _attend_row(
     values: Tensor,
     past: int,
     sinks: Tensor | None,
+    slopes: Tensor | None,
     *,
     scale: float,
     window: int,
@@ -29,6 +30,8 @@ def _attend_row(
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     query_at, key_at = torch.arange(past, past + new)[:, None], torch.arange(past + new)[None]
+    if slopes is not None:
+        scores = scores + (slopes.view(*q.shape[1:3], 1, 1) * (key_at - query_at)).to(scores.dtype)
     seen = (key_at <= query_at) if causal else torch.ones(new, past + new, dtype=torch.bool)
     if window > 0:
         seen &= key_at > query_at - window
@@ -55,6 +58,7 @@ def _unpadded_attention(
     pad_index: Tensor,  # noqa: ARG001
     unpad_index: Tensor,  # noqa: ARG001
     sinks: Tensor | None,
+    slopes: Tensor | None,
     num_heads: int,
     kv_num_heads: int,
     scale: float,
@@ -76,7 +80,7 @@ def _unpadded_attention(
             keys[row, 0, :, past:end] = k[tokens].view(count, kv_num_heads, keys.shape[-1]).transpose(0, 1)
             values[row, 0, :, past:end] = v[tokens].view(count, kv_num_heads, values.shape[-1]).transpose(0, 1)
         seen_keys, seen_values = keys[row, 0, :, :end], values[row, 0, :, :end]
-        attended = _attend_row(queries[tokens], seen_keys, seen_values, past, sinks, **how)
+        attended = _attend_row(queries[tokens], seen_keys, seen_values, past, sinks, slopes, **how)
         output[tokens] = attended.flatten(1)
     return output, keys, values
 

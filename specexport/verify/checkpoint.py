@@ -88,6 +88,7 @@ def eager_references(
     trust_remote_code: bool,
     dropped: Seq[int] = (),
     adapter: VerifiedAdapter | None = None,
+    rope_len: int | None = None,
 ) -> list[Float32Array]:
     """Logits [len, V] of each sequence from eager transformers; the model is freed before this returns.
 
@@ -100,13 +101,14 @@ def eager_references(
         trust_remote_code: let Python code from the checkpoint run.
         dropped: layers that the engine was built without.
         adapter: what the weights are changed by; None for nothing.
+        rope_len: length that the engine's rotary tables were chosen for; None where none depends on it.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
     """
     from specexport.frontend import reference_logits
 
-    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped, adapter)
+    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped, adapter, rope_len)
     references = reference_logits(checkpoint, [list(sequence) for sequence in sequences])
     del checkpoint
     gc.collect()
@@ -120,13 +122,16 @@ def _load(
     trust_remote_code: bool,
     dropped: Seq[int],
     adapter: VerifiedAdapter | None,
+    rope_len: int | None,
 ) -> "Checkpoint":
     """The checkpoint as its engine has it: rounded to the engine's dtype, without the layers that the engine lacks."""
-    from specexport.frontend import drop_layers, load_checkpoint, merge_adapter, read_adapter
+    from specexport.frontend import drop_layers, fix_rope, load_checkpoint, merge_adapter, read_adapter
 
     checkpoint = load_checkpoint(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
     if adapter is not None and adapter.source is not None:
         merge_adapter(checkpoint, read_adapter(adapter.source, checkpoint.model))
+    if rope_len is not None:
+        fix_rope(checkpoint, rope_len)
     if dropped:
         drop_layers(checkpoint, dropped)
     widen_weights(checkpoint.model)
@@ -151,6 +156,7 @@ def eager_score(
     head: CutHead | None = None,
     dropped: Seq[int] = (),
     adapter: VerifiedAdapter | None = None,
+    rope_len: int | None = None,
 ) -> TextScore:
     """What eager transformers makes of ``windows``; the model is freed before this returns.
 
@@ -163,13 +169,14 @@ def eager_score(
         head: see ``text_score.TextScorer``.
         dropped: layers that the engine was built without.
         adapter: see :func:`eager_references`.
+        rope_len: length that the engine's rotary tables were chosen for; None where none depends on it.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
     """
     from specexport.frontend import reference_logits
 
-    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped, adapter)
+    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped, adapter, rope_len)
     # One window at a time: the logits of a large vocabulary are kept for no longer than they are read.
     logits = (reference_logits(checkpoint, [list(window)])[0] for window in windows)
     score = score_logits(logits, windows, head)

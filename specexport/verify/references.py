@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -128,28 +128,23 @@ def collect_references(
         entry = manifest.models[role]
         revision, dtype = recorded_revision(manifest, role), entry.dtype
         remote = options.trust_remote_code
-        own = adapter if role == "target" else None
-        head, dropped = load_cut_head(bundle, entry), [layer for layer, _ in entry.dropped_layers]
+        head = load_cut_head(bundle, entry)
+        built: dict[str, Any] = {
+            "dropped": [layer for layer, _ in entry.dropped_layers],
+            "rope_len": entry.rope_len,
+            "adapter": adapter if role == "target" else None,
+        }
         with clock.stage("eager reference", role):
             if wants_loss(manifest, role, options) and role not in found.losses:
                 score = eager_score(
-                    source,
-                    revision,
-                    windows,
-                    dtype=dtype,
-                    trust_remote_code=remote,
-                    head=head,
-                    dropped=dropped,
-                    adapter=own,
+                    source, revision, windows, dtype=dtype, trust_remote_code=remote, head=head, **built
                 )
                 found.losses[role] = FloatScore(score.loss, score.likeliest, EAGER)
             if entry.quantize is None:
                 sequences = make_sequences(
                     prompts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
                 )
-                logits = eager_references(
-                    source, revision, sequences, dtype=dtype, trust_remote_code=remote, dropped=dropped, adapter=own
-                )
+                logits = eager_references(source, revision, sequences, dtype=dtype, trust_remote_code=remote, **built)
                 if head is not None:
                     logits = [rows[:, head.ids] for rows in logits]
                 found.logits[role] = Reference(sequences, logits)

@@ -46,7 +46,7 @@ def test_fake_op_has_the_shapes_of_the_real_one(sinks: bool) -> None:
         ends = [torch.zeros(1, 1).long(), torch.full((1, 1), 3), torch.zeros(1, 1, dtype=torch.int32)]
         rest = [*ends, torch.zeros(1, 1, 3).long(), torch.zeros(3).long()]
         floats = [torch.randn(shape) for shape in shapes]
-        return [*floats, *step, *rest, torch.zeros(4) if sinks else None, 4, 2, 1.0, -1, 0.0, 1]
+        return [*floats, *step, *rest, torch.zeros(4) if sinks else None, None, 4, 2, 1.0, -1, 0.0, 1]
 
     real = unpadded_attention(*arguments())
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -32,6 +32,7 @@ class Case:
     window: int = -1
     softcap: float = 0.0
     sinks: bool = False
+    slopes: bool = False
     scale: float = 0.3
     causal: int = 1
     appends: bool = True
@@ -52,6 +53,10 @@ CASES = {
     "softcap": Case(RAGGED, softcap=1.5),
     "sinks": Case(RAGGED, sinks=True),
     "everything": Case(RAGGED, window=5, softcap=2.0, sinks=True),
+    "slopes": Case(RAGGED, slopes=True),
+    "slopes_one_token_rows": Case(((4, 1), (9, 1), (0, 1)), slopes=True),
+    "slopes_every_row_full": Case(((45, 3), (45, 3), (0, 3)), slopes=True, kv_heads=4),
+    "slopes_and_all_else": Case(((3, 5), (17, 1), (7, 0), (30, 12)), slopes=True, window=5, softcap=2.0, sinks=True),
     "odd_head_size": Case(RAGGED, k_dim=20, v_dim=20),
     "tiny_head_size": Case(RAGGED, k_dim=5, v_dim=5, window=3),
     "large_head_size": Case(((2, 3), (0, 5)), k_dim=256, v_dim=256),
@@ -60,6 +65,8 @@ CASES = {
     "values_smaller_empty_rows": Case(((5, 0), (2, 4), (0, 0)), k_dim=24, v_dim=16),
     "values_smaller_window": Case(RAGGED, k_dim=24, v_dim=16, window=4),
     "values_smaller_everything": Case(RAGGED, k_dim=24, v_dim=16, window=4, softcap=1.5, sinks=True),
+    "values_smaller_slopes": Case(RAGGED, k_dim=24, slopes=True),
+    "values_smaller_slopes_and_all_else": Case(RAGGED, k_dim=24, window=4, softcap=1.5, sinks=True, slopes=True),
     # One row's long chunk beside rows at the very end of their capacity: each may write its own tokens only.
     "full_row_beside_chunk": Case(((0, 30), (47, 1), (40, 8), (46, 2))),
     "full_idle_row_beside_chunk": Case(((0, 30), (47, 0), (44, 4))),
@@ -123,6 +130,8 @@ def make_inputs(case: Case, poison: float = np.nan) -> dict[str, np.ndarray]:
         inputs["v_cache"][b, 0, :, length:] = poison
     if case.sinks:
         inputs["sinks"] = normal(case.heads)
+    if case.slopes:
+        inputs["slopes"] = np.abs(normal(case.heads))
     return inputs | make_positions(case)
 
 
@@ -155,13 +164,13 @@ def expect(
     names = ("q", "k", "v", "k_cache", "v_cache", "kv_lens", "cu_new_tokens")
     more = {name: inputs[name] for name in ("positions", "kv_positions")} if padded_kv else {}
     given = [inputs[name] if name in given_names(case) else None for name in names]
-    return unpadded_attention(*given, inputs.get("sinks"), **attributes(case), **more)
+    return unpadded_attention(*given, inputs.get("sinks"), inputs.get("slopes"), **attributes(case), **more)
 
 
 def given_names(case: Case) -> set[str]:
     """Names of the inputs that are not absent."""
-    absent = {"sinks"} - ({"sinks"} if case.sinks else set()) | (set() if case.appends else {"k", "v"})
-    return {item.name for item in UNPADDED_ATTENTION.inputs} - absent
+    given = {"sinks": case.sinks, "slopes": case.slopes, "k": case.appends, "v": case.appends}
+    return {item.name for item in UNPADDED_ATTENTION.inputs if given.get(item.name, True)}
 
 
 def assert_equal(case: Case, found: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...]) -> None:
@@ -189,14 +198,14 @@ def test_torch_op_equals_reference(name: str) -> None:
 def one_node_model(case: Case) -> ir.Model:
     """A model of one UnpaddedAttention node."""
     register_schema()
-    kinds = {"model": ir.DataType.FLOAT, "int32": ir.DataType.INT32, "int64": ir.DataType.INT64}
+    kinds = {"int32": ir.DataType.INT32, "int64": ir.DataType.INT64}
     sizes = {"Hq*D": case.heads * case.k_dim, "H*D": case.kv_heads * case.k_dim, "H*Dv": case.kv_heads * case.v_dim}
     sizes |= {"Hq*Dv": case.heads * case.v_dim, "H": case.kv_heads, "D": case.k_dim, "Dv": case.v_dim, "Hq": case.heads}
 
     def value(item: Any) -> ir.Value:
         return ir.Value(
             name=item.name,
-            type=ir.TensorType(kinds[item.dtype]),
+            type=ir.TensorType(kinds.get(item.dtype, ir.DataType.FLOAT)),
             shape=ir.Shape([sizes.get(word, word) for word in item.shape]),
         )
 
@@ -286,6 +295,9 @@ PADDED_CASES = {
     "softcap": Case(RAGGED, PADDING, softcap=1.5),
     "sinks": Case(RAGGED, PADDING, sinks=True),
     "everything": Case(RAGGED, PADDING, window=5, softcap=2.0, sinks=True),
+    "slopes": Case(RAGGED, PADDING, slopes=True),
+    "slopes_one_length": Case(((43, 3), (43, 3)), ((4, 41, 42), (0, 5)), window=6, slopes=True, sinks=True),
+    "values_smaller_slopes": Case(RAGGED, PADDING, k_dim=24, slopes=True, window=4),
     "every_row_full": Case(((43, 3), (43, 3), (4, 3)), ((4,), (), (0, 1, 2, 3))),
     "one_length": Case(((43, 3), (43, 3)), ((4, 41, 42), (0, 5)), window=6),
     "long_chunk": Case(((0, 30), (46, 1), (44, 3)), ((), (3,), (41, 42, 43))),
@@ -367,6 +379,37 @@ def test_a_window_off_by_one_would_be_noticed() -> None:
     for other in (3, 5):
         wrong = expect(Case(RAGGED, window=other), inputs)[0]
         assert np.abs(wrong - output).max() > 1e-3
+
+
+def lower_for(backend: str, model: ir.Model) -> None:
+    """Lower a one-node model for a backend that computes no slopes."""
+    from specexport.channel_ranges import CacheRange
+    from specexport.lowering.int8_kv import use_int8_caches
+    from specexport.lowering.ort_cuda import lower_ort_cuda
+    from specexport.lowering.trt_native import replace_attention
+    from specexport.lowering.trt_plugin import replace_attention as plug_in
+
+    if backend == "ort-cuda":
+        lower_ort_cuda(model)
+    elif backend == "int8":
+        largest = np.ones(2 * 16, np.float32)
+        use_int8_caches(model, [CacheRange(largest, largest)])
+    else:
+        (replace_attention if backend == "native" else plug_in)(model, kv_capacity=CAPACITY)
+
+
+@pytest.mark.parametrize("backend", ["ort-cuda", "native", "plugin", "int8", "reading"])
+def test_slopes_are_refused_where_they_would_be_left_out(backend: str) -> None:
+    model = one_node_model(replace(CASES["slopes"], appends=backend != "reading"))
+    with pytest.raises(UnsupportedModelError, match="ALiBi slopes"):
+        lower_ort_cpu(model) if backend == "reading" else lower_for(backend, model)
+
+
+def test_slopes_turned_round_would_be_noticed() -> None:
+    case = CASES["slopes"]
+    inputs = make_inputs(case)
+    wrong = expect(case, inputs | {"slopes": -inputs["slopes"]})[0]
+    assert np.abs(wrong - expect(case, inputs)[0]).max() > 0.1
 
 
 def test_an_attention_that_looks_ahead_would_be_noticed() -> None:

@@ -13,7 +13,10 @@ from tests.engine_harness import Recipe
 
 _PARALLEL = "layer 0 adds attention and MLP to the residual stream in parallel"
 _SHARED_KEYS = "layer 0's attention is read beyond the residual stream"
-OBSTACLES = {"phi": _PARALLEL, "gpt_neox": _PARALLEL, "cohere2": _PARALLEL, "gemma4": _SHARED_KEYS}
+OBSTACLES = {
+    **dict.fromkeys(("phi", "gpt_neox", "cohere2", "gptj", "codegen", "falcon"), _PARALLEL),
+    "gemma4": _SHARED_KEYS,
+}
 """Why a model of tests/tiny_models.py cannot skip layers; every one that is not named here can."""
 
 

@@ -45,8 +45,8 @@ READABLE_SCHEMAS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
 """Version 3 added the fields of engines that are built for a GPU, version 4 those of self-drafting and quantization,
 version 5 the defaults for loading, and engines that are stored as a difference, version 6 those of a cut LM head,
 version 7 the layers that a draft was built without, version 8 what a step's cost can be told from, version 9 the
-dtype of KV caches, version 10 draft heads, version 11 the states of recurrences, windows and LoRA adapters. An older
-manifest is one without them. Version 5 also renamed some."""
+dtype of KV caches, version 10 draft heads, version 11 the states of recurrences, windows, LoRA adapters, and which
+rotary table an engine has. An older manifest is one without them. Version 5 also renamed some."""
 _RENAMED = {"full_path": "one_token_path", "full_inputs": "one_token_inputs"}
 MANIFEST_NAME = "manifest.json"
 DEFAULT_NUM_SEQS = 8
@@ -169,6 +169,8 @@ class ModelEntry:
             them; ``layers`` has their sizes. Empty for all others.
         guessed: of a draft head: share of first guesses that were right when it was built, 0 to 1; None where that was
             not looked at.
+        rope: rotary tables that depend on a sequence's length, and which of them the engine has; None where none does.
+        rope_len: tokens of the longest sequence, which they were chosen for.
         reading: of a draft head: how it was read otherwise than its files say; None where it was not.
         adapters: LoRA adapters of a target: the one that is merged, or those that requests may choose, in the order of
             their numbers, from 1.
@@ -220,6 +222,8 @@ class ModelEntry:
     states: tuple[StateGeometry, ...] = ()
     guessed: float | None = None
     reading: str | None = None
+    rope: str | None = None
+    rope_len: int | None = None
     adapters: tuple[AdapterEntry, ...] = ()
 
     @property
@@ -389,6 +393,8 @@ _ENTRY_RULES = _rules_of(
     inputs=list_of(text),
     num_parameters=_COUNT,
     max_positions=optional(_COUNT),
+    rope=optional(text),
+    rope_len=optional(whole(1, MAX_MODEL_LEN)),
     source=text,
     source_sha256=text,
     passes=_PASSES,

@@ -1,0 +1,111 @@
+"""Models of transformers whose attention modules do not ask its attention interface: their core is answered by class.
+
+Each family is one function here: the module's own projections and rotary embedding around the hook's attention. Nothing
+else of the model is touched, and ``check_packed`` compares the result with the model's own attention.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Core = Callable[..., Tensor]
+"""Called with (module, q, k, v, mask, scaling=…, slopes=…), tensors [1, heads, T, D]; gives [1, T, heads, D]."""
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """Slopes of ALiBi: a geometric sequence, with every other one of a longer sequence where heads are no power of two.
+
+    Source: Press et al. 2022, section 3; their code for other head counts.
+    """
+    count = 1 << (num_heads - 1).bit_length()
+    slopes: list[float] = [2 ** (-8 * i / count) for i in range(1, count + 1)]
+    return slopes if count == num_heads else (slopes[1::2] + slopes[::2])[:num_heads]
+
+
+def _bloom(
+    core: Core, module: Any, hidden_states: Tensor, residual: Tensor, *, attention_mask: Tensor | None, **_: Any
+) -> tuple[Tensor, None]:
+    q, k, v = module._reshape(module.query_key_value(hidden_states))
+    slopes = torch.tensor(alibi_slopes(module.num_heads))
+    mixed = core(module, q, k, v, attention_mask, scaling=module.inv_norm_factor, slopes=slopes)
+    return module.dense(mixed.flatten(2)) + residual, None
+
+
+def _mpt(
+    core: Core, module: Any, hidden_states: Tensor, *, attention_mask: Tensor | None, **_: Any
+) -> tuple[Tensor, None]:
+    mixed = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    q, k, v = (x.unflatten(-1, (module.n_heads, module.head_dim)).transpose(1, 2) for x in mixed.chunk(3, dim=-1))
+    slopes = torch.tensor(alibi_slopes(module.n_heads))
+    mixed = core(module, q, k, v, attention_mask, scaling=module.softmax_scale, slopes=slopes)
+    return module.out_proj(mixed.flatten(2)), None
+
+
+def _falcon(
+    core: Core,
+    module: Any,
+    hidden_states: Tensor,
+    *,
+    attention_mask: Tensor | None,
+    position_embeddings: tuple[Tensor, Tensor],
+    **_: Any,
+) -> tuple[Tensor, None]:
+    q, k, v = module._split_heads(module.query_key_value(hidden_states))
+    if module.new_decoder_architecture:  # it repeats keys and values for each query head
+        k, v = (x[:, :, :: module.num_heads // module.num_kv_heads] for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k = sys.modules[type(module).__module__].apply_rotary_pos_emb(q, k, *position_embeddings)
+    mixed = core(module, q, k, v, attention_mask, scaling=module.inv_norm_factor)
+    return module.dense(mixed.flatten(2)), None
+
+
+def _scores(
+    core: Core, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+) -> tuple[Tensor, None]:
+    """``_attn`` of GPT-J and CodeGen, behind the rotary embedding."""
+    q, k = query.to(value.dtype), key.to(value.dtype)
+    return core(module, q, k, value, attention_mask, scaling=1 / module.scale_attn).transpose(1, 2), None
+
+
+_FAMILIES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "BloomAttention": ("forward", _bloom),
+    "MptAttention": ("forward", _mpt),
+    "FalconAttention": ("forward", _falcon),
+    "GPTJAttention": ("_attn", _scores),
+    "CodeGenAttention": ("_attn", _scores),
+}
+"""Class of an attention module to the method that is replaced, and what stands for it."""
+
+
+def _modules(model: Any) -> list[Any]:
+    return [
+        module
+        for module in model.modules()
+        if type(module).__name__ in _FAMILIES and type(module).__module__.startswith("transformers.models.")
+    ]
+
+
+def is_outside(model: Any) -> bool:
+    """Whether the model's attention is answered here, and not by the attention interface."""
+    return bool(_modules(model))
+
+
+@contextmanager
+def outside_hook(model: Any, core: Core) -> Iterator[None]:
+    """Within the block, ``core`` answers the attention of such a model; afterwards its own methods are back."""
+    modules = _modules(model)
+    for module in modules:
+        method, stand_in = _FAMILIES[type(module).__name__]
+        setattr(module, method, partial(stand_in, core, module))
+    try:
+        yield
+    finally:
+        for module in modules:
+            delattr(module, _FAMILIES[type(module).__name__][0])

@@ -1,0 +1,168 @@
+"""Rotary embeddings whose angles depend on a sequence's length: held at those of the longest that a bundle can have.
+
+transformers chooses the frequencies of ``longrope`` (Ding et al. 2024) and ``dynamic`` anew in each call, by its
+largest position. Keys in a cache would then belong to other angles than those behind them. A bundle has one table: the
+one that transformers takes for a sequence of ``max_model_len`` tokens. It is asked for it, and the module keeps what it
+chose.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specexport_runtime.errors import UnsupportedModelError
+
+BY_LENGTH = ("dynamic", "longrope")
+"""Rope types whose angles depend on the length."""
+_FIXED = "default"  # what transformers leaves alone
+_FIRST = (0, 1, 7)
+
+
+class FixedRope(NamedTuple):
+    """What rotary embeddings were held at.
+
+    Attributes:
+        max_len: tokens of the sequence that the angles are for.
+        text: rope type and table, for people.
+    """
+
+    max_len: int
+    text: str
+
+
+class _Turn(NamedTuple):
+    """One rotary embedding that depends on the length.
+
+    Attributes:
+        module: it.
+        kind: of layers that it is for, or None for all.
+        rope_type: its type.
+        original: positions up to which the angles do not change.
+    """
+
+    module: Any
+    kind: str | None
+    rope_type: str
+    original: int
+
+
+def rope_types(config: Any) -> set[str]:
+    """Rope types that a configuration names, of all kinds of layers."""
+    found: set[str] = set()
+    for each in (config, config.get_text_config()):
+        for key in ("rope_parameters", "rope_scaling"):
+            found.update(_nested(getattr(each, key, None)))
+    return found
+
+
+def _nested(parameters: Any) -> Iterator[str]:
+    if not isinstance(parameters, Mapping):
+        return
+    named = parameters.get("rope_type", parameters.get("type"))
+    if isinstance(named, str):
+        yield named
+    for value in parameters.values():
+        yield from _nested(value)
+
+
+def unknown_rope_types(config: Any) -> list[str]:
+    """Rope types of a configuration that transformers has no frequencies for, sorted."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return sorted(rope_types(config) - {"default", config.default_rope_type, *ROPE_INIT_FUNCTIONS})
+
+
+def depends_on_length(model: Any) -> list[str]:
+    """Rope types of a model that are still chosen by length, sorted."""
+    named = rope_types(model.config) & set(BY_LENGTH)
+    modules = [module for module in model.modules() if hasattr(module, "rope_type")]
+    return sorted({turn.rope_type for turn in _turns(model)} if modules else named)
+
+
+def _turns(model: Any) -> list[_Turn]:
+    found = []
+    for module in model.modules():
+        types = getattr(module, "rope_type", None)
+        for kind, rope_type in (types if isinstance(types, dict) else {None: types}).items():
+            if rope_type in BY_LENGTH:
+                found.append(_Turn(module, kind, rope_type, _original(module.config, kind, rope_type)))
+    return found
+
+
+def _original(config: Any, kind: str | None, rope_type: str) -> int:
+    if rope_type == "dynamic":
+        return int(config.max_position_embeddings)
+    parameters = config.rope_parameters if kind is None else config.rope_parameters[kind]
+    return int(parameters["original_max_position_embeddings"])
+
+
+def plain_positions(model: Any) -> int | None:
+    """Longest sequence for which no table depends on the length; None where none ever does."""
+    return min((turn.original for turn in _turns(model)), default=None)
+
+
+def max_positions(model: Any) -> int | None:
+    """Longest sequence that the model supports; None for no limit. ``dynamic`` stretches it by its factor."""
+    text = model.config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", getattr(text, "max_seq_len", None))
+    turns = [turn for turn in _turns(model) if turn.rope_type == "dynamic"]
+    if limit is None or not turns:
+        return limit
+    config, kind = turns[0].module.config, turns[0].kind
+    parameters = config.rope_parameters if kind is None else config.rope_parameters[kind]
+    return int(limit * float(parameters.get("factor", 1.0)))
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not followed
+def fix_rope(model: Any, max_len: int) -> FixedRope | None:
+    """Hold a model's rotary embeddings at the angles of a sequence of ``max_len`` tokens, in place.
+
+    Args:
+        model: the model.
+        max_len: most tokens of a sequence.
+
+    Returns:
+        what was done; None where no angle depends on the length.
+
+    Raises:
+        UnsupportedModelError: the angles of a module still depend on the length, in a way of its own.
+    """
+    turns = _turns(model)
+    for turn in turns:
+        wanted = _angles(turn, (*_FIRST, max_len - 1))
+        _hold(turn)
+        found = _angles(turn, (*_FIRST, max_len - 1)), _angles(turn, _FIRST)
+        if not all(_same(angles, wanted) for angles in found):
+            raise UnsupportedModelError(
+                f"{model.config.model_type} ({type(model).__name__}) cannot be exported: the angles of its rope type "
+                f"{turn.rope_type!r} depend on the sequence's length in a way of its own.",
+                "use a checkpoint with rope type default, linear, llama3 or yarn.",
+            )
+    texts = sorted({_describe(turn, max_len) for turn in turns})
+    return FixedRope(max_len, "; ".join(texts)) if texts else None
+
+
+def _angles(turn: _Turn, positions: tuple[int, ...]) -> tuple[Tensor, ...]:
+    named = {} if turn.kind is None else {"layer_type": turn.kind}
+    found: tuple[Tensor, ...] = turn.module(torch.zeros(1), torch.tensor([positions]), **named)
+    return tuple(each[0, : len(_FIRST)].clone() for each in found)
+
+
+def _same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+def _hold(turn: _Turn) -> None:
+    if turn.kind is None:
+        turn.module.rope_type = _FIXED
+    else:
+        turn.module.rope_type = {**turn.module.rope_type, turn.kind: _FIXED}
+
+
+def _describe(turn: _Turn, max_len: int) -> str:
+    where = "" if turn.kind is None else f" of {turn.kind} layers"
+    if turn.rope_type == "longrope":
+        return f"longrope{where}: the {'long' if max_len > turn.original else 'short'} factors"
+    return f"dynamic{where}: " + (f"stretched for {max_len} tokens" if max_len > turn.original else "not stretched")
