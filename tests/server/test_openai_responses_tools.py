@@ -328,6 +328,7 @@ REFUSED = [
      "input[1].content", "invalid_value"),
     ({"input": [USER, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]}]},
      "input[1].summary", "unsupported_parameter"),
+    ({"input": [{"type": "reasoning"}, {"type": "reasoning", "content": []}]}, "input", "invalid_value"),
     ({"input": [USER, {"type": "reasoning", "encrypted_content": "x"}]},
      "input[1].encrypted_content", "unsupported_parameter"),
 ]  # fmt: skip

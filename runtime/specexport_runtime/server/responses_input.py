@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from specexport_runtime.requests.functions import MAX_FUNCTIONS
-from specexport_runtime.server.errors import ApiError, over_limit
+from specexport_runtime.server.errors import ApiError, invalid, over_limit
 from specexport_runtime.server.protocol import MAX_ITEMS, ChatRequest, Sampling
 from specexport_runtime.server.responses_protocol import (
     FlatJsonSchemaFormat,
@@ -37,7 +37,7 @@ class ResponseAsChat:
         request: the chat.
 
     Raises:
-        ApiError: 400; it has more messages, or more calls beside each other, than a chat may have.
+        ApiError: 400; it has no messages, or more of them, or of calls beside each other, than a chat may have.
     """
 
     def __init__(self, body: ResponsesRequest) -> None:
@@ -49,6 +49,8 @@ class ResponseAsChat:
             self._messages.append({"role": "user", "content": body.input})
         else:
             self._read(body.input)
+        if not self._messages:
+            raise invalid("input", "input has nothing but empty items of reasoning.")
         if len(self._messages) > MAX_ITEMS:
             raise over_limit("input", f"{len(self._messages)} messages", MAX_ITEMS)
         self.request = ChatRequest.model_validate(
