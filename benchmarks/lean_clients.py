@@ -170,8 +170,10 @@ class Told:
     def take(self, part: dict[str, Any]) -> None:
         """A whole answer, or a chunk of a stream."""
         if part.get("object") == "response":
-            for content in (content for item in part["output"] for content in item.get("content", [])):
-                self._add(0, content["text"], content)
+            for item in part["output"]:
+                self._add_call(item)
+                for content in item.get("content", []):
+                    self._add(0, content["text"], content)
         for choice in part.get("choices", ()):
             message = choice.get("message") or choice.get("delta") or choice
             text = message.get("text") or message.get("content") or ""
@@ -194,7 +196,9 @@ class Told:
                 self.found["message"] = event[-300:]
             elif "choices" in part:
                 self.take(part)
-            elif part["type"] == "response.output_text.delta":
+            elif part["type"] == "response.output_item.added":
+                self._add_call(part["item"])
+            elif part["type"].endswith(".delta"):
                 self._add(0, part["delta"], part)
             elif part["type"] in ("response.completed", "response.incomplete"):
                 self.found["tokens"] = part["response"]["usage"]["output_tokens"]
@@ -207,6 +211,10 @@ class Told:
             told = told.get("content") or ()
         self.logprobs += [item["logprob"] for item in told]
         self._add_prompt(part)
+
+    def _add_call(self, item: dict[str, Any]) -> None:
+        if item["type"] == "function_call":
+            self._add(0, item["name"] + item["arguments"], {})
 
     def _add_prompt(self, part: dict[str, Any]) -> None:
         entries = [entry for entry in part.get("prompt_logprobs") or () if entry]

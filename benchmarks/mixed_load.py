@@ -1,12 +1,14 @@
 """Requests of every kind, from many clients at a time: no errors but 429, the text of each, the server's memory.
 
     python benchmarks/mixed_load.py BUNDLE [--requests 1000] [--clients 64] [--skip FEATURE]... [--json FILE]
+                                    [--chat-template FILE]
 
 ``specexport serve`` is a process of its own, and so are its clients (``lean_clients.py``). Requests are drawn by --seed
 from all features: streamed and whole, greedy and sampled by a seed, every endpoint, several choices, stop texts, shared
 beginnings, drafters, log-probabilities of answers and prompts, forms (JSON schema, expression, choice), calls of tools,
 and streams whose client leaves. Each feature is tried first: one that this server or bundle refuses ends the run with
-the flag that leaves it out (a bundle without a chat template needs `--skip chat --skip responses --skip tools`).
+the flag that leaves it out. A bundle without a chat template gets that of ``tools_chat.jinja``, in a folder of links to
+its files; ``--chat-template`` gives any bundle another one.
 
 A 429 is tried again after its ``Retry-After``; any other error is a problem. Each text must be that of the same request
 alone, which is asked afterwards, one at a time. With int8 weights the texts and all log-probabilities are equal to the
@@ -19,6 +21,7 @@ import argparse
 import json
 import random
 import statistics
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -27,9 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from chat_bundle import TOOLS_TEMPLATE, with_chat_template
 from common import DEMO_PROMPTS, read_prompts, report
 from lean_clients import send_all
 from serving import server
+
+from specexport_runtime.bundle.opened import CHAT_TEMPLATE_NAME
 
 Body = dict[str, Any]
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -39,7 +45,8 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-TOOL = {"type": "function", "function": {"name": "find", "description": "Find a person.", "parameters": SCHEMA}}
+TOOL = {"name": "find", "description": "Find a person.", "parameters": SCHEMA}
+CALLED = {"name": "find", "arguments": '{"name": "Ada", "age": 36}'}
 SAMPLE_S = 0.2
 
 
@@ -71,6 +78,7 @@ class Mix:
             "chat": self._chat,
             "responses": self._response,
             "tools": self._tools,
+            "responses with tools": self._response_tools,
         }
 
     def requests(self, count: int, features: list[str]) -> list[Body]:
@@ -150,9 +158,31 @@ class Mix:
         return body
 
     def _tools(self) -> Body:
-        return self._chat() | {"tools": [TOOL], "tool_choice": "required", "max_tokens": 64, "logprobs": False} | {
-            "top_logprobs": None
-        }  # fmt: skip
+        tools: Body = {"tools": [self._tool()], "tool_choice": self._draw.choice(["auto", "required"])}
+        call = {"id": "call_1", "type": "function", "function": CALLED}
+        more = [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": self._piece()},
+        ]
+        body = {"messages": self._messages(), "max_tokens": 64, **self._sampling(), **tools}
+        if self._draw.random() < 0.5:
+            body["messages"] += more
+        return body
+
+    def _response_tools(self) -> Body:
+        tool = self._tool()
+        more: list[Body] = [
+            {"type": "function_call", "call_id": "call_1", **CALLED},
+            {"type": "function_call_output", "call_id": "call_1", "output": self._piece()},
+        ]
+        choice = self._draw.choice(["auto", "required", {"type": "function", "name": "find"}])
+        body = {"input": self._messages(), "max_output_tokens": 64, **self._sampling(), "tool_choice": choice}
+        if self._draw.random() < 0.5:
+            body["input"] += more
+        return body | {"tools": [{"type": "function", **tool["function"]}]}
+
+    def _tool(self) -> Body:
+        return {"type": "function", "function": {**TOOL, "strict": self._draw.random() < 0.5}}
 
 
 class Memory:
@@ -252,13 +282,22 @@ def is_exact(bundle: Path) -> bool:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Serve the bundle, with a chat template if it has none; what was seen."""
+    if args.chat_template is None and (args.bundle / CHAT_TEMPLATE_NAME).exists():
+        return load(args.bundle, args)
+    with tempfile.TemporaryDirectory(dir=args.bundle.resolve().parent, prefix=".mixed-load-") as folder:
+        place = Path(folder) / args.bundle.name
+        return load(with_chat_template(args.bundle, place, args.chat_template or TOOLS_TEMPLATE), args)
+
+
+def load(bundle: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Serve, send, compare; what was seen."""
     mix = Mix(read_prompts(args.prompts, 64), args.seed, args.max_tokens)
     unknown = sorted(set(args.skip) - set(mix.features))
     if unknown:
         raise SystemExit(f"there is no feature {unknown[0]!r}: {', '.join(mix.features)}")
     features = [name for name in mix.features if name not in args.skip]
-    with server(args.bundle, "--max-waiting", str(args.max_waiting)) as served:
+    with server(bundle, "--max-waiting", str(args.max_waiting)) as served:
         url = f"http://127.0.0.1:{served.port}"
         if missing := refused(url, mix, features):
             told = "\n".join(f"  {name}: {why}" for name, why in missing)
@@ -319,6 +358,7 @@ def main() -> None:
     """Run, print, judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
+    parser.add_argument("--chat-template", type=Path, help="Jinja template in place of the bundle's")
     parser.add_argument("--prompts", type=Path, default=DEMO_PROMPTS)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--clients", type=int, default=64)

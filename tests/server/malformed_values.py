@@ -22,6 +22,7 @@ NUMBERS += ("prompt_logprobs", "max_output_tokens")
 TEXTS = ("model", "user", "suffix", "stop", "prompt", "messages", "stream", "stream_options", "logit_bias", "echo")
 TEXTS += ("speculative", "response_format", "tools", "metadata", "reference", "ignore_eos", "no_such_parameter", "")
 TEXTS += ("input", "instructions", "text", "include", "reasoning", "store", "previous_response_id")
+TEXTS += ("tool_choice", "parallel_tool_calls", "chat_template_kwargs")
 SPECULATIVE = ("num_speculative_tokens", "drafter", "reference", "token_origins", "no_such_parameter")
 
 # JSON values as texts: what json.dumps cannot write is sent too.
@@ -54,6 +55,8 @@ ODD_VALUES += [
     '{"1":"x"}',
     '{"50256":-100}',
 ]
+ODD_VALUES += ['[{"type":"function","name":"f"}]', '[{"type":"function","function":{"name":"f"}}]', '"required"']
+ODD_VALUES += ['[{"type":"reasoning"}]', '[{"type":"function_call_output","call_id":"a","output":"b"}]']
 ODD_VALUES += ['{"include_usage":1}', '{"-1":1}', '{"a":1}', '{"include_usage":true,"x":1}', '"' + "w1 " * 900 + '"']
 
 TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "json", "*/*")

@@ -343,9 +343,11 @@ class Decoder:
         ]
         if grammars:
             self._masks.start(grammars)
-        output = told_step(self.target, self.drafter, sequences, prompts, first, work, want)
-        if grammars:
-            self._masks.wait()
+        try:
+            output = told_step(self.target, self.drafter, sequences, prompts, first, work, want)
+        finally:
+            if grammars:  # nobody may use a matcher while its masks are made
+                self._masks.wait()
         executed = time.perf_counter()
         broken = self._score(scored, output, first)
         verified = []

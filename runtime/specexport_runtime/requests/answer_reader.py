@@ -122,8 +122,8 @@ def read_parts(syntax: AnswerSyntax, text: str, *, is_cut: bool) -> AnswerParts:
         text: the answer.
         is_cut: it ended because it was long enough.
     """
-    reader, parts = AnswerReader(syntax), AnswerParts()
-    for found in (*reader.take(text), *reader.finish(is_cut=is_cut)):
+    parts = AnswerParts()
+    for found in read_whole(syntax, text, is_cut=is_cut):
         match found:
             case Content(piece):
                 parts.content += piece
@@ -133,10 +133,33 @@ def read_parts(syntax: AnswerSyntax, text: str, *, is_cut: bool) -> AnswerParts:
                 parts.calls.append(Call(name))
             case Arguments(piece):
                 parts.calls[-1].arguments += piece
-            case Broken(whole):
-                parts.calls.pop()
-                parts.content += whole
     return parts
+
+
+def read_whole(syntax: AnswerSyntax, text: str, *, is_cut: bool) -> list[Event]:
+    """What a whole answer consists of, in its order; arguments as :func:`read_parts`. There is no ``Broken`` in it."""
+    reader = AnswerReader(syntax)
+    events: list[Event] = []
+    for found in (*reader.take(text), *reader.finish(is_cut=is_cut)):
+        if isinstance(found, Broken):
+            while not isinstance(events.pop(), CallBegin):
+                pass
+            events.append(Content(found.text))
+        else:
+            events.append(found)
+    return events
+
+
+def join_neighbours(events: Seq[Event]) -> list[Event]:
+    """Pieces of text of one kind that follow each other, as one."""
+    joined: list[Event] = []
+    for found in events:
+        last = joined[-1] if joined else None
+        if isinstance(found, (Content, Reasoning, Arguments)) and isinstance(last, type(found)):
+            joined[-1] = found._replace(text=last.text + found.text)
+        else:
+            joined.append(found)
+    return joined
 
 
 def _read_answer(feed: Feed, syntax: AnswerSyntax) -> Iterator[Event | None]:

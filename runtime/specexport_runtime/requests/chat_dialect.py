@@ -214,6 +214,11 @@ class ChatDialect:
         texts = [*(syntax.thinking or ()), *(() if syntax.format is None else syntax.format.markers)]
         return tuple(token for text in texts if (token := self._tokenizer.token_to_id(text)) is not None)
 
+    @property
+    def end_of_thinking(self) -> int | None:
+        """Id of the token that ends the thinking; None if the model does not think, or has no such token."""
+        return None if self.thinking is None else self._tokenizer.token_to_id(self.thinking.end)
+
     def banned_tokens(self, functions: Seq[Function]) -> tuple[int, ...]:
         """Ids of tokens with which calls begin; without them there are none, as far as calls have tokens."""
         if not functions or self.tool_format is None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from specexport_runtime.requests.answer_reader import AnswerReader, read_parts
+from specexport_runtime.requests.answer_reader import AnswerReader, join_neighbours, read_parts
 from specexport_runtime.requests.chat_dialect import ChatDialect
 from specexport_runtime.requests.tool_formats.events import Arguments, CallBegin, Content, Event, Reasoning
 from specexport_runtime.sequences.results import StreamPiece
@@ -79,9 +79,6 @@ class PartsFormat(ChatFormat):
         return self._choice(index, {"message": message}, pieces, finish)
 
 
-_KINDS: dict[type, str] = {Content: "content", Reasoning: "reasoning_content", Arguments: "arguments"}
-
-
 class _Deltas:
     """From what was read of one choice to deltas, as OpenAI's: neighbours of a kind are one."""
 
@@ -89,26 +86,17 @@ class _Deltas:
         self._dialect, self._calls = dialect, -1
 
     def of(self, events: Seq[Event]) -> Iterator[dict[str, Any]]:
-        pending: dict[str, str] = {}
-        for event in events:
-            kind = _KINDS.get(type(event))
-            if pending and (kind is None or kind not in pending):
-                yield self._delta(pending)
-                pending = {}
-            if isinstance(event, CallBegin):
-                self._calls += 1
-                yield {"tool_calls": [{"index": self._calls, **_call(self._dialect.new_id(), event.name, "")}]}
-            elif isinstance(event, (Content, Reasoning, Arguments)):
-                assert kind is not None  # noqa: S101  # of these three
-                pending[kind] = pending.get(kind, "") + event.text
-        if pending:
-            yield self._delta(pending)
-
-    def _delta(self, pending: dict[str, str]) -> dict[str, Any]:
-        ((kind, text),) = pending.items()
-        if kind == "arguments":
-            return {"tool_calls": [{"index": self._calls, "function": {"arguments": text}}]}
-        return {kind: text} | ({"reasoning": text} if kind == "reasoning_content" else {})
+        for event in join_neighbours(events):
+            match event:
+                case Content(text):
+                    yield {"content": text}
+                case Reasoning(text):
+                    yield {"reasoning_content": text, "reasoning": text}
+                case CallBegin(name):
+                    self._calls += 1
+                    yield {"tool_calls": [{"index": self._calls, **_call(self._dialect.new_id(), name, "")}]}
+                case Arguments(text):
+                    yield {"tool_calls": [{"index": self._calls, "function": {"arguments": text}}]}
 
 
 def _call(name_id: str, name: str, arguments: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ _WANTED = {
     "stop": f"must be a text or a list of up to 16 texts, none empty or longer than {MAX_STOP_CHARS} characters",
     "content": "must be a text or a list of parts that are text",
     "num_speculative_tokens": 'must be an integer of at least 1, or "auto"',
-    "tool_choice": 'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}',
+    "tool_choice": 'must be "none", "auto", "required", or {"type": "function", …} with the name of a function',
 }
 _INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
 _MAX_KEYS = 1024  # of one object; a logit_bias may have many

@@ -1,23 +1,24 @@
-"""JSON of a response and of its events, as OpenAI's Responses API has them.
-
-One response is one message with one part, so far: an item that is not (a call of a tool, say) would be made in
-``_item``, and begun and ended by events of its own.
-"""
+"""JSON of a response and of its events, as OpenAI's Responses API has them; ``responses_items`` has its items."""
 
 import json
+import secrets
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from specexport_runtime.requests.answer_reader import AnswerReader, read_whole
+from specexport_runtime.requests.tool_formats.events import Content, Event
 from specexport_runtime.sequences.results import StreamPiece
+from specexport_runtime.server.conversation import Conversation
 from specexport_runtime.server.errors import ApiError
 from specexport_runtime.server.responses import Header, chat_logprobs, origins_of
+from specexport_runtime.server.responses_items import MessageItem, OutputItems, Told
 from specexport_runtime.server.responses_protocol import ResponsesRequest
 from specexport_runtime.server.sse import named_event
 from specexport_runtime.server.token_text import TokenTexts
 
 _text = json.encoder.encode_basestring_ascii
-_DELTA = "response.output_text.delta"
 
 
 class ResponsesFormat:
@@ -25,6 +26,7 @@ class ResponsesFormat:
 
     Args:
         body: what was asked for.
+        conversation: says how answers are read for calls and thinking; None where they are one message.
         header: what all its parts repeat.
         texts: of tokens; None for no log-probabilities.
         origins: say where each token came from.
@@ -34,6 +36,7 @@ class ResponsesFormat:
     def __init__(
         self,
         body: ResponsesRequest,
+        conversation: Conversation | None,
         header: Header,
         *,
         texts: TokenTexts | None,
@@ -42,27 +45,20 @@ class ResponsesFormat:
     ) -> None:
         self._header, self._texts, self._origins = header, texts, origins
         self._asked = _echo(body)
-        self._item_id = f"msg_{header.id.partition('_')[2]}"
-        self._where = f'"item_id":{_text(self._item_id)},"output_index":0,"content_index":0'
+        self._syntax = None if conversation is None else conversation.syntax
+        self._reader = None if self._syntax is None else AnswerReader(self._syntax)
+        self._thought = _Thought(None if conversation is None else conversation.dialect.end_of_thinking)
+        new_call_id = secrets.token_hex if conversation is None else conversation.dialect.new_id
+        self._items = OutputItems(header.id.partition("_")[2], new_call_id)
         self._count = 0  # of events
-        self._said: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
-        self._tokens: list[dict[str, str]] = []
+        self._before_delta = ""  # of the event of more text, where the answer is one message
         self._finish: str | None = None
 
     def opening(self, index: int, echo: str) -> bytes:  # noqa: ARG002  # one choice, and no echo
         """The events before the first token."""
-        response = self._response("in_progress", [], None)
-        where = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        item = self._item("in_progress") | {"content": []}
-        return b"".join(
-            [
-                self._event("response.created", response=response),
-                self._event("response.in_progress", response=response),
-                self._event("response.output_item.added", output_index=0, item=item),
-                self._event("response.content_part.added", **where, part=self._part()),
-            ]
-        )
+        response = self._response("in_progress", None)
+        told: list[Told] = [(f"response.{kind}", {"response": response}) for kind in ("created", "in_progress")]
+        return self._events(told + (list(self._items.begin_message()) if self._reader is None else []))
 
     def chunk(
         self,
@@ -73,77 +69,86 @@ class ResponsesFormat:
         drafted: int,
         usage: dict[str, Any] | None = None,  # noqa: ARG002
     ) -> bytes:
-        """The event of new tokens; empty if there is nothing to tell."""
+        """The events of new tokens; empty if there is nothing to tell."""
         self._finish = finish or self._finish
-        text = self._take(pieces)
+        text = "".join([piece.text for piece in pieces])
+        if self._reader is None:
+            return self._delta(text, pieces, drafted)
+        self._thought.take(pieces)
+        found: list[Event] = self._reader.take(text)
+        if finish is not None:
+            found += self._reader.finish(is_cut=finish == "length")
+        return self._events(self._items.take(found))
+
+    def _delta(self, text: str, pieces: Seq[StreamPiece], drafted: int) -> bytes:
+        """The event of more text of the only message, put together by hand: it comes once a round."""
+        message = self._items.open
+        assert isinstance(message, MessageItem)  # noqa: S101  # it was begun before the first token
+        message.grow(text)
+        self._note(message, pieces)
         if not pieces or not (text or self._origins or self._texts):
             return b""
         logprobs = "[]" if self._texts is None else json.dumps(chat_logprobs(pieces, self._texts))
         more = f',"tokens":{json.dumps(origins_of(pieces))},"drafted":{drafted}' if self._origins else ""
+        if not self._before_delta:
+            where = json.dumps(message.where, separators=(",", ":"))[1:-1]
+            self._before_delta = f'event: {message.delta}\ndata: {{"type":"{message.delta}",{where},"sequence_number":'
         number, self._count = self._count, self._count + 1
-        return (
-            f'event: {_DELTA}\ndata: {{"type":"{_DELTA}","sequence_number":{number},{self._where},'
-            f'"delta":{_text(text)},"logprobs":{logprobs}{more}}}\n\n'
-        ).encode()
+        event = f'{self._before_delta}{number},"delta":{_text(text)},"logprobs":{logprobs}{more}}}\n\n'
+        return event.encode()
 
     def closing(self, usage: dict[str, Any]) -> bytes:
         """The events that end a stream."""
-        where = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        part, status = self._part(), self._status()
-        item = self._item(status)
-        return b"".join(
-            [
-                self._event("response.output_text.done", **where, text=part["text"], logprobs=part["logprobs"]),
-                self._event("response.content_part.done", **where, part=part),
-                self._event("response.output_item.done", output_index=0, item=item),
-                self._event(f"response.{status}", response=self._response(status, [item], usage)),
-            ]
-        )
+        told = list(self._items.finish(is_cut=self._finish == "length"))
+        status = self._status()
+        return self._events([*told, (f"response.{status}", {"response": self._response(status, usage)})])
 
     def failure(self, error: ApiError) -> bytes:
         """The events that end a stream that failed."""
-        told = {"code": error.code, "message": error.message, "param": error.param}
-        failed = self._response("failed", [self._item("incomplete")], None)
+        for _ in self._items.end("incomplete"):
+            pass  # clients are told of the failure alone
+        failed = self._response("failed", None)
         failed["error"] = {"code": "server_error", "message": error.message}
-        return self._event("error", **told) + self._event("response.failed", response=failed)
+        told = {"code": error.code, "message": error.message, "param": error.param}
+        return self._events([("error", told), ("response.failed", {"response": failed})])
 
     def choice(self, index: int, text: str, pieces: Seq[StreamPiece], finish: str) -> dict[str, Any]:  # noqa: ARG002
-        """The item of an answer that is not streamed."""
-        self._take(pieces)
-        self._said, self._finish = [text], finish
-        return self._item(self._status())
+        """The output of an answer that is not streamed."""
+        self._finish = finish
+        if self._syntax is None:
+            found: list[Event] = [Content(text)]
+        else:
+            found = read_whole(self._syntax, text, is_cut=finish == "length")
+            self._thought.take(pieces)
+        for _ in self._items.take(found):
+            pass  # events are for streams
+        if isinstance(message := self._items.open, MessageItem) and self._syntax is None:
+            self._note(message, pieces)
+        for _ in self._items.finish(is_cut=finish == "length"):
+            pass
+        return {}
 
     def whole(
         self,
-        choices: list[dict[str, Any]],
+        choices: list[dict[str, Any]],  # noqa: ARG002  # one, whose items are remembered
         usage: dict[str, Any],
         prompt_logprobs: list[Any] | None = None,  # noqa: ARG002  # there is no such parameter
     ) -> bytes:
         """An answer that is not streamed."""
-        return json.dumps(self._response(self._status(), choices, usage)).encode()
+        return json.dumps(self._response(self._status(), usage)).encode()
 
-    def _take(self, pieces: Seq[StreamPiece]) -> str:
-        """Remember new tokens; their text."""
-        text = "".join([piece.text for piece in pieces])
-        self._said.append(text)
+    def _note(self, message: MessageItem, pieces: Seq[StreamPiece]) -> None:
+        """Remember what is told of each token."""
         if self._texts is not None:
-            self._logprobs += chat_logprobs(pieces, self._texts)
+            message.logprobs += chat_logprobs(pieces, self._texts)
         if self._origins:
-            self._tokens += origins_of(pieces)
-        return text
+            message.origins = message.origins or []
+            message.origins += origins_of(pieces)
 
     def _status(self) -> str:
         return "incomplete" if self._finish == "length" else "completed"
 
-    def _part(self) -> dict[str, Any]:
-        part = {"type": "output_text", "text": "".join(self._said), "annotations": [], "logprobs": self._logprobs}
-        return part | ({"tokens": self._tokens} if self._origins else {})
-
-    def _item(self, status: str) -> dict[str, Any]:
-        head = {"id": self._item_id, "type": "message", "status": status, "role": "assistant"}
-        return {**head, "content": [self._part()]}
-
-    def _response(self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+    def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
         return {
             "id": self._header.id,
             "object": "response",
@@ -154,19 +159,42 @@ class ResponsesFormat:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self._header.model,
             "system_fingerprint": self._header.system_fingerprint,
-            "output": output,
-            "usage": None if usage is None else _usage(usage),
+            "output": self._items.to_json(),
+            "usage": None if usage is None else _usage(usage, self._thought.count if self._items.has_thought else 0),
             **self._asked,
         }
 
-    def _event(self, kind: str, **values: Any) -> bytes:
-        number, self._count = self._count, self._count + 1
-        return named_event(kind, {"type": kind, "sequence_number": number, **values})
+    def _events(self, told: Iterable[Told]) -> bytes:
+        events = []
+        for kind, values in told:
+            events.append(named_event(kind, {"type": kind, "sequence_number": self._count, **values}))
+            self._count += 1
+        return b"".join(events)
+
+
+class _Thought:
+    """Counts the tokens of an answer up to the one that ends its thinking.
+
+    Args:
+        end: id of that token; None: it is none, and nothing is counted.
+    """
+
+    def __init__(self, end: int | None) -> None:
+        self._end, self.count = end, 0
+
+    def take(self, pieces: Seq[StreamPiece]) -> None:
+        """Count new tokens."""
+        for piece in pieces:
+            if self._end is None:
+                return
+            self.count += 1
+            if piece.token_id == self._end:
+                self._end = None
 
 
 def _echo(body: ResponsesRequest) -> dict[str, Any]:
     """What a response repeats of its request, with the values that were left out."""
-    form = None if body.text is None else body.text.format
+    form, choice = None if body.text is None else body.text.format, body.tool_choice or "auto"
     told = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
     return {
         "instructions": body.instructions,
@@ -182,8 +210,8 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
         "store": False,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": told},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": [],
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
@@ -191,13 +219,13 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
     }
 
 
-def _usage(usage: dict[str, Any]) -> dict[str, Any]:
+def _usage(usage: dict[str, Any], thought: int) -> dict[str, Any]:
     """A chat's usage by the names of this API."""
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": thought},
         "total_tokens": usage["total_tokens"],
         "speculative": usage["speculative"],
     }

@@ -4,10 +4,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from specexport_runtime.requests.functions import MAX_FUNCTIONS
 from specexport_runtime.server.protocol import (
     MAX_ITEMS,
     MAX_LOGPROBS,
+    MAX_SALT_CHARS,
+    OFF,
     Empty,
+    FunctionName,
+    FunctionSpec,
     JsonObjectFormat,
     JsonSchema,
     Refused,
@@ -27,6 +32,12 @@ MetadataValue = Annotated[str, Field(max_length=512)]
 def _kind(value: Any) -> str:
     """Which form a text has, so that what is wrong with it is told of that form alone."""
     return "list" if isinstance(value, list) else "text"
+
+
+def _item_kind(value: Any) -> str:
+    """Which kind an item is of; what is not known is told of as a message whose type is wrong."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return str(kind) if kind in ("function_call", "function_call_output", "reasoning") else "message"
 
 
 class InputText(Strict):
@@ -49,6 +60,10 @@ Part = Annotated[InputText | OutputText, Field(discriminator="type")]
 Parts = Annotated[list[Part], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
 
 
+Status = Literal["in_progress", "completed", "incomplete"]
+CallId = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
+
+
 class InputMessage(Strict):
     """A message of the conversation so far; an output item of an earlier answer is one, too."""
 
@@ -56,11 +71,79 @@ class InputMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[Annotated[str, Tag("text")] | Annotated[Parts, Tag("list")], Discriminator(_kind)]
     id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    status: Status | None = None
     phase: Refused[None] = None
 
 
-Messages = Annotated[list[InputMessage], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
+class InputCall(Strict):
+    """A call of a function, of an earlier answer; ``arguments`` is the text of a JSON object."""
+
+    type: Literal["function_call"]
+    call_id: CallId
+    name: FunctionName
+    arguments: str
+    id: str | None = None
+    status: Status | None = None
+    parsed_arguments: Any = Field(default=None, description="What the official client adds; not read.")
+
+
+InputTexts = Annotated[list[InputText], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
+
+
+class InputCallOutput(Strict):
+    """What a call of a function gave."""
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: Annotated[Annotated[str, Tag("text")] | Annotated[InputTexts, Tag("list")], Discriminator(_kind)]
+    id: str | None = None
+    status: Status | None = None
+
+
+class ReasoningText(Strict):
+    """A part of what the model thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class InputReasoning(Strict):
+    """What the model thought before an earlier answer; the chat template keeps it or drops it."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], Field(fail_fast=True, max_length=MAX_ITEMS)] | None = None
+    summary: Refused[Empty] = None
+    encrypted_content: Refused[None] = None
+    id: str | None = None
+    status: Status | None = None
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputCallOutput, Tag("function_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")],
+    Discriminator(_item_kind),
+]
+InputItems = Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
+
+
+class _IsFunction(Strict):
+    type: Annotated[Literal["function"], OFF]
+
+
+class FlatFunction(FunctionSpec, _IsFunction):  # the fields of the last base come first: a tool is told of by its kind
+    """A function that may be called; tools of other kinds are refused."""
+
+
+class FlatNamedFunction(Strict):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+FlatFunctions = Annotated[list[FlatFunction], Field(fail_fast=True, max_length=MAX_FUNCTIONS)]
 
 
 class FlatJsonSchemaFormat(JsonSchema):
@@ -96,7 +179,7 @@ class Reasoning(Strict):
 class ResponsesRequest(Sampling):
     """Body of ``/v1/responses``."""
 
-    input: Annotated[Annotated[Text, Tag("text")] | Annotated[Messages, Tag("list")], Discriminator(_kind)]
+    input: Annotated[Annotated[Text, Tag("text")] | Annotated[InputItems, Tag("list")], Discriminator(_kind)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextOptions | None = None
@@ -105,9 +188,12 @@ class ResponsesRequest(Sampling):
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] | None = None
     safety_identifier: str | None = None
     stream_options: EventOptions | None = Field(default=None, description="Only with stream.")
-    parallel_tool_calls: bool | None = None  # there are no tools, so there are no calls, parallel or not
-    tools: Refused[Empty] = None
-    tool_choice: Refused[Literal["none", "auto"]] = None
+    tools: FlatFunctions | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatNamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Variables of the chat template, enable_thinking say."
+    )
     max_tool_calls: Refused[None] = None
     store: Refused[Literal[False]] = None
     previous_response_id: Refused[None] = None

@@ -1,6 +1,8 @@
 """What ``/v1/responses`` answers, for OpenAPI; it is written by ``responses_format`` without these models."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from specexport_runtime.server.answer_schema import ChatTokenChoice, Part, SpeculativeUsage, TokenOrigin
 
@@ -25,6 +27,34 @@ class OutputMessage(Part):
     status: Literal["in_progress", "completed", "incomplete"]
     role: Literal["assistant"]
     content: list[OutputTextPart]
+
+
+class ReasoningPart(Part):
+    """Text that the model thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(Part):
+    """What the model thought before it answered."""
+
+    id: str
+    type: Literal["reasoning"]
+    summary: list[Any]
+    content: list[ReasoningPart]
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputCall(Part):
+    """A call of a function; ``arguments`` is a text that holds a JSON object, if its status is ``completed``."""
+
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed", "incomplete"]
 
 
 class InputTokensDetails(Part):
@@ -76,7 +106,7 @@ class ResponseAnswer(Part):
     incomplete_details: IncompleteDetails | None
     model: str
     system_fingerprint: str | None
-    output: list[OutputMessage]
+    output: list[Annotated[OutputMessage | OutputReasoning | OutputCall, Field(discriminator="type")]]
     usage: ResponseUsage | None
     instructions: str | None
     max_output_tokens: int | None
@@ -91,8 +121,8 @@ class ResponseAnswer(Part):
     store: Literal[False]
     temperature: float
     text: dict[str, Any]
-    tool_choice: Literal["none", "auto"]
-    tools: list[Any]
+    tool_choice: Literal["none", "auto", "required"] | dict[str, str]
+    tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]
