@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport.recipe import BuildRecipe
 from specexport_runtime.bundle.manifest import AdapterEntry
+from specexport_runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from specexport.frontend.lora import LoraSource
@@ -51,8 +52,12 @@ def bind_adapters(checkpoint: Any, sources: "Seq[LoraSource]", *, merge: bool) -
     if not sources:
         return BoundAdapters()
     from specexport.frontend import low_ranks, merge_adapter, read_adapter
+    from specexport.frontend.lora import find_adapter
 
     adapters = tuple(read_adapter(source, checkpoint.model) for source in sources)
+    for source in sources:  # from here on their files are watched
+        if find_adapter(source.name, str(source.folder)).sha256 != source.sha256:
+            raise CheckpointError(f"{source.where} changed while it was read.", "build again.")
     if merge:
         for adapter in adapters:
             merge_adapter(checkpoint, adapter)
