@@ -57,15 +57,15 @@ def export_once(patch: pytest.MonkeyPatch) -> None:
 
     check_and_trace = frontend.trace_checkpoint
 
-    def trace_checkpoint(checkpoint: Any, features: Any = None) -> Any:
+    def trace_checkpoint(checkpoint: Any, features: Any = None, **options: bool) -> Any:
         from specexport.frontend import trace
 
         if features is not None:  # what a head reads is its own
-            return check_and_trace(checkpoint, features)
+            return check_and_trace(checkpoint, features, **options)
 
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(trace, "trace_model", partial(_export, trace.trace_model))
-            return check_and_trace(checkpoint)
+            return check_and_trace(checkpoint, **options)
 
     patch.setattr(frontend, "trace_checkpoint", trace_checkpoint)
 

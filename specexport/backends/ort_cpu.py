@@ -20,6 +20,7 @@ class OrtCpu(Backend):
     quantizations = ("int8", "int4", "keep")
     packs_linear = True
     has_states = True
+    groups_experts = True
     head_kinds = ("eagle3", "eagle", "mtp", "medusa", "hydra", "dflash", "assistant")
     key_fields = ("quantize_lm_head", "fuse", "self_draft", "kv_cache_dtype")
 
@@ -36,6 +37,7 @@ class OrtCpu(Backend):
         their norms joined with the additions before them instead: the two exclude each other.
         """
         from specexport.backends.ort import write_one_token_onnx, write_onnx, write_padded_onnx
+        from specexport.lowering.experts import lower_experts
         from specexport.lowering.feature_gate import drop_features, gate_features
         from specexport.lowering.first_gate import gate_prefix
         from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
@@ -49,6 +51,7 @@ class OrtCpu(Backend):
         recipe, role, folder = job.recipe, job.role, job.folder
         fused, num_gates, obstacle = [], 0, None
         with job.clock.stage("lower", role, self.name):
+            lower_experts(ir_model)
             # What pads a row would enter its states.
             padded_model = None if role == "head" or job.states else ir_model.clone()  # shares the weights
             if padded_model is not None:
