@@ -122,8 +122,15 @@ def put_experts(graph: ir.Graph, site: ExpertsSite, op_type: str, weights: Seq[i
     given.producer().meta[_READ] = site.read  # type: ignore[union-attr]
     given = emit.reshape(given, [-1, per_token, site.depth])
     given = emit.op("Mul", given, emit.op("Unsqueeze", shares, emit.const([2])))
-    output = emit.op("ReduceSum", given, emit.const([1]), shape=site.node.outputs[0].shape, keepdims=0)
-    emit.replace(site.node, [output])
+    emit.replace(site.node, [_summed(emit, site, given)])
+
+
+def _summed(emit: Emitter, site: ExpertsSite, given: ir.Value) -> ir.Value:
+    """What a token's experts give [T, K, H] to [T, H]; a reduction of six and more depends on T in its last bits."""
+    if site.per_token > 1:
+        parts = emit.node("Split", [given], {"axis": 1, "num_outputs": site.per_token}, outputs=site.per_token).outputs
+        given = emit.op("Sum", *parts, dtype=site.given["x"].dtype)
+    return emit.reshape(given, [-1, site.depth])
 
 
 def experts_read(model: ir.Model) -> int:
