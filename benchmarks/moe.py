@@ -47,11 +47,9 @@ def build(checkpoint: Path, folder: Path, quantize: str, *, grouped: bool) -> Pa
 
     if not folder.exists():
         start = time.perf_counter()
-        recipe = BuildRecipe(
-            target=str(checkpoint), output=str(folder), quantize=quantize, cache=False, prepack=False, check=False
-        )
+        recipe = BuildRecipe(target=str(checkpoint), output=str(folder), quantize=quantize, check=False)
         with mock.patch.object(OrtCpu, "groups_experts", grouped):
-            build_bundle(recipe)
+            build_bundle(recipe, use_cache=False)
         print(f"built {folder.name} in {time.perf_counter() - start:.0f} s", flush=True)
     return folder
 
@@ -93,7 +91,8 @@ def main() -> None:
     kinds = [kind for kind in args.quantize.split(",") if kind]
     folders = {BATCHED: build(args.checkpoint, args.bundles / "batched", "none", grouped=False)}
     folders |= {
-        f"operator, {kind}": build(args.checkpoint, args.bundles / kind, kind, grouped=True) for kind in ["none", *kinds]
+        f"operator, {kind}": build(args.checkpoint, args.bundles / kind, kind, grouped=True)
+        for kind in ["none", *kinds]
     }
     engines = {name: Steps(folder) for name, folder in folders.items()}
     seconds: dict[str, dict[str, list[float]]] = {}

@@ -207,8 +207,7 @@ def trace_step(
             input_names=[*(spec.name for spec in inputs), *cache_inputs, *state_inputs],
             output_names=[*(spec.name for spec in outputs), *cache_outputs, *state_outputs],
             custom_translation_table={
-                getattr(torch.ops.specexport, op.torch_name).default: build_translation(op)
-                for op in _OPS
+                getattr(torch.ops.specexport, op.torch_name).default: build_translation(op) for op in _OPS
             },
         )
     # The exporter notes Python stack traces, with paths of this machine, on every node.

@@ -45,7 +45,9 @@ def test_speculative_text_is_plain_text(kind: str, tmp_path: Path, tiny_pair: Ti
 @pytest.mark.parametrize(("name", "kind"), [("qwen3_moe", "none"), ("deepseek_v3", "int8"), ("gpt_oss", "int4")])
 def test_speculative_text_of_experts_is_plain_text(name: str, kind: str, tmp_path: Path, tiny_pair: TinyPair) -> None:
     (classes, config), gated = ARCHITECTURES[name], kind == "int8"
-    checkpoint = save_checkpoint(make_model(classes, config | {"num_hidden_layers": 3 if gated else 2}), tmp_path / name)
+    checkpoint = save_checkpoint(
+        make_model(classes, config | {"num_hidden_layers": 3 if gated else 2}), tmp_path / name
+    )
     build_bundle(tiny_pair.recipe(tmp_path / "bundle", target=str(checkpoint), quantize=kind, self_draft=gated))
     engine = SpecEngine.load(tmp_path / "bundle", max_num_seqs=2, num_threads=1, spin=False)
     try:

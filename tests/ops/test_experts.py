@@ -1,5 +1,7 @@
 """Experts as one operator: torch form and lowerings against the reference, and no token that depends on others."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import chance
@@ -27,7 +29,7 @@ class Case(NamedTuple):
     per_token: int
     width: int
     biased: bool = False
-    gating: dict[str, Any] = {}
+    gating: Mapping[str, Any] = MappingProxyType({})
 
 
 CASES = {
@@ -50,7 +52,10 @@ def weights_of(case: Case) -> dict[str, np.ndarray]:
         "down": random.normal(size=(count, depth, width)) * width**-0.5,
     }
     if case.biased:
-        made |= {"gate_up_bias": random.normal(size=(count, 2 * width)), "down_bias": random.normal(size=(count, depth))}
+        made |= {
+            "gate_up_bias": random.normal(size=(count, 2 * width)),
+            "down_bias": random.normal(size=(count, depth)),
+        }
     return {name: array.astype(np.float32) for name, array in made.items()}
 
 
@@ -86,7 +91,7 @@ def lowered(case: Case, weights: dict[str, np.ndarray], bits: int | None) -> Any
         EXPERTS.name,
         [given.get(item.name) for item in EXPERTS.inputs],
         domain=EXPERTS.domain,
-        attributes=USUAL | case.gating,
+        attributes=USUAL | dict(case.gating),
         outputs=[output],
     )
     stored = [given[name] for name in weights]
@@ -105,7 +110,7 @@ def lowered(case: Case, weights: dict[str, np.ndarray], bits: int | None) -> Any
 def reference(case: Case, weights: dict[str, np.ndarray], step: dict[str, np.ndarray]) -> np.ndarray:
     """See ``reference_experts``."""
     given = [(step | weights).get(item.name) for item in EXPERTS.inputs]
-    return experts(*given, **(USUAL | case.gating))  # type: ignore[arg-type]
+    return experts(*given, **(USUAL | dict(case.gating)))  # type: ignore[arg-type]
 
 
 def one_by_one(run: Any, step: dict[str, np.ndarray]) -> np.ndarray:
@@ -126,7 +131,7 @@ def test_torch_form_and_float_kernel_are_the_reference(name: str) -> None:
         np.testing.assert_allclose(run(step), wanted, atol=2e-5)
         given = [(step | weights).get(item.name) for item in EXPERTS.inputs]
         tensors = [None if array is None else torch.from_numpy(array) for array in given]
-        found = torch.ops.specexport.experts(*tensors, *(USUAL | case.gating).values())
+        found = torch.ops.specexport.experts(*tensors, *(USUAL | dict(case.gating)).values())
         np.testing.assert_allclose(found.numpy(), wanted, atol=2e-5)
 
 
