@@ -2,9 +2,9 @@
 
     python benchmarks/random_checkpoint.py FOLDER --tokenizer engines/pair
 
-The default is the shape of Qwen2.5-7B in bfloat16: 15.2 GB in four files. With --experts it is a Qwen3-MoE, whose experts
-are --intermediate wide. What it generates means nothing. Weights are
-written one at a time; matrices are cut from one block of noise, so that writing takes no longer than the disk.
+The default is the shape of Qwen2.5-7B in bfloat16: 15.2 GB in four files. With --experts it is a Qwen3-MoE, whose
+experts are --intermediate wide. What it generates means nothing. Weights are written one at a time; matrices are cut
+from one block of noise, so that writing takes no longer than the disk.
 """
 
 import argparse

@@ -37,7 +37,6 @@ class OrtCpu(Backend):
         their norms joined with the additions before them instead: the two exclude each other.
         """
         from specexport.backends.ort import write_one_token_onnx, write_onnx, write_padded_onnx
-        from specexport.lowering.experts import lower_experts
         from specexport.lowering.feature_gate import drop_features, gate_features
         from specexport.lowering.first_gate import gate_prefix
         from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
@@ -51,7 +50,6 @@ class OrtCpu(Backend):
         recipe, role, folder = job.recipe, job.role, job.folder
         fused, num_gates, obstacle = [], 0, None
         with job.clock.stage("lower", role, self.name):
-            lower_experts(ir_model)
             # What pads a row would enter its states.
             padded_model = None if role == "head" or job.states else ir_model.clone()  # shares the weights
             if padded_model is not None:
@@ -108,12 +106,14 @@ def _one_token_model(ir_model: "ir.Model", job: BuildJob) -> "ir.Model | None":
     A session packs its weights for itself. So this graph is for small drafts only: their steps are mostly fixed cost
     per operator, and there are far fewer operators in it.
     """
+    from specexport.lowering.experts import lower_experts
     from specexport.lowering.fuse import fuse_norms
     from specexport.lowering.one_token import lower_one_token
 
     if job.role == "target" or not job.recipe.fuse or job.num_parameters >= SMALL_DRAFT_PARAMETERS:
         return None
     one_token_model = ir_model.clone()  # shares the weights
+    lower_experts(one_token_model)
     if not lower_one_token(one_token_model):
         return None
     fuse_norms(one_token_model)

@@ -70,7 +70,7 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     if module.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
-    output = torch.ops.specexport.experts(
+    result: Tensor = torch.ops.specexport.experts(
         hidden_states,
         top_k_index.long(),
         top_k_weights.to(hidden_states.dtype),
@@ -80,7 +80,7 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
         biases[1],
         *gating,
     )
-    return output
+    return result
 
 
 def gating_of(module: Any) -> Gating | None:
