@@ -111,4 +111,4 @@ def _matches(kind: Gating, tried: Tensor, wanted: Tensor) -> bool:
     if kind.limit > 0:
         gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
     found = gate * torch.sigmoid(kind.alpha * gate) * (up + kind.beta)
-    return torch.allclose(found, wanted.float(), rtol=1e-5, atol=1e-5)
+    return bool(torch.allclose(found, wanted.float(), rtol=1e-5, atol=1e-5))

@@ -31,4 +31,4 @@ def lower_experts(ir_model: "ir.Model") -> int:
 def _drop(graph: "ir.Graph", weight: "ir.Value | None") -> None:
     """A weight that nobody reads any more would be written all the same."""
     if weight is not None and not weight.uses() and weight.name in graph.initializers:
-        del graph.initializers[weight.name]
+        del graph.initializers[str(weight.name)]
