@@ -2,8 +2,9 @@
 
     python benchmarks/random_checkpoint.py FOLDER --tokenizer engines/pair
 
-The default is the shape of Qwen2.5-7B in bfloat16: 15.2 GB in four files. What it generates means nothing. Weights are
-written one at a time; matrices are cut from one block of noise, so that writing takes no longer than the disk.
+The default is the shape of Qwen2.5-7B in bfloat16: 15.2 GB in four files. With --experts it is a Qwen3-MoE, whose
+experts are --intermediate wide. What it generates means nothing. Weights are written one at a time; matrices are cut
+from one block of noise, so that writing takes no longer than the disk.
 """
 
 import argparse
@@ -68,6 +69,8 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=28)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=152064)
+    parser.add_argument("--experts", type=int, default=0, help="Experts of a layer; 0 for a dense model.")
+    parser.add_argument("--experts-per-token", type=int, default=4)
     parser.add_argument("--shard-gb", type=float, default=4.0)
     args = parser.parse_args()
     args.folder.mkdir(parents=True)
@@ -89,6 +92,18 @@ def main() -> None:
         "bos_token_id": 151643,
         "eos_token_id": 151645,
     }
+    if args.experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "head_dim": head_dim,
+            "num_experts": args.experts,
+            "num_experts_per_tok": args.experts_per_token,
+            "moe_intermediate_size": args.intermediate,
+            "norm_topk_prob": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
     (args.folder / "config.json").write_text(json.dumps(config, indent=1))
     (args.folder / "tokenizer.json").write_bytes((args.tokenizer / "tokenizer.json").read_bytes())
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
@@ -99,11 +114,17 @@ def main() -> None:
         stem = f"model.layers.{layer}"
         for name, width in (("q", args.heads), ("k", args.kv_heads), ("v", args.kv_heads)):
             writer.matrix(f"{stem}.self_attn.{name}_proj.weight", width * head_dim, args.hidden)
-            writer.vector(f"{stem}.self_attn.{name}_proj.bias", width * head_dim, 0.0)
+            if not args.experts:
+                writer.vector(f"{stem}.self_attn.{name}_proj.bias", width * head_dim, 0.0)
+            elif name != "v":
+                writer.vector(f"{stem}.self_attn.{name}_norm.weight", head_dim, 1.0)
         writer.matrix(f"{stem}.self_attn.o_proj.weight", args.hidden, args.hidden, scale=RESIDUAL)
-        writer.matrix(f"{stem}.mlp.gate_proj.weight", args.intermediate, args.hidden)
-        writer.matrix(f"{stem}.mlp.up_proj.weight", args.intermediate, args.hidden)
-        writer.matrix(f"{stem}.mlp.down_proj.weight", args.hidden, args.intermediate, scale=RESIDUAL)
+        if args.experts:
+            writer.matrix(f"{stem}.mlp.gate.weight", args.experts, args.hidden)
+        for mlp in [f"{stem}.mlp.experts.{i}" for i in range(args.experts)] or [f"{stem}.mlp"]:
+            writer.matrix(f"{mlp}.gate_proj.weight", args.intermediate, args.hidden)
+            writer.matrix(f"{mlp}.up_proj.weight", args.intermediate, args.hidden)
+            writer.matrix(f"{mlp}.down_proj.weight", args.hidden, args.intermediate, scale=RESIDUAL)
         for name in ("input_layernorm", "post_attention_layernorm"):
             writer.vector(f"{stem}.{name}.weight", args.hidden, 1.0)
     writer.vector("model.norm.weight", args.hidden, 1.0)

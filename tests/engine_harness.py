@@ -37,7 +37,7 @@ class Recipe:
 
 
 def build(
-    model: Any, folder: Path, dump_dir: Path | None = None
+    model: Any, folder: Path, dump_dir: Path | None = None, *, group_experts: bool = False
 ) -> tuple[Any, tuple[LayerGeometry, ...], dict[str, int]]:
     """Compile ``model`` into ``folder``, both graphs; returns the lowered IR, the layers and what each pass changed."""
     from specexport.backends.ort import write_onnx, write_padded_onnx
@@ -45,7 +45,7 @@ def build(
     from specexport.passes import default_passes, run_passes
     from tests.tiny_traces import trace_of
 
-    traced = trace_of(model)
+    traced = trace_of(model, group_experts=group_experts)
     report = run_passes(traced.ir_model, default_passes(Recipe()), dump_dir=dump_dir)
     padded_model = traced.ir_model.clone()
     lower_ort_cpu(traced.ir_model)

@@ -12,7 +12,7 @@ import pytest
 from tests.engine_harness import make_checkpoint
 from tests.tiny_models import ARCHITECTURES, make_model
 
-_TRACES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_TRACES: WeakKeyDictionary[Any, dict[bool, Any]] = WeakKeyDictionary()
 _EXPORTS: dict[str, Any] = {}
 
 
@@ -40,14 +40,15 @@ def tiny_model(name: str) -> Any:
     return make_model(*ARCHITECTURES[name])
 
 
-def trace_of(model: Any) -> Any:
+def trace_of(model: Any, *, group_experts: bool = False) -> Any:
     """The trace of a model, with a graph of one's own; its weights are the model's."""
     from specexport.frontend import trace_checkpoint
 
-    if model not in _TRACES:
+    traces = _TRACES.setdefault(model, {})
+    if group_experts not in traces:
         keep_operator_table()
-        _TRACES[model] = trace_checkpoint(make_checkpoint(model))
-    traced = _TRACES[model]
+        traces[group_experts] = trace_checkpoint(make_checkpoint(model), group_experts=group_experts)
+    traced = traces[group_experts]
     return traced._replace(ir_model=traced.ir_model.clone())
 
 
@@ -57,15 +58,15 @@ def export_once(patch: pytest.MonkeyPatch) -> None:
 
     check_and_trace = frontend.trace_checkpoint
 
-    def trace_checkpoint(checkpoint: Any, features: Any = None) -> Any:
+    def trace_checkpoint(checkpoint: Any, features: Any = None, **options: bool) -> Any:
         from specexport.frontend import trace
 
         if features is not None:  # what a head reads is its own
-            return check_and_trace(checkpoint, features)
+            return check_and_trace(checkpoint, features, **options)
 
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(trace, "trace_model", partial(_export, trace.trace_model))
-            return check_and_trace(checkpoint)
+            return check_and_trace(checkpoint, **options)
 
     patch.setattr(frontend, "trace_checkpoint", trace_checkpoint)
 
@@ -89,7 +90,8 @@ def _content(model: Any, calls: Any) -> str:
     """Hash of a model: its class and configuration, what its layers ask of attention, its weights and buffers."""
     import torch
 
-    found = hashlib.sha256(f"{type(model)} {model.config.to_json_string()} {calls}".encode())
+    how = model.config._experts_implementation
+    found = hashlib.sha256(f"{type(model)} {model.config.to_json_string()} {calls} {how}".encode())
     for name, tensor in (model.state_dict() | dict(model.named_buffers())).items():
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         if tensor.device.type != "meta":

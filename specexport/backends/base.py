@@ -109,6 +109,8 @@ class Backend:
         packs_linear: linear layers that share their input are packed into one.
         has_states: layers may keep a state instead of a KV cache.
         chooses_adapters: requests can choose between several LoRA adapters of a target.
+        groups_experts: a layer's experts are one operator, which reads each expert once a step; otherwise they are
+            batched products, with a copy of its experts' weights for every token.
         head_kinds: kinds of draft heads that can be built, and targets that give features to them; empty for none.
         fixed_sizes: no size in a graph may depend on a value, because steps are recorded as CUDA graphs.
         needs_gpu: engines are built only where the GPU is that they are for.
@@ -129,6 +131,7 @@ class Backend:
     packs_linear: bool = False
     has_states: bool = False
     chooses_adapters: bool = False
+    groups_experts: bool = False
     head_kinds: tuple[str, ...] = ()
     fixed_sizes: bool = False
     needs_gpu: bool = False

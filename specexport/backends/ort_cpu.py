@@ -21,6 +21,7 @@ class OrtCpu(Backend):
     packs_linear = True
     has_states = True
     chooses_adapters = True
+    groups_experts = True
     head_kinds = ("eagle3", "eagle", "mtp", "medusa", "hydra", "dflash", "assistant")
     key_fields = ("quantize_lm_head", "fuse", "self_draft", "kv_cache_dtype")
 
@@ -117,12 +118,14 @@ def _one_token_model(ir_model: "ir.Model", job: BuildJob) -> "ir.Model | None":
     A session packs its weights for itself. So this graph is for small drafts only: their steps are mostly fixed cost
     per operator, and there are far fewer operators in it.
     """
+    from specexport.lowering.experts import lower_experts
     from specexport.lowering.fuse import fuse_norms
     from specexport.lowering.one_token import lower_one_token
 
     if job.role == "target" or not job.recipe.fuse or job.num_parameters >= SMALL_DRAFT_PARAMETERS:
         return None
     one_token_model = ir_model.clone()  # shares the weights
+    lower_experts(one_token_model)
     if not lower_one_token(one_token_model):
         return None
     fuse_norms(one_token_model)

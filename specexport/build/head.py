@@ -250,7 +250,8 @@ def build_head(
     head, config = loaded.head, loaded.config
     num_parameters, step_parameters = sum(parameter.numel() for parameter in head.parameters()), head.step_parameters
     with clock.stage("trace", role):
-        traced = trace_head(head, fixed_sizes=find_backend(recipe.backend).fixed_sizes)
+        backend = find_backend(recipe.backend)
+        traced = trace_head(head, fixed_sizes=backend.fixed_sizes, group_experts=backend.groups_experts)
         ir_model, layers = traced.ir_model.clone(), tuple(traced.layers)
         del traced, head
         ids, mask = loaded.ids, loaded.mask_feature

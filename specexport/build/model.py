@@ -392,7 +392,7 @@ def _compile(
     from specexport.frontend import trace_checkpoint
 
     with clock.stage("trace", role):
-        traced = trace_checkpoint(checkpoint, features)
+        traced = trace_checkpoint(checkpoint, features, group_experts=find_backend(recipe.backend).groups_experts)
         # A copy of the graph (not of the weights): the exporter's own still refers to tied weights it has dropped.
         ir_model, layers, states = traced.ir_model.clone(), tuple(traced.layers), traced.states
         windows = traced.windows

@@ -101,12 +101,12 @@ def cache_ranges(checkpoint: Checkpoint, pieces: "Seq[npt.NDArray[np.int64]]", *
         UnsupportedModelError: the model cannot be exported.
     """
     from specexport.frontend.calibrate_kv import cache_ranges as measure
-    from specexport.frontend.experts import batched_experts
+    from specexport.frontend.experts import traceable_experts
     from specexport.frontend.geometry import probe_layers
     from specexport.frontend.streaming import stand_ins
 
     model: Any = checkpoint.model
-    with batched_experts(model):
+    with traceable_experts(model, grouped=False):
         with stand_ins(model, checkpoint.stored):
             calls = probe_layers(model)
         return measure(checkpoint, calls, pieces, max_len)
@@ -170,7 +170,9 @@ def fix_rope(checkpoint: Checkpoint, max_len: int) -> None:
     checkpoint.rope = hold(checkpoint.model, max_len)
 
 
-def trace_checkpoint(checkpoint: Checkpoint, features: "FeatureRequest | None" = None) -> "TracedModel":
+def trace_checkpoint(
+    checkpoint: Checkpoint, features: "FeatureRequest | None" = None, *, group_experts: bool = False
+) -> "TracedModel":
     """Trace a checkpoint to ONNX IR with one ``specexport::UnpaddedAttention`` a layer.
 
     Before tracing, the packed model is run on a few tokens against the model's own attention, so that a model that
@@ -179,12 +181,13 @@ def trace_checkpoint(checkpoint: Checkpoint, features: "FeatureRequest | None" =
     Args:
         checkpoint: the loaded model.
         features: what it gives to a draft head; None for nothing.
+        group_experts: see ``Backend.groups_experts``.
 
     Raises:
         UnsupportedModelError: the model cannot be traced exactly; the message names its type and the reason.
     """
     from specexport.frontend.check import check_packed
-    from specexport.frontend.experts import batched_experts
+    from specexport.frontend.experts import traceable_experts
     from specexport.frontend.geometry import probe_layers
     from specexport.frontend.refuse import check_config
     from specexport.frontend.streaming import stand_ins
@@ -192,7 +195,7 @@ def trace_checkpoint(checkpoint: Checkpoint, features: "FeatureRequest | None" =
 
     model: Any = checkpoint.model
     check_config(model)
-    with batched_experts(model):
+    with traceable_experts(model, grouped=group_experts):
         with stand_ins(model, checkpoint.stored):
             calls = probe_layers(model)
             check_packed(model, calls)

@@ -18,7 +18,7 @@ from torch import Tensor
 from specexport.frontend.attention import LayerCall
 from specexport.frontend.check import TOLERANCE
 from specexport.frontend.checkpoint import Checkpoint
-from specexport.frontend.experts import batched_experts
+from specexport.frontend.experts import traceable_experts
 from specexport.frontend.geometry import probe_layers
 from specexport.frontend.layers import find_layers, hidden_of
 from specexport.frontend.refuse import check_config, refuse
@@ -142,7 +142,7 @@ def _read(model: Any, ids: Tensor, last: int = 0) -> Tensor:
 
 
 def _calls(model: Any) -> list[LayerCall]:
-    with batched_experts(model):
+    with traceable_experts(model, grouped=False):
         found = probe_layers(model)
     if found.recurrences:
         raise refuse(model, "some of its layers keep a state", _HINT)

@@ -24,6 +24,7 @@ from specexport.frontend.refuse import refuse
 from specexport.frontend.stored import Stored, stored_tensor
 from specexport.frontend.streaming import blanks
 from specexport.frontend.taps import FeatureRequest, tapped
+from specexport.ops.experts import EXPERTS
 from specexport.ops.onnx_op import build_translation, register_schema
 from specexport.ops.recurrence import RECURRENCES
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
@@ -46,6 +47,7 @@ from specexport_runtime.abi import (
 )
 
 OPSET = 23
+_OPS = (UNPADDED_ATTENTION, *RECURRENCES, EXPERTS)
 # Sizes of the example inputs: all different, so that no two dimensions are taken for one.
 _EXAMPLE = {"T": 7, "B": 2, "B+1": 3, "Q": 5, "R": 4, "L": 16, "S": 6}
 
@@ -190,7 +192,7 @@ def trace_step(
         states: sizes of what recurrences keep.
         reads_only: the caches are another model's, and ``packed`` does not give them.
     """
-    for op in (UNPADDED_ATTENTION, *RECURRENCES):
+    for op in _OPS:
         register_schema(op)
     arguments, dims = _example(dtype, layers, inputs, sizes or {}, states)
     state_inputs, state_outputs = state_names(len(states))
@@ -209,8 +211,7 @@ def trace_step(
             input_names=[*(spec.name for spec in inputs), *cache_inputs, *state_inputs],
             output_names=[*(spec.name for spec in outputs), *cache_outputs, *state_outputs],
             custom_translation_table={
-                getattr(torch.ops.specexport, op.torch_name).default: build_translation(op)
-                for op in (UNPADDED_ATTENTION, *RECURRENCES)
+                getattr(torch.ops.specexport, op.torch_name).default: build_translation(op) for op in _OPS
             },
         )
     # The exporter notes Python stack traces, with paths of this machine, on every node.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specexport.frontend.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
-from specexport.frontend.experts import batched_experts
+from specexport.frontend.experts import traceable_experts
 from specexport.frontend.layers import hidden_of
 from specexport.frontend.trace import TracedModel, trace_step
 from specexport.heads.modules import DraftHead
@@ -132,17 +132,18 @@ def probe_calls(head: DraftHead) -> tuple[LayerCall, ...]:
 
     context = AttentionContext(answer, causal_only=False)
     tokens = torch.arange(3)
-    with torch.no_grad(), batched_experts(head.body):
+    with torch.no_grad(), traceable_experts(head.body, grouped=False):
         run_layers(head, context, tokens, tokens, torch.zeros(3, head.head_config.feature_size))
     return tuple(context.calls)
 
 
-def trace_head(head: Any, *, fixed_sizes: bool = False) -> TracedModel:
+def trace_head(head: Any, *, fixed_sizes: bool = False, group_experts: bool = False) -> TracedModel:
     """Trace a head (eval mode) to ONNX IR with one ``specexport::UnpaddedAttention`` a layer.
 
     Args:
         head: the head.
         fixed_sizes: no size of the graph may depend on a value, see ``Backend.fixed_sizes``.
+        group_experts: see ``Backend.groups_experts``.
     """
     if head.head_config.kind == "medusa":
         from specexport.heads.medusa import trace_medusa
@@ -155,7 +156,7 @@ def trace_head(head: Any, *, fixed_sizes: bool = False) -> TracedModel:
     if head.head_config.kind == "dflash":
         head.every_row = fixed_sizes
     calls, step = probe_calls(head), HydraStep if head.head_config.kind == "hydra" else HeadStep
-    with nullcontext() if head.body is None else batched_experts(head.body):
+    with nullcontext() if head.body is None else traceable_experts(head.body, grouped=group_experts):
         ir_model = trace_step(
             step(head).eval(),
             head.dtype,

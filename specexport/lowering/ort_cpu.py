@@ -13,6 +13,7 @@ Either comes in a second form for padded-KV graphs, with a mask made from ``kv_p
 from typing import TYPE_CHECKING, NamedTuple
 
 from specexport.lowering.causal import CAUSAL_ATTRIBUTE, is_causal
+from specexport.lowering.experts import lower_experts
 from specexport.lowering.functions import (
     PAIR_OUTPUTS,
     PLAN_OUTPUTS,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _CONTRIB = "com.microsoft"
-_ROUNDING = {"MatMulInteger", "MatMulNBits"}
+_ROUNDING = {"MatMulInteger", "MatMulNBits", "QMoE"}
 _PLAN_NAME = "RowPlan"
 _MASK_NAME = "KvMask"
 _STEP = ("row_starts", "row_ends", "row_totals", "pad_index", "unpad_index", *PLAN_OUTPUTS)
@@ -203,6 +204,7 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
         padded_kv: make the padded-KV graph, with the step input ``kv_positions``.
     """
     lower_recurrences(ir_model)
+    lower_experts(ir_model)
     nodes = [n for n in ir_model.graph if n.op_type == OP_NAME and n.domain == OP_DOMAIN]
     if not nodes:  # heads without attention, and models of recurrences alone
         drop_unused_step_inputs(ir_model)

@@ -126,7 +126,7 @@ def _bias_of(matmul: ir.Node, width: int) -> tuple[ir.Node | None, ir.Value | No
     return (uses[0].node, bias) if tensor is not None and tuple(tensor.shape) == (width,) else (None, None)
 
 
-def _sources(value: ir.Value | None) -> list[ir.Node]:
+def sources_of(value: ir.Value | None) -> list[ir.Node]:
     """The matrix products that ``value`` is computed from, with anything but a product in between."""
     found: list[ir.Node] = []
     todo, seen = [value], 0
@@ -147,14 +147,14 @@ def _attention_groups(model: ir.Model) -> Iterator[list[Linear]]:
     for node in list(attention_nodes(model)):
         layers: dict[ir.Node, Linear] = {}
         for value in node.inputs[:3]:
-            layers |= {m: layer for m in _sources(value) if (layer := linear_of(m)) is not None}
+            layers |= {m: layer for m in sources_of(value) if (layer := linear_of(m)) is not None}
         yield list(layers.values())
 
 
 def _gated_groups(model: ir.Model) -> Iterator[list[Linear]]:
     """Two layers of one width whose results meet in a product, as a gated MLP's do."""
     for node in [n for n in model.graph if n.op_type == "Mul" and n.domain == ""]:
-        sides = [_sources(value) for value in node.inputs]
+        sides = [sources_of(value) for value in node.inputs]
         if [len(side) for side in sides] != [1, 1] or sides[0][0] is sides[1][0]:
             continue
         layers = [layer for side in sides if (layer := linear_of(side[0])) is not None]

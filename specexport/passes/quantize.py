@@ -20,13 +20,13 @@ def quantizing_passes(kind: str, *, lm_head: bool, operator: str = "", block: in
     if kind == "int8" and not operator:
         from specexport.passes.quantize_int8 import Int8QuantizePass
 
-        return [_blocks(per_token=True), Int8QuantizePass(lm_head=lm_head), *_embedding(lm_head)]
+        return [_experts(8), _blocks(per_token=True), Int8QuantizePass(lm_head=lm_head), *_embedding(lm_head)]
     if kind == "int4" and not operator:
         from specexport.passes.quantize_int4 import Int4QuantizePass
         from specexport.passes.quantize_int8 import Int8QuantizePass
 
         head = [Int8QuantizePass(lm_head=True, others=False)] if lm_head else []  # if it is still there
-        return [_blocks(per_token=False), Int4QuantizePass(lm_head=lm_head), *head, *_embedding(lm_head)]
+        return [_experts(4), _blocks(per_token=False), Int4QuantizePass(lm_head=lm_head), *head, *_embedding(lm_head)]
     if kind == "int4" and operator == "MatMulNBits":
         from specexport.passes.quantize_fused import Int4FusedPass
 
@@ -36,6 +36,12 @@ def quantizing_passes(kind: str, *, lm_head: bool, operator: str = "", block: in
 
         return [Int4WeightPass(block=block, lm_head=lm_head)]
     raise RecipeError(f"there is no quantization {kind!r} for this backend.", "use int8 or int4, or leave it out.")
+
+
+def _experts(bits: int) -> CountingPass:
+    from specexport.passes.quantize_experts import ExpertsQuantizePass
+
+    return ExpertsQuantizePass(bits)
 
 
 def _blocks(*, per_token: bool) -> CountingPass:

@@ -47,7 +47,7 @@ class SensitiveBlocksPass(CountingPass):
         head = head_node(model, {site.node for site in sites})  # read whole for every token, perhaps an embedding too
         found = [site for site in sites if site.node is not head and self._is_sensitive(site)]
         for site in found:
-            _replace(model.graph, site)
+            put_blocks(model.graph, site)
         if found:
             model.opset_imports.setdefault(CONTRIB, 1)
         return len(found)
@@ -61,7 +61,8 @@ class SensitiveBlocksPass(CountingPass):
         return inputs.ranges.massive or (self._per_token and inputs.ranges.coarse and not normed)
 
 
-def _replace(graph: ir.Graph, site: LinearSite) -> None:
+def put_blocks(graph: ir.Graph, site: LinearSite) -> None:
+    """Give a layer 8 bits in blocks; they must divide its inputs."""
     blocks, name = site.depth // BLOCK, f"{site.weight.name}.blocks"
     made = Together(partial(_parts, site.tensor, site.turned))
     codes = lazy_weight(graph, name, ir.DataType.UINT8, [site.width, blocks, BLOCK], partial(made.part, 0))
@@ -76,16 +77,17 @@ def _parts(tensor: ir.TensorProtocol, turned: bool) -> tuple[np.ndarray, np.ndar
     return codes, scales.reshape(-1)
 
 
-def quantize_blocks(channels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def quantize_blocks(channels: np.ndarray, block: int = BLOCK) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales of a float matrix, block by block: ``value = (code - 128) * scale``.
 
     Args:
         channels: [N, K], whole blocks.
+        block: inputs that share a scale.
 
     Returns:
-        uint8 codes [N, K / 32, 32]; float32 scales [N, K / 32].
+        uint8 codes [N, K / block, block]; float32 scales [N, K / block].
     """
-    values = channels.astype(np.float32, copy=False).reshape(channels.shape[0], -1, BLOCK)
+    values = channels.astype(np.float32, copy=False).reshape(channels.shape[0], -1, block)
     scales = np.abs(values).max(axis=2) / np.float32(_LARGEST)
     scales = np.where(scales > 0, scales, np.float32(1))
     codes = np.rint(values / scales[..., None]) + _ZERO

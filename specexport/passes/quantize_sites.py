@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from specexport.onnx_emit import has_parts, part_of
 from specexport.passes.base import constant_of, sizes_of
+from specexport.passes.experts_graph import experts_read
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import UnsupportedModelError
 
@@ -15,7 +16,7 @@ _CHUNK = 1 << 22  # weight elements worked on at a time
 _PRODUCTS = {"MatMul", "Gemm", "Einsum", "Conv"}
 # Between a stored weight and the product that it enters.
 _WEIGHT_STEPS = {"Gather", "GatherND", "Transpose", "Reshape", "Unsqueeze", "Squeeze", "Slice", "Cast", "Identity"}
-_HOW_TO_LEAVE = "build without --quantize (for a draft: --draft-quantize), or take a model without such layers."
+HOW_TO_LEAVE = "build without --quantize (for a draft: --draft-quantize), or take a model without such layers."
 
 
 class LinearSite(NamedTuple):
@@ -93,13 +94,13 @@ def find_sites(model: ir.Model, kind: str, *, lm_head: bool, multiples: tuple[in
     if not sites and any(node.op_type == "MatMulNBits" for node in model.graph):
         return []  # sensitive layers have got their weights before, and there are no others
     if not sites:
-        raise UnsupportedModelError(f"{kind} was asked for, and the model has no linear layer for it.", _HOW_TO_LEAVE)
+        raise UnsupportedModelError(f"{kind} was asked for, and the model has no linear layer for it.", HOW_TO_LEAVE)
     inputs, outputs = multiples
     fitting = [site for site in sites if site.depth % inputs == site.width % outputs == 0]
     if not fitting:
         raise UnsupportedModelError(
             f"{kind} was asked for, and no linear layer has a multiple of {inputs} inputs and of {outputs} outputs.",
-            _HOW_TO_LEAVE,
+            HOW_TO_LEAVE,
         )
     return fitting
 
@@ -130,7 +131,7 @@ def _refuse_batched(node: ir.Node, kind: str) -> None:
                 raise UnsupportedModelError(
                     f"{kind} was asked for, and {weight.name} {list(shape)} is no matrix: batched expert weights (and "
                     f"convolutions) have no {kind} kernel here.",
-                    _HOW_TO_LEAVE,
+                    HOW_TO_LEAVE,
                 )
 
 
@@ -151,11 +152,11 @@ def head_sites(model: ir.Model) -> list[LinearSite]:
 
 
 def linear_share(model: ir.Model, site: LinearSite) -> float:
-    """How much of the weights of all linear layers one layer has, whatever has been quantized before (0 to 1)."""
+    """How much of the weights that a token reads one layer has, whatever has been quantized before (0 to 1)."""
     others = (node for node in model.graph if node.op_type == "MatMulNBits")
     done = sum(node.attributes["K"].as_int() * node.attributes["N"].as_int() for node in others)
     left = sum(found.depth * found.width for node in model.graph if (found := linear_site(node)) is not None)
-    return site.depth * site.width / (done + left)
+    return site.depth * site.width / (done + left + experts_read(model))
 
 
 def head_node(model: ir.Model, linear: set[ir.Node]) -> ir.Node | None:

@@ -42,15 +42,36 @@ def test_speculative_text_is_plain_text(kind: str, tmp_path: Path, tiny_pair: Ti
         engine.close()
 
 
-def test_batched_experts_are_refused_and_nothing_is_left(tmp_path: Path, run_cli: Callable[..., Result]) -> None:
-    checkpoint = save_checkpoint(make_model(*ARCHITECTURES["mixtral"]), tmp_path / "mixtral")
+@pytest.mark.parametrize(("name", "kind"), [("qwen3_moe", "none"), ("deepseek_v3", "int8"), ("gpt_oss", "int4")])
+def test_speculative_text_of_experts_is_plain_text(name: str, kind: str, tmp_path: Path, tiny_pair: TinyPair) -> None:
+    (classes, config), gated = ARCHITECTURES[name], kind == "int8"
+    checkpoint = save_checkpoint(
+        make_model(classes, config | {"num_hidden_layers": 3 if gated else 2}), tmp_path / name
+    )
+    build_bundle(tiny_pair.recipe(tmp_path / "bundle", target=str(checkpoint), quantize=kind, self_draft=gated))
+    engine = SpecEngine.load(tmp_path / "bundle", max_num_seqs=2, num_threads=1, spin=False)
+    try:
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        plain = [engine.generate(prompt, params, speculation=False)[0] for prompt in PROMPTS]
+        for drafter in ("draft-model", "lookup", *(["self"] if gated else [])):
+            results = engine.generate(PROMPTS, params, drafter=drafter)
+            assert [list(r.token_ids) for r in results] == [list(r.token_ids) for r in plain]
+    finally:
+        engine.close()
+
+
+def test_experts_without_a_kernel_are_refused_and_nothing_is_left(
+    tmp_path: Path, run_cli: Callable[..., Result]
+) -> None:
+    classes, config = ARCHITECTURES["qwen3_moe"]
+    checkpoint = save_checkpoint(make_model(classes, config | {"moe_intermediate_size": 40}), tmp_path / "odd")
     result = run_cli("build", checkpoint, "-o", tmp_path / "out", "--quantize", "int8", "--no-cache")
     assert result.exit_code == 2
     error = result.stderr.splitlines()[-1]
     assert error.startswith("error: int8 was asked for")
-    assert "experts" in error
+    assert "experts.down_proj [4, 64, 40] has sizes that are no multiples of 16" in error
     assert " Fix: build without --quantize" in error
-    assert [path.name for path in tmp_path.iterdir()] == ["mixtral"]
+    assert [path.name for path in tmp_path.iterdir()] == ["odd"]
 
 
 class Weights:

@@ -137,8 +137,12 @@ def _time_step(runner: ModelRunner, point: _Point, all_logits: bool, clock: Call
     for row in range(point.num_rows):
         _set_past(runner, row, point.context)
     period = min(_TOKENS, runner.executor.vocab_size)
-    tokens = [i % period for i in range(point.width)]
-    work = [RowWork(tokens, point.width if all_logits else 1, drafts=point.width - 1)] * point.num_rows
+    work = []
+    for row in range(point.num_rows):
+        # Other tokens in each row: with the same ones, a router would choose the same experts for all rows.
+        first = row * point.width
+        tokens = [i % period for i in range(first, first + point.width)]
+        work.append(RowWork(tokens, point.width if all_logits else 1, drafts=point.width - 1))
     start = clock()
     runner.step(0, work, "token_ids")
     return clock() - start

@@ -1,0 +1,175 @@
+"""Experts as one operator: torch form and lowerings against the reference, and no token that depends on others."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import chance
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+
+import specexport.ops.torch_experts  # noqa: F401 - registers the torch op
+from specexport.lowering.experts import lower_experts
+from specexport.onnx_emit import Emitter
+from specexport.ops.experts import EXPERTS
+from specexport.ops.reference_experts import experts
+from specexport.passes import experts_graph
+from specexport.passes.quantize_experts import ExpertsQuantizePass
+from specexport.passes.weight_remove import WeightRemovePass
+from specexport_runtime.errors import UnsupportedModelError
+
+
+class Case(NamedTuple):
+    """Sizes and kind of a layer: H, E, K, I, biases, and attributes that are not the usual ones."""
+
+    depth: int
+    num_experts: int
+    per_token: int
+    width: int
+    biased: bool = False
+    gating: Mapping[str, Any] = MappingProxyType({})
+
+
+CASES = {
+    "plain": Case(64, 6, 2, 96),
+    "one_of_few": Case(32, 3, 1, 32),
+    "eight_of_sixteen": Case(128, 16, 8, 64),  # reductions of six and more are where orders differ
+    "clamped_and_biased": Case(96, 5, 3, 48, True, {"interleaved": 1, "alpha": 1.702, "beta": 1.0, "limit": 1.5}),
+    "limit_alone": Case(64, 4, 4, 32, True, {"limit": 0.25}),
+}
+USUAL = {item.name: item.default for item in EXPERTS.attributes}
+LARGEST_ERROR = {8: 0.03, 4: 0.25}
+
+
+def weights_of(case: Case) -> dict[str, np.ndarray]:
+    """Random weights that keep activations as large as they are."""
+    random = np.random.default_rng(chance.seed(31))
+    depth, width, count = case.depth, case.width, case.num_experts
+    made = {
+        "gate_up": random.normal(size=(count, 2 * width, depth)) * depth**-0.5,
+        "down": random.normal(size=(count, depth, width)) * width**-0.5,
+    }
+    if case.biased:
+        made |= {
+            "gate_up_bias": random.normal(size=(count, 2 * width)),
+            "down_bias": random.normal(size=(count, depth)),
+        }
+    return {name: array.astype(np.float32) for name, array in made.items()}
+
+
+def step_of(case: Case, num_tokens: int, *, alike: bool = False) -> dict[str, np.ndarray]:
+    """Tokens with their experts and any weights; ``alike`` tokens have chosen the same experts."""
+    random = np.random.default_rng(chance.seed(num_tokens))
+    scores = random.random((1 if alike else num_tokens, case.num_experts)).repeat(num_tokens if alike else 1, 0)
+    return {
+        "x": random.normal(size=(num_tokens, case.depth)).astype(np.float32),
+        "expert_ids": np.argsort(scores, axis=1)[:, : case.per_token].astype(np.int64),
+        "expert_weights": random.normal(size=(num_tokens, case.per_token)).astype(np.float32),
+    }
+
+
+def lowered(case: Case, weights: dict[str, np.ndarray], bits: int | None) -> Any:
+    """A session of one layer on two threads; returns what computes a step."""
+    import onnxruntime as ort
+
+    def value(name: str, dtype: ir.DataType, shape: list[Any]) -> ir.Value:
+        return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+
+    given = {
+        "x": value("x", ir.DataType.FLOAT, ["T", case.depth]),
+        "expert_ids": value("expert_ids", ir.DataType.INT64, ["T", case.per_token]),
+        "expert_weights": value("expert_weights", ir.DataType.FLOAT, ["T", case.per_token]),
+    }
+    inputs = list(given.values())
+    for name, array in weights.items():
+        given[name] = value(name, ir.DataType.FLOAT, list(array.shape))
+        given[name].const_value = ir.tensor(array, name=name)
+    output = value("output", ir.DataType.FLOAT, ["T", case.depth])
+    node = ir.node(
+        EXPERTS.name,
+        [given.get(item.name) for item in EXPERTS.inputs],
+        domain=EXPERTS.domain,
+        attributes=USUAL | dict(case.gating),
+        outputs=[output],
+    )
+    stored = [given[name] for name in weights]
+    graph = ir.Graph(inputs, [output], nodes=[node], initializers=stored, opset_imports={"": 23}, name="layer")
+    model = ir.Model(graph, ir_version=10)
+    if bits is not None:
+        assert ExpertsQuantizePass(bits).rewrite(model) == 1
+        WeightRemovePass().rewrite(model)
+    assert lower_experts(model) == (bits is None)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 2
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, ["CPUExecutionProvider"])
+    return lambda step: session.run(None, step)[0]
+
+
+def reference(case: Case, weights: dict[str, np.ndarray], step: dict[str, np.ndarray]) -> np.ndarray:
+    """See ``reference_experts``."""
+    given = [(step | weights).get(item.name) for item in EXPERTS.inputs]
+    return experts(*given, **(USUAL | dict(case.gating)))  # type: ignore[arg-type]
+
+
+def one_by_one(run: Any, step: dict[str, np.ndarray]) -> np.ndarray:
+    """Each token in a step of its own."""
+    count = len(step["x"])
+    return np.concatenate([run({name: array[i : i + 1] for name, array in step.items()}) for i in range(count)])
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", CASES)
+def test_torch_form_and_float_kernel_are_the_reference(name: str) -> None:
+    case = CASES[name]
+    weights = weights_of(case)
+    run = lowered(case, weights, None)
+    for num_tokens in (1, 2, 7, 40):
+        step = step_of(case, num_tokens)
+        wanted = reference(case, weights, step)
+        np.testing.assert_allclose(run(step), wanted, atol=2e-5)
+        given = [(step | weights).get(item.name) for item in EXPERTS.inputs]
+        tensors = [None if array is None else torch.from_numpy(array) for array in given]
+        found = torch.ops.specexport.experts(*tensors, *(USUAL | dict(case.gating)).values())
+        np.testing.assert_allclose(found.numpy(), wanted, atol=2e-5)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_a_token_of_quantized_experts_has_the_same_bits_in_any_company(name: str, bits: int) -> None:
+    case = CASES[name]
+    weights = weights_of(case)
+    run = lowered(case, weights, bits)
+    for num_tokens in (1, 2, 3, 5, 8, 17, 64, 200):
+        for alike in (False, True):
+            step = step_of(case, num_tokens, alike=alike)
+            found = run(step)
+            np.testing.assert_array_equal(found, one_by_one(run, step))
+    wanted = reference(case, weights, step)
+    assert 1e-4 < np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < LARGEST_ERROR[bits]
+
+
+def test_another_order_of_sums_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: ONNX Runtime's own reduction adds eight experts up in another order for one token."""
+
+    def reduced(emit: Emitter, site: Any, given: ir.Value) -> ir.Value:
+        assert site.per_token == 8
+        return emit.op("ReduceSum", given, emit.const([1]), keepdims=0)
+
+    monkeypatch.setattr(experts_graph, "_summed", reduced)
+    case = CASES["eight_of_sixteen"]
+    run, step = lowered(case, weights_of(case), 8), step_of(case, 5)
+    assert (run(step) != one_by_one(run, step)).any()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("sizes", [{"width": 40}, {"depth": 72}])
+def test_sizes_that_no_block_divides_are_refused_by_name(bits: int, sizes: dict[str, int]) -> None:
+    case = CASES["plain"]._replace(**sizes)
+    with pytest.raises(UnsupportedModelError, match=rf"int{bits} .* down \[6, .*multiples of 16.*--quantize") as caught:
+        lowered(case, weights_of(case), bits)
+    assert caught.value.exit_code == 2
+    run, step = lowered(case, weights_of(case), None), step_of(case, 3)
+    np.testing.assert_allclose(run(step), reference(case, weights_of(case), step), atol=2e-5)
