@@ -1,6 +1,6 @@
 """Every causal language model that the installed transformers has: a tiny random one is built and compared.
 
-    python tools/architecture_sweep.py                     # all that the results lack, half an hour on two cores
+    python tools/architecture_sweep.py --jobs 2            # all that the results lack, half an hour on two cores
     python tools/architecture_sweep.py --only llama gpt2   # again, whatever the results say
     python tools/architecture_sweep.py --table             # write docs/architectures.md from the results
     python tools/architecture_sweep.py --list
@@ -17,6 +17,10 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "runtime")]
 
-from tools.sweep_lib.attempt import DEFECTS, TIMEOUT, Outcome, attempt  # noqa: E402
+from tools.sweep_lib.attempt import DEFECTS, TIMEOUT, TRACEBACK, Outcome, attempt  # noqa: E402
 
 RESULTS = ROOT / "build" / "architectures.json"
 MINUTES = 5.0
@@ -69,24 +73,39 @@ def _child(name: str, pipe: Any) -> None:
         pipe.send(attempt(name, Path(folder)))
 
 
-def run_one(name: str, minutes: float = MINUTES) -> Outcome:
-    """An architecture in a process of its own."""
+def run_all(names: Seq[str], *, jobs: int = 1, minutes: float = MINUTES) -> Iterator[Outcome]:
+    """Each architecture in a process of its own, in the order in which they are done.
+
+    Args:
+        names: which.
+        jobs: how many at a time.
+        minutes: how long one may take.
+    """
     fork = multiprocessing.get_context("fork")  # torch and transformers are imported once, here
-    receiver, sender = fork.Pipe(duplex=False)
-    process = fork.Process(target=_child, args=(name, sender))
-    process.start()
-    sender.close()
-    found: Outcome | None = None
-    try:
-        if receiver.poll(minutes * 60):
-            found = receiver.recv()
-    except EOFError:
-        found = Outcome(name, all_names()[name], "traceback", "the process ended without an answer")
-    if found is None:
-        process.kill()
-        found = Outcome(name, all_names()[name], TIMEOUT, f"not done after {minutes:g} minutes", None, minutes * 60)
-    process.join()
-    return found
+    waiting, running = list(names), dict[Any, tuple[str, Any, float]]()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name = waiting.pop(0)
+            receiver, sender = fork.Pipe(duplex=False)
+            process = fork.Process(target=_child, args=(name, sender))
+            process.start()
+            sender.close()
+            running[receiver] = name, process, time.monotonic() + 60 * minutes
+        earliest = min(end for _, _, end in running.values())
+        ready = wait(running, timeout=max(0.0, earliest - time.monotonic()))
+        late = [pipe for pipe, (_, _, end) in running.items() if end <= time.monotonic() and pipe not in ready]
+        for pipe in [*ready, *late]:
+            name, process, _ = running.pop(pipe)
+            found = Outcome(name, all_names()[name], TIMEOUT, f"not done after {minutes:g} minutes")
+            if pipe in ready:
+                try:
+                    found = pipe.recv()
+                except EOFError:
+                    found = Outcome(name, all_names()[name], TRACEBACK, "its process ended without an answer")
+            else:
+                process.kill()
+            process.join()
+            yield found
 
 
 def _prepare() -> None:
@@ -111,10 +130,11 @@ def _prepare() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these architectures, even if their results are known")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these, even if their results are known")
     parser.add_argument("--again", nargs="+", metavar="OUTCOME", default=[], help="also those that came to this")
     parser.add_argument("--list", action="store_true", help="print all names and what is known of them")
-    parser.add_argument("--table", action="store_true", help="write docs/architectures.md from the results, run nothing")
+    parser.add_argument("--table", action="store_true", help="write docs/architectures.md from the results")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
     parser.add_argument("--results", type=Path, default=RESULTS, help="JSON file of the results")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="time limit of each")
     options = parser.parse_args(arguments)
@@ -133,12 +153,11 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = options.only or [n for n in names if n not in results or results[n].outcome in options.again]
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     _prepare()
-    for count, name in enumerate(wanted, 1):
-        found = run_one(name, options.minutes)
-        results = read_results(options.results) | {name: found}
+    for count, found in enumerate(run_all(wanted, jobs=options.jobs, minutes=options.minutes), 1):
+        results[found.name] = found
         write_results(options.results, results)
         last = found.reason.strip().splitlines()[-1:] or [""]
-        print(f"{count}/{len(wanted)} {name}: {found.outcome} ({found.seconds:g} s) {last[0][:200]}", flush=True)
+        print(f"{count}/{len(wanted)} {found.name}: {found.outcome} ({found.seconds:g} s) {last[0][:200]}", flush=True)
     outcomes = [result.outcome for result in results.values()]
     print(", ".join(f"{word}: {outcomes.count(word)}" for word in sorted(set(outcomes))))
     return int(any(word in DEFECTS for word in outcomes))

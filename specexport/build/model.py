@@ -224,6 +224,7 @@ def load_source(recipe: BuildRecipe, source: ModelSource, *, stream: bool = True
         CheckpointError, UnsupportedModelError: it cannot be used, or changed since it was hashed.
     """
     from specexport.frontend import load_checkpoint
+    from specexport.frontend.refuse import check_config
 
     checkpoint = load_checkpoint(
         source.source,
@@ -235,6 +236,7 @@ def load_source(recipe: BuildRecipe, source: ModelSource, *, stream: bool = True
     )
     if checkpoint.source_sha256 != source.sha256:
         raise CheckpointError(f"checkpoint {source.name} changed while it was read.", "build again.")
+    check_config(checkpoint.model)  # before it is run
     return checkpoint
 
 

@@ -11,6 +11,12 @@ _TRACEABLE_LAYERS = {
     *("linear_attention", "conv", "hybrid"),  # with a state: the recurrence itself is looked for
     *("mlp", "moe", "dense", "sparse"),  # with nothing
 }
+_LAYER_REASONS = {
+    "chunked_attention": "lets a token see its own chunk only, which is neither causal nor a window",
+    "indexed_attention": "chooses the entries that a token sees by an index of its own",
+    "compressed_sparse_attention": "keeps compressed entries and chooses among them",
+    "heavily_compressed_attention": "keeps compressed entries",
+}
 _ROPE_REASONS = {
     "dynamic": "its rope type 'dynamic' rescales the frequencies with the longest sequence seen, so a token's logits "
     "depend on its batch",
@@ -41,7 +47,8 @@ def check_config(model: Any) -> None:
             raise refuse(model, _ROPE_REASONS[rope_type], "use a checkpoint with rope type default, linear or yarn.")
     odd = sorted(set(getattr(text, "layer_types", None) or ()) - _TRACEABLE_LAYERS)
     if odd:
-        raise refuse(model, f"it has {', '.join(odd)} layers, which keep no plain KV cache")
+        kinds = [f"{kind}, which {_LAYER_REASONS.get(kind, 'keeps no plain KV cache')}" for kind in odd]
+        raise refuse(model, f"it has layers of kind {'; '.join(kinds)}")
     if _has_alibi(model, text):
         raise refuse(model, "its ALiBi position bias does not go through the attention interface")
     _check_forward(model)
@@ -78,7 +85,7 @@ def _check_forward(model: Any) -> None:
 
 
 def check_layers(model: Any, called: list[int], *, recurs: bool = False) -> None:
-    """Refuse a model whose attention layers were not each seen exactly once, in order.
+    """Refuse a model with layers whose attention was not seen. One that is called twice has two caches.
 
     Args:
         model: the model.
@@ -86,14 +93,9 @@ def check_layers(model: Any, called: list[int], *, recurs: bool = False) -> None
         recurs: there are layers that keep a state, so that not all need have attention.
 
     Raises:
-        UnsupportedModelError: a layer is missing, repeated or out of order.
+        UnsupportedModelError: a layer is missing.
     """
     expected = model.config.get_text_config().num_hidden_layers
-    if called == list(range(expected)) or (recurs and called == sorted(set(called))):
-        return
     found = len(set(called))
-    if found < expected:
-        reason = f"only {found} of its {expected} layers call transformers' attention interface"
-    else:
-        reason = f"its attention layers are called in the order {called}, not each once"
-    raise refuse(model, reason)
+    if not recurs and found < expected:
+        raise refuse(model, f"only {found} of its {expected} layers call transformers' attention interface")

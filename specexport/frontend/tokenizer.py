@@ -167,7 +167,7 @@ def collect_eos_ids(model: Any, tokenizer: TokenizerParts) -> tuple[int, ...]:
     generation = getattr(model, "generation_config", None)
     declared = getattr(generation, "eos_token_id", None)
     if declared is None:
-        declared = model.config.get_text_config().eos_token_id
+        declared = getattr(model.config.get_text_config(), "eos_token_id", None)
     ids = list(declared) if isinstance(declared, Iterable) else [declared]
     return tuple(
         dict.fromkeys(int(i) for i in (*ids, tokenizer.eos_token_id, *tokenizer.more_eos_ids) if i is not None)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from specexport.frontend.attention import AttentionContext, LayerCall, attention_hook, unpadded_attention
 from specexport.frontend.calls import ModelCalls
+from specexport.frontend.complex_pairs import complex_as_pairs
 from specexport.frontend.recurrence import RecurrenceCall, RecurrenceContext, recur, recurrence_hook
 from specexport.frontend.refuse import refuse
 from specexport.frontend.stored import Stored, stored_tensor
@@ -44,6 +46,7 @@ from specexport_runtime.abi import (
     TensorSpec,
     state_shapes,
 )
+from specexport_runtime.errors import SpecexportError
 
 OPSET = 23
 # Sizes of the example inputs: all different, so that no two dimensions are taken for one.
@@ -80,6 +83,7 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
     def __init__(self, model: Any, calls: ModelCalls, features: FeatureRequest | None = None) -> None:
         super().__init__()
         self.model = model
+        self.calls = calls
         self.num_caches = 2 * len(calls.attention)
         self.has_states = bool(calls.recurrences)
         self.taps = () if features is None else features.taps
@@ -94,6 +98,7 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
         caches, states = kept[: self.num_caches], kept[self.num_caches :]
 
         def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+            call = replace(call, window=self.calls.attention[call.index].window)  # as the probe found its mask
             pair = slice(2 * call.index, 2 * call.index + 2)
             old_k, old_v = caches[pair]
             output, *caches[pair] = unpadded_attention(call, q, k, v, (old_k, old_v), tuple(step), sinks)
@@ -110,6 +115,7 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
         with (
             attention_hook(self.model, AttentionContext(answer)),
             recurrence_hook(self.model, RecurrenceContext(recurs)),
+            complex_as_pairs(),
             tapped(self.model, self.taps) as found,
         ):
             result = self.model(
@@ -158,7 +164,13 @@ def trace_model(
     with torch.no_grad(), blanks(model, stored or {}) as names:
         layers, states = (tuple(call.geometry for call in each) for each in calls)
         inputs = [*STEP_INPUTS, *([STATE_STEPS] if states else [])]
-        ir_model = trace_step(packed, model.dtype, layers, inputs, outputs, states=states)
+        try:
+            ir_model = trace_step(packed, model.dtype, layers, inputs, outputs, states=states)
+        except SpecexportError:
+            raise
+        except Exception as error:  # of torch.export and of the exporter, which have many
+            reason = next((line for line in str(error).splitlines() if "rror" in line), type(error).__name__)
+            raise refuse(model, f"torch cannot export its forward pass ({reason.strip()[:300]})") from error
         _name_stored(model, ir_model, stored or {}, names)
     return TracedModel(ir_model, layers, states)
 

@@ -78,8 +78,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp_text": {
         **{"ple_embed_dim": 64, "ngram_vocab_size_base": 100, "split_ngram_parts": 4},
-        **{"make_ngram_vocab_size_divisible_by": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
-        **{"indexer_budget": 64, "indexer_compress_ratio": 4},
+        **{"make_ngram_vocab_size_divisible_by": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1},
+        **{"indexer_head_dim": 16, "indexer_budget": 64, "indexer_compress_ratio": 4},
     },
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 16]},
     "xlnet": {"n_head": 4, "d_head": 16},
@@ -123,42 +123,42 @@ def shrink(name: str) -> Any:
 def _shrunk(kind: Any, overrides: dict[str, Any]) -> Any:
     default = kind()
     plain = default.to_dict()  # some fields cannot be read as attributes where layers have sizes of their own
-    fields: dict[str, Any] = {}
-    special = 0
-    for key, value in plain.items():
-        if key in kind.sub_configs:
-            continue
-        if key in _IDS:
-            fields[key] = _IDS[key]
-        elif re.search(r"token_(id|index)$", key) and isinstance(value, int):
-            special += 1
-            fields[key] = VOCAB - special
-        elif isinstance(value, int) and not isinstance(value, bool):
-            size = _small(key)
-            if size is not None:
-                fields[key] = size if key.endswith(("head_dim", "token_id")) else min(size, value)
-    if plain.get("num_key_value_heads", 0) == plain.get("num_attention_heads"):
-        fields["num_key_value_heads"] = 4
-    if "qk_rope_head_dim" in fields and plain.get("head_dim") == plain["qk_rope_head_dim"]:
-        fields["head_dim"] = fields["qk_rope_head_dim"]
-    if plain.get("head_dim", 0) is None:
-        fields["head_dim"] = 16
+    fields = _small_sizes({key: value for key, value in plain.items() if key not in kind.sub_configs})
     for key in ("is_decoder", "is_encoder_decoder"):
         if hasattr(default, key):
             fields[key] = key == "is_decoder"
     layers = next((key for key in fields if _LAYERS.fullmatch(key)), None)
     if layers is not None:
         fields |= _enough_layers(default, layers)
-    for key, sub in kind.sub_configs.items():
-        given = overrides.get(key, {})
-        try:
-            fields[key] = _shrunk(sub, given).to_dict()
-        except Exception:  # AutoConfig: its own default says which
-            inner = getattr(default, key, None)
-            if inner is not None:
-                fields[key] = _shrunk(type(inner), given).to_dict()
-    fields |= {key: value for key, value in overrides.items() if key not in kind.sub_configs}
-    return kind(**{key: value for key, value in fields.items() if value is not ...})
+    for key, named in kind.sub_configs.items():
+        inner = getattr(default, key, None)  # where the class is AutoConfig, the default says which it is
+        sub = named if getattr(named, "model_type", None) is not None else type(inner)
+        if sub is not type(None):
+            fields[key] = _shrunk(sub, overrides.get(key, {})).to_dict()
+    return kind(**fields | {key: value for key, value in overrides.items() if key not in kind.sub_configs})
+
+
+def _small_sizes(plain: dict[str, Any]) -> dict[str, Any]:
+    """Small values for the fields of a configuration that have sizes or token ids."""
+    fields: dict[str, Any] = {}
+    special = 0
+    for key, value in plain.items():
+        if key in _IDS:
+            fields[key] = _IDS[key]
+        elif not isinstance(value, int) or isinstance(value, bool):
+            continue
+        elif re.search(r"token_(id|index)$", key):
+            special += 1
+            fields[key] = VOCAB - special
+        elif (size := _small(key)) is not None:
+            fields[key] = size if key.endswith("head_dim") else min(size, value)
+    if plain.get("num_key_value_heads", 0) == plain.get("num_attention_heads"):
+        fields["num_key_value_heads"] = 4
+    if "qk_rope_head_dim" in fields and plain.get("head_dim") == plain["qk_rope_head_dim"]:
+        fields["head_dim"] = fields["qk_rope_head_dim"]
+    if plain.get("head_dim", 0) is None:
+        fields["head_dim"] = 16
+    return fields
 
 
 def _small(key: str) -> int | None:
