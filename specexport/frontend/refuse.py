@@ -8,7 +8,7 @@ from specexport_runtime.errors import UnsupportedModelError
 
 _TRACEABLE_LAYERS = {
     *("full_attention", "sliding_attention"),  # with a plain KV cache
-    *("linear_attention", "conv", "hybrid"),  # with a state: the recurrence itself is looked for
+    *("linear_attention", "conv", "hybrid", "hybrid_sliding"),  # with a state: the recurrence itself is looked for
     *("mlp", "moe", "dense", "sparse"),  # with nothing
 }
 _LAYER_REASONS = {
@@ -85,7 +85,7 @@ def _check_forward(model: Any) -> None:
 
 
 def check_layers(model: Any, called: list[int], *, recurs: bool = False) -> None:
-    """Refuse a model with layers whose attention was not seen. One that is called twice has two caches.
+    """Refuse a model with layers whose attention was not seen. One that is called again has another cache.
 
     Args:
         model: the model.
@@ -96,6 +96,5 @@ def check_layers(model: Any, called: list[int], *, recurs: bool = False) -> None
         UnsupportedModelError: a layer is missing.
     """
     expected = model.config.get_text_config().num_hidden_layers
-    found = len(set(called))
-    if not recurs and found < expected:
-        raise refuse(model, f"only {found} of its {expected} layers call transformers' attention interface")
+    if not recurs and len(called) < expected:
+        raise refuse(model, f"only {len(set(called))} of its {expected} layers call transformers' attention interface")

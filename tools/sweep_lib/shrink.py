@@ -70,7 +70,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"text_config": {"num_kv_shared_layers": 6, "hidden_size_per_layer_input": 0}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2},
-    "hrm_text": {"num_hidden_layers": 20, "L_cycles": 3, "H_cycles": 2},
+    "hrm_text": {"num_hidden_layers": 16},  # 2 layers, 3 low cycles and a high one, twice
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},

@@ -12,12 +12,13 @@ _UNKNOWN = "not tried"
 _HEAD = """\
 # Architectures
 
-<!-- Written by `python tools/architecture_sweep.py --table`; a test compares the names with the installed transformers. -->
+<!-- Written by `python tools/architecture_sweep.py --table`; a test holds the names to the installed transformers. -->
 
-transformers {version} has {count} architectures for causal language models. A tiny random model of each was made from its
-configuration class and built for `ort-cpu`. *Works* means: logits of ragged steps of 1 to {widest} tokens, behind rollbacks,
-differ from those of eager transformers by at most {tolerance:.0e} of the largest logit, and greedy texts with drafts are those
-without. Sizes, weights and text are not those of a published model: [`verify`](verify.md) tests yours.
+transformers {version} has {count} architectures for causal language models. A tiny random model of each was made from
+its configuration class and built for `ort-cpu`. *Works* means: logits of ragged steps of 1 to {widest} tokens, behind
+rollbacks, differ from those of eager transformers by at most {tolerance:.0e} of the largest logit, and greedy texts
+with drafts are those without. Sizes, weights and text are not those of a published model: [`verify`](verify.md) tests
+yours.
 
 | | architectures |
 | --- | --- |
