@@ -162,7 +162,8 @@ def trace_model(
     packed = PackedModel(model, calls, features).eval()
     outputs = [LOGITS] if features is None else [LOGITS, FEATURES]
     with torch.no_grad(), blanks(model, stored or {}) as names:
-        layers, states = (tuple(call.geometry for call in each) for each in calls)
+        layers = tuple(call.geometry for call in calls.attention)
+        states = tuple(call.geometry for call in calls.recurrences)
         inputs = [*STEP_INPUTS, *([STATE_STEPS] if states else [])]
         try:
             ir_model = trace_step(packed, model.dtype, layers, inputs, outputs, states=states)
@@ -260,8 +261,8 @@ def _example(
         for head_dim in (k_dim, v_dim):
             tensors.append(torch.zeros(_EXAMPLE["B"], 1, heads, _EXAMPLE["L"], head_dim, dtype=dtype))
             dims.append({0: words["B"], 3: words["L"]})
-    for name, shape in state_shapes(states, _EXAMPLE["B"], _EXAMPLE["S"]).items():
-        tensors.append(torch.zeros(shape))
+    for name, held in state_shapes(states, _EXAMPLE["B"], _EXAMPLE["S"]).items():
+        tensors.append(torch.zeros(held))
         is_pending = name.startswith(PENDING.name.partition(".")[0])
         dims.append({0: words["B"], **({2: words["S"]} if is_pending else {})})
     return tuple(tensors), tuple(dims)
