@@ -245,6 +245,7 @@ def load_source(recipe: BuildRecipe, source: ModelSource, *, stream: bool = True
         RecipeError: it does not support the recipe's max_model_len.
     """
     from specexport.frontend import fix_rope, load_checkpoint
+    from specexport.frontend.refuse import check_config
 
     checkpoint = load_checkpoint(
         source.source,
@@ -257,6 +258,7 @@ def load_source(recipe: BuildRecipe, source: ModelSource, *, stream: bool = True
     if checkpoint.source_sha256 != source.sha256:
         raise CheckpointError(f"checkpoint {source.name} changed while it was read.", "build again.")
     fix_rope(checkpoint, int(resolve_for(recipe, checkpoint).max_model_len))
+    check_config(checkpoint.model)  # before it is run
     return checkpoint
 
 

@@ -19,6 +19,7 @@ from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import UnsupportedModelError
 
 HOOK_NAME = "specexport"
+_IMPLEMENTATION = "_attn_implementation_internal"
 
 # Tensors that some models pass along and that do not change the scores (or are read by name).
 _KNOWN_TENSORS = {"s_aux", "slopes", "position_ids", "cache_position", "cos", "sin"}
@@ -64,6 +65,9 @@ class LayerCall:
 
 
 def _read_call(index: int, module: Any, q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> LayerCall:
+    layer = getattr(module, "layer_idx", None)
+    if layer is None or layer < 0:  # one block that several layers share
+        layer = index
     scaling = named.get("scaling")
     window = named.get("sliding_window")
     if window is None:
@@ -77,7 +81,7 @@ def _read_call(index: int, module: Any, q: Tensor, k: Tensor, v: Tensor, named: 
         softcap=float(named.get("softcap") or 0.0),
         sinks=named.get("s_aux") is not None,
         causal=bool(getattr(module, "is_causal", True)),
-        layer=int(module.layer_idx),
+        layer=int(layer),
     )
 
 
@@ -90,7 +94,7 @@ class AttentionContext:
     Args:
         answer: called with (call, q, k, v, terms), packed: q [T, num_heads*D], k [T, H*D], v [T, H*Dv];
             returns [T, num_heads*Dv].
-        on_mask: called with (layer number, mask) instead of refusing a mask; for probing only.
+        on_mask: called with (number of the call, mask) instead of refusing a mask; for probing only.
         causal_only: refuse layers whose tokens see later ones; a draft head may have some.
     """
 
@@ -127,7 +131,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     context = _contexts[-1]
     if context.on_mask is not None:
-        context.on_mask(int(module.layer_idx), attention_mask)
+        context.on_mask(len(context.calls), attention_mask)
     elif attention_mask is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} brings its own attention mask, which a packed step cannot keep.",
@@ -151,20 +155,24 @@ def attention_hook(model: Any, context: AttentionContext) -> Iterator[None]:
     AttentionInterface.register(HOOK_NAME, _attention)
     _contexts.append(context)
     try:
-        with _hooked_outside(model, context) if is_outside(model) else _hooked_interface(model):
+        with _hooked_outside(model, context) if is_outside(model) else implementation(model, HOOK_NAME):
             yield
     finally:
         _contexts.pop()
 
 
 @contextmanager
-def _hooked_interface(model: Any) -> Iterator[None]:
-    before = model.config._attn_implementation
-    model.set_attn_implementation(HOOK_NAME)
+def implementation(model: Any, name: str) -> Iterator[None]:
+    """Within the block, attention of the model and all its parts is ``name``; afterwards each has its own again."""
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    before = [(config, getattr(config, _IMPLEMENTATION, None)) for config in configs.values()]
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(name)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        for config, own in before:  # a part may not be able to do what the whole is set to
+            setattr(config, _IMPLEMENTATION, own)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specexport.frontend.attention import implementation
 from specexport.frontend.calls import ModelCalls
 from specexport.frontend.refuse import refuse
 from specexport_runtime.abi import STATE_STEPS, STEP_INPUTS, state_shapes
@@ -29,21 +30,14 @@ def eager_logits(model: Any, sequences: "Seq[Seq[int]]", *, together: bool = Fal
         together: run it once, for where its weights are read in each run. Shorter sequences are filled up behind,
             where no token sees it.
     """
-    before = model.config._attn_implementation
-    if model._can_set_attn_implementation():
-        model.set_attn_implementation("eager")
-    try:
-        with torch.no_grad():
-            if together:
-                longest = max(map(len, sequences))
-                filled = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in sequences])
-                logits = model(input_ids=filled, use_cache=False).logits
-                results = [row[: len(ids)] for row, ids in zip(logits, sequences, strict=True)]
-            else:
-                results = [model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0] for ids in sequences]
-    finally:
-        if model._can_set_attn_implementation():
-            model.set_attn_implementation(before)
+    with torch.no_grad(), implementation(model, "eager"):
+        if together:
+            longest = max(map(len, sequences))
+            filled = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in sequences])
+            logits = model(input_ids=filled, use_cache=False).logits
+            results = [row[: len(ids)] for row, ids in zip(logits, sequences, strict=True)]
+        else:
+            results = [model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0] for ids in sequences]
     return [result.float().numpy() for result in results]
 
 

@@ -4,6 +4,8 @@ No configuration is parsed for this, so an architecture nobody thought of is mea
 also compares the mask that transformers would build for each layer with the one the custom op implies.
 """
 
+from bisect import bisect_left
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from specexport.ops.recurrence import LINEAR_ATTENTION
 from specexport_runtime.errors import UnsupportedModelError
 
 _PROBE_TOKENS = 3
+_FAR = 10_000_019
+"""A position behind every window."""
 
 
 def probe_layers(model: Any) -> ModelCalls:
@@ -49,9 +53,10 @@ def probe_layers(model: Any) -> ModelCalls:
     except Exception as error:
         raise refuse(model, f"its forward pass fails on packed tokens ({type(error).__name__}: {error})") from error
     check_layers(model, [call.layer for call in context.calls], recurs=bool(states.calls))
-    for call in context.calls:
+    calls = [replace(call, window=recorder.window(call)) for call in context.calls]
+    for call in calls:
         recorder.check(model, call)
-    return ModelCalls(tuple(context.calls), tuple(states.calls))
+    return ModelCalls(tuple(calls), tuple(states.calls))
 
 
 class _MaskRecorder:
@@ -82,22 +87,37 @@ class _MaskRecorder:
 
         return registered()
 
-    def note(self, layer: int, mask: Tensor | None) -> None:
-        """A layer received ``mask``."""
-        self._rules[layer] = next((rule for built, rule in self._built if built is mask), None)
+    def note(self, index: int, mask: Tensor | None) -> None:
+        """A call received ``mask``."""
+        self._rules[index] = next((rule for built, rule in self._built if built is mask), None)
+
+    def window(self, call: LayerCall) -> int:
+        """The window of a call, -1 for none. Some layers announce one that their mask has not, or none though it has
+        one; eager attention goes by the mask.
+        """  # noqa: D205
+        rule = self._rules[call.index]
+        if rule is None or _sees(rule, _FAR, 0):
+            return -1
+        if call.window > 0 and _sees(rule, _FAR, _FAR - call.window + 1) and not _sees(rule, _FAR, _FAR - call.window):
+            return call.window
+        return bisect_left(range(_FAR), True, key=lambda back: not _sees(rule, _FAR, _FAR - back))  # checked below
 
     def check(self, model: Any, call: LayerCall) -> None:
         """Compare the recorded rule with causal-in-a-window at the places where they could differ."""
-        rule = self._rules[call.layer]
+        rule = self._rules[call.index]
         if rule is None:
             raise refuse(model, f"the mask of layer {call.layer} is not built by transformers' mask functions")
         edge = call.window if call.window > 0 else 4096
-        points = sorted({0, 1, 2, 7, edge - 1, edge, edge + 1, 2 * edge, 2 * edge + 1, 100_003})
-        zero = torch.tensor(0)
+        points = sorted({0, 1, 2, 7, edge - 1, edge, edge + 1, 2 * edge, 2 * edge + 1, _FAR})
         for query in points:
             near = {query - edge - 1, query - edge, query - edge + 1, query - 1, query, query + 1, 0, query // 2}
             for key in sorted(k for k in near if k >= 0):
                 seen = key <= query and (call.window < 0 or key > query - call.window)
-                if bool(rule(zero, zero, torch.tensor(query), torch.tensor(key))) != seen:
+                if _sees(rule, query, key) != seen:
                     kind = f"a window of {call.window}" if call.window > 0 else "causal"
                     raise refuse(model, f"layer {call.layer} masks position {key} from {query} unlike {kind}")
+
+
+def _sees(rule: Any, query: int, key: int) -> bool:
+    zero = torch.tensor(0)
+    return bool(rule(zero, zero, torch.tensor(query), torch.tensor(key)))

@@ -65,7 +65,7 @@ def load(
         tokenizer_json=tokenizer.json,
         chat_template=tokenizer.chat_template,
         special_tokens=tokenizer.special_tokens,
-        bos_token_id=tokenizer.bos_token_id if tokenizer.bos_token_id is not None else text.bos_token_id,
+        bos_token_id=getattr(text, "bos_token_id", None) if tokenizer.bos_token_id is None else tokenizer.bos_token_id,
         eos_token_ids=collect_eos_ids(model, tokenizer),
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),

@@ -9,8 +9,14 @@ from specexport_runtime.errors import UnsupportedModelError
 
 _TRACEABLE_LAYERS = {
     *("full_attention", "sliding_attention"),  # with a plain KV cache
-    *("linear_attention", "conv", "hybrid"),  # with a state: the recurrence itself is looked for
+    *("linear_attention", "conv", "hybrid", "hybrid_sliding"),  # with a state: the recurrence itself is looked for
     *("mlp", "moe", "dense", "sparse"),  # with nothing
+}
+_LAYER_REASONS = {
+    "chunked_attention": "lets a token see its own chunk only, which is neither causal nor a window",
+    "indexed_attention": "chooses the entries that a token sees by an index of its own",
+    "compressed_sparse_attention": "keeps compressed entries and chooses among them",
+    "heavily_compressed_attention": "keeps compressed entries",
 }
 _HINT = "use a decoder with causal or sliding-window attention and fixed rotary or learned positions."
 
@@ -38,7 +44,8 @@ def check_config(model: Any) -> None:
         raise refuse(model, reason, "use a checkpoint with rope type default, linear, llama3 or yarn.")
     odd = sorted(set(getattr(text, "layer_types", None) or ()) - _TRACEABLE_LAYERS)
     if odd:
-        raise refuse(model, f"it has {', '.join(odd)} layers, which keep no plain KV cache")
+        kinds = [f"{kind}, which {_LAYER_REASONS.get(kind, 'keeps no plain KV cache')}" for kind in odd]
+        raise refuse(model, f"it has layers of kind {'; '.join(kinds)}")
     if _has_alibi(model, text) and not is_outside(model):
         raise refuse(model, "its ALiBi position bias does not go through the attention interface")
     if _has_alibi(model, text) and config.model_type == "falcon":
@@ -64,7 +71,7 @@ def _check_forward(model: Any) -> None:
 
 
 def check_layers(model: Any, called: list[int], *, recurs: bool = False) -> None:
-    """Refuse a model whose attention layers were not each seen exactly once, in order.
+    """Refuse a model with layers whose attention was not seen. One that is called again has another cache.
 
     Args:
         model: the model.
@@ -72,14 +79,8 @@ def check_layers(model: Any, called: list[int], *, recurs: bool = False) -> None
         recurs: there are layers that keep a state, so that not all need have attention.
 
     Raises:
-        UnsupportedModelError: a layer is missing, repeated or out of order.
+        UnsupportedModelError: a layer is missing.
     """
     expected = model.config.get_text_config().num_hidden_layers
-    if called == list(range(expected)) or (recurs and called == sorted(set(called))):
-        return
-    found = len(set(called))
-    if found < expected:
-        reason = f"only {found} of its {expected} layers call transformers' attention interface"
-    else:
-        reason = f"its attention layers are called in the order {called}, not each once"
-    raise refuse(model, reason)
+    if not recurs and len(called) < expected:
+        raise refuse(model, f"only {len(set(called))} of its {expected} layers call transformers' attention interface")

@@ -1,6 +1,7 @@
 """What the runtime needs of a tokenizer: its JSON, chat template, special tokens and the ids that end a text."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from specexport.frontend.source import Source
@@ -27,12 +28,100 @@ class TokenizerParts(NamedTuple):
     more_eos_ids: tuple[int, ...] = ()
 
 
+_JSON = "tokenizer.json"
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+_IDS = ("generation_config.json", "config.json")
+
+
 def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> TokenizerParts:
     """Load a checkpoint's fast tokenizer.
+
+    A ``tokenizer.json`` is read as it is, and needs no other file: special tokens and the chat template are taken from
+    where they are. Without one, the class that the checkpoint names makes the tokenizer.
 
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
+    if source.gguf_file is None and (source.folder / _JSON).is_file():
+        stated = {name: _read_object(source, name) for name in (_JSON, *_SETTINGS)}
+        if not (trust_remote_code and "auto_map" in stated[_SETTINGS[0]]):
+            return _from_json(source, stated)
+    return _from_class(source, trust_remote_code=trust_remote_code)
+
+
+def _from_json(source: Source, stated: Mapping[str, Mapping[str, Any]]) -> TokenizerParts:
+    """The tokenizer of a ``tokenizer.json``, whatever class the checkpoint names.
+
+    Args:
+        source: the checkpoint.
+        stated: content of its files, by name.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(source.folder, local_files_only=True)
+    except Exception as error:  # transformers raises nearly anything on a damaged tokenizer
+        raise _unreadable(source, _guilty(source), error) from error
+    parts = _parts(tokenizer)
+    if any(stated[name] for name in _SETTINGS):
+        return parts
+    texts = {}
+    for name in ("bos_token", "eos_token", "pad_token"):  # no file says it in words, so one that says it in numbers
+        text = tokenizer.backend_tokenizer.id_to_token(_stated_id(source, f"{name}_id"))
+        if text is not None:
+            texts[name] = text
+    return parts._replace(special_tokens=texts | parts.special_tokens)
+
+
+def _guilty(source: Source) -> str:
+    """The file that a tokenizer cannot be made of."""
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(source.folder / _JSON))
+    except Exception:  # the library has no class of its own
+        return _JSON
+    return next((name for name in _SETTINGS if (source.folder / name).is_file()), _JSON)
+
+
+def _stated_id(source: Source, key: str) -> int:
+    """A token id of the model's configuration files; an impossible one if they say none."""
+    for name in _IDS:
+        found = _read_object(source, name)
+        for place in (found, found.get("text_config")):
+            value = place.get(key) if isinstance(place, Mapping) else None
+            value = value[0] if isinstance(value, list) and value else value
+            if isinstance(value, int) and 0 <= value < _NO_ID:
+                return value
+    return _NO_ID
+
+
+_NO_ID = 2**31 - 1
+
+
+def _read_object(source: Source, name: str) -> Mapping[str, Any]:
+    """A JSON file of the checkpoint; empty if there is none."""
+    path = source.folder / name
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _unreadable(source, name, error) from error
+    if not isinstance(found, dict):
+        raise _unreadable(source, name, TypeError("it holds no JSON object"))
+    return found
+
+
+def _unreadable(source: Source, name: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{source.name}: the tokenizer cannot be loaded: {name} cannot be read ({type(error).__name__}: {error}).",
+        f"fetch {name} again.",
+    )
+
+
+def _from_class(source: Source, *, trust_remote_code: bool) -> TokenizerParts:
+    """The tokenizer that transformers' class makes of the checkpoint's other files."""
     from transformers import AutoTokenizer
 
     named = {"gguf_file": source.gguf_file} if source.gguf_file else {}
@@ -43,12 +132,16 @@ def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> Tokeni
     except Exception as error:  # transformers raises nearly anything on a damaged tokenizer
         raise CheckpointError(
             f"{source.name}: the tokenizer cannot be loaded ({type(error).__name__}: {error}).",
-            "add tokenizer.json and tokenizer_config.json to the checkpoint.",
+            "add its tokenizer.json to the checkpoint.",
         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(
             f"{source.name}: {type(tokenizer).__name__} has no fast tokenizer.", "add its tokenizer.json."
         )
+    return _parts(tokenizer)
+
+
+def _parts(tokenizer: Any) -> TokenizerParts:
     return TokenizerParts(
         json=tokenizer.backend_tokenizer.to_str().encode(),
         chat_template=_chat_template(tokenizer),
@@ -74,7 +167,7 @@ def collect_eos_ids(model: Any, tokenizer: TokenizerParts) -> tuple[int, ...]:
     generation = getattr(model, "generation_config", None)
     declared = getattr(generation, "eos_token_id", None)
     if declared is None:
-        declared = model.config.get_text_config().eos_token_id
+        declared = getattr(model.config.get_text_config(), "eos_token_id", None)
     ids = list(declared) if isinstance(declared, Iterable) else [declared]
     return tuple(
         dict.fromkeys(int(i) for i in (*ids, tokenizer.eos_token_id, *tokenizer.more_eos_ids) if i is not None)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from specexport.frontend.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
 from specexport.frontend.calls import ModelCalls
+from specexport.frontend.complex_pairs import complex_as_pairs
 from specexport.frontend.recurrence import RecurrenceCall, RecurrenceContext, recur, recurrence_hook
 from specexport.frontend.refuse import refuse
 from specexport.frontend.stored import Stored, stored_tensor
@@ -45,6 +47,7 @@ from specexport_runtime.abi import (
     TensorSpec,
     state_shapes,
 )
+from specexport_runtime.errors import SpecexportError
 
 OPSET = 23
 _OPS = (UNPADDED_ATTENTION, *RECURRENCES, EXPERTS)
@@ -84,6 +87,7 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
     def __init__(self, model: Any, calls: ModelCalls, features: FeatureRequest | None = None) -> None:
         super().__init__()
         self.model = model
+        self.calls = calls
         self.num_caches = 2 * len(calls.attention)
         self.has_states = bool(calls.recurrences)
         self.taps = () if features is None else features.taps
@@ -98,6 +102,7 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
         caches, states = kept[: self.num_caches], kept[self.num_caches :]
 
         def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: ScoreTerms) -> Tensor:
+            call = replace(call, window=self.calls.attention[call.index].window)  # as the probe found its mask
             pair = slice(2 * call.index, 2 * call.index + 2)
             old_k, old_v = caches[pair]
             output, *caches[pair] = unpadded_attention(call, q, k, v, (old_k, old_v), tuple(step), terms)
@@ -114,6 +119,7 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
         with (
             attention_hook(self.model, AttentionContext(answer)),
             recurrence_hook(self.model, RecurrenceContext(recurs)),
+            complex_as_pairs(),
             tapped(self.model, self.taps) as found,
         ):
             result = self.model(
@@ -163,7 +169,13 @@ def trace_model(
         layers = tuple(call.geometry for call in calls.attention)
         states = tuple(call.geometry for call in calls.recurrences)
         inputs = [*STEP_INPUTS, *([STATE_STEPS] if states else [])]
-        ir_model = trace_step(packed, model.dtype, layers, inputs, outputs, states=states)
+        try:
+            ir_model = trace_step(packed, model.dtype, layers, inputs, outputs, states=states)
+        except SpecexportError:
+            raise
+        except Exception as error:  # of torch.export and of the exporter, which have many
+            reason = next((line for line in str(error).splitlines() if "rror" in line), type(error).__name__)
+            raise refuse(model, f"torch cannot export its forward pass ({reason.strip()[:300]})") from error
         _name_stored(model, ir_model, stored or {}, names)
     windows = tuple(call.window for call in calls.attention)
     return TracedModel(ir_model, layers, states, windows if max(windows, default=-1) > 0 else ())
@@ -253,8 +265,8 @@ def _example(
         for head_dim in (k_dim, v_dim):
             tensors.append(torch.zeros(_EXAMPLE["B"], 1, heads, _EXAMPLE["L"], head_dim, dtype=dtype))
             dims.append({0: words["B"], 3: words["L"]})
-    for name, sizes_of_state in state_shapes(states, _EXAMPLE["B"], _EXAMPLE["S"]).items():
-        tensors.append(torch.zeros(sizes_of_state))
+    for name, held in state_shapes(states, _EXAMPLE["B"], _EXAMPLE["S"]).items():
+        tensors.append(torch.zeros(held))
         is_pending = name.startswith(PENDING.name.partition(".")[0])
         dims.append({0: words["B"], **({2: words["S"]} if is_pending else {})})
     return tuple(tensors), tuple(dims)

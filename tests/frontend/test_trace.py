@@ -56,14 +56,37 @@ def test_the_model_is_given_back_as_it_was() -> None:
     assert (reference_logits(make_checkpoint(model), [[3, 4, 5]])[0] == logits[0]).all()
 
 
-def test_a_mask_unlike_the_announced_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_is_that_of_the_mask_and_not_what_a_layer_announces(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.masking_utils import create_sliding_window_causal_mask
     from transformers.models.llama import modeling_llama
 
-    # Llama's layers announce no window; give the model one anyway. It is longer than any trial sequence.
+    # Llama's layers announce no window; give the model one anyway.
     monkeypatch.setattr(modeling_llama, "create_causal_mask", create_sliding_window_causal_mask)
     model = make_llama()
-    model.config.sliding_window = 100
+    for window in (1, 5, 100, 300_000):
+        model.config.sliding_window = window
+        assert [call.window for call in probe_layers(model).attention] == [window, window]
+    model.config.sliding_window = WINDOW
+    nodes = attention_nodes(trace_checkpoint(make_checkpoint(model)).ir_model)
+    assert [node.attributes["window"].as_int() for node in nodes] == [WINDOW, WINDOW]
+
+
+def test_a_window_that_no_mask_has_is_left_out() -> None:
+    """Every layer of an EXAONE 4 carries the window; the last one's mask has none."""
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+    model = make_model("Exaone4", GROUPED | layers)
+    assert [layer.self_attn.sliding_window for layer in model.model.layers] == [WINDOW, WINDOW]
+    assert [call.window for call in probe_layers(model).attention] == [WINDOW, -1]
+
+
+def test_a_mask_that_is_no_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.masking_utils import create_chunked_causal_mask
+    from transformers.models.llama import modeling_llama
+
+    # Longer than any trial sequence, so that only the probe can see it.
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", create_chunked_causal_mask)
+    model = make_llama()
+    model.config.attention_chunk_size = 100
     with pytest.raises(UnsupportedModelError, match=r"llama \(LlamaForCausalLM\).*layer 0 masks position"):
         trace_checkpoint(make_checkpoint(model))
 
@@ -102,11 +125,48 @@ def test_a_forward_that_fails_is_refused_with_its_reason() -> None:
         trace_checkpoint(make_checkpoint(model))
 
 
-def test_layers_that_run_twice_are_refused() -> None:
+def test_a_layer_that_runs_twice_has_two_caches() -> None:
     model = make_llama()
     model.model.layers[1] = model.model.layers[0]
+    traced = trace_checkpoint(make_checkpoint(model))
+    assert traced.layers == (LayerGeometry(2, 16, 16),) * 2
+
+
+def test_layers_that_do_not_call_attention_are_refused() -> None:
+    model = make_llama()
+    del model.model.layers[1]
     with pytest.raises(UnsupportedModelError, match="only 1 of its 2 layers"):
         trace_checkpoint(make_checkpoint(model))
+
+
+def test_what_the_exporter_cannot_do_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("step 1\n\nDispatchError: no function for aten.unheard_of")
+
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    with pytest.raises(UnsupportedModelError, match=r"torch cannot export .*no function for aten\.unheard_of"):
+        trace_checkpoint(make_checkpoint(make_llama()))
+
+
+def test_complex_numbers_are_pairs_while_a_model_is_traced() -> None:
+    import torch
+
+    from specexport.frontend.complex_pairs import complex_as_pairs
+
+    x, angle = torch.randn(3, 4, 2), torch.randn(4)
+    functions = torch.polar, torch.view_as_complex, torch.view_as_real
+
+    def turn() -> torch.Tensor:
+        by = torch.polar(torch.ones_like(angle), angle) * 0.5
+        found: torch.Tensor = torch.view_as_real(torch.view_as_complex(x) * by.unsqueeze(0).to(x.device))
+        return found
+
+    wanted = turn()
+    with complex_as_pairs():
+        assert torch.allclose(turn(), wanted, atol=1e-6)
+    assert (torch.polar, torch.view_as_complex, torch.view_as_real) == functions
 
 
 def test_chunked_attention_is_refused_by_layer_kind() -> None:

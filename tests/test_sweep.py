@@ -1,0 +1,102 @@
+"""The sweep over architectures: its page names what the installed transformers has, and a few are tried for real."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_traces import keep_operator_table
+from tools.architecture_sweep import all_names, main, read_results, run_all, write_results
+from tools.sweep_lib import table
+from tools.sweep_lib.attempt import NOT_MADE, REFUSED, TIMEOUT, TRACEBACK, WORKS, Outcome, attempt
+
+PAGE = table.PAGE
+
+
+def test_the_page_names_every_architecture_of_the_installed_transformers_once() -> None:
+    """Another version: ``python tools/architecture_sweep.py --jobs 2``, then ``--table``."""
+    import transformers
+
+    text = PAGE.read_text(encoding="utf-8")
+    assert f"transformers {transformers.__version__} has" in text
+    lines = text.split("## Works")[1].splitlines()
+    named = [name for line in lines if line.startswith("`") for name in re.findall(r"`(.+?)`", line)]
+    named += [line.split("`")[1] for line in lines if line.startswith("| `")]
+    assert sorted(named) == sorted(all_names())
+
+
+@pytest.mark.slow
+@pytest.mark.exports
+@pytest.mark.parametrize("name", ["deepseek_v2", "zamba2"])
+def test_an_architecture_is_made_built_and_compared(name: str, tmp_path: Path) -> None:
+    """Rotary embeddings in complex numbers; a block that several layers of a hybrid share."""
+    keep_operator_table()
+    outcome = attempt(name, tmp_path)
+    assert (outcome.outcome, outcome.reason) == (WORKS, "")
+    assert outcome.error is not None
+    assert outcome.error < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("llama4_text", "chunked_attention, which lets a token see its own chunk only"),
+        ("deepseek_v32", "indexed_attention, which chooses the entries"),
+    ],
+)
+def test_layers_without_a_plain_cache_are_refused_by_kind(name: str, reason: str, tmp_path: Path) -> None:
+    outcome = attempt(name, tmp_path)
+    assert outcome.outcome == REFUSED
+    assert reason in outcome.reason
+
+
+def test_what_happens_in_a_process_becomes_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails, one that dies, and one that does not end, beside each other."""
+    import os
+    import time
+
+    def act(name: str, folder: Path) -> Outcome:
+        if name == "llama":
+            os._exit(3)
+        if name == "gpt2":
+            time.sleep(600)
+        return Outcome(name, str(folder.is_dir()), NOT_MADE, "why")
+
+    monkeypatch.setattr("tools.architecture_sweep.attempt", act)
+    found = {outcome.name: outcome for outcome in run_all(["llama", "gpt2", "opt"], jobs=3, minutes=0.05)}
+    assert found["llama"].outcome == TRACEBACK
+    assert found["gpt2"].outcome == TIMEOUT
+    assert found["opt"] == Outcome("opt", "True", NOT_MADE, "why")
+
+
+def test_results_of_another_version_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "results.json"
+    results = {"opt": Outcome("opt", "OPTForCausalLM", WORKS, "", 1e-7, 3.0)}
+    write_results(path, results)
+    assert read_results(path) == results
+    monkeypatch.setattr("transformers.__version__", "4.0.0")
+    assert read_results(path) == {}
+
+
+def test_the_page_is_written_from_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(table, "PAGE", page)
+    names = {"opt": "OPT", "bart": "Bart", "llama": "Llama"}
+    results = {
+        "opt": Outcome("opt", "OPT", WORKS),
+        "bart": Outcome("bart", "Bart", REFUSED, "bart (Bart) cannot be exported: it is <odd>."),
+    }
+    assert table.write_table(names, results) == 1  # one was not tried
+    text = page.read_text(encoding="utf-8")
+    assert "| works | 1 |" in text
+    assert "| `bart` | it is &lt;odd> |" in text
+    assert "## Not tried" in text
+    results["llama"] = Outcome("llama", "Llama", WORKS)
+    assert table.write_table(names, results) == 0
+
+
+def test_an_unknown_name_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--only", "xyzzy"])
+    assert caught.value.code == 2
+    assert "transformers has no xyzzy" in capsys.readouterr().err
