@@ -11,7 +11,6 @@ pass or lowering before a bundle exists.
 """
 
 from collections.abc import Sequence as Seq
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -60,11 +59,13 @@ class _Run(NamedTuple):
         name: of both, for messages.
         logits: [n, V].
         places: row and position of each.
+        adapter: the one that both rows had; 0 for none.
     """
 
     name: str
     logits: Float32Array
     places: list[tuple[int, int]]
+    adapter: int = 0
 
 
 def check_sequences(vocab_size: int) -> list[Int64Array]:
@@ -134,10 +135,10 @@ def check_engine(
         CheckFailedError: it is beyond the tolerance; names the graph, and what of it.
     """
     checks = []
-    graphs = (True, False) if entry.padded_path is not None else (True,)
-    for (adapter, logits), unpad_kv in product(enumerate((references, *adapted)), graphs):
-        for name, found, places in _run(folder, entry, sequences, unpad_kv=unpad_kv, adapter=adapter):
-            reference = np.stack([logits[row][position] for row, position in places])
+    each = (references, *adapted)
+    for unpad_kv in (True, False) if entry.padded_path is not None else (True,):
+        for name, found, places, adapter in _run(folder, entry, sequences, unpad_kv=unpad_kv, adapters=len(adapted)):
+            reference = np.stack([each[adapter][row][position] for row, position in places])
             closeness = None
             if entry.quantize is None:
                 _compare(entry, found, reference, places, name)
@@ -220,26 +221,27 @@ def _given(entry: ModelEntry, count: int) -> int:
 
 
 def _run(
-    folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], *, unpad_kv: bool = True, adapter: int = 0
+    folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], *, unpad_kv: bool = True, adapters: int = 0
 ) -> list[_Run]:
-    """What one graph computes of the sequences, in wide steps and then one token at a time."""
+    """What one graph computes of the sequences, in wide steps and then one token at a time; then with each adapter."""
     from specexport_runtime.packing.batch import ModelRunner
 
     name = "engine" if unpad_kv else "engine's padded-KV graph"
     narrow = "engine's one-token graph" if unpad_kv and entry.one_token_path else f"{name}, one token at a time,"
-    if adapter:
-        of = f" with adapter {entry.adapters[adapter - 1].name}"
-        name, narrow = name + of, narrow + of
     executor = _make_executor(folder, entry, sequences, unpad_kv=unpad_kv)
-    if adapter:
-        adapted_executor(executor).default_adapter = adapter
 
     def read_all() -> list[_Run]:
         lengths = [len(sequence) for sequence in sequences]
-        runner = ModelRunner(executor, unpad_kv=unpad_kv)
-        runs = [_read(runner, entry, sequences, _wide_steps(lengths), name)]
-        runner.reset()
-        return [*runs, _read(runner, entry, sequences, _narrow_steps(lengths), narrow)]
+        runner, runs = ModelRunner(executor, unpad_kv=unpad_kv), []
+        for adapter in range(adapters + 1):
+            of = ""
+            if adapters:
+                adapted_executor(executor).default_adapter = adapter
+                of = f" with adapter {entry.adapters[adapter - 1].name}" if adapter else ""
+            for steps, kind in ((_wide_steps(lengths), name), (_narrow_steps(lengths), narrow)):
+                runs.append(_read(runner, entry, sequences, steps, kind + of)._replace(adapter=adapter))
+                runner.reset()
+        return runs
 
     try:
         if isinstance(executor, PartedExecutor):
