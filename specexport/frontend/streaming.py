@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_any, tree_map
 from specexport.frontend.stored import CHUNK, Stored, StoredWeight, stored_by_id
 
 _CPU = torch.device("cpu")
+_VIEWS = (torch.Tensor.T.__get__, torch.Tensor.mT.__get__)
+"""Properties that have the values too."""
 
 
 class _Streaming(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed
@@ -36,7 +38,8 @@ class _Streaming(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
             return func(*args, **named)
         name = getattr(func, "__name__", "")
         if name == "__get__":  # of a property
-            return _CPU if func is torch.Tensor.device.__get__ else func(*args, **named)
+            given = tree_map(self._real, args) if func in _VIEWS else args
+            return _CPU if func is torch.Tensor.device.__get__ else func(*given, **named)
         if func is torch.nn.functional.linear:
             return self._linear(*args, **named)
         if func is torch.nn.functional.embedding:

@@ -155,9 +155,9 @@ def attention_model(layer: LayerGeometry, num_heads: int, *, sinks: bool, dtype:
         values[item.name] = ir.Value(name=name, type=ir.TensorType(kind), shape=shape)
     logits = ir.Value(name="logits_in", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["R", "V"]))
     given = [*values.values(), logits]
-    if not sinks:
-        given.remove(values["sinks"])
-        values["sinks"] = None
+    for name in ["slopes", *([] if sinks else ["sinks"])]:
+        given.remove(values[name])
+        values[name] = None
     attributes = {"num_heads": num_heads, "kv_num_heads": layer.kv_heads, "window": -1, "softcap": 0.0} | attributes
     node = ir.node("UnpaddedAttention", list(values.values()), attributes, domain="specexport", num_outputs=3)
     same = ir.node("Identity", [logits])
@@ -343,7 +343,8 @@ def test_dtypes_and_heads_without_a_kernel_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match="heads of up to 256, not 264"):
         lower_ort_cuda(model)
     assert any(node.op_type == "UnpaddedAttention" for node in model.graph), "a refused graph is left as it was"
-    assert len(model.graph.inputs) == len(UNPADDED_ATTENTION.inputs)
+    # Those of the operator but sinks and slopes, and logits.
+    assert len(model.graph.inputs) == len(UNPADDED_ATTENTION.inputs) - 1
 
 
 def test_greedy_tokens_of_rows_with_and_without_nan() -> None:

@@ -53,10 +53,6 @@ CASES = {
     "softcap": Case(RAGGED, softcap=1.5),
     "sinks": Case(RAGGED, sinks=True),
     "everything": Case(RAGGED, window=5, softcap=2.0, sinks=True),
-    "slopes": Case(RAGGED, slopes=True),
-    "slopes_one_token_rows": Case(((4, 1), (9, 1), (0, 1)), slopes=True),
-    "slopes_every_row_full": Case(((45, 3), (45, 3), (0, 3)), slopes=True, kv_heads=4),
-    "slopes_and_all_else": Case(((3, 5), (17, 1), (7, 0), (30, 12)), slopes=True, window=5, softcap=2.0, sinks=True),
     "odd_head_size": Case(RAGGED, k_dim=20, v_dim=20),
     "tiny_head_size": Case(RAGGED, k_dim=5, v_dim=5, window=3),
     "large_head_size": Case(((2, 3), (0, 5)), k_dim=256, v_dim=256),
@@ -65,8 +61,6 @@ CASES = {
     "values_smaller_empty_rows": Case(((5, 0), (2, 4), (0, 0)), k_dim=24, v_dim=16),
     "values_smaller_window": Case(RAGGED, k_dim=24, v_dim=16, window=4),
     "values_smaller_everything": Case(RAGGED, k_dim=24, v_dim=16, window=4, softcap=1.5, sinks=True),
-    "values_smaller_slopes": Case(RAGGED, k_dim=24, slopes=True),
-    "values_smaller_slopes_and_all_else": Case(RAGGED, k_dim=24, window=4, softcap=1.5, sinks=True, slopes=True),
     # One row's long chunk beside rows at the very end of their capacity: each may write its own tokens only.
     "full_row_beside_chunk": Case(((0, 30), (47, 1), (40, 8), (46, 2))),
     "full_idle_row_beside_chunk": Case(((0, 30), (47, 0), (44, 4))),
@@ -76,6 +70,15 @@ CASES = {
     "last_row_idle": Case(((5, 2), (7, 0))),
     "one_token_among_idle_rows": Case(((5, 0), (7, 1), (9, 0))),
 }
+SLOPES = {
+    "slopes": Case(RAGGED, slopes=True),
+    "slopes_one_token_rows": Case(((4, 1), (9, 1), (0, 1)), slopes=True),
+    "slopes_every_row_full": Case(((45, 3), (45, 3), (0, 3)), slopes=True, kv_heads=4),
+    "slopes_and_all_else": Case(((3, 5), (17, 1), (7, 0), (30, 12)), slopes=True, window=5, softcap=2.0, sinks=True),
+    "values_smaller_slopes": Case(RAGGED, k_dim=24, slopes=True),
+    "values_smaller_slopes_and_all_else": Case(RAGGED, k_dim=24, window=4, softcap=1.5, sinks=True, slopes=True),
+}
+"""ALiBi, which only the CPU computes."""
 WHOLE_ROWS = {
     "whole_rows": Case(RAGGED, causal=0),
     "whole_rows_empty": Case(((5, 0), (2, 4), (0, 0), (7, 0)), causal=0),
@@ -182,13 +185,13 @@ def assert_equal(case: Case, found: tuple[np.ndarray, ...], wanted: tuple[np.nda
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("name", [*CASES, *READING])
+@pytest.mark.parametrize("name", [*CASES, *SLOPES, *READING])
 def test_torch_op_equals_reference(name: str) -> None:
     import torch
 
     import specexport.ops.torch_op  # noqa: F401
 
-    case = (CASES | READING)[name]
+    case = (CASES | SLOPES | READING)[name]
     inputs, given = make_inputs(case), given_names(case)
     tensors = [torch.from_numpy(inputs[i.name]) if i.name in given else None for i in UNPADDED_ATTENTION.inputs]
     found = torch.ops.specexport.unpadded_attention(*tensors, *attributes(case).values())
@@ -250,9 +253,9 @@ def run_in_place(
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("name", [*CASES, *WHOLE_ROWS])
+@pytest.mark.parametrize("name", [*CASES, *SLOPES, *WHOLE_ROWS])
 def test_ort_cpu_lowering_equals_reference_and_writes_in_place(name: str, tmp_path: Path) -> None:
-    case = (CASES | WHOLE_ROWS)[name]
+    case = (CASES | SLOPES | WHOLE_ROWS)[name]
     inputs = make_inputs(case)
     wanted = expect(case, inputs)
     found = run_in_place(case, inputs, tmp_path)
@@ -368,7 +371,7 @@ def test_a_query_that_sees_nothing_is_a_number_and_changes_no_other(k_dim: int, 
     ],
 )
 def test_fused_kernel_wherever_it_can_run(name: str, fused: bool) -> None:
-    node = next(iter(one_node_model((CASES | WHOLE_ROWS)[name]).graph))
+    node = next(iter(one_node_model((CASES | SLOPES | WHOLE_ROWS)[name]).graph))
     assert choose_body(node).fused is fused
 
 
@@ -400,13 +403,13 @@ def lower_for(backend: str, model: ir.Model) -> None:
 
 @pytest.mark.parametrize("backend", ["ort-cuda", "native", "plugin", "int8", "reading"])
 def test_slopes_are_refused_where_they_would_be_left_out(backend: str) -> None:
-    model = one_node_model(replace(CASES["slopes"], appends=backend != "reading"))
+    model = one_node_model(replace(SLOPES["slopes"], appends=backend != "reading"))
     with pytest.raises(UnsupportedModelError, match="ALiBi slopes"):
         lower_ort_cpu(model) if backend == "reading" else lower_for(backend, model)
 
 
 def test_slopes_turned_round_would_be_noticed() -> None:
-    case = CASES["slopes"]
+    case = SLOPES["slopes"]
     inputs = make_inputs(case)
     wrong = expect(case, inputs | {"slopes": -inputs["slopes"]})[0]
     assert np.abs(wrong - expect(case, inputs)[0]).max() > 0.1
