@@ -211,12 +211,23 @@ def reference_logits(checkpoint: Checkpoint, sequences: "list[list[int]]") -> "l
 
     Returns:
         per sequence, logits [len, V] float32.
+
+    Raises:
+        UnsupportedModelError: the model's own forward pass fails.
     """
     from specexport.frontend.check import eager_logits
+    from specexport.frontend.refuse import refuse
     from specexport.frontend.streaming import streamed
+    from specexport_runtime.errors import SpecexportError
 
     with streamed(checkpoint.model, checkpoint.stored):
-        return eager_logits(checkpoint.model, sequences, together=bool(checkpoint.stored))
+        try:
+            return eager_logits(checkpoint.model, sequences, together=bool(checkpoint.stored))
+        except SpecexportError:
+            raise
+        except Exception as error:  # whatever a model's own code may raise
+            reason = f"its own forward pass fails ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+            raise refuse(checkpoint.model, reason) from error
 
 
 def read_adapter(source: "LoraSource", model: Any) -> "LoraAdapter":
