@@ -27,14 +27,14 @@ def test_the_page_names_every_architecture_of_the_installed_transformers_once() 
 
 @pytest.mark.slow
 @pytest.mark.exports
-@pytest.mark.parametrize("name", ["deepseek_v2", "zamba2"])
-def test_an_architecture_is_made_built_and_compared(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "limit"), [("deepseek_v2", 1e-5), ("zamba2", 3e-5)])
+def test_an_architecture_is_made_built_and_compared(name: str, limit: float, tmp_path: Path) -> None:
     """Rotary embeddings in complex numbers; a block that several layers of a hybrid share."""
     keep_operator_table()
     outcome = attempt(name, tmp_path)
     assert (outcome.outcome, outcome.reason) == (WORKS, "")
     assert outcome.error is not None
-    assert outcome.error < 1e-4
+    assert outcome.error < limit
 
 
 @pytest.mark.parametrize(

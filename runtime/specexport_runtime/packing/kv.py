@@ -83,10 +83,6 @@ class KvArena:
         self._kv_lens[destination] = self._written[destination] = self._kv_lens[source]
         self.release(source)
 
-    def state_len(self, row: int) -> int:  # noqa: ARG002
-        """Tokens of ``row`` that only all of them can be gone on behind: none, without states (see ``StateArena``)."""
-        return 0
-
     def restore(self, row: int, kv_len: int, state_len: int = 0) -> None:  # noqa: ARG002
         """The first ``kv_len`` entries of an empty row were put there without a step, and are committed.
 
