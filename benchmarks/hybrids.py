@@ -150,9 +150,9 @@ def main() -> None:
 
 def executor_state_bytes(entry: object) -> tuple[int, int]:
     """Bytes of the states of one row, alone and with what drafts leave beside them."""
-    from specexport_runtime.abi import kv_slack, state_shapes
+    from specexport_runtime.abi import num_pending, state_shapes
 
-    shapes = state_shapes(entry.states, 1, kv_slack(7))  # type: ignore[attr-defined]
+    shapes = state_shapes(entry.states, 1, num_pending(7, drafts_itself=False))  # type: ignore[attr-defined]
     sizes = {name: 4 * int(np.prod(shape)) for name, shape in shapes.items()}
     return sum(size for name, size in sizes.items() if name.startswith("state")), sum(sizes.values())
 
