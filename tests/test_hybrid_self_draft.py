@@ -182,7 +182,7 @@ LOUD = LayerRules(threshold=None, period=3, keep_last=0)
 SIMILAR = LayerRules(threshold=0.999, period=None, keep_last=0)
 """Leaves out what changes nothing: found by its similarity."""
 CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3_next": {},
+    "qwen3_5": {},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [2]},
 }
 PROMPTS = ["abcabcabcabcabc", "x", "for i in range(10):\n    print(i)\nfor i in range(10):\n"]
@@ -202,6 +202,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         for name, weight in model.named_parameters():
             if ".layers.1." in name and ("out_proj" in name or "down_proj" in name):
                 weight.zero_()
+        model.get_output_embeddings().weight[259:] = 0  # the tokenizer has no such ids, so that they are never drafted
     folder = tmp_path_factory.mktemp(request.param)
     target = save_checkpoint(model, folder / "target")
     # A random model loses more by int8 than a build allows.
@@ -235,7 +236,7 @@ def test_texts_are_those_of_plain_decoding_and_what_does_nothing_is_not_missed(e
             for result, wanted in zip(found, plain, strict=False):
                 assert (result.token_ids, result.logprobs) == (wanted.token_ids, wanted.logprobs)
                 stats = result.stats
-                assert stats.drafted > 20
+                assert stats.drafted > 15
                 assert (stats.accepted == stats.drafted) == (rules is not LOUD)
                 choice = stats.layer_choice
                 assert choice is not None
