@@ -30,10 +30,9 @@ LOOKAHEAD = 5
 TOLERANCE = 1e-4
 """Of the largest logit."""
 OFF: dict[str, tuple[int, ...]] = {
-    "qwen3_next": (2, 3, 5, 6),  # recurrences of layers 1 and 3, MLPs of 1 and 2; attention stays
+    "qwen3_5": (2, 3, 5),  # a recurrence, and the MLPs of two layers; attention stays
     "falcon_h1": (0, 3),  # attention and recurrences are one block
-    "nemotron_h": (2, 3),  # a recurrence is left, without an MLP
-    "mamba2": (2,),
+    "nemotron_h": (2, 3),  # the recurrence, which is left, is a layer without an MLP
 }
 """Gates that a draft switches off."""
 PARTS = (("linear_attn", "self_attn", "mamba", "conv", "mixer"), ("mlp", "feed_forward"))
