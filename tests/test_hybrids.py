@@ -29,9 +29,11 @@ def open_engine(model: Any, folder: Path, rows: int) -> OrtExecutor:
     from specexport.lowering.ort_cpu import lower_ort_cpu
     from specexport.lowering.step_inputs import step_inputs
     from specexport.passes import default_passes, run_passes
+    from specexport.passes.residual_blocks import find_residual_blocks
 
     traced = trace_of(model)
     run_passes(traced.ir_model, default_passes(Recipe()))
+    assert find_residual_blocks(traced.ir_model).obstacle is None, "it could draft with its own layers"
     lower_ort_cpu(traced.ir_model)
     path = write_onnx(traced.ir_model, folder)
     entry = ModelEntry(
