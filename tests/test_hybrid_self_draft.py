@@ -36,7 +36,10 @@ OFF: dict[str, tuple[int, ...]] = {
 }
 """Gates that a draft switches off."""
 CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3_5": {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    "qwen3_5": {
+        **{"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+        "head_dim": 64,  # a quarter of it is rotated: the cosine of few angles has other bits in a step of one token
+    },
     "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [2]},
 }
 """Three layers, of which the last has attention, where an architecture of the tests has more, or fewer."""
