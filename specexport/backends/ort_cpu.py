@@ -50,7 +50,7 @@ class OrtCpu(Backend):
         from specexport.passes.residual_blocks import find_residual_blocks
 
         recipe, role, folder = job.recipe, job.role, job.folder
-        fused, num_gates, kinds, obstacle = [], 0, (), None
+        fused, num_gates, obstacle = [], 0, None
         with job.clock.stage("lower", role, self.name):
             padded_model = _padded_model(ir_model, job)
             if recipe.fuse:
@@ -66,7 +66,6 @@ class OrtCpu(Backend):
             lower_ort_cpu(ir_model)
             if blocks is not None and blocks.obstacle is None:
                 num_gates = gate(ir_model, blocks)
-                kinds = blocks.gate_kinds if num_gates else ()
             elif recipe.fuse:
                 fused.append(("norm-fuse", fuse_norms(ir_model)))
             if blocks is not None:
@@ -91,7 +90,7 @@ class OrtCpu(Backend):
             **fields,
             "inputs": step_inputs(ir_model),
             "num_gates": num_gates,
-            "gate_kinds": kinds,
+            "gate_kinds": () if blocks is None or not num_gates else blocks.gate_kinds,
             "gate_obstacle": obstacle,
             "quantize": quantize,
             "kv_dtype": None if job.cache_ranges is None else "int8",

@@ -38,13 +38,13 @@ class OrtCuda(Backend):
         from specexport.passes.quantize_graph import nbits_bytes
         from specexport.passes.residual_blocks import find_residual_blocks
 
-        num_gates, kinds, obstacle = 0, (), None
+        num_gates, obstacle = 0, None
         with job.clock.stage("lower", job.role, self.name):
             blocks = find_residual_blocks(ir_model) if job.recipe.self_draft and job.role == "target" else None
             lower_ort_cuda(ir_model)
             inputs = step_inputs(ir_model)
             if blocks is not None and blocks.obstacle is None:
-                num_gates, kinds = gate_layers(ir_model, blocks, separate=True), blocks.gate_kinds
+                num_gates = gate_layers(ir_model, blocks, separate=True)
             elif blocks is not None:
                 obstacle = blocks.obstacle
         with job.clock.stage("build", job.role):
@@ -55,7 +55,7 @@ class OrtCuda(Backend):
             "inputs": inputs,
             "lowering": "paged",
             "num_gates": num_gates,
-            "gate_kinds": kinds,
+            "gate_kinds": () if blocks is None else blocks.gate_kinds,
             "gate_obstacle": obstacle,
             "feature_size": feature_size(ir_model),
             "quantize": quantize,

@@ -202,8 +202,9 @@ def _measure_gates(target: ModelRunner, gated: GatedExecutor, max_rows: int) -> 
             found.append(cost)
     finally:
         gated.set_layers(None)
+    none, mlp = found
     kinds = gated.gate_kinds
-    return GateCost(layers, *found, num_mlps=sum(kind == MLP for kind in kinds) if kinds else None)
+    return GateCost(layers, none, mlp, sum(kind == MLP for kind in kinds) if kinds else None)
 
 
 class KnownCosts(NamedTuple):
