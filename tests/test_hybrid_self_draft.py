@@ -21,6 +21,7 @@ from specexport_runtime.bundle.manifest import ModelEntry, load_manifest
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.sampler import Sampler
+from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sequences.layer_choice import LayerRules
 from tests.engine_harness import Recipe, make_checkpoint
 from tests.tiny_models import HYBRIDS, VOCAB, make_model, save_checkpoint
@@ -251,6 +252,19 @@ def test_texts_are_those_of_plain_decoding_and_what_does_nothing_is_not_missed(e
                 assert choice is not None
                 if rules is not LOUD:
                     assert (choice.removed_attention, choice.removed_recurrences) == ((), (1,))
+
+
+def test_forced_tokens_wait_beside_a_state_too(engine: SpecEngine) -> None:
+    """A draft begins with what a grammar forces: its first step reads several tokens."""
+    pytest.importorskip("llguidance")
+    form = StructuredOutputs(regex="[ab]{3}(forced text here)[a-z]{20}")
+    params = SamplingParams(max_tokens=60, structured_outputs=form)
+    plain = engine.generate(PROMPTS, params, drafter="none")
+    for lookahead in (1, 8):
+        ways: dict[str, Any] = {"drafter": "self", "num_speculative_tokens": lookahead, "layer_rules": SILENT}
+        found = engine.generate(PROMPTS, params, **ways)
+        assert [result.token_ids for result in found] == [result.token_ids for result in plain]
+        assert all(result.stats.accepted == result.stats.drafted > 20 for result in found)
 
 
 def test_a_row_is_gone_on_from_behind_what_a_draft_left(engine: SpecEngine) -> None:
