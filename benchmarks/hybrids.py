@@ -1,10 +1,12 @@
 """Models whose layers keep a state: what drafts cost, and how fast prompts are read.
 
     python benchmarks/hybrids.py FOLDER --kind qwen3_5 --json hybrids.json
+    python benchmarks/hybrids.py FOLDER --kind qwen3_5 --self-draft
 
 Makes a model of random weights (about 130 M parameters), builds it, and measures in turns: a step of five tokens, of
 which four are drafts, against one of one token; the same with what a runtime does that can only take a snapshot of a
-state and run accepted tokens again; and a prompt against transformers.
+state and run accepted tokens again; and a prompt against transformers. With ``--self-draft``, also draft steps of the
+target with every second layer off, behind drafts that were accepted.
 """
 
 import argparse
@@ -73,26 +75,39 @@ def read_with_transformers(folder: Path, tokens: list[int]) -> float:
     return median(taken[1:])
 
 
-def main() -> None:
-    """Build, measure, print."""
+def read_arguments() -> argparse.Namespace:
+    """Those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the checkpoint and the bundle go")
     parser.add_argument("--kind", choices=KINDS, default="qwen3_5")
     parser.add_argument("--tokenizer", type=Path, default=Path("examples/demo_pair/target"))
     parser.add_argument("--quantize", choices=["int8"], help="of the bundle; without, float32 as transformers")
+    parser.add_argument("--self-draft", action="store_true", help="of a target whose layers can be left out")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Build, measure, print."""
+    args = read_arguments()
     from specexport.build.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
-    checkpoint, bundle = args.folder / args.kind, args.folder / f"{args.kind}-{args.quantize or 'float32'}"
+    form = f"{args.quantize or 'float32'}{'-self' if args.self_draft else ''}"
+    checkpoint, bundle = args.folder / args.kind, args.folder / f"{args.kind}-{form}"
     parameters = make_checkpoint(args.kind, checkpoint, args.tokenizer)
     recipe = BuildRecipe(
-        target=str(checkpoint), output=str(bundle), max_model_len=2048, lookahead=7, quantize=args.quantize, check=False
+        target=str(checkpoint),
+        output=str(bundle),
+        max_model_len=2048,
+        lookahead=7,
+        quantize=args.quantize,
+        self_draft=args.self_draft,
+        check=False,
     )
     build_bundle(recipe)
     entry = load_bundle(bundle).manifest.models["target"]
@@ -113,7 +128,20 @@ def main() -> None:
         step(1 + DRAFTS, 1 + DRAFTS, 0)
         step(1 + DRAFTS // 2, 0, 0)
 
+    half = np.arange(executor.num_gates) // 2 % 2 == 0
+
+    def drafted() -> None:
+        """Draft steps with every second layer off, behind what the last verify step left; nothing of them is kept."""
+        known = runner.kv.kv_len(0)
+        executor.set_layers(half)
+        for at in range(DRAFTS):
+            runner.step(0, [RowWork(tokens[at : at + 1], 1, settles=False)])
+            runner.kv.commit(0, known + at + 1)
+        executor.set_layers(None)
+        runner.kv.commit(0, known)
+
     ways = {
+        **({"drafted": drafted} if args.self_draft else {}),
         "one": lambda: step(1, 0, 0),
         "five": lambda: step(1 + DRAFTS, DRAFTS, DRAFTS // 2),
         "replayed": replayed,
@@ -123,6 +151,7 @@ def main() -> None:
         for name, way in ways.items():
             runner.reset()
             runner.prefill(0, tokens[:256])
+            step(1 + DRAFTS, DRAFTS, DRAFTS // 2)
             ms[name].append(median([timed(way)[0] * 1e3 for _ in range(args.steps + 3)][3:]))
         runner.reset()
         ms["prompt"].append(timed(lambda: runner.prefill(0, tokens))[0] * 1e3)
@@ -130,6 +159,10 @@ def main() -> None:
     torch_seconds = read_with_transformers(checkpoint, tokens)
     found = {name: median(values) for name, values in ms.items()}
     state = executor_state_bytes(entry)
+    drafting = []
+    if args.self_draft:
+        each = found["drafted"] / DRAFTS
+        drafting = [("draft step of every second layer", f"{each:.2f} ms = {each / found['one']:.2f}x a step of 1")]
     rows = [
         ("parameters", f"{parameters / 1e6:.0f} M"),
         ("step of 1 token", f"{found['one']:.2f} ms"),
@@ -138,6 +171,7 @@ def main() -> None:
             "with a snapshot and a replay",
             f"{found['replayed']:.2f} ms = {found['replayed'] / found['five']:.2f}x of that",
         ),
+        *drafting,
         (f"prompt of {args.prompt}", f"{args.prompt / found['prompt'] * 1e3:.0f} tokens/s"),
         (
             "transformers",
@@ -145,14 +179,14 @@ def main() -> None:
         ),
         ("a row's states", f"{state[0]} bytes, with drafts aside {state[1]} = {state[1] / state[0]:.2f}x"),
     ]
-    report(f"{args.kind}, {args.quantize or 'float32'}", rows, {"ms": ms, "torch_seconds": torch_seconds}, args.json)
+    report(f"{args.kind}, {form}", rows, {"ms": ms, "torch_seconds": torch_seconds}, args.json)
 
 
 def executor_state_bytes(entry: object) -> tuple[int, int]:
     """Bytes of the states of one row, alone and with what drafts leave beside them."""
-    from specexport_runtime.abi import kv_slack, state_shapes
+    from specexport_runtime.abi import num_pending, state_shapes
 
-    shapes = state_shapes(entry.states, 1, kv_slack(7))  # type: ignore[attr-defined]
+    shapes = state_shapes(entry.states, 1, num_pending(7, drafts_itself=entry.num_gates > 0))  # type: ignore[attr-defined]
     sizes = {name: 4 * int(np.prod(shape)) for name, shape in shapes.items()}
     return sum(size for name, size in sizes.items() if name.startswith("state")), sum(sizes.values())
 

@@ -150,11 +150,12 @@ def summarize(stats: list[Any]) -> dict[str, Any]:
         "acceptance": accepted / drafted if drafted else None,
         "mean_accepted_length": 1 + accepted / rounds if rounds else None,
         "mean_drafted": drafted / rounds if rounds else None,
-        "attention_kept": [sum(choice.attention) for choice in choices],
+        "mixers_kept": [sum(choice.mixers) for choice in choices],
         "mlp_kept": [sum(choice.mlp) for choice in choices],
         "num_layers": choices[0].num_layers,
         "acs": [sum(column) / len(acs) for column in zip(*acs, strict=True)],
         "removed_attention": [choice.removed_attention for choice in choices],
+        "removed_recurrences": [choice.removed_recurrences for choice in choices],
     }
 
 
@@ -196,7 +197,7 @@ def show(args: argparse.Namespace, record: dict[str, Any]) -> None:
         if "rules" not in row:
             print(f"| {row['way']} | {row['tokens_per_second']:.1f} | 1 | 1 | | | | | |")
             continue
-        mean = [sum(row[key]) / len(row[key]) for key in ("attention_kept", "mlp_kept")]
+        mean = [sum(row[key]) / len(row[key]) for key in ("mixers_kept", "mlp_kept")]
         ties = f" (+{row['near_ties']} near-ties)" if row["near_ties"] else ""
         print(
             f"| {row['way']} | {row['tokens_per_second']:.1f} | {row['speedup']:.2f}x | {row['paper']:.3f}x "

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from specexport_runtime.abi import (
     LayerGeometry,
     TensorSpec,
     kv_slack,
+    num_pending,
     state_shapes,
 )
 from specexport_runtime.bundle.files import check_files
@@ -98,7 +100,7 @@ def kv_bytes_per_token(entry: ModelEntry) -> int:
 
 def state_bytes_per_row(entry: ModelEntry, lookahead: int) -> int:
     """Bytes that one row takes for states of recurrences, with what drafts leave beside them; 0 without recurrences."""
-    shapes = state_shapes(entry.states, 1, kv_slack(lookahead))
+    shapes = state_shapes(entry.states, 1, num_pending(lookahead, drafts_itself=entry.num_gates > 0))
     return sum(math.prod(shape) for shape in shapes.values()) * ITEM_BYTES["float32"]
 
 
@@ -196,11 +198,19 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     if entry.skipped_layers:
         yield f"  self-drafting: without layers {', '.join(map(str, entry.skipped_layers))}"
     elif entry.num_gates:
-        yield f"  self-drafting: {entry.num_gates} attention and MLP blocks can be skipped"
+        yield f"  self-drafting: {_blocks(entry)} can be skipped"
     elif entry.gate_obstacle is not None:
         yield f"  no self-drafting: {entry.gate_obstacle}"
     if entry.passes:
         yield "  passes: " + ", ".join(f"{name} {count}" for name, count in (*entry.passes, *entry.fused))
+
+
+def _blocks(entry: ModelEntry) -> str:
+    """How many blocks of each kind drafts can leave out."""
+    if not entry.gate_kinds:  # an older bundle
+        return f"{entry.num_gates} attention and MLP blocks"
+    counts = Counter(kind for kind in entry.gate_kinds if kind)
+    return f"{counts.total()} blocks ({', '.join(f'{count} {kind}' for kind, count in counts.items())})"
 
 
 def _describe_adapter(adapter: AdapterEntry) -> str:

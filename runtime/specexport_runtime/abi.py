@@ -15,11 +15,11 @@ L     ``kv_capacity``       cache entries a row can hold (``max_model_len`` + sl
 P     ``kv_span``           cache entries that ``kv_positions`` describes (padded-KV graphs only)
 K     ``lookahead``         draft tokens a round
 H     ``kv_heads``          key/value heads of one layer
-N     ``num_layers``        attention layers of the model
-G     ``num_gates``         parts that can be switched off: an attention and an MLP a layer, 2N
+N     ``num_layers``        layers of the model, counted by their mixers: an attention, recurrences, or both
+G     ``num_gates``         parts that can be switched off: a mixer and an MLP a layer, 2N
 D     ``head_dim``          size of one key (or value) head of one layer
 E     ``feature_size``      width of a feature: what a draft head reads of its target for each token
-S     ``num_pending``       drafts of which a recurrence keeps its inputs until they are accepted: K
+S     ``num_pending``       drafts of which a recurrence keeps its inputs until they are accepted, see ``num_pending``
 Z     ``state_shape``       sizes of one recurrence's state; a convolution's are [taps - 1, channels], those of linear
                             attention [heads, key size, value size]
 F     ``pending_width``     what one token gives to one recurrence
@@ -164,7 +164,8 @@ LAYER_MASK = TensorSpec(
     "bool",
     ("G",),
     "gate",
-    "targets that can draft with themselves only: which attention (2i) and MLP (2i+1) of layer i run in this step",
+    "targets that can draft with themselves only: whether mixer (2i: attention, recurrences) and MLP (2i+1) of layer i "
+    "run in this step",
 )
 WANT_SIMILARITY = TensorSpec(
     "want_similarity", "bool", (1,), "gate", "the same targets only: whether to compute `attention_similarity`"
@@ -174,7 +175,7 @@ SIMILARITY = TensorSpec(
     "float32",
     ("N", "T"),
     "output",
-    "the same targets only: cosine similarity of each token's residual stream before and after attention i; [N, 0] "
+    "the same targets only: cosine similarity of each token's residual stream before and after mixer i; [N, 0] "
     "unless wanted",
 )
 WANT_FEATURES = TensorSpec(
@@ -252,6 +253,10 @@ EXTENT_INPUTS = (SKIP_TOKENS, SKIP_SLOTS)
 
 GATE_INPUTS = (LAYER_MASK, WANT_SIMILARITY)
 """Inputs of a target whose layers can be switched off. They depend on no step shape."""
+
+GateKind = Literal["attention", "recurrence", "attention and recurrence", "MLP", ""]
+"""What a gate is for: a layer's mixer, which is one part even where it is both; its MLP; nothing, where it has none."""
+ATTENTION, RECURRENCE, MLP = "attention", "recurrence", "MLP"
 
 FEATURE_INPUTS = (WANT_FEATURES, TOKEN_FEATURES)
 """Inputs of a target with a draft head, and of the head."""
@@ -364,6 +369,15 @@ def cache_shapes(layers: Seq[LayerGeometry], num_rows: int, kv_capacity: int) ->
         for i, layer in enumerate(layers)
         for spec, head_dim in zip(CACHE_INPUTS, (layer.k_dim, layer.v_dim), strict=True)
     }
+
+
+def num_pending(lookahead: int, *, drafts_itself: bool) -> int:
+    """S: tokens whose inputs wait beside a row's state, at most.
+
+    A verify step leaves K drafts, all of which may be accepted. A target that drafts with its own layers has K steps
+    before the next one, which may settle nothing: what they read waits behind those.
+    """
+    return kv_slack(lookahead) + (lookahead if drafts_itself else 0)
 
 
 def kv_slack(lookahead: int) -> int:

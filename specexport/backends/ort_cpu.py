@@ -90,6 +90,7 @@ class OrtCpu(Backend):
             **fields,
             "inputs": step_inputs(ir_model),
             "num_gates": num_gates,
+            "gate_kinds": () if blocks is None or not num_gates else blocks.gate_kinds,
             "gate_obstacle": obstacle,
             "quantize": quantize,
             "kv_dtype": None if job.cache_ranges is None else "int8",

@@ -55,6 +55,7 @@ class OrtCuda(Backend):
             "inputs": inputs,
             "lowering": "paged",
             "num_gates": num_gates,
+            "gate_kinds": () if blocks is None else blocks.gate_kinds,
             "gate_obstacle": obstacle,
             "feature_size": feature_size(ir_model),
             "quantize": quantize,

@@ -411,17 +411,13 @@ def _check_states(job: BuildJob, backend: Backend) -> None:
     """Refuse layers that keep a state where nothing can go back behind drafts.
 
     Raises:
-        UnsupportedModelError: the backend has no such layers, or the target is to draft with its own.
+        UnsupportedModelError: the backend has no such layers.
     """
     if job.states and not backend.has_states:
         able = ", ".join(name for name, each in BACKENDS.items() if each.has_states)
         raise UnsupportedModelError(
             f"backend {backend.name} has no layers that keep a state, and this model has {len(job.states)}.",
             f"build it for {able}.",
-        )
-    if job.states and job.role == "target" and getattr(job.recipe, "self_draft", False):
-        raise UnsupportedModelError(
-            "a model with layers that keep a state cannot draft with some of its layers.", "leave out --self-draft."
         )
 
 

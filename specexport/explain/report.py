@@ -142,9 +142,10 @@ def summary_lines(summary: Summary, layers: "LayerChoice | None" = None) -> list
         "Drafts ended because: " + _counted(summary.ends, _ENDS) + ".",
     ]
     if layers is not None:
-        removed = (layers.removed_attention, layers.removed_mlp)
-        attention, mlp = (", ".join(map(str, each)) or "none" for each in removed)
-        lines.append(f"The draft leaves out attention of layers {attention} and MLPs of layers {mlp}.")
+        removed = (layers.removed_attention, layers.removed_recurrences, layers.removed_mlp)
+        attention, recurrences, mlp = (", ".join(map(str, each)) or "none" for each in removed)
+        states = f", recurrences of layers {recurrences}" if layers.removed_recurrences else ""
+        lines.append(f"The draft leaves out attention of layers {attention}{states} and MLPs of layers {mlp}.")
     if len(summary.ways) > 1:
         lines += [_way_line(way) for way in summary.ways]
     for name, found in summary.positions.items():

@@ -236,4 +236,4 @@ def _draft_seconds(curves: "CostCurves", drafter: str, context: int, layers: "La
         return curves.drafters[drafter].seconds(1, 1, context)
     if layers is None:
         return curves.target.seconds(1, 1, context)
-    return curves.self_draft_seconds(sum(layers.attention), sum(layers.mlp), 1, 1, context)
+    return curves.self_draft_seconds(sum(layers.mixers), sum(layers.mlp), 1, 1, context)

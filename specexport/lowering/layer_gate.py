@@ -1,13 +1,13 @@
-"""Gates around the attention and the MLP of each layer of a lowered graph.
+"""Gates around the mixer (attention, recurrences) and the MLP of each layer of a lowered graph.
 
 One session then serves a target (every gate on) and the drafts that leave out some of its layers: there is no second
 copy of the weights, no second KV cache, and other layers cost nothing but another mask. Each gate is an ``If`` whose
-else-branch passes on the residual stream and the caches. The caches of a layer that is off are not copied and not
+else-branch passes on the residual stream, caches and states. Those of a layer that is off are not copied and not
 written: their outputs are bound to the memory of their inputs, and ONNX Runtime's Identity copies nothing onto itself.
 That is what the runtime does, not what ONNX promises; a test pins it.
 
 Draft on the Fly (ASD, Metel et al. 2024) chooses layers by the cosine similarity of the stream before and after each
-attention, so the graph computes that too, for steps that ask for it.
+attention, so the graph computes that of all mixers too, for steps that ask for it.
 """
 
 from collections.abc import Sequence as Seq
@@ -37,20 +37,20 @@ def gate_layers(ir_model: "ir.Model", blocks: ResidualBlocks, *, separate: bool 
             its own memory, and the host would wait for each part of it to come back.
 
     Returns:
-        the number of gates G = 2N.
+        the number of gates G = 2N; that of an MLP which a layer does not have switches nothing.
 
     Raises:
         CheckFailedError: the lowering has joined a block with something outside it.
     """
     import onnx_ir as ir
 
-    graph, gates = ir_model.graph, len(blocks.blocks)
+    graph, gates = ir_model.graph, len(blocks.gate_kinds)
     try:
         flow = Dataflow(graph)
         regions = [flow.branch_of(block)[1] for block in blocks.blocks]
     except Obstacle as obstacle:
         raise CheckFailedError(f"the lowered graph has no clean layers: {obstacle}.") from obstacle
-    names = [f"gate.{block.layer}.{block.kind.lower()}" for block in blocks.blocks]
+    names = [f"gate.{i // 2}.{(kind or 'none').lower().replace(' ', '_')}" for i, kind in enumerate(blocks.gate_kinds)]
     switches: Seq[ir.Value]
     if separate:
         switches = [add_input(graph, LAYER_ON.name.format(i=i), ir.DataType.BOOL, [1]) for i in range(gates)]
@@ -59,9 +59,9 @@ def gate_layers(ir_model: "ir.Model", blocks: ResidualBlocks, *, separate: bool 
     wanted = add_input(graph, WANT_SIMILARITY.name, ir.DataType.BOOL, [1])
     cosines = _Cosines(graph, wanted)
     # Last to first: a block's residual is the value before it until that block is gated too.
-    for name, switch, block, region in reversed(list(zip(names, switches, blocks.blocks, regions, strict=True))):
-        gate, total = gate_block(graph, name, switch, block, region)
-        if block.kind == "attention":
+    for block, region in reversed(list(zip(blocks.blocks, regions, strict=True))):
+        gate, total = gate_block(graph, names[block.gate], switches[block.gate], block, region)
+        if block.is_mixer:
             cosines.insert_after(gate, block.residual, total)
     cosines.finish()
     return gates
@@ -110,13 +110,13 @@ def gate_block(
 
 
 def _passed_on(graph: "ir.Graph", block: ResidualBlock, body: "Seq[ir.Node]") -> "dict[ir.Value, ir.Value]":
-    """What leaves a block, and what stands in for it if the block does not run: the stream first, then the caches."""
+    """What leaves a block, and what stands in for it if the block does not run: the stream, then caches and states."""
     by_name = {value.name: value for value in graph.inputs}
     kept = {block.total: block.residual}
     inside = set(body)
     for value in graph.outputs:
         if value.producer() in inside:
-            kept[value] = by_name[str(value.name).replace("_cache_out.", "_cache.")]
+            kept[value] = by_name[str(value.name).replace("_out.", ".")]
     return kept
 
 
@@ -127,9 +127,9 @@ def _like(value: "ir.Value", name: str) -> "ir.Value":
 
 
 class _Cosines:
-    """Adds the cosine similarity of the stream before and after each attention, for steps that want it.
+    """Adds the cosine similarity of the stream before and after each mixer, for steps that want it.
 
-    Each is computed behind its attention, not all of them at the end: streams of other layers need not be kept.
+    Each is computed behind its mixer, not all of them at the end: streams of other layers need not be kept.
 
     Args:
         graph: the graph.

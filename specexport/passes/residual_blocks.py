@@ -1,18 +1,19 @@
-"""Where a traced model adds attention and MLP to its residual stream.
+"""Where a traced model adds attention, recurrences and MLP to its residual stream.
 
 Found by dataflow alone, so that no model needs code of its own. A model whose layers can be left out has a stream
-``x`` that only additions change: ``a = x + attention(x)``, then ``b = a + mlp(a)``, which is the next layer's ``x``.
-What happens inside the branches (norms before and after, biases, scaling, experts) does not matter; what touches the
-stream itself, or reads a branch from outside, makes an obstacle: leaving out such a layer would be another model.
+``x`` that only additions change: ``a = x + mixer(x)``, then ``b = a + mlp(a)``, which is the next layer's ``x``. A
+mixer is an attention, or the recurrences of a layer, or both side by side; a layer may do without an MLP. What happens
+inside the branches (norms before and after, biases, scaling, experts) does not matter; what touches the stream itself,
+or reads a branch from outside, makes an obstacle: leaving out such a layer would be another model.
 """
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import onnx_ir as ir
 
-from specexport_runtime.abi import K_CACHE_OUT
+from specexport_runtime.abi import K_CACHE_OUT, STATE_OUT, GateKind
 
 _VIEWS = {"Identity", "Reshape", "Squeeze", "Unsqueeze"}
 _LEAK = "layer {layer}'s {kind} is read beyond the residual stream"
@@ -25,15 +26,25 @@ class ResidualBlock(NamedTuple):
 
     Attributes:
         kind: what the branch is.
-        layer: number of the layer.
+        layer: number of the layer: layers are counted by their mixers.
         residual: the stream before the addition [1, T, hidden].
         total: the stream after it, the output of an ``Add``.
     """
 
-    kind: Literal["attention", "MLP"]
+    kind: GateKind
     layer: int
     residual: ir.Value
     total: ir.Value
+
+    @property
+    def is_mixer(self) -> bool:
+        """Whether it looks at other tokens: an attention, a recurrence, or both."""
+        return self.kind != "MLP"
+
+    @property
+    def gate(self) -> int:
+        """Number of its gate: mixers have the even ones."""
+        return 2 * self.layer + (not self.is_mixer)
 
 
 class ResidualBlocks(NamedTuple):
@@ -41,11 +52,19 @@ class ResidualBlocks(NamedTuple):
 
     Attributes:
         obstacle: a short phrase that names the layer and what was found there; None if every block can be skipped.
-        blocks: attention and MLP of each layer in turn, 2N of them; empty if there is an obstacle.
+        blocks: mixer and MLP of each layer in turn, without the MLPs that are not there; empty if there is an obstacle.
     """
 
     obstacle: str | None
     blocks: tuple[ResidualBlock, ...] = ()
+
+    @property
+    def gate_kinds(self) -> tuple[GateKind, ...]:
+        """What each gate [2N] is for: that of a layer's mixer, then that of its MLP; empty where a layer has none."""
+        kinds: list[GateKind] = [""] * (2 * len([block for block in self.blocks if block.is_mixer]))
+        for block in self.blocks:
+            kinds[block.gate] = block.kind
+        return tuple(kinds)
 
 
 class Obstacle(Exception):  # noqa: N818 - an answer, not an error
@@ -122,7 +141,7 @@ def _read_by(node: ir.Node) -> Iterable[ir.Value]:
 
 
 def find_residual_blocks(ir_model: ir.Model) -> ResidualBlocks:
-    """Find attention and MLP of every layer of a traced model.
+    """Find the blocks of every layer of a traced model.
 
     Args:
         ir_model: the model, before or after fusions inside the branches; not changed.
@@ -131,17 +150,21 @@ def find_residual_blocks(ir_model: ir.Model) -> ResidualBlocks:
         the blocks of all layers, or the first obstacle met.
     """
     flow = Dataflow(ir_model.graph)
-    attentions = cache_writers(ir_model.graph)
+    mixers = _mixers(ir_model.graph)
+    rest = sorted(mixers, key=flow.position.__getitem__)
     blocks: list[ResidualBlock] = []
     try:
-        if not attentions:
-            raise Obstacle("the model has no attention layer")
-        for layer, node in enumerate(attentions):
-            attention = _attention_block(flow, layer, node)
-            if blocks and attention.residual is not _through_views(flow, blocks[-1].total):
+        if not mixers:
+            raise Obstacle("the model has no layer with attention or a recurrence")
+        while rest:
+            layer = blocks[-1].layer + 1 if blocks else 0
+            mixer, own = _mixer_block(flow, layer, rest[0], mixers)
+            if blocks and mixer.residual is not _through_views(flow, blocks[-1].total):
                 raise Obstacle(f"layer {layer} does not read the residual stream as layer {layer - 1} left it")
-            blocks += [attention, _mlp_block(flow, attention, attentions)]
-        _check_caches(flow, ir_model.graph, blocks, attentions)
+            mlp = _mlp_block(flow, mixer, mixers)
+            blocks += [mixer] if mlp is None else [mixer, mlp]
+            rest = [node for node in rest if node not in own]
+        _check_caches(flow, ir_model.graph, blocks, mixers)
     except Obstacle as obstacle:
         return ResidualBlocks(str(obstacle))
     return ResidualBlocks(None, tuple(blocks))
@@ -149,33 +172,53 @@ def find_residual_blocks(ir_model: ir.Model) -> ResidualBlocks:
 
 def cache_writers(graph: ir.Graph) -> list[ir.Node]:
     """The node of each layer that gives its keys' cache output: the attention, however it is called there."""
+    return _writers(graph, K_CACHE_OUT.name)
+
+
+def _writers(graph: ir.Graph, name: str) -> list[ir.Node]:
+    """The nodes that give the outputs ``name.{i}``, by their numbers."""
     outputs = {value.name: value.producer() for value in graph.outputs}
-    nodes = (outputs.get(K_CACHE_OUT.name.format(i=layer)) for layer in range(len(outputs)))
+    nodes = (outputs.get(name.format(i=i)) for i in range(len(outputs)))
     return [node for node in nodes if node is not None]
 
 
-def _attention_block(flow: Dataflow, layer: int, attention: ir.Node) -> ResidualBlock:
-    """The first addition of something with the attention to something before it."""
-    after, before = flow.after(attention.outputs), flow.before(flow.reads[attention])
+def _mixers(graph: ir.Graph) -> dict[ir.Node, GateKind]:
+    """The nodes that write to caches or states, and what they are."""
+    recurrences: dict[ir.Node, GateKind] = dict.fromkeys(_writers(graph, STATE_OUT.name), "recurrence")
+    return recurrences | dict.fromkeys(cache_writers(graph), "attention")
+
+
+def _mixer_block(
+    flow: Dataflow, layer: int, first: ir.Node, mixers: dict[ir.Node, GateKind]
+) -> tuple[ResidualBlock, set[ir.Node]]:
+    """The first addition of something with a mixer's first node to something before it, and the mixer's nodes."""
+    after, before = flow.after(first.outputs), flow.before(flow.reads[first])
     for add in sorted(after, key=flow.position.__getitem__):
         if not _is_add(add):
             continue
         for residual in add.inputs:
             if residual is not None and residual.producer() in before:
-                block = ResidualBlock("attention", layer, residual, add.outputs[0])
-                return _checked_attention(flow, block, after | {attention})
-    raise Obstacle(f"layer {layer}'s attention is not added to the residual stream")
+                return _checked_mixer(flow, ResidualBlock(mixers[first], layer, residual, add.outputs[0]), mixers)
+    raise Obstacle(f"layer {layer}'s {mixers[first]} is not added to the residual stream")
 
 
-def _checked_attention(flow: Dataflow, block: ResidualBlock, after: set[ir.Node]) -> ResidualBlock:
-    """The block, unless a second branch was added to the attention on its way to the stream."""
-    branch, _ = _any_branch(flow, block)
+def _checked_mixer(
+    flow: Dataflow, block: ResidualBlock, mixers: dict[ir.Node, GateKind]
+) -> tuple[ResidualBlock, set[ir.Node]]:
+    """The block with its kind, and its nodes, unless a branch without any of them was added on the way to the stream.
+
+    Recurrences that are added to an attention, or read what others made, are one mixer with it.
+    """
+    branch, region = _any_branch(flow, block)
+    own = mixers.keys() & set(region)
+    after = flow.after([value for node in own for value in node.outputs]) | own
     from_stream = flow.after([block.residual])
     for add in flow.before([branch], after):
         sources = {value.producer() for value in add.inputs if value is not None} - after
         if _is_add(add) and sources & from_stream:
             raise Obstacle(_parallel(block.layer))
-    return block
+    kinds = {mixers[node] for node in own}
+    return block._replace(kind="attention and recurrence" if len(kinds) > 1 else block.kind), own
 
 
 def _any_branch(flow: Dataflow, block: ResidualBlock) -> tuple[ir.Value, list[ir.Node]]:
@@ -190,32 +233,32 @@ def _any_branch(flow: Dataflow, block: ResidualBlock) -> tuple[ir.Value, list[ir
         raise (Obstacle(_parallel(block.layer)) if beside & others else obstacle) from None
 
 
-def _mlp_block(flow: Dataflow, attention: ResidualBlock, attentions: Seq[ir.Node]) -> ResidualBlock:
-    """The next addition to the stream; it may hold no attention."""
-    layer, stream = attention.layer, _through_views(flow, attention.total)
+def _mlp_block(flow: Dataflow, mixer: ResidualBlock, mixers: dict[ir.Node, GateKind]) -> ResidualBlock | None:
+    """The next addition to the stream; None if that is the next layer's mixer, or there is no other."""
+    layer, stream = mixer.layer, _through_views(flow, mixer.total)
     readers = flow.readers.get(stream, [])
     add = next((node for node in readers if _is_add(node)), None)
     if add is None:
-        passed = next((node for node in readers if any(map(_is_add, flow.after(node.outputs)))), None)
-        if passed is None:
-            raise Obstacle(f"layer {layer} has no MLP")
-        raise Obstacle(f"layer {layer} passes the residual stream itself through {passed.op_type}")
+        later = flow.after([stream])
+        sums = {node for node in later if _is_add(node) and all(x and x.producer() in later for x in node.inputs)}
+        passed = next((node for node in readers if sums & flow.after(node.outputs)), None)
+        if passed is not None:  # the last norm and the LM head add nothing but constants
+            raise Obstacle(f"layer {layer} passes the residual stream itself through {passed.op_type}")
+        return None
     block = ResidualBlock("MLP", layer, stream, add.outputs[0])
-    _, region = flow.branch_of(block)
-    if set(region) & set(attentions):
-        raise Obstacle(f"layer {layer} has no MLP of its own")
-    return block
+    after = flow.after([stream], flow.position[add]) & flow.before(flow.reads[add])
+    return None if after & mixers.keys() else block
 
 
-def _check_caches(flow: Dataflow, graph: ir.Graph, blocks: Seq[ResidualBlock], attentions: Seq[ir.Node]) -> None:
-    """Every layer holds its own attention and no other, and gives nothing to the caller but its caches."""
+def _check_caches(flow: Dataflow, graph: ir.Graph, blocks: Seq[ResidualBlock], mixers: dict[ir.Node, GateKind]) -> None:
+    """Every block holds one attention at most, and gives nothing to the caller but its caches and states."""
     for block in blocks:
         _, region = flow.branch_of(block)
         inside = set(region)
-        expected = {attentions[block.layer]} if block.kind == "attention" else set()
-        if inside & set(attentions) != expected:
+        own = mixers.keys() & inside
+        if sum(mixers[node] == "attention" for node in own) > 1:
             raise Obstacle(f"layer {block.layer}'s {block.kind} holds the attention of another layer")
-        caches = {value for node in expected for value in node.outputs}
+        caches = {value for node in own for value in node.outputs}
         given = {value for value in graph.outputs if value.producer() in inside}
         if given - caches or any(value in flow.readers for value in given):
             raise Obstacle(_LEAK.format(layer=block.layer, kind=block.kind))

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -144,6 +145,9 @@ def test_sentences():
     assert "drafting does not pay (1)" in text
     assert "not sure any more (gamma) (2)" in text
     assert "leaves out attention of layers 1 and MLPs of layers none" in text
+    hybrid = replace(layers, kinds=("attention", "MLP", "attention and recurrence", "MLP"))
+    sentence = "leaves out attention of layers 1, recurrences of layers 1 and MLPs of layers none"
+    assert sentence in "\n".join(summary_lines(summarize(TRACE, curves=None, longest=2, context=0), hybrid))
     assert "Acceptance by position, self: 1: 0.67 (2/3), 2: 0.50 (1/2), 3: 1.00 (1/1)." in lines
     assert "Verdict, lookup: by the cost curves K=2 would have been best (0: 1.00×" in text
     assert text.count("Drafts tested: only 1.") == 1

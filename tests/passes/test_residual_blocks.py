@@ -134,8 +134,6 @@ def test_a_stream_that_changes_only_its_shape_is_followed() -> None:
             "layer 1's attention is not added to the residual stream",
         ),
         ({"a0": "a0 = Mul(e, o0)"}, "layer 0's attention is not added to the residual stream"),
-        ({"b1": "b1 = Identity(a1)"}, "layer 1 has no MLP"),
-        ({"m0": "", "u0": "", "d0": "", "b0": "b0 = Identity(a0)"}, "layer 0 has no MLP of its own"),
         ({"k1": "k1 = Identity(k0)"}, leak(0, "attention")),
         ({"d1": "z1 = Add(u1, u0)\nd1 = MatMul(z1, wd)"}, leak(0, "MLP")),
         ({"n1": "z1 = Add(b0, e)\nn1 = RMSNormalization(z1, w)"}, leak(0, "attention")),
@@ -153,7 +151,55 @@ def test_anything_else_is_an_obstacle_with_a_name(changes: dict[str, str], obsta
 
 def test_a_model_without_attention_has_nothing_to_skip() -> None:
     result = find_residual_blocks(parse("e = Gather(table, ids)\nlogits = MatMul(e, w)"))
-    assert result.obstacle == "the model has no attention layer"
+    assert result.obstacle == "the model has no layer with attention or a recurrence"
+
+
+CONV = "t0, state_out.0, pending_out.0 = UnpaddedCausalConv(q0, k0, state.0, pending.0)"
+SPACE = "\ns0, state_out.1, pending_out.1 = UnpaddedLinearAttention(t0, state.1, pending.1)"
+SKIP = "\nh0 = Mul(t0, w_skip)\nr0 = Add(s0, h0)"  # what a state space passes on beside its state
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [
+        ({"t0": CONV}, ("recurrence", "MLP", "attention", "MLP")),
+        ({"t0": CONV + SPACE + SKIP, "o0": "o0 = MatMul(r0, wo)"}, ("recurrence", "MLP", "attention", "MLP")),
+        (  # side by side, on what one norm gives
+            {"o0": CONV.replace("t0", "j0") + "\ni0 = MatMul(t0, wo)\no0 = Add(i0, j0)"},
+            ("attention and recurrence", "MLP", "attention", "MLP"),
+        ),
+        ({"t0": CONV, "m0": "", "u0": "", "d0": "", "b0": "b0 = Identity(a0)"}, ("recurrence", "", "attention", "MLP")),
+        ({"b1": "b1 = Identity(a1)"}, ("attention", "MLP", "attention", "")),
+        (  # the last norm as its parts, and a head with a bias
+            {
+                "b1": "y1 = Mul(a1, a1)\nz1 = Add(y1, w_eps)\nb1 = Mul(a1, z1)",
+                "logits": "l = MatMul(b1, head)\nlogits = Add(l, w_b)",
+            },
+            ("attention", "MLP", "attention", ""),
+        ),
+    ],
+)
+def test_recurrences_and_layers_without_an_mlp_have_blocks(changes: dict[str, str], kinds: tuple[str, ...]) -> None:
+    result = find_residual_blocks(parse(two_layers(**changes)))
+    assert result.obstacle is None
+    assert result.gate_kinds == kinds
+    assert [block.gate for block in result.blocks] == [gate for gate, kind in enumerate(kinds) if kind]
+
+
+@pytest.mark.parametrize(
+    ("changes", "obstacle"),
+    [
+        ({"t0": CONV, "a0": "a0 = Mul(e, o0)"}, "layer 0's recurrence is not added to the residual stream"),
+        ({"t0": CONV, "u0": "z0 = Add(m0, state_out.0)\nu0 = MatMul(z0, wu)"}, leak(0, "recurrence")),
+        (  # a convolution in front of layer 1's attention, which reads what layer 0's was given
+            {"t0": CONV, "t1": "t1, k_cache_out.1, v_cache_out.1 = UnpaddedAttention(q1, t0, k_cache.1, v_cache.1)"},
+            leak(0, "recurrence"),
+        ),
+    ],
+)
+def test_a_recurrence_that_is_no_branch_of_its_own_is_an_obstacle(changes: dict[str, str], obstacle: str) -> None:
+    result = find_residual_blocks(parse(two_layers(**changes)))
+    assert (result.obstacle, result.blocks) == (obstacle, ())
 
 
 def test_a_subgraph_reads_what_its_nodes_read() -> None:

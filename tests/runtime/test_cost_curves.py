@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -290,6 +291,15 @@ def test_a_draft_of_some_layers_is_priced_by_its_parts(attention, mlp, seconds):
     assert CURVES.self_draft_seconds(attention, mlp, 1, 1, 100) == pytest.approx(seconds)
 
 
+def test_mlps_are_a_share_of_those_there_are():
+    fewer = CostCurves(CURVES.target, gates=replace(CURVES.gates, num_mlps=2))
+    assert fewer.self_draft_seconds(0, 1, 1, 1, 100) == pytest.approx(3.0)
+    assert fewer.self_draft_seconds(4, 2, 1, 1, 100) == pytest.approx(11.0)
+    assert CostCurves.from_json(json.loads(json.dumps(fewer.to_json()))) == fewer
+    none = CostCurves(CURVES.target, gates=GateCost(LAYERS, CURVES.gates.none, CURVES.gates.none, 0))
+    assert none.self_draft_seconds(2, 0, 1, 1, 100) == pytest.approx(6.5)
+
+
 def test_without_gates_a_draft_step_is_a_target_step():
     assert CostCurves(CURVES.target).self_draft_seconds(0, 0, 1, 1, 100) == pytest.approx(11.0)
 
@@ -460,7 +470,9 @@ def test_gates_are_all_on_again(cache):
         apply(mask)
 
     target.executor.set_layers = note
+    target.executor.gate_kinds = ("recurrence", "", *("attention", "MLP") * 3)
     curves = measure_costs(target, {}, max_rows=2, lookahead=4)
+    assert curves.gates.num_mlps == 3
     assert masks == [[False] * 8, [False, True] * 4, None]
     assert curves.gates.num_layers == LAYERS
     assert CostCurves.from_json(json.loads(json.dumps(curves.to_json()))) == curves

@@ -62,10 +62,30 @@ def test_a_choice_says_what_it_is_as_json():
     assert json.loads(json.dumps(choice.to_json(), allow_nan=False)) == {
         "num_layers": 3,
         "removed_attention": [0],
+        "removed_recurrences": [],
         "removed_mlp": [],
         "acs": [0.99, None, 0.1],
     }
     assert LayerRules(period=None).to_json() == {"threshold": 0.985, "period": None, "keep_last": 2}
+
+
+HYBRID = ("recurrence", "", "attention", "MLP", "attention and recurrence", "MLP", "recurrence", "")
+
+
+def test_recurrences_are_chosen_as_attention_is_and_named():
+    rules = LayerRules(threshold=0.9, period=3, keep_last=0)
+    choice = choose_layers((0.95, 0.1, 0.2, 0.99), rules, kinds=HYBRID)
+    assert choice.removed_attention == (2,)
+    assert choice.removed_recurrences == (0, 2, 3)
+    assert choice.removed_mlp == (2,)  # the first layer and the last one have none that could be removed
+    assert choice.mask.tolist() == [False, False, True, True, False, False, False, False]
+    assert choice.to_json()["removed_recurrences"] == [0, 2, 3]
+
+
+def test_an_mlp_that_is_not_there_makes_no_draft():
+    assert not choose_layers((), LayerRules(threshold=None, period=5), 4, HYBRID).can_draft
+    assert choose_layers((), LayerRules(threshold=None, period=4, keep_last=0), 4, HYBRID).can_draft
+    assert not LayerChoice((False,), (False,), kinds=("recurrence", "")).can_draft  # nothing would be left
 
 
 def test_a_draft_that_is_the_target_or_nothing_is_no_draft():
@@ -147,9 +167,9 @@ def test_what_holds_for_every_choice(acs, rules):
         protected = i >= count - last
         periodic = rules.period is not None and (i + 1) % rules.period == 0
         above = rules.threshold is not None and acs[i] > rules.threshold
-        assert choice.attention[i] == (protected or not (periodic or above))
+        assert choice.mixers[i] == (protected or not (periodic or above))
         assert choice.mlp[i] == (protected or not periodic)
-        assert choice.mask[2 * i] == choice.attention[i]
+        assert choice.mask[2 * i] == choice.mixers[i]
         assert choice.mask[2 * i + 1] == choice.mlp[i]
     assert any(choice.mask)  # no rules leave an empty draft
     try:
@@ -163,4 +183,4 @@ def test_rules_without_a_threshold_do_not_look_at_similarities(acs, rules):
     blind = LayerRules(threshold=None, period=rules.period or 2, keep_last=rules.keep_last)
     choice = choose_layers(acs, blind)
     assert choice.mask.tolist() == choose_layers((), blind, len(acs)).mask.tolist()
-    assert choice.attention == choice.mlp
+    assert choice.mixers == choice.mlp

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from specexport_runtime.abi import (
     ABI_VERSION,
@@ -18,6 +18,7 @@ from specexport_runtime.abi import (
     CACHE_BYTES,
     ITEM_BYTES,
     READABLE_ABIS,
+    GateKind,
     LayerGeometry,
     StateGeometry,
 )
@@ -132,6 +133,8 @@ class ModelEntry:
         kv_capacity: L, entries of a cache row, where the engine fixes it; None where the arena decides.
         max_num_seqs: cache rows the engine was built for; None for any number.
         num_gates: G, parts that can be switched off for drafting with the target itself; 0 where none can.
+        gate_kinds: what each of them is, see ``abi.GateKind``; empty in older bundles, where each layer has an
+            attention and an MLP.
         skipped_layers: layers that such drafts leave out, where the engine fixes them; empty where each prompt decides.
         gate_obstacle: why no layer of a target can be skipped exactly; None where that was not asked, or can be done.
         quantize: ``"int8"`` or ``"int4"`` where the linear layers' weights are quantized, ``"keep"`` where they are
@@ -196,6 +199,7 @@ class ModelEntry:
     kv_capacity: int | None = None
     max_num_seqs: int | None = None
     num_gates: int = 0
+    gate_kinds: tuple[str, ...] = ()
     gate_obstacle: str | None = None
     skipped_layers: tuple[int, ...] = ()
     quantize: str | None = None
@@ -257,6 +261,7 @@ class ModelEntry:
         fields["inputs"] = tuple(data["inputs"])
         fields["padded_inputs"] = tuple(data.get("padded_inputs", ()))
         fields["skipped_layers"] = tuple(fields.get("skipped_layers", ()))
+        fields["gate_kinds"] = tuple(fields.get("gate_kinds", ()))
         fields["dropped_layers"] = tuple((int(layer), float(value)) for layer, value in data.get("dropped_layers", ()))
         fields["taps"] = tuple(fields.get("taps", ()))
         fields["target_layers"] = tuple(fields.get("target_layers", ()))
@@ -406,6 +411,7 @@ _ENTRY_RULES = _rules_of(
     kv_capacity=optional(whole(1, MAX_MODEL_LEN + MAX_LOOKAHEAD + 1)),
     max_num_seqs=optional(whole(1, MAX_NUM_SEQS)),
     num_gates=whole(0, 1 << 20),
+    gate_kinds=list_of(one_of(*get_args(GateKind))),
     gate_obstacle=optional(text),
     skipped_layers=list_of(_COUNT),
     quantize=optional(text),

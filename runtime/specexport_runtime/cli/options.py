@@ -247,7 +247,7 @@ def drafting_options(command: Any) -> Any:
             "--layer-threshold",
             type=NumberOr(OFF, OFF, integer=False),
             metavar="X|off",
-            help="self: leave out attention layers of a higher cosine similarity, or off.  [default: 0.985]",
+            help="self: leave out attention and recurrences of a higher cosine similarity, or off.  [default: 0.985]",
         ),
         click.option(
             "--layer-period",

@@ -161,8 +161,9 @@ def print_stats(stats: dict[str, Any]) -> None:
         click.echo(describe_drafters(stats["drafters"], plain), err=True)
     choice = stats["layer_choice"]
     if choice is not None:
+        states = f", recurrence {choice['removed_recurrences']}" if choice["removed_recurrences"] else ""
         click.echo(
-            f"draft out of the target's own layers: without attention {choice['removed_attention']} and MLP "
+            f"draft out of the target's own layers: without attention {choice['removed_attention']}{states} and MLP "
             f"{choice['removed_mlp']} of {choice['num_layers']} layers",
             err=True,
         )

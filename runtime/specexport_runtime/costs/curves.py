@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specexport_runtime.abi import MLP
 from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.costs.measure import CONTEXTS, MAX_NOISE, measure_step_cost
 from specexport_runtime.costs.step_cost import StepCost
@@ -33,14 +34,27 @@ class GateCost:
     """Steps of a target whose layers are switched off, which price a draft of any set of its layers.
 
     Attributes:
-        num_layers: layers (N); each has an attention gate and an MLP gate.
+        num_layers: layers (N); each has a gate for its mixer (attention, recurrences), and one for its MLP.
         none: no layer is on: embedding, last norm and LM head.
-        mlp: every MLP is on, no attention.
+        mlp: every MLP is on, no mixer.
+        num_mlps: MLPs; None: each layer has one.
     """
 
     num_layers: int
     none: StepCost
     mlp: StepCost
+    num_mlps: int | None = None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "GateCost":
+        """What ``CostCurves.to_json`` gave."""
+        none, mlp = StepCost.from_json(data["none"]), StepCost.from_json(data["mlp"])
+        mlps = data.get("num_mlps")
+        return cls(int(data["num_layers"]), none, mlp, None if mlps is None else int(mlps))
+
+    def share_of_mlps(self, count: float) -> float:
+        """``count`` MLPs as a share of all, 0 to 1."""
+        return count / max(1, self.num_layers if self.num_mlps is None else self.num_mlps)
 
 
 @dataclass(frozen=True)
@@ -60,15 +74,15 @@ class CostCurves:
     gates: GateCost | None = None
 
     def self_draft_seconds(
-        self, attention_on: int, mlp_on: int, num_tokens: int, num_rows: int, kv_entries: float = 0
+        self, mixers_on: int, mlp_on: int, num_tokens: int, num_rows: int, kv_entries: float = 0
     ) -> float:
         """Seconds of a step of the target with some of its layers.
 
-        Attention layers are taken to cost the same as one another, and MLPs likewise. They add up, so three
-        measurements give both: nothing, the MLPs, everything.
+        Mixers (attention, recurrences) are taken to cost the same as one another, and MLPs likewise. They add up, so
+        three measurements give both: nothing, the MLPs, everything.
 
         Args:
-            attention_on: attention layers that are on.
+            mixers_on: mixers that are on.
             mlp_on: MLPs that are on.
             num_tokens: new tokens of all rows together (T).
             num_rows: rows of the step (B).
@@ -79,8 +93,8 @@ class CostCurves:
             return whole
         none = self.gates.none.seconds(num_tokens, num_rows)
         mlp = max(self.gates.mlp.seconds(num_tokens, num_rows), none)
-        layers = self.gates.num_layers
-        return none + (mlp - none) * mlp_on / layers + max(whole - mlp, 0.0) * attention_on / layers
+        shares = self.gates.share_of_mlps(mlp_on), mixers_on / self.gates.num_layers
+        return none + (mlp - none) * shares[0] + max(whole - mlp, 0.0) * shares[1]
 
     @property
     def noise(self) -> float:
@@ -97,7 +111,7 @@ class CostCurves:
         gates = None
         if self.gates is not None:
             none, mlp = self.gates.none.to_json(), self.gates.mlp.to_json()
-            gates = {"num_layers": self.gates.num_layers, "none": none, "mlp": mlp}
+            gates = {"num_layers": self.gates.num_layers, "none": none, "mlp": mlp, "num_mlps": self.gates.num_mlps}
         drafters = {name: cost.to_json() for name, cost in self.drafters.items()}
         return {"target": self.target.to_json(), "drafters": drafters, "gates": gates}
 
@@ -113,11 +127,7 @@ class CostCurves:
             return cls(
                 StepCost.from_json(data["target"]),
                 {str(name): StepCost.from_json(cost) for name, cost in data["drafters"].items()},
-                None
-                if gates is None
-                else GateCost(
-                    int(gates["num_layers"]), StepCost.from_json(gates["none"]), StepCost.from_json(gates["mlp"])
-                ),
+                None if gates is None else GateCost.from_json(gates),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no cost curves: {error!r}") from error
@@ -180,7 +190,7 @@ def _measure_gates(target: ModelRunner, gated: GatedExecutor, max_rows: int) -> 
     try:
         for mask in (np.zeros_like(mlps), mlps):
             gated.set_layers(mask)
-            # Without attention the past costs nothing, so a short one will do.
+            # Without mixers the past costs nothing, so a short one will do.
             cost = measure_step_cost(
                 target,
                 max_rows=max_rows,
@@ -192,7 +202,9 @@ def _measure_gates(target: ModelRunner, gated: GatedExecutor, max_rows: int) -> 
             found.append(cost)
     finally:
         gated.set_layers(None)
-    return GateCost(layers, *found)
+    none, mlp = found
+    kinds = gated.gate_kinds
+    return GateCost(layers, none, mlp, sum(kind == MLP for kind in kinds) if kinds else None)
 
 
 class KnownCosts(NamedTuple):

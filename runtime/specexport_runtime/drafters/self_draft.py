@@ -8,6 +8,12 @@
 A draft step runs the layers that are on over the target's own committed entries, and writes behind them. Verification
 feeds the same tokens through all layers and overwrites what the draft wrote. A layer that is off writes nothing and is
 not read either, in the draft that it is off for.
+
+Layers that keep a state do likewise, with what is pending beside it in the place of cache entries (``packing.state``)::
+
+    state  |  pending: [ accepted by the last verify step | written by the draft | free ]
+
+No draft step lets anything into a state: what was accepted enters in the next verify step, in all layers alike.
 """
 
 from collections.abc import Iterator
@@ -63,7 +69,7 @@ class SelfDrafter:
             raise SpecexportError("self-drafting needs an engine with gates, and a KV cache without padding.")
         self.runner = runner
         self.vocab_size = min(vocab_size, executor.vocab_size)
-        self.num_layers = executor.num_gates // 2
+        self.num_layers, self._kinds = executor.num_gates // 2, tuple(executor.gate_kinds)
         self.engine_seconds = 0.0
         self._executor = executor
         self._fixed = None if executor.fixed_layers is None else _choice_of_mask(executor.fixed_layers)
@@ -167,14 +173,14 @@ class SelfDrafter:
                     raise SpecexportError("no similarity was measured while the target read this prompt.")
                 sums, count = self._sums.pop(seq)
                 acs = (sums / count).tolist()
-            choice = choose_layers(acs, seq.layer_rules, self.num_layers)
+            choice = choose_layers(acs, seq.layer_rules, self.num_layers, self._kinds)
             self.choose(seq, choice)
         return choice
 
     def _unseen(self, draft: Draft) -> RowWork:
         """What the next draft step is fed: what was added to the draft, behind the newest token that was committed."""
         seq = draft.sequence
-        return RowWork(draft.since(self.runner.kv.kv_len(seq.row)), 1, adapter=seq.adapter)
+        return RowWork(draft.since(self.runner.kv.kv_len(seq.row)), 1, adapter=seq.adapter, settles=False)
 
     @contextmanager
     def _borrowed(self, mask: BoolArray, group: Seq[Draft]) -> Iterator[None]:

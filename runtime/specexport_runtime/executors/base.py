@@ -129,7 +129,9 @@ class GatedExecutor(Executor, Protocol):
     """
 
     num_gates: int
-    """G: an attention (2i) and an MLP (2i+1) for each layer i."""
+    """G: a mixer (2i: attention, recurrences) and an MLP (2i+1) for each layer i."""
+    gate_kinds: Seq[str]
+    """What each gate is for (``abi.GateKind``); empty: an attention and an MLP in each layer."""
 
     @property
     def fixed_layers(self) -> BoolArray | None:
@@ -149,7 +151,7 @@ class GatedExecutor(Executor, Protocol):
 
     @property
     def similarity(self) -> Float32Array:
-        """Cosine similarity [N, T] of the last step, float32: the residual stream before and after each attention.
+        """Cosine similarity [N, T] of the last step, float32: the residual stream before and after each mixer.
 
         A copy. Empty, [N, 0], if it was not measured.
         """
@@ -185,7 +187,7 @@ class StatefulExecutor(Executor, Protocol):
     """An executor of a model whose rows have states beside KV entries; copying a row copies its state whole."""
 
     num_pending: int
-    """S: drafts whose inputs a row can keep aside."""
+    """S: tokens whose inputs a row can keep aside, see ``abi.num_pending``."""
 
 
 class HeadExecutor(Executor, Protocol):

@@ -27,7 +27,7 @@ from specexport_runtime.abi import (
     V_CACHE,
     V_CACHE_OUT,
     StepShape,
-    kv_slack,
+    num_pending,
 )
 from specexport_runtime.bundle.manifest import HYDRA, SMALL_DRAFT_PARAMETERS, ModelEntry
 from specexport_runtime.errors import IncompatibleError, SpecexportError
@@ -132,13 +132,14 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         )
         self._one_token = open_one_token_graph(path, entry, spin=spin, engine_hash=one_token_hash) if unpad_kv else None
         self.num_gates = entry.num_gates if unpad_kv else 0  # a padded-KV graph never has gates
+        self.gate_kinds = entry.gate_kinds
         self._gates = OrtGates(self._graph.session, self.num_gates, path)
         self._features: OrtFeatures = OrtFeatures(self._graph.session, entry.feature_size if unpad_kv else 0, path)
         self.num_adapters, self.default_adapter = len(entry.chosen_adapters), 0
         self.num_draft_heads, self.reads_draft = entry.num_draft_heads, entry.head_kind == HYDRA
         self.borrows_cache = bool(entry.target_layers)
         self._lent: dict[str, npt.NDArray[Any]] = {}
-        self.num_pending = kv_slack(lookahead) if entry.states else 0
+        self.num_pending = num_pending(lookahead, drafts_itself=self.num_gates > 0) if entry.states else 0
         # A head that reads these caches has windows of its own.
         windows = () if entry.feature_size else entry.windows
         self.make_arena(() if self.borrows_cache and lender is not None else entry.layers, entry.cache_dtype, windows)

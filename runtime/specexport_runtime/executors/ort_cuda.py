@@ -106,7 +106,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self._ort = import_onnxruntime(device_id)
         self._session = open_session(self._ort, path, device_id, cuda_graphs)
         self._check_contract(path, entry)
-        self.num_gates = entry.num_gates
+        self.num_gates, self.gate_kinds = entry.num_gates, entry.gate_kinds
         self._gates = OrtGates(self._session, self.num_gates, path, separate=True)
         self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
         self._features: OrtFeatures = OrtFeatures(self._session, entry.feature_size, path, on_gpu=True)

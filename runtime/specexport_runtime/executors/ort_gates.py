@@ -1,5 +1,6 @@
 """Gates of an ONNX Runtime engine: which layers run, and whether attention similarity is measured."""
 
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,11 @@ class GatedByInputs:
 
     Attributes:
         fixed_layers: None: any layers may be switched off.
+        gate_kinds: see ``GatedExecutor``.
     """
 
     fixed_layers: BoolArray | None = None
+    gate_kinds: Seq[str] = ()
     _gates: OrtGates
     _similarity: Float32Array
 

@@ -96,6 +96,7 @@ class TrtExecutor(WithFeatures):
         self._ends: Int32Array = np.zeros((sizes.arena_rows, 1), np.int32)
         self._last_position = (entry.max_positions or sizes.kv_capacity) - 1
         self.num_gates = entry.num_gates if entry.skipped_layers else 0
+        self.gate_kinds = entry.gate_kinds
         self.fixed_layers: BoolArray | None = None
         if self.num_gates:
             self.fixed_layers = np.repeat(~np.isin(np.arange(self.num_gates // 2), entry.skipped_layers), 2)

@@ -123,22 +123,25 @@ class LayersCost:
         self._curves, self._choice_of = curves, choice_of
 
     def key(self, sequences: "Seq[Sequence]") -> tuple[int, int, int]:
-        """Attention layers and MLPs that are on, on average, and how many different choices there are."""
+        """Mixers and MLPs that are on, on average, and how many different choices there are."""
         choices = {choice for seq in sequences if (choice := self._choice_of(seq)) is not None}
         if not choices:
-            likely = 0 if self._curves.gates is None else round(_LIKELY_SHARE * self._curves.gates.num_layers)
-            return likely, likely, 1
-        attention = sum(sum(choice.attention) for choice in choices) / len(choices)
+            gates = self._curves.gates
+            if gates is None:
+                return 0, 0, 1
+            mlps = gates.num_layers if gates.num_mlps is None else gates.num_mlps
+            return round(_LIKELY_SHARE * gates.num_layers), round(_LIKELY_SHARE * mlps), 1
+        mixers = sum(sum(choice.mixers) for choice in choices) / len(choices)
         mlp = sum(sum(choice.mlp) for choice in choices) / len(choices)
-        groups = len({(choice.attention, choice.mlp) for choice in choices})
-        return round(attention), round(mlp), groups
+        groups = len({(choice.mixers, choice.mlp) for choice in choices})
+        return round(mixers), round(mlp), groups
 
     def seconds(self, key: Any, num_rows: int, kv_entries: float) -> float:
         """See ``DraftCost.seconds``. Sequences with different layers draft one after another."""
-        attention, mlp, different = key
+        mixers, mlp, different = key
         groups = min(int(different), num_rows)
         each = -(-num_rows // groups)
-        return groups * self._curves.self_draft_seconds(attention, mlp, each, each, kv_entries / groups)
+        return groups * self._curves.self_draft_seconds(mixers, mlp, each, each, kv_entries / groups)
 
     def catch_up_seconds(self, backlog: int) -> float:  # noqa: ARG002
         """See ``DraftCost.catch_up_seconds``: the cache is the target's, nothing was missed."""

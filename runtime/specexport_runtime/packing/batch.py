@@ -48,6 +48,8 @@ class RowWork(NamedTuple):
             earlier steps count too, as long as nobody tested them.
         adapter: of a target with adapters to choose from: the tokens' own, from 1; 0 for none, None for the default of
             the executor.
+        settles: the step may let tokens into a state, all but ``drafts``. False where some layers are off: nothing may,
+            for the states of those layers would lack it, and those of the others would have been given other inputs.
     """
 
     tokens: Seq[int]
@@ -55,6 +57,7 @@ class RowWork(NamedTuple):
     features: Float32Array | None = None
     drafts: int = 0
     adapter: int | None = None
+    settles: bool = True
 
 
 IDLE = RowWork((), 0)
@@ -238,7 +241,8 @@ class ModelRunner:
         """What the step does with states; None for a model without."""
         if not isinstance(self.kv, StateArena):
             return None
-        steps = self.kv.step(first_row, [(len(given.tokens), given.drafts) for given in work])
+        counts = [(len(given.tokens), given.drafts if given.settles else None) for given in work]
+        steps = self.kv.step(first_row, counts)
         for row in range(first_row, first_row + len(work)):
             self._state_lens[row] = self.kv.state_len(row)
         return steps

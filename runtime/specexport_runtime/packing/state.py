@@ -5,6 +5,9 @@ they are accepted, they enter the state at the beginning of the row's next step.
 
     row:  [ in the state | pending: accepted, or drafts | … ]
           0        state_at                        written
+
+A target that drafts with its own layers reads what is pending in each draft step, and settles nothing of it: what a
+draft step reads is pending behind that, until the verify step drops it and settles what was accepted.
 """
 
 from collections.abc import Sequence as Seq
@@ -34,12 +37,13 @@ class StateArena(KvArena):
         """Tokens of ``row`` that its state has; no text that is shorter can go on from it."""
         return self._state_at[row]
 
-    def step(self, first_row: int, given: Seq[tuple[int, int]]) -> Int64Array:
+    def step(self, first_row: int, given: Seq[tuple[int, int | None]]) -> Int64Array:
         """What a step does with the states of its rows, ``abi.STATE_STEPS`` [B, 4]; it is about to be run.
 
         Args:
             first_row: its first row.
-            given: of each row, its new tokens, and how many of the last tokens that it then has are drafts.
+            given: of each row, its new tokens, and how many of the last tokens that it then has are drafts; None for
+                all that its state has not, so that nothing enters it.
 
         Raises:
             SpecexportError: a row would have to go back behind its state, or keeps too many drafts.
@@ -49,11 +53,11 @@ class StateArena(KvArena):
             if not count:
                 continue
             known, at = self._kv_lens[row], self._state_at[row]
-            for_good = known + count - drafts
+            for_good = at if drafts is None else known + count - drafts
             if known < at or for_good < at or known + count - for_good > self.num_pending:
                 raise SpecexportError(
                     f"row {row} has {known} tokens and a state behind {at}; a step of {count} tokens would leave "
-                    f"{drafts} drafts, and {self.num_pending} can wait."
+                    f"{known + count - for_good} drafts, and {self.num_pending} can wait."
                 )
             settled = min(for_good, known) - at
             certain = max(for_good - known, 0)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from specexport_runtime.abi import ATTENTION, MLP, RECURRENCE
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import BoolArray
 
@@ -27,6 +28,8 @@ class LayerRules:
         threshold: alpha: attention layers with an average cosine similarity above it are removed.
         period: m, rule 1: of attention and MLP layers alike, layers m, 2m, … (counted from 1) are removed.
         keep_last: l, rule 2: the last l attention and MLP layers are never removed, whatever the other rules say.
+
+    A recurrence stands for a layer's attention, in all rules, where the layer has one in its place or beside it.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of its range, or the rules remove nothing.
@@ -79,59 +82,76 @@ class LayerChoice:
     """The draft of one prompt.
 
     Attributes:
-        attention: for each layer, whether the draft keeps its attention.
-        mlp: for each layer, whether the draft keeps its MLP.
-        acs: average cosine similarity (ACS) of each attention layer over the prompt; empty if it was not measured.
+        mixers: for each layer, whether the draft keeps its mixer: attention, recurrences, or both.
+        mlp: for each layer, whether the draft keeps its MLP; False where it has none.
+        acs: average cosine similarity (ACS) of each mixer over the prompt; empty if it was not measured.
+        kinds: what mixer and MLP of each layer in turn are [2N] (``abi.GateKind``); empty: an attention and an MLP.
     """
 
-    attention: tuple[bool, ...]
+    mixers: tuple[bool, ...]
     mlp: tuple[bool, ...]
     acs: tuple[float, ...] = ()
+    kinds: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
         """N."""
-        return len(self.attention)
+        return len(self.mixers)
 
     @property
     def mask(self) -> BoolArray:
-        """What runs in a draft step, bool [2N]: attention of layer i at 2i, its MLP at 2i+1."""
-        return np.array([self.attention, self.mlp], dtype=np.bool_).T.reshape(-1)
+        """What runs in a draft step, bool [2N]: mixer of layer i at 2i, its MLP at 2i+1."""
+        return np.array([self.mixers, self.mlp], dtype=np.bool_).T.reshape(-1)
 
     @property
     def removed_attention(self) -> tuple[int, ...]:
-        """Layers (from 0) without attention in the draft."""
-        return tuple(i for i, kept in enumerate(self.attention) if not kept)
+        """Layers (from 0) without their attention in the draft."""
+        return self._removed(0, ATTENTION)
+
+    @property
+    def removed_recurrences(self) -> tuple[int, ...]:
+        """Layers (from 0) without their recurrences in the draft."""
+        return self._removed(0, RECURRENCE)
 
     @property
     def removed_mlp(self) -> tuple[int, ...]:
-        """Layers (from 0) without an MLP in the draft."""
-        return tuple(i for i, kept in enumerate(self.mlp) if not kept)
+        """Layers (from 0) without their MLP in the draft."""
+        return self._removed(1, MLP)
 
     @property
     def can_draft(self) -> bool:
         """Whether something was removed and something is left: a draft that equals the target saves nothing."""
-        parts = (*self.attention, *self.mlp)
-        return any(parts) and not all(parts)
+        removed = (*self.removed_attention, *self.removed_recurrences, *self.removed_mlp)
+        return bool(removed) and any((*self.mixers, *self.mlp))
+
+    def _removed(self, place: int, part: str) -> tuple[int, ...]:
+        """Layers that have a part, and whose draft has not: of the mixers (place 0), or of the MLPs (1)."""
+        kinds = (self.kinds or (ATTENTION, MLP) * self.num_layers)[place::2]
+        kept = (self.mixers, self.mlp)[place]
+        return tuple(i for i, kind in enumerate(kinds) if part in kind and not kept[i])
 
     def to_json(self) -> dict[str, Any]:
         """As JSON types: numbers of removed layers (from 0), and the similarities (None for one that is no number)."""
         return {
             "num_layers": self.num_layers,
             "removed_attention": list(self.removed_attention),
+            "removed_recurrences": list(self.removed_recurrences),
             "removed_mlp": list(self.removed_mlp),
             "acs": [value if math.isfinite(value) else None for value in self.acs],
         }
 
 
-def choose_layers(acs: Seq[float], rules: LayerRules, num_layers: int | None = None) -> LayerChoice:
+def choose_layers(
+    acs: Seq[float], rules: LayerRules, num_layers: int | None = None, kinds: tuple[str, ...] = ()
+) -> LayerChoice:
     """ASD's Adaptive Draft Model Generator.
 
     Args:
-        acs: average cosine similarity of each of the N attention layers over the prompt; empty if not measured, which
-            is only allowed where ``rules`` have no threshold.
+        acs: average cosine similarity of each of the N mixers over the prompt; empty if not measured, which is only
+            allowed where ``rules`` have no threshold.
         rules: what to remove.
         num_layers: N; needed only without ``acs``.
+        kinds: see :class:`LayerChoice`.
 
     Raises:
         ValueError: ``acs`` is missing, or is not of ``num_layers`` layers.
@@ -144,9 +164,10 @@ def choose_layers(acs: Seq[float], rules: LayerRules, num_layers: int | None = N
     # A similarity that is no number is above nothing: such a layer stays.
     similar = [rules.threshold is not None and acs[i] > rules.threshold and i < protected for i in range(count)]
     return LayerChoice(
-        attention=tuple(not (p or s) for p, s in zip(periodic, similar, strict=True)),
-        mlp=tuple(not p for p in periodic),
+        mixers=tuple(not (p or s) for p, s in zip(periodic, similar, strict=True)),
+        mlp=tuple(not p and (not kinds or kinds[2 * i + 1] == MLP) for i, p in enumerate(periodic)),
         acs=tuple(float(value) for value in acs),
+        kinds=kinds,
     )
 
 
