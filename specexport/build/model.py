@@ -441,9 +441,11 @@ def compile_graph(
         fields of the manifest entry.
     """
     from specexport.passes import default_passes, run_passes
+    from specexport.passes.experts_graph import expert_sizes
 
     backend, weights = find_backend(recipe.backend), list(ir_model.graph.initializers.values())
     backend.check_memory(job)
+    experts = expert_sizes(ir_model)
     with job.clock.stage("passes", job.role):
         passes = default_passes(
             recipe,
@@ -459,7 +461,7 @@ def compile_graph(
     strip_metadata(ir_model)
     fields = backend.build(ir_model, job)
     release_weights([*weights, *ir_model.graph.initializers.values()])
-    return {"layers": job.layers, "states": job.states, "passes": done, **fields}
+    return {"layers": job.layers, "states": job.states, "experts": experts, "passes": done, **fields}
 
 
 def strip_metadata(ir_model: Any) -> None:

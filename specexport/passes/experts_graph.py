@@ -15,6 +15,7 @@ import onnx_ir as ir
 from specexport.onnx_emit import Emitter, lazy_weight, part_of
 from specexport.ops.experts import EXPERTS
 from specexport.passes.base import constant_of, sizes_of
+from specexport_runtime.bundle.manifest import ExpertSizes
 from specexport_runtime.errors import CheckFailedError
 
 CONTRIB = "com.microsoft"
@@ -54,6 +55,20 @@ def experts_sites(model: ir.Model) -> list[ExpertsSite]:
     """
     nodes = (node for node in model.graph if node.domain == EXPERTS.domain and node.op_type == EXPERTS.name)
     return [_site(node) for node in nodes]
+
+
+def expert_sizes(model: ir.Model) -> ExpertSizes | None:
+    """How much of a model its experts are; None without experts. Of layers that differ, the largest share counts.
+
+    Raises:
+        CheckFailedError: see :func:`experts_sites`.
+    """
+    sites = experts_sites(model)
+    if not sites:
+        return None
+    busiest = max(sites, key=lambda site: site.per_token / site.num_experts)
+    parameters = sum(site.num_experts * 3 * site.depth * site.width for site in sites)
+    return ExpertSizes(parameters, busiest.per_token, busiest.num_experts)
 
 
 def _site(node: ir.Node) -> ExpertsSite:
