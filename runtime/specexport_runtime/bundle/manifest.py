@@ -162,8 +162,8 @@ class ModelEntry:
             number, and mean cosine of input and output (-1 to 1). Empty where it has all.
         step_parameters: parameters that a step multiplies with each of its tokens: without an embedding that is only
             looked up, and without what an LM head was cut by. None in older bundles.
-        experts: of those parameters, the ones of which a step reads what its tokens chose; None where there are none, and
-            where the backend multiplies by copies of them.
+        experts: of those parameters, the ones of which a step reads what its tokens chose; None where there are none,
+            and where the backend multiplies by copies of them.
         num_heads: query heads of an attention layer; None in older bundles, and where the checkpoint does not say.
         weight_formats: with ``"keep"``, each format of the checkpoint: name, weights and stored bytes.
         kv_dtype: dtype of the KV caches, ``"int8"``, where they are of another than ``dtype``; None where not.
