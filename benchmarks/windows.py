@@ -47,7 +47,7 @@ def make_bundle(folder: Path, tokenizer: Path, length: int) -> Path:
     from specexport.recipe import BuildRecipe
 
     torch.manual_seed(0)
-    checkpoint, bundle = folder / "checkpoint", folder / "bundle"
+    checkpoint, bundle = folder / "checkpoint", folder / f"bundle-{length}"
     Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA_3_270M)).save_pretrained(checkpoint)
     shutil.copy(tokenizer / "tokenizer.json", checkpoint)
     build_bundle(
