@@ -163,6 +163,19 @@ def test_a_pinned_prefix_is_gone_on_from(bundle: Path) -> None:
         engine.check()
 
 
+def test_measuring_steps_leaves_nothing_in_a_state(bundle: Path) -> None:
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    with closing(SpecEngine.load(bundle, max_num_seqs=2, num_threads=1, spin=False, adaptive=True)) as engine:
+        engine._loop._check = True
+        found = engine.generate(PROMPTS, params)
+        plain = engine.generate(PROMPTS, params, drafter="none")
+        assert [result.token_ids for result in found] == [result.token_ids for result in plain]
+        engine.check()
+    with closing(SpecEngine.load(bundle, max_num_seqs=2, num_threads=1, spin=False, adaptive=False)) as engine:
+        (unmeasured,) = engine.generate(PROMPTS[:1], params, drafter="none")
+        assert unmeasured.token_ids == plain[0].token_ids
+
+
 def test_what_a_state_cannot_do_is_refused(tmp_path: Path) -> None:
     from specexport.build.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
