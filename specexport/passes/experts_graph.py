@@ -100,8 +100,12 @@ def _part_in_turn(tensor: ir.TensorProtocol, axis: int, start: int, stop: int) -
 
 
 def _in_turn(tensor: ir.TensorProtocol, start: int, stop: int) -> np.ndarray:
-    both = part_of(tensor, 0, start, stop)
-    halves = both.reshape(stop - start, 2, both.shape[1] // 2, *both.shape[2:])
+    return in_turn(part_of(tensor, 0, start, stop))
+
+
+def in_turn(both: np.ndarray) -> np.ndarray:
+    """Outputs [experts, 2*I, ...] as gate, up, gate, up, of those in which all gates come first."""
+    halves = both.reshape(len(both), 2, both.shape[1] // 2, *both.shape[2:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(both.shape)
 
 
