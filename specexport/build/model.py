@@ -445,7 +445,6 @@ def compile_graph(
 
     backend, weights = find_backend(recipe.backend), list(ir_model.graph.initializers.values())
     backend.check_memory(job)
-    experts = expert_sizes(ir_model)
     with job.clock.stage("passes", job.role):
         passes = default_passes(
             recipe,
@@ -459,6 +458,7 @@ def compile_graph(
         )
         done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=job.clock.note)
     strip_metadata(ir_model)
+    experts = expert_sizes(ir_model)
     fields = backend.build(ir_model, job)
     release_weights([*weights, *ir_model.graph.initializers.values()])
     return {"layers": job.layers, "states": job.states, "experts": experts, "passes": done, **fields}

@@ -139,6 +139,8 @@ def name_packed(weights: Mapping[str, BlockWeight], model: Any, name: str) -> di
         parameter, whole = parameters.get(stacked), _one_below_the_other([weights[layer] for layer in layers])
         if parameter is None or parameter.dim() != 3 or whole is None:
             continue
+        if getattr(model.get_submodule(stacked.rpartition(".")[0]), "is_transposed", False):
+            continue
         if (parameter.shape[0] * parameter.shape[1], parameter.shape[2]) == whole.shape:
             found[f"{WEIGHT_PREFIX}{stacked}"] = whole
             left = {layer: weight for layer, weight in left.items() if layer not in layers}

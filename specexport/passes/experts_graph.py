@@ -19,7 +19,7 @@ from specexport_runtime.bundle.manifest import ExpertSizes
 from specexport_runtime.errors import CheckFailedError
 
 CONTRIB = "com.microsoft"
-_READ = "specexport.read"
+_SIZES = "specexport.experts"
 
 
 class ExpertsSite(NamedTuple):
@@ -42,9 +42,9 @@ class ExpertsSite(NamedTuple):
     width: int
 
     @property
-    def read(self) -> int:
-        """Weights that a token reads."""
-        return self.per_token * 3 * self.depth * self.width
+    def sizes(self) -> ExpertSizes:
+        """How much of a model they are."""
+        return ExpertSizes(self.num_experts * 3 * self.depth * self.width, self.per_token, self.num_experts)
 
 
 def experts_sites(model: ir.Model) -> list[ExpertsSite]:
@@ -58,17 +58,23 @@ def experts_sites(model: ir.Model) -> list[ExpertsSite]:
 
 
 def expert_sizes(model: ir.Model) -> ExpertSizes | None:
-    """How much of a model its experts are; None without experts. Of layers that differ, the largest share counts.
+    """How much of a model its experts are, behind the passes; None without experts.
+
+    Of layers that differ, the one counts whose tokens take the largest share.
 
     Raises:
         CheckFailedError: see :func:`experts_sites`.
     """
-    sites = experts_sites(model)
-    if not sites:
+    sizes = [*(site.sizes for site in experts_sites(model)), *_in_kernels(model)]
+    if not sizes:
         return None
-    busiest = max(sites, key=lambda site: site.per_token / site.num_experts)
-    parameters = sum(site.num_experts * 3 * site.depth * site.width for site in sites)
-    return ExpertSizes(parameters, busiest.per_token, busiest.num_experts)
+    busiest = max(sizes, key=lambda each: each.per_token / each.per_layer)
+    return busiest._replace(parameters=sum(each.parameters for each in sizes))
+
+
+def _in_kernels(model: ir.Model) -> list[ExpertSizes]:
+    """Of the layers whose experts were put in a kernel."""
+    return [node.meta[_SIZES] for node in model.graph if _SIZES in node.meta]
 
 
 def _site(node: ir.Node) -> ExpertsSite:
@@ -138,7 +144,7 @@ def put_experts(graph: ir.Graph, site: ExpertsSite, op_type: str, weights: Seq[i
         **kind,
     }
     given = emit.op(op_type, rows, chosen, *weights, domain=CONTRIB, **attributes)
-    given.producer().meta[_READ] = site.read  # type: ignore[union-attr]
+    given.producer().meta[_SIZES] = site.sizes  # type: ignore[union-attr]
     given = emit.reshape(given, [-1, per_token, site.depth])
     given = emit.op("Mul", given, emit.op("Unsqueeze", shares, emit.const([2])))
     emit.replace(site.node, [_summed(emit, site, given)])
@@ -154,4 +160,4 @@ def _summed(emit: Emitter, site: ExpertsSite, given: ir.Value) -> ir.Value:
 
 def experts_read(model: ir.Model) -> int:
     """Weights of experts, of all layers whose experts were put in a kernel, that a token reads."""
-    return sum(node.meta.get(_READ, 0) for node in model.graph)
+    return sum(each.parameters * each.per_token // each.per_layer for each in _in_kernels(model))
