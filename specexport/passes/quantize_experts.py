@@ -92,8 +92,8 @@ def put_quantized(
         block: inputs that share a scale.
     """
     biases = (gates_in_turn(graph, site, "gate_up_bias"), site.given.get("down_bias"))
-    zeros = [list(weights[2:]) or [None] for weights in (first, last)]
-    inputs = [*first[:2], biases[0], *last[:2], biases[1], None, None, None, *zeros[0], *zeros[1]]
+    zeros = [weights[2] if len(weights) > 2 else None for weights in (first, last)]
+    inputs = [*first[:2], biases[0], *last[:2], biases[1], None, None, None, *zeros]
     while inputs[-1] is None:
         inputs.pop()
     kind = {"expert_weight_bits": bits, "block_size": block, "accuracy_level": _ACCURACY_LEVEL}

@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import Together, lazy_weight
-from specexport.passes.base import CountingPass, sizes_of
+from specexport.passes.base import CountingPass, constant_of, sizes_of
 from specexport.passes.block_weight import BlockWeight
 from specexport.passes.experts_graph import CONTRIB, ExpertsSite, experts_sites, in_turn
 from specexport.passes.quantize_experts import put_quantized, quantize_router
@@ -57,7 +57,8 @@ class KeptExpertsPass(CountingPass):
         if found:
             model.opset_imports.setdefault(CONTRIB, 1)
         for name, value in graph.initializers.items():
-            if name in self._weights and value.uses() and len(sizes_of(value.const_value)) == 3:
+            tensor = constant_of(value)
+            if name in self._weights and value.uses() and tensor is not None and len(sizes_of(tensor)) == 3:
                 raise UnsupportedModelError(f"{name} cannot be kept as it is stored: no kernel takes it.", _HINT)
         return len(found)
 
