@@ -1,6 +1,6 @@
 """Experts with weights of 8 or 4 bits, and their routers with 8."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
 
@@ -55,11 +55,19 @@ class ExpertsQuantizePass(CountingPass):
         return len(sites)
 
 
-def quantize_router(graph: ir.Graph, site: ExpertsSite) -> None:
-    """Give the product that chooses a layer's experts 8 bits in blocks, where blocks divide it."""
+def quantize_router(graph: ir.Graph, site: ExpertsSite, kept: Collection[str] = ()) -> None:
+    """Give the product that chooses a layer's experts 8 bits in blocks, where blocks divide it.
+
+    Args:
+        graph: the layer's graph.
+        site: the layer.
+        kept: weights that stay as they are, by name.
+    """
     for product in sources_of(site.given["expert_ids"]):
         router = linear_site(product)
-        if router is not None and router.depth % quantize_sensitive.BLOCK == 0 and len(router.weight.uses()) == 1:
+        if router is None or router.weight.name in kept:
+            continue
+        if router.depth % quantize_sensitive.BLOCK == 0 and len(router.weight.uses()) == 1:
             quantize_sensitive.put_blocks(graph, router)
 
 

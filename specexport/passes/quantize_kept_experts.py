@@ -42,7 +42,7 @@ class KeptExpertsPass(CountingPass):
         graph = model.graph
         found = [site for site in experts_sites(model) if self._of(site)]
         for site in found:
-            quantize_router(graph, site)
+            quantize_router(graph, site, self._weights)
             first, last = (self._kept(site, name) for name in ("gate_up", "down"))
             if first.form[:2] != last.form[:2]:
                 raise UnsupportedModelError(f"{site.node.name} has experts of {first.form} and {last.form}.", _HINT)
