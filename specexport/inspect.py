@@ -151,6 +151,16 @@ def _kv_cache(entry: ModelEntry) -> str:
     return f"{entry.cache_dtype}, {kv_bytes_per_token(entry)} bytes a token{behind}"
 
 
+def _experts(entry: ModelEntry) -> Iterator[str]:
+    if entry.experts is not None:
+        millions, per_token, per_layer = (
+            entry.experts.parameters / 1e6,
+            entry.experts.per_token,
+            entry.experts.per_layer,
+        )
+        yield f"  experts: {per_layer} a layer, of which a token takes {per_token}; {millions:.1f} M of the parameters"
+
+
 def _recurrences(entry: ModelEntry, lookahead: int) -> Iterator[str]:
     if entry.states:
         size = state_bytes_per_row(entry, lookahead)
@@ -182,6 +192,7 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     if entry.num_head_ids is not None:
         yield f"  LM head: {entry.num_head_ids} of {entry.vocab_size} tokens"
     yield f"  KV cache: {_kv_cache(entry)}"
+    yield from _experts(entry)
     yield from _recurrences(entry, manifest.lookahead)
     dtypes = {"model": entry.dtype, "cache": entry.cache_dtype}
     yield "  graph: " + ", ".join(

@@ -7,10 +7,12 @@ from typing import Any
 import chance
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from specexport.frontend import reference_logits
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import UnsupportedModelError
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
@@ -163,6 +165,19 @@ def test_a_pinned_prefix_is_gone_on_from(bundle: Path) -> None:
         engine.check()
 
 
+def test_measuring_steps_leaves_nothing_in_a_state(bundle: Path) -> None:
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    with closing(SpecEngine.load(bundle, max_num_seqs=2, num_threads=1, spin=False, adaptive=True)) as engine:
+        engine._loop._check = True
+        found = engine.generate(PROMPTS, params)
+        plain = engine.generate(PROMPTS, params, drafter="none")
+        assert [result.token_ids for result in found] == [result.token_ids for result in plain]
+        engine.check()
+    with closing(SpecEngine.load(bundle, max_num_seqs=2, num_threads=1, spin=False, adaptive=False)) as engine:
+        (unmeasured,) = engine.generate(PROMPTS[:1], params, drafter="none")
+        assert unmeasured.token_ids == plain[0].token_ids
+
+
 def test_what_a_state_cannot_do_is_refused(bundle: Path, tmp_path: Path) -> None:
     from specexport.build.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
@@ -173,3 +188,25 @@ def test_what_a_state_cannot_do_is_refused(bundle: Path, tmp_path: Path) -> None
         build_bundle(recipe)
     assert caught.value.exit_code == 2
     assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_step_that_is_debugged_is_one_of_the_engines_own_decode(bundle: Path, role: str) -> None:
+    from specexport.debug.capture import capture_step
+
+    opened = load_bundle(bundle, max_num_seqs=1)
+    prompt = opened.tokenizer.encode(PROMPTS[2]).ids
+    step = capture_step(opened, role, prompt, "verify", after=3)
+    likeliest = step.logits.argmax(axis=1).tolist()
+    assert likeliest[:-1] == list(step.tokens[1:]), "drafts are what greedy decoding goes on with"
+    assert step.feeds["state_steps"].tolist() == [[0, 0, 1, len(step.tokens) - 1]]
+    assert capture_step(opened, role, prompt, "decode", after=4).logits.argmax() == likeliest[1]
+
+
+def test_a_graph_that_models_with_states_do_not_have_is_refused(bundle: Path) -> None:
+    from specexport.cli import main
+
+    result = CliRunner().invoke(main, ["debug", str(bundle), "abc", "--graph", "padded", "-q"])
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert "this model has no padded graph. Fix: a model that keeps states has none" in line

@@ -76,7 +76,7 @@ def pack_checkpoint(folder: Path, method: str, seed: int = 0) -> dict[str, np.nd
     path = folder / "model.safetensors"
     tensors: dict[str, np.ndarray] = {}
     for name, tensor in load_file(path).items():
-        if tensor.ndim == 2 and "_proj." in name:
+        if tensor.ndim == 2 and ("_proj." in name or ".experts." in name):
             layer = name.removesuffix(".weight")
             parts, floats[name] = random_layer(method, (tensor.shape[0], tensor.shape[1]), generator)
             tensors |= {f"{layer}.{part}": value for part, value in parts.items()}

@@ -437,6 +437,7 @@ def compile_graph(
         fields of the manifest entry.
     """
     from specexport.passes import default_passes, run_passes
+    from specexport.passes.experts_graph import expert_sizes
 
     backend, weights = find_backend(recipe.backend), list(ir_model.graph.initializers.values())
     backend.check_memory(job)
@@ -453,9 +454,10 @@ def compile_graph(
         )
         done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=job.clock.note)
     strip_metadata(ir_model)
+    experts = expert_sizes(ir_model)
     fields = backend.build(ir_model, job)
     release_weights([*weights, *ir_model.graph.initializers.values()])
-    return {"layers": job.layers, "states": job.states, "passes": done, **fields}
+    return {"layers": job.layers, "states": job.states, "experts": experts, "passes": done, **fields}
 
 
 def strip_metadata(ir_model: Any) -> None:

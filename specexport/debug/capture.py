@@ -116,14 +116,14 @@ def _decode(executor: Executor, prompt: list[int], kind: StepKind, after: int, l
     else:
         text = _greedy(runner, prompt, after)
         tokens, past = [text.pop()], runner.kv.kv_len(0)
-        for _ in range(lookahead if kind == "verify" else 0):
-            tokens.append(_next(runner, tokens[-1]))
+        for drafts in range(1, lookahead + 1 if kind == "verify" else 1):
+            tokens.append(_next(runner, tokens[-1], drafts))
         runner.kv.commit(0, past)  # rolls the draft back
     past = runner.kv.kv_len(0)
-    logits = runner.step(0, [RowWork(tokens, len(tokens))]).copy()
+    drafts = len(tokens) - 1 if kind == "verify" else 0
+    logits = runner.step(0, [RowWork(tokens, len(tokens), drafts=drafts)]).copy()
     feeds = recorder.feeds
-    capacity = next(feed.shape[3] for name, feed in feeds.items() if name.startswith("k_cache."))
-    positions = np.arange(capacity, dtype=KV_POSITIONS.dtype)
+    positions = np.arange(executor.kv_capacity, dtype=KV_POSITIONS.dtype)
     feeds[KV_POSITIONS.name] = np.where(positions < past + len(tokens), positions, -1)[None, None]
     return CapturedStep(kind, tuple(tokens), tuple(text), feeds, logits)
 
@@ -137,8 +137,8 @@ def _greedy(runner: ModelRunner, prompt: list[int], after: int) -> list[int]:
     return text
 
 
-def _next(runner: ModelRunner, token: int) -> int:
-    """Commit ``token``; returns the one that greedy decoding puts behind it."""
-    (found,) = runner.step(0, [RowWork([token], 1)], "token_ids").tolist()
+def _next(runner: ModelRunner, token: int, drafts: int = 0) -> int:
+    """Commit ``token``, with which so many are to be rolled back; returns what greedy decoding puts behind it."""
+    (found,) = runner.step(0, [RowWork([token], 1, drafts=drafts)], "token_ids").tolist()
     runner.kv.commit(0, runner.kv.kv_len(0) + 1)
     return int(found)

@@ -237,6 +237,11 @@ def _load(folder: Path, entry: ModelEntry, kind: GraphKind) -> "EngineGraph":
 
     path = {"engine": entry.path, "padded": entry.padded_path, "one-token": entry.one_token_path}[kind]
     if path is None:
-        hint = "only small drafts have one: add --role draft." if kind == "one-token" else "build it again."
+        without = "a model that keeps states has none" if entry.states else "a target built with --self-draft has none"
+        hints = {
+            "one-token": "only small drafts have one: add --role draft.",
+            "padded": f"{without}: give --against a bundle of the same checkpoint.",
+        }
+        hint = hints.get(kind, "build it again.")
         raise InvalidRequestError(f"{folder}: this model has no {kind} graph.", hint)
     return load_graph(folder / path)

@@ -1,5 +1,6 @@
 """Checkpoints of GPTQ, AWQ and compressed-tensors: read from safetensors, without the libraries that made them."""
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from specexport.frontend.packed_blocks import awq_weight, compressed_weight, gpt
 from specexport.frontend.source import Source
 from specexport.frontend.tagged import SMALLEST_RANK, Tags
 from specexport.frontend.trace import WEIGHT_PREFIX
-from specexport.passes.block_weight import BlockWeight
+from specexport.passes.block_weight import BlockWeight, join, with_offsets
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 _PARTS = {
@@ -23,6 +24,19 @@ _FORMATS = {
     "pack-quantized",
     "int-quantized",
 }  # of compressed-tensors; others hold floats of 8 and 4 bits, or are sparse
+
+
+_EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<expert>\d+)\.(?P<part>\w+)")
+_EXPERT_PARTS = {
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+    "down_proj": ("down_proj", 0),
+    "w1": ("gate_up_proj", 0),
+    "w3": ("gate_up_proj", 1),
+    "w2": ("down_proj", 0),
+}
+"""What transformers makes of an expert's layer: the parameter that stacks it, and whether it comes first or second."""
+_RENAMED_BLOCK = ("block_sparse_moe", "mlp")
 
 
 class Packed(NamedTuple):
@@ -113,15 +127,24 @@ def name_packed(weights: Mapping[str, BlockWeight], model: Any, name: str) -> di
 
     Args:
         weights: by layer, from :func:`read_packed`.
-        model: made of the floats.
+        model: made of the floats. Where it stacks experts, theirs are one below the other, in its order.
         name: of the checkpoint, for messages.
 
     Raises:
         UnsupportedModelError: the model has others: transformers joins or renames them.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    found = {}
-    for layer, weight in weights.items():
+    found, left = {}, dict(weights)
+    for stacked, layers in _stacked_experts(weights).items():
+        parameter, whole = parameters.get(stacked), _one_below_the_other([weights[layer] for layer in layers])
+        if parameter is None or parameter.dim() != 3 or whole is None:
+            continue
+        if getattr(model.get_submodule(stacked.rpartition(".")[0]), "is_transposed", False):
+            continue
+        if (parameter.shape[0] * parameter.shape[1], parameter.shape[2]) == whole.shape:
+            found[f"{WEIGHT_PREFIX}{stacked}"] = whole
+            left = {layer: weight for layer, weight in left.items() if layer not in layers}
+    for layer, weight in left.items():
         parameter = parameters.get(f"{layer}.weight")
         if parameter is None or tuple(parameter.shape) != weight.shape:
             raise UnsupportedModelError(
@@ -130,6 +153,25 @@ def name_packed(weights: Mapping[str, BlockWeight], model: Any, name: str) -> di
             )
         found[f"{WEIGHT_PREFIX}{layer}.weight"] = weight
     return found
+
+
+def _stacked_experts(weights: Mapping[str, BlockWeight]) -> dict[str, list[str]]:
+    """Layers of experts in the order in which transformers stacks them, by the parameter that it makes of them."""
+    places: dict[str, dict[tuple[int, int], str]] = {}
+    for layer in weights:
+        match = _EXPERT.fullmatch(layer)
+        if match is not None and match["part"] in _EXPERT_PARTS:
+            parameter, half = _EXPERT_PARTS[match["part"]]
+            block = match["block"].replace(*_RENAMED_BLOCK)
+            places.setdefault(f"{block}.experts.{parameter}", {})[int(match["expert"]), half] = layer
+    return {name: [layers[place] for place in sorted(layers)] for name, layers in places.items()}
+
+
+def _one_below_the_other(weights: list[BlockWeight]) -> BlockWeight | None:
+    """All of them as one; None if they are of several forms."""
+    if any(weight.form.has_offsets for weight in weights):
+        weights = [with_offsets(weight) for weight in weights]
+    return join(weights) if len({(weight.form, weight.shape[1]) for weight in weights}) == 1 else None
 
 
 def _weight(method: str, tensors: Mapping[str, np.ndarray], settings: Mapping[str, Any], layer: str) -> BlockWeight:

@@ -174,6 +174,18 @@ class BlockWeight:
         return [np.arange(start, min(start + step, self.shape[0])) for start in range(0, self.shape[0], step)]
 
 
+def with_offsets(weight: BlockWeight) -> BlockWeight:
+    """The weight with an offset for each block, of 0 where it has none."""
+    if weight.form.has_offsets:
+        return weight
+
+    def read(rows: Rows) -> Blocks:
+        blocks = weight.read(rows)
+        return blocks._replace(offsets=np.zeros_like(blocks.scales), stored=None)
+
+    return replace(weight, form=weight.form._replace(has_offsets=True), read=read, spread=None)
+
+
 def join(weights: Seq[BlockWeight]) -> BlockWeight:
     """Weights of one form and depth, one below the other."""
     if len(weights) == 1:

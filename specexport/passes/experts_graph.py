@@ -15,10 +15,11 @@ import onnx_ir as ir
 from specexport.onnx_emit import Emitter, lazy_weight, part_of
 from specexport.ops.experts import EXPERTS
 from specexport.passes.base import constant_of, sizes_of
+from specexport_runtime.bundle.manifest import ExpertSizes
 from specexport_runtime.errors import CheckFailedError
 
 CONTRIB = "com.microsoft"
-_READ = "specexport.read"
+_SIZES = "specexport.experts"
 
 
 class ExpertsSite(NamedTuple):
@@ -41,9 +42,9 @@ class ExpertsSite(NamedTuple):
     width: int
 
     @property
-    def read(self) -> int:
-        """Weights that a token reads."""
-        return self.per_token * 3 * self.depth * self.width
+    def sizes(self) -> ExpertSizes:
+        """How much of a model they are."""
+        return ExpertSizes(self.num_experts * 3 * self.depth * self.width, self.per_token, self.num_experts)
 
 
 def experts_sites(model: ir.Model) -> list[ExpertsSite]:
@@ -54,6 +55,26 @@ def experts_sites(model: ir.Model) -> list[ExpertsSite]:
     """
     nodes = (node for node in model.graph if node.domain == EXPERTS.domain and node.op_type == EXPERTS.name)
     return [_site(node) for node in nodes]
+
+
+def expert_sizes(model: ir.Model) -> ExpertSizes | None:
+    """How much of a model its experts are, behind the passes; None without experts.
+
+    Of layers that differ, the one counts whose tokens take the largest share.
+
+    Raises:
+        CheckFailedError: see :func:`experts_sites`.
+    """
+    sizes = [*(site.sizes for site in experts_sites(model)), *_in_kernels(model)]
+    if not sizes:
+        return None
+    busiest = max(sizes, key=lambda each: each.per_token / each.per_layer)
+    return busiest._replace(parameters=sum(each.parameters for each in sizes))
+
+
+def _in_kernels(model: ir.Model) -> list[ExpertSizes]:
+    """Of the layers whose experts were put in a kernel."""
+    return [node.meta[_SIZES] for node in model.graph if _SIZES in node.meta]
 
 
 def _site(node: ir.Node) -> ExpertsSite:
@@ -85,8 +106,12 @@ def _part_in_turn(tensor: ir.TensorProtocol, axis: int, start: int, stop: int) -
 
 
 def _in_turn(tensor: ir.TensorProtocol, start: int, stop: int) -> np.ndarray:
-    both = part_of(tensor, 0, start, stop)
-    halves = both.reshape(stop - start, 2, both.shape[1] // 2, *both.shape[2:])
+    return in_turn(part_of(tensor, 0, start, stop))
+
+
+def in_turn(both: np.ndarray) -> np.ndarray:
+    """Outputs [experts, 2*I, ...] as gate, up, gate, up, of those in which all gates come first."""
+    halves = both.reshape(len(both), 2, both.shape[1] // 2, *both.shape[2:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(both.shape)
 
 
@@ -119,7 +144,7 @@ def put_experts(graph: ir.Graph, site: ExpertsSite, op_type: str, weights: Seq[i
         **kind,
     }
     given = emit.op(op_type, rows, chosen, *weights, domain=CONTRIB, **attributes)
-    given.producer().meta[_READ] = site.read  # type: ignore[union-attr]
+    given.producer().meta[_SIZES] = site.sizes  # type: ignore[union-attr]
     given = emit.reshape(given, [-1, per_token, site.depth])
     given = emit.op("Mul", given, emit.op("Unsqueeze", shares, emit.const([2])))
     emit.replace(site.node, [_summed(emit, site, given)])
@@ -135,4 +160,4 @@ def _summed(emit: Emitter, site: ExpertsSite, given: ir.Value) -> ir.Value:
 
 def experts_read(model: ir.Model) -> int:
     """Weights of experts, of all layers whose experts were put in a kernel, that a token reads."""
-    return sum(node.meta.get(_READ, 0) for node in model.graph)
+    return sum(each.parameters * each.per_token // each.per_layer for each in _in_kernels(model))

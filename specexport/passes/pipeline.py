@@ -81,8 +81,9 @@ def list_passes(
         marking = [LowRankMarkPass(adapters)]
     if kept:
         from specexport.passes.quantize_kept import KeptWeightPass
+        from specexport.passes.quantize_kept_experts import KeptExpertsPass
 
-        quantizing = [KeptWeightPass(kept, head_ids, lm_head=quantize_lm_head)]
+        quantizing = [KeptExpertsPass(kept), KeptWeightPass(kept, head_ids, lm_head=quantize_lm_head)]
     elif quantize is not None:
         from specexport.passes.quantize import quantizing_passes
 

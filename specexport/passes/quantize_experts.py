@@ -1,6 +1,7 @@
 """Experts with weights of 8 or 4 bits, and their routers with 8."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Seq
 from functools import partial
 
 import numpy as np
@@ -47,17 +48,26 @@ class ExpertsQuantizePass(CountingPass):
         """
         sites = experts_sites(model)
         for site in sites:
-            _quantize_router(model.graph, site)
+            quantize_router(model.graph, site)
             _replace(model.graph, site, self._bits)
         if sites:
             model.opset_imports.setdefault(CONTRIB, 1)
         return len(sites)
 
 
-def _quantize_router(graph: ir.Graph, site: ExpertsSite) -> None:
+def quantize_router(graph: ir.Graph, site: ExpertsSite, kept: Collection[str] = ()) -> None:
+    """Give the product that chooses a layer's experts 8 bits in blocks, where blocks divide it.
+
+    Args:
+        graph: the layer's graph.
+        site: the layer.
+        kept: weights that stay as they are, by name.
+    """
     for product in sources_of(site.given["expert_ids"]):
         router = linear_site(product)
-        if router is not None and router.depth % quantize_sensitive.BLOCK == 0 and len(router.weight.uses()) == 1:
+        if router is None or router.weight.name in kept:
+            continue
+        if router.depth % quantize_sensitive.BLOCK == 0 and len(router.weight.uses()) == 1:
             quantize_sensitive.put_blocks(graph, router)
 
 
@@ -72,8 +82,26 @@ def _replace(graph: ir.Graph, site: ExpertsSite, bits: int) -> None:
         )
     first = _weights(graph, gates_in_turn(graph, site, "gate_up"), bits, block)
     last = _weights(graph, site.given["down"], bits, block)
+    put_quantized(graph, site, first, last, bits=bits, block=block)
+
+
+def put_quantized(
+    graph: ir.Graph, site: ExpertsSite, first: Seq[ir.Value], last: Seq[ir.Value], *, bits: int, block: int
+) -> None:
+    """Replace a layer's experts by the kernel for quantized ones.
+
+    Args:
+        graph: the layer's graph.
+        site: the layer.
+        first: of what gates, with outputs in turn: codes [E, 2*I, H * bits / 8], scales [E, 2*I, H / block] and, where
+            they are not the middle of the codes, zero points [E, 2*I, H / block / 2], of 4 bits.
+        last: the same of ``down``.
+        bits: of a code.
+        block: inputs that share a scale.
+    """
     biases = (gates_in_turn(graph, site, "gate_up_bias"), site.given.get("down_bias"))
-    inputs = [*first[:2], biases[0], *last[:2], biases[1], None, None, None, *first[2:], *last[2:]]
+    zeros = [weights[2] if len(weights) > 2 else None for weights in (first, last)]
+    inputs = [*first[:2], biases[0], *last[:2], biases[1], None, None, None, *zeros]
     while inputs[-1] is None:
         inputs.pop()
     kind = {"expert_weight_bits": bits, "block_size": block, "accuracy_level": _ACCURACY_LEVEL}

@@ -73,16 +73,21 @@ def pack_pairs(codes: np.ndarray) -> np.ndarray:
 
 
 def nbits_bytes(graph: ir.Graph, dtype: str) -> tuple[int, int]:
-    """Bytes of the weights of all ``MatMulNBits``, with what scales are made of, and what they would take in ``dtype``.
+    """Bytes of the weights of all ``MatMulNBits`` and ``QMoE``, with what scales are made of, and in ``dtype``.
 
     Args:
         graph: a model's.
         dtype: numpy name, for example ``"float16"``.
     """
     nodes = [node for node in graph.all_nodes() if node.op_type == NBITS]
-    found = {value: tensor for node in nodes for value, tensor in _constants(node.inputs[1:])}
+    experts = [node for node in graph.all_nodes() if node.op_type == "QMoE"]
+    given = [*(node.inputs[1:] for node in nodes), *(node.inputs[2:] for node in experts)]
+    found = {value: tensor for values in given for value, tensor in _constants(values)}
     stored = sum(tensor.nbytes for tensor in found.values())
     elements = sum(node.attributes["K"].as_int() * node.attributes["N"].as_int() for node in nodes)
+    for node in experts:
+        codes = [tensor for _, tensor in _constants([node.inputs[2], node.inputs[5]])]
+        elements += sum(tensor.size for tensor in codes) * 8 // node.attributes["expert_weight_bits"].as_int()
     return stored, elements * ITEM_BYTES[dtype]
 
 

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pairs import locked
+from tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
 
-from specexport.backends import present_gpu, trt_package
+from specexport.backends import present_gpu, tensorrt, trt_package
 from specexport.backends.memory_plan import plan_memory, require_gpu_memory, require_host_memory
 from specexport.backends.tensorrt import choose_skipped
 from specexport.backends.trt_package import TENSORRT, TENSORRT_RTX, known_architectures, resolve_architectures
+from specexport.build import model, pipeline
 from specexport.recipe import make_recipe, resolve_recipe
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import IncompatibleError, MissingDependencyError, RecipeError
@@ -199,3 +202,29 @@ def test_which_layers_a_draft_leaves_out() -> None:
     with pytest.raises(RecipeError, match="none to leave out"):
         choose_skipped(recipe, 4)
     assert make_recipe(GIVEN | {"backend": "ort-cpu", "self_draft": True}).self_draft
+
+
+@pytest.mark.parametrize("backend", ["ort-cuda", "tensorrt", "tensorrt-rtx"])
+@pytest.mark.parametrize(
+    ("models", "name", "said"),
+    [
+        (HYBRIDS, "lfm2", "no layers that keep a state, and this model has 1. Fix: build it for ort-cpu."),
+        (ARCHITECTURES, "bloom", "this attention has ALiBi slopes, which"),
+    ],
+)
+def test_what_only_a_cpu_computes_is_refused_by_name(
+    backend: str, models: Any, name: str, said: str, session_dir: Path,
+    tmp_path: Path, refuse_cli: Refuse, no_gpu: None, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Behind the trace, and before anything is built: TensorRT need not be there."""
+    with locked(session_dir / f"refused-{name}.lock"):
+        target = session_dir / f"refused-{name}"
+        if not target.is_dir():
+            save_checkpoint(make_model(*models[name]), target)
+    for module in (model, pipeline):
+        monkeypatch.setattr(module, "require_export_stack", lambda _: None)
+    monkeypatch.setattr(tensorrt, "resolve_architectures", lambda _, given: given)
+    options = [] if backend == "ort-cuda" else ["--sm", "89"]
+    line = refuse_cli("build", target, "-o", tmp_path / "bundle", "--backend", backend, "--no-cache", "-q", *options)
+    assert said in line
+    assert backend in line or "TensorRT" in line or "paged attention" in line

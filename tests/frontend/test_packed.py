@@ -1,6 +1,7 @@
 """Checkpoints of GPTQ, AWQ and compressed-tensors: the floats that they stand for, the integers that are kept."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from specexport.frontend import load_checkpoint
 from specexport.frontend.packed_blocks import awq_weight, compressed_weight, gptq_weight
 from specexport.passes.block_weight import BlockWeight
 from specexport.recipe import BuildRecipe
-from specexport_runtime.errors import CheckpointError
-from tests.tiny_models import GROUPED, make_model, save_checkpoint
+from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.errors import CheckpointError, UnsupportedModelError
+from tests.tiny_models import ARCHITECTURES, GROUPED, make_model, save_checkpoint
 from tests.tiny_packed import SETTINGS, pack_checkpoint, random_layer
 
 SIZES = GROUPED | {"hidden_size": 128, "intermediate_size": 160}
@@ -57,6 +59,43 @@ def test_a_checkpoint_is_kept_or_made_float(method: str, tmp_path: Path) -> None
     if method == "gptq":  # the others are read by the same code
         plain = build_bundle(BuildRecipe(str(folder), str(tmp_path / "plain"), quantize="none"), use_cache=False)
         assert plain.manifest.models["target"].quantize is None
+
+
+@pytest.mark.parametrize(("name", "method"), [("qwen3_moe", "gptq"), ("mixtral", "awq"), ("qwen3_moe", "w8a8")])
+def test_experts_are_kept_where_transformers_stacks_them(name: str, method: str, tmp_path: Path) -> None:
+    classes, config = ARCHITECTURES[name]
+    # A token takes all experts: rounded activations choose others now and then, which would hide how near they are.
+    config = config | {"moe_intermediate_size": 64, "num_experts_per_tok": 4}
+    folder = save_checkpoint(make_model(classes, config), tmp_path / "model")
+    floats = pack_checkpoint(folder, method)
+    assert sum(".experts." in part for part in floats) == 2 * 4 * 3
+    built = build_bundle(BuildRecipe(str(folder), str(tmp_path / "kept")), use_cache=False)
+    entry, found = built.manifest.models["target"], built.checks["target"]
+    assert dict(entry.passes)["experts-keep"] == 2
+    assert sum(count for _, count, _ in entry.weight_formats) == sum(weight.size for weight in floats.values())
+    assert found is not None
+    assert found.lost is not None
+    assert found.lost < 0.01, "only activations are rounded"
+    with closing(SpecEngine.load(tmp_path / "kept", num_threads=1, spin=False, adaptive=False)) as engine:
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        (plain,) = engine.generate("abcabcabcabc", params, drafter="none")
+        (drafted,) = engine.generate("abcabcabcabc", params, drafter="lookup", num_speculative_tokens=3)
+        assert drafted.token_ids == plain.token_ids
+
+
+def test_experts_that_no_kernel_takes_as_they_are_are_refused(tmp_path: Path) -> None:
+    classes, config = ARCHITECTURES["qwen3_moe"]
+    folder = save_checkpoint(make_model(classes, config | {"moe_intermediate_size": 64}), tmp_path / "model")
+    pack_checkpoint(folder, "w8a8")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    scales = [name for name in tensors if ".experts." in name and name.endswith("weight_scale")]
+    zeros = {name.replace("weight_scale", "weight_zero_point"): np.full_like(tensors[name], 3) for name in scales}
+    save_file(tensors | zeros, path, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match="kernel takes 4 bits, or 8 without offsets") as caught:
+        build_bundle(BuildRecipe(str(folder), str(tmp_path / "kept"), check=False), use_cache=False)
+    assert "--quantize int8 or int4" in str(caught.value.hint)
+    assert not (tmp_path / "kept").exists()
 
 
 def test_groups_that_are_no_neighbours_are_refused(tmp_path: Path) -> None:

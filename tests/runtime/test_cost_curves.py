@@ -144,6 +144,9 @@ def test_a_damaged_curve_is_refused(path, value):
         StepCost.from_json(data)
 
 
+LOOKAHEAD = 5
+
+
 class Clock:
     """Time that passes only in steps of an executor."""
 
@@ -227,6 +230,67 @@ def test_rows_in_use_are_refused():
     with pytest.raises(SpecexportError, match="row 2 is in use"):
         measure_step_cost(runner, max_rows=4, max_tokens=5, clock=clock)
     assert runner.kv.kv_len(2) == 2
+
+
+class StatefulExecutor(FakeExecutor):
+    """A fake engine that says it keeps a state, and notes what its steps are given."""
+
+    num_pending = LOOKAHEAD + 1
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.given = []
+
+    def prepare(self, shape):
+        steps = np.full((shape.num_seqs, 4), -7, np.int64)
+        self._buffers = super().prepare(shape)._replace(state_steps=steps)
+        return self._buffers
+
+    def execute(self, want="logits"):
+        rows = (buffer[0] for buffer in np.split(self._buffers.state_steps, len(self._buffers.state_steps)))
+        tokens = self._buffers.input_ids.tolist()
+        self.given.append((self._shape.num_tokens // self._shape.num_seqs, {tuple(row) for row in rows}, tokens))
+        return super().execute(want)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_steps_with_states_are_those_of_decoding(drafts):
+    """A verification settles accepted drafts; a draft step goes through the drafts before it."""
+    runner = ModelRunner(StatefulExecutor(50, 4, 80))
+    measure_step_cost(
+        runner, max_rows=4, max_tokens=2 if drafts else LOOKAHEAD + 1, all_logits=not drafts, lookahead=LOOKAHEAD
+    )
+    found = {(width, steps) for width, rows, _ in runner.executor.given for steps in rows if width <= LOOKAHEAD + 1}
+    if drafts:
+        assert found == {(1, (0, 2, 0, 1)), (2, (2, 0, 2, 0))}
+    else:
+        assert found == {(1, (0, 0, 1, 0)), (2, (1, 0, 1, 1)), (3, (1, 0, 1, 2)), (5, (2, 0, 1, 4)), (6, (3, 0, 1, 5))}
+    runner.kv.check()
+    assert [runner.kv.state_len(row) for row in range(4)] == [0] * 4
+
+
+def test_the_draft_model_is_measured_with_the_drafts_of_a_bundle(cache):
+    draft = ModelRunner(StatefulExecutor(50, 4, 80))
+    measure_costs(ModelRunner(FakeExecutor(50, 4, 80)), {"draft-model": draft}, max_rows=2, lookahead=LOOKAHEAD)
+    assert {steps for width, rows, _ in draft.executor.given for steps in rows if width == 1} == {(0, 2, 0, 1)}
+
+
+@pytest.mark.parametrize("vocab_size", [2, 50, 4096])
+def test_tokens_are_as_different_as_those_of_texts(vocab_size):
+    """A router sends equal tokens to the same experts: five of them would cost what one does."""
+    runner = ModelRunner(StatefulExecutor(vocab_size, 4, 80))
+    measure_step_cost(runner, max_rows=4, max_tokens=5)
+    for _, _, tokens in runner.executor.given:
+        assert len(set(tokens)) == min(len(tokens), vocab_size)
+        if vocab_size > len(tokens) > 4:
+            assert max(tokens) > vocab_size / 2, "ids from one corner of the vocabulary are of one kind"
+            assert max(tokens) - min(tokens) > vocab_size / 2
+
+
+def test_medusa_heads_are_asked_by_their_numbers():
+    executor = FakeExecutor(50, 2, 80, reads_features=True, num_draft_heads=3)
+    measure_step_cost(ModelRunner(executor), max_rows=2, max_tokens=2, all_logits=False, lookahead=3)
+    assert executor.calls, "it takes no other numbers"
 
 
 def test_grid():

@@ -12,7 +12,14 @@ from specexport.inspect import describe, describe_json
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.bundle import manifest as module
 from specexport_runtime.bundle.files import FileEntry, check_files
-from specexport_runtime.bundle.manifest import EngineFile, Manifest, ModelEntry, VocabularyInfo, load_manifest
+from specexport_runtime.bundle.manifest import (
+    EngineFile,
+    ExpertSizes,
+    Manifest,
+    ModelEntry,
+    VocabularyInfo,
+    load_manifest,
+)
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import BundleError, IncompatibleError, SpecexportError
 
@@ -55,6 +62,7 @@ DRAFT = replace(
     num_head_ids=120,
     dropped_layers=((2, 0.75), (0, -1.0)),
     step_parameters=900,
+    experts=ExpertSizes(600, 2, 8),
     num_heads=4,
 )
 FILES = (
@@ -173,6 +181,11 @@ def test_the_manifest_of_these_tests_loads(tmp_path):
         (("models", "target"), DRAFT_JSON, "num_head_ids of models.target is 120, not null: only a draft's"),
         (("models", "draft", "head_ids_path"), "draft/x.npy", "'draft/x.npy', not among the files"),
         (("models", "draft", "head_ids_path"), "../ids.npy", "it lies outside the bundle"),
+        (
+            ("models", "draft", "experts"),
+            [600, 9, 8],
+            "experts of models.draft is ExpertSizes(parameters=600, per_token=9",
+        ),
         (("models", "draft", "dropped_layers"), [[1, 1.5]], "dropped_layers[0][1] is 1.5, not a number from -1 to 1"),
         (("models", "draft", "dropped_layers"), [[1, True]], "dropped_layers[0][1] is True, not a number"),
         (("models", "draft", "dropped_layers"), [[0, 1], [0, 1]], "of models.draft is [0, 0], not different layers"),

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.abi import StateGeometry
+from specexport_runtime.bundle.manifest import ExpertSizes, load_manifest
 from specexport_runtime.costs.prior import prior_costs
 
 
@@ -90,3 +91,30 @@ def test_more_tokens_of_a_row_multiply_with_its_cache(entries):
     target = costs(entries).target
     grown = [target.seconds(tokens, 1, 1000) - target.seconds(tokens, 1, 0) for tokens in (1, 5)]
     assert grown[1] > 1.5 * grown[0]
+
+
+def test_draft_tokens_read_more_experts_until_all_are_read(entries):
+    dense = replace(entries["target"], num_parameters=10**9, step_parameters=10**9)
+    experts = replace(dense, experts=ExpertSizes(9 * 10**8, 4, 64))
+    one, two, many = (costs({"target": experts}).target.seconds(count, 1) for count in (1, 2, 9))
+    dense_one, dense_many = (costs({"target": dense}).target.seconds(count, 1) for count in (1, 9))
+    assert one < 0.2 * dense_one, "a token reads 4 of 64 experts"
+    assert many / one > 2 * dense_many / dense_one, "nine tokens read more experts than one"
+    assert 0 < (many - two) / 7 < two - one, "some are read already"
+    assert many < dense_many
+    eight = costs({"target": experts}).target
+    assert eight.seconds(8, 8) == pytest.approx(eight.seconds(8, 1), rel=0.1), "experts are shared by rows too"
+
+
+def test_states_cost_by_their_size_and_by_the_row(entries):
+    none = replace(entries["target"], num_parameters=10**8, step_parameters=10**8)
+    some, more = (replace(none, states=(StateGeometry((16, 128, size), 4096),) * 12) for size in (64, 128))
+    ones, eights = zip(
+        *(
+            (cost.seconds(1, 1), cost.seconds(8, 8))
+            for cost in (costs({"target": entry}).target for entry in (none, some, more))
+        ),
+        strict=True,
+    )
+    assert ones[0] < ones[1] < ones[2]
+    assert eights[2] - eights[1] == pytest.approx(8 * (ones[2] - ones[1])), "each row has its own"

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from specexport_runtime.abi import (
     ABI_VERSION,
@@ -46,8 +46,8 @@ READABLE_SCHEMAS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
 """Version 3 added the fields of engines that are built for a GPU, version 4 those of self-drafting and quantization,
 version 5 the defaults for loading, and engines that are stored as a difference, version 6 those of a cut LM head,
 version 7 the layers that a draft was built without, version 8 what a step's cost can be told from, version 9 the
-dtype of KV caches, version 10 draft heads, version 11 the states of recurrences, windows, LoRA adapters, and which
-rotary table an engine has. An older manifest is one without them. Version 5 also renamed some."""
+dtype of KV caches, version 10 draft heads, version 11 the states of recurrences, windows, experts, LoRA adapters, and
+which rotary table an engine has. An older manifest is one without them. Version 5 also renamed some."""
 _RENAMED = {"full_path": "one_token_path", "full_inputs": "one_token_inputs"}
 MANIFEST_NAME = "manifest.json"
 DEFAULT_NUM_SEQS = 8
@@ -86,6 +86,20 @@ class EngineFile:
     memory_bytes: int | None = None
     report: Mapping[str, Any] = field(default_factory=dict)
     base: str | None = None
+
+
+class ExpertSizes(NamedTuple):
+    """The experts of a model, of all layers that have some.
+
+    Attributes:
+        parameters: of all experts together.
+        per_token: how many of a layer's experts a token takes.
+        per_layer: how many a layer has.
+    """
+
+    parameters: int
+    per_token: int
+    per_layer: int
 
 
 @dataclass(frozen=True)
@@ -151,6 +165,8 @@ class ModelEntry:
             number, and mean cosine of input and output (-1 to 1). Empty where it has all.
         step_parameters: parameters that a step multiplies with each of its tokens: without an embedding that is only
             looked up, and without what an LM head was cut by. None in older bundles.
+        experts: of those parameters, the ones of which a step reads what its tokens chose; None where there are none,
+            and where the backend multiplies by copies of them.
         num_heads: query heads of an attention layer; None in older bundles, and where the checkpoint does not say.
         weight_formats: with ``"keep"``, each format of the checkpoint: name, weights and stored bytes.
         kv_dtype: dtype of the KV caches, ``"int8"``, where they are of another than ``dtype``; None where not.
@@ -211,6 +227,7 @@ class ModelEntry:
     num_head_ids: int | None = None
     dropped_layers: tuple[tuple[int, float], ...] = ()
     step_parameters: int | None = None
+    experts: ExpertSizes | None = None
     num_heads: int | None = None
     weight_formats: tuple[tuple[str, int, int], ...] = ()
     kv_dtype: str | None = None
@@ -258,6 +275,7 @@ class ModelEntry:
         fields["layers"] = tuple(LayerGeometry(*layer) for layer in data["layers"])
         fields["windows"] = tuple(fields.get("windows", ()))
         fields["states"] = tuple(StateGeometry(tuple(shape), width) for shape, width in data.get("states", ()))
+        fields["experts"] = None if fields.get("experts") is None else ExpertSizes(*fields["experts"])
         fields["inputs"] = tuple(data["inputs"])
         fields["padded_inputs"] = tuple(data.get("padded_inputs", ()))
         fields["skipped_layers"] = tuple(fields.get("skipped_layers", ()))
@@ -423,6 +441,7 @@ _ENTRY_RULES = _rules_of(
     num_head_ids=optional(whole(1, 1 << 24)),
     dropped_layers=list_of(tuple_of(_COUNT, number(-1, 1))),
     step_parameters=optional(_COUNT),
+    experts=optional(tuple_of(_COUNT, _SIZE, _SIZE)),
     num_heads=optional(whole(1, 1 << 16)),
     weight_formats=list_of(tuple_of(text, _COUNT, _COUNT)),
     kv_dtype=optional(one_of(*CACHE_BYTES)),
@@ -555,6 +574,8 @@ def _check_agreement(manifest: Manifest) -> None:
         _check_dropped(role, entry)
         _check_lent(manifest, role, entry)
         _check_adapters(role, entry)
+        if entry.experts is not None and entry.experts.per_token > entry.experts.per_layer:
+            raise MisfitError(f"experts of models.{role}", entry.experts, "no more for a token than a layer has")
 
 
 def _check_head(manifest: Manifest, role: str, entry: ModelEntry) -> None:

@@ -22,7 +22,7 @@ from specexport_runtime.machine import machine_key
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.user_cache import cache_folder, read_json, write_json
 
-SCHEMA = "specexport.costs/5"
+SCHEMA = "specexport.costs/6"
 DRAFT_WIDTH = 2
 """Tokens a row that a drafting step is measured with: one, and two after a draft that was accepted whole."""
 _DRAFT_BUDGET_S = 0.25
@@ -157,18 +157,23 @@ def measure_costs(
     whole = measure_step_cost(target, max_rows=max_rows, max_tokens=lookahead + 1)
     drafters = {
         name: measure_step_cost(
-            runner, max_rows=max_rows, max_tokens=DRAFT_WIDTH, all_logits=False, budget_s=_DRAFT_BUDGET_S
+            runner,
+            max_rows=max_rows,
+            max_tokens=DRAFT_WIDTH,
+            all_logits=False,
+            lookahead=lookahead,
+            budget_s=_DRAFT_BUDGET_S,
         )
         for name, runner in drafting.items()
     }
     gated = as_gated(target.executor)
     if gated is not None and gated.fixed_layers is not None:
-        drafters["self"] = _measure_fixed(target, gated, max_rows)
+        drafters["self"] = _measure_fixed(target, gated, max_rows, lookahead)
         gated = None
-    return CostCurves(whole, drafters, None if gated is None else _measure_gates(target, gated, max_rows))
+    return CostCurves(whole, drafters, None if gated is None else _measure_gates(target, gated, max_rows, lookahead))
 
 
-def _measure_fixed(target: ModelRunner, gated: GatedExecutor, max_rows: int) -> StepCost:
+def _measure_fixed(target: ModelRunner, gated: GatedExecutor, max_rows: int, lookahead: int) -> StepCost:
     """A draft step of a target whose engine fixes the layers of its drafts: one token a row, nothing else."""
     try:
         return measure_step_cost(
@@ -176,6 +181,7 @@ def _measure_fixed(target: ModelRunner, gated: GatedExecutor, max_rows: int) -> 
             max_rows=max_rows,
             max_tokens=1,
             all_logits=False,
+            lookahead=lookahead,
             budget_s=_DRAFT_BUDGET_S,
             filled=lambda: gated.set_layers(gated.fixed_layers),  # a past is read by all layers
         )
@@ -183,7 +189,7 @@ def _measure_fixed(target: ModelRunner, gated: GatedExecutor, max_rows: int) -> 
         gated.set_layers(None)
 
 
-def _measure_gates(target: ModelRunner, gated: GatedExecutor, max_rows: int) -> GateCost:
+def _measure_gates(target: ModelRunner, gated: GatedExecutor, max_rows: int, lookahead: int) -> GateCost:
     layers = gated.num_gates // 2
     mlps = np.arange(gated.num_gates) % 2 == 1
     found = []
@@ -197,6 +203,7 @@ def _measure_gates(target: ModelRunner, gated: GatedExecutor, max_rows: int) -> 
                 max_tokens=DRAFT_WIDTH,
                 contexts=(1, 1),
                 all_logits=False,
+                lookahead=lookahead,
                 budget_s=_DRAFT_BUDGET_S,
             )
             found.append(cost)

@@ -1,5 +1,10 @@
-"""Measures what a step of an engine costs: a few steps on empty cache rows, which are left empty."""
+"""Measures what a step of an engine costs: a few steps on empty cache rows, which are left empty.
 
+Steps are those that decoding makes. Their tokens are different and from all over the vocabulary, so that a router of
+experts sends them to as many as it would a text's. Rows with a state have drafts of the step before pending.
+"""
+
+import math
 import time
 from collections.abc import Callable, Mapping
 from itertools import count
@@ -7,6 +12,7 @@ from typing import NamedTuple
 
 from specexport_runtime.costs.step_cost import KvPair, RowCurve, StepCost, StepSize, clean_times, fit_kv_seconds
 from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.base import Executor, as_head
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 
 DEFAULT_BUDGET_S = 1.5
@@ -16,13 +22,25 @@ MAX_NOISE = 0.3
 """Above it, timings are too noisy to keep: the machine is busy."""
 CONTEXTS = (16, 192)
 """Cache entries of a row in a short and a long past."""
-_TOKENS = 251  # synthetic prompts repeat after so many ids
+_GOLDEN = 0.618  # of the vocabulary lies between one synthetic token and the next: no two that follow are alike
 
 
 class _Point(NamedTuple):
     num_rows: int
     width: int
     context: int
+
+
+class _Drafts(NamedTuple):
+    """Drafts of one row around a step, of a model that keeps a state.
+
+    Attributes:
+        pending: wait beside the state when the step begins; they are among the row's entries.
+        after: of the last tokens behind the step, how many are drafts.
+    """
+
+    pending: int
+    after: int
 
 
 def measure_step_cost(
@@ -33,6 +51,7 @@ def measure_step_cost(
     contexts: tuple[int, int] = CONTEXTS,
     repeats: int = 20,
     all_logits: bool = True,
+    lookahead: int = 1,
     budget_s: float = DEFAULT_BUDGET_S,
     filled: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
@@ -49,6 +68,7 @@ def measure_step_cost(
         contexts: cache entries of each row in a short and a long past; less where a row is too small.
         repeats: how often each point is measured, at most; three times if the budget allows.
         all_logits: every token needs logits, as in verification; False: the last of each row, as in drafting.
+        lookahead: tokens of a draft (K), which a model that drafts keeps beside its state meanwhile.
         budget_s: after so many seconds no repeat begins, unless the timings are noisy; after twice as many (a slow or
             busy machine) only one token and the most tokens of one row and of all rows are measured, three times.
         filled: called when the rows have their past, before the first step that is timed.
@@ -77,7 +97,8 @@ def measure_step_cost(
                 break
             for point in points:
                 if clock() - start <= 2 * budget_s or (repeat < _LEAST_REPEATS and point in corners):
-                    samples.setdefault(point, []).append(_time_step(runner, point, all_logits, clock))
+                    drafts = _drafts_around(point.width, all_logits, lookahead)
+                    samples.setdefault(point, []).append(_time_step(runner, point, drafts, all_logits, clock))
     finally:
         for row in range(max_rows):
             runner.release_row(row)
@@ -119,30 +140,51 @@ def _points(max_rows: int, max_tokens: int, short: int, long: int) -> list[_Poin
     return points
 
 
+def _drafts_around(width: int, verifies: bool, lookahead: int) -> _Drafts:
+    """What the steps of a round find beside a row's state, and leave there, on average.
+
+    Half of a verification's drafts were accepted, and enter the state in the next one. A draft grows by a token a step,
+    and each step goes through what was drafted before.
+    """
+    if verifies:
+        return _Drafts(width // 2, width - 1)
+    half = (lookahead - 1) // 2
+    return _Drafts(half, half + 1 if width == 1 and lookahead > 1 else 0)
+
+
+def _synthetic_tokens(executor: Executor, first: int, count: int) -> list[int]:
+    """Tokens ``first`` to ``first + count`` of an endless text in which each id comes up equally often."""
+    size = executor.vocab_size
+    stride = max(1, round(_GOLDEN * size))
+    while math.gcd(stride, size) > 1:
+        stride += 1
+    return [i * stride % size for i in range(first, first + count)]
+
+
+def _tokens_of_row(executor: Executor, row: int, width: int) -> list[int]:
+    """What a row is fed: other tokens than the other rows; of Medusa heads, their numbers."""
+    head = as_head(executor)
+    if head is not None and head.num_draft_heads and not head.reads_draft:
+        return [min(i, head.num_draft_heads - 1) for i in range(width)]
+    return _synthetic_tokens(executor, row * width, width)
+
+
 def _fill_rows(runner: ModelRunner, num_rows: int, length: int) -> None:
     """Give each row a past of ``length`` entries: one row is prefilled, the others are copies of it."""
-    period = min(_TOKENS, runner.executor.vocab_size)
-    runner.prefill(0, [i % period for i in range(length)])
+    runner.prefill(0, [token for i in range(length) for token in _tokens_of_row(runner.executor, i, 1)])
     for row in range(1, num_rows):
         runner.executor.move_row(0, row, runner.kv.entries(0))
-        _set_past(runner, row, length)
+        runner.kv.assume(row, length)
 
 
-def _set_past(runner: ModelRunner, row: int, length: int) -> None:
-    """Make ``length`` the committed length of a row whose cache has been filled at least so far."""
-    runner.kv.assume(row, length)
-
-
-def _time_step(runner: ModelRunner, point: _Point, all_logits: bool, clock: Callable[[], float]) -> float:
-    for row in range(point.num_rows):
-        _set_past(runner, row, point.context)
-    period = min(_TOKENS, runner.executor.vocab_size)
+def _time_step(
+    runner: ModelRunner, point: _Point, drafts: _Drafts, all_logits: bool, clock: Callable[[], float]
+) -> float:
     work = []
     for row in range(point.num_rows):
-        # Other tokens in each row: with the same ones, a router would choose the same experts for all rows.
-        first = row * point.width
-        tokens = [i % period for i in range(first, first + point.width)]
-        work.append(RowWork(tokens, point.width if all_logits else 1, drafts=point.width - 1))
+        runner.kv.assume(row, point.context, min(drafts.pending, point.context))
+        tokens = _tokens_of_row(runner.executor, row, point.width)
+        work.append(RowWork(tokens, point.width if all_logits else 1, drafts=drafts.after))
     start = clock()
     runner.step(0, work, "token_ids")
     return clock() - start

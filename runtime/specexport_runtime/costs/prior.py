@@ -1,24 +1,32 @@
 """Cost curves from the sizes of the models alone, for engines that nobody has measured on this machine.
 
-A step reads all weights once and multiplies them with each of its tokens: ``bytes / bandwidth + T · flops / rate``. It
-reads the cache once a row, in ONNX Runtime's CPU kernel the keys once more for each head, and multiplies it with each
+A step reads all weights once and multiplies them with each of its tokens: ``bytes / bandwidth + T · flops / rate``. Of
+E experts a layer, of which a token takes k, it reads those that any of its tokens takes, ``1 - (1 - k/E)^T`` of them if
+tokens are unlike each other, and multiplies a token with k. A row's states are read and written once a step. It reads
+the cache once a row, in ONNX Runtime's CPU kernel the keys once more for each head, and multiplies it with each
 token of the row. The rates below are those of common machines. Their level does not matter, since lengths are chosen by
 ratios; what is wrong with the ratios is found out while requests run (:mod:`specexport_runtime.costs.learned`). Imports
 the standard library.
 """
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from specexport_runtime.abi import CACHE_BYTES, ITEM_BYTES
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.costs.curves import CostCurves
+from specexport_runtime.costs.measure import row_counts_up_to, widths_up_to
 from specexport_runtime.costs.step_cost import RowCurve, StepCost
 
 DRAFTER_OF = {"draft": "draft-model", "head": "head"}
 """The drafter that each model of a bundle besides the target is for."""
 _QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5625}
 """Of a weight, with its share of the scales."""
+
+
+_STATE_FLOPS = 6
+"""Of a number of a state and a token: it decays, takes in a product, and is multiplied with a query."""
 
 
 class _Rates(NamedTuple):
@@ -70,14 +78,18 @@ def prior_costs(
 
 
 def _curve(entry: ModelEntry, rates: _Rates, max_rows: int, max_tokens: int) -> StepCost:
-    parameters = entry.step_parameters or entry.num_parameters
-    weight_bytes = parameters * _bytes_of_weight(entry)
     flops = rates.flops.get(entry.quantize, rates.flops[None])
-    read = weight_bytes / rates.bytes + len(entry.layers) * rates.layer_seconds
-    each = 2 * parameters / flops
-    widths = tuple(sorted({1, max(max_tokens, 1)}))
-    rows = sorted({1, max_rows})
-    curves = tuple(RowCurve(count, widths, tuple(read + count * width * each for width in widths)) for count in rows)
+    fixed = (len(entry.layers) + len(entry.states)) * rates.layer_seconds
+
+    def seconds(rows: int, width: int) -> float:
+        read, multiplied = _weights(entry, rows * width)
+        weights = read * _bytes_of_weight(entry) / rates.bytes + 2 * rows * width * multiplied / flops
+        return fixed + weights + rows * _state_seconds(entry, rates, width)
+
+    widths = tuple(widths_up_to(max(max_tokens, 1)))
+    curves = tuple(
+        RowCurve(rows, widths, tuple(seconds(rows, width) for width in widths)) for rows in row_counts_up_to(max_rows)
+    )
     entry_bytes = CACHE_BYTES.get(entry.cache_dtype, 4)
     key_bytes, value_bytes, products = 0, 0, 0
     for layer in entry.layers:
@@ -86,6 +98,24 @@ def _curve(entry: ModelEntry, rates: _Rates, max_rows: int, max_tokens: int) -> 
         value_bytes += entry_bytes * layer.kv_heads * layer.v_dim
         products += heads * (layer.k_dim + layer.v_dim)
     return StepCost(curves, (key_bytes + value_bytes) / rates.bytes, 2 * products / rates.cache_flops)
+
+
+def _weights(entry: ModelEntry, num_tokens: int) -> tuple[float, float]:
+    """How many weights a step of so many tokens reads, and how many it multiplies each of them with."""
+    parameters = entry.step_parameters or entry.num_parameters
+    if entry.experts is None:
+        return parameters, parameters
+    experts, per_token, per_layer = entry.experts
+    left = experts * (1 - per_token / per_layer)
+    untouched = experts * (1 - per_token / per_layer) ** num_tokens
+    return parameters - untouched, parameters - left
+
+
+def _state_seconds(entry: ModelEntry, rates: _Rates, width: int) -> float:
+    """Of a row's states: read and written once, and changed by a step's tokens and by half as many accepted drafts."""
+    numbers = sum(math.prod(state.shape) for state in entry.states)
+    tokens = width + width // 2
+    return 2 * ITEM_BYTES["float32"] * numbers / rates.bytes + tokens * _STATE_FLOPS * numbers / rates.cache_flops
 
 
 def _bytes_of_weight(entry: ModelEntry) -> float:

@@ -236,6 +236,16 @@ class PagedExecutor(Executor, Protocol):
         ...
 
 
+WAY_BACK = 1024
+"""Tokens before its end from where a text can still be gone on from, if layers forget what is before their window."""
+RECEDE_EVERY = 64
+"""Tokens by which a row grows before more of it is forgotten."""
+MAX_CHUNK = 512
+"""Most prompt tokens of a row in one step, unless a smaller number is given."""
+MOST_BEHIND_WINDOW = WAY_BACK + RECEDE_EVERY + MAX_CHUNK
+"""Entries that a layer keeps beside its window, at most."""
+
+
 class RecedingExecutor(Executor, Protocol):
     """An executor of layers with windows, whose memory before them goes back to the system.
 

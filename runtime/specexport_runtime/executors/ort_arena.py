@@ -25,13 +25,11 @@ import numpy.typing as npt
 
 from specexport_runtime.abi import LayerGeometry, StateGeometry, cache_shapes, state_shapes
 from specexport_runtime.errors import IncompatibleError
-from specexport_runtime.executors.base import Int64Array
+from specexport_runtime.executors.base import MOST_BEHIND_WINDOW, Int64Array
 
 CAN_GIVE_BACK = sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED")
 """Elsewhere the system may keep the pages, or bring their values back."""
 _PAGE = mmap.PAGESIZE
-MOST_BEHIND_WINDOW = 1024 + 64 + 512
-"""Entries that a layer keeps beside its window, at most: ``packing.batch`` goes so far back, and reads so much."""
 
 
 class CacheMemory(NamedTuple):

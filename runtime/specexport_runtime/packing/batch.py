@@ -19,6 +19,9 @@ import numpy as np
 from specexport_runtime.abi import StepShape
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors.base import (
+    MAX_CHUNK,
+    RECEDE_EVERY,
+    WAY_BACK,
     CopyingExecutor,
     Executor,
     Float32Array,
@@ -63,9 +66,6 @@ class RowWork(NamedTuple):
 IDLE = RowWork((), 0)
 PADDING_TOKEN = 0  # an input token that is never committed may be any
 MAX_FILLED = 512
-WAY_BACK = 1024
-"""Tokens before its end from where a text can still be gone on from, if layers forget what is before their window."""
-_RECEDE_EVERY = 64
 SPAN_BUCKET = 64  # kv_span grows in steps of this, so that bindings of padded graphs are used again
 
 
@@ -148,7 +148,7 @@ class ModelRunner:
         self,
         executor: Executor,
         *,
-        max_chunk: int = 512,
+        max_chunk: int = MAX_CHUNK,
         unpad_kv: bool = True,
         unpad_input: bool = True,
         kv: KvArena | None = None,
@@ -256,7 +256,7 @@ class ModelRunner:
             if not known:
                 self._floors[row] = self._state_lens[row] = 0
                 self.executor.clear_row(row)
-            elif self._receding is not None and known - WAY_BACK >= self._floors[row] + _RECEDE_EVERY:
+            elif self._receding is not None and known - WAY_BACK >= self._floors[row] + RECEDE_EVERY:
                 self._receding.recede(row, known - WAY_BACK)
                 self._floors[row] = known - WAY_BACK
 

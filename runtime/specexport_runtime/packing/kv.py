@@ -98,8 +98,13 @@ class KvArena:
             raise SpecexportError(f"KV row {row}: cannot take over {kv_len} entries, it has {self._kv_lens[row]}.")
         self._kv_lens[row] = self._written[row] = kv_len
 
-    def assume(self, row: int, kv_len: int) -> None:
+    def assume(self, row: int, kv_len: int, pending: int = 0) -> None:  # noqa: ARG002
         """For measuring: say that ``row`` has ``kv_len`` entries, whatever they hold.
+
+        Args:
+            row: the row.
+            kv_len: its entries.
+            pending: the last of them that are not in its state yet, see ``StateArena``.
 
         Raises:
             SpecexportError: the row cannot hold them.

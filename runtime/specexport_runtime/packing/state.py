@@ -92,11 +92,17 @@ class StateArena(KvArena):
         super().restore(row, kv_len)
         self._state_at[row] = state_len
 
-    def assume(self, row: int, kv_len: int) -> None:
-        """See ``KvArena.assume``."""
+    def assume(self, row: int, kv_len: int, pending: int = 0) -> None:
+        """See ``KvArena.assume``.
+
+        Raises:
+            SpecexportError: likewise, or so many cannot wait.
+        """
+        if not 0 <= pending <= min(kv_len, self.num_pending):
+            raise SpecexportError(f"KV row {row}: {pending} of {kv_len} tokens cannot wait, {self.num_pending} can.")
         self._state_at[row] = 0
         super().assume(row, kv_len)
-        self._state_at[row] = kv_len
+        self._state_at[row] = kv_len - pending
 
     def release(self, row: int) -> None:
         """See ``KvArena.release``."""
