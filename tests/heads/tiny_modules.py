@@ -122,7 +122,41 @@ def make(name: str, folder: Path, seed: int = 0) -> Module:
         if isinstance(values.get(key), list):
             values[key] = values[key][:LAYERS]
     (folder / "config.json").write_text(json.dumps(values))
+    if name == "qwen3_5_moe":
+        _put_beside_images(folder, values)
     return Module(target, copy.deepcopy(deeper), tensors, family.feature_first, family.norm_output, family.centred)
+
+
+def _put_beside_images(folder: Path, text: dict[str, Any]) -> None:
+    """The names and the configuration that a checkpoint has whose model reads images too, as Qwen3.5's are published."""
+    stored = load_file(folder / "model.safetensors")
+    renamed = {
+        f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name: value
+        for name, value in stored.items()
+    }
+    save_file(renamed, folder / "model.safetensors")
+    text |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    values = {"model_type": text["model_type"].removesuffix("_text"), "text_config": text, "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def save_knowing(model: Any, folder: Path, *, centred: bool = False) -> Path:
+    """A target whose layers do nothing, or little, and a module that hands the embedding to a layer of the same kind.
+
+    Args:
+        model: the target; its last layer has attention.
+        folder: where it goes.
+        centred: norms multiply by one more than their weight.
+    """
+    save_checkpoint(model, folder)
+    stored, config = load_file(folder / "model.safetensors"), model.config
+    width, last = config.hidden_size, f"model.layers.{config.num_hidden_layers - 1}."
+    module = {"mtp.layers.0." + name.removeprefix(last): value for name, value in stored.items() if last in name}
+    module |= {f"mtp.pre_fc_norm_{of}.weight": torch.full((width,), 1.0 - centred) for of in ("embedding", "hidden")}
+    module |= {"mtp.norm.weight": stored["model.norm.weight"]}
+    module |= {"mtp.fc.weight": torch.cat([torch.eye(width), torch.zeros(width, width)], dim=1)}
+    save_file({name: value.clone() for name, value in (stored | module).items()}, folder / "model.safetensors")
+    return folder
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
