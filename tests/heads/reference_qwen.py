@@ -1,4 +1,4 @@
-"""The MTP module of Qwen3-Next and Qwen3.5 in plain torch, from its tensors as they are stored: no code of transformers.
+"""The MTP module of Qwen3-Next and Qwen3.5 in plain torch, from its tensors as they are stored, without transformers.
 
 ``h' = layer(fc [norm(emb(t_{i+1})), norm(h_i)])``; the layer has attention whose output goes through a sigmoid gate, of
 which queries and keys are normed and rotated in part, and an MLP, or experts beside one that all tokens share. Norms

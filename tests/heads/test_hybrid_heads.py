@@ -1,4 +1,4 @@
-"""Draft heads on targets whose layers keep a state: their drafts are the equations', and the text is plain decoding's."""
+"""Draft heads on targets whose layers keep a state: drafts are the equations', and the text is plain decoding's."""
 
 from contextlib import closing
 from pathlib import Path

@@ -128,7 +128,7 @@ def make(name: str, folder: Path, seed: int = 0) -> Module:
 
 
 def _put_beside_images(folder: Path, text: dict[str, Any]) -> None:
-    """The names and the configuration that a checkpoint has whose model reads images too, as Qwen3.5's are published."""
+    """Names and configuration as checkpoints have them whose model reads images too, and as Qwen3.5's are published."""
     stored = load_file(folder / "model.safetensors")
     renamed = {
         f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name: value
