@@ -203,6 +203,7 @@ def test_an_assistant_that_knows_its_target_is_accepted(tmp_path: Path) -> None:
     assert (entry.guessed, entry.reading) == (1.0, None)
     told = "\n".join(describe(manifest))
     assert "KV cache: none; it reads that of layers 4, 5 of the target" in told
+    assert "keep a window" not in told
     assert "2 caches to read (1x 2 KV heads, key 16, value 16; 1x 2 KV heads, key 32, value 32)" in told
     assert "first guess right at 100% of a text" in told
     engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=True, max_num_seqs=3)

@@ -9,6 +9,7 @@ import tiny_heads
 from tiny_models import ARCHITECTURES, VOCAB, make_model, save_checkpoint
 
 from specexport.build.pipeline import build_bundle
+from specexport.inspect import describe
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.opened import load_bundle
@@ -69,6 +70,7 @@ def test_drafts_and_texts_stay_and_windows_take_less_memory(bundle: Path, monkey
     whole, _, all_pages = converse(bundle)
     monkeypatch.setattr(batch, "WAY_BACK", 64)
     found, cached, pages = converse(bundle)
+    assert "1 of 2 layers keep a window" in "\n".join(describe(load_bundle(bundle).manifest))
     assert found == whole
     assert found[:2] == found[2:]  # with the head and without
     assert cached[1] >= LENGTH
