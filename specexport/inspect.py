@@ -143,10 +143,10 @@ def _describe_rope(entry: ModelEntry) -> Iterator[str]:
         yield f"  rope: {entry.rope}, for sequences of up to {entry.rope_len} tokens"
 
 
-def _kv_cache(entry: ModelEntry) -> str:
+def _kv_cache(manifest: Manifest, entry: ModelEntry) -> str:
     if entry.target_layers:
         return f"none; it reads that of layers {', '.join(map(str, entry.target_layers))} of the target"
-    windows = sum(window > 0 for window in entry.windows)
+    windows = 0 if manifest.lends_caches else sum(window > 0 for window in entry.windows)
     behind = f"; {windows} of {len(entry.windows)} layers keep a window" if windows else ""
     return f"{entry.cache_dtype}, {kv_bytes_per_token(entry)} bytes a token{behind}"
 
@@ -191,7 +191,7 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
         yield f"  gives features of {entry.feature_size} values to a draft head, in {when}"
     if entry.num_head_ids is not None:
         yield f"  LM head: {entry.num_head_ids} of {entry.vocab_size} tokens"
-    yield f"  KV cache: {_kv_cache(entry)}"
+    yield f"  KV cache: {_kv_cache(manifest, entry)}"
     yield from _experts(entry)
     yield from _recurrences(entry, manifest.lookahead)
     dtypes = {"model": entry.dtype, "cache": entry.cache_dtype}

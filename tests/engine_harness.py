@@ -1,5 +1,6 @@
 """Runs a built engine the way the runtime does: bound by pointer, caches in place."""
 
+import mmap
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,14 @@ class Engine:
         io.bind_output("logits", "cpu")
         self.session.run_with_iobinding(io)
         return io.get_outputs()[-1].numpy()
+
+
+def resident_pages(executor: Any, layer: int, row: int = 0) -> int:
+    """Pages of the keys of a layer in a row that are this process's own. Reading what went back maps a shared page."""
+    array: np.ndarray = executor._memory[f"k_cache.{layer}"].array
+    first, count = array[row].ctypes.data // mmap.PAGESIZE, array.strides[0] // mmap.PAGESIZE
+    with Path("/proc/self/pagemap").open("rb") as file:
+        file.seek(8 * first)
+        pages = np.frombuffer(file.read(8 * count), np.uint64)
+    own = (pages >> np.uint64(63)) & (pages >> np.uint64(56)) & np.uint64(1)
+    return int(own.sum())

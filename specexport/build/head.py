@@ -164,7 +164,7 @@ def _load(
     from specexport.heads.load import load_head
     from specexport.heads.mtp_files import open_mtp
     from specexport.heads.read import read_config
-    from specexport.heads.read_assistant import lent_caches
+    from specexport.heads.read_assistant import is_assistant, lent_caches
 
     found, text = resolve_source(source.source, source.revision), checkpoint.model.config.get_text_config()
     files = open_mtp(found, text.to_dict()) if recipe.head == MTP else open_head(found)
@@ -175,7 +175,7 @@ def _load(
             target_hidden_size=int(text.hidden_size),
             vocab_size=checkpoint.vocab_size,
             target_layer=text.to_dict(),
-            lent=lent_caches(text),
+            lent=lent_caches(text) if is_assistant(files) else None,  # a model without attention has none
         )
     return load_head(files, config, _tables(checkpoint), getattr(torch, checkpoint.dtype))
 

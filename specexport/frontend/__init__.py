@@ -29,6 +29,7 @@ __all__ = [
     "activation_ranges",
     "cache_ranges",
     "choose_layers",
+    "count_layers",
     "drop_layers",
     "fix_rope",
     "hash_checkpoint",
@@ -72,6 +73,20 @@ def load_checkpoint(
     from specexport.frontend.load import load
 
     return load(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, keep=keep, stream=stream)
+
+
+def count_layers(source: str) -> int:
+    """How many decoder layers a checkpoint has, by its configuration alone.
+
+    Args:
+        source: folder, hub id or file.
+
+    Raises:
+        CheckpointError: it is missing, or its configuration cannot be read.
+    """
+    from specexport.frontend.load import count_layers
+
+    return count_layers(source)
 
 
 def activation_ranges(checkpoint: Checkpoint, pieces: "Seq[npt.NDArray[np.int64]]") -> "dict[str, ChannelRanges]":

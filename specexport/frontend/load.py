@@ -76,6 +76,13 @@ def load(
     )
 
 
+def count_layers(source: str) -> int:
+    """See ``specexport.frontend.count_layers``."""
+    found = resolve_source(source, None)
+    with quiet_transformers(), shared(found, open_reader(found)):
+        return int(_load_config(found, trust_remote_code=False).get_text_config().num_hidden_layers)
+
+
 class _How(NamedTuple):
     """How a model is loaded.
 

@@ -10,16 +10,12 @@ import torch
 from torch import Tensor
 
 from specexport.frontend.packed_blocks import awq_weight, compressed_weight, gptq_weight
-from specexport.frontend.source import Source
+from specexport.frontend.source import PACKED_PARTS, Source
 from specexport.frontend.tagged import SMALLEST_RANK, Tags
 from specexport.frontend.trace import WEIGHT_PREFIX
 from specexport.passes.block_weight import BlockWeight, join, with_offsets
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
-_PARTS = {
-    "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape",
-    "weight_g_idx", "input_scale",
-}  # fmt: skip
 _FORMATS = {
     "pack-quantized",
     "int-quantized",
@@ -114,7 +110,7 @@ def read_packed(source: Source, settings: Mapping[str, Any]) -> Packed:
             ) from error
         for name, tensor in tensors.items():
             layer, _, part = name.rpartition(".")
-            if part in _PARTS or tensor.dtype == torch.int8:
+            if part in PACKED_PARTS or tensor.dtype == torch.int8:
                 packed.setdefault(layer, {})[part] = _numpy(tensor)
             else:
                 state[name] = tensor

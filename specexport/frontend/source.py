@@ -63,6 +63,11 @@ def resolve_source(source: str, revision: str | None = None, *, remote_code: boo
 _BY_LENGTH = ("dynamic", "longrope", "su", "yarn")  # Phi-3 says longrope in all three ways
 PACKED_METHODS = ("gptq", "awq", "compressed-tensors")
 """``quant_method`` of the folders whose weights can be read."""
+PACKED_PARTS = {
+    "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape",
+    "weight_g_idx", "input_scale",
+}  # fmt: skip
+"""What the tensors of a packed weight are named."""
 
 
 def holds_quantized(source: Source) -> bool:

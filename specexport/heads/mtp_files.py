@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from specexport.frontend.source import Source
+from specexport.frontend.source import PACKED_PARTS, Source
 from specexport.heads.files import CONFIG_NAME, EMBED_NORM, HeadFiles, name_in_module, read_names
-from specexport_runtime.errors import CheckpointError
+from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 
 def open_mtp(source: Source, values: Mapping[str, Any]) -> HeadFiles:
@@ -21,17 +21,30 @@ def open_mtp(source: Source, values: Mapping[str, Any]) -> HeadFiles:
 
     Raises:
         CheckpointError: it has none.
+        UnsupportedModelError: its layer is not one of attention and MLP, or its weights are quantized.
     """
     if source.gguf_file is not None:
         raise CheckpointError(
             f"{source.name}: MTP modules are read from safetensors only.",
             "give the Hugging Face checkpoint that the file was made from.",
         )
-    layers = int(values["num_hidden_layers"])
+    layers = int(values.get("num_hidden_layers") or len(values.get("layers_block_type") or ()))
     shapes, stored = read_names(source, lambda key: name_in_module(key, layers))
     if EMBED_NORM not in shapes:
         raise CheckpointError(
             f"{source.name} holds no MTP module.", "leave `--head mtp` out, or give the folder of a head."
+        )
+    packed = [key for _, key in stored.values() if key.rpartition(".")[2] in {*PACKED_PARTS, "weight_scale_inv"}]
+    if packed:
+        raise UnsupportedModelError(
+            f"{source.name}: the weights of its MTP module are quantized ({min(packed)}), which are not read.",
+            "give the checkpoint that it was quantized from.",
+        )
+    if any(name.startswith("layers.0.mixer.") for name in shapes):
+        raise UnsupportedModelError(
+            f"{source.name}: its MTP module has attention and experts in blocks of their own, as Nemotron-H has them, "
+            "and only modules of one decoder layer are read.",
+            "draft with `lookup`.",
         )
     return HeadFiles(source.name, values, shapes, stored)
 
@@ -43,7 +56,7 @@ def holds_module(source: Source) -> bool:
     try:
         values = json.loads((source.folder / CONFIG_NAME).read_text(encoding="utf-8"))
         open_mtp(source, values.get("text_config") or values)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, CheckpointError):
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, CheckpointError, UnsupportedModelError):
         return False
     return True
 

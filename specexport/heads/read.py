@@ -175,6 +175,8 @@ def _format_of(files: HeadFiles) -> str:
         return "speculators"
     if is_dflash(files.values):
         return "z-lab"
+    if EMBED_NORM in files.shapes:
+        return "the target's checkpoint"
     return "EAGLE" if any(key.startswith("midlayer.") for _, key in files.stored.values()) else "ModelOpt"
 
 

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from specexport.train.refuse import HINT
 from specexport_runtime.errors import InvalidRequestError, UnsupportedModelError
 
 HEAD_KINDS = ("eagle3", "mtp")
@@ -119,14 +120,20 @@ class TrainOptions:
             )
         return kept
 
-    def check_target(self, num_layers: int) -> None:
-        """Refuse a target of too few layers.
+    def check_target(self, num_layers: int, *, keeps_state: bool) -> None:
+        """Refuse a target of too few layers, and one whose layers cannot be taken out.
+
+        Args:
+            num_layers: its decoder layers.
+            keeps_state: some of them keep a state.
 
         Raises:
             UnsupportedModelError, InvalidRequestError: it is one.
         """
         if self.kind == "pruned":
             self.layers_kept(num_layers)
+            if keeps_state:
+                raise UnsupportedModelError("no pruned draft can be made of a target whose layers keep a state.", HINT)
         elif num_layers < HEAD_LAYERS:
             raise UnsupportedModelError(
                 f"the target has {num_layers} layers: there is little to read between them.",

@@ -126,7 +126,7 @@ def _check_output(folder: Path, kind: str) -> None:
 
 
 def _write_texts(options: TrainOptions, prompts: Seq[str], path: Path, clock: StageClock) -> None:
-    from specexport.frontend import hash_checkpoint
+    from specexport.frontend import count_layers, hash_checkpoint
     from specexport.train.texts import write_texts
     from specexport_runtime.bundle.manifest import load_manifest
 
@@ -144,7 +144,7 @@ def _write_texts(options: TrainOptions, prompts: Seq[str], path: Path, clock: St
             f"{bundle} was not built from {options.target}: a draft learns from what its own target writes.",
             "give a bundle of this target, or leave --bundle out.",
         )
-    options.check_target(len(written_by.layers))
+    options.check_target(count_layers(options.target), keeps_state=bool(written_by.states))
     write_texts(
         bundle,
         prompts,

@@ -42,6 +42,7 @@ from specexport_runtime.abi import AFTER_NORM, LayerGeometry
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
+from specexport_runtime.executors.base import as_receding
 
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared-keys": (SHARED, {}),
@@ -156,6 +157,8 @@ def test_drafting_changes_nothing_in_the_targets_cache(folders: tuple[Path, Path
     assert not any("cache" in output.name for output in head._graph.session.get_outputs())
     assert head._lent["k_cache.1"] is target._caches["k_cache.2"]
     assert head.kv_bytes == 0
+    assert any(window > 0 for window in load_manifest(bundle).models["target"].windows)
+    assert as_receding(target) is None  # the head would read what the target's own windows never see again
     execute, drafts = head.execute, []
 
     def watched(*given: Any) -> Any:
@@ -200,6 +203,7 @@ def test_an_assistant_that_knows_its_target_is_accepted(tmp_path: Path) -> None:
     assert (entry.guessed, entry.reading) == (1.0, None)
     told = "\n".join(describe(manifest))
     assert "KV cache: none; it reads that of layers 4, 5 of the target" in told
+    assert "keep a window" not in told
     assert "2 caches to read (1x 2 KV heads, key 16, value 16; 1x 2 KV heads, key 32, value 32)" in told
     assert "first guess right at 100% of a text" in told
     engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=True, max_num_seqs=3)

@@ -11,16 +11,17 @@ import tiny_modules
 import torch
 from acceptance import accepted
 from drafted import PROMPTS, check_drafts
-from loading import load_module
+from loading import load_module, tables_of
+from reference_qwen import QwenModule
 from safetensors.torch import load_file, save_file
 from tiny_heads import write
-from tiny_models import make_llama, save_checkpoint
+from tiny_models import calm, make_llama, save_checkpoint
 
 from specexport.build.head import untaken_module
 from specexport.build.pipeline import build_bundle
-from specexport.frontend.source import Source
+from specexport.frontend.source import Source, resolve_source
 from specexport.heads.files import name_in_module
-from specexport.heads.mtp_files import open_mtp
+from specexport.heads.mtp_files import holds_module, open_mtp
 from specexport.heads.trace import causal_step
 from specexport.inspect import contract_of
 from specexport.recipe import BuildRecipe
@@ -28,7 +29,7 @@ from specexport.verify.sampling import Setting, check_sampling
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.bundle.manifest import load_manifest
-from specexport_runtime.errors import CheckpointError
+from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 
 @pytest.mark.parametrize("family", tiny_modules.FAMILIES)
@@ -41,6 +42,41 @@ def test_a_module_computes_the_published_equations(family: str, tmp_path: Path) 
     features, tokens = torch.randn(7, config.hidden_size), torch.tensor([5, 6, 7, 200, 9, 10, 319])
     with torch.no_grad():
         wanted_logits, wanted = tiny_modules.forward(module, tokens, features)
+    logits, handed_on = causal_step(loaded.head, tokens, features)
+    torch.testing.assert_close(handed_on, wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits, wanted_logits, rtol=0, atol=1e-5)
+
+
+def in_one_tensor(stored: dict[str, torch.Tensor]) -> None:
+    """Experts as published checkpoints of Qwen3.5 have them: side by side in one tensor for all."""
+    place = "mtp.layers.0.mlp.experts."
+    names = sorted(name for name in stored if name.startswith(place))
+    count = 1 + max(int(name.removeprefix(place).split(".")[0]) for name in names)
+    parts = {
+        kind: torch.stack([stored[f"{place}{i}.{kind}_proj.weight"] for i in range(count)])
+        for kind in ("gate", "up", "down")
+    }
+    for name in names:
+        del stored[name]
+    stored[f"{place}gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], dim=1)
+    stored[f"{place}down_proj"] = parts["down"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe in one tensor"])
+def test_a_module_of_a_hybrid_computes_the_published_equations(family: str, tmp_path: Path) -> None:
+    """Gated attention, rotary embeddings in part, centred norms and shared experts, from the tensors of the file."""
+    name, *fused = family.split(" ", 1)
+    tiny_modules.make(name, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    if fused:
+        in_one_tensor(stored)
+        assert len([key for key in stored if key.startswith("mtp.")]) == 19  # as Qwen3.5-35B-A3B has
+        save_file(stored, tmp_path / "model.safetensors")
+    target, loaded = load_module(tmp_path, tiny_modules.LAYERS)
+    tables = tables_of(target)
+    reference = QwenModule(stored, target.config.get_text_config().to_dict(), tables.embedding, tables.lm_head)
+    features, tokens = torch.randn(7, loaded.config.hidden_size), torch.tensor([5, 6, 7, 200, 9, 10, 319])
+    wanted_logits, wanted = reference.forward(tokens, features)
     logits, handed_on = causal_step(loaded.head, tokens, features)
     torch.testing.assert_close(handed_on, wanted, rtol=0, atol=1e-5)
     torch.testing.assert_close(logits, wanted_logits, rtol=0, atol=1e-5)
@@ -64,18 +100,7 @@ def knowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target whose next token depends on its last one alone, and a module that knows that from the embedding."""
     folder = tmp_path_factory.mktemp("knowing")
     model = make_llama(seed=5, num_hidden_layers=tiny_modules.LAYERS, vocab_size=259)  # no id but the tokenizer's
-    for name, weight in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weight.data.zero_()
-    save_checkpoint(model, folder)
-    stored, width = load_file(folder / "model.safetensors"), model.config.hidden_size
-    last = f"model.layers.{tiny_modules.LAYERS - 1}."
-    module = {"mtp.layers.0." + name.removeprefix(last): value for name, value in stored.items() if last in name}
-    module |= {f"mtp.pre_fc_norm_{of}.weight": torch.ones(width) for of in ("embedding", "hidden")}
-    module |= {"mtp.norm.weight": stored["model.norm.weight"]}
-    module |= {"mtp.fc.weight": torch.cat([torch.eye(width), torch.zeros(width, width)], dim=1)}
-    save_file({name: value.clone() for name, value in (stored | module).items()}, folder / "model.safetensors")
-    return folder
+    return tiny_modules.save_knowing(calm(model, 0.0), folder)
 
 
 def change(folder: Path, copied: Path, **tensors: torch.Tensor | None) -> Path:
@@ -173,6 +198,24 @@ def test_a_build_without_the_module_tells_of_it(knowing: Path, tmp_path: Path) -
     plain = save_checkpoint(make_llama(), tmp_path / "plain")
     assert untaken_module(replace(recipe, target=str(plain))) is None
     assert untaken_module(replace(recipe, target=str(tmp_path / "gone"))) is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("mtp.layers.0.self_attn.q_proj.weight_scale", "weights of its MTP module are quantized"),
+        ("mtp.layers.0.self_attn.q_proj.weight_scale_inv", "weights of its MTP module are quantized"),
+        ("mtp.layers.0.mixer.q_proj.weight", "attention and experts in blocks of their own, as Nemotron-H has them"),
+    ],
+)
+def test_modules_of_other_forms_are_refused_by_name(extra: str, message: str, tmp_path: Path) -> None:
+    values = {"layers_block_type": ["mamba", "attention"], "model_type": "nemotron_h"}
+    write(tmp_path, values, {"mtp.layers.0.enorm.weight": torch.ones(8), extra: torch.ones(8)})
+    source = resolve_source(str(tmp_path), None)
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
+        open_mtp(source, values)
+    assert caught.value.exit_code == 2
+    assert not holds_module(source)
 
 
 def test_a_gguf_file_has_no_module_that_is_read(tmp_path: Path) -> None:

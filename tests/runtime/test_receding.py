@@ -1,6 +1,5 @@
 """Layers with windows give back what lies before them: the same logits, and less memory."""
 
-import mmap
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK
 from specexport_runtime.packing import batch
 from specexport_runtime.packing.batch import ModelRunner, RowWork
+from tests.engine_harness import resident_pages
 from tests.tiny_models import ARCHITECTURES, VOCAB, make_model, save_checkpoint
 
 pytestmark = pytest.mark.skipif(not CAN_GIVE_BACK, reason="this system takes no memory back")
@@ -50,17 +50,6 @@ def open_runner(bundle: Path, *, recedes: bool) -> ModelRunner:
     return ModelRunner(executor)
 
 
-def resident(runner: ModelRunner, layer: int) -> int:
-    """Pages of the keys of a layer in row 0 that are this process's own. Reading what went back maps a shared page."""
-    memory: Any = runner.executor._memory[f"k_cache.{layer}"]  # type: ignore[attr-defined]
-    first, count = memory.array.ctypes.data // mmap.PAGESIZE, memory.array.strides[0] // mmap.PAGESIZE
-    with Path("/proc/self/pagemap").open("rb") as file:
-        file.seek(8 * first)
-        pages = np.frombuffer(file.read(8 * count), np.uint64)
-    own = (pages >> np.uint64(63)) & (pages >> np.uint64(56)) & np.uint64(1)
-    return int(own.sum())
-
-
 def test_logits_have_the_same_bits_and_windows_take_less_memory(bundle: Path) -> None:
     tokens = np.random.default_rng(3).integers(3, VOCAB, LENGTH).tolist()
     found = []
@@ -75,7 +64,7 @@ def test_logits_have_the_same_bits_and_windows_take_less_memory(bundle: Path) ->
                 runner.kv.move(2, 0)
         found.append(np.concatenate(logits))
         windows = load_bundle(bundle).manifest.models["target"].windows
-        short, full = (resident(runner, windows.index(w)) for w in (max(windows), -1))
+        short, full = (resident_pages(runner.executor, windows.index(w)) for w in (max(windows), -1))
         assert (short < full / 2) == recedes
         if recedes:
             assert runner.row_bytes(LENGTH) <= runner.row_bytes(10 * LENGTH)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from acceptance import accepted
 from safetensors.torch import load_file, save_file
-from tiny_models import make_llama, save_checkpoint
+from tiny_models import HYBRIDS, calm, make_llama, make_model, save_checkpoint
 
 from specexport.build.pipeline import build_bundle
 from specexport.frontend import load_checkpoint
@@ -32,7 +32,7 @@ from specexport.train.shape import count_ids, draft_size, new_config
 from specexport.train.store import Example, FeatureStore, StoreWriter, batches
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import AFTER_NORM
-from specexport_runtime.errors import CheckpointError, InvalidRequestError, OutputExistsError
+from specexport_runtime.errors import CheckpointError, InvalidRequestError, OutputExistsError, UnsupportedModelError
 
 LAYERS = 6
 
@@ -87,6 +87,24 @@ def test_what_was_learned_is_accepted(target: Path, trained: Any, tmp_path: Path
         BuildRecipe(target=str(target), head=str(folder), output=str(tmp_path / "b"), max_model_len=128, check=False)
     )
     assert accepted(tmp_path / "b", TEXTS) > 0.3
+
+
+@pytest.mark.bundle
+def test_a_head_learns_from_a_target_whose_layers_keep_a_state(prompts: Path, tmp_path: Path) -> None:
+    """And no draft is made of its layers, which is told before the texts."""
+    hybrid, bundle = save_checkpoint(calm(make_model(*HYBRIDS["qwen3_5"]), 0.1), tmp_path / "t"), tmp_path / "texts"
+    build_bundle(BuildRecipe(target=str(hybrid), output=str(bundle), max_model_len=128, check=False))
+    result = train_draft(options(hybrid, prompts, bundle, tmp_path / "head", batches=150, rate=0.01))
+    assert result.curve[-1]["rates"][0] > 0.2 > result.curve[0]["rates"][0]
+    recipe = BuildRecipe(
+        target=str(hybrid), head=str(tmp_path / "head"), output=str(tmp_path / "b"), max_model_len=128, check=False
+    )
+    build_bundle(recipe)
+    assert accepted(tmp_path / "b", TEXTS) > 0.1
+    with pytest.raises(UnsupportedModelError, match="of a target whose layers keep a state") as caught:
+        train_draft(options(hybrid, prompts, bundle, tmp_path / "pruned", kind="pruned", keep_layers=2))
+    assert caught.value.exit_code == 2
+    assert not list((tmp_path / "pruned.work").iterdir())
 
 
 @pytest.fixture(scope="module")

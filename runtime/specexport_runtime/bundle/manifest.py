@@ -355,6 +355,11 @@ class Manifest:
         built = [entry.max_num_seqs for entry in self.models.values() if entry.max_num_seqs is not None]
         return self.max_num_seqs or min(built, default=DEFAULT_NUM_SEQS)
 
+    @property
+    def lends_caches(self) -> bool:
+        """Whether a draft head reads the target's KV caches."""
+        return any(entry.target_layers for entry in self.models.values())
+
     def to_json(self) -> dict[str, Any]:
         """JSON form, with ``manifest_sha256`` over everything else."""
         data: dict[str, Any] = asdict(self)

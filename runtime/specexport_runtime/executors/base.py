@@ -356,6 +356,7 @@ class EngineRequest:
         hash_of: gives the hash of a graph and its weights, by which their packed form is kept in the user's cache; None
             keeps none.
         lender: of a draft head that has no cache: whose it reads; None lets it read zeros.
+        lends: of a target: a draft head reads its caches, with windows of its own.
         gives_back: memory of rows that is of no use goes back to the system; only where the backend can.
     """
 
@@ -372,6 +373,7 @@ class EngineRequest:
     cuda_graphs: bool | None = None
     hash_of: Callable[[str], str] | None = None
     lender: CacheLender | None = None
+    lends: bool = False
     gives_back: bool = False
 
 

@@ -125,6 +125,7 @@ def open_executor(
             cuda_graphs=cuda_graphs,
             hash_of=bundle.hash_of if prepacked else None,
             lender=as_lender(target),
+            lends=role == "target" and bundle.manifest.lends_caches,
             gives_back=gives_back,
         )
     )

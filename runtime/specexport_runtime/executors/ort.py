@@ -93,6 +93,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         one_token_hash: the same of the graph for steps of one token a row.
         lookahead: K of the steps it will verify: packed weights that are kept are proved at K+1 tokens too.
         lender: whose caches a head reads that has none; None lets it read zeros.
+        lends: a head reads these caches: they keep what lies before their own windows.
         gives_back: pages of the arena that are of no use go back to the system, where it takes them. Rows then begin
             at pages.
 
@@ -116,6 +117,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         one_token_hash: str | None = None,
         lookahead: int = 0,
         lender: CacheLender | None = None,
+        lends: bool = False,
         gives_back: bool = False,
     ) -> None:
         self.vocab_size = entry.head_size
@@ -140,8 +142,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         self.borrows_cache = bool(entry.target_layers)
         self._lent: dict[str, npt.NDArray[Any]] = {}
         self.num_pending = num_pending(lookahead, drafts_itself=self.num_gates > 0) if entry.states else 0
-        # A head that reads these caches has windows of its own.
-        windows = () if entry.feature_size else entry.windows
+        windows = () if lends else entry.windows
         self.make_arena(() if self.borrows_cache and lender is not None else entry.layers, entry.cache_dtype, windows)
         self.make_states(entry.states, self.num_pending)
         if self.borrows_cache:
@@ -312,6 +313,7 @@ def open_ort_executor(request: EngineRequest) -> OrtExecutor:
         one_token_hash=None if hash_of is None or entry.one_token_path is None else hash_of(entry.one_token_path),
         lookahead=request.lookahead,
         lender=request.lender,
+        lends=request.lends,
         gives_back=request.gives_back,
     )
 
