@@ -6,7 +6,7 @@ they are, and the model has no data of them; see ``stored``.
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -103,12 +103,13 @@ def _load_tagged(
         state = None if conversion is None else tagged_gguf(how.source, reader, conversion, tags)
         if state is None:
             return None, None
-        model = _load_model(how, state)
+        opened: Any = nullcontext()
     elif how.packed:
-        model = _load_model(how, packed.tagged(tags))
+        state, opened = packed.tagged(tags), nullcontext()
     else:
-        with tagged_safetensors(how.source, tags):
-            model = _load_model(how, None)
+        state, opened = None, tagged_safetensors(how.source, tags)
+    with opened, tags.compared():
+        model = _load_model(how, state)
     return model, tags.settle(model)
 
 
