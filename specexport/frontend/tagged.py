@@ -2,8 +2,8 @@
 
 Transformers renames and ties what it loads, and for some models it joins, splits or turns it. Nobody else knows how. So
 it is asked: it loads tensors of the right shapes that have memory for one column, repeated. A parameter that still lies
-there, in the same way and with the same numbers, is that tensor, as it is stored. If one was made of several, turned, or
-given other values (some models clear the row of their padding token), the model is loaded whole.
+there, in the same way and with the same numbers, is that tensor, as it is stored. If one was made of several, turned,
+or given other values (some models clear the row of their padding token), the model is loaded whole.
 """
 
 from collections.abc import Callable, Iterator
