@@ -21,6 +21,7 @@ from torch import Tensor
 from specexport.frontend.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
 from specexport.frontend.calls import ModelCalls
 from specexport.frontend.complex_pairs import complex_as_pairs
+from specexport.frontend.positions import positions_hook
 from specexport.frontend.recurrence import RecurrenceCall, RecurrenceContext, recur, recurrence_hook
 from specexport.frontend.refuse import refuse
 from specexport.frontend.stored import Stored, stored_tensor
@@ -119,6 +120,7 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
         with (
             attention_hook(self.model, AttentionContext(answer)),
             recurrence_hook(self.model, RecurrenceContext(recurs)),
+            positions_hook(self.model, positions),
             complex_as_pairs(),
             tapped(self.model, self.taps) as found,
         ):
