@@ -51,6 +51,7 @@ class LayerCall:
         sinks: whether the layer has attention sinks.
         causal: whether its tokens see nothing behind themselves.
         layer: number of the decoder layer.
+        own_mask: whether the module masks what the window excludes itself, beside the model's mask.
     """
 
     index: int
@@ -62,6 +63,7 @@ class LayerCall:
     sinks: bool
     causal: bool = True
     layer: int = 0
+    own_mask: bool = False
 
 
 def _read_call(index: int, module: Any, q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> LayerCall:
@@ -69,7 +71,7 @@ def _read_call(index: int, module: Any, q: Tensor, k: Tensor, v: Tensor, named: 
     if layer is None or layer < 0:  # one block that several layers share
         layer = index
     scaling = named.get("scaling")
-    window = named.get("sliding_window")
+    window = named.get("own_window", named.get("sliding_window"))
     if window is None:
         window = getattr(module, "sliding_window", None)
     return LayerCall(
@@ -82,6 +84,7 @@ def _read_call(index: int, module: Any, q: Tensor, k: Tensor, v: Tensor, named: 
         sinks=named.get("s_aux") is not None,
         causal=bool(getattr(module, "is_causal", True)),
         layer=int(layer),
+        own_mask="own_window" in named,
     )
 
 

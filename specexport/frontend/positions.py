@@ -47,7 +47,7 @@ def positions_hook(model: Any, positions: Tensor) -> Iterator[None]:
 
         def told(_: Any, given: Any, named: dict[str, Any], first: int = first) -> tuple[Any, dict[str, Any]]:
             before = named.get("position_ids")
-            shape = (1, -1) if before is None else before.shape
+            shape = (-1,) if before is None else before.shape
             return given, {**named, "position_ids": (positions + first if first else positions).view(shape)}
 
         hooks.append(module.register_forward_pre_hook(told, with_kwargs=True))
