@@ -19,6 +19,7 @@ from specexport.frontend.gguf_tokenizer import honour_file
 from specexport.frontend.kept import check_formats, kept_weights
 from specexport.frontend.packed import Packed, name_packed, read_packed
 from specexport.frontend.rope import max_positions, plain_positions, unknown_rope_types
+from specexport.frontend.short import plain_length
 from specexport.frontend.source import PACKED_METHODS, Source, hash_source, resolve_source
 from specexport.frontend.stored import Stored, StoredWeight
 from specexport.frontend.tagged import Tags, tagged_gguf, tagged_safetensors
@@ -70,7 +71,7 @@ def load(
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         max_positions=max_positions(model),
-        plain_positions=plain_positions(model),
+        plain_positions=min((n for n in (plain_positions(model), plain_length(model)) if n is not None), default=None),
         kept=kept,
         stored=stored,
     )

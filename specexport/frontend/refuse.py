@@ -5,6 +5,7 @@ from typing import Any
 
 from specexport.frontend.outside import is_outside
 from specexport.frontend.rope import depends_on_length
+from specexport.frontend.short import CHUNKED, INDEXED, is_held, plain_length
 from specexport_runtime.errors import UnsupportedModelError
 
 _TRACEABLE_LAYERS = {
@@ -13,8 +14,8 @@ _TRACEABLE_LAYERS = {
     *("mlp", "moe", "dense", "sparse"),  # with nothing
 }
 _LAYER_REASONS = {
-    "chunked_attention": "lets a token see its own chunk only, which is neither causal nor a window",
-    "indexed_attention": "chooses the entries that a token sees by an index of its own",
+    CHUNKED: "lets a token see its own chunk only, which is neither causal nor a window",
+    INDEXED: "chooses the entries that a token sees by an index of its own",
     "compressed_sparse_attention": "keeps compressed entries and chooses among them",
     "heavily_compressed_attention": "keeps compressed entries",
 }
@@ -42,10 +43,13 @@ def check_config(model: Any) -> None:
     if turning := depends_on_length(model):
         reason = f"the angles of its rope type {turning[0]!r} depend on the sequence's length, and no length was chosen"
         raise refuse(model, reason, "use a checkpoint with rope type default, linear, llama3 or yarn.")
-    odd = sorted(set(getattr(text, "layer_types", None) or ()) - _TRACEABLE_LAYERS)
+    odd = sorted(set(getattr(text, "layer_types", None) or ()) - _TRACEABLE_LAYERS - ({INDEXED} if is_held(model) else set()))
     if odd:
         kinds = [f"{kind}, which {_LAYER_REASONS.get(kind, 'keeps no plain KV cache')}" for kind in odd]
-        raise refuse(model, f"it has layers of kind {'; '.join(kinds)}")
+        longest, hint = plain_length(model), _HINT
+        if longest is not None and not set(odd) - {CHUNKED, INDEXED}:
+            hint = f"texts of up to {longest} tokens are not affected: build it with `--max-model-len {longest}` or less."
+        raise refuse(model, f"it has layers of kind {'; '.join(kinds)}", hint)
     if _has_alibi(model, text) and not is_outside(model):
         raise refuse(model, "its ALiBi position bias does not go through the attention interface")
     if _has_alibi(model, text) and config.model_type == "falcon":
