@@ -6,7 +6,7 @@ Others keep the batched form, which copies the weights of its experts for every 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import specexport.ops.torch_experts  # noqa: F401 - registers torch.ops.specexport.experts
+from specexport.frontend.expert_modules import answered_experts
 
 BATCHED = "batched_mm"
 GROUPED = "specexport"
@@ -41,10 +42,15 @@ def traceable_experts(model: Any, *, grouped: bool) -> Iterator[None]:
         model: of transformers.
         grouped: as one ``specexport::Experts`` each, where it is what they compute.
     """
-    can = getattr(model, "_can_set_experts_implementation", None)
-    if can is None or not can():
-        yield
-        return
+    with answered_experts(model) if grouped else nullcontext():
+        can = getattr(model, "_can_set_experts_implementation", None)
+        with _implemented(model, grouped=grouped) if can is not None and can() else nullcontext():
+            yield
+
+
+@contextmanager
+def _implemented(model: Any, *, grouped: bool) -> Iterator[None]:
+    """The same for layers that ask transformers' interface."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(GROUPED, _experts)

@@ -176,8 +176,8 @@ def trace_model(
         except SpecexportError:
             raise
         except Exception as error:  # of torch.export and of the exporter, which have many
-            reason = next((line for line in str(error).splitlines() if "rror" in line), type(error).__name__)
-            raise refuse(model, f"torch cannot export its forward pass ({reason.strip()[:300]})") from error
+            reason = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+            raise refuse(model, f"torch cannot export its forward pass ({reason[:300]})") from error
         _name_stored(model, ir_model, stored or {}, names)
     windows = tuple(call.window for call in calls.attention)
     return TracedModel(ir_model, layers, states, windows if max(windows, default=-1) > 0 else ())

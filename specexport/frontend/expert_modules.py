@@ -1,0 +1,90 @@
+"""Mixture-of-experts modules of transformers that ask its experts interface nothing: answered by class.
+
+They loop over the experts that a step happens to need, which cannot be traced, or compute all of them. Each is one function here,
+with the module's own routing around ``specexport::Experts``.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import specexport.ops.torch_experts  # noqa: F401 - registers torch.ops.specexport.experts
+
+_SWIGLU = (0, 1.0, 0.0, 0.0)  # attributes of the operator
+
+
+def _experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    found: Tensor = torch.ops.specexport.experts(
+        x, ids.long(), weights.to(x.dtype), gate_up, None, down, None, *_SWIGLU
+    )
+    return found
+
+
+def _dbrx(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The weights of all experts lie below each other; those of the last layer are turned."""
+    w1, v1, w2 = (
+        weight.view(module.num_experts, module.ffn_hidden_size, module.hidden_size)
+        for weight in (module.mlp.w1, module.mlp.v1, module.mlp.w2)
+    )
+    x = hidden_states.reshape(-1, module.hidden_size)
+    found = _experts(x, top_k_index, top_k_weights, torch.cat([w1, v1], 1), w2.transpose(1, 2))
+    return found.view(hidden_states.shape)
+
+
+def _longcat_flash(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The last experts hand their input on."""
+    routed = top_k_index < module.num_routed_experts
+    given = _experts(
+        hidden_states,
+        torch.where(routed, top_k_index, 0),
+        torch.where(routed, top_k_weights, 0.0),
+        module.gate_up_proj[: module.num_routed_experts],
+        module.down_proj,
+    )
+    kept = torch.where(routed, 0.0, top_k_weights).sum(-1, keepdim=True)
+    return given + hidden_states * kept.to(hidden_states.dtype)
+
+
+def _llama4(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """What the router says is a factor on what an expert reads: a row for each pair of a token and an expert."""
+    x = hidden_states.reshape(-1, module.hidden_dim)
+    logits = torch.nn.functional.linear(x, module.router.weight)
+    scores, ids = torch.topk(logits, module.top_k, dim=1)
+    rows = (x[:, None] * torch.sigmoid(scores.float()).to(x.dtype)[..., None]).flatten(0, 1)
+    weights = (weight.transpose(1, 2) for weight in (module.experts.gate_up_proj, module.experts.down_proj))
+    given = _experts(rows, ids.view(-1, 1), torch.ones_like(rows[:, :1]), *weights)
+    return module.shared_expert(x) + given.view(-1, module.top_k, module.hidden_dim).sum(1), logits
+
+
+_MODULES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+    "DbrxExperts": (_dbrx, lambda module: module.mlp.activation_fn),
+    "LongcatFlashExperts": (_longcat_flash, lambda module: module.act_fn),
+    "Llama4TextMoe": (_llama4, lambda module: module.experts.act_fn),
+}
+"""Class of a module to what stands for its forward pass, and where its activation is."""
+
+
+@contextmanager
+def answered_experts(model: Any) -> Iterator[None]:
+    """Within the block, such modules are ``specexport::Experts``; afterwards they are as before."""
+    answered = []
+    for module in model.modules():
+        if type(module).__name__ in _MODULES and type(module).__module__.startswith("transformers.models."):
+            stand_in, activation_of = _MODULES[type(module).__name__]
+            if _is_silu(activation_of(module)):
+                module.forward = partial(stand_in, module)
+                answered.append(module)
+    try:
+        yield
+    finally:
+        for module in answered:
+            del module.forward
+
+
+def _is_silu(activation: Any) -> bool:
+    tried = torch.linspace(-8, 8, 65)
+    return torch.allclose(activation(tried), torch.nn.functional.silu(tried))
