@@ -42,7 +42,7 @@ def traceable_experts(model: Any, *, grouped: bool) -> Iterator[None]:
         model: of transformers.
         grouped: as one ``specexport::Experts`` each, where it is what they compute.
     """
-    with answered_experts(model) if grouped else nullcontext():
+    with answered_experts(model, grouped=grouped):
         can = getattr(model, "_can_set_experts_implementation", None)
         with _implemented(model, grouped=grouped) if can is not None and can() else nullcontext():
             yield
