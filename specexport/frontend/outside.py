@@ -16,8 +16,8 @@ from torch import Tensor
 Core = Callable[..., Tensor]
 """Called with (module, q, k, v, mask, scaling=…, slopes=…), tensors [1, heads, T, D]; gives [1, T, heads, D].
 
-A module that masks what its tokens must not see itself, beside the model's mask, says so with ``own_window``: entries that
-a token sees, itself included; -1 for all.
+A module that masks what its tokens must not see itself, beside the model's mask, says so with ``own_window``: entries
+that a token sees, itself included; -1 for all.
 """
 
 

@@ -1,8 +1,8 @@
 """Position embeddings that number the tokens themselves, by the ids or by the cache: in a packed step they are told.
 
-Some decoders pass their tables neither the positions that they are given nor others: BART and its kin count from the
-cache's length, RoBERTa and its kin count the ids that are no padding, and begin behind the padding token's id. What such
-a module takes is replaced, by the form of the module and not by model.
+Some decoders do not hand on the positions that they are given: BART and its kin count from the cache's length. RoBERTa
+and its kin count the ids that are no padding, and begin behind the padding token's id. What such a module takes is
+replaced, by the form of the module and not by model. A padding token inside a text is a token as any other here.
 """
 
 import inspect

@@ -43,18 +43,22 @@ def check_config(model: Any) -> None:
     if turning := depends_on_length(model):
         reason = f"the angles of its rope type {turning[0]!r} depend on the sequence's length, and no length was chosen"
         raise refuse(model, reason, "use a checkpoint with rope type default, linear, llama3 or yarn.")
-    odd = sorted(set(getattr(text, "layer_types", None) or ()) - _TRACEABLE_LAYERS - ({INDEXED} if is_held(model) else set()))
+    traceable = _TRACEABLE_LAYERS | ({INDEXED} if is_held(model) else set())
+    odd = sorted(set(getattr(text, "layer_types", None) or ()) - traceable)
     if odd:
         kinds = [f"{kind}, which {_LAYER_REASONS.get(kind, 'keeps no plain KV cache')}" for kind in odd]
         longest, hint = plain_length(model), _HINT
         if longest is not None and not set(odd) - {CHUNKED, INDEXED}:
-            hint = f"texts of up to {longest} tokens are not affected: build it with `--max-model-len {longest}` or less."
+            hint = (
+                f"texts of up to {longest} tokens are not affected: build it with `--max-model-len {longest}` or less."
+            )
         raise refuse(model, f"it has layers of kind {'; '.join(kinds)}", hint)
     if _has_alibi(model, text) and not is_outside(model):
         raise refuse(model, "its ALiBi position bias does not go through the attention interface")
     if _has_alibi(model, text) and config.model_type == "falcon":
         raise refuse(
-            model, "transformers rounds its ALiBi position bias to bfloat16, so that it is no multiple of a distance"
+            model,
+            "transformers adds its ALiBi position bias, rounded to bfloat16, twice in eager attention, otherwise once",
         )
     _check_forward(model)
 
@@ -85,6 +89,7 @@ def check_layers(model: Any, called: list[int], *, recurs: bool = False) -> None
     Raises:
         UnsupportedModelError: a layer is missing.
     """
-    expected = model.config.get_text_config().num_hidden_layers
+    text = model.config.get_text_config()
+    expected = getattr(text, "decoder_layers", text.num_hidden_layers)  # BART's other number is its encoder's
     if not recurs and len(called) < expected:
         raise refuse(model, f"only {len(set(called))} of its {expected} layers call transformers' attention interface")

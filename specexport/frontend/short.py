@@ -1,8 +1,8 @@
 """Attention that leaves entries of a long text out, and none of a short one: held to texts that are short enough.
 
 Layers that attend in chunks (Llama 4) see all of a text that has one chunk. Layers that choose entries by an index
-(DeepSeek-V3.2 and its kin) choose all of them while there are no more than they may choose. A bundle has a longest text: where it is
-short enough, such layers are plain, exactly, and the model is made to say so.
+(DeepSeek-V3.2 and its kin) choose all of them while there are no more than they may choose. A bundle has a longest
+text: where it is short enough, such layers are plain, exactly, and the model is made to say so.
 """
 
 from collections.abc import Iterator

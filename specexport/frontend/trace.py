@@ -176,7 +176,9 @@ def trace_model(
         except SpecexportError:
             raise
         except Exception as error:  # of torch.export and of the exporter, which have many
-            reason = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+            lines = str(error).strip().splitlines()
+            reason = next((line.strip() for line in lines if re.search(r"Error: \S", line)), None)
+            reason = reason or ": ".join([type(error).__name__, *lines[:1]])
             raise refuse(model, f"torch cannot export its forward pass ({reason[:300]})") from error
         _name_stored(model, ir_model, stored or {}, names)
     windows = tuple(call.window for call in calls.attention)

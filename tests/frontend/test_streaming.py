@@ -153,6 +153,15 @@ def test_an_embedding_is_read_where_it_is_looked_up(tmp_path: Path) -> None:
     assert sorted(seen) == [(5, 6), (9, 10)]
 
 
+def test_a_parameter_without_data_is_said_to_be_on_the_cpu(tmp_path: Path) -> None:
+    """Models ask, to make position ids beside it."""
+    checkpoint = load_checkpoint(str(save_checkpoint(make_llama(), tmp_path / "tiny")), stream=True)
+    weight = checkpoint.model.get_input_embeddings().weight
+    assert weight.device.type == "meta"
+    with streaming.streamed(checkpoint.model, checkpoint.stored):
+        assert weight.device.type == "cpu"
+
+
 def test_a_model_that_is_run_elsewhere_says_that_it_has_no_data(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(save_checkpoint(make_llama(), tmp_path / "tiny")), stream=True)
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):

@@ -80,6 +80,26 @@ def test_a_window_that_no_mask_has_is_left_out() -> None:
     assert [call.window for call in probe_layers(model).attention] == [WINDOW, -1]
 
 
+def test_a_module_may_mask_for_itself() -> None:
+    """The local layers of GPT-Neo, in a mask that the model gives all layers."""
+    assert [call.window for call in probe_layers(tiny_model("gpt_neo")).attention] == [-1, WINDOW]
+
+
+def test_a_mask_that_looks_positions_up_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from transformers.masking_utils import create_causal_mask
+    from transformers.models.llama import modeling_llama
+
+    kinds = torch.zeros(1, 8, dtype=torch.bool)
+
+    def by_kind(**named: Any) -> Any:
+        return create_causal_mask(**named, or_mask_function=lambda batch, head, query, key: kinds[batch, key])
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", by_kind)
+    with pytest.raises(UnsupportedModelError, match="its attention mask depends on more than positions"):
+        trace_checkpoint(make_checkpoint(make_llama()))
+
+
 def test_a_mask_that_is_no_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.masking_utils import create_chunked_causal_mask
     from transformers.models.llama import modeling_llama
