@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specexport.frontend.attention import HOOK_NAME, AttentionContext, LayerCall, ScoreTerms, attention_hook
 from specexport.frontend.calls import ModelCalls
+from specexport.frontend.logit_rows import logit_rows
 from specexport.frontend.recurrence import RecurrenceCall, RecurrenceContext, recurrence_hook
 from specexport.frontend.refuse import check_layers, refuse
 from specexport.ops.recurrence import LINEAR_ATTENTION
@@ -46,8 +47,14 @@ def probe_layers(model: Any) -> ModelCalls:
     context, states = AttentionContext(answer, on_mask=recorder.note), RecurrenceContext(recurs)
     tokens = torch.arange(_PROBE_TOKENS)[None]
     try:
-        with torch.no_grad(), attention_hook(model, context), recurrence_hook(model, states), recorder.installed():
-            model(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=torch.tensor([1]))
+        with (
+            torch.no_grad(),
+            attention_hook(model, context),
+            recurrence_hook(model, states),
+            recorder.installed(),
+            logit_rows(model, torch.tensor([1])) as asked,
+        ):
+            model(input_ids=tokens, position_ids=tokens, use_cache=False, **asked)
     except UnsupportedModelError as error:
         raise refuse(model, error.message.rstrip(".")) from error
     except Exception as error:

@@ -150,6 +150,7 @@ _FAMILIES: dict[str, tuple[str, Callable[..., Any]]] = {
     "GitSelfAttention": ("forward", _bert),
     "XGLMAttention": ("forward", _bart),
     "MvpAttention": ("forward", _bart),
+    "TrOCRAttention": ("forward", _bart),
     "XGLMSinusoidalPositionalEmbedding": ("forward", _sinusoids),
 }
 """Class of an attention module to the method that is replaced, and what stands for it."""

@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+from specexport.frontend.logit_rows import can_select
 from specexport.frontend.outside import is_outside
 from specexport.frontend.rope import depends_on_length
 from specexport.frontend.short import CHUNKED, INDEXED, is_held, plain_length
@@ -72,8 +73,8 @@ def _has_alibi(model: Any, text: Any) -> bool:
 def _check_forward(model: Any) -> None:
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    if "logits_to_keep" not in parameters:
-        raise refuse(model, "its forward pass cannot select logit rows (it takes no logits_to_keep)")
+    if not can_select(model):
+        raise refuse(model, "its forward pass takes no logits_to_keep, and it has no LM head to select logit rows at")
     if "position_ids" not in parameters and not takes_any:
         raise refuse(model, "its forward pass takes no position_ids")
 

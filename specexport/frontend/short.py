@@ -33,9 +33,10 @@ def plain_length(model: Any) -> int | None:
     """Longest text of which every token sees all tokens before it; None where no layer leaves entries out."""
     limits = [module.index_topk for module in _indexers(model)] if INDEXED in _kinds(model) else []
     if CHUNKED in _kinds(model):
-        limits.append(model.config.get_text_config().attention_chunk_size)
+        chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
+        limits.append(int(chunk or 0))  # without a size nothing is known
         limits += [int(module.floor_scale) - 1 for module in _tuned(model)]  # the first step is no change
-    return min(limits, default=None)
+    return min(limits, default=None) or None
 
 
 def hold_short(model: Any, max_len: int) -> bool:

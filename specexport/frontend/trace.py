@@ -21,6 +21,7 @@ from torch import Tensor
 from specexport.frontend.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
 from specexport.frontend.calls import ModelCalls
 from specexport.frontend.complex_pairs import complex_as_pairs
+from specexport.frontend.logit_rows import logit_rows
 from specexport.frontend.positions import positions_hook
 from specexport.frontend.recurrence import RecurrenceCall, RecurrenceContext, recur, recurrence_hook
 from specexport.frontend.refuse import refuse
@@ -98,7 +99,7 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
         """One step. Inputs: the step inputs, then k and v cache of each layer, then state and pending entries of each
         recurrence; outputs: logits [R, V], then all of these.
         """  # noqa: D205
-        input_ids, positions, logit_rows, *step = inputs[: len(STEP_INPUTS)]
+        input_ids, positions, wanted, *step = inputs[: len(STEP_INPUTS)]
         kept = list(inputs[len(STEP_INPUTS) + self.has_states :])
         caches, states = kept[: self.num_caches], kept[self.num_caches :]
 
@@ -123,10 +124,9 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
             positions_hook(self.model, positions),
             complex_as_pairs(),
             tapped(self.model, self.taps) as found,
+            logit_rows(self.model, wanted) as asked,
         ):
-            result = self.model(
-                input_ids=input_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows
-            )
+            result = self.model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **asked)
         if self.projection is None:
             return (result.logits[0], *caches, *states)
         features = self.projection([found[tap][0] for tap in self.taps]).float()
