@@ -55,7 +55,8 @@ def _llama4(module: Any, hidden_states: Tensor, *, grouped: bool) -> tuple[Tenso
     if grouped:
         given = torch.ops.specexport.experts(rows, ids, ones, gate_up, None, down, None, *_SWIGLU)
     else:
-        given = _summed(rows, ones, *gate_up[ids].chunk(2, dim=2), down[ids])
+        gate, up = gate_up[ids].chunk(2, dim=2)
+        given = _summed(rows, ones, gate, up, down[ids])
     return module.shared_expert(x) + given.view(-1, module.top_k, module.hidden_dim).sum(1), logits
 
 
@@ -91,4 +92,4 @@ def answered_experts(model: Any, *, grouped: bool) -> Iterator[None]:
 
 def _is_silu(activation: Any) -> bool:
     tried = torch.linspace(-8, 8, 65)
-    return torch.allclose(activation(tried), torch.nn.functional.silu(tried))
+    return bool(torch.allclose(activation(tried), torch.nn.functional.silu(tried)))
