@@ -48,9 +48,10 @@ def experts(
         for place, expert in enumerate(chosen):
             both = gate_up[expert].astype(np.float64) @ x[token]
             both = both if gate_up_bias is None else both + gate_up_bias[expert]
-            gate, up = {0: lambda x: np.split(x, 2), 1: lambda x: (x[::2], x[1::2]), 2: lambda x: (x, x)}[interleaved](
-                both
-            )
+            if interleaved == 2:
+                gate, up = both, both
+            else:
+                gate, up = (both[::2], both[1::2]) if interleaved else np.split(both, 2)
             if limit > 0:
                 gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
             given = down[expert].astype(np.float64) @ (gate * np.exp(-np.logaddexp(0, -alpha * gate)) * (up + beta))
