@@ -93,4 +93,5 @@ def check_layers(model: Any, called: list[int], *, recurs: bool = False) -> None
     text = model.config.get_text_config()
     expected = getattr(text, "decoder_layers", text.num_hidden_layers)  # BART's other number is its encoder's
     if not recurs and len(called) < expected:
-        raise refuse(model, f"only {len(set(called))} of its {expected} layers call transformers' attention interface")
+        asked = f"only {len(set(called))} of its {expected} layers call transformers' attention interface"
+        raise refuse(model, f"{asked}; the others compute in code of their own, which is not known")

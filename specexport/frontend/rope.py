@@ -109,7 +109,7 @@ def max_positions(model: Any) -> int | None:
     text = model.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", getattr(text, "max_seq_len", None))
     if limit is not None:
-        limit -= reserved_positions(model)
+        limit = None if limit < 0 else limit - reserved_positions(model)  # XLNet has -1, which is no limit
     turns = [turn for turn in _turns(model) if turn.rope_type == "dynamic"]
     if limit is None or not turns:
         return limit
