@@ -40,8 +40,8 @@ def test_an_architecture_is_made_built_and_compared(name: str, limit: float, tmp
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("llama4_text", "chunked_attention, which lets a token see its own chunk only"),
-        ("deepseek_v32", "indexed_attention, which chooses the entries"),
+        ("deepseek_v4", "compressed_sparse_attention, which keeps compressed entries"),
+        ("qwen4_exp_text", "indexed_attention, which chooses the entries"),
     ],
 )
 def test_layers_without_a_plain_cache_are_refused_by_kind(name: str, reason: str, tmp_path: Path) -> None:

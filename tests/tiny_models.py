@@ -103,6 +103,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "codegen": ("CodeGen", _SMALL_GPT | {"rotary_dim": 8}),
     "bloom": ("Bloom", {"vocab_size": VOCAB, "hidden_size": 96, "n_layer": 2, "n_head": 6}),  # no power of two
     "mpt": ("Mpt", {"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4, "expansion_ratio": 4}),
+    "gpt_neo": (
+        "GPTNeo",
+        {"vocab_size": VOCAB, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 256}
+        | {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+    ),
+    "bart": (
+        "Bart",
+        {"vocab_size": VOCAB, "d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
+        | {"max_position_embeddings": 256, "is_decoder": True, "is_encoder_decoder": False},
+    ),
     "falcon": ("Falcon", _FALCON | {"num_kv_heads": 2, "new_decoder_architecture": True}),
     "falcon_multi_query": ("Falcon", _FALCON | {"parallel_attn": False}),
 }
@@ -129,7 +139,7 @@ BY_LENGTH: dict[str, tuple[str, dict[str, Any]]] = {
 """Architectures whose angles depend on the length, beyond 32 positions, as in ARCHITECTURES."""
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "falcon_alibi": ("Falcon", _FALCON | {"alibi": True}, "rounds its ALiBi position bias to bfloat16"),
+    "falcon_alibi": ("Falcon", _FALCON | {"alibi": True}, "adds its ALiBi position bias, rounded to bfloat16, twice"),
     "phi3_longrope": (*BY_LENGTH["phi3_longrope"], "'longrope' depend on the sequence's length, and no length was"),
     "gemma3_dynamic": (*BY_LENGTH["gemma3_dynamic"], "'dynamic' depend on the sequence's length, and no length was"),
     "bert": ("Bert:BertLMHeadModel", BASE | {"is_decoder": False}, "not causal"),
@@ -177,6 +187,13 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2], "num_heads": 2, "head_dim": 16}}
         | {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4}
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "minimax": ("MiniMax", GROUPED | {"head_dim": 16, "block_size": 16, "num_local_experts": 4}),
+    "recurrent_gemma": (
+        "RecurrentGemma",
+        GROUPED
+        | {"num_hidden_layers": 3, "lru_width": 64, "head_dim": 16, "attention_window_size": WINDOW}
+        | {"block_types": ["recurrent", "recurrent", "attention"]},
     ),
     "mamba2": ("Mamba2", _PURE | {"num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
     "mamba": ("Mamba", _PURE),

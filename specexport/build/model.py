@@ -199,7 +199,8 @@ def _step_sizes(checkpoint: Any, head_ids: Int32Array | None) -> dict[str, Any]:
     step = checkpoint.num_parameters - (0 if table is head else table.numel())
     if head_ids is not None:
         step -= (head.shape[0] - len(head_ids)) * head.shape[1]
-    heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
+    config = model.config.get_text_config().to_dict()  # one of several sizes is no attribute
+    heads = config.get("num_attention_heads")
     return {"step_parameters": step, "num_heads": heads if isinstance(heads, int) and heads > 0 else None}
 
 

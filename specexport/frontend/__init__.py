@@ -173,6 +173,8 @@ def drop_layers(checkpoint: Checkpoint, dropped: "Collection[int]", hint: str | 
 def fix_rope(checkpoint: Checkpoint, max_len: int) -> None:
     """Hold rotary tables that depend on the length at those of the longest sequence, in place; see ``Checkpoint.rope``.
 
+    Attention that would leave entries of a longer sequence out is held to all of them; see ``frontend.short``.
+
     Args:
         checkpoint: the loaded model.
         max_len: most tokens of a sequence.
@@ -181,8 +183,11 @@ def fix_rope(checkpoint: Checkpoint, max_len: int) -> None:
         UnsupportedModelError: they depend on the length in a way that cannot be held.
     """
     from specexport.frontend.rope import fix_rope as hold
+    from specexport.frontend.short import hold_short
 
     checkpoint.rope = hold(checkpoint.model, max_len)
+    if hold_short(checkpoint.model, max_len):
+        checkpoint.max_positions = max_len
 
 
 def trace_checkpoint(

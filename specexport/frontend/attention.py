@@ -6,7 +6,7 @@ inputs travel in a context beside the model, because not every model passes unkn
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 import specexport.ops.torch_op  # noqa: F401 - registers torch.ops.specexport.unpadded_attention
 from specexport.frontend.outside import is_outside, outside_hook
+from specexport.frontend.short import is_held
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import UnsupportedModelError
 
@@ -22,7 +23,7 @@ HOOK_NAME = "specexport"
 _IMPLEMENTATION = "_attn_implementation_internal"
 
 # Tensors that some models pass along and that do not change the scores (or are read by name).
-_KNOWN_TENSORS = {"s_aux", "slopes", "position_ids", "cache_position", "cos", "sin"}
+_KNOWN_TENSORS = {"s_aux", "slopes", "position_ids", "cache_position", "cos", "sin", "indices"}
 
 
 class ScoreTerms(NamedTuple):
@@ -51,6 +52,7 @@ class LayerCall:
         sinks: whether the layer has attention sinks.
         causal: whether its tokens see nothing behind themselves.
         layer: number of the decoder layer.
+        own_mask: whether the module masks what the window excludes itself, beside the model's mask.
     """
 
     index: int
@@ -62,6 +64,7 @@ class LayerCall:
     sinks: bool
     causal: bool = True
     layer: int = 0
+    own_mask: bool = False
 
 
 def _read_call(index: int, module: Any, q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> LayerCall:
@@ -69,7 +72,7 @@ def _read_call(index: int, module: Any, q: Tensor, k: Tensor, v: Tensor, named: 
     if layer is None or layer < 0:  # one block that several layers share
         layer = index
     scaling = named.get("scaling")
-    window = named.get("sliding_window")
+    window = named.get("own_window", named.get("sliding_window"))
     if window is None:
         window = getattr(module, "sliding_window", None)
     return LayerCall(
@@ -82,6 +85,7 @@ def _read_call(index: int, module: Any, q: Tensor, k: Tensor, v: Tensor, named: 
         sinks=named.get("s_aux") is not None,
         causal=bool(getattr(module, "is_causal", True)),
         layer=int(layer),
+        own_mask="own_window" in named,
     )
 
 
@@ -108,6 +112,7 @@ class AttentionContext:
         self.calls: list[LayerCall] = []
         self.on_mask = on_mask
         self.causal_only = causal_only
+        self.masks_unread = False
         self._answer = answer
 
     def __call__(self, module: Any, q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> Tensor:
@@ -132,7 +137,7 @@ def _attention(
     context = _contexts[-1]
     if context.on_mask is not None:
         context.on_mask(len(context.calls), attention_mask)
-    elif attention_mask is not None:
+    elif attention_mask is not None and not context.masks_unread:
         raise UnsupportedModelError(
             f"{type(module).__name__} brings its own attention mask, which a packed step cannot keep.",
             "use a decoder with causal or sliding-window attention.",
@@ -155,7 +160,12 @@ def attention_hook(model: Any, context: AttentionContext) -> Iterator[None]:
     AttentionInterface.register(HOOK_NAME, _attention)
     _contexts.append(context)
     try:
-        with _hooked_outside(model, context) if is_outside(model) else implementation(model, HOOK_NAME):
+        if is_outside(model):
+            hooked: AbstractContextManager[None] = _hooked_outside(model, context)
+        else:
+            hooked = implementation(model, HOOK_NAME)
+            context.masks_unread = is_held(model)
+        with hooked, _unread_masks() if context.masks_unread and context.on_mask is None else nullcontext():
             yield
     finally:
         _contexts.pop()
@@ -178,23 +188,31 @@ def implementation(model: Any, name: str) -> Iterator[None]:
 @contextmanager
 def _hooked_outside(model: Any, context: AttentionContext) -> Iterator[None]:
     """The same for models that do not ask the interface. Some want a mask, whatever it holds."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
-
-    def unread(*, q_length: int, kv_length: int, **_: Any) -> Tensor:
-        return torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
 
     def core(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **named: Any) -> Tensor:
         return _attention(module, q, k, v, None if context.on_mask is None else mask, **named)[0]
 
     before = model.config._attn_implementation
     model.config._attn_implementation_internal = HOOK_NAME  # transformers would refuse
-    if context.on_mask is None:
-        type(MASKS).register(HOOK_NAME, unread)
     try:
-        with outside_hook(model, core):
+        with outside_hook(model, core), _unread_masks() if context.on_mask is None else nullcontext():
             yield
     finally:
         model.config._attn_implementation_internal = before
+
+
+@contextmanager
+def _unread_masks() -> Iterator[None]:
+    """Within the block, masks are made for models that want one; the hook reads none."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+
+    def unread(*, q_length: int, kv_length: int, **_: Any) -> Tensor:
+        return torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
+
+    type(MASKS).register(HOOK_NAME, unread)
+    try:
+        yield
+    finally:
         type(MASKS)._global_mapping.pop(HOOK_NAME, None)
 
 

@@ -73,7 +73,11 @@ def check_packed(model: Any, calls: ModelCalls) -> None:
         wanted = np.concatenate([expected[row][starts[row] : ends[row]] for row in range(2)])
         error, scale = float(np.abs(logits - wanted).max()), max(1.0, float(np.abs(wanted).max()))
         if not error <= TOLERANCE[model.dtype] * scale:
-            raise refuse(model, f"packed tokens change its logits by {error:.2g} (of {scale:.2g})")
+            raise refuse(
+                model,
+                f"packed tokens change its logits by {error:.2g} (of {scale:.2g}): something of it mixes tokens beside "
+                "attention and the recurrences that are known, or numbers them itself",
+            )
         starts = ends
 
 

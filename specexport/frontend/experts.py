@@ -6,7 +6,7 @@ Others keep the batched form, which copies the weights of its experts for every 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 import specexport.ops.torch_experts  # noqa: F401 - registers torch.ops.specexport.experts
+from specexport.frontend.expert_modules import answered_experts
+from specexport.ops.experts import EACH
 
 BATCHED = "batched_mm"
 GROUPED = "specexport"
 _LARGEST_LIMIT = 1e4
 _NARROW, _WIDE = 0.5, 5.0
+_STEEP = 1e6  # a sigmoid that is a step
 
 
 class Gating(NamedTuple):
@@ -41,10 +44,15 @@ def traceable_experts(model: Any, *, grouped: bool) -> Iterator[None]:
         model: of transformers.
         grouped: as one ``specexport::Experts`` each, where it is what they compute.
     """
-    can = getattr(model, "_can_set_experts_implementation", None)
-    if can is None or not can():
-        yield
-        return
+    with answered_experts(model, grouped=grouped):
+        can = getattr(model, "_can_set_experts_implementation", None)
+        with _implemented(model, grouped=grouped) if can is not None and can() else nullcontext():
+            yield
+
+
+@contextmanager
+def _implemented(model: Any, *, grouped: bool) -> Iterator[None]:
+    """The same for layers that ask transformers' interface."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(GROUPED, _experts)
@@ -66,10 +74,11 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
 
         output: Tensor = ALL_EXPERTS_FUNCTIONS[BATCHED](module, hidden_states, top_k_index, top_k_weights)
         return output
-    gate_up, down = module.gate_up_proj, module.down_proj
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    gate_up, down = getattr(module, name), module.down_proj
     if module.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+    biases = (getattr(module, f"{name}_bias"), module.down_proj_bias) if module.has_bias else (None, None)
     result: Tensor = torch.ops.specexport.experts(
         hidden_states,
         top_k_index.long(),
@@ -85,8 +94,14 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
 
 def gating_of(module: Any) -> Gating | None:
     """How a module's experts gate, found by trying it; None for modules without experts and for other gates."""
-    plain = getattr(module, "has_gate", False) and not getattr(module, "has_post_expert_norm", False)
-    if not plain or not all(isinstance(getattr(module, name, None), Tensor) for name in ("gate_up_proj", "down_proj")):
+    plain = not getattr(module, "has_post_expert_norm", False)
+    if plain and getattr(module, "has_gate", None) is False and isinstance(getattr(module, "up_proj", None), Tensor):
+        return _squared(module)
+    if (
+        not plain
+        or not getattr(module, "has_gate", False)
+        or not all(isinstance(getattr(module, name, None), Tensor) for name in ("gate_up_proj", "down_proj"))
+    ):
         return None
     width = int(module.gate_up_proj.shape[2 if module.is_transposed else 1])
     # Limits and factors are numbers that the module keeps.
@@ -104,6 +119,14 @@ def gating_of(module: Any) -> Gating | None:
             return None
         kinds = product((0, 1), sorted({1.0, *numbers}), (0.0, 1.0), sorted({0.0, *numbers}))
         return next((kind for each in kinds if _matches(kind := Gating(*each), tried, wanted)), None)
+
+
+def _squared(module: Any) -> Gating | None:
+    """Experts without a gate whose outputs are squared where they are positive, and 0 elsewhere."""
+    tried = torch.linspace(-_WIDE, _WIDE, 64)
+    with torch.no_grad():
+        found = module.act_fn(tried)
+    return Gating(EACH, _STEEP, 0.0, 0.0) if torch.equal(found, tried.relu().square()) else None
 
 
 def _matches(kind: Gating, tried: Tensor, wanted: Tensor) -> bool:

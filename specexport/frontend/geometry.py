@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specexport.frontend.attention import HOOK_NAME, AttentionContext, LayerCall, ScoreTerms, attention_hook
 from specexport.frontend.calls import ModelCalls
+from specexport.frontend.logit_rows import logit_rows
 from specexport.frontend.recurrence import RecurrenceCall, RecurrenceContext, recurrence_hook
 from specexport.frontend.refuse import check_layers, refuse
 from specexport.ops.recurrence import LINEAR_ATTENTION
@@ -46,16 +47,25 @@ def probe_layers(model: Any) -> ModelCalls:
     context, states = AttentionContext(answer, on_mask=recorder.note), RecurrenceContext(recurs)
     tokens = torch.arange(_PROBE_TOKENS)[None]
     try:
-        with torch.no_grad(), attention_hook(model, context), recurrence_hook(model, states), recorder.installed():
-            model(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=torch.tensor([1]))
+        with (
+            torch.no_grad(),
+            attention_hook(model, context),
+            recurrence_hook(model, states),
+            recorder.installed(),
+            logit_rows(model, torch.tensor([1])) as asked,
+        ):
+            model(input_ids=tokens, position_ids=tokens, use_cache=False, **asked)
     except UnsupportedModelError as error:
         raise refuse(model, error.message.rstrip(".")) from error
     except Exception as error:
         raise refuse(model, f"its forward pass fails on packed tokens ({type(error).__name__}: {error})") from error
     check_layers(model, [call.layer for call in context.calls], recurs=bool(states.calls))
-    calls = [replace(call, window=recorder.window(call)) for call in context.calls]
-    for call in calls:
-        recorder.check(model, call)
+    try:
+        calls = [replace(call, window=recorder.window(call)) for call in context.calls]
+        for call in calls:
+            recorder.check(model, call)
+    except IndexError as error:  # of a rule that looks a position up in the probe's few tokens
+        raise refuse(model, "its attention mask depends on more than positions") from error
     return ModelCalls(tuple(calls), tuple(states.calls))
 
 
@@ -97,7 +107,7 @@ class _MaskRecorder:
         """  # noqa: D205
         rule = self._rules[call.index]
         if rule is None or _sees(rule, _FAR, 0):
-            return -1
+            return call.window if call.own_mask else -1
         if call.window > 0 and _sees(rule, _FAR, _FAR - call.window + 1) and not _sees(rule, _FAR, _FAR - call.window):
             return call.window
         return bisect_left(range(_FAR), True, key=lambda back: not _sees(rule, _FAR, _FAR - back))  # checked below
@@ -105,6 +115,8 @@ class _MaskRecorder:
     def check(self, model: Any, call: LayerCall) -> None:
         """Compare the recorded rule with causal-in-a-window at the places where they could differ."""
         rule = self._rules[call.index]
+        if rule is None and call.own_mask:
+            return
         if rule is None:
             raise refuse(model, f"the mask of layer {call.layer} is not built by transformers' mask functions")
         edge = call.window if call.window > 0 else 4096
@@ -112,7 +124,7 @@ class _MaskRecorder:
         for query in points:
             near = {query - edge - 1, query - edge, query - edge + 1, query - 1, query, query + 1, 0, query // 2}
             for key in sorted(k for k in near if k >= 0):
-                seen = key <= query and (call.window < 0 or key > query - call.window)
+                seen = key <= query and (call.window < 0 or call.own_mask or key > query - call.window)
                 if _sees(rule, query, key) != seen:
                     kind = f"a window of {call.window}" if call.window > 0 else "causal"
                     raise refuse(model, f"layer {call.layer} masks position {key} from {query} unlike {kind}")

@@ -6,7 +6,7 @@ they are, and the model has no data of them; see ``stored``.
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from specexport.frontend.gguf_tokenizer import honour_file
 from specexport.frontend.kept import check_formats, kept_weights
 from specexport.frontend.packed import Packed, name_packed, read_packed
 from specexport.frontend.rope import max_positions, plain_positions, unknown_rope_types
+from specexport.frontend.short import plain_length
 from specexport.frontend.source import PACKED_METHODS, Source, hash_source, resolve_source
 from specexport.frontend.stored import Stored, StoredWeight
 from specexport.frontend.tagged import Tags, tagged_gguf, tagged_safetensors
@@ -70,7 +71,7 @@ def load(
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         max_positions=max_positions(model),
-        plain_positions=plain_positions(model),
+        plain_positions=min((n for n in (plain_positions(model), plain_length(model)) if n is not None), default=None),
         kept=kept,
         stored=stored,
     )
@@ -110,12 +111,13 @@ def _load_tagged(
         state = None if conversion is None else tagged_gguf(how.source, reader, conversion, tags)
         if state is None:
             return None, None
-        model = _load_model(how, state)
+        opened: Any = nullcontext()
     elif how.packed:
-        model = _load_model(how, packed.tagged(tags))
+        state, opened = packed.tagged(tags), nullcontext()
     else:
-        with tagged_safetensors(how.source, tags):
-            model = _load_model(how, None)
+        state, opened = None, tagged_safetensors(how.source, tags)
+    with opened, tags.compared():
+        model = _load_model(how, state)
     return model, tags.settle(model)
 
 

@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 
 Core = Callable[..., Tensor]
-"""Called with (module, q, k, v, mask, scaling=…, slopes=…), tensors [1, heads, T, D]; gives [1, T, heads, D]."""
+"""Called with (module, q, k, v, mask, scaling=…, slopes=…), tensors [1, heads, T, D]; gives [1, T, heads, D].
+
+A module that masks what its tokens must not see itself, beside the model's mask, says so with ``own_window``: entries
+that a token sees, itself included; -1 for all.
+"""
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -74,12 +78,80 @@ def _scores(
     return core(module, q, k, value, attention_mask, scaling=1 / module.scale_attn).transpose(1, 2), None
 
 
+def _gpt_neo(
+    core: Core, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+) -> tuple[Tensor, None]:
+    window = module.config.window_size if module.attention_type == "local" else -1
+    return core(module, query, key, value, attention_mask, scaling=1.0, own_window=window).transpose(1, 2), None
+
+
+def _gpt_neox_japanese(
+    core: Core, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+) -> tuple[Tensor, None]:
+    return core(module, query, key, value, attention_mask, scaling=1 / module.norm_factor).transpose(1, 2), None
+
+
+def _gpt(
+    core: Core, module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None, *_: Any
+) -> list[Tensor]:
+    """The keys are turned, for the product."""
+    scaling = v.shape[-1] ** -0.5 if module.scale else 1.0
+    return [core(module, q, k.transpose(2, 3), v, attention_mask, scaling=scaling, own_window=-1).transpose(1, 2)]
+
+
+def _bert(
+    core: Core,
+    module: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    sinusoidal_pos: Tensor | None = None,  # RoFormer's
+    **_: Any,
+) -> tuple[Tensor, None]:
+    q, k, v = (
+        layer(hidden_states).unflatten(-1, (-1, module.attention_head_size)).transpose(1, 2)
+        for layer in (module.query, module.key, module.value)
+    )
+    if sinusoidal_pos is not None:
+        turned = (q, k, v) if module.rotary_value else (q, k)
+        q, k, v = (*module.apply_rotary_position_embeddings(sinusoidal_pos, *turned), v)[:3]
+    mixed = core(module, q, k, v, attention_mask, scaling=module.attention_head_size**-0.5)
+    return mixed.flatten(2), None
+
+
+def _bart(
+    core: Core, module: Any, hidden_states: Tensor, *_: Any, attention_mask: Tensor | None = None, **__: Any
+) -> tuple[Tensor, None]:
+    q, k, v = (
+        layer(hidden_states).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+        for layer in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    mixed = core(module, q, k, v, attention_mask, scaling=module.scaling)
+    return module.out_proj(mixed.flatten(2)), None
+
+
+def _sinusoids(_: Core, module: Any, position_ids: Tensor, *__: Any) -> Tensor:
+    """XGLM's table, which is made larger where a text is longer than any that the model supports."""
+    found: Tensor = module.weights[position_ids + module.offset]
+    return found
+
+
 _FAMILIES: dict[str, tuple[str, Callable[..., Any]]] = {
     "BloomAttention": ("forward", _bloom),
     "MptAttention": ("forward", _mpt),
     "FalconAttention": ("forward", _falcon),
     "GPTJAttention": ("_attn", _scores),
     "CodeGenAttention": ("_attn", _scores),
+    "GPTNeoSelfAttention": ("_attn", _gpt_neo),
+    "GPTNeoXJapaneseAttention": ("_attn", _gpt_neox_japanese),
+    "Attention": ("_attn", _gpt),
+    "RemBertSelfAttention": ("forward", _bert),
+    "RoFormerSelfAttention": ("forward", _bert),
+    "MegatronBertSelfAttention": ("forward", _bert),
+    "GitSelfAttention": ("forward", _bert),
+    "XGLMAttention": ("forward", _bart),
+    "MvpAttention": ("forward", _bart),
+    "TrOCRAttention": ("forward", _bart),
+    "XGLMSinusoidalPositionalEmbedding": ("forward", _sinusoids),
 }
 """Class of an attention module to the method that is replaced, and what stands for it."""
 
@@ -88,7 +160,8 @@ def _modules(model: Any) -> list[Any]:
     return [
         module
         for module in model.modules()
-        if type(module).__name__ in _FAMILIES and type(module).__module__.startswith("transformers.models.")
+        if type(module).__module__.startswith("transformers.models.")
+        and hasattr(module, _FAMILIES.get(type(module).__name__, ("",))[0])
     ]
 
 

@@ -21,6 +21,7 @@ from specexport.frontend.checkpoint import Checkpoint
 from specexport.frontend.experts import traceable_experts
 from specexport.frontend.geometry import probe_layers
 from specexport.frontend.layers import find_layers, hidden_of
+from specexport.frontend.logit_rows import takes_rows
 from specexport.frontend.refuse import check_config, refuse
 from specexport.frontend.trace import WEIGHT_PREFIX
 
@@ -137,8 +138,9 @@ def _watch(
 def _read(model: Any, ids: Tensor, last: int = 0) -> Tensor:
     """Logits of ``ids`` [1, T]: of the last few tokens, or of all where ``last`` is 0."""
     with torch.no_grad():
-        logits: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=last).logits
-    return logits
+        asked = {"logits_to_keep": last} if takes_rows(model) else {}
+        logits: Tensor = model(input_ids=ids, use_cache=False, **asked).logits
+    return logits[:, -last:]
 
 
 def _calls(model: Any) -> list[LayerCall]:

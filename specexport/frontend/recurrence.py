@@ -2,7 +2,8 @@
 
 Every model of transformers computes its recurrences in functions of its module, which a kernel package may stand in
 for. They have the same names and arguments in all models. Within the hook, these names stand for ours, by function and
-not by model. States and step inputs travel in a context, as they do for attention.
+not by model. What a module writes out itself instead is answered by its class. States and step inputs travel in a
+context, as they do for attention.
 """
 
 import sys
@@ -179,11 +180,64 @@ _HOOKS: dict[str, Callable[..., Any]] = {
 }
 
 
+def _lightning(
+    module: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """MiniMax's lightning attention: a decay that each head has for good, and nothing else."""
+    del position_embeddings, attention_mask
+    heads = module.act_fn(module.qkv_proj(hidden_states))[0].unflatten(-1, (module.num_attention_heads, -1))
+    q, k, v = heads.chunk(3, dim=-1)
+    decay = -module.slope_rate.flatten().float().expand(q.shape[0], -1)
+    mixed = _contexts[-1].linear_attention(q, k, v, decay, None, 1.0)
+    mixed = module.norm(mixed.flatten(1)[None].to(hidden_states.dtype))
+    return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * mixed), None
+
+
+def _gated_unit(
+    _: Any, hidden_states: Tensor, recurrent_gate: Tensor, *__: Any, **named: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The scan of an RG-LRU (De et al. 2024, section 2.4): a head has one channel, and a decay of its own.
+
+    The reset at a text's first token needs nothing: a row's state is zero there.
+    """
+    x, ones = hidden_states[0].float()[..., None], hidden_states.new_ones(hidden_states.shape[1], 1, 1)
+    decay = recurrent_gate[0].float().clamp(min=torch.finfo(torch.float32).tiny).log()
+    output = _contexts[-1].linear_attention(ones, ones.expand_as(x), x, decay, None, 1.0)
+    return output[..., 0][None].to(hidden_states.dtype), named.get("recurrent_states")
+
+
+def _padded(module: Any, x: Tensor) -> Tensor:
+    """A convolution whose last outputs are cut off: [1, C, T] to [1, C, T]."""
+    return _convolve(module, x, module.weight[:, 0], module.bias)
+
+
+_METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "MiniMaxLightningAttention": ("forward", _lightning),
+    "RecurrentGemmaRglru": ("_rnn_scan", _gated_unit),
+}
+"""Class of a module to the method that is replaced, and what stands for it."""
+
+
+def _written_out(model: Any) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    for module in model.modules():
+        if type(module).__module__.startswith("transformers.models.") and type(module).__name__ in _METHODS:
+            yield module, *_METHODS[type(module).__name__]
+        elif isinstance(module, torch.nn.Conv1d) and _is_causal(module):
+            yield module, "forward", _padded
+
+
+def _is_causal(conv: torch.nn.Conv1d) -> bool:
+    """Whether each channel sees itself alone, and, once the outputs behind the inputs are cut off, its past."""
+    alone = conv.groups == conv.in_channels == conv.out_channels
+    return alone and conv.padding == (conv.kernel_size[0] - 1,) and (conv.stride, conv.dilation) == ((1,), (1,))
+
+
 @contextmanager
 def recurrence_hook(model: Any, context: RecurrenceContext) -> Iterator[None]:
     """Within the block, ``context`` answers the model's recurrences; afterwards they are its own again."""
     modules = [sys.modules[name] for name in sorted({type(module).__module__ for module in model.modules()})]
     before = [(module, name, vars(module)[name]) for module in modules for name in _HOOKS if name in vars(module)]
+    written_out = list(_written_out(model))
 
     def stands_in(module: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments, **named: hook(module, *arguments, **named)
@@ -192,8 +246,12 @@ def recurrence_hook(model: Any, context: RecurrenceContext) -> Iterator[None]:
     try:
         for module, name, _ in before:
             setattr(module, name, stands_in(module, _HOOKS[name]))
+        for module, name, hook in written_out:
+            setattr(module, name, stands_in(module, hook))
         yield
     finally:
+        for module, name, _ in written_out:
+            delattr(module, name)
         for module, name, own in before:
             setattr(module, name, own)
         _contexts.pop()

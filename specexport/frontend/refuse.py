@@ -3,8 +3,10 @@
 import inspect
 from typing import Any
 
+from specexport.frontend.logit_rows import can_select
 from specexport.frontend.outside import is_outside
 from specexport.frontend.rope import depends_on_length
+from specexport.frontend.short import CHUNKED, INDEXED, is_held, plain_length
 from specexport_runtime.errors import UnsupportedModelError
 
 _TRACEABLE_LAYERS = {
@@ -13,8 +15,8 @@ _TRACEABLE_LAYERS = {
     *("mlp", "moe", "dense", "sparse"),  # with nothing
 }
 _LAYER_REASONS = {
-    "chunked_attention": "lets a token see its own chunk only, which is neither causal nor a window",
-    "indexed_attention": "chooses the entries that a token sees by an index of its own",
+    CHUNKED: "lets a token see its own chunk only, which is neither causal nor a window",
+    INDEXED: "chooses the entries that a token sees by an index of its own",
     "compressed_sparse_attention": "keeps compressed entries and chooses among them",
     "heavily_compressed_attention": "keeps compressed entries",
 }
@@ -42,15 +44,22 @@ def check_config(model: Any) -> None:
     if turning := depends_on_length(model):
         reason = f"the angles of its rope type {turning[0]!r} depend on the sequence's length, and no length was chosen"
         raise refuse(model, reason, "use a checkpoint with rope type default, linear, llama3 or yarn.")
-    odd = sorted(set(getattr(text, "layer_types", None) or ()) - _TRACEABLE_LAYERS)
+    traceable = _TRACEABLE_LAYERS | ({INDEXED} if is_held(model) else set())
+    odd = sorted(set(getattr(text, "layer_types", None) or ()) - traceable)
     if odd:
         kinds = [f"{kind}, which {_LAYER_REASONS.get(kind, 'keeps no plain KV cache')}" for kind in odd]
-        raise refuse(model, f"it has layers of kind {'; '.join(kinds)}")
+        longest, hint = plain_length(model), _HINT
+        if longest is not None and not set(odd) - {CHUNKED, INDEXED}:
+            hint = (
+                f"texts of up to {longest} tokens are not affected: build it with `--max-model-len {longest}` or less."
+            )
+        raise refuse(model, f"it has layers of kind {'; '.join(kinds)}", hint)
     if _has_alibi(model, text) and not is_outside(model):
         raise refuse(model, "its ALiBi position bias does not go through the attention interface")
     if _has_alibi(model, text) and config.model_type == "falcon":
         raise refuse(
-            model, "transformers rounds its ALiBi position bias to bfloat16, so that it is no multiple of a distance"
+            model,
+            "transformers adds its ALiBi position bias, rounded to bfloat16, twice in eager attention, otherwise once",
         )
     _check_forward(model)
 
@@ -64,8 +73,8 @@ def _has_alibi(model: Any, text: Any) -> bool:
 def _check_forward(model: Any) -> None:
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    if "logits_to_keep" not in parameters:
-        raise refuse(model, "its forward pass cannot select logit rows (it takes no logits_to_keep)")
+    if not can_select(model):
+        raise refuse(model, "its forward pass takes no logits_to_keep, and it has no LM head to select logit rows at")
     if "position_ids" not in parameters and not takes_any:
         raise refuse(model, "its forward pass takes no position_ids")
 
@@ -81,6 +90,8 @@ def check_layers(model: Any, called: list[int], *, recurs: bool = False) -> None
     Raises:
         UnsupportedModelError: a layer is missing.
     """
-    expected = model.config.get_text_config().num_hidden_layers
+    text = model.config.get_text_config()
+    expected = getattr(text, "decoder_layers", text.num_hidden_layers)  # BART's other number is its encoder's
     if not recurs and len(called) < expected:
-        raise refuse(model, f"only {len(set(called))} of its {expected} layers call transformers' attention interface")
+        asked = f"only {len(set(called))} of its {expected} layers call transformers' attention interface"
+        raise refuse(model, f"{asked}; the others compute in code of their own, which is not known")

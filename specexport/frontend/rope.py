@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specexport.frontend.positions import reserved_positions
 from specexport_runtime.errors import UnsupportedModelError
 
 BY_LENGTH = ("dynamic", "longrope")
@@ -107,6 +108,8 @@ def max_positions(model: Any) -> int | None:
     """Longest sequence that the model supports; None for no limit. ``dynamic`` stretches it by its factor."""
     text = model.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", getattr(text, "max_seq_len", None))
+    if limit is not None:
+        limit = None if limit < 0 else limit - reserved_positions(model)  # XLNet has -1, which is no limit
     turns = [turn for turn in _turns(model) if turn.rope_type == "dynamic"]
     if limit is None or not turns:
         return limit

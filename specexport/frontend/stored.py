@@ -43,6 +43,10 @@ class StoredWeight:
         """Its rows, some at a time."""
         return (self.rows(start, stop) for start, stop in self.chunks())
 
+    def equals(self, other: "StoredWeight") -> bool:
+        """Whether another one has the same shape and values; reads until they differ."""
+        return self.shape == other.shape and all(map(torch.equal, self.parts(), other.parts()))
+
     def chunks(self) -> list[tuple[int, int]]:
         """Bounds of the rows that are worked on at a time."""
         step = max(1, CHUNK // max(1, self.row_size))

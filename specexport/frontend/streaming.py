@@ -39,7 +39,7 @@ class _Streaming(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
         name = getattr(func, "__name__", "")
         if name == "__get__":  # of a property
             given = tree_map(self._real, args) if func in _VIEWS else args
-            return _CPU if func is torch.Tensor.device.__get__ else func(*given, **named)
+            return _CPU if func == torch.Tensor.device.__get__ else func(*given, **named)
         if func is torch.nn.functional.linear:
             return self._linear(*args, **named)
         if func is torch.nn.functional.embedding:

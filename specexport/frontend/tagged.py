@@ -2,14 +2,14 @@
 
 Transformers renames and ties what it loads, and for some models it joins, splits or turns it. Nobody else knows how. So
 it is asked: it loads tensors of the right shapes that have memory for one column, repeated. A parameter that still lies
-there, in the same way, is that tensor, as it is stored. If one was made of several, turned, or given other values, the
-model is loaded whole.
+there, in the same way and with the same numbers, is that tensor, as it is stored. If one was made of several, turned,
+or given other values (some models clear the row of their padding token), the model is loaded whole.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,19 @@ from specexport.frontend.streaming import replace_parameters
 
 SMALLEST_RANK = 2
 """Vectors (norms, biases) are small, and are loaded."""
+_MARK = 1.40625  # exact in every dtype, and nothing that a model initializes weights with
+
+
+class _Tag(NamedTuple):
+    """What stands for a stored tensor.
+
+    Attributes:
+        tensor: it.
+        weight: the stored one.
+    """
+
+    tensor: Tensor
+    weight: StoredWeight
 
 
 class Tags:
@@ -32,14 +45,34 @@ class Tags:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._made: dict[int, tuple[Tensor, Callable[[int, int], Tensor]]] = {}
+        self._made: dict[int, _Tag] = {}
 
     def make(self, shape: tuple[int, ...], rows: Callable[[int, int], Tensor]) -> Tensor:
         """A tensor of ``shape`` that stands for the one whose rows ``rows`` gives."""
-        column = torch.zeros(shape[0], dtype=self.dtype)
+        column = torch.full(shape[:1], _MARK, dtype=self.dtype)
         tag = column.view(shape[0], *[1] * (len(shape) - 1)).expand(shape)
-        self._made[tag.data_ptr()] = tag, rows  # it stays, so that the place is not given to another
+        # It stays, so that the place is not given to another.
+        self._made[tag.data_ptr()] = _Tag(tag, StoredWeight(shape, self.dtype, rows))
         return tag
+
+    @contextmanager
+    def compared(self) -> Iterator[None]:
+        """Within the block, transformers finds two tags equal where what they stand for is: it ties no others."""
+        from transformers import modeling_utils
+
+        equal = modeling_utils._tied_params_are_equal
+
+        def same(one: Tensor, other: Tensor) -> bool:
+            pair = [self._made.get(each.data_ptr()) for each in (one, other)]
+            if pair[0] is None or pair[1] is None:
+                return bool(equal(one, other))
+            return pair[0].weight.equals(pair[1].weight)
+
+        modeling_utils._tied_params_are_equal = same
+        try:
+            yield
+        finally:
+            modeling_utils._tied_params_are_equal = equal
 
     def settle(self, model: Any) -> dict[str, StoredWeight] | None:
         """Replace what stands for stored tensors by parameters without data.
@@ -50,14 +83,16 @@ class Tags:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         stored, meta = {}, {}
         for name, parameter in parameters.items():
-            tag, rows = self._made.get(parameter.data_ptr(), (None, None))
+            tag = self._made.get(parameter.data_ptr())
             if tag is None and parameter.dim() < SMALLEST_RANK:
                 continue
-            if tag is None or rows is None or parameter.dtype != self.dtype:
+            if tag is None or parameter.dtype != self.dtype:
                 return None
-            if (parameter.shape, parameter.stride()) != (tag.shape, tag.stride()):  # turned, or cut
+            if (parameter.shape, parameter.stride()) != (tag.tensor.shape, tag.tensor.stride()):  # turned, or cut
                 return None
-            stored[name] = StoredWeight(tuple(parameter.shape), parameter.dtype, rows)
+            if not bool((tag.tensor.flatten(1)[:, 0] == _MARK).all()):  # given other values
+                return None
+            stored[name] = tag.weight
             meta[id(parameter)] = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
         replace_parameters(model, meta)
         return stored

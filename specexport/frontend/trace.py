@@ -21,6 +21,8 @@ from torch import Tensor
 from specexport.frontend.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
 from specexport.frontend.calls import ModelCalls
 from specexport.frontend.complex_pairs import complex_as_pairs
+from specexport.frontend.logit_rows import logit_rows
+from specexport.frontend.positions import positions_hook
 from specexport.frontend.recurrence import RecurrenceCall, RecurrenceContext, recur, recurrence_hook
 from specexport.frontend.refuse import refuse
 from specexport.frontend.stored import Stored, stored_tensor
@@ -97,7 +99,7 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
         """One step. Inputs: the step inputs, then k and v cache of each layer, then state and pending entries of each
         recurrence; outputs: logits [R, V], then all of these.
         """  # noqa: D205
-        input_ids, positions, logit_rows, *step = inputs[: len(STEP_INPUTS)]
+        input_ids, positions, wanted, *step = inputs[: len(STEP_INPUTS)]
         kept = list(inputs[len(STEP_INPUTS) + self.has_states :])
         caches, states = kept[: self.num_caches], kept[self.num_caches :]
 
@@ -119,12 +121,12 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
         with (
             attention_hook(self.model, AttentionContext(answer)),
             recurrence_hook(self.model, RecurrenceContext(recurs)),
+            positions_hook(self.model, positions),
             complex_as_pairs(),
             tapped(self.model, self.taps) as found,
+            logit_rows(self.model, wanted) as asked,
         ):
-            result = self.model(
-                input_ids=input_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows
-            )
+            result = self.model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **asked)
         if self.projection is None:
             return (result.logits[0], *caches, *states)
         features = self.projection([found[tap][0] for tap in self.taps]).float()
@@ -174,8 +176,10 @@ def trace_model(
         except SpecexportError:
             raise
         except Exception as error:  # of torch.export and of the exporter, which have many
-            reason = next((line for line in str(error).splitlines() if "rror" in line), type(error).__name__)
-            raise refuse(model, f"torch cannot export its forward pass ({reason.strip()[:300]})") from error
+            lines = str(error).strip().splitlines()
+            reason = next((line.strip() for line in lines if re.search(r"Error: \S", line)), None)
+            reason = reason or ": ".join([type(error).__name__, *lines[:1]])
+            raise refuse(model, f"torch cannot export its forward pass ({reason[:300]})") from error
         _name_stored(model, ir_model, stored or {}, names)
     windows = tuple(call.window for call in calls.attention)
     return TracedModel(ir_model, layers, states, windows if max(windows, default=-1) > 0 else ())

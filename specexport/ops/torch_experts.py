@@ -6,7 +6,7 @@ Imports torch; import it only where torch is needed.
 import torch
 from torch import Tensor
 
-from specexport.ops.experts import EXPERTS
+from specexport.ops.experts import EACH, EXPERTS
 
 
 def _experts(
@@ -27,7 +27,10 @@ def _experts(
         tokens, places = torch.where(expert_ids == expert)
         first, last = (None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias))
         both = torch.nn.functional.linear(x[tokens], gate_up[expert], first)
-        gate, up = (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=1)
+        if interleaved == EACH:
+            gate, up = both, both
+        else:
+            gate, up = (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=1)
         if limit > 0:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         gated = gate * torch.sigmoid(alpha * gate) * (up + beta)

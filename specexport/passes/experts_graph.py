@@ -5,6 +5,7 @@ each pair of a token and an expert as a row of its own, whose one expert has all
 and sums are made outside, as the router of the model says, in an order that is always the same.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter, lazy_weight, part_of
-from specexport.ops.experts import EXPERTS
+from specexport.ops.experts import EACH, EXPERTS
 from specexport.passes.base import constant_of, sizes_of
 from specexport_runtime.bundle.manifest import ExpertSizes
 from specexport_runtime.errors import CheckFailedError
@@ -91,18 +92,31 @@ def _site(node: ir.Node) -> ExpertsSite:
 def gates_in_turn(graph: ir.Graph, site: ExpertsSite, name: str) -> ir.Value | None:
     """The input ``gate_up`` or ``gate_up_bias`` with its outputs as gate, up, gate, up …, as the kernels want them."""
     value = site.given.get(name)
-    tensor = constant_of(value)
-    if value is None or tensor is None or site.node.attributes["interleaved"].as_int():
+    tensor, order = constant_of(value), site.node.attributes["interleaved"].as_int()
+    if value is None or tensor is None or order == 1:
         return value
-    make, part = partial(_in_turn, tensor, 0, site.num_experts), partial(_part_in_turn, tensor)
-    return lazy_weight(graph, f"{value.name}.in_turn", tensor.dtype, sizes_of(tensor), make, part)
+    turn = _each_twice if order == EACH else _in_turn
+    make, part = partial(turn, tensor, 0, site.num_experts), partial(_part_in_turn, turn, tensor)
+    experts, outputs, *depth = sizes_of(tensor)
+    sizes = [experts, 2 * outputs if order == EACH else outputs, *depth]
+    return lazy_weight(graph, f"{value.name}.in_turn", tensor.dtype, sizes, make, part)
 
 
-def _part_in_turn(tensor: ir.TensorProtocol, axis: int, start: int, stop: int) -> np.ndarray:
+def _part_in_turn(
+    turn: Callable[[ir.TensorProtocol, int, int], np.ndarray],
+    tensor: ir.TensorProtocol,
+    axis: int,
+    start: int,
+    stop: int,
+) -> np.ndarray:
     if axis == 0:
-        return _in_turn(tensor, start, stop)
+        return turn(tensor, start, stop)
     where = tuple(slice(start, stop) if at == axis else slice(None) for at in range(len(tensor.shape)))
-    return _in_turn(tensor, 0, sizes_of(tensor)[0])[where]
+    return turn(tensor, 0, sizes_of(tensor)[0])[where]
+
+
+def _each_twice(tensor: ir.TensorProtocol, start: int, stop: int) -> np.ndarray:
+    return np.repeat(part_of(tensor, 0, start, stop), 2, axis=1)
 
 
 def _in_turn(tensor: ir.TensorProtocol, start: int, stop: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import torch
 
 from specexport.frontend import reference_logits, trace_checkpoint
 from specexport.frontend.experts import Gating, gating_of
-from specexport.ops.experts import EXPERTS
+from specexport.ops.experts import EACH, EXPERTS
 from tests.engine_harness import Engine, Recipe, build, make_checkpoint
 from tests.tiny_models import ARCHITECTURES, HYBRIDS, VOCAB, make_model
 from tests.tiny_traces import tiny_model, trace_of
@@ -73,9 +73,12 @@ def test_routing_is_the_models_own_at_all_widths(name: str, tmp_path: Path) -> N
     np.testing.assert_allclose(verify, wanted, atol=1e-4)
 
 
-def test_experts_without_gates_stay_batched() -> None:
-    model = make_model(*HYBRIDS["nemotron_h"])
-    assert [gating_of(module) for module in expert_modules(model)] == [None]
+@pytest.mark.parametrize(("activation", "squared"), [("relu2", True), ("relu", False), ("gelu", False)])
+def test_experts_without_gates_are_squared_or_stay_batched(activation: str, squared: bool) -> None:
+    classes, config = HYBRIDS["nemotron_h"]
+    model = make_model(classes, config | {"mlp_hidden_act": activation})
+    wanted = Gating(interleaved=EACH, alpha=1e6, beta=0.0, limit=0.0) if squared else None
+    assert [gating_of(module) for module in expert_modules(model)] == [wanted]
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

@@ -22,6 +22,12 @@ WHOLE = {"mixtral", "qwen3_moe", "deepseek_v3"}
 """Transformers stacks their experts: no parameter of these is a stored tensor."""
 
 
+YOUTU = {
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    **{"num_key_value_heads": 4, "head_dim": 8, "tie_word_embeddings": True, "pad_token_id": 3},
+}
+
+
 def parameters_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """All parameters, those in files read."""
     named = dict(checkpoint.model.named_parameters(remove_duplicate=False))
@@ -147,6 +153,15 @@ def test_an_embedding_is_read_where_it_is_looked_up(tmp_path: Path) -> None:
     assert sorted(seen) == [(5, 6), (9, 10)]
 
 
+def test_a_parameter_without_data_is_said_to_be_on_the_cpu(tmp_path: Path) -> None:
+    """Models ask, to make position ids beside it."""
+    checkpoint = load_checkpoint(str(save_checkpoint(make_llama(), tmp_path / "tiny")), stream=True)
+    weight = checkpoint.model.get_input_embeddings().weight
+    assert weight.device.type == "meta"
+    with streaming.streamed(checkpoint.model, checkpoint.stored):
+        assert weight.device.type == "cpu"
+
+
 def test_a_model_that_is_run_elsewhere_says_that_it_has_no_data(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(save_checkpoint(make_llama(), tmp_path / "tiny")), stream=True)
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
@@ -203,6 +218,40 @@ def test_a_weight_that_is_turned_cut_or_made_anew_is_no_stored_one(change: Calla
     found = tags.settle(model)
     assert (found is None) == (change(tag) is not tag)
     assert model.weight.is_meta == (found is not None)
+
+
+def cleared(tag: Any) -> Any:
+    """A row is overwritten, as models do whose own initialization clears the padding token."""
+    tag[1].zero_()
+    return tag
+
+
+def test_a_weight_that_was_given_other_values_is_no_stored_one() -> None:
+    tags, model = Tags(torch.float32), torch.nn.Module()
+    tag = tags.make((4, 4), lambda start, stop: torch.ones(stop - start, 4))
+    model.weight = torch.nn.Parameter(cleared(tag), requires_grad=False)
+    assert tags.settle(model) is None
+
+
+def test_a_model_that_clears_a_row_as_it_loads_is_as_transformers_loads_it(tmp_path: Path) -> None:
+    """Youtu clears the padding token's, even of a checkpoint: its LM head is tied, so that this token has no logit."""
+    model = make_model("Youtu", GROUPED | YOUTU)
+    assert not assert_same_model(save_checkpoint(model, tmp_path / "tiny")).stored
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_head_that_the_file_has_too_is_compared_with_the_embedding(same: bool, tmp_path: Path) -> None:
+    """Transformers ties them where they are equal, whatever the configuration says."""
+    folder = save_checkpoint(make_llama(tie_word_embeddings=True), tmp_path / "tiny")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    if not same:
+        tensors["lm_head.weight"][-1] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = assert_same_model(folder)
+    head, table = checkpoint.model.get_output_embeddings().weight, checkpoint.model.get_input_embeddings().weight
+    assert (head is table) == same
+    assert checkpoint.stored
 
 
 def test_matrices_of_one_row_or_column_are_stored_ones() -> None:

@@ -3,9 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
 
 from specexport.frontend import reference_logits, trace_checkpoint
+from specexport.frontend.check import check_packed
 from specexport.frontend.geometry import probe_layers
+from specexport.frontend.logit_rows import logit_rows
 from specexport.ops import UNPADDED_ATTENTION
 from specexport.passes.base import attention_nodes
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry
@@ -80,6 +83,46 @@ def test_a_window_that_no_mask_has_is_left_out() -> None:
     assert [call.window for call in probe_layers(model).attention] == [WINDOW, -1]
 
 
+def test_a_module_may_mask_for_itself() -> None:
+    """The local layers of GPT-Neo, in a mask that the model gives all layers."""
+    assert [call.window for call in probe_layers(tiny_model("gpt_neo")).attention] == [-1, WINDOW]
+
+
+def test_logit_rows_are_taken_in_front_of_the_head_where_the_model_cannot_be_asked() -> None:
+    model = make_llama()
+    own = model.forward
+
+    def forward(input_ids: Any, position_ids: Any = None, use_cache: bool = False) -> Any:
+        return own(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
+
+    model.forward = forward
+    ids, rows = torch.arange(3, 9)[None], torch.tensor([1, 4])
+    with torch.no_grad():
+        wanted = model(ids).logits
+        with logit_rows(model, rows) as asked:
+            assert asked == {}
+            torch.testing.assert_close(model(ids, **asked).logits, wanted[:, rows])
+        assert model(ids).logits.shape == wanted.shape
+    check_packed(model, probe_layers(model))
+    checkpoint, model.get_output_embeddings = make_checkpoint(model), lambda: None
+    with pytest.raises(UnsupportedModelError, match="no LM head to select logit rows at"):
+        trace_checkpoint(checkpoint)
+
+
+def test_a_mask_that_looks_positions_up_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.masking_utils import create_causal_mask
+    from transformers.models.llama import modeling_llama
+
+    kinds = torch.zeros(1, 8, dtype=torch.bool)
+
+    def by_kind(**named: Any) -> Any:
+        return create_causal_mask(**named, or_mask_function=lambda batch, head, query, key: kinds[batch, key])
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", by_kind)
+    with pytest.raises(UnsupportedModelError, match="its attention mask depends on more than positions"):
+        trace_checkpoint(make_checkpoint(make_llama()))
+
+
 def test_a_mask_that_is_no_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.masking_utils import create_chunked_causal_mask
     from transformers.models.llama import modeling_llama
@@ -104,8 +147,6 @@ def test_a_model_that_mixes_tokens_outside_attention_is_refused() -> None:
 
 
 def test_half_precision_is_held_to_what_it_can_keep() -> None:
-    import torch
-
     for dtype in (torch.float16, torch.bfloat16):
         model = make_model(*ARCHITECTURES["gpt_oss"]).to(dtype)
         traced = trace_checkpoint(make_checkpoint(model))
@@ -141,8 +182,6 @@ def test_layers_that_do_not_call_attention_are_refused() -> None:
 
 
 def test_what_the_exporter_cannot_do_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("step 1\n\nDispatchError: no function for aten.unheard_of")
 
@@ -152,8 +191,6 @@ def test_what_the_exporter_cannot_do_is_a_refusal(monkeypatch: pytest.MonkeyPatc
 
 
 def test_complex_numbers_are_pairs_while_a_model_is_traced() -> None:
-    import torch
-
     from specexport.frontend.complex_pairs import complex_as_pairs
 
     x, angle = torch.randn(3, 4, 2), torch.randn(4)

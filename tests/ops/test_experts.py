@@ -13,7 +13,7 @@ import torch
 import specexport.ops.torch_experts  # noqa: F401 - registers the torch op
 from specexport.lowering.experts import lower_experts
 from specexport.onnx_emit import Emitter
-from specexport.ops.experts import EXPERTS
+from specexport.ops.experts import EACH, EXPERTS
 from specexport.ops.reference_experts import experts
 from specexport.passes import experts_graph
 from specexport.passes.quantize_experts import ExpertsQuantizePass
@@ -36,6 +36,7 @@ CASES = {
     "plain": Case(64, 6, 2, 96),
     "one_of_few": Case(32, 3, 1, 32),
     "eight_of_sixteen": Case(128, 16, 8, 64),  # reductions of six and more are where orders differ
+    "without_a_gate": Case(96, 5, 3, 48, False, {"interleaved": EACH, "alpha": 1e6}),
     "clamped_and_biased": Case(96, 5, 3, 48, True, {"interleaved": 1, "alpha": 1.702, "beta": 1.0, "limit": 1.5}),
     "limit_alone": Case(64, 4, 4, 32, True, {"limit": 0.25}),
 }
@@ -47,13 +48,14 @@ def weights_of(case: Case) -> dict[str, np.ndarray]:
     """Random weights that keep activations as large as they are."""
     random = np.random.default_rng(chance.seed(31))
     depth, width, count = case.depth, case.width, case.num_experts
+    outputs = width if case.gating.get("interleaved") == EACH else 2 * width
     made = {
-        "gate_up": random.normal(size=(count, 2 * width, depth)) * depth**-0.5,
+        "gate_up": random.normal(size=(count, outputs, depth)) * depth**-0.5,
         "down": random.normal(size=(count, depth, width)) * width**-0.5,
     }
     if case.biased:
         made |= {
-            "gate_up_bias": random.normal(size=(count, 2 * width)),
+            "gate_up_bias": random.normal(size=(count, outputs)),
             "down_bias": random.normal(size=(count, depth)),
         }
     return {name: array.astype(np.float32) for name, array in made.items()}

@@ -16,6 +16,7 @@ _SHARED_KEYS = "layer 0's attention is read beyond the residual stream"
 OBSTACLES = {
     **dict.fromkeys(("phi", "gpt_neox", "cohere2", "gptj", "codegen", "falcon"), _PARALLEL),
     "gemma4": _SHARED_KEYS,
+    "bart": "layer 0 passes the residual stream itself through LayerNormalization",
 }
 """Why a model of tests/tiny_models.py cannot skip layers; every one that is not named here can."""
 

@@ -179,13 +179,14 @@ class _Scripted:
 
     def propose(self, sequences: Any, lookaheads: Any) -> Any:
         from specexport_runtime.drafters.base import Proposal
+        from tests.tiny_models import VOCAB
 
         proposals = []
         for sequence, limit in zip(sequences, lookaheads, strict=True):
             known = list(sequence.tokens)
             text = next((text for text in self._texts if list(text[: len(known)]) == known), ())
             ahead = enumerate(text[len(known) : len(known) + limit], len(known))
-            proposals.append(Proposal([(token + (at % 5 == 0)) % 256 for at, token in ahead]))
+            proposals.append(Proposal([(token + (at % 5 == 0)) % VOCAB for at, token in ahead]))
         return proposals
 
     def commit(self, sequences: Any) -> None:

@@ -29,8 +29,9 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"query_pre_attn_scalar", 16),
     (r"mamba_d_state|state_size|ssm_state_size", 8),
     (r".*(time_step_rank|dt_rank|_lora_rank|lora_rank)|.*_rank|.*lowrank", 16),
-    (r"(mamba_)?chunk_size|block_multiple_of|attention_chunk_size", 16),
-    (r"index_topk|index_block_size|index_topk_blocks", 4),
+    (r"(mamba_)?chunk_size|block_multiple_of", 16),
+    (r"attention_chunk_size|index_topk", 128),  # of every text of the sweep
+    (r"index_block_size|index_topk_blocks", 4),
     (r"sliding_window(_size)?|attention_window_size|local_attention|window_size|local_attention_window_len", WINDOW),
     (r"hidden_size_per_layer_input", 8),
     (r"hidden_size|d_model|n_embd|dim_model|embedding_(dim|size)|emb_dim|word_embed_proj_dim|.*_embedding_size", 64),

@@ -32,7 +32,11 @@ python tools/architecture_sweep.py --table
 ```
 """
 _SECTIONS = {
-    WORKS: ("Works", "These build, and agree with eager transformers."),
+    WORKS: (
+        "Works",
+        "These build, and agree with eager transformers. Those that leave parts of a long text out were built for\n"
+        "texts that they see whole ([build.md](build.md#layers-that-see-a-part-of-a-long-text)).",
+    ),
     REFUSED: ("Refused", "These cannot be traced exactly, or not yet."),
     NOT_A_DECODER: ("No decoders", "Their tokens see later ones."),
     NOT_MADE: ("Not made", "No tiny model could be made or run from the configuration class, so nothing is known."),
