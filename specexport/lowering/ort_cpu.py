@@ -32,6 +32,7 @@ from specexport.lowering.recurrence import lower_recurrences
 from specexport.lowering.shared_kv import appends, lower_shared_kv
 from specexport.lowering.slopes import slopes_of
 from specexport.lowering.step_inputs import drop_unused_step_inputs
+from specexport.lowering.value_by_value import make_value_by_value
 from specexport.onnx_emit import Emitter, add_input
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
 from specexport_runtime.abi import (
@@ -205,6 +206,7 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
     """
     lower_recurrences(ir_model)
     lower_experts(ir_model)
+    make_value_by_value(ir_model)
     nodes = [n for n in ir_model.graph if n.op_type == OP_NAME and n.domain == OP_DOMAIN]
     if not nodes:  # heads without attention, and models of recurrences alone
         drop_unused_step_inputs(ir_model)
