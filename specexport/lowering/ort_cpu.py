@@ -42,6 +42,7 @@ from specexport_runtime.abi import (
     LayerGeometry,
 )
 from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.executors.exact_width import LONGEST_WHOLE
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -221,7 +222,8 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
     rounded = any(node.op_type in _ROUNDING for node in ir_model.graph)
     paired = rounded and not padded_kv and not all(map(has_int8_caches, nodes)) and all(map(is_causal, nodes))
     masks = {_mask_name(node): (_window(node), slopes_of(node)) for node in nodes} if padded_kv else {}
-    shared = _prologue(ir_model, masks, paired=paired)
+    longest = max(head_dim(node, named_inputs(node)["k_cache"]) for node in nodes)
+    shared = _prologue(ir_model, masks, paired=paired, tiled=paired and longest <= LONGEST_WHOLE)
     for node in nodes:
         body = choose_body(node, masked=padded_kv)._replace(paired=paired)
         given = named_inputs(node) | shared | {"qkv": packed_qkv(node)}
@@ -241,7 +243,7 @@ def _mask_name(node: "ir.Node") -> str:
 
 
 def _prologue(
-    ir_model: "ir.Model", masks: "dict[str, tuple[int, ir.Value | None]]", *, paired: bool
+    ir_model: "ir.Model", masks: "dict[str, tuple[int, ir.Value | None]]", *, paired: bool, tiled: bool
 ) -> dict[str, "ir.Value | None"]:
     """Insert what is computed once a step at the top; returns it by name. ``masks``: window and slopes of each."""
     import onnx_ir as ir
@@ -252,7 +254,7 @@ def _prologue(
         add_input(graph, KV_POSITIONS.name, ir.DataType.INT64, shape)
     by_name: dict[str, ir.Value | None] = {str(value.name): value for value in graph.inputs}
     masked = bool(masks)
-    plan = plan_text(_PLAN_NAME, masked=masked, paired=paired)
+    plan = plan_text(_PLAN_NAME, masked=masked, paired=paired, tiled=tiled)
     calls: list[tuple[str, dict[str, int], tuple[str, ...]]] = [(plan, {}, plan_outputs(masked=masked, paired=paired))]
     for mask, (window, slopes) in sorted(masks.items()):
         name = _MASK_NAME + ("Window" if window > 0 else "") + ("" if slopes is None else "Slopes")

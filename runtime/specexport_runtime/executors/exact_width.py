@@ -16,6 +16,8 @@ from specexport_runtime.bundle.manifest import ModelEntry
 
 _BORDERS = ((16, 512), (32, 256), (64, 128))
 """Columns up to which a head is summed in longer pieces, and the size of a head beyond which that matters."""
+LONGEST_WHOLE = min(whole for _, whole in _BORDERS)
+"""Heads up to this are summed in one piece at every width, and attended in tiles (flash attention)."""
 
 
 def sum_borders(entry: ModelEntry) -> tuple[int, ...]:
