@@ -52,10 +52,15 @@ def _widen(ir_model: "ir.Model", node: "ir.Node") -> bool:
     width = None if value is None or not value.shape else value.shape[-1]
     if not isinstance(width, int) or width % _AT_ONCE == 0:
         return False
+    import onnx_ir as ir
+
     emit = Emitter(ir_model.graph, f"{node.name}.whole")
     rank = len(value.shape)
-    wide = emit.op("Pad", value, emit.const([0] * (2 * rank - 1) + [-width % _AT_ONCE]))
-    found = emit.op(node.op_type, wide)
-    ends = (emit.const([0]), emit.const([width]), emit.const([rank - 1]))
-    emit.replace(node, [emit.op("Slice", found, *ends, shape=node.outputs[0].shape)])
+    # No initializers: graphs of one model share one file of them, and not all need these.
+    pads, start, end, axis = (
+        emit.op("Constant", dtype=ir.DataType.INT64, value_ints=values)
+        for values in ([0] * (2 * rank - 1) + [-width % _AT_ONCE], [0], [width], [rank - 1])
+    )
+    found = emit.op(node.op_type, emit.op("Pad", value, pads))
+    emit.replace(node, [emit.op("Slice", found, start, end, axis, shape=node.outputs[0].shape)])
     return True
