@@ -328,6 +328,10 @@ class StepShape(NamedTuple):
         return tuple(self.dim(word) for word in spec.shape)
 
 
+LARGEST_SIZE = 1 << 20
+"""Of a head, a state's axis, and the like: what a manifest may say."""
+
+
 class LayerGeometry(NamedTuple):
     """Cache sizes of one attention layer (keys and values may differ, as in multi-head latent attention)."""
 

@@ -1,15 +1,21 @@
 """What cannot be traced exactly is refused here, by model type and reason, before any tracing starts."""
 
 import inspect
-from typing import Any
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
 
 from specexport.frontend.outside import is_outside
 from specexport.frontend.rope import depends_on_length
+from specexport_runtime.abi import LARGEST_SIZE
 from specexport_runtime.errors import UnsupportedModelError
 
+if TYPE_CHECKING:
+    from specexport.frontend.recurrence import RecurrenceCall
+
+_KEEP_STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _TRACEABLE_LAYERS = {
     *("full_attention", "sliding_attention"),  # with a plain KV cache
-    *("linear_attention", "conv", "hybrid", "hybrid_sliding"),  # with a state: the recurrence itself is looked for
+    *_KEEP_STATES,  # with a state: the recurrence itself is looked for
     *("mlp", "moe", "dense", "sparse"),  # with nothing
 }
 _LAYER_REASONS = {
@@ -81,6 +87,34 @@ def check_layers(model: Any, called: list[int], *, recurs: bool = False) -> None
     Raises:
         UnsupportedModelError: a layer is missing.
     """
-    expected = model.config.get_text_config().num_hidden_layers
+    text = model.config.get_text_config()
+    expected = text.num_hidden_layers
+    kept = sorted(_KEEP_STATES.intersection(getattr(text, "layer_types", None) or ()))
+    if kept and not recurs:
+        from transformers import __version__
+
+        reason = (
+            f"its layers of kind {', '.join(kept)} keep a state, and compute it in no function that is known here "
+            f"(transformers is {__version__})"
+        )
+        raise refuse(model, reason, "install the version of transformers that specexport asks for, or report it.")
     if not recurs and len(called) < expected:
         raise refuse(model, f"only {len(set(called))} of its {expected} layers call transformers' attention interface")
+
+
+def check_states(model: Any, calls: "Seq[RecurrenceCall]") -> None:
+    """Refuse a model whose recurrences keep what the contract has no room for.
+
+    Raises:
+        UnsupportedModelError: a state is empty, or larger than a manifest may say.
+    """
+    for call in calls:
+        sizes = {"its state": call.geometry.shape, "what a token gives to it": (call.geometry.width,)}
+        for what, shape in sizes.items():
+            if not all(1 <= size <= LARGEST_SIZE for size in shape):
+                raise refuse(
+                    model,
+                    f"recurrence {call.index} ({call.kind}) has {'x'.join(map(str, shape))} for {what}, outside 1 to "
+                    f"{LARGEST_SIZE} each",
+                    "check the sizes of its kernels and heads in config.json.",
+                )
