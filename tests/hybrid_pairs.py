@@ -49,19 +49,16 @@ CASES = [
 
 
 def build_pair(classes: str, config: dict[str, Any], folder: Path, quantize: str | None, *, noise: float = 0.0) -> Path:
-    """The bundle of a tiny random target and of a draft that differs by noise, which its checkpoints are written for.
+    """The bundle of a tiny random target and of a draft that differs by noise.
 
     Args:
         classes: as in ``tiny_models.ARCHITECTURES``.
         config: likewise; the vocabulary becomes that of the tokenizer.
-        folder: gets the bundle.
+        folder: gets the checkpoints and the bundle.
         quantize: both models.
         noise: standard deviation, in that of each weight of the draft; 0 makes both the same.
     """
     import torch
-
-    from specexport.build.pipeline import build_bundle
-    from specexport.recipe import BuildRecipe
 
     model = make_model(classes, config | {"vocab_size": KNOWN})
     target = draft = save_checkpoint(model, folder / "target")
@@ -72,15 +69,23 @@ def build_pair(classes: str, config: dict[str, Any], folder: Path, quantize: str
                 if weight.ndim > 1:
                     weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=generator))
         draft = save_checkpoint(model, folder / "draft")
+    return build(folder / "bundle", target, draft, quantize)
+
+
+def build(output: Path, target: Path, draft: Path | None, quantize: str | None) -> Path:
+    """The bundle of checkpoints. Random weights lose more by 8 bits than a build lets pass, so it is not checked."""
+    from specexport.build.pipeline import build_bundle
+    from specexport.recipe import BuildRecipe
+
     recipe = BuildRecipe(
         target=str(target),
-        draft=str(draft),
-        output=str(folder / "bundle"),
+        draft=None if draft is None else str(draft),
+        output=str(output),
         quantize=quantize,
-        draft_quantize=quantize,
+        draft_quantize=None if draft is None else quantize,
         max_model_len=LENGTH,
         lookahead=LOOKAHEAD,
-        check=False,  # random weights lose more by 8 bits than is allowed; the float engines are compared elsewhere
+        check=False,
     )
     return build_bundle(recipe).path
 
@@ -111,6 +116,15 @@ def make_prompts(seed: int) -> list[list[int]]:
         piece = random.integers(3, KNOWN, max(1, length // 3)).tolist()
         prompts.append((piece * 4)[:length])
     return prompts
+
+
+def some_cases(seed: int) -> list[Case]:
+    """Two of :data:`CASES` for each drafter, one alone and one in a batch."""
+    random = np.random.default_rng(seed)
+    kinds: dict[tuple[str, int], list[Case]] = {}
+    for case in CASES:
+        kinds.setdefault((case.drafter, case.batch), []).append(case)
+    return [cases[int(random.integers(len(cases)))] for cases in kinds.values()]
 
 
 def compare(bundle: Path, cases: Iterable[Case], *, seed: int, exact: bool) -> Counter[str]:

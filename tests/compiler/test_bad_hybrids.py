@@ -1,4 +1,4 @@
-"""Hybrids that a build refuses: layer lists that do not fit, states without room, functions that transformers changed."""
+"""Hybrids that a build refuses: layer lists that do not fit, states without room, functions that changed."""
 
 import json
 from collections.abc import Callable
