@@ -53,6 +53,7 @@ def _exported_once() -> Iterator[None]:
     """An architecture is exported once in a process, for targets and drafts of all kinds."""
     with pytest.MonkeyPatch.context() as patch:
         export_once(patch)
+        patch.setattr("gc.collect", lambda *_: 0)  # a third of a tiny build
         yield
 
 
@@ -132,23 +133,26 @@ def test_a_model_that_drafts_for_itself_is_accepted_to_the_last_token(
             assert all(drafted == accepted > 0 for drafted, accepted in counts), (lookahead, counts)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
-def test_sampled_texts_follow_the_target(name: str, tmp_path: Path) -> None:
-    """A gated delta rule and a state space, at temperature 1; chi-square over the first three tokens together."""
+@pytest.mark.parametrize(("name", "seed", "number"), [("qwen3_next", 12, 0), ("bamba", 2, 1)])
+def test_sampled_texts_follow_the_target(name: str, seed: int, number: int, tmp_path: Path) -> None:
+    """A gated delta rule and a state space, at temperature 1; chi-square over the first three tokens together.
+
+    The prompts are those of many that leave most of the next token open.
+    """
     depth, runs = 3, 400
     with closing(open_engine(hybrid_pair(name, tmp_path, "int8"), adaptive=False)) as engine:
         params = SamplingParams(temperature=1.0)
-        prompt = make_prompts(5)[3]
+        prompt = make_prompts(seed)[number]
         tree = LogitTree(engine.target, prompt)
         partition = Partition(conditional(tree, Sampler(params, prompt, tree.vocab_size)), depth, runs)
-        assert len(partition.probabilities) > 5, "nothing to tell apart"
+        assert len(partition.probabilities) >= 7, "nothing to tell apart"
         each = [replace(params, seed=i, max_tokens=depth + 1, ignore_eos=True) for i in range(runs)]
-        for way in ({"drafter": "draft-model", "num_speculative_tokens": 3}, {"drafter": "lookup"}):
-            results = engine.generate([prompt] * runs, each, **way)
+        for way in ("draft-model", "suffix"):  # suffixes are those of the texts that the draft model helped with
+            results = engine.generate([prompt] * runs, each, drafter=way, num_speculative_tokens=3)
             outcomes = [tuple(result.token_ids[:depth]) for result in results]
-            assert judge("engine", str(way), 0, partition, outcomes, depth, 1e-4).passed
-            drafted, accepted = (sum(getattr(each.stats, what) for each in results) for what in ("drafted", "accepted"))
-            assert 0 < accepted < drafted
+            assert judge("engine", way, 0, partition, outcomes, depth, 1e-4).passed
+            accepted = sum(result.stats.accepted for result in results)
+            assert 0 < accepted < sum(result.stats.drafted for result in results)
         colder = [replace(one, temperature=0.5) for one in each]
         outcomes = [tuple(result.token_ids[:depth]) for result in engine.generate([prompt] * runs, colder)]
         assert not judge("engine", "colder", 0, partition, outcomes, depth, 1e-4).passed, "the test sees nothing"
