@@ -215,6 +215,18 @@ def test_a_pinned_prefix_is_gone_on_from(bundle: Path) -> None:
         engine.check()
 
 
+def test_verify_looks_further_than_drafts_may_wait(bundle: Path) -> None:
+    """Its outcomes have three tokens; of a bundle with K = 1, two may wait beside a state."""
+    entry = load_manifest(bundle).models["target"]
+    prompt, paths = make_prompts(1)[3], [(), (7, 8, 9), (7,), (7, 8, 9, 10), (3, 4)]
+    found = []
+    for lookahead in (1, 8):
+        sizes = {"num_rows": 1, "kv_capacity": 64, "num_threads": 1, "lookahead": lookahead}
+        tree = LogitTree(OrtExecutor(bundle / entry.path, entry, **sizes), prompt)
+        found.append(np.stack([tree(path) for path in paths]))
+    np.testing.assert_array_equal(*found)
+
+
 @pytest.mark.parametrize(
     ("number", "state", "words"),
     [
