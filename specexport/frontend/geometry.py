@@ -14,7 +14,7 @@ from torch import Tensor
 from specexport.frontend.attention import HOOK_NAME, AttentionContext, LayerCall, ScoreTerms, attention_hook
 from specexport.frontend.calls import ModelCalls
 from specexport.frontend.recurrence import RecurrenceCall, RecurrenceContext, check_functions, recurrence_hook
-from specexport.frontend.refuse import check_layers, check_states, refuse
+from specexport.frontend.refuse import HINT, check_layers, check_states, refuse
 from specexport.ops.recurrence import LINEAR_ATTENTION
 from specexport_runtime.errors import UnsupportedModelError
 
@@ -50,7 +50,7 @@ def probe_layers(model: Any) -> ModelCalls:
         with torch.no_grad(), attention_hook(model, context), recurrence_hook(model, states), recorder.installed():
             model(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=torch.tensor([1]))
     except UnsupportedModelError as error:
-        raise refuse(model, error.message.rstrip("."), error.hint) from error
+        raise refuse(model, error.message.rstrip("."), error.hint or HINT) from error
     except Exception as error:
         raise refuse(model, f"its forward pass fails on packed tokens ({type(error).__name__}: {error})") from error
     check_layers(model, [call.layer for call in context.calls], recurs=bool(states.calls))

@@ -24,10 +24,10 @@ _LAYER_REASONS = {
     "compressed_sparse_attention": "keeps compressed entries and chooses among them",
     "heavily_compressed_attention": "keeps compressed entries",
 }
-_HINT = "use a decoder with causal or sliding-window attention and fixed rotary or learned positions."
+HINT = "use a decoder with causal or sliding-window attention and fixed rotary or learned positions."
 
 
-def refuse(model: Any, reason: str, hint: str = _HINT) -> UnsupportedModelError:
+def refuse(model: Any, reason: str, hint: str = HINT) -> UnsupportedModelError:
     """The error for a model that cannot be exported (returned, not raised)."""
     name = f"{getattr(model.config, 'model_type', '?')} ({type(model).__name__})"
     return UnsupportedModelError(f"{name} cannot be exported: {reason}.", hint)

@@ -49,13 +49,14 @@ def _gate(ir_model: "ir.Model", node: "ir.Node") -> None:
 def _widen(ir_model: "ir.Model", node: "ir.Node") -> bool:
     """Fill the last axis up, so that a tensor has no last values."""
     value = node.inputs[0]
-    width = None if value is None or not value.shape else value.shape[-1]
-    if not isinstance(width, int) or width % _AT_ONCE == 0:
+    shape = None if value is None else value.shape
+    width = shape[-1] if shape else None
+    if shape is None or not isinstance(width, int) or width % _AT_ONCE == 0:
         return False
     import onnx_ir as ir
 
     emit = Emitter(ir_model.graph, f"{node.name}.whole")
-    rank = len(value.shape)
+    rank = len(shape)
     # No initializers: graphs of one model share one file of them, and not all need these.
     pads, start, end, axis = (
         emit.op("Constant", dtype=ir.DataType.INT64, value_ints=values)

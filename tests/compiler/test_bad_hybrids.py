@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
+from tiny_models import ARCHITECTURES, HYBRIDS, make_llama, make_model, save_checkpoint
 
 from specexport.frontend import recurrence
+from specexport.frontend.layer_list import check_no_layer_left
+from specexport.frontend.source import Source
+from specexport_runtime.errors import CheckpointError
 
 Refuse = Callable[..., str]
 
@@ -42,6 +45,15 @@ def test_a_configuration_that_does_not_fit(
     line = refused(refuse_cli, folder)
     assert words in line
     assert "config.json" in line or name == "bamba"
+
+
+def test_layers_that_only_guess_tokens_may_be_left() -> None:
+    """DeepSeek and GLM number the layers of their MTP modules behind the model's own."""
+    model, source = make_llama(), Source("one", Path("none"), None, ())
+    model.config.num_nextn_predict_layers = 1
+    check_no_layer_left(source, model, ["model.layers.2.eh_proj.weight", "visual.layers.7.norm.weight", "other"])
+    with pytest.raises(CheckpointError, match=r"describes 2 layers, and .* for example model\.layers\.3\.norm"):
+        check_no_layer_left(source, model, ["model.layers.3.norm.weight"])
 
 
 @pytest.mark.parametrize(("name", "size"), [("lfm2", "conv_L_cache"), ("qwen3_next", "linear_conv_kernel_dim")])
