@@ -37,12 +37,12 @@ from specexport.onnx_emit import Emitter, add_input
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
 from specexport_runtime.abi import (
     KV_POSITIONS,
+    LONGEST_WHOLE,
     OP_DOMAIN,
     OP_NAME,
     LayerGeometry,
 )
 from specexport_runtime.errors import CheckFailedError
-from specexport_runtime.executors.exact_width import LONGEST_WHOLE
 
 if TYPE_CHECKING:
     import onnx_ir as ir
