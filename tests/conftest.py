@@ -11,7 +11,7 @@ from pathlib import Path
 import chance
 import hypothesis
 import pytest
-from tiny_models import ARCHITECTURES
+from tiny_models import ARCHITECTURES, HYBRIDS
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_PAIR = ROOT / "examples" / "demo_pair"
@@ -102,7 +102,7 @@ def pytest_report_header() -> str | None:
 def _group_of(item: pytest.Item) -> str | None:
     """What a test shares with others: a tiny model, which is traced once in a process, or fixtures of its file."""
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    models = {value for value in parameters if isinstance(value, str) and value in ARCHITECTURES}
+    models = {value for value in parameters if isinstance(value, str) and value in ARCHITECTURES | HYBRIDS}
     if models:
         return f"model {min(models)}"
     fixtures = getattr(item, "_fixtureinfo", None)

@@ -1,8 +1,10 @@
 """Models whose layers keep a state: their engines against eager transformers, and their texts with drafts."""
 
+import shutil
+from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import chance
 import numpy as np
@@ -10,63 +12,67 @@ import pytest
 from click.testing import CliRunner
 
 from specexport.frontend import reference_logits
+from specexport.verify.goodness_of_fit import judge
+from specexport.verify.logit_tree import LogitTree, Partition, conditional
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.abi import StateGeometry
+from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
-from specexport_runtime.errors import UnsupportedModelError
+from specexport_runtime.cli.command import runtime_cli
+from specexport_runtime.errors import IncompatibleError, UnsupportedModelError
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
-from tests.engine_harness import Recipe, make_checkpoint
-from tests.tiny_models import HYBRIDS, VOCAB, make_model, save_checkpoint
-from tests.tiny_traces import trace_of
+from specexport_runtime.sampling.sampler import Sampler
+from tests.engine_harness import make_checkpoint
+from tests.hybrid_pairs import (
+    CASES,
+    KNOWN,
+    NAMED,
+    build,
+    build_pair,
+    compare,
+    hybrid_pair,
+    make_prompts,
+    open_engine,
+    some_cases,
+)
+from tests.tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
+from tests.tiny_traces import export_once
 
 LOOKAHEAD = 6
 TOLERANCE = 1e-4
 """Of the largest logit."""
 
 
-def open_engine(model: Any, folder: Path, rows: int) -> OrtExecutor:
-    """The built engine of a model."""
-    from specexport.backends.ort import write_onnx
-    from specexport.lowering.ort_cpu import lower_ort_cpu
-    from specexport.lowering.step_inputs import step_inputs
-    from specexport.passes import default_passes, run_passes
-    from specexport.passes.residual_blocks import find_residual_blocks
+QUANTIZED = [(name, "int8") for name in NAMED]
+FLOAT = [(name, None) for name in (NAMED if chance.FUZZ_SEED is not None else ("lfm2",))]
 
-    traced = trace_of(model)
-    run_passes(traced.ir_model, default_passes(Recipe()))
-    assert find_residual_blocks(traced.ir_model).obstacle is None, "it could draft with its own layers"
-    lower_ort_cpu(traced.ir_model)
-    path = write_onnx(traced.ir_model, folder)
-    entry = ModelEntry(
-        path=path,
-        backend="ort-cpu",
-        architecture="",
-        dtype="float32",
-        vocab_size=VOCAB,
-        layers=traced.layers,
-        states=traced.states,
-        inputs=step_inputs(traced.ir_model),
-        num_parameters=1,
-        max_positions=256,
-        source="",
-        source_sha256="",
-    )
-    return OrtExecutor(folder / path, entry, num_rows=rows, kv_capacity=64, num_threads=1, lookahead=LOOKAHEAD)
+
+@pytest.fixture(scope="module", autouse=True)
+def _exported_once() -> Iterator[None]:
+    """An architecture is exported once in a process, for targets and drafts of all kinds."""
+    with pytest.MonkeyPatch.context() as patch:
+        export_once(patch)
+        patch.setattr("gc.collect", lambda *_: 0)  # a third of a tiny build
+        yield
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_engine_logits_equal_eager_transformers_behind_rollbacks(name: str, tmp_path: Path) -> None:
     """Rounds as decoding makes them: prompts in odd chunks, drafts of which some are right, idle rows, row moves."""
-    model = make_model(*HYBRIDS[name])
+    classes, config = HYBRIDS[name]
+    model = make_model(classes, config | {"vocab_size": KNOWN})
+    bundle = load_bundle(build(tmp_path / "bundle", save_checkpoint(model, tmp_path / "target"), None, None))
+    entry = bundle.manifest.models["target"]
     random = np.random.default_rng(chance.seed(7))
-    sequences = [random.integers(3, VOCAB, length).tolist() for length in (33, 40, 36)]
+    sequences = [random.integers(3, KNOWN, length).tolist() for length in (33, 40, 36)]
     expected = reference_logits(make_checkpoint(model), sequences)
     assert min(float(logits.std()) for logits in expected) > 0.1, "degenerate logits would hide an error"
 
     limit = TOLERANCE * max(float(np.abs(logits).max()) for logits in expected)
-    runner = ModelRunner(open_engine(model, tmp_path, 4))
+    path = bundle.folder / entry.path
+    runner = ModelRunner(OrtExecutor(path, entry, num_rows=4, kv_capacity=64, num_threads=1, lookahead=LOOKAHEAD))
     for row, chunks in enumerate([(9,), (5, 1, 8), (2, 2)]):
         for chunk in chunks:
             start = runner.kv.kv_len(row)
@@ -83,7 +89,7 @@ def test_engine_logits_equal_eager_transformers_behind_rollbacks(name: str, tmp_
                 right.append(0)
                 continue
             good = int(random.integers(0, drafts + 1))
-            wrong = random.integers(3, VOCAB, drafts - good).tolist()
+            wrong = random.integers(3, KNOWN, drafts - good).tolist()
             work.append(RowWork([*tokens[start : start + 1 + good], *wrong], 1 + drafts, drafts=drafts))
             right.append(1 + good)
         if not any(right):
@@ -101,19 +107,63 @@ def test_engine_logits_equal_eager_transformers_behind_rollbacks(name: str, tmp_
         assert (runner.kv.state_len(3), runner.kv.kv_len(1)) == (start, 0)
 
 
+@pytest.mark.fuzz
+@pytest.mark.parametrize(("name", "quantize"), [*QUANTIZED, *FLOAT])
+def test_texts_with_drafts_are_those_without(name: str, quantize: str | None, tmp_path: Path) -> None:
+    """Some drafters, lookaheads, batches and prompt chunks; all of them under ``make fuzz``."""
+    cases = CASES if chance.FUZZ_SEED is not None else some_cases(NAMED.index(name))
+    bundle = hybrid_pair(name, tmp_path, quantize)
+    counts = compare(bundle, cases, seed=chance.seed(11), exact=quantize is not None)
+    assert counts["cases"] == len(cases)
+    assert 0 < counts["draft-model accepted"] < counts["draft-model drafted"]
+
+
+@pytest.mark.parametrize(
+    ("name", "quantize"), [("qwen3_next", "int8"), ("bamba", "int8"), ("qwen3_moe", "int8"), ("qwen3_moe", None)]
+)
+def test_a_model_that_drafts_for_itself_is_accepted_to_the_last_token(
+    name: str, quantize: str | None, tmp_path: Path
+) -> None:
+    bundle = build_pair(*(ARCHITECTURES | HYBRIDS)[name], tmp_path, quantize)
+    with closing(open_engine(bundle, adaptive=False)) as engine:
+        for lookahead in (1, 3, 8):
+            params = SamplingParams(max_tokens=24, ignore_eos=True)
+            found = engine.generate(make_prompts(3), params, drafter="draft-model", num_speculative_tokens=lookahead)
+            counts = [(result.stats.drafted, result.stats.accepted) for result in found]
+            assert all(drafted == accepted > 0 for drafted, accepted in counts), (lookahead, counts)
+
+
+@pytest.mark.parametrize(("name", "seed", "number"), [("qwen3_next", 12, 0), ("bamba", 2, 1)])
+def test_sampled_texts_follow_the_target(name: str, seed: int, number: int, tmp_path: Path) -> None:
+    """A gated delta rule and a state space, at temperature 1; chi-square over the first three tokens together.
+
+    The prompts are those of many that leave most of the next token open.
+    """
+    depth, runs = 3, 400
+    with closing(open_engine(hybrid_pair(name, tmp_path, "int8"), adaptive=False)) as engine:
+        params = SamplingParams(temperature=1.0)
+        prompt = make_prompts(seed)[number]
+        tree = LogitTree(engine.target, prompt)
+        partition = Partition(conditional(tree, Sampler(params, prompt, tree.vocab_size)), depth, runs)
+        assert len(partition.probabilities) >= 7, "nothing to tell apart"
+        each = [replace(params, seed=i, max_tokens=depth + 1, ignore_eos=True) for i in range(runs)]
+        for way in ("draft-model", "suffix"):  # suffixes are those of the texts that the draft model helped with
+            results = engine.generate([prompt] * runs, each, drafter=way, num_speculative_tokens=3)
+            outcomes = [tuple(result.token_ids[:depth]) for result in results]
+            assert judge("engine", way, 0, partition, outcomes, depth, 1e-4).passed
+            accepted = sum(result.stats.accepted for result in results)
+            assert 0 < accepted < sum(result.stats.drafted for result in results)
+        colder = [replace(one, temperature=0.5) for one in each]
+        outcomes = [tuple(result.token_ids[:depth]) for result in engine.generate([prompt] * runs, colder)]
+        assert not judge("engine", "colder", 0, partition, outcomes, depth, 1e-4).passed, "the test sees nothing"
+
+
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hybrid target in int8 with a hybrid draft."""
-    from specexport.build.pipeline import build_bundle
-    from specexport.recipe import BuildRecipe
-
+    """A hybrid target in int8 with a hybrid draft of another kind."""
     folder = tmp_path_factory.mktemp("hybrid")
-    target = save_checkpoint(make_model(*HYBRIDS["bamba"]), folder / "target")
-    draft = save_checkpoint(make_model(*HYBRIDS["lfm2"]), folder / "draft")
-    output = folder / "bundle"
-    recipe = BuildRecipe(target=str(target), draft=str(draft), output=str(output), quantize="int8", max_model_len=128)
-    build_bundle(recipe)
-    return output
+    target, draft = (save_checkpoint(make_model(*HYBRIDS[name]), folder / name) for name in ("bamba", "lfm2"))
+    return build(folder / "bundle", target, draft, "int8")
 
 
 PROMPTS = ["abcabcabcabcabc", "x", "for i in range(10):\n    print(i)\nfor i in range(10):\n"]
@@ -176,6 +226,43 @@ def test_measuring_steps_leaves_nothing_in_a_state(bundle: Path) -> None:
     with closing(SpecEngine.load(bundle, max_num_seqs=2, num_threads=1, spin=False, adaptive=False)) as engine:
         (unmeasured,) = engine.generate(PROMPTS[:1], params, drafter="none")
         assert unmeasured.token_ids == plain[0].token_ids
+
+
+def test_verify_looks_further_than_drafts_may_wait(bundle: Path) -> None:
+    """Its outcomes have three tokens; of a bundle with K = 1, two may wait beside a state."""
+    entry = load_manifest(bundle).models["target"]
+    prompt, paths = make_prompts(1)[3], [(), (7, 8, 9), (7,), (7, 8, 9, 10), (3, 4)]
+    found = []
+    for lookahead in (1, 8):
+        sizes = {"num_rows": 1, "kv_capacity": 64, "num_threads": 1, "lookahead": lookahead}
+        tree = LogitTree(OrtExecutor(bundle / entry.path, entry, **sizes), prompt)
+        found.append(np.stack([tree(path) for path in paths]))
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("number", "state", "words"),
+    [
+        (0, StateGeometry((3, 161), 160), "state.0 has the sizes [1, 3, 160] (tensor(float)), and the manifest says"),
+        (1, StateGeometry((8, 8, 16), 7), "pending.1 has the sizes [1, "),
+        (1, None, "inputs differ from the manifest's: pending.1, state.1"),
+    ],
+)
+def test_a_manifest_whose_states_are_not_the_engines_is_refused(
+    bundle: Path, tmp_path: Path, number: int, state: StateGeometry | None, words: str
+) -> None:
+    manifest = load_manifest(bundle)
+    entry = manifest.models["target"]
+    states = list(entry.states)
+    states[number : number + 1] = [] if state is None else [state]
+    copied = Path(shutil.copytree(bundle, tmp_path / "bundle"))
+    models = {**manifest.models, "target": replace(entry, states=tuple(states))}
+    replace(manifest, models=models).write(copied)
+    result = CliRunner().invoke(runtime_cli, ["generate", str(copied), "abc"])
+    assert result.exit_code == IncompatibleError.exit_code
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert " Fix: build it again" in result.stderr
 
 
 def test_what_a_state_cannot_do_is_refused(bundle: Path, tmp_path: Path) -> None:

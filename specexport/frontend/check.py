@@ -1,5 +1,6 @@
 """The safety net: the packed model, run eagerly, against the model's own attention."""
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,12 +74,22 @@ def check_packed(model: Any, calls: ModelCalls) -> None:
         wanted = np.concatenate([expected[row][starts[row] : ends[row]] for row in range(2)])
         error, scale = float(np.abs(logits - wanted).max()), max(1.0, float(np.abs(wanted).max()))
         if not error <= TOLERANCE[model.dtype] * scale:
-            raise refuse(
-                model,
+            reason = (
                 f"packed tokens change its logits by {error:.2g} (of {scale:.2g}): something of it mixes tokens beside "
-                "attention and the recurrences that are known, or numbers them itself",
+                "attention and the recurrences that are known, or numbers them itself"
             )
+            raise refuse(model, reason + _by_states(calls))
         starts = ends
+
+
+def _by_states(calls: ModelCalls) -> str:
+    """What to think of where a model keeps states: that not all of them are seen."""
+    if not calls.recurrences:
+        return ""
+    from transformers import __version__
+
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(call.kind for call in calls.recurrences).items())
+    return f"; of what keeps a state, {kinds} were seen, and transformers is {__version__}"
 
 
 def empty_states(calls: ModelCalls, rows: int) -> list[Tensor]:

@@ -14,8 +14,8 @@ from torch import Tensor
 from specexport.frontend.attention import HOOK_NAME, AttentionContext, LayerCall, ScoreTerms, attention_hook
 from specexport.frontend.calls import ModelCalls
 from specexport.frontend.logit_rows import logit_rows
-from specexport.frontend.recurrence import RecurrenceCall, RecurrenceContext, recurrence_hook
-from specexport.frontend.refuse import check_layers, refuse
+from specexport.frontend.recurrence import RecurrenceCall, RecurrenceContext, check_functions, recurrence_hook
+from specexport.frontend.refuse import HINT, check_layers, check_states, refuse
 from specexport.ops.recurrence import LINEAR_ATTENTION
 from specexport_runtime.errors import UnsupportedModelError
 
@@ -47,6 +47,7 @@ def probe_layers(model: Any) -> ModelCalls:
     context, states = AttentionContext(answer, on_mask=recorder.note), RecurrenceContext(recurs)
     tokens = torch.arange(_PROBE_TOKENS)[None]
     try:
+        check_functions(model)
         with (
             torch.no_grad(),
             attention_hook(model, context),
@@ -56,10 +57,11 @@ def probe_layers(model: Any) -> ModelCalls:
         ):
             model(input_ids=tokens, position_ids=tokens, use_cache=False, **asked)
     except UnsupportedModelError as error:
-        raise refuse(model, error.message.rstrip(".")) from error
+        raise refuse(model, error.message.rstrip("."), error.hint or HINT) from error
     except Exception as error:
         raise refuse(model, f"its forward pass fails on packed tokens ({type(error).__name__}: {error})") from error
     check_layers(model, [call.layer for call in context.calls], recurs=bool(states.calls))
+    check_states(model, states.calls)
     try:
         calls = [replace(call, window=recorder.window(call)) for call in context.calls]
         for call in calls:

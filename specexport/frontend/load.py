@@ -17,6 +17,7 @@ from specexport.frontend.gguf_reader import open_reader, shared
 from specexport.frontend.gguf_rows import Conversion
 from specexport.frontend.gguf_tokenizer import honour_file
 from specexport.frontend.kept import check_formats, kept_weights
+from specexport.frontend.layer_list import check_layer_lists, check_no_layer_left, unknown_kind
 from specexport.frontend.packed import Packed, name_packed, read_packed
 from specexport.frontend.rope import max_positions, plain_positions, unknown_rope_types
 from specexport.frontend.short import plain_length
@@ -136,6 +137,8 @@ def _load_config(source: Source, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
     named = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    if not source.gguf_file:
+        check_layer_lists(source)
     try:
         config = AutoConfig.from_pretrained(
             source.folder, local_files_only=True, trust_remote_code=trust_remote_code, **named
@@ -198,6 +201,7 @@ def _load_model(how: _How, state: dict[str, torch.Tensor] | None) -> Any:
             local_files_only=True,
             trust_remote_code=how.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, and refused below with their names
             **kind,
         )
     except ValueError as error:
@@ -213,7 +217,16 @@ def _load_model(how: _How, state: dict[str, torch.Tensor] | None) -> Any:
                 f"{config.model_type} cannot be exported: transformers knows no rope type {unknown[0]!r}.",
                 "check rope_parameters (or rope_scaling) in config.json.",
             ) from error
+        if unknown_layer := unknown_kind(config, error):
+            raise unknown_layer from error
         raise _unreadable(source, error) from error
+    if odd := sorted(report["mismatched_keys"]):
+        name, stored, wanted = odd[0]
+        raise CheckpointError(
+            f"{source.name}: {len(odd)} weights have other shapes than the configuration says, for example {name}: "
+            f"{list(stored)}, and not {list(wanted)}.",
+            "give the config.json that belongs to the weights.",
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         # transformers fills these with random numbers and carries on.
@@ -221,6 +234,8 @@ def _load_model(how: _How, state: dict[str, torch.Tensor] | None) -> Any:
             f"{source.name}: {len(missing)} weights are missing, for example {missing[0]}.",
             "give the complete checkpoint.",
         )
+    if not source.gguf_file:
+        check_no_layer_left(source, model, report["unexpected_keys"])
     _clear_quantizer_marks(model)
     return model.eval().requires_grad_(False)
 
@@ -240,8 +255,10 @@ def _unreadable(source: Source, error: Exception) -> CheckpointError:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if len(lines) > 1 and lines[0].endswith(":"):  # what failed is said in the next one
+        lines[0] += f" {lines[1]}"
+    return f"{type(error).__name__}: {lines[0][:600]}" if lines else type(error).__name__
 
 
 def _clear_quantizer_marks(model: Any) -> None:

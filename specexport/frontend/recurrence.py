@@ -6,11 +6,12 @@ not by model. What a module writes out itself instead is answered by its class. 
 context, as they do for attention.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,12 +105,20 @@ def _convolve(
 
 
 def _delta_rule(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *_: Any, **named: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *_: Any,
+    use_qk_l2norm_in_kernel: bool = False,
+    **__: Any,
 ) -> tuple[Tensor, None]:
     """``torch_chunk_gated_delta_rule`` and ``chunk_kimi_delta_attention``: [1, T, heads, size] each."""
     q, k, v = (x[0].float() for x in (query, key, value))
     scale = q.shape[-1] ** -0.5
-    if named.get("use_qk_l2norm_in_kernel"):
+    if use_qk_l2norm_in_kernel:
         q, k = module.l2norm(q, dim=-1, eps=1e-6), module.l2norm(k, dim=-1, eps=1e-6)
     if k.shape[1] != v.shape[1]:
         k = k.repeat_interleave(v.shape[1] // k.shape[1], 1)
@@ -179,6 +188,55 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "mamba_selective_scan": _selective,
 }
 
+_ANOTHER_VERSION = "install the version of transformers that specexport asks for, or report this model."
+
+
+def check_functions(model: Any) -> None:
+    """Look whether the functions that the hook stands for take what it expects.
+
+    Raises:
+        UnsupportedModelError: transformers gave one of them other arguments.
+    """
+    for module, name in _found(model):
+        taken, expected = _parameters(vars(module)[name]), _parameters(_HOOKS[name], skip=1)
+        if taken is not None and expected is not None and not taken.serves(expected):
+            from transformers import __version__
+
+            raise UnsupportedModelError(
+                f"{name} of {module.__name__} takes {', '.join(taken.all)}, and not {', '.join(expected.all)}; "
+                f"transformers is {__version__}.",
+                _ANOTHER_VERSION,
+            )
+
+
+class _Parameters(NamedTuple):
+    """Names of what a function takes: by position, and in any way."""
+
+    by_position: tuple[str, ...]
+    all: tuple[str, ...]
+
+    def serves(self, expected: "_Parameters") -> bool:
+        """Whether a call of such a function is understood by one that takes ``expected``."""
+        begins = self.by_position[: len(expected.by_position)] == expected.by_position
+        return begins and set(expected.all) <= set(self.all)
+
+
+def _parameters(function: Any, skip: int = 0) -> _Parameters | None:
+    """What a function takes, without its first ``skip``; None where it does not tell."""
+    try:
+        found = list(inspect.signature(function).parameters.values())[skip:]
+    except (TypeError, ValueError):  # compiled code
+        return None
+    named = [each for each in found if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    by_position = [each.name for each in named if each.kind is not each.KEYWORD_ONLY]
+    return _Parameters(tuple(by_position), tuple(each.name for each in named))
+
+
+def _found(model: Any) -> list[tuple[Any, str]]:
+    """Modules of a model, and the functions that they have of those with a hook."""
+    modules = [sys.modules[name] for name in sorted({type(module).__module__ for module in model.modules()})]
+    return [(module, name) for module in modules for name in _HOOKS if name in vars(module)]
+
 
 def _lightning(
     module: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, *_: Any, **__: Any
@@ -235,8 +293,7 @@ def _is_causal(conv: torch.nn.Conv1d) -> bool:
 @contextmanager
 def recurrence_hook(model: Any, context: RecurrenceContext) -> Iterator[None]:
     """Within the block, ``context`` answers the model's recurrences; afterwards they are its own again."""
-    modules = [sys.modules[name] for name in sorted({type(module).__module__ for module in model.modules()})]
-    before = [(module, name, vars(module)[name]) for module in modules for name in _HOOKS if name in vars(module)]
+    before = [(module, name, vars(module)[name]) for module, name in _found(model)]
     written_out = list(_written_out(model))
 
     def stands_in(module: Any, hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,17 +1,23 @@
 """What cannot be traced exactly is refused here, by model type and reason, before any tracing starts."""
 
 import inspect
-from typing import Any
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
 
 from specexport.frontend.logit_rows import can_select
 from specexport.frontend.outside import is_outside
 from specexport.frontend.rope import depends_on_length
 from specexport.frontend.short import CHUNKED, INDEXED, is_held, plain_length
+from specexport_runtime.abi import LARGEST_SIZE
 from specexport_runtime.errors import UnsupportedModelError
 
+if TYPE_CHECKING:
+    from specexport.frontend.recurrence import RecurrenceCall
+
+_KEEP_STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _TRACEABLE_LAYERS = {
     *("full_attention", "sliding_attention"),  # with a plain KV cache
-    *("linear_attention", "conv", "hybrid", "hybrid_sliding"),  # with a state: the recurrence itself is looked for
+    *_KEEP_STATES,  # with a state: the recurrence itself is looked for
     *("mlp", "moe", "dense", "sparse"),  # with nothing
 }
 _LAYER_REASONS = {
@@ -20,10 +26,10 @@ _LAYER_REASONS = {
     "compressed_sparse_attention": "keeps compressed entries and chooses among them",
     "heavily_compressed_attention": "keeps compressed entries",
 }
-_HINT = "use a decoder with causal or sliding-window attention and fixed rotary or learned positions."
+HINT = "use a decoder with causal or sliding-window attention and fixed rotary or learned positions."
 
 
-def refuse(model: Any, reason: str, hint: str = _HINT) -> UnsupportedModelError:
+def refuse(model: Any, reason: str, hint: str = HINT) -> UnsupportedModelError:
     """The error for a model that cannot be exported (returned, not raised)."""
     name = f"{getattr(model.config, 'model_type', '?')} ({type(model).__name__})"
     return UnsupportedModelError(f"{name} cannot be exported: {reason}.", hint)
@@ -48,7 +54,7 @@ def check_config(model: Any) -> None:
     odd = sorted(set(getattr(text, "layer_types", None) or ()) - traceable)
     if odd:
         kinds = [f"{kind}, which {_LAYER_REASONS.get(kind, 'keeps no plain KV cache')}" for kind in odd]
-        longest, hint = plain_length(model), _HINT
+        longest, hint = plain_length(model), HINT
         if longest is not None and not set(odd) - {CHUNKED, INDEXED}:
             hint = (
                 f"texts of up to {longest} tokens are not affected: build it with `--max-model-len {longest}` or less."
@@ -92,6 +98,33 @@ def check_layers(model: Any, called: list[int], *, recurs: bool = False) -> None
     """
     text = model.config.get_text_config()
     expected = getattr(text, "decoder_layers", text.num_hidden_layers)  # BART's other number is its encoder's
+    kept = sorted(_KEEP_STATES.intersection(getattr(text, "layer_types", None) or ()))
+    if kept and not recurs:
+        from transformers import __version__
+
+        reason = (
+            f"its layers of kind {', '.join(kept)} keep a state, and compute it in no function that is known here "
+            f"(transformers is {__version__})"
+        )
+        raise refuse(model, reason, "install the version of transformers that specexport asks for, or report it.")
     if not recurs and len(called) < expected:
         asked = f"only {len(set(called))} of its {expected} layers call transformers' attention interface"
         raise refuse(model, f"{asked}; the others compute in code of their own, which is not known")
+
+
+def check_states(model: Any, calls: "Seq[RecurrenceCall]") -> None:
+    """Refuse a model whose recurrences keep what the contract has no room for.
+
+    Raises:
+        UnsupportedModelError: a state is empty, or larger than a manifest may say.
+    """
+    for call in calls:
+        sizes = {"its state": call.geometry.shape, "what a token gives to it": (call.geometry.width,)}
+        for what, shape in sizes.items():
+            if not all(1 <= size <= LARGEST_SIZE for size in shape):
+                raise refuse(
+                    model,
+                    f"recurrence {call.index} ({call.kind}) has {'x'.join(map(str, shape))} for {what}, outside 1 to "
+                    f"{LARGEST_SIZE} each",
+                    "check the sizes of its kernels and heads in config.json.",
+                )

@@ -39,18 +39,29 @@ _TOTALS = "  run_totals = Identity(row_totals)"
 # second entry is never committed): its result is then, bit for bit, that of the same token in a longer step.
 _PAIRED_TOTALS = """  two = Constant<value_int = 2>()
   counts = Sub(row_ends, row_starts)
-  pair_counts = Max(counts, two)
+{pair_counts}
   added = Sub(pair_counts, counts)
   added32 = Cast<to = 6>(added)
   run_totals = Add(row_totals, added32)
   zero = Constant<value_int = 0>()
   width = Shape<start = 2, end = 3>(pad_index)
   width0 = Squeeze(width)
-  pair_width = Max(width0, two)
+{pair_width}
   pair_range = Range(zero, pair_width, one)
   last_slot = Sub(width0, one)
   pair_slots = Min(pair_range, last_slot)
   own_slots = Range(zero, width0, one)"""
+_PAIR = "  {paired} = Max({count}, two)"
+# Flash attention takes as many queries at once as keys and values have elements, at least 16, and the last one may be
+# left alone: a row that is longer gets an even number.
+_EVEN = """  {count}_paired = Max({count}, two)
+  {count}_odd = Mod({count}_paired, two)
+  {count}_longer = Greater({count}_paired, sixteen)
+  {count}_one_more = Cast<to = 7>({count}_longer)
+  {count}_added = Mul({count}_odd, {count}_one_more)
+  {paired} = Add({count}_paired, {count}_added)"""
+_PAIRED = {"pair_counts": "counts", "pair_width": "width0"}
+_SIXTEEN = "  sixteen = Constant<value_int = 16>()\n"
 PADDED_PLAN_OUTPUTS = (*PLAN_OUTPUTS, "row_sizes", "mask_width")
 _FULL = "  full = Equal(num_slots, num_tokens)"
 # The fused kernel wants a mask as wide as the row is long: rows of one length can take it as it is.
@@ -175,10 +186,20 @@ def parse_function(text: str, opset: int) -> "ir.Function":
     return function
 
 
-def plan_text(name: str, *, masked: bool, paired: bool = False) -> str:
-    """What the attention functions share: last entries, slots, sizes, and whether every row fills the tile."""
+def plan_text(name: str, *, masked: bool, paired: bool = False, tiled: bool = False) -> str:
+    """What the attention functions share: last entries, slots, sizes, and whether every row fills the tile.
+
+    Args:
+        name: the function's name.
+        masked: for a padded-KV graph.
+        paired: no token of a row is attended alone.
+        tiled: likewise, by a kernel that attends some tokens of a row at a time.
+    """
     outputs = plan_outputs(masked=masked, paired=paired)
-    totals, full = _PAIRED_TOTALS if paired else _TOTALS, _FULL_PADDED if masked else _FULL
+    pair, before = (_EVEN, _SIXTEEN) if tiled else (_PAIR, "")
+    counts = {what: pair.format(paired=what, count=count) for what, count in _PAIRED.items()}
+    totals = before + _PAIRED_TOTALS.format(**counts) if paired else _TOTALS
+    full = _FULL_PADDED if masked else _FULL
     return _PLAN.format(name=name, outputs=", ".join(outputs), totals=totals, full=full)
 
 

@@ -32,10 +32,12 @@ from specexport.lowering.recurrence import lower_recurrences
 from specexport.lowering.shared_kv import appends, lower_shared_kv
 from specexport.lowering.slopes import slopes_of
 from specexport.lowering.step_inputs import drop_unused_step_inputs
+from specexport.lowering.value_by_value import make_value_by_value
 from specexport.onnx_emit import Emitter, add_input
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
 from specexport_runtime.abi import (
     KV_POSITIONS,
+    LONGEST_WHOLE,
     OP_DOMAIN,
     OP_NAME,
     LayerGeometry,
@@ -205,6 +207,7 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
     """
     lower_recurrences(ir_model)
     lower_experts(ir_model)
+    make_value_by_value(ir_model)
     nodes = [n for n in ir_model.graph if n.op_type == OP_NAME and n.domain == OP_DOMAIN]
     if not nodes:  # heads without attention, and models of recurrences alone
         drop_unused_step_inputs(ir_model)
@@ -219,7 +222,8 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
     rounded = any(node.op_type in _ROUNDING for node in ir_model.graph)
     paired = rounded and not padded_kv and not all(map(has_int8_caches, nodes)) and all(map(is_causal, nodes))
     masks = {_mask_name(node): (_window(node), slopes_of(node)) for node in nodes} if padded_kv else {}
-    shared = _prologue(ir_model, masks, paired=paired)
+    longest = max(head_dim(node, named_inputs(node)["k_cache"]) for node in nodes)
+    shared = _prologue(ir_model, masks, paired=paired, tiled=paired and longest <= LONGEST_WHOLE)
     for node in nodes:
         body = choose_body(node, masked=padded_kv)._replace(paired=paired)
         given = named_inputs(node) | shared | {"qkv": packed_qkv(node)}
@@ -239,7 +243,7 @@ def _mask_name(node: "ir.Node") -> str:
 
 
 def _prologue(
-    ir_model: "ir.Model", masks: "dict[str, tuple[int, ir.Value | None]]", *, paired: bool
+    ir_model: "ir.Model", masks: "dict[str, tuple[int, ir.Value | None]]", *, paired: bool, tiled: bool
 ) -> dict[str, "ir.Value | None"]:
     """Insert what is computed once a step at the top; returns it by name. ``masks``: window and slopes of each."""
     import onnx_ir as ir
@@ -250,7 +254,7 @@ def _prologue(
         add_input(graph, KV_POSITIONS.name, ir.DataType.INT64, shape)
     by_name: dict[str, ir.Value | None] = {str(value.name): value for value in graph.inputs}
     masked = bool(masks)
-    plan = plan_text(_PLAN_NAME, masked=masked, paired=paired)
+    plan = plan_text(_PLAN_NAME, masked=masked, paired=paired, tiled=tiled)
     calls: list[tuple[str, dict[str, int], tuple[str, ...]]] = [(plan, {}, plan_outputs(masked=masked, paired=paired))]
     for mask, (window, slopes) in sorted(masks.items()):
         name = _MASK_NAME + ("Window" if window > 0 else "") + ("" if slopes is None else "Slopes")

@@ -111,24 +111,8 @@ def lower_recurrences(ir_model: "ir.Model") -> int:
         made = emit.node(function.name, inputs, attributes, outputs=3, domain=OP_DOMAIN, name=node.name)
         emit.replace(node, made.outputs)
     if nodes:
-        _replace_softplus(ir_model)
         ir_model.opset_imports.setdefault(_CONTRIB, 1)
     return len(nodes)
-
-
-def _replace_softplus(ir_model: "ir.Model") -> None:
-    """Compute Softplus by a kernel that goes value by value.
-
-    ONNX Runtime's own takes several at a time, and those at the end of a tensor otherwise: a token's bits would depend
-    on how many there are.
-    """
-    for node in [node for node in ir_model.graph if node.op_type == "Softplus" and node.domain == ""]:
-        value = node.inputs[0]
-        emit = Emitter(ir_model.graph, f"{node.name}.softplus")
-        flat = emit.op("Reshape", value, emit.const([1, -1, 1]))
-        inputs = [flat, emit.const([0.0], "float32"), emit.const([1.0], "float32")]
-        gate = emit.op("LinearAttentionGate", *inputs, domain=_CONTRIB)
-        emit.replace(node, [emit.op("Reshape", gate, emit.op("Shape", value), shape=node.outputs[0].shape)])
 
 
 def _text(

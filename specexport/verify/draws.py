@@ -48,7 +48,7 @@ def draw_outcome(
     """
     tokens: Path = ()
     while len(tokens) < depth:
-        tokens = _draw_round(tokens, target, draft, stream, accept, min(lookahead, depth - len(tokens)))
+        tokens = _draw_round(tokens, target, draft, stream, accept, lookahead, depth)
     return tokens[:depth]
 
 
@@ -58,9 +58,11 @@ def _draw_round(
     draft: Conditional | None,
     stream: RandomStream,
     accept: AcceptFunction,
-    count: int,
+    lookahead: int,
+    depth: int,
 ) -> Path:
     path, distributions = known, []
+    count = min(lookahead, depth - len(known))
     for _ in range(count):
         if draft is None:
             likeliest = target(path)
@@ -73,8 +75,8 @@ def _draw_round(
     verdict = accept(
         path[len(known) :],
         None if draft is None else distributions,
-        # The token after the last draft lies beyond the outcome: its distribution need not be computed.
-        lambda j: target(path[: len(known) + j]) if j < count else _UNSEEN,
+        # A token beyond the outcome needs no distribution.
+        lambda j: target(path[: len(known) + j]) if len(known) + j < depth else _UNSEEN,
         lambda j: stream.draws(len(known) + j),
     )
     return (*path[: len(known) + verdict.accepted], verdict.next_token)

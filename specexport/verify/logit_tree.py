@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specexport_runtime.bundle.cut_head import CutHead
-from specexport_runtime.executors.base import Executor
+from specexport_runtime.executors.base import Executor, as_stateful
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.sampling.distribution import Distribution, Float32Array, Float64Array
 from specexport_runtime.sampling.sampler import Sampler
@@ -50,13 +50,22 @@ class LogitTree:
 
     def _begin(self, context: Seq[int]) -> None:
         """Read the context, all but its last token."""
-        self._last = self._stand_in(context[-1:])
-        self._runner.prefill(0, self._stand_in(context[:-1]))
+        *self._before, last = self._stand_in(context)
+        self._last = [last]
+        self._runner.prefill(0, self._before)
 
     def _logits(self, path: Path) -> Float32Array:
         """What the engine gives after ``path``. Nothing is committed, so every path starts at the context."""
         tokens = self._last + self._stand_in(path)
-        logits: Float32Array = self._runner.step(0, [RowWork(tokens, 1, drafts=len(tokens))])[0]
+        states = as_stateful(self._runner.executor)
+        extra = 0 if states is None else max(0, len(tokens) - states.num_pending)
+        if extra:  # more than may wait beside a state: these enter it, and the context is read again afterwards
+            self._runner.prefill(0, tokens[:extra])
+        logits: Float32Array = self._runner.step(0, [RowWork(tokens[extra:], 1, drafts=len(tokens) - extra)])[0]
+        if extra:
+            logits = logits.copy()
+            self._runner.release_row(0)
+            self._runner.prefill(0, self._before)
         return logits
 
     def _stand_in(self, tokens: Seq[int]) -> list[int]:

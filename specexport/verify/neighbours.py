@@ -25,6 +25,8 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import Executor, Float32Array
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 
+LEAST_TOKENS = 3
+"""Of a sequence: one before, and two that are neighbours."""
 _MAX_PAST = 16
 _MAX_TOKENS = 12
 _NUM_ROWS = 4
@@ -89,8 +91,8 @@ def check_neighbours(
     Args:
         role: ``"target"`` or ``"draft"``, for the report.
         executor: the engine; nothing else may use it meanwhile.
-        sequences: token ids; the first is the subject, the others keep it company. At least 3 tokens each, none longer
-            than a cache row less K+1 entries.
+        sequences: token ids; the first is the subject, the others keep it company. At least ``LEAST_TOKENS`` each,
+            none longer than a cache row less K+1 entries.
         lookahead: K.
         dtype: the engine's dtype, which decides the tolerance together with
         num_layers: L, attention layers of the model.
@@ -99,8 +101,10 @@ def check_neighbours(
         InvalidRequestError: there is no subject, or a sequence is too short.
         IncompatibleError: no tolerance is known for ``dtype``.
     """
-    if not sequences or min(map(len, sequences)) < 3:
-        raise InvalidRequestError("the neighbours part needs sequences of 3 tokens or more.", "give longer prompts.")
+    if not sequences or min(map(len, sequences)) < LEAST_TOKENS:
+        raise InvalidRequestError(
+            f"the neighbours part needs sequences of {LEAST_TOKENS} tokens or more.", "give longer prompts."
+        )
     tolerance = neighbour_tolerance(dtype, num_layers).largest
     company = [list(ids) for ids in sequences[1 : min(_NUM_ROWS, executor.num_rows)]]
     subject = _Subject(executor, list(sequences[0]))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specexport.rounding import LogitTolerance, logit_tolerance
+from specexport.verify.neighbours import LEAST_TOKENS
 from specexport.verify.tolerance import logit_scale
 from specexport_runtime.executors.base import Executor, Float32Array
 from specexport_runtime.packing.batch import ModelRunner, RowWork
@@ -104,7 +105,7 @@ def make_sequences(
     long = max(short, min(LONGEST_SEQUENCE, max_model_len, budget - (num_rows - 1) * short))
     sequences = []
     for row in range(num_rows):
-        length = long if row == 0 else max(2, short - 3 * row)
+        length = long if row == 0 else max(LEAST_TOKENS, short - 3 * row)
         source = random if row == 1 else _cycle(pool, 17 * row, length)
         sequences.append(list(source[:length]))
     return sequences

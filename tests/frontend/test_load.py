@@ -119,7 +119,7 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "no type": (lambda f: (f / "config.json").write_text("{}"), "configuration cannot be read", "model_type"),
     "damaged weights": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "cannot be loaded", "again"),
     "missing weight": (drop_a_weight, "layers.1.mlp.up_proj.weight", "complete"),
-    "wrong shapes": (lambda f: edit_json(f / "config.json", hidden_size=32, head_dim=8), "cannot be loaded", "again"),
+    "wrong shapes": (lambda f: edit_json(f / "config.json", hidden_size=32, head_dim=8), "[320, 64]", "belongs"),
     "no tokenizer": (drop_tokenizer, "tokenizer cannot be loaded", "tokenizer.json"),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("[]"), "tokenizer", "tokenizer.json"),
     "quantized": (

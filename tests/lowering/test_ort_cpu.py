@@ -126,3 +126,31 @@ def test_weights_are_stored_once_in_one_page_aligned_file(tmp_path: Path) -> Non
     assert len(big) == 15
     assert all(int(entry["offset"]) % 4096 == 0 for entry in big.values())
     assert {entry["location"] for entry in external.values()} == {"model.onnx.data"}
+
+
+def test_no_token_of_a_quantized_model_depends_on_where_a_tile_of_attention_ends(tmp_path: Path) -> None:
+    """Flash attention takes 2 D = 32 queries at a time: the last of 33 would be multiplied by another kernel."""
+    from specexport.backends.ort import write_onnx
+    from specexport.lowering.ort_cpu import lower_ort_cpu
+    from specexport.passes import default_passes, run_passes
+    from tests.engine_harness import Recipe
+    from tests.tiny_models import VOCAB
+    from tests.tiny_traces import trace_of
+
+    traced = trace_of(tiny_model("llama"))
+    assert traced.layers[0].k_dim == traced.layers[0].v_dim == 16
+    run_passes(traced.ir_model, default_passes(Recipe(), quantize="int8"))
+    lower_ort_cpu(traced.ir_model)
+    write_onnx(traced.ir_model, tmp_path)
+    tokens = np.random.default_rng(8).integers(3, VOCAB, 70).tolist()
+    one = Engine(tmp_path, traced.layers, num_rows=1, capacity=80)
+    wanted = np.concatenate([one.step([[token]], [at]) for at, token in enumerate(tokens)])
+    for past in (0, 5):
+        for width in (16, 17, 32, 33, 34, 49, 64, 65):
+            engine = Engine(tmp_path, traced.layers, num_rows=2, capacity=80)
+            if past:
+                engine.step([tokens[:past]], [0])
+            ragged = engine.step([tokens[past : past + width], tokens[:3]], [past, 0])
+            np.testing.assert_array_equal(ragged, np.concatenate([wanted[past : past + width], wanted[:3]]))
+            alone = engine.step([tokens[past : past + width]], [past])
+            np.testing.assert_array_equal(alone, wanted[past : past + width])

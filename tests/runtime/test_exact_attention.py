@@ -98,6 +98,16 @@ def test_sums_change_at_the_borders_alone(
     assert tuple(changes) == borders
 
 
+@pytest.mark.parametrize("head_size", [8, 64, 128])
+def test_tiles_of_flash_attention_leave_no_token_of_an_even_row_alone(head_size: int, tmp_path: Path) -> None:
+    attention = make_attention(tmp_path, head_size, flash=True)
+    wanted = np.concatenate([attention.step(at, at + 1) for at in range(CAPACITY - 1)])
+    for start in (0, 7):
+        widths = [width for width in range(2, 300) if width <= 16 or width % 2 == 0]
+        for stop in (start + width for width in widths):
+            assert np.array_equal(attention.step(start, stop), wanted[start:stop]), (start, stop)
+
+
 @pytest.mark.parametrize(("head_size", "borders"), [(256, (64,)), (512, (32, 64))])
 def test_drafts_see_what_plain_decoding_sees(head_size: int, borders: tuple[int, ...], tmp_path: Path) -> None:
     attention = make_attention(tmp_path, head_size)

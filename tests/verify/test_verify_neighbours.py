@@ -36,6 +36,11 @@ def test_a_right_engine_passes_in_every_company():
     assert len(alone) == 12
 
 
+@pytest.mark.parametrize("lookahead", [1, 2])
+def test_short_sequences_of_a_small_lookahead_are_long_enough(lookahead):
+    assert check(make_executor(), lookahead).passed
+
+
 class OneScale(FakeExecutor):
     """Logits rounded to 255 steps of the largest one in the step; with ``each``, of the largest one of their row."""
 

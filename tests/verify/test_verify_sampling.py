@@ -21,7 +21,17 @@ ENGINE = {"num_samples": 100, "num_runs": 300, "num_contexts": 1}
 
 @pytest.mark.parametrize("draft", ["same", "good", "random", "adversarial", None])
 def test_exact_draws_pass_with_any_draft(draft):
-    result = check_sampling(make_engine(draft), PROMPTS, **SIZES)
+    check_exact(make_engine(draft), draft)
+
+
+@pytest.mark.parametrize("lookahead", [1, 2])
+def test_exact_draws_pass_with_fewer_draft_tokens_than_an_outcome_has(lookahead):
+    """Then a token that follows accepted drafts is a part of the outcome."""
+    check_exact(make_engine("good", lookahead=lookahead), "good")
+
+
+def check_exact(engine, draft):
+    result = check_sampling(engine, PROMPTS, **SIZES)
     assert result.passed, [test for test in result.tests if not test.passed]
     assert result.has_power
     assert len(result.tests) == 3 * len(SETTINGS)

@@ -34,8 +34,7 @@ def make_engine(draft: str | None = "good", target: FakeExecutor | None = None, 
         tokenizer,
         draft=make_executor(**DRAFTS[draft]) if draft else None,
         max_model_len=MAX_MODEL_LEN,
-        lookahead=LOOKAHEAD,
-        **options,
+        **{"lookahead": LOOKAHEAD} | options,
     )
 
 

@@ -17,6 +17,7 @@ from specexport_runtime.abi import (
     ADAPTER_IDS,
     CACHE_BYTES,
     ITEM_BYTES,
+    LARGEST_SIZE,
     READABLE_ABIS,
     GateKind,
     LayerGeometry,
@@ -380,7 +381,7 @@ class Manifest:
 
 
 _COUNT = whole(0, 1 << 62)
-_SIZE = whole(1, 1 << 20)
+_SIZE = whole(1, LARGEST_SIZE)
 _PASSES = list_of(tuple_of(text, _COUNT))
 _KIND = one_of("decode", "self", "verify", "catch-up", "draft", "prefill")
 _PROFILE = tuple_of(_KIND, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, optional=1)  # older bundles fold nothing

@@ -12,9 +12,10 @@ Flash attention would have these borders in each of its tiles, whose size it tak
 1 MB and heads of 256 values, at 64, 192, 320 and so on. So these models do without it (see ``flash_attention``).
 """
 
+from specexport_runtime.abi import LONGEST_WHOLE
 from specexport_runtime.bundle.manifest import ModelEntry
 
-_BORDERS = ((16, 512), (32, 256), (64, 128))
+_BORDERS = ((16, 512), (32, 256), (64, LONGEST_WHOLE))
 """Columns up to which a head is summed in longer pieces, and the size of a head beyond which that matters."""
 
 

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specexport_runtime.abi import CACHE_INPUTS, STATE_INPUTS, StepShape
+from specexport_runtime.abi import CACHE_INPUTS, STATE_INPUTS, StepShape, state_shapes
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.exact_width import sum_borders
@@ -44,7 +44,7 @@ def open_graph(
 
     Raises:
         MissingDependencyError, BundleError: see ``open_session``.
-        IncompatibleError: the inputs are others.
+        IncompatibleError: the inputs are others, or states have other sizes.
     """
     flash = not sum_borders(entry)
     session = open_session(path, num_threads, spin, engine_hash, lookahead=lookahead, flash=flash)
@@ -54,7 +54,24 @@ def open_graph(
     if inputs != caches | set(step_inputs):
         odd = sorted(inputs ^ (caches | set(step_inputs)))
         raise IncompatibleError(f"{path}: inputs differ from the manifest's: {', '.join(odd)}.", "build it again.")
+    _check_sizes(path, entry, session)
     return OrtGraph(session, inputs)
+
+
+def _check_sizes(path: Path, entry: ModelEntry, session: Any) -> None:
+    """Compare the sizes of states: a step would find only that its memory does not fit."""
+    wanted = state_shapes(entry.states, 0, 0)
+    for value in session.get_inputs():
+        shape = wanted.get(value.name)
+        if shape is None:
+            continue
+        sizes = [size for size in value.shape if isinstance(size, int)]
+        expected = [1, *(size for size in shape[2:] if size)]
+        if sizes != expected or value.type != "tensor(float)":
+            raise IncompatibleError(
+                f"{path}: {value.name} has the sizes {sizes} ({value.type}), and the manifest says {expected}.",
+                "build it again.",
+            )
 
 
 def open_one_token_graph(path: Path, entry: ModelEntry, *, spin: bool, engine_hash: str | None) -> OrtGraph | None:
