@@ -302,8 +302,8 @@ class Terminal:
     def slip(self):
         """Press Ctrl-C while a line is read.
 
-        Python's readline sees a signal only when it interrupts its ``select``: one that comes between the echo and that is
-        kept until the next key. Nobody is so quick; a test is.
+        Python's readline sees a signal only when it interrupts its ``select``: one that comes between the echo and that
+        is kept until the next key. Nobody is so quick; a test is.
         """
         end = time.monotonic() + HANG_S
         while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][0] != "S":
