@@ -104,6 +104,10 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000)
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # modules that count their objects at the end would call these leaked
+
+
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads it
 def pytest_configure(config: pytest.Config) -> None:
     """One variable gives all of chance another seed: hypothesis's, and those of ``chance.seed``."""
