@@ -1,6 +1,7 @@
 """Fixtures that every test folder may use, and the summary of what tests measured."""
 
 import fcntl
+import gc
 import os
 import random
 import secrets
@@ -12,6 +13,8 @@ import chance
 import hypothesis
 import pytest
 from tiny_models import ARCHITECTURES, HYBRIDS
+
+from tests.tiny_traces import share_exports
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_PAIR = ROOT / "examples" / "demo_pair"
@@ -26,6 +29,12 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures of any scope
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Most tests are about what is done with what torch exports of a model, and share it."""
+    share_exports(item.get_closest_marker("exports") is None)
 
 
 @pytest.fixture(scope="session")
@@ -86,6 +95,17 @@ def demo_bundle(session_dir: Path, demo_pair: Path) -> Path:
             target, draft = str(demo_pair / "target"), str(demo_pair / "draft")
             build_bundle(BuildRecipe(target=target, draft=draft, output=str(folder), self_draft=True))
     return folder
+
+
+def pytest_collection_finish() -> None:
+    """What test files import stays: Python need not look for garbage in it, nor after every 700 new objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000)
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # modules that count their objects at the end would call these leaked
 
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads it

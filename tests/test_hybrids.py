@@ -1,7 +1,6 @@
 """Models whose layers keep a state: their engines against eager transformers, and their texts with drafts."""
 
 import shutil
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +36,6 @@ from tests.hybrid_pairs import (
     some_cases,
 )
 from tests.tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
-from tests.tiny_traces import export_once
 
 LOOKAHEAD = 6
 TOLERANCE = 1e-4
@@ -46,15 +44,6 @@ TOLERANCE = 1e-4
 
 QUANTIZED = [(name, "int8") for name in NAMED]
 FLOAT = [(name, None) for name in (NAMED if chance.FUZZ_SEED is not None else ("lfm2",))]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _exported_once() -> Iterator[None]:
-    """An architecture is exported once in a process, for targets and drafts of all kinds."""
-    with pytest.MonkeyPatch.context() as patch:
-        export_once(patch)
-        patch.setattr("gc.collect", lambda *_: 0)  # a third of a tiny build
-        yield
 
 
 @pytest.mark.fuzz

@@ -114,11 +114,9 @@ def build_model(
         the engine and what a bundle must know of its checkpoint.
 
     Raises:
-        MissingDependencyError: the export extra is not installed.
         CheckpointError, UnsupportedModelError, RecipeError: the checkpoint cannot be used, or not with this recipe.
         CheckFailedError: the engine's logits differ from eager transformers.
     """
-    require_export_stack(find_backend(recipe.backend))
     with clock.stage("load", source.role, source.name):
         checkpoint = load_source(
             recipe, source, stream=reductions.prune is None

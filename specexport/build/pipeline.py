@@ -38,7 +38,7 @@ from specexport.build.model import (
 )
 from specexport.build.prepack import prepack_bundle
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
-from specexport.host import peak_memory_bytes
+from specexport.host import peak_memory_bytes, seldom_collected
 from specexport.progress import Progress, StageClock
 from specexport.recipe import MTP, BuildRecipe, resolve_recipe, settle_quantization
 from specexport_runtime.bundle.files import FileEntry
@@ -326,14 +326,18 @@ def _build_anew(
     heads: _Heads,
 ) -> BuiltModel:
     dump_dir = dump / model.role if dump is not None else None
-    plan = None if model.role == "draft" else heads.plan()
-    if plan is not None and model.role == "head":
-        built = build_head(recipe, model, heads.target, plan, folder, clock=clock, dump_dir=dump_dir)
-    else:
-        request = None if plan is None else plan.request
-        built = build_model(
-            recipe, model, folder, clock=clock, dump_dir=dump_dir, reductions=reductions, features=request
-        )
+    require_export_stack(find_backend(recipe.backend))
+    import torch  # noqa: F401 - what it brings is there from here on
+
+    with seldom_collected():
+        plan = None if model.role == "draft" else heads.plan()
+        if plan is not None and model.role == "head":
+            built = build_head(recipe, model, heads.target, plan, folder, clock=clock, dump_dir=dump_dir)
+        else:
+            request = None if plan is None else plan.request
+            built = build_model(
+                recipe, model, folder, clock=clock, dump_dir=dump_dir, reductions=reductions, features=request
+            )
     # An engine that could have been checked and was not is not kept.
     if cache is not None and (built.check is not None or check_obstacle(replace(recipe, check=True))):
         cache.store(key, built, folder)

@@ -1,6 +1,6 @@
 """A tiny target and draft, and one bundle of them: made once a session and only read."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,16 +10,6 @@ from tiny_models import make_llama, save_checkpoint
 
 from specexport.build.pipeline import build_bundle
 from specexport.cli import main
-from tests.tiny_traces import export_once
-
-
-@pytest.fixture(autouse=True)
-def _exported_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What torch makes of a checkpoint is made once in a process: most tests are about what a build does with it."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.node.get_closest_marker("exports") is None:
-            export_once(patch)
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -47,9 +37,7 @@ def gated_bundle(session_dir: Path, tiny_pair: TinyPair) -> Path:
 def _build_once(folder: Path, pair: TinyPair, **values: object) -> Path:
     with locked(folder.with_name(f"{folder.name}.lock")):
         if not folder.is_dir():
-            with pytest.MonkeyPatch.context() as patch:
-                export_once(patch)
-                build_bundle(pair.recipe(folder, **values))
+            build_bundle(pair.recipe(folder, **values))
     return folder
 
 

@@ -27,7 +27,6 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors import cuda_driver
-from tests.tiny_traces import export_once
 
 PROMPT = "a quick brown fox"
 LINEARS = [
@@ -70,8 +69,7 @@ def damage(bundle: Path, folder: Path, weight: str) -> Path:
 def bundles(session_dir: Path, tiny_pair: TinyPair) -> dict[str, Path]:
     """The tiny target in int8, and without packed and fused layers."""
     found = {}
-    with locked(session_dir / "debug-bundles.lock"), pytest.MonkeyPatch.context() as patch:
-        export_once(patch)
+    with locked(session_dir / "debug-bundles.lock"):
         for name, values in {"int8": {"quantize": "int8"}, "plain": {"fuse": False, "self_draft": True}}.items():
             found[name] = session_dir / f"debug-{name}"
             if not found[name].is_dir():
@@ -237,8 +235,7 @@ def test_bad_input_is_refused_in_one_line(
 ) -> None:  # fmt: skip
     other = session_dir / "debug-other"
     if "OTHER" in args:
-        with locked(session_dir / "debug-other.lock"), pytest.MonkeyPatch.context() as patch:
-            export_once(patch)
+        with locked(session_dir / "debug-other.lock"):
             if not other.is_dir():
                 build_bundle(tiny_pair.recipe(other, target=str(tiny_pair.draft), draft=None, check=False))
     places = {"OTHER": str(other), "SELF": str(tiny_bundle)}

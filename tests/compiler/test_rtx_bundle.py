@@ -22,7 +22,6 @@ from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.errors import CheckFailedError, IncompatibleError
 from specexport_runtime.executors.trt_engine import read_engine
-from tests.tiny_traces import export_once
 
 pytestmark = pytest.mark.slow
 
@@ -45,9 +44,7 @@ def rtx_bundle(session_dir: Path, tiny_pair: TinyPair) -> Path:
             target, draft = session_dir / "rtx-target", session_dir / "rtx-draft"
             save_checkpoint(make_llama(0), target)
             save_checkpoint(make_llama(1, hidden_size=32, head_dim=16, num_hidden_layers=1, vocab_size=300), draft)
-            with pytest.MonkeyPatch.context() as patch:
-                export_once(patch)
-                build_bundle(rtx_recipe(target, folder, draft=str(draft), sm=["89", "120"]))
+            build_bundle(rtx_recipe(target, folder, draft=str(draft), sm=["89", "120"]))
     return folder
 
 

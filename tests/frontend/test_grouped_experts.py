@@ -14,6 +14,8 @@ from tests.engine_harness import Engine, Recipe, build, make_checkpoint
 from tests.tiny_models import ARCHITECTURES, HYBRIDS, VOCAB, make_model
 from tests.tiny_traces import tiny_model, trace_of
 
+pytestmark = pytest.mark.exports
+
 SWIGLU = Gating(interleaved=0, alpha=1.0, beta=0.0, limit=0.0)
 LAYERS = {"mixtral": 2, "qwen3_moe": 2, "gpt_oss": 2, "deepseek_v3": 1}
 """Layers with experts; the first of DeepSeek's has none."""

@@ -17,6 +17,8 @@ from tests.engine_harness import make_checkpoint
 from tests.tiny_models import ARCHITECTURES, GROUPED, WINDOW, make_llama, make_model
 from tests.tiny_traces import tiny_model, trace_of
 
+pytestmark = pytest.mark.exports  # this is about what torch exports
+
 
 def test_the_trace_speaks_the_contract() -> None:
     traced = trace_checkpoint(make_checkpoint(make_llama()))

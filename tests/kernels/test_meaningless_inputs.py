@@ -3,14 +3,21 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import chance
+import pytest
 
 SCRIPT = """
-import warnings
+import sys, warnings
 warnings.simplefilter("ignore")
 import torch
+from kernel_worker import mend_interpreter
 from specexport.kernels import launch
 
-for seed in range(24):
+mend_interpreter()
+first, count = map(int, sys.argv[1:])
+for seed in range(first, first + count):
     random = torch.Generator().manual_seed(seed)
     bound = 2**31 - 1 if seed % 2 else 50
     def numbers(count):
@@ -29,8 +36,11 @@ print("done")
 """
 
 
+@pytest.mark.fuzz
 def test_meaningless_lengths_touch_nothing_outside() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=False)
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths.rstrip(os.pathsep)}
+    command = [sys.executable, "-c", SCRIPT, str(chance.seed(0)), str(chance.many(24))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["done"]

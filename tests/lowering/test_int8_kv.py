@@ -17,7 +17,7 @@ from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.passes import default_passes, run_passes
 from specexport_runtime.errors import UnsupportedModelError
 from tests.engine_harness import INT8_POISON, Engine, Recipe, make_checkpoint
-from tests.tiny_models import make_llama, make_model
+from tests.tiny_models import make_llama
 from tests.tiny_traces import tiny_model, trace_of
 
 TEXTS = np.random.default_rng(7).integers(3, 200, (3, 90))
@@ -149,7 +149,7 @@ def test_a_quiet_channel_divides_by_no_zero(tmp_path: Path) -> None:
 
 
 def test_heads_that_the_kernel_cannot_do_are_refused() -> None:
-    model = make_model("Llama", {"hidden_size": 60, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12})
+    model = make_llama(head_dim=12)
     traced = trace_of(model)
     with pytest.raises(UnsupportedModelError, match="layer 0 have keys of 12 and values of 12") as error:
         use_int8_caches(traced.ir_model, ranges_of(model))

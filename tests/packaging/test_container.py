@@ -13,6 +13,7 @@ from typing import Any
 import click
 import pytest
 import yaml
+from patience import HANG_S
 
 from specexport_runtime.cli.serve import KEY_VARIABLE, serve
 from specexport_runtime.server.config import ServerConfig
@@ -86,7 +87,7 @@ def test_without_a_key_it_does_not_start(path: Path) -> None:
     _, *command = json.loads(last_stage(path)["ENTRYPOINT"])
     environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
     command = [sys.executable, "-m", "specexport_runtime", *command]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 2
     assert "no API key" in done.stderr
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from packaging.requirements import Requirement
+from patience import HANG_S
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"specexport": ROOT / "specexport", "specexport_runtime": ROOT / "runtime" / "specexport_runtime"}
@@ -141,7 +142,7 @@ def test_production_environment_serves_with_the_extra_and_asks_for_it_without(
             assert server.stdout is not None
             line = server.stdout.readline()
             url = line.split()[-1]
-            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "def f(", "max_tokens": 4}, timeout=60)
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "def f(", "max_tokens": 4}, timeout=HANG_S)
             assert answer.status_code == 200, answer.text
             server.terminate()
             assert server.wait(60) == 0

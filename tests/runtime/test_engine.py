@@ -185,7 +185,7 @@ def test_stats_have_the_documented_fields(engine):
     assert stats["acceptance_rate"] == stats["accepted"] / stats["drafted"]
     assert stats["mean_accepted_length"] == 1 + stats["accepted"] / sum(stats["accepted_histogram"].values())
     assert stats["tokens_per_second"] > 0
-    assert 0 < stats["time_to_first_token_s"] < 5
+    assert 0 < stats["time_to_first_token_s"] <= result.stats.end_time - result.stats.start_time
     assert engine.times.total > 0
 
 

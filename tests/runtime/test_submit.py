@@ -50,14 +50,14 @@ def test_a_handle_streams_and_has_a_result(engine):
 
 def test_more_requests_than_rows_run_in_order_of_arrival(engine):
     handles = [engine.submit([i], SamplingParams(max_tokens=5 + i)) for i in range(12)]
-    results = [handle.result(30) for handle in handles]
+    results = [handle.result(120) for handle in handles]
     for i, result in enumerate(results):
         assert result.token_ids == expected([i], 5 + i)
     starts = [handle.sequence.stats.start_time for handle in handles]
     assert starts == sorted(starts)
     ends = [handle.sequence.stats.end_time for handle in handles]
     assert starts[4] > min(ends[:4])  # four rows
-    assert all(0 < result.stats.queued_s < 30 for result in results)
+    assert all(0 < result.stats.queued_s < max(ends) - result.stats.submit_time for result in results)
 
 
 def test_a_request_longer_than_capacity_is_refused_at_submit_and_nobody_else_notices(engine):
@@ -96,7 +96,7 @@ def test_leaving_a_stream_cancels_its_request(engine):
     for _ in handle:
         break
     go.set()
-    assert handle.result(30).finish_reason in ("cancelled", "length")
+    assert handle.result(120).finish_reason in ("cancelled", "length")
     assert engine.generate("w1", SamplingParams(max_tokens=3))[0].token_ids == expected([1], 3)
 
 
@@ -115,13 +115,13 @@ def test_an_exception_in_one_callback_ends_that_request_alone(engine):
     assert isinstance(caught.value.__cause__, KeyError)
     assert len(seen) == 3
     for i, handle in zip((1, 2), others, strict=True):
-        assert handle.result(30).token_ids == expected([i], 40)
+        assert handle.result(120).token_ids == expected([i], 40)
 
 
 def test_callbacks_get_every_chunk(engine):
     tokens = []
     handle = engine.submit([5], LONG, callback=lambda chunk: tokens.extend(p.token_id for p in chunk.pieces))
-    assert handle.result(30).token_ids == tokens == expected([5], 40)
+    assert handle.result(120).token_ids == tokens == expected([5], 40)
 
 
 @pytest.mark.parametrize("where", ["target", "draft"])
@@ -131,7 +131,7 @@ def test_an_engine_failure_ends_the_requests_in_flight_and_spares_later_ones(eng
     failed = 0
     for i, handle in enumerate(handles):
         try:
-            assert handle.result(30).token_ids == expected([i], 40)
+            assert handle.result(120).token_ids == expected([i], 40)
         except RequestFailedError:
             failed += 1
             with pytest.raises(RequestFailedError, match="the device went away") as caught:
@@ -175,7 +175,7 @@ def test_result_waits_no_longer_than_asked(engine):
     with pytest.raises(TimeoutError, match=r"0\.01 s"):
         handle.result(0.01)
     go.set()
-    assert handle.result(30).token_ids == expected([1], 40)
+    assert handle.result(120).token_ids == expected([1], 40)
 
 
 def test_close_ends_everything_and_refuses_more(engine):
@@ -249,7 +249,7 @@ def test_a_bundle_without_a_draft_can_only_look_up(drafter):
 def test_requests_of_one_batch_may_draft_differently(engine):
     handles = [engine.submit([3, 4], LONG, drafter=name) for name in ("none", "lookup", "draft-model", "chained")]
     for handle in handles:
-        assert handle.result(30).token_ids == expected([3, 4], 40)
+        assert handle.result(120).token_ids == expected([3, 4], 40)
     assert handles[0].result().stats.drafted == 0
     assert handles[2].result().stats.drafted > 0
 
@@ -297,5 +297,7 @@ assert handle.result(0).finish_reason == "cancelled", handle.result(0)
 print("ended")
 """
     here = str(Path(__file__).parent)
-    done = subprocess.run([sys.executable, "-c", script, here], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, here], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")

@@ -400,7 +400,7 @@ def test_the_configuration_writes_lines_of_uvicorn_too(log_format):
         "for name in ('specexport.access', 'specexport_runtime.costs.curves', 'uvicorn.error', 'uvicorn.access'):\n"
         "    logging.getLogger(name).info('a line of %s', name)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG_S)
     lines = done.stderr.splitlines()
     assert done.stdout == ""
     assert len(lines) == 3  # the line of a request is ours, not uvicorn's

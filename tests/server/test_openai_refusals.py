@@ -6,6 +6,7 @@ import httpx
 import openai
 import pytest
 from openai_help import client_of
+from patience import HANG_S
 from pydantic import ValidationError
 from serving import Served, fake_engine
 
@@ -196,7 +197,7 @@ def refusal(answer, status=400):
 
 @pytest.fixture(scope="module")
 def http(fake_served):
-    with httpx.Client(base_url=fake_served.url, timeout=30) as http:
+    with httpx.Client(base_url=fake_served.url, timeout=HANG_S) as http:
         yield http
     fake_served.wait_until_idle()
 
@@ -268,7 +269,7 @@ def test_the_model_may_be_left_out(http):
 
 def test_limits_of_the_server():
     config = ServerConfig(model_name="small", max_prompts=2, max_n=2, max_prompt_tokens=5, max_tokens=7, max_waiting=0)
-    with Served(lambda: fake_engine(3), config) as served, httpx.Client(base_url=served.url, timeout=30) as http:
+    with Served(lambda: fake_engine(3), config) as served, httpx.Client(base_url=served.url, timeout=HANG_S) as http:
         for body, param, limit in [
             ({"prompt": ["w1"] * 3}, "prompt", "2"),
             ({"prompt": "w1", "n": 3}, "n", "2"),

@@ -137,7 +137,7 @@ def test_a_host_that_is_not_this_machine(capsys, demo_bundle, host, message):
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command_line = [sys.executable, "-m", "specexport_runtime", "serve", *arguments, "--port", "0", "--no-adaptive"]
-    return subprocess.run(command_line, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command_line, capture_output=True, text=True, timeout=patience.HANG_S, check=False)
 
 
 def test_a_bundle_that_is_missing_or_does_not_fit(tmp_path, demo_bundle):
@@ -161,7 +161,11 @@ def test_without_the_extra_the_package_is_named(demo_bundle):
         "from specexport_runtime.cli.command import runtime_cli\nruntime_cli(['serve', sys.argv[1]])"
     )
     result = subprocess.run(
-        [sys.executable, "-c", script, str(demo_bundle)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script, str(demo_bundle)],
+        capture_output=True,
+        text=True,
+        timeout=patience.HANG_S,
+        check=False,
     )
     assert result.returncode == 2
     assert result.stderr == "error: uvicorn is not installed. Fix: pip install 'specexport[serve]'.\n"

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, DEFAULT_ON
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import SpanKind, StatusCode
-from patience import wait_until
+from patience import HANG_S, wait_until
 from serving import Served, fake_engine
 
 from specexport_runtime.sequences.stats import SequenceStats
@@ -243,7 +243,7 @@ assert "opentelemetry" not in sys.modules
 
 def test_it_works_without_the_library():
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_THE_LIBRARY], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", WITHOUT_THE_LIBRARY], capture_output=True, text=True, check=False, timeout=HANG_S
     )
     assert (done.returncode, done.stdout.strip()) == (0, "served"), done.stderr
 
