@@ -23,6 +23,10 @@ def test_the_page_names_every_architecture_of_the_installed_transformers_once() 
     named = [name for line in lines if line.startswith("`") for name in re.findall(r"`(.+?)`", line)]
     named += [line.split("`")[1] for line in lines if line.startswith("| `")]
     assert sorted(named) == sorted(all_names())
+    works = re.search(r"\| works \| (\d+) \|", text)
+    assert works is not None
+    readme = PAGE.parents[1].joinpath("README.md").read_text(encoding="utf-8")
+    assert f"[{works[1]} of the {len(named)} architectures](docs/architectures.md)" in readme
 
 
 @pytest.mark.slow

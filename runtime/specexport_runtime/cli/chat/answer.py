@@ -1,6 +1,7 @@
 """One answer: streamed to standard output, and ended early by Ctrl-C."""
 
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from specexport_runtime.sequences.results import GenerationResult, StreamChunk
 
 _OPEN, _CLOSE = "<think>", "</think>"
+_LOOK_S = 0.5
+"""A signal that comes just before a wait begins does not end it: so often Python gets to look for one."""
 
 
 class _Listener:
@@ -28,6 +31,12 @@ class _Listener:
 
     def on_done(self, _: "RequestHandle") -> None:
         self.news.put("done")
+
+    def next(self) -> "StreamChunk | Literal['done', 'stop']":
+        """Wait for what comes next."""
+        while True:
+            with suppress(Empty):
+                return self.news.get(timeout=_LOOK_S)
 
     def stop(self) -> None:
         """May be called in a signal handler: such a queue is made for that."""
@@ -76,7 +85,7 @@ def stream_answer(engine: "SpecEngine", spec: "RequestSpec", slips: Slips, *, co
     thinking = Thinking(before.rstrip().endswith(_OPEN))
     with slips.telling(listener.stop):
         [handle] = engine.submit_all([spec], [listener])
-        while (item := listener.news.get()) != "done":
+        while (item := listener.next()) != "done":
             if isinstance(item, str):
                 handle.cancel()
                 continue
