@@ -212,7 +212,10 @@ def run_drafts(
     while active := [draft for draft in drafts if draft.is_open]:
         for draft in active:
             draft.begin_step()
-        work = [(draft.sequence.row, pending(draft)._replace(drafts=len(draft.tokens))) for draft in active]
+        work = [(draft.sequence.row, pending(draft)) for draft in active]
+        if runner.has_states:
+            drafted = [len(draft.tokens) for draft in active]
+            work = [(row, given._replace(drafts=count)) for (row, given), count in zip(work, drafted, strict=True)]
         kept = [is_kept(draft) for draft in active]
         if any(draft.needs_logits for draft in active):
             logits = _step(runner, work, kept, "logits")[:, :num_rows]

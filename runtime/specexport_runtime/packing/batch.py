@@ -237,6 +237,11 @@ class ModelRunner:
             self.logit_starts[i] = self.logit_starts[i - 1] + counts[i - 1][1]
         return self.executor.execute(want)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep a state: steps have to say which of their tokens are drafts."""
+        return self._states is not None
+
     def _step_states(self, first_row: int, work: Seq[RowWork]) -> Int64Array | None:
         """What the step does with states; None for a model without."""
         if not isinstance(self.kv, StateArena):

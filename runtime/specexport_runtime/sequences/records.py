@@ -65,6 +65,8 @@ class Proposal(NamedTuple):
 
     def shares(self, accepted: int) -> list[tuple[str, int, int]]:
         """Who drafted tokens: name, tokens, and how many of them are among the first ``accepted``."""
+        if not self.forced:
+            return [(self.drafter, len(self.tokens), accepted)] if self.tokens else []
         known = self.num_forced(accepted)
         shares = [(self.drafter, self.num_own, accepted - known), (FORCED, len(self.forced), known)]
         return [share for share in shares if share[1]]
