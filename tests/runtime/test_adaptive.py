@@ -7,10 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 from chance import examples
+from goodput_fakes import LOOKAHEAD, curves, step_cost
 from hypothesis import given
 from hypothesis import strategies as st
 from loop import MAX_MODEL_LEN, VOCAB, finish, goodput_length, greedy_reference
-from test_goodput import LOOKAHEAD, curves, step_cost
 from test_sampling_exact import P_VALUE, p_value
 from test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
 from tokenizers import Tokenizer, models, pre_tokenizers

@@ -2,100 +2,35 @@
 
 import asyncio
 import gc
-import math
 import threading
-import weakref
-from contextlib import aclosing, suppress
-from functools import cache
+from contextlib import aclosing
 
 import pytest
-from loop import MAX_MODEL_LEN, fail_at, greedy_reference, make_target
-from test_engine import make_engine
+from async_engines import (
+    ENDLESS,
+    LONG,
+    LONG_TEXT,
+    Gate,
+    assert_at_rest,
+    collect,
+    ends,
+    engine_at_rest,
+    expected,
+    ids_of,
+    until,
+)
+from loop import MAX_MODEL_LEN, fail_at
 
-from specexport_runtime import AsyncRequest, AsyncSpecEngine, SamplingParams, SpecEngine, SpecexportError
+from specexport_runtime import AsyncRequest, AsyncSpecEngine, SamplingParams, SpecexportError
 from specexport_runtime.async_engine import Mailbox
 from specexport_runtime.errors import EngineClosedError, InvalidRequestError, QueueFullError, RequestFailedError
 from specexport_runtime.requests.drafting import RequestSpec
 
-LONG = SamplingParams(max_tokens=40)
-ENDLESS = SamplingParams(max_tokens=60)
-LONG_TEXT = " ".join(["w1"] * 900)  # tokenized on another thread
-
-
-def expected(prompt: list[int], count: int) -> list[int]:
-    return list(_expected(tuple(prompt), count))
-
-
-@cache
-def _expected(prompt: tuple[int, ...], count: int) -> list[int]:
-    return greedy_reference(make_target(), list(prompt), count)
-
-
-def ids_of(chunks) -> list[int]:
-    return [piece.token_id for chunk in chunks for piece in chunk.pieces]
-
-
-class Gate:
-    """Holds every step of an engine's target while it is shut."""
-
-    def __init__(self, engine: SpecEngine) -> None:
-        self._changed = threading.Condition()
-        self._begun = 0
-        self._allowed = math.inf
-        execute = engine.target.execute
-
-        def held(*args):
-            with self._changed:
-                self._begun += 1
-                assert self._changed.wait_for(lambda: self._begun <= self._allowed, 60)
-            return execute(*args)
-
-        engine.target.execute = held
-
-    def shut(self) -> None:
-        self._allowed = self._begun
-
-    def open(self, steps: float = math.inf) -> None:
-        """Let so many more steps pass."""
-        with self._changed:
-            self._allowed += steps
-            self._changed.notify_all()
-
-    async def holds(self) -> None:
-        """Wait until a step is held."""
-        async with asyncio.timeout(60):
-            while self._begun <= self._allowed:
-                await asyncio.sleep(0.001)
-
 
 @pytest.fixture
 def engine():
-    engine = make_engine()
-    engine._loop._check = True
-    yield engine
-    assert_at_rest(engine)
-    engine.close()
-
-
-def assert_at_rest(engine: SpecEngine) -> None:
-    """Nothing is running or waiting, and every row is free."""
-    thread = engine._loop._thread
-    if thread is not None:
-        thread.join(60)
-    decoder = engine._loop.decoder
-    assert engine._loop._thread is None
-    assert not decoder.has_work
-    assert not engine._loop._handles
-    decoder.check()
-    assert all(row is None for row in decoder.scheduler.rows)
-
-
-async def ends(request: AsyncRequest) -> str:
-    """How a request that nobody may wait for ended."""
-    async with asyncio.timeout(60):
-        while not request.done:
-            await asyncio.sleep(0.001)
-    return request.handle.result(0).finish_reason
+    with engine_at_rest() as engine:
+        yield engine
 
 
 def test_submit_iterate_and_ask_for_the_result(engine):
@@ -238,10 +173,6 @@ def hold_tokenizing(engine, monkeypatch) -> tuple[threading.Event, threading.Eve
 
     monkeypatch.setattr(engine, "submit_all", held)
     return begun, go
-
-
-async def until(event: threading.Event) -> None:
-    assert await asyncio.to_thread(event.wait, 60)
 
 
 def test_a_long_prompt_is_tokenized_beside_the_event_loop(engine, monkeypatch):
@@ -421,10 +352,6 @@ def test_a_request_that_fails_says_so_everywhere(engine):
     asyncio.run(main())
 
 
-async def collect(chunks) -> list:
-    return [chunk async for chunk in chunks]
-
-
 def test_a_failing_engine_step_ends_the_requests_in_flight_and_spares_later_ones(engine):
     fail_at(engine.target, 6)
 
@@ -487,256 +414,6 @@ def test_a_full_queue_refuses_all_or_nothing(engine):
     asyncio.run(main())
     with pytest.raises(InvalidRequestError, match="max_waiting is -1"):
         AsyncSpecEngine(engine, max_waiting=-1)
-
-
-def test_drain_waits_for_what_was_taken_and_refuses_the_rest(engine):
-    async def main():
-        service = AsyncSpecEngine(engine)
-        requests = await service.submit_all([RequestSpec([i], LONG) for i in range(6)])
-        draining = asyncio.ensure_future(service.drain())
-        await asyncio.sleep(0)
-        with pytest.raises(EngineClosedError):
-            await service.submit([1])
-        assert await draining
-        assert [request.handle.result(0).finish_reason for request in requests] == ["length"] * 6
-        assert [len(ids_of(await collect(request))) for request in requests] == [40] * 6  # still there to read
-        assert await service.drain(0)
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("timeout", [0, 0.05])
-def test_a_drain_that_takes_too_long_cancels_what_is_left(engine, timeout):
-    gate = Gate(engine)
-
-    async def main():
-        service = AsyncSpecEngine(engine)
-        gate.shut()
-        requests = await service.submit_all([RequestSpec([i], ENDLESS) for i in range(6)])
-        await gate.holds()
-        draining = asyncio.ensure_future(service.drain(timeout))
-        await asyncio.sleep(0.1)
-        assert not draining.done()
-        gate.open()
-        assert not await draining
-        assert [(await request.result()).finish_reason for request in requests] == ["cancelled"] * 6
-        assert service.num_active == 0
-
-    asyncio.run(main())
-
-
-def test_closing_finishes_what_was_taken_and_may_be_repeated():
-    closes = []
-
-    async def main():
-        engine = make_engine()
-        engine.target.close = lambda: closes.append(None)
-        service = AsyncSpecEngine(engine)
-        request = await service.submit([5], LONG)
-        await asyncio.gather(service.aclose(), service.aclose())
-        await service.aclose()
-        assert (await request.result()).token_ids == expected([5], 40)
-        with pytest.raises(EngineClosedError):
-            await service.submit([5])
-        with pytest.raises(EngineClosedError):
-            engine.submit([5])
-
-    asyncio.run(main())
-    assert len(closes) == 1
-
-
-def test_a_close_that_is_cancelled_cancels_what_is_left_and_closes():
-    async def main():
-        engine = make_engine()
-        gate = Gate(engine)
-        service = AsyncSpecEngine(engine)
-        gate.shut()
-        requests = await service.submit_all([RequestSpec([i], ENDLESS) for i in range(6)])
-        await gate.holds()
-        closing = asyncio.ensure_future(service.aclose())
-        await asyncio.sleep(0.01)
-        closing.cancel()
-        await asyncio.sleep(0.01)
-        gate.open()
-        with pytest.raises(asyncio.CancelledError):
-            await closing
-        assert [(await request.result()).finish_reason for request in requests] == ["cancelled"] * 6
-        with pytest.raises(EngineClosedError):
-            engine.submit([5])
-        assert_at_rest(engine)
-
-    asyncio.run(main())
-
-
-def test_a_block_finishes_its_requests_and_one_that_fails_cancels_them():
-    async def main():
-        engines = [make_engine(), make_engine()]
-        async with AsyncSpecEngine(engines[0]) as service:
-            request = await service.submit([5], LONG)
-        assert (await request.result()).token_ids == expected([5], 40)
-        gate = Gate(engines[1])
-        with suppress(KeyError):
-            async with AsyncSpecEngine(engines[1]) as service:
-                gate.shut()
-                request = await service.submit([5], ENDLESS)
-                asyncio.get_running_loop().call_later(0.05, gate.open)
-                raise KeyError
-        assert (await request.result()).finish_reason == "cancelled"
-        for engine in engines:
-            with pytest.raises(EngineClosedError):
-                engine.submit([1])
-
-    asyncio.run(main())
-
-
-def test_closing_while_reading_does_not_lock_up():
-    async def main():
-        service = AsyncSpecEngine(make_engine())
-        tokens = []
-        request = await service.submit([5], LONG)
-        async for chunk in request:
-            tokens += ids_of([chunk])
-            await service.aclose()
-        assert tokens == expected([5], 40)
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("reads", [True, False])
-def test_an_event_loop_that_is_closed_takes_only_its_own_requests_along(engine, reads):
-    gate = Gate(engine)
-    loop = asyncio.new_event_loop()
-
-    async def begin():
-        service = AsyncSpecEngine(engine)
-        gate.shut()
-        request = await service.submit([1], ENDLESS)
-        request.keeps = reads
-        await gate.holds()
-        return request
-
-    lost = loop.run_until_complete(begin())
-    mine = engine.submit([2], LONG)
-    loop.close()
-    gate.open()
-
-    async def others():
-        service = AsyncSpecEngine(engine)
-        return await asyncio.gather(*(service.generate([i], LONG) for i in (3, 4)))
-
-    assert [result.token_ids for result in asyncio.run(others())] == [expected([3], 40), expected([4], 40)]
-    assert mine.result(60).token_ids == expected([2], 40)
-    with pytest.raises(RequestFailedError, match="event loop of this request was closed"):
-        lost.handle.result(60)
-
-
-def test_the_end_of_the_program_cancels_what_its_tasks_wait_for(engine):
-    gate = Gate(engine)
-
-    async def main():
-        service = AsyncSpecEngine(engine)
-        gate.shut()
-        tasks = [asyncio.ensure_future(service.generate([i], ENDLESS)) for i in range(6)]
-        await gate.holds()
-        threading.Timer(0.05, gate.open).start()
-        return tasks
-
-    assert all(task.cancelled() for task in asyncio.run(main()))
-    assert_at_rest(engine)
-    assert engine.generate([3], LONG)[0].token_ids == expected([3], 40)
-
-
-def test_an_engine_belongs_to_its_event_loop(engine):
-    async def make():
-        return AsyncSpecEngine(engine)
-
-    async def use(service):
-        with pytest.raises(SpecexportError, match="another event loop"):
-            await service.submit([1])
-        assert service.num_active == 0
-
-    asyncio.run(use(asyncio.run(make())))
-    with pytest.raises(RuntimeError, match="no running event loop"):
-        AsyncSpecEngine(engine)
-
-
-def test_two_engines_in_one_process_do_not_meet(engine):
-    async def main():
-        async with AsyncSpecEngine(make_engine(), max_waiting=0) as other:
-            service = AsyncSpecEngine(engine, max_waiting=0)
-            specs = [RequestSpec([i], LONG) for i in range(4)]
-            both = [*await service.submit_all(specs), *await other.submit_all(specs)]
-            results = await asyncio.gather(*(request.result() for request in both))
-            assert [result.token_ids for result in results] == [expected([i], 40) for i in range(4)] * 2
-        assert (await service.generate([1], LONG)).token_ids == expected([1], 40)
-
-    asyncio.run(main())
-
-
-def test_threads_tasks_and_event_loops_share_an_engine(engine):
-    found: dict[int, list[int]] = {}
-
-    def use_thread(start: int) -> None:
-        for i in range(start, start + 5):
-            found[i] = ids_of(engine.submit([i % 17, 1], LONG))
-
-    async def use_loop(start: int) -> None:
-        service = AsyncSpecEngine(engine)
-
-        async def one(i: int) -> None:
-            request = await service.submit([i % 17, 1], LONG)
-            if i % 2:
-                found[i] = (await request.result()).token_ids
-            else:
-                found[i] = ids_of(await collect(request))
-
-        await asyncio.gather(*map(one, range(start, start + 5)))
-
-    threads = [threading.Thread(target=use_thread, args=(start,)) for start in (0, 5)]
-    threads += [threading.Thread(target=lambda start=start: asyncio.run(use_loop(start))) for start in (10, 15)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert found == {i: expected([i % 17, 1], 40) for i in range(20)}
-
-
-def test_a_request_is_freed_without_the_garbage_collector(engine):
-    async def main():
-        service = AsyncSpecEngine(engine)
-        request = await service.submit([5], LONG)
-        await collect(request)
-        handle = weakref.ref(request.handle)
-        request = weakref.ref(request)
-        await asyncio.sleep(0)
-        return handle, request
-
-    gc.disable()
-    try:
-        handle, request = asyncio.run(main())
-        assert_at_rest(engine)
-        assert request() is None
-        assert handle() is None
-    finally:
-        gc.enable()
-
-
-def test_a_load_that_is_cancelled_closes_what_it_loaded(monkeypatch):
-    go, closed = threading.Event(), threading.Event()
-    engine = make_engine()
-    monkeypatch.setattr(engine, "close", closed.set)
-    monkeypatch.setattr(SpecEngine, "load", lambda path: go.wait(60) and engine)
-
-    async def main():
-        task = asyncio.ensure_future(AsyncSpecEngine.load("engines/any"))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        go.set()
-        await until(closed)
-
-    asyncio.run(main())
 
 
 def test_the_demo_bundle_in_an_event_loop(demo_bundle):

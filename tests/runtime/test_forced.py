@@ -4,10 +4,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from goodput_fakes import curves
 from loop import VOCAB, goodput_length, make_decoder, make_draft, make_sequence, make_target, run
 from test_assistant_drafter import assistant_decoder
 from test_block_head import block_decoder
-from test_goodput import curves
 from test_head import head_decoder
 from test_hydra_drafter import hydra_decoder
 from test_medusa_drafter import medusa_decoder

@@ -250,7 +250,7 @@ def test_rows_and_rooms():
 
 
 def test_auto_is_whatever_there_is_with_a_chosen_length_where_costs_are_known():
-    from test_goodput import curves
+    from goodput_fakes import curves
 
     def plan(kind, **options):
         engine = make_engine(kind, **options)

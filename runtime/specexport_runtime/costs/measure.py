@@ -171,7 +171,7 @@ def _tokens_of_row(executor: Executor, row: int, width: int) -> list[int]:
 
 def _fill_rows(runner: ModelRunner, num_rows: int, length: int) -> None:
     """Give each row a past of ``length`` entries: one row is prefilled, the others are copies of it."""
-    runner.prefill(0, [token for i in range(length) for token in _tokens_of_row(runner.executor, i, 1)])
+    runner.prefill(0, _tokens_of_row(runner.executor, 0, length))
     for row in range(1, num_rows):
         runner.executor.move_row(0, row, runner.kv.entries(0))
         runner.kv.assume(row, length)

@@ -1,0 +1,211 @@
+"""The goodput controller in whole texts, in modelled time: the worst case, plain spells, copies or a model."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from goodput_fakes import CAPACITY, LOOKAHEAD, curves, decode, make_sequences
+from loop import VOCAB, goodput_length
+
+from specexport_runtime.decoding.decoder import Decoder
+from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.drafters.model import ModelDrafter
+from specexport_runtime.drafters.suffix import SuffixDrafter
+from specexport_runtime.drafters.suffix_store import SuffixStore
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.lookahead.acceptance import match_slots
+from specexport_runtime.lookahead.allocation import StepTimes, allocate
+from specexport_runtime.lookahead.plain_spell import PlainSpell
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sequences.records import Asked, Promise, Proposal, StepLoad
+
+
+@pytest.mark.parametrize("count", [1, 4, 16])
+def test_a_draft_that_is_never_right_costs_at_most_three_percent(count):
+    lengths = goodput_length(curves(), LOOKAHEAD)
+    plain, expected = decode("wrong", count, lengths=None, names=(), max_tokens=110)
+    seconds, sequences = decode("wrong", count, lengths=lengths, max_tokens=110)
+    assert [seq.output for seq in sequences] == [seq.output for seq in expected]
+    assert seconds <= plain / 0.97
+
+
+def test_a_fixed_length_costs_more_than_twice_as_much_with_such_a_draft():
+    plain, _ = decode("wrong", 1, lengths=None, names=())
+    assert decode("wrong", 1, lengths=None, adaptive=False)[0] > 2 * plain
+
+
+@pytest.mark.parametrize(("kind", "count", "least"), [("perfect", 1, 2.0), ("perfect", 8, 1.8), ("good", 1, 1.3)])
+def test_a_draft_that_is_often_right_pays(kind, count, least):
+    lengths = goodput_length(curves(), LOOKAHEAD)
+    plain, expected = decode(kind, count, lengths=None, names=(), max_tokens=110)
+    seconds, sequences = decode(kind, count, lengths=lengths, max_tokens=110)
+    assert [seq.output for seq in sequences] == [seq.output for seq in expected]
+    assert plain / seconds > least
+
+
+def test_lookup_learns_from_copies_that_it_did_not_test():
+    """A copy costs nothing to make: while none is tested, whether it would have passed is still seen."""
+    lengths = goodput_length(curves(per_token=0.9), LOOKAHEAD)
+    _, (seq,) = decode("good", 1, lengths=lengths, names=("lookup",), curve=curves(per_token=0.9), max_tokens=400)
+    memory = lengths._drafters["lookup", False]
+    assert sum(memory.shared.tests) > seq.stats.draft_rounds
+
+
+class _Sitting:
+    """A sequence in rounds in which nobody drafts, with what is remembered of its drafter."""
+
+    def __init__(self, now: int = 0, **changes: object) -> None:
+        self.adaptive: Any = True
+        self.trace: Any = None
+        self.num_generated = 3
+        self.draft_plan: Any = (("draft-model", 4),)
+        self.stages: Any = {"draft-model": SimpleNamespace(timer=SimpleNamespace(due=now + 20))}
+        vars(self).update(changes)
+
+
+def _stage_of(seq: Any, drafter: str) -> Any:
+    return seq.stages.get(drafter)
+
+
+def test_a_plain_spell_lasts_until_a_probe_is_due_or_the_step_changes() -> None:
+    spell, pair, sizes = PlainSpell(), [_Sitting(), _Sitting()], (2, 2, 2)
+    assert not spell.holds(1, sizes, pair)
+    spell.begin(0, sizes, pair, _stage_of)
+    assert spell.holds(1, sizes, pair)
+    assert spell.holds(19, sizes, pair)
+    assert not spell.holds(20, sizes, pair), "a probe is due"
+    assert not spell.holds(5, (2, 9, 2), pair), "a prompt shares the step"
+    assert not spell.holds(5, (2, 2, 2), [pair[0], _Sitting()]), "somebody else came"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"adaptive": False},
+        {"trace": []},
+        {"num_generated": 0},
+        {"draft_plan": (("lookup", 7),)},
+        {"stages": {}},
+    ],
+)
+def test_who_must_be_asked_in_every_round_begins_no_plain_spell(changes: dict[str, object]) -> None:
+    spell, pair = PlainSpell(), [_Sitting(), _Sitting(**changes)]
+    spell.begin(0, (2, 2, 2), pair, _stage_of)
+    assert not spell.holds(1, (2, 2, 2), pair)
+
+
+def test_a_refused_probe_is_asked_for_again_soon() -> None:
+    spell, seq = PlainSpell(), _Sitting(now=-20)
+    spell.begin(100, (1, 1, 1), [seq], _stage_of)
+    assert spell.holds(103, (1, 1, 1), [seq])
+    assert not spell.holds(104, (1, 1, 1), [seq])
+
+
+def test_what_promises_less_than_the_error_of_the_times_is_not_drafted() -> None:
+    flat = StepTimes([1.0, 1.0, 1.0], None, ())
+    assert allocate([[0.015, 0.001]], [0.0], 1.0, flat)[0] == [2], "times that say drafting is free"
+    assert allocate([[0.015, 0.001]], [0.0], 1.0, flat, 0.02)[0] == [0]
+    assert allocate([[0.03, 0.001]], [0.0], 1.0, flat, 0.02)[0] == [2]
+    assert allocate([[0.015], [0.015]], [0.0, 0.0], 2.0, flat, 0.02)[0] == [0, 0]
+    assert allocate([[0.5], [0.0]], [0.0, 0.0], 2.0, flat, 0.02)[0][0] == 1
+
+
+def copy_or_model(length, model_rate, draft=0.3):
+    """Whether a copy that matched ``length`` tokens is tested, or left for a model of that acceptance rate."""
+    return offered(length, model_rate, draft)[2]
+
+
+def offered(length, model_rate, draft=0.3, **options):
+    """A controller that knows both drafters, its sequence, and how much of a copy it allows."""
+    lengths = goodput_length(curves(draft), LOOKAHEAD)
+    (seq,) = make_sequences(1, ("suffix", "draft-model"), **options)
+    seq.tokens.append(1)
+    lengths.begin_round(StepLoad(1, 1, 1, len(seq.tokens)))
+    copies, model = lengths._stage("suffix", seq).acceptance, lengths._stage("draft-model", seq).acceptance
+    slots = match_slots(LOOKAHEAD)
+    for _ in range(60):  # long matches foretell what comes, short ones rarely
+        copies.observe(slots[12:20], 8, rejected=False)
+        copies.observe(slots[2:3], 0, rejected=True)
+        model.observe(range(LOOKAHEAD), int(model_rate * LOOKAHEAD), rejected=model_rate < 1)
+    (allowed,) = lengths.cut("suffix", [seq], [Proposal([1] * 8, match_length=length, drafter="suffix")], [8])
+    return lengths, seq, allowed.lookahead
+
+
+@pytest.mark.parametrize("length", [2, 12])
+def test_a_trace_tells_what_every_way_promised(length):
+    lengths, seq, copied = offered(length, model_rate=1.0, trace=True)
+    stage = lengths._stage("draft-model", seq)
+    stage.known = len(seq.tokens) - 1  # nothing to catch up on
+    asked = [Asked("suffix", copied, "goodput")]
+    if not copied:
+        (allowed,) = lengths.allow("draft-model", [seq], [8])
+        asked.append(Asked("draft-model", allowed.lookahead, "goodput"))
+    plain, copy, model = promises = lengths.promises(seq, asked)
+    curve = curves()
+    entries = len(seq.tokens)
+    draft = curve.drafters["draft-model"].seconds(1, 1, entries)
+    assert plain == Promise("", 0, 1.0, pytest.approx(1 / curve.target.seconds(1, 1, entries)))
+    for each, seconds in ((copy, 0.0), (model, draft)):
+        whole = curve.target.seconds(1 + each.lookahead, 1, entries) + each.lookahead * seconds
+        assert each.tokens_per_second == pytest.approx(each.expected / whole)
+    reached = stage.acceptance.reach(range(model.lookahead))
+    assert model.expected == pytest.approx(1 + sum(reached))
+    best = max(promises, key=lambda each: each.tokens_per_second)
+    assert best.drafter == ("suffix" if copied else "draft-model")
+    assert best.lookahead == asked[-1].lookahead
+    assert lengths.promises(seq, asked) == promises  # nothing is remembered of it
+
+
+def test_promises_are_for_traces_and_make_no_memories():
+    (seq,) = make_sequences(1, ("suffix", "draft-model"), trace=True)
+    lengths = goodput_length(curves(), LOOKAHEAD)
+    seq.tokens.append(1)
+    lengths.begin_round(StepLoad(1, 1, 1, len(seq.tokens)))
+    assert [each.drafter for each in lengths.promises(seq, [])] == [""]
+    assert not lengths._stages
+    assert not lengths._drafters
+    watched, _, _ = offered(12, 1.0, trace=True)
+    unwatched, _, _ = offered(12, 1.0)
+    assert watched._copies
+    assert not unwatched._copies
+    _, (one,) = decode("good", 1, lengths=goodput_length(curves(), LOOKAHEAD), max_tokens=40)
+    assert all(record.promised[0].drafter == "" for record in one.trace)
+    assert all(record.taken.lookahead >= len(record.drafted) for record in one.trace[1:])
+    _, (fixed,) = decode("good", 1, lengths=None, max_tokens=20, adaptive=False)
+    assert not any(record.promised for record in fixed.trace)
+
+
+def test_a_long_copy_beats_the_model_and_a_short_one_does_not():
+    assert copy_or_model(12, model_rate=1.0) == 8
+    assert copy_or_model(2, model_rate=1.0) == 0
+    assert copy_or_model(12, model_rate=0.0) == 8
+
+
+def test_a_copy_is_left_for_a_model_that_costs_next_to_nothing():
+    assert copy_or_model(5, model_rate=1.0, draft=0.001) == 0
+    assert copy_or_model(12, model_rate=0.5, draft=0.001) == 8
+
+
+def test_auto_decodes_as_the_better_of_both_and_stays_exact():
+    target = FakeExecutor(VOCAB, 1, CAPACITY, context=3)
+    draft = FakeExecutor(VOCAB, 1, CAPACITY, context=3, noise=0.4)
+
+    def rounds(names):
+        lengths = goodput_length(curves(), LOOKAHEAD)
+        drafters = {
+            "suffix": SuffixDrafter(SuffixStore(4096)),
+            "draft-model": ModelDrafter(ModelRunner(draft), vocab_size=VOCAB, max_backlog=32),
+        }
+        decoder = Decoder(ModelRunner(target), ChainDrafter(drafters, lengths), lengths=lengths)
+        (seq,) = make_sequences(1, names, trace=True)
+        decoder.add(seq)
+        while decoder.has_work:
+            decoder.step()
+        return seq, {record.drafter for record in seq.trace if record.drafted}
+
+    both, used = rounds(("suffix", "draft-model"))
+    copied, _ = rounds(("suffix",))
+    drafted, _ = rounds(("draft-model",))
+    assert used == {"suffix", "draft-model"}
+    assert both.output == copied.output == drafted.output
+    assert both.stats.rounds <= 1.1 * min(copied.stats.rounds, drafted.stats.rounds)
