@@ -13,17 +13,20 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check fuzz lint format docs clean distclean
+.PHONY: help install demo test test-all check fuzz lint format docs clean distclean
 
 help: ## list the commands
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 install: $(VENV)/.installed-demo ## make .venv and install what is needed to build and run bundles
 
 demo: $(VENV)/.installed-demo ## install, build the demo bundle, generate with and without speculation
 	@$(BIN)/specexport demo
 
-test: $(VENV)/.installed-dev ## install and run the whole CPU test suite
+test: $(VENV)/.installed-dev ## install and run the tests that every change runs
+	$(TEST_ENV) $(PYTEST) -m "not whole" $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed-dev ## the whole CPU suite: also Ray, kernels for every GPU, wheels, the docs' commands
 	$(TEST_ENV) $(PYTEST) $(PYTEST_ARGS)
 
 check: lint ## lint, types and the tests that matter while editing: the runtime's, without bundles and drawn inputs

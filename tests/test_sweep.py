@@ -30,6 +30,7 @@ def test_the_page_names_every_architecture_of_the_installed_transformers_once() 
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.exports
 @pytest.mark.parametrize(("name", "limit"), [("deepseek_v2", 1e-5), ("zamba2", 3e-5)])
 def test_an_architecture_is_made_built_and_compared(name: str, limit: float, tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def test_thinned_models_follow_the_rules_or_chance_and_keep_the_first_layer(scri
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_a_short_run_trains_saves_and_goes_on(tmp_path):
     target = tmp_path / "target"
     make_target().save_pretrained(target)

@@ -88,6 +88,7 @@ def test_prompts_fit_the_models():
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_training_script_makes_a_loadable_pair(tmp_path):
     small = ["64", "1", "1", "1", "64"]
     command = [sys.executable, str(PAIR / "train.py"), "--out", str(tmp_path), "--vocab", "512"]
@@ -102,6 +103,7 @@ def test_training_script_makes_a_loadable_pair(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_distillation_script_makes_a_draft_that_fits(demo_bundle, tmp_path):
     command = [
         sys.executable,

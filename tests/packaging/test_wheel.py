@@ -98,6 +98,7 @@ def production(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.xdist_group("production")  # one worker, one environment
 def test_production_environment_generates_from_a_bundle(production: Path, demo_bundle: Path, tmp_path: Path) -> None:
     for package in NOT_IN_PRODUCTION:
@@ -114,6 +115,7 @@ def test_production_environment_generates_from_a_bundle(production: Path, demo_b
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.xdist_group("production")  # one worker, one environment
 def test_production_environment_names_the_missing_extra(production: Path, demo_pair: Path, tmp_path: Path) -> None:
     assert run([production / "specexport", "--help"], cwd=tmp_path).returncode == 0
@@ -125,6 +127,7 @@ def test_production_environment_names_the_missing_extra(production: Path, demo_p
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.xdist_group("production")  # one worker, one environment
 def test_production_environment_serves_with_the_extra_and_asks_for_it_without(
     production: Path, wheel: Path, demo_bundle: Path, tmp_path: Path

@@ -24,6 +24,7 @@ from specexport.plugin.definitions import register_plugins
 from specexport.plugin.kernels import MOST_SHARED_BYTES, compile_plugin, tile_options
 from specexport.plugin.naming import graph_shape, plugin_name, plugin_names, plugin_spec
 from specexport_runtime.errors import CheckFailedError, IncompatibleError, MissingDependencyError, UserInputError
+from tests.lanes import with_one_every_day
 from tests.ops.test_unpadded_attention import CASES, one_node_model
 from tests.packaging.test_imports import HEAVY, loaded_after
 from tests.plugin.evaluator import ATTRIBUTES
@@ -146,7 +147,7 @@ def test_an_engine_launches_what_the_launcher_does(
             ]
 
 
-@pytest.mark.parametrize("sm", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("sm", with_one_every_day([80, 89, 90, 100, 120]))
 @pytest.mark.parametrize("name", ["append", "everything", "combine"])
 def test_the_code_takes_inputs_then_ints_then_outputs(name: str, sm: int, trt: types.ModuleType) -> None:
     """No scratch pointers: the parameters are as many as TensorRT passes."""

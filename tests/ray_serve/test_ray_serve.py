@@ -12,7 +12,7 @@ from patience import HANG_S, wait_until
 
 from specexport_runtime.errors import SpecexportError
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group("ray")]  # one worker, one cluster
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.whole, pytest.mark.xdist_group("ray")]  # one cluster
 
 PROMPT = "def read_lines(path):"
 PLAIN = {"speculative": {"drafter": "none"}}

@@ -261,6 +261,7 @@ def test_torch_attention_is_right_in_every_form() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_dry_run_of_every_section(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "run", "--backend", "ort-cpu", "--tiny"]
