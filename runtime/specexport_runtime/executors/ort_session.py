@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from specexport_runtime.bundle.opened import WEIGHTS
 from specexport_runtime.errors import BundleError, MissingDependencyError
+from specexport_runtime.executors.external_data import session_model
 from specexport_runtime.executors.flash_attention import flash_attention
 from specexport_runtime.executors.ort_probe import ProbedStep, difference, probe_session, probe_widths
 from specexport_runtime.executors.ort_threads import set_threads
@@ -53,7 +55,7 @@ def open_session(
             "onnxruntime is not installed, and this bundle's engines run on it.", "pip install 'specexport[cpu]'."
         ) from error
     if engine_hash is not None:
-        weights = sum(file.stat().st_size for file in path.parent.glob("*.data"))
+        weights = sum(file.stat().st_size for file in path.parent.glob(WEIGHTS))
         session = PrepackedEngine(engine_hash, weights, probe_widths(lookahead)).load(
             write=lambda folder: _write_prepacked(path, folder, num_threads),
             prove=lambda folder, widths: _prove_prepacked(path, folder, num_threads, widths, flash),
@@ -76,8 +78,9 @@ def _open_plain(path: Path, num_threads: int, spin: bool, flash: bool = True) ->
 def _make_session(path: Path, options: Any, flash: bool) -> Any:
     import onnxruntime
 
+    model = session_model(path, options)
     with flash_attention(flash):
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def _options(num_threads: int, spin: bool) -> Any:
