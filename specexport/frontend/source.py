@@ -108,7 +108,7 @@ def hash_source(source: Source) -> str:
     """SHA-256 over the names and contents of a source's files."""
     digest = hashlib.sha256()
     for path in source.files:
-        digest.update(f"{path.name}\0{_hash_file(path, *file_state(path))}\n".encode())
+        digest.update(os.fsencode(f"{path.name}\0{_hash_file(path, *file_state(path))}\n"))
     return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Bundles of symbolic links, as the hub, Nix and Kubernetes keep files: they load, and nothing is written through one."""
+"""Bundles of symbolic links, as the hub, Nix and Kubernetes keep files: they load, and no link is written through."""
 
 import hashlib
 import os

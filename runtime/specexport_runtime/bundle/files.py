@@ -32,7 +32,7 @@ MAX_RECORDS = 1000
 SETTLE_NS = 2 * 10**9
 _REBUILD = "build it again with `specexport build`."
 FOLLOW_LINKS = "copy the folder with `cp -rL` where its links lead to files, or bring what they lead to here as well."
-_READABLE = "let this user read it."
+_RENAME = "rename the file or folder."
 
 Record = dict[str, list[int | str]]
 """File name → what identified it when its hash was right: see :func:`_identity`."""
@@ -95,18 +95,28 @@ def file_fault(path: Path) -> tuple[str, str] | None:
     What is no regular file is never opened: a pipe or a device has no end.
     """
     try:
-        status = path.stat()
+        if not stat.S_ISREG(path.stat().st_mode):
+            return "is no regular file", ""
+        path.open("rb").close()
     except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return f"cannot be read ({error.strerror})", "let this user read it."
         if path.is_symlink():
             return f"is a link that leads to no file ({error.strerror})", FOLLOW_LINKS
-        return ("is missing", "") if error.errno in (errno.ENOENT, errno.ENOTDIR) else (_cannot(error), _READABLE)
-    if not stat.S_ISREG(status.st_mode):
-        return "is no regular file", ""
-    return None if os.access(path, os.R_OK) else (_cannot(PermissionError(0, "permission denied")), _READABLE)
+        return "is missing", ""
+    return None
 
 
-def _cannot(error: OSError) -> str:
-    return f"cannot be read ({error.strerror})"
+def native_path(path: Path) -> str:
+    """A path as libraries take it that know UTF-8 only, whatever the locale makes of its bytes.
+
+    Raises:
+        BundleError: its bytes are no UTF-8.
+    """
+    try:
+        return os.fsencode(path).decode("utf-8")
+    except UnicodeDecodeError:
+        raise BundleError(f"{path} has a name that is not UTF-8, so its engine cannot be opened.", _RENAME) from None
 
 
 def _check(path: Path, sha256: str) -> list[int | str] | None:
@@ -124,7 +134,7 @@ def _identity(path: Path, sha256: str) -> list[int | str]:
 
 
 def _record_path(root: Path, records: Path) -> Path:
-    return records / f"{hashlib.sha256(str(root).encode()).hexdigest()[:32]}.json"
+    return records / f"{hashlib.sha256(os.fsencode(root)).hexdigest()[:32]}.json"
 
 
 def _read_record(root: Path) -> Record:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from specexport_runtime.bundle.files import native_path
 from specexport_runtime.bundle.opened import WEIGHTS
 
 FOLDER_KEY = "session.model_external_initializers_file_folder_path"
@@ -40,9 +41,9 @@ def session_model(path: Path, options: Any) -> str | bytes:
         OSError, ValueError: the graph cannot be read, or has weights in other files than those.
     """
     if all(file.resolve().parent == path.parent.resolve() for file in path.parent.glob(WEIGHTS)):
-        return str(path)
+        return native_path(path)
     model = read_model(path)
-    options.add_session_config_entry(FOLDER_KEY, str(follow_links(model, path.parent)))
+    options.add_session_config_entry(FOLDER_KEY, native_path(follow_links(model, path.parent)))
     data: bytes = model.SerializeToString()
     return data
 
@@ -66,7 +67,8 @@ def follow_links(model: Any, folder: Path) -> Path:
         if entry.key == "location":
             if entry.value not in files:
                 raise ValueError(f"weights in {entry.value!r}, which is no file of weights beside the graph")
-            entry.value = files[entry.value].relative_to(root).as_posix()
+            place = files[entry.value].relative_to(root)
+            entry.value = native_path(place).replace(os.sep, "/")
     return root
 
 
