@@ -15,7 +15,7 @@ from specexport_runtime.bundle.files import FOLLOW_LINKS, file_fault, sha256_fil
 from specexport_runtime.errors import CheckpointError
 
 _CONFIG = "config.json"
-_WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _CONVERT = (
