@@ -75,7 +75,7 @@ def new_folder(path: Path, *, replace: bool = False, sync: bool = True) -> Itera
     """A temporary folder that becomes ``path`` when the block ends, and vanishes when it raises.
 
     Args:
-        path: where the folder will be.
+        path: where the folder will be; a link stays, and leads to it.
         replace: ``path`` may exist: it is renamed away, and deleted once the new folder is in place.
         sync: flush the files to the disk before they get their final name.
 
@@ -86,6 +86,7 @@ def new_folder(path: Path, *, replace: bool = False, sync: bool = True) -> Itera
         UserInputError: the folder cannot be made, or the disk is full; names the written and the free bytes.
         OutputExistsError: ``path`` is in use by the time the block ends.
     """
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path
     temporary = temporary_name(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

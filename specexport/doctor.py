@@ -246,6 +246,9 @@ def _tensorrt() -> Finding:
 
 
 def _cache() -> Finding:
-    folder = cache_folder()
+    try:
+        folder = cache_folder()
+    except RuntimeError as error:
+        return Finding("cache", "note", f"none ({error})", "set SPECEXPORT_CACHE_DIR to a folder of your own.")
     used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
     return Finding("cache", "ok", f"{folder}: {used / 1e9:.2f} GB")

@@ -36,16 +36,22 @@ def warn_once(topic: str, message: str, *args: object) -> None:
 def cache_root() -> Path:
     """``SPECEXPORT_CACHE_DIR``, else ``specexport`` in the platform's cache folder. Nothing is made or checked.
 
+    Only ``SPECEXPORT_CACHE_DIR`` may lie in the working directory.
+
     Raises:
-        RuntimeError: there is no variable that names it, and no home folder.
+        RuntimeError: there is no variable that names it, and no home folder to find it in.
     """
     if folder := os.environ.get(ROOT_VARIABLE):
         return Path(folder).expanduser()
-    if folder := os.environ.get("XDG_CACHE_HOME"):
-        return Path(folder).expanduser() / "specexport"
+    stated = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME", "")))
+    if stated.is_absolute():  # the specification has others ignored
+        return stated / "specexport"
     if sys.platform == "win32" and (folder := os.environ.get("LOCALAPPDATA")):
         return Path(folder) / "specexport" / "Cache"
-    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "specexport"
+    home = Path.home()
+    if not home.is_absolute():
+        raise RuntimeError(f"the home folder is {str(home)!r}, which depends on the working directory")
+    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "specexport"
 
 
 def cache_folder(kind: str, *, writable: bool = True) -> Path | None:

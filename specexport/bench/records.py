@@ -163,7 +163,7 @@ def write_json(path: Path, result: BenchResult) -> None:
 
 
 def _dump(value: object) -> str:
-    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+    return json.dumps(value, allow_nan=False)
 
 
 def _dump_lines(value: object) -> str:

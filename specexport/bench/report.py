@@ -31,7 +31,7 @@ def write_markdown(path: Path, result: BenchResult) -> None:
     text = format_report(result) + "\n"
 
     def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
     write_file(path, write)
 

@@ -34,6 +34,15 @@ def cache_folder() -> Path:
     return cache_root()
 
 
+def open_cache() -> "EngineCache | None":
+    """The cache in its usual place; None, after a warning, where there is no home folder to have it in."""
+    try:
+        return EngineCache()
+    except RuntimeError as error:
+        warn_unwritable(error)
+        return None
+
+
 class EngineCache:
     """The stage cache of ``specexport build``.
 

@@ -20,7 +20,7 @@ from specexport.atomic import new_folder
 from specexport.backends.registry import find_backend
 from specexport.build.built import TOKENIZER_NAME, BuiltModel, EngineCheck
 from specexport.build.bundle import check_output, find_up_to_date, refuse_to_replace, write_bundle
-from specexport.build.cache import EngineCache
+from specexport.build.cache import EngineCache, open_cache
 from specexport.build.check import check_obstacle
 from specexport.build.draft_layers import LayerPrune, check_num_layers
 from specexport.build.draft_vocabulary import HeadCut, check_head_size, hash_texts, read_counting_texts
@@ -146,7 +146,7 @@ def build_bundle(
     if present is not None and dump_passes is None:
         return _result(output, present, clock, up_to_date=True)
     # Dumping passes needs every pass to run, so engines are not taken from the cache then.
-    cache = EngineCache() if use_cache else None
+    cache = open_cache() if use_cache else None
     built: dict[str, BuiltModel] = {}
     reused: list[str] = []
     heads = _Heads(recipe, plan.models, clock)

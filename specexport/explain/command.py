@@ -120,7 +120,7 @@ def _print(
             "rounds": [r.to_json() for r in trace],
             "summary": summary.to_json(),
         }
-        click.echo(json.dumps(record, ensure_ascii=False))
+        click.echo(json.dumps(record))
         return
     console = make_console(colour)
     pieces = Pieces(lambda ids: engine.tokenizer.decode(list(ids), skip_special_tokens=False), _before(result))

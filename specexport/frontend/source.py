@@ -6,15 +6,16 @@ Only named kinds of files are ever read or fetched: configuration, tokenizer, sa
 import functools
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
 
-from specexport_runtime.bundle.files import sha256_file
+from specexport_runtime.bundle.files import FOLLOW_LINKS, file_fault, sha256_file
 from specexport_runtime.errors import CheckpointError
 
 _CONFIG = "config.json"
-_WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _CONVERT = (
@@ -51,7 +52,9 @@ def resolve_source(source: str, revision: str | None = None, *, remote_code: boo
     if path.is_file():
         return _gguf_source(path)
     if path.is_dir():
-        return _folder_source(path, path.resolve().name, remote_code)
+        return _folder_source(path, Path(os.path.abspath(path)).name, remote_code)
+    if path.is_symlink():
+        raise CheckpointError(f"checkpoint {source} is a link that leads to nothing.", FOLLOW_LINKS)
     if source.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(source):
         raise CheckpointError(
             f"checkpoint {source}: there is no such folder or file.",
@@ -105,7 +108,7 @@ def hash_source(source: Source) -> str:
     """SHA-256 over the names and contents of a source's files."""
     digest = hashlib.sha256()
     for path in source.files:
-        digest.update(f"{path.name}\0{_hash_file(path, *file_state(path))}\n".encode())
+        digest.update(os.fsencode(f"{path.name}\0{_hash_file(path, *file_state(path))}\n"))
     return digest.hexdigest()
 
 
@@ -133,7 +136,7 @@ def _folder_source(folder: Path, name: str, remote_code: bool) -> Source:
     if not any(folder.iterdir()):
         raise CheckpointError(f"checkpoint folder {name} is empty.", "give a folder with config.json and safetensors.")
     ggufs = sorted(folder.glob("*.gguf"))
-    if not (folder / _CONFIG).is_file():
+    if not os.path.lexists(folder / _CONFIG):
         hint = f"give the file itself: {ggufs[0]}" if ggufs else "give the folder that holds config.json."
         raise CheckpointError(f"checkpoint folder {name} has no {_CONFIG}.", hint)
     if not any(folder.glob("*.safetensors")):
@@ -142,7 +145,11 @@ def _folder_source(folder: Path, name: str, remote_code: bool) -> Source:
             raise CheckpointError(f"{name} has pickled weights only ({pickled[0]}), which can run code.", _CONVERT)
         raise CheckpointError(f"checkpoint {name} has no safetensors weights.", _CONVERT)
     patterns = (*_WANTED, "*.py") if remote_code else _WANTED
-    return Source(name, folder, None, tuple(sorted({file for pattern in patterns for file in folder.glob(pattern)})))
+    files = sorted({file for pattern in patterns for file in folder.glob(pattern)})
+    for file in files:
+        if (fault := file_fault(file)) is not None:
+            raise CheckpointError(f"{name}: {file.name} {fault[0]}.", fault[1] or "fetch the checkpoint again.")
+    return Source(name, folder, None, tuple(files))
 
 
 def _fetch(repo_id: str, revision: str | None, remote_code: bool) -> Path:

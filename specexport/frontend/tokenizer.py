@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from specexport.frontend.source import Source
+from specexport.frontend.vocabulary_files import check_vocabulary, explain
 from specexport_runtime.errors import CheckpointError
 
 
@@ -130,14 +131,13 @@ def _from_class(source: Source, *, trust_remote_code: bool) -> TokenizerParts:
             source.folder, local_files_only=True, trust_remote_code=trust_remote_code, **named
         )
     except Exception as error:  # transformers raises nearly anything on a damaged tokenizer
-        raise CheckpointError(
-            f"{source.name}: the tokenizer cannot be loaded ({type(error).__name__}: {error}).",
-            "add its tokenizer.json to the checkpoint.",
-        ) from error
+        raise explain(source, error) from error
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(
             f"{source.name}: {type(tokenizer).__name__} has no fast tokenizer.", "add its tokenizer.json."
         )
+    if source.gguf_file is None and not trust_remote_code:
+        check_vocabulary(source, tokenizer)
     return _parts(tokenizer)
 
 

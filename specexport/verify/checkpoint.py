@@ -5,6 +5,7 @@ found counts only if its hash is the recorded one. Torch and transformers are im
 """
 
 import gc
+import os
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -72,7 +73,7 @@ def find_checkpoint(manifest: Manifest, role: str, given: str | None, bundle: Pa
 
 def _candidates(source: str, bundle: Path) -> Iterator[str]:
     """Where a checkpoint of that name may lie: here, beside the bundle, on the hub (or in its cache)."""
-    for folder in (Path(), bundle.resolve().parent):
+    for folder in dict.fromkeys((Path(), Path(os.path.abspath(bundle)).parent, bundle.resolve().parent)):
         if (folder / source).exists():
             yield str(folder / source)
     if "/" in source:

@@ -74,7 +74,7 @@ def read_text(path: Path) -> list[str]:
         InvalidRequestError: the file cannot be read, is not UTF-8, or holds no text.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InvalidRequestError(f"{path} cannot be read ({error.strerror}).", "give a readable file.") from error
     except UnicodeDecodeError as error:

@@ -154,3 +154,15 @@ def test_a_cloned_file_shares_nothing_with_its_source(tmp_path: Path) -> None:
     with copy.open("r+b") as file:
         file.write(b"x")
     assert source.read_bytes() == b"0123" * 5000
+
+
+def test_a_link_stays_and_the_folder_it_leads_to_is_replaced(tmp_path: Path) -> None:
+    link, place = tmp_path / "link", tmp_path / "disk" / "bundle"
+    link.symlink_to(place)
+    for text in ("first", "second"):
+        with atomic.new_folder(link, replace=True) as folder:
+            (folder / "file").write_text(text)
+        assert link.is_symlink()
+        assert (place / "file").read_text() == text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]
+    assert [path.name for path in place.parent.iterdir()] == ["bundle"]

@@ -69,3 +69,15 @@ def test_kept_weights_follow_their_layers(tmp_path: Path) -> None:
     }
     for name, weight in checkpoint.kept.items():
         np.testing.assert_array_equal(weight.floats(), parameters[name.removeprefix("model.")].numpy())
+
+
+def test_a_file_that_is_a_link_is_named_by_the_link(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(make_model("Qwen2", GROUPED), path)
+    expected = load_checkpoint(str(path)).model.state_dict()
+    path.rename(tmp_path / "0f3a")
+    path.symlink_to("0f3a")
+    checkpoint = load_checkpoint(str(path))
+    assert checkpoint.source == "tiny.gguf"
+    found = checkpoint.model.state_dict()
+    assert all((value == found[name]).all() for name, value in expected.items())

@@ -1,6 +1,7 @@
 """Loading: what is read, what is refused, and what the refusal says."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -211,3 +212,42 @@ def test_a_weight_beyond_float16_is_refused_and_bfloat16_takes_it(tmp_path: Path
         load_checkpoint(str(tmp_path / "large"), dtype="float16")
     assert "--dtype bfloat16" in str(found.value.hint)
     assert load_checkpoint(str(tmp_path / "large"), dtype="bfloat16").dtype == "bfloat16"
+
+
+def into_blobs(folder: Path, blobs: Path) -> None:
+    """Leave relative links to files named by a number, as the hub's cache does."""
+    blobs.mkdir()
+    for number, path in enumerate(sorted(folder.iterdir())):
+        shutil.move(path, blobs / f"{number}")
+        path.symlink_to(os.path.relpath(blobs / f"{number}", folder))
+
+
+def test_a_folder_of_links_is_the_same_checkpoint(folder: Path, tmp_path: Path) -> None:
+    model, expected = load_checkpoint(str(folder)).model, hash_checkpoint(str(folder))
+    into_blobs(folder, tmp_path / "blobs")
+    (tmp_path / "named").symlink_to(folder)
+    linked = load_checkpoint(str(tmp_path / "named"))
+    assert linked.source == "named"
+    assert hash_checkpoint(str(tmp_path / "named")) == expected
+    found = linked.model.state_dict()
+    assert all((value == found[name]).all() for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_what_is_no_file_is_never_read(name: str, folder: Path) -> None:
+    for place, said in (("nowhere", "is a link that leads to no file"), ("/dev/zero", "is no regular file")):
+        (folder / name).unlink()
+        (folder / name).symlink_to(place)
+        with pytest.raises(CheckpointError, match=f"{name} {said}"):
+            load_checkpoint(str(folder))
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name} is no regular file"):
+        hash_checkpoint(str(folder))
+
+
+def test_a_dangling_link_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("gone").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match="gone is a link that leads to nothing"):
+        hash_checkpoint("gone")

@@ -30,6 +30,15 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path, reader, newlin
     assert READERS[reader](path) == ["a", "\ufeffb"]
 
 
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_bytes("\ufeffa\ufeffb".encode())
+    assert list(read_prompts(None, path, None)) == [PromptItem("a\ufeffb")]
+    path.write_bytes("a".encode("utf-16"))
+    with pytest.raises(InvalidRequestError, match="byte 0xff at offset 0"):
+        list(read_prompts(None, path, None))
+
+
 @pytest.mark.parametrize("reader", READERS)
 def test_only_newlines_end_a_line(tmp_path, reader):
     text = "one\u2028two\u0085three"

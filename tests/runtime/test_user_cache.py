@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from specexport.build.cache import cache_folder as compiler_cache_folder
+from specexport.build.cache import open_cache
+from specexport.doctor import _cache
 from specexport_runtime import machine as machine_facts
 from specexport_runtime.machine import machine_key, packing_key
 from specexport_runtime.user_cache import cache_folder, cache_root, read_json, warn_once, write_json
@@ -204,3 +206,45 @@ def test_timings_of_one_gpu_are_not_taken_for_another(tmp_path: Path, monkeypatc
     with_gpu = machine_key()
     monkeypatch.setattr(machine_facts, "gpu_names", lambda: ("NVIDIA A10",))
     assert len({before, with_gpu, machine_key()}) == 3
+
+
+@pytest.mark.parametrize("xdg", ["relative", "./relative", "", "~nobody-has-this-name/x"])
+def test_the_working_directory_is_no_cache(xdg: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPECEXPORT_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.chdir(tmp_path)
+    assert cache_folder("things") == tmp_path / "home" / ".cache" / "specexport" / "things"
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPECEXPORT_CACHE_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/x")
+    assert cache_root() == tmp_path / "x" / "specexport"
+    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", "~/y")
+    assert cache_root() == tmp_path / "y"
+
+
+@pytest.mark.parametrize("home", ["relative", None])
+def test_without_a_home_folder_there_is_no_cache(
+    home: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("SPECEXPORT_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.platform", "linux")
+    if home is None:
+        monkeypatch.setattr(Path, "home", no_home)
+    else:
+        monkeypatch.setenv("HOME", home)
+    assert cache_folder("things") is None
+    assert open_cache() is None
+    assert "SPECEXPORT_CACHE_DIR" in str(_cache().fix)
+    assert not list(tmp_path.iterdir())
+    assert len(caplog.records) == 1

@@ -13,8 +13,10 @@ recorded there. Imports the standard library only.
 """
 
 import contextlib
+import errno
 import hashlib
 import os
+import stat
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +31,8 @@ RECORD_KIND = "checked"
 MAX_RECORDS = 1000
 SETTLE_NS = 2 * 10**9
 _REBUILD = "build it again with `specexport build`."
+FOLLOW_LINKS = "copy the folder with `cp -rL` where its links lead to files, or bring what they lead to here as well."
+_RENAME = "rename the file or folder."
 
 Record = dict[str, list[int | str]]
 """File name → what identified it when its hash was right: see :func:`_identity`."""
@@ -60,16 +64,14 @@ def check_files(
         whether all of them were known, so that nothing was hashed.
 
     Raises:
-        BundleError: a file is missing, escapes the folder, or was altered; the message names it.
+        BundleError: a file is missing, no regular file, or was altered; the message names it.
     """
     title = what or str(folder)
     root = folder.resolve()
     for name, entry in files.items():
         path = folder / name
-        if not path.resolve().is_relative_to(root):
-            raise BundleError(f"{title}: the manifest names {name}, which lies outside the bundle.", _REBUILD)
-        if not path.is_file():
-            raise BundleError(f"{title}: {name} is missing.", _REBUILD)
+        if (fault := file_fault(path)) is not None:
+            raise BundleError(f"{title}: {name} {fault[0]}.", fault[1] or _REBUILD)
         if path.stat().st_size != entry.size:
             raise BundleError(f"{title}: {name} has {path.stat().st_size} bytes, not {entry.size}.", _REBUILD)
     remember = remember and os.name != "nt"
@@ -87,6 +89,36 @@ def check_files(
     return not stale
 
 
+def file_fault(path: Path) -> tuple[str, str] | None:
+    """Why ``path`` is no file to read, or link to one, and the way out where that tells it; None if it is.
+
+    What is no regular file is never opened: a pipe or a device has no end.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return "is no regular file", ""
+        path.open("rb").close()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return f"cannot be read ({error.strerror})", "let this user read it."
+        if path.is_symlink():
+            return f"is a link that leads to no file ({error.strerror})", FOLLOW_LINKS
+        return "is missing", ""
+    return None
+
+
+def native_path(path: Path) -> str:
+    """A path as libraries take it that know UTF-8 only, whatever the locale makes of its bytes.
+
+    Raises:
+        BundleError: its bytes are no UTF-8.
+    """
+    try:
+        return os.fsencode(path).decode("utf-8")
+    except UnicodeDecodeError:
+        raise BundleError(f"{path} has a name that is not UTF-8, so its engine cannot be opened.", _RENAME) from None
+
+
 def _check(path: Path, sha256: str) -> list[int | str] | None:
     """The file's identity if its hash is right, empty if it may still be changing; None for a wrong hash."""
     before = _identity(path, sha256)
@@ -102,7 +134,7 @@ def _identity(path: Path, sha256: str) -> list[int | str]:
 
 
 def _record_path(root: Path, records: Path) -> Path:
-    return records / f"{hashlib.sha256(str(root).encode()).hexdigest()[:32]}.json"
+    return records / f"{hashlib.sha256(os.fsencode(root)).hexdigest()[:32]}.json"
 
 
 def _read_record(root: Path) -> Record:

@@ -23,7 +23,7 @@ from specexport_runtime.abi import (
     LayerGeometry,
     StateGeometry,
 )
-from specexport_runtime.bundle.files import FileEntry
+from specexport_runtime.bundle.files import FileEntry, file_fault
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.bundle.rules import (
     MisfitError,
@@ -514,8 +514,10 @@ def load_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     if not os.path.isdir(folder):  # Path.is_dir raises for a name that no folder can have
         raise BundleError(f"there is no folder {folder}.", "give the bundle folder that `specexport build -o` wrote.")
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise BundleError(f"{folder} has no {MANIFEST_NAME}, so it is not a bundle.", _REBUILD)
+    if (fault := file_fault(path)) is not None:
+        raise BundleError(f"{path} {fault[0]}.", fault[1] or _REBUILD)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         schema, abi = int(data["schema_version"]), int(data["abi_version"])

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 TOKENIZER_NAME = "tokenizer.json"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
+WEIGHTS = "[!.]*.data"
+"""Names of files of weights, beside their graphs."""
 
 
 class Bundle(NamedTuple):
@@ -65,6 +67,14 @@ def check_num_seqs(count: int, name: str = "max_num_seqs") -> None:
         raise InvalidRequestError(f"{name} is {count}.", f"choose a number from 1 to {MAX_NUM_SEQS}.")
 
 
+def _check_links(folder: Path, manifest: Manifest) -> None:
+    """Refuse links to weights whose content nothing vouches for: a graph could make logits of any file."""
+    for name in {str(PurePosixPath(name).parent) for name in manifest.files}:
+        for path in (folder / name).glob(WEIGHTS):
+            if path.is_symlink() and path.relative_to(folder).as_posix() not in manifest.files:
+                raise BundleError(f"{folder}: {path.name} is a link that the manifest does not name.", "remove it.")
+
+
 def load_bundle(
     folder: Path, *, max_model_len: int | None = None, max_num_seqs: int | None = None, prefix_rows: int = 0
 ) -> Bundle:
@@ -93,6 +103,7 @@ def load_bundle(
     if not 0 <= prefix_rows <= MAX_NUM_SEQS:
         raise InvalidRequestError(f"prefix_rows is {prefix_rows}.", f"choose a number from 0 to {MAX_NUM_SEQS}.")
     known = check_files(folder, manifest.files, remember=True)
+    _check_links(folder, manifest)
     if "target" not in manifest.models:
         raise BundleError(f"{folder}: the manifest names no target model.", "build it again.")
     template = folder / CHAT_TEMPLATE_NAME

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from specexport_runtime.bundle.files import native_path
 from specexport_runtime.errors import BundleError
 from specexport_runtime.machine import return_freed_memory
 
@@ -40,7 +41,9 @@ def _load(path: Path) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(native_path(path))
+    except BundleError:
+        raise
     except Exception as error:  # tokenizers raises bare Exceptions
         raise BundleError(f"{path} cannot be read: {error}", "build it again.") from error
     return_freed_memory()  # of 300 MB that parsing a large vocabulary takes, 200 are free afterwards

@@ -25,6 +25,7 @@ from typing import Any
 
 import click
 
+from specexport_runtime.cli.any_text import take_any_text
 from specexport_runtime.cli.closed_output import EXIT_CLOSED_OUTPUT, ClosedOutputError, watch_output
 from specexport_runtime.cli.interrupts import EXIT_INTERRUPTED, handle_interrupts
 from specexport_runtime.errors import SpecexportError
@@ -113,6 +114,7 @@ class SuggestingGroup(click.Group):
         **extra: Any,
     ) -> Any:
         """Run the command line; see :meth:`click.Command.main`."""
+        take_any_text()
 
         def run() -> Any:
             return super(SuggestingGroup, self).main(args, prog_name, complete_var, standalone_mode=False, **extra)

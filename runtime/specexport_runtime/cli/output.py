@@ -111,7 +111,7 @@ def print_result(prompt: str, result: "GenerationResult", output: OutputOptions)
             ]
         if result.trace is not None:
             record["trace"] = [each.to_json() for each in result.trace]
-        click.echo(json.dumps(record, ensure_ascii=False))
+        click.echo(json.dumps(record))
     else:
         click.echo(f"{prompt if output.show_prompt else ''}{result.text}")
     if output.trace and not output.as_json:

@@ -1,6 +1,8 @@
 """Reading prompts for a command: an argument, a text file, JSON lines, or standard input."""
 
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +47,7 @@ def read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | N
     elif prompt_file is not None:
         yield PromptItem(read_text(prompt_file))
     elif prompt is not None and prompt != "-":
-        yield PromptItem(prompt)
+        yield PromptItem(_typed(prompt))
     else:
         if prompt is None and sys.stdin.isatty():
             raise InvalidRequestError(
@@ -77,7 +79,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     empty = True
     # Not splitlines: it also breaks at characters that JSON allows inside a string.
-    for number, line in enumerate(read_text(path).removeprefix("\ufeff").split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             empty = False
             yield number, _parse(line, f"{path}, line {number}")
@@ -100,9 +102,19 @@ def _parse(line: str, where: str) -> dict[str, Any]:
     return record
 
 
+def _typed(text: str) -> str:
+    """A text of the command line, whose bytes the C locale takes for ASCII though they are UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        with contextlib.suppress(UnicodeDecodeError):  # refused where texts are checked
+            return os.fsencode(text).decode("utf-8")
+    return text
+
+
 def _decode(data: bytes, where: str) -> str:
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8").removeprefix("\ufeff")  # a byte order mark is no text
     except UnicodeDecodeError as error:
         raise InvalidRequestError(
             f"{where} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}.", "save it as UTF-8."

@@ -158,13 +158,18 @@ def serve(
     from specexport_runtime.executors.open import check_threads
 
     settings = {name: options.pop(name) for name in list(options) if name in ServerConfig.__dataclass_fields__}
-    name = bundle.resolve().name if model_name is None else model_name
+    name = _folder_name(bundle) if model_name is None else model_name
     config = ServerConfig(model_name=name, api_keys=collect_keys(api_keys, api_key_file), **settings)
     check_threads(options["num_threads"], "--threads")
     if options["max_num_seqs"] is not None:
         check_num_seqs(options["max_num_seqs"], "--max-num-seqs")
     options["speculative_config"] = speculative_config(drafter, num_speculative_tokens)
     return _import_run()(bundle, config, **options)
+
+
+def _folder_name(bundle: Path) -> str:
+    """What the model is called: its folder, or the link to it, in letters that JSON has."""
+    return os.fsencode(os.path.basename(os.path.abspath(bundle))).decode("utf-8", "backslashreplace")
 
 
 def collect_keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:

@@ -184,7 +184,7 @@ def default_path(bundle: Path, *, writable: bool = False) -> Path | None:
     folder = cache_folder("tune", writable=writable)
     if folder is None:
         return None
-    return folder / f"{hashlib.sha256(str(bundle.resolve()).encode()).hexdigest()[:32]}.json"
+    return folder / f"{hashlib.sha256(os.fsencode(bundle.resolve())).hexdigest()[:32]}.json"
 
 
 def load_profile(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError
+from specexport_runtime.executors.external_data import session_model
 
 _CUDA = "CUDAExecutionProvider"
 
@@ -69,7 +70,8 @@ def open_session(ort: Any, path: Path, device_id: int, cuda_graphs: bool) -> Any
     provider = {"device_id": str(device_id), "use_tf32": "0", "enable_cuda_graph": str(int(cuda_graphs))}
     provider["arena_extend_strategy"] = "kSameAsRequested"  # by default weights may take twice their memory
     try:
-        session = ort.InferenceSession(str(path), options, providers=[(_CUDA, provider), "CPUExecutionProvider"])
+        model = session_model(path, options)
+        session = ort.InferenceSession(model, options, providers=[(_CUDA, provider), "CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
         raise BundleError(f"{path}: ONNX Runtime cannot load this engine: {error}", "build it again.") from error
     if _CUDA not in session.get_providers():

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from specexport_runtime.bundle.files import native_path
+from specexport_runtime.bundle.opened import WEIGHTS
 from specexport_runtime.errors import BundleError, MissingDependencyError
+from specexport_runtime.executors.external_data import session_model
 from specexport_runtime.executors.flash_attention import flash_attention
 from specexport_runtime.executors.ort_probe import ProbedStep, difference, probe_session, probe_widths
 from specexport_runtime.executors.ort_threads import set_threads
@@ -53,7 +56,7 @@ def open_session(
             "onnxruntime is not installed, and this bundle's engines run on it.", "pip install 'specexport[cpu]'."
         ) from error
     if engine_hash is not None:
-        weights = sum(file.stat().st_size for file in path.parent.glob("*.data"))
+        weights = sum(file.stat().st_size for file in path.parent.glob(WEIGHTS))
         session = PrepackedEngine(engine_hash, weights, probe_widths(lookahead)).load(
             write=lambda folder: _write_prepacked(path, folder, num_threads),
             prove=lambda folder, widths: _prove_prepacked(path, folder, num_threads, widths, flash),
@@ -67,6 +70,8 @@ def open_session(
 def _open_plain(path: Path, num_threads: int, spin: bool, flash: bool = True) -> Any:
     try:
         session = _make_session(path, _options(num_threads, spin), flash)
+    except BundleError:
+        raise
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
         raise BundleError(f"{path}: ONNX Runtime cannot load this engine: {error}", "build it again.") from error
     return_freed_memory()  # what scales were made of, and weights before they were packed
@@ -76,8 +81,9 @@ def _open_plain(path: Path, num_threads: int, spin: bool, flash: bool = True) ->
 def _make_session(path: Path, options: Any, flash: bool) -> Any:
     import onnxruntime
 
+    model = session_model(path, options)
     with flash_attention(flash):
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def _options(num_threads: int, spin: bool) -> Any:
@@ -96,7 +102,7 @@ def _options(num_threads: int, spin: bool) -> Any:
 def _write_prepacked(path: Path, folder: Path, num_threads: int) -> None:
     """Write the optimized graph with its packed weights, aligned. It does not depend on ``num_threads``."""
     options = _options(num_threads, spin=False)
-    options.optimized_model_filepath = str(folder / GRAPH_NAME)
+    options.optimized_model_filepath = native_path(folder / GRAPH_NAME)
     for key, value in (
         ("optimized_model_external_initializers_file_name", DATA_NAME),
         ("optimized_model_external_initializers_min_size_in_bytes", str(MIN_EXTERNAL_BYTES)),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specexport_runtime.bundle.manifest import EngineFile
-from specexport_runtime.user_cache import cache_folder, cache_root, is_private, replace_file
+from specexport_runtime.user_cache import cache_folder, is_private, replace_file
 
 KIND = "rtx-kernels"
 
@@ -28,8 +28,8 @@ class RtxKernels:
         gpu = "-".join("".join(c if c.isalnum() else " " for c in gpu_name).split())
         # Not by content: hashing gigabytes again would cost more than compiling.
         state = path.stat()
-        engine = hashlib.sha256(f"{path.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:16]
-        self.path = cache_root() / KIND / f"{engine}-{file.builder_version}-{gpu}.bin"
+        engine = hashlib.sha256(os.fsencode(f"{path.resolve()} {state.st_size} {state.st_mtime_ns}")).hexdigest()[:16]
+        self._name = f"{engine}-{file.builder_version}-{gpu}.bin"
         self._cache: Any = None
         self._loaded = 0
 
@@ -61,17 +61,19 @@ class RtxKernels:
         self._cache = None
         if len(kernels) <= self._loaded:
             return
-        if cache_folder(KIND) is None:
+        folder = cache_folder(KIND)
+        if folder is None:
             return
         with suppress(OSError):
-            replace_file(self.path, lambda file: file.write(kernels))
+            replace_file(folder / self._name, lambda file: file.write(kernels))
 
     def _read(self) -> bytes:
         """What was kept; nothing where it is missing, or open to the writing of others."""
-        if cache_folder(KIND, writable=False) is None:
+        folder = cache_folder(KIND, writable=False)
+        if folder is None:
             return b""
         try:
-            with self.path.open("rb") as file:
+            with (folder / self._name).open("rb") as file:
                 return file.read() if is_private(os.fstat(file.fileno())) else b""
         except OSError:
             return b""
