@@ -39,8 +39,8 @@ def start_loading(tokenizer: "Tokenizer") -> None:
 def read_whole_texts(tokenizer: "Tokenizer") -> None:
     """Make a tokenizer read every text whole, and in the same way each time.
 
-    A ``tokenizer.json`` keeps what its training set: ``truncation`` cuts texts, ``padding`` fills them up, and ``dropout``
-    leaves merges out at random.
+    A ``tokenizer.json`` keeps what its training set: ``truncation`` cuts texts, ``padding`` fills them up, and
+    ``dropout`` leaves merges out at random.
     """
     tokenizer.no_truncation()
     tokenizer.no_padding()

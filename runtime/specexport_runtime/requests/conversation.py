@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.checks import check_text
-from specexport_runtime.sequences.text import text_behind
+from specexport_runtime.sequences.text import shared_length, text_behind
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -186,8 +186,7 @@ class Conversation:
         output = turn.output
         if self._begins(text, turn, output):
             return len(output)
-        pairs = zip(self._said(turn, output), text, strict=False)
-        limit = next((i for i, (one, other) in enumerate(pairs) if one != other), len(text))
+        limit = shared_length(self._said(turn, output), text)
         low, high = 0, len(output) - 1  # texts of more tokens are longer, but for halves of characters
         while low < high:
             middle = (low + high + 1) // 2

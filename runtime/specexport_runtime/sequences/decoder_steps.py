@@ -28,9 +28,8 @@ def decodes_in_windows(tokenizer: "Tokenizer") -> bool:
     is_joined = False
     for step in decoder_steps(tokenizer):
         kind = step["type"]
-        if kind == "Strip" or kind == "Fuse" or _maps_single_characters(step):
-            pass
-        elif is_joined or kind not in _BY_TOKEN | _JOINING:
+        known = {"Fuse", "Strip"} if is_joined else _BY_TOKEN | _JOINING | {"Strip"}
+        if kind not in known and not _maps_single_characters(step):
             return False
         is_joined |= kind in _JOINING
     return True

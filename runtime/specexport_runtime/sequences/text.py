@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from os.path import commonprefix
 from typing import TYPE_CHECKING
 
 from specexport_runtime.sampling.params import SamplingParams
@@ -155,13 +154,18 @@ class TextStream:
         end = self._stops.find(self._text + self._tentative, seen)
         if end is not None:
             self._close((self._text + self._tentative)[:end])
-        elif len(self._ids) > _WINDOW and self._before is None and len(decided) == len(window) and not (final or self._in_bytes):
+        elif (
+            len(self._ids) > _WINDOW
+            and self._before is None
+            and len(decided) == len(window)
+            and not (final or self._in_bytes)
+        ):
             self._move_window(window)
 
     def _pass_border(self, window: str, decided: int) -> int:
         """Where the text begins in the window: behind what the prompt's text and it have in common."""
         before = self._before or ""
-        border = len(commonprefix((window, before)))
+        border = shared_length(window, before)
         self.replaced = len(before) - border
         if decided > border or decided == len(before):
             self._before = None
@@ -200,6 +204,11 @@ class TextStream:
         # Text must follow something, and from a character border, for the shorter window to go on alike.
         if text and window.endswith(text):
             self._ids, self._decoded, self._window_text = ids, len(ids), len(text)
+
+
+def shared_length(one: str, other: str) -> int:
+    """Characters that two texts begin with alike."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def text_behind(tokenizer: "Tokenizer", prompt: Seq[int], tokens: Iterable[int]) -> str:
