@@ -1,6 +1,7 @@
 """What a tokenizer's decoder does with the texts of tokens, one step after another."""
 
 import json
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,13 +21,13 @@ def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
     return [each for part in step["decoders"] for each in _flat(part)] if step["type"] == "Sequence" else [step]
 
 
-def decodes_in_windows(tokenizer: "Tokenizer") -> bool:
+def decodes_in_windows(steps: Iterable[Mapping[str, Any]]) -> bool:
     """Whether an end of the tokens decodes to an end of their text, but for what a first token loses.
 
     It does not where a step rewrites what another has joined: a replacement there may span any number of tokens.
     """
     is_joined = False
-    for step in decoder_steps(tokenizer):
+    for step in steps:
         kind = step["type"]
         known = {"Fuse", "Strip"} if is_joined else _BY_TOKEN | _JOINING | {"Strip"}
         if kind not in known and not _maps_single_characters(step):
@@ -35,5 +36,5 @@ def decodes_in_windows(tokenizer: "Tokenizer") -> bool:
     return True
 
 
-def _maps_single_characters(step: dict[str, Any]) -> bool:
+def _maps_single_characters(step: Mapping[str, Any]) -> bool:
     return step["type"] == "Replace" and len(step["pattern"].get("String", "")) == 1

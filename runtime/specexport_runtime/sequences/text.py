@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.decoder_steps import decodes_in_windows
+from specexport_runtime.sequences.decoder_steps import decoder_steps, decodes_in_windows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -54,8 +54,9 @@ class TextStream:
         self._ids: list[int] = []  # the window, then tokens not decoded yet
         self._decoded = 0  # tokens of the window that have been decoded
         self._window_text = 0  # characters of the window's text that are in _text, or of the prompt
-        self._has_byte_tokens = tokenizer.token_to_id("<0x41>") is not None
-        self._has_windows = decodes_in_windows(tokenizer)
+        steps = decoder_steps(tokenizer)
+        self._has_byte_tokens = any(step["type"] == "ByteFallback" for step in steps)
+        self._has_windows = decodes_in_windows(steps)
         self._in_bytes = not self._has_windows  # inside a run of byte tokens, whose text is not decided
         self._text = ""  # decided text: no later token can change it
         self._tentative = ""  # after it: may still change, but is right if generation ends here

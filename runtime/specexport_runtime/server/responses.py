@@ -159,13 +159,13 @@ class CompletionFormat(AnswerFormat):
             choice["prompt_logprobs"] = each
 
     def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts) -> dict[str, Any]:
-        tokens = []
+        tokens, offsets = [], [piece.offset for piece in pieces]
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
-        for piece in pieces:
+        for piece, behind in zip(pieces, [*offsets[1:], 1], strict=True):
             own = texts[piece.token_id].text
-            if piece.offset == 0 and piece.text and own.endswith(piece.text):
-                own = piece.text  # the first of all: decoders strip its space
+            if piece.offset == 0:
+                own = _as_first(own, piece.text, is_shown=behind > 0)
             tokens.append(own)
             if piece.logprobs is None:  # the first token of a prompt follows nothing
                 values.append(None)
@@ -177,7 +177,6 @@ class CompletionFormat(AnswerFormat):
                 top.setdefault(name, finite(value))  # the likelier one of two that read the same
             values.append(finite(piece.logprobs.logprob))
             tops.append(top)
-        offsets = [piece.offset for piece in pieces]
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
@@ -201,6 +200,13 @@ class ChatFormat(AnswerFormat):
 
     def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts) -> dict[str, Any]:
         return {"content": chat_logprobs(pieces, texts), "refusal": None}
+
+
+def _as_first(name: str, shown: str, *, is_shown: bool) -> str:
+    """A token that may be the first of a text: decoders show it without its space, or with its ``##``."""
+    if shown and (name.endswith(shown) or shown.endswith(name)):
+        return shown
+    return "" if name.isspace() and not is_shown else name
 
 
 def usage_of(num_prompt_tokens: int, stats: Seq[SequenceStats], cached_tokens: int = 0) -> dict[str, Any]:
