@@ -16,7 +16,6 @@ from specexport_runtime.server.config import ServerConfig
 NO_CHARACTER = "\ufffd"
 SMILE = "😀"
 SEEDS = range(3)
-CLIENT = httpx.Client(timeout=HANG_S)
 
 
 def letters(space, spelled, more=()):
@@ -77,7 +76,7 @@ def served(request):
     def make():
         return SpecEngine(target, tokenizer, draft=draft, max_model_len=MAX_MODEL_LEN, chat_template=template)
 
-    with Served(make, ServerConfig(model_name="fake")) as served:
+    with Served(make, ServerConfig(model_name="fake")) as served, httpx.Client(timeout=HANG_S) as served.client:
         yield served
 
 
@@ -98,14 +97,14 @@ def split(tokenizer, prompt, output, skip=True):
 
 
 def ask(served, **body):
-    answer = CLIENT.post(f"{served.url}/v1/completions", json={"max_tokens": 16} | body)
+    answer = served.client.post(f"{served.url}/v1/completions", json={"max_tokens": 16} | body)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"]
 
 
 def parts_of(served, **body):
     """The choices of a stream's events."""
-    answer = CLIENT.post(f"{served.url}/v1/completions", json={"max_tokens": 16, "stream": True} | body)
+    answer = served.client.post(f"{served.url}/v1/completions", json={"max_tokens": 16, "stream": True} | body)
     *events, done = answer.text.strip().split("\n\n")
     assert done == "data: [DONE]"
     return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
@@ -203,6 +202,6 @@ def test_a_chat_answers_behind_its_template(served):
     prompt = engine.encode_chat(messages)
     for seed in SEEDS:
         body = {"messages": messages, "seed": seed, "max_tokens": 12}
-        answer = CLIENT.post(f"{served.url}/v1/chat/completions", json=body).json()["choices"][0]
+        answer = served.client.post(f"{served.url}/v1/chat/completions", json=body).json()["choices"][0]
         output = alone(served, prompt, seed=seed, max_tokens=12).token_ids
         assert answer["message"]["content"] == split(engine.tokenizer, prompt, output)[1]
