@@ -45,8 +45,8 @@ class StreamPiece(NamedTuple):
     ``kind`` is ``"accepted"`` (a draft token that passed), ``"corrected"`` (the target's token in place of a rejected
     one), ``"bonus"`` (the target's token after a draft that passed whole) or ``"target"`` (no draft was tested).
     ``logprobs`` is None unless the request asked for them. ``drafter`` is who drafted an accepted token, and empty for
-    others. ``offset`` is how many characters of the text are before the token; one that a stop string ended may lie
-    behind the end of the text.
+    others. ``offset`` is how many characters of the text are before the token, if log-probabilities were asked for;
+    one that a stop string ended may lie behind the end of the text.
     """
 
     text: str

@@ -206,7 +206,7 @@ class Sequence:
         for token in new_tokens:
             taken += 1
             self.tokens.append(token)
-            begin = 0 if self.text is None else self.text.length
+            begin = 0 if self.logprobs is None or self.text is None else self.text.length
             # The text sees an ending token too, so that `skip_special_tokens=False` shows it.
             if (self.text is not None and self.text.append(token)) or token in self._stop_ids:
                 self.finish_reason = "stop"

@@ -35,7 +35,6 @@ class TextStream:
         prompt: token ids that the text follows; they are not copied.
 
     Attributes:
-        length: characters of the text when it was last asked for, one that is still incomplete not counted.
         replaced: characters that the prompt's text loses at its end: they became others with the tokens behind them.
     """
 
@@ -62,7 +61,7 @@ class TextStream:
         self._tentative = ""  # after it: may still change, but is right if generation ends here
         self._taken = 0
         self._done = False
-        self.length = self.replaced = 0
+        self.replaced = 0
 
     @property
     def text(self) -> str:
@@ -70,6 +69,11 @@ class TextStream:
         if not self._done:
             self._decode()
         return self._text + self._tentative
+
+    @property
+    def length(self) -> int:
+        """Characters of :attr:`text` when it, or a piece of it, was last asked for."""
+        return len(self._text) + len(self._tentative)
 
     def append(self, token: int) -> bool:
         """Add a token; True when a stop string completed with it (append no more then).
@@ -111,7 +115,6 @@ class TextStream:
 
     def _close(self, text: str) -> None:
         self._text, self._tentative, self._done = text, "", True
-        self.length = len(text)
 
     def _begin(self) -> None:
         """Put as much of the prompt's end into the window as what follows depends on."""
@@ -149,9 +152,8 @@ class TextStream:
             begin = max(begin, self._pass_border(window, len(decided)))
         self._text += decided[begin:]
         self._window_text = max(self._window_text, len(decided))
-        self._tentative = shown[max(begin, self._window_text) :]
+        self._tentative = "" if shown is decided else shown[max(begin, self._window_text) :]
         self._decoded = len(self._ids)
-        self.length = len(self._text) + len(self._tentative)
         end = self._stops.find(self._text + self._tentative, seen)
         if end is not None:
             self._close((self._text + self._tentative)[:end])
