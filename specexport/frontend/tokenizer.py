@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from specexport.frontend.source import Source
 from specexport.frontend.vocabulary_files import check_vocabulary, explain
+from specexport_runtime.bundle.tokenizer_load import read_whole_texts
 from specexport_runtime.errors import CheckpointError
 
 
@@ -63,7 +64,7 @@ def _from_json(source: Source, stated: Mapping[str, Mapping[str, Any]]) -> Token
         tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(source.folder, local_files_only=True)
     except Exception as error:  # transformers raises nearly anything on a damaged tokenizer
         raise _unreadable(source, _guilty(source), error) from error
-    parts = _parts(tokenizer)
+    parts = _parts(source, tokenizer)
     if any(stated[name] for name in _SETTINGS):
         return parts
     texts = {}
@@ -138,10 +139,17 @@ def _from_class(source: Source, *, trust_remote_code: bool) -> TokenizerParts:
         )
     if source.gguf_file is None and not trust_remote_code:
         check_vocabulary(source, tokenizer)
-    return _parts(tokenizer)
+    return _parts(source, tokenizer)
 
 
-def _parts(tokenizer: Any) -> TokenizerParts:
+def _parts(source: Source, tokenizer: Any) -> TokenizerParts:
+    if getattr(tokenizer, "split_special_tokens", False):
+        raise CheckpointError(
+            f"{source.name}: {_SETTINGS[0]} sets split_special_tokens, which reads special tokens as plain text: a "
+            "tokenizer.json cannot hold that.",
+            "set it to false there, as chat templates need it.",
+        )
+    read_whole_texts(tokenizer.backend_tokenizer)
     return TokenizerParts(
         json=tokenizer.backend_tokenizer.to_str().encode(),
         chat_template=_chat_template(tokenizer),

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
+from transformers import AutoTokenizer
 
 from specexport.frontend.source import Source
-from specexport.frontend.tokenizer import TokenizerParts, load_tokenizer
+from specexport.frontend.tokenizer import TokenizerParts, _from_class, load_tokenizer
 from specexport_runtime.errors import CheckpointError
 from tests.tiny_models import make_tokenizer
 
@@ -116,4 +117,46 @@ def test_a_damaged_file_is_named(folder: Path, name: str, content: str) -> None:
 def test_a_file_that_says_what_cannot_be_is_named(folder: Path, name: str, changes: dict[str, Any]) -> None:
     _edit(folder / name, **changes)
     with pytest.raises(CheckpointError, match=f"{name} cannot be read"):
+        _load(folder)
+
+
+CUT = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+FILL = {
+    "strategy": {"Fixed": 64},
+    "direction": "Left",
+    "pad_to_multiple_of": None,
+    "pad_id": 0,
+    "pad_type_id": 0,
+    "pad_token": "<pad>",
+}
+
+
+@pytest.mark.parametrize("named", [None, "LlamaTokenizer"], ids=["json", "class"])
+@pytest.mark.parametrize(
+    "block", [{"truncation": CUT}, {"padding": FILL}, {"truncation": CUT, "padding": FILL}], ids=list
+)
+def test_a_text_is_neither_cut_nor_filled_up(folder: Path, block: dict[str, Any], named: str | None) -> None:
+    wanted = AutoTokenizer.from_pretrained(folder)(TEXT).input_ids
+    _edit(folder / "tokenizer.json", **block)
+    _edit(folder / "tokenizer_config.json", model_max_length=2, tokenizer_class=named or "PreTrainedTokenizerFast")
+    source = Source("tiny", folder, None, ())
+    parts = _from_class(source, trust_remote_code=False) if named else load_tokenizer(source)
+    assert _ids(parts) == wanted
+    assert len(wanted) > CUT["max_length"]
+
+
+def test_no_merge_is_left_out_at_random(demo_pair: Path, tmp_path: Path) -> None:
+    """Dropout is for training: it draws other ids each time, which no prompt can mean."""
+    text = "def main():\n    return [1, 2, 3]\n" * 9
+    data = json.loads((demo_pair / "target" / "tokenizer.json").read_text(encoding="utf-8"))
+    wanted = Tokenizer.from_str(json.dumps(data)).encode(text).ids
+    data["model"]["dropout"] = 0.9
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    assert Tokenizer.from_str(json.dumps(data)).encode(text).ids != wanted
+    assert Tokenizer.from_str(_load(tmp_path).json.decode()).encode(text).ids == wanted
+
+
+def test_special_tokens_that_are_to_be_read_as_text_are_refused(folder: Path) -> None:
+    _edit(folder / "tokenizer_config.json", split_special_tokens=True)
+    with pytest.raises(CheckpointError, match="split_special_tokens"):
         _load(folder)

@@ -30,6 +30,7 @@ IMPORTED_WITHOUT_THE_EXTRA |= {"specexport_runtime.server.config", "specexport_r
 COMPILER_MAY_IMPORT = {
     "specexport_runtime.abi",
     "specexport_runtime.bundle.manifest",
+    "specexport_runtime.bundle.tokenizer_load",  # what of a tokenizer does not act
     "specexport_runtime.errors",
     "specexport_runtime.bundle.profiles",
     "specexport_runtime.bundle.files",  # hashes of files

@@ -14,6 +14,7 @@ from specexport_runtime import SamplingParams
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.chat import render_chat
 from specexport_runtime.requests.conversation import Conversation
+from specexport_runtime.sequences.text import TextStream, text_behind
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -94,6 +95,24 @@ def test_a_prompt_goes_on_from_what_was_written_however_it_was_split(tokenizer):
         assert chat.ask("more")[: len(second)] == second
 
 
+@pytest.mark.parametrize("template", ["chatml", "plain"])
+@pytest.mark.parametrize("first_word", ["▁a", "▁", "us"])
+def test_a_first_word_is_kept_with_its_space_or_without(spaced, template, first_word):
+    chat = start(spaced, template)
+    first = chat.ask("so")
+    output = [spaced.token_to_id(piece) for piece in (first_word, "us", "er", "▁", "▁a", "us")]
+    said = text_behind(spaced, first, output)
+    assert text_of(spaced, [*first, *output]) == text_of(spaced, first) + said
+    assert said.startswith(first_word.replace("▁", " "))
+    chat.answer(said, output)
+    second = chat.ask("more")
+    assert text_of(spaced, second) == text_of(
+        spaced, ids_of(spaced, render_chat(TEMPLATES[template], chat.messages, {}))
+    )
+    if template == "chatml":  # behind its mark the rest of a text is the same, wherever it begins
+        assert second[: len(first) + len(output)] == [*first, *output]
+
+
 def test_an_answer_that_was_cut_at_a_stop_text_is_kept_as_far_as_it_was_said(tokenizer):
     output = letters(tokenizer, "one two STOP three")
     chat = start(tokenizer)
@@ -155,7 +174,10 @@ def test_the_text_is_always_the_templates(tokenizer, spaced, kind, data):
             chat.undo()
             continue
         output = random.integers(0, tokenizer.get_vocab_size(), data.draw(st.integers(1, 20))).tolist()
-        chat.answer(tokenizer.decode(output), output, "length")
+        stream = TextStream(tokenizer, SamplingParams(), prompt=ids)
+        for token in output:
+            stream.append(token)
+        chat.answer(stream.finish(), output, "length")
         if what == "drop":
             chat.drop_oldest()
         elif what == "system":

@@ -38,7 +38,7 @@ def test_results_come_in_the_order_of_the_prompts(engine):
     for result, item in zip(results, params, strict=True):
         ids = [int(word[1:]) for word in result.prompt.split()]
         assert result.token_ids == greedy_reference(make_target(), ids, item.max_tokens)
-        assert result.text == " ".join(WORDS[i] for i in result.token_ids)
+        assert result.text == "".join(f" {WORDS[i]}" for i in result.token_ids)
         assert result.finish_reason == "length"
 
 

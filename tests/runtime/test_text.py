@@ -277,6 +277,8 @@ def test_a_window_without_text_is_no_context(make):
 class AlternatingTokenizer:
     """Decodes tokens in turns as x and y, counted from the first: no window of odd length can stand for the text."""
 
+    decoder = None
+
     def token_to_id(self, name):
         return None
 

@@ -37,6 +37,18 @@ def start_loading(tokenizer: "Tokenizer") -> None:
         tokenizer.start()
 
 
+def read_whole_texts(tokenizer: "Tokenizer") -> None:
+    """Make a tokenizer read every text whole, and in the same way each time.
+
+    A ``tokenizer.json`` keeps what its training set: ``truncation`` cuts texts, ``padding`` fills them up, and
+    ``dropout`` leaves merges out at random.
+    """
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None) is not None:
+        tokenizer.model.dropout = None
+
+
 def _load(path: Path) -> "Tokenizer":
     from tokenizers import Tokenizer
 
@@ -46,6 +58,7 @@ def _load(path: Path) -> "Tokenizer":
         raise
     except Exception as error:  # tokenizers raises bare Exceptions
         raise BundleError(f"{path} cannot be read: {error}", "build it again.") from error
+    read_whole_texts(tokenizer)
     return_freed_memory()  # of 300 MB that parsing a large vocabulary takes, 200 are free afterwards
     return tokenizer
 

@@ -140,14 +140,15 @@ class RequestBuilder:
                     "structured_outputs ends a text, and ignore_eos does not.", "leave one of them out."
                 )
             grammar = self.grammars.compile(params.structured_outputs)
+        ids = self.encode(prompt)
         return Sequence(
             index,
-            self.encode(prompt),
+            ids,
             params,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
-            text=TextStream(self.tokenizer, params, self._hidden(params)),
+            text=TextStream(self.tokenizer, params, self._hidden(params), ids),
             stream=stream,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             draft_plan=plan.stages,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.checks import check_text
+from specexport_runtime.sequences.text import shared_length, text_behind
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -175,28 +176,31 @@ class Conversation:
         for turn in reversed(self._turns):
             if text.startswith(turn.prompt):
                 rest = text[len(turn.prompt) :]
-                output = turn.output[: self._said_in(turn.output, rest)]
-                ids = [*turn.ids, *output, *self._ids(rest[len(self._decode(output)) :])]
+                output = turn.output[: self._said_in(turn, rest)]
+                ids = [*turn.ids, *output, *self._ids(rest[len(self._said(turn, output)) :])]
                 return ids if self._decode(ids) == self._decode(anew) else anew
         return anew
 
-    def _said_in(self, output: Seq[int], text: str) -> int:
+    def _said_in(self, turn: _Turn, text: str) -> int:
         """How many of the tokens that were written are, as text, what a text begins with."""
-        if self._begins(text, output):
+        output = turn.output
+        if self._begins(text, turn, output):
             return len(output)
-        pairs = zip(self._decode(output), text, strict=False)
-        limit = next((i for i, (one, other) in enumerate(pairs) if one != other), len(text))
+        limit = shared_length(self._said(turn, output), text)
         low, high = 0, len(output) - 1  # texts of more tokens are longer, but for halves of characters
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if len(self._decode(output[:middle])) <= limit else (low, middle - 1)
-        while low and not self._begins(text, output[:low]):
+            low, high = (middle, high) if len(self._said(turn, output[:middle])) <= limit else (low, middle - 1)
+        while low and not self._begins(text, turn, output[:low]):
             low -= 1
         return low
 
-    def _begins(self, text: str, output: Seq[int]) -> bool:
-        said = self._decode(output)
+    def _begins(self, text: str, turn: _Turn, output: Seq[int]) -> bool:
+        said = self._said(turn, output)
         return text.startswith(said) and _NO_CHARACTER not in said  # which many byte sequences decode to
+
+    def _said(self, turn: _Turn, output: Seq[int]) -> str:
+        return text_behind(self._tokenizer, turn.ids, output)
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

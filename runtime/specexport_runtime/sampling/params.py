@@ -42,7 +42,7 @@ class SamplingParams:
         stop_token_ids: token ids that end the text.
         ignore_eos: go on after the model's end-of-sequence token.
         include_stop_str_in_output: keep the stop string in the text.
-        skip_special_tokens: leave special tokens out of the text.
+        skip_special_tokens: leave special tokens out of the text, those of the prompt in front of it too.
         shown_special_tokens: ids of special tokens that stay in the text even so.
         logprobs: give the log-probability of each token, and of this many (0 to 20) of the likeliest ones in its place,
             under the target's raw logits; None gives none.

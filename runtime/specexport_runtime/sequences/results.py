@@ -20,7 +20,7 @@ class GenerationResult(NamedTuple):
 
     Attributes:
         prompt: the prompt as it was given.
-        text: generated text, cut at a stop string.
+        text: what the tokens add to the decoded prompt, cut at a stop string.
         token_ids: generated token ids, the ending one included.
         finish_reason: ``"stop"`` (end token, stop id or stop string), ``"length"`` or ``"cancelled"``.
         stats: counters and times.
@@ -45,7 +45,8 @@ class StreamPiece(NamedTuple):
     ``kind`` is ``"accepted"`` (a draft token that passed), ``"corrected"`` (the target's token in place of a rejected
     one), ``"bonus"`` (the target's token after a draft that passed whole) or ``"target"`` (no draft was tested).
     ``logprobs`` is None unless the request asked for them. ``drafter`` is who drafted an accepted token, and empty for
-    others.
+    others. ``offset`` is how many characters of the text are before the token, if log-probabilities were asked for;
+    one that a stop string ended may lie behind the end of the text.
     """
 
     text: str
@@ -53,6 +54,7 @@ class StreamPiece(NamedTuple):
     kind: PieceKind
     logprobs: TokenLogprobs | None = None
     drafter: str = ""
+    offset: int = 0
 
 
 class StreamChunk(NamedTuple):
@@ -111,8 +113,8 @@ def make_chunk(event: RoundEvent) -> StreamChunk:
     for place in event.proposal.forced[: event.proposal.num_forced(event.accepted)]:
         drafters[place] = FORCED
     pieces = [
-        StreamPiece(text, event.tokens[j], piece_kind(event, j), logprobs[j], drafters[j])
-        for j, text in enumerate(texts)
+        StreamPiece(text, event.tokens[j], piece_kind(event, j), logprobs[j], drafters[j], offset)
+        for j, (text, offset) in enumerate(texts)
     ]
     return StreamChunk(pieces, seq.finish_reason, seq.stats, seq.trace[-1] if seq.trace else None, event.drafted)
 

@@ -103,7 +103,7 @@ class Sequence:
         self.sampler = Sampler(params, prompt, vocab_size, grammar)
         self.random = RandomStream(seed)
         self.text = text
-        self._pieces: list[str] | None = [] if stream else None
+        self._pieces: list[tuple[str, int]] | None = [] if stream else None
         self.row = NO_ROW
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
@@ -183,8 +183,11 @@ class Sequence:
         self.text.finish()
         return self.text.text
 
-    def take_pieces(self, count: int) -> list[str]:
-        """Text that became safe to show with each of the next ``count`` tokens; needs ``stream``."""
+    def take_pieces(self, count: int) -> list[tuple[str, int]]:
+        """Text that became safe to show with each of the next ``count`` tokens, and where each begins in the text.
+
+        Needs ``stream``.
+        """
         if self._pieces is None:
             raise SpecexportError("this sequence was made without stream=True.")
         pieces, self._pieces = self._pieces[:count], self._pieces[count:]
@@ -203,13 +206,15 @@ class Sequence:
         for token in new_tokens:
             taken += 1
             self.tokens.append(token)
+            begin = 0 if self.logprobs is None or self.text is None else self.text.length
             # The text sees an ending token too, so that `skip_special_tokens=False` shows it.
             if (self.text is not None and self.text.append(token)) or token in self._stop_ids:
                 self.finish_reason = "stop"
             elif self.num_generated >= self.max_tokens:
                 self.finish_reason = "length"
             if self._pieces is not None and self.text is not None:
-                self._pieces.append(self.text.take() if self.finish_reason is None else self.text.finish())
+                piece = self.text.take() if self.finish_reason is None else self.text.finish()
+                self._pieces.append((piece, begin))
             if self.finish_reason is not None:
                 break
         self.sampler.append(new_tokens[:taken])

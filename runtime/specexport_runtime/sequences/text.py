@@ -1,8 +1,11 @@
 """Incremental detokenization and stop strings of one sequence."""
 
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.decoder_steps import decoder_steps, decodes_in_windows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -10,36 +13,55 @@ if TYPE_CHECKING:
 _UNFINISHED = "\ufffd"  # what decoders show for bytes that are not (yet) a character
 _WINDOW = 24  # tokens decoded again at every step, at most, before the window moves on
 _CONTEXT = 6  # tokens that stay in the window as context
+_SETTLED = 4  # characters of context: by then no token before it is part of a character, or loses a first space
 
 
 class TextStream:
     """The text of one sequence, piece by piece.
 
-    ``take()`` and ``finish()`` joined are exactly ``tokenizer.decode`` of all tokens, cut at the first stop string.
-    Nothing is decoded until somebody asks, unless there are stop strings to look for.
+    ``take()`` and ``finish()`` joined are exactly what ``tokenizer.decode`` of the prompt and all tokens has behind its
+    longest beginning that it shares with ``tokenizer.decode`` of the prompt, cut at the first stop string. Nothing is
+    decoded until somebody asks, unless there are stop strings to look for.
 
-    Decoders are not additive (they strip the first space, join bytes), so a window of recent tokens is decoded and what
-    is new at its end is kept; the window only moves when its shortened form decodes to the same ending.
+    Decoders are not additive (they strip the first space, join bytes), so a window of recent tokens, at first the last
+    ones of the prompt, is decoded and what is new at its end is kept; the window only moves when its shortened form
+    decodes to the same ending.
 
     Args:
         tokenizer: the bundle's tokenizer.
         params: ``stop``, ``include_stop_str_in_output`` and ``skip_special_tokens`` are used.
-        hidden: ids that have no text, in place of all special tokens; None goes by ``skip_special_tokens``.
+        hidden: ids that have no text, in place of all special tokens; None goes by ``skip_special_tokens``. Those of
+            the prompt have none either.
+        prompt: token ids that the text follows; they are not copied.
+
+    Attributes:
+        replaced: characters that the prompt's text loses at its end: they became others with the tokens behind them.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", params: SamplingParams, hidden: frozenset[int] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        params: SamplingParams,
+        hidden: frozenset[int] | None = None,
+        prompt: Seq[int] = (),
+    ) -> None:
         self._tokenizer, self._hidden = tokenizer, hidden
         self._params = params
         self._stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
+        self._prompt: Seq[int] | None = prompt  # None: its end is in the window
+        self._before: str | None = None  # text of the prompt in the window, while it is not known what becomes of it
         self._ids: list[int] = []  # the window, then tokens not decoded yet
         self._decoded = 0  # tokens of the window that have been decoded
-        self._window_text = 0  # characters of the window's text that are in _text
-        self._has_byte_tokens = tokenizer.token_to_id("<0x41>") is not None
-        self._in_bytes = False  # inside a run of byte tokens
+        self._window_text = 0  # characters of the window's text that are in _text, or of the prompt
+        steps = decoder_steps(tokenizer)
+        self._has_byte_tokens = any(step["type"] == "ByteFallback" for step in steps)
+        self._has_windows = decodes_in_windows(steps)
+        self._in_bytes = not self._has_windows  # inside a run of byte tokens, whose text is not decided
         self._text = ""  # decided text: no later token can change it
         self._tentative = ""  # after it: may still change, but is right if generation ends here
         self._taken = 0
         self._done = False
+        self.replaced = 0
 
     @property
     def text(self) -> str:
@@ -47,6 +69,11 @@ class TextStream:
         if not self._done:
             self._decode()
         return self._text + self._tentative
+
+    @property
+    def length(self) -> int:
+        """Characters of :attr:`text` when it, or a piece of it, was last asked for."""
+        return len(self._text) + len(self._tentative)
 
     def append(self, token: int) -> bool:
         """Add a token; True when a stop string completed with it (append no more then).
@@ -76,6 +103,11 @@ class TextStream:
             self._close(self._text + self._tentative)
         return self._take_until(len(self._text))
 
+    def open_end(self) -> int:
+        """How many of the last characters of the prompt's text may change; to be asked before the first token."""
+        self._begin()
+        return len(self._before or "") if self._in_bytes else int((self._before or "").endswith(_UNFINISHED))
+
     def _take_until(self, end: int) -> str:
         piece = self._text[self._taken : end]
         self._taken = max(self._taken, end)
@@ -84,13 +116,30 @@ class TextStream:
     def _close(self, text: str) -> None:
         self._text, self._tentative, self._done = text, "", True
 
+    def _begin(self) -> None:
+        """Put as much of the prompt's end into the window as what follows depends on."""
+        prompt, self._prompt = self._prompt, None
+        if not prompt:
+            return
+        size = _CONTEXT if self._has_windows else len(prompt)
+        while True:
+            context = list(prompt[-size:])
+            self._before = self._decode_ids(context)
+            is_run = self._track_byte_run(context)
+            if size >= len(prompt) or (len(self._before) >= _SETTLED and not is_run):
+                break
+            size *= 2
+        self._ids[:0], self._decoded = context, len(context)
+
     def _decode(self, *, final: bool = False) -> None:
         """Bring the text up to date; look for stop strings in what is new."""
+        if self._prompt is not None:
+            self._begin()
         if self._decoded == len(self._ids) and not final:
             return
         window = self._decode_ids(self._ids)
         if not final:
-            self._track_byte_run()
+            self._track_byte_run(self._ids[self._decoded :])
         if final:
             shown = decided = window
         elif self._in_bytes:
@@ -98,16 +147,32 @@ class TextStream:
         else:
             # The last character may be the first bytes of a real one; the next token, or the end, decides it.
             shown = decided = window.removesuffix(_UNFINISHED)
-        seen = len(self._text)
-        self._text += decided[self._window_text :]
+        begin, seen = self._window_text, len(self._text)
+        if self._before is not None:
+            begin = max(begin, self._pass_border(window, len(decided)))
+        self._text += decided[begin:]
         self._window_text = max(self._window_text, len(decided))
-        self._tentative = shown[self._window_text :]
+        self._tentative = "" if shown is decided else shown[max(begin, self._window_text) :]
         self._decoded = len(self._ids)
         end = self._stops.find(self._text + self._tentative, seen)
         if end is not None:
             self._close((self._text + self._tentative)[:end])
-        elif len(self._ids) > _WINDOW and len(decided) == len(window) and not (final or self._in_bytes):
+        elif (
+            len(self._ids) > _WINDOW
+            and self._before is None
+            and len(decided) == len(window)
+            and not (final or self._in_bytes)
+        ):
             self._move_window(window)
+
+    def _pass_border(self, window: str, decided: int) -> int:
+        """Where the text begins in the window: behind what the prompt's text and it have in common."""
+        before = self._before or ""
+        border = shared_length(window, before)
+        self.replaced = len(before) - border
+        if decided > border or decided == len(before):
+            self._before = None
+        return border
 
     def _decode_ids(self, ids: list[int]) -> str:
         skip = self._params.skip_special_tokens
@@ -116,22 +181,25 @@ class TextStream:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip)
         return text
 
-    def _track_byte_run(self) -> None:
-        """Note whether the last token with text is a byte token (``<0x41>``).
+    def _track_byte_run(self, ids: list[int]) -> bool:
+        """Note whether the last token with text is a byte token (``<0x41>``); True if all with text are.
 
         The decoder shows a run of byte tokens as text only if the whole run is valid UTF-8, otherwise as one U+FFFD a
         byte: until the run ends, none of its text is decided.
         """
-        if not self._has_byte_tokens:
-            return
-        for token in reversed(self._ids[self._decoded :]):
+        if not (self._has_byte_tokens and self._has_windows):
+            return False
+        is_last = True
+        for token in reversed(ids):
             name = self._tokenizer.id_to_token(token) or ""
-            if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
-                self._in_bytes = True
-                return
-            if self._decode_ids([token]):
-                self._in_bytes = False
-                return  # a token without text (a skipped special one) neither starts nor ends a run
+            is_byte = len(name) == 6 and name.startswith("<0x") and name.endswith(">")
+            if not is_byte and not self._decode_ids([token]):
+                continue  # a token without text (a skipped special one) neither starts nor ends a run
+            if is_last:
+                self._in_bytes, is_last = is_byte, False
+            if not is_byte:
+                return False
+        return not is_last
 
     def _move_window(self, window: str) -> None:
         ids = self._ids[-_CONTEXT:]
@@ -139,6 +207,19 @@ class TextStream:
         # Text must follow something, and from a character border, for the shorter window to go on alike.
         if text and window.endswith(text):
             self._ids, self._decoded, self._window_text = ids, len(ids), len(text)
+
+
+def shared_length(one: str, other: str) -> int:
+    """Characters that two texts begin with alike."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def text_behind(tokenizer: "Tokenizer", prompt: Seq[int], tokens: Iterable[int]) -> str:
+    """What tokens add to the text of a prompt, special ones included."""
+    stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=False), prompt=prompt)
+    for token in tokens:
+        stream.append(token)
+    return stream.finish()
 
 
 class StopStrings:

@@ -44,7 +44,6 @@ class AnswerForm(Protocol):
         index: int,
         pieces: Seq[StreamPiece],
         finish: str | None,
-        offset: int,
         drafted: int,
         usage: dict[str, Any] | None = None,
     ) -> bytes:
@@ -89,6 +88,7 @@ class Answer(Response):
         self._texts = texts
         self._pieces: list[list[StreamPiece]] = [[] for _ in plan.specs]
         self._results: list[GenerationResult | None] = [None] * len(plan.specs)
+        self._echoed: set[int] = set()  # choices whose echo was told to its end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send.
@@ -136,21 +136,26 @@ class Answer(Response):
                     self._take(requests, news)
         scored = self._plan.scores or self._plan.prompt_logprobs is not None
         # Those of prompts are as many as the prompts are long: other clients should not wait while they are written.
-        body = await asyncio.to_thread(self._whole) if scored else self._whole()
+        body = await asyncio.to_thread(self._whole, requests) if scored else self._whole(requests)
         await Response(body, media_type="application/json")(scope, receive, send)
 
-    def _whole(self) -> bytes:
+    def _whole(self, requests: Seq[AsyncRequest]) -> bytes:
         """The body of an answer that is not streamed; all choices have ended."""
         choices, results = [], self._finished()
         for i, result in enumerate(results):
-            pieces, text = self._pieces[i], result.text
+            pieces, text, echo = self._pieces[i], result.text, self._plan.echoes[i].text
             if self._plan.only_echo:
                 pieces, text = [], ""
+            else:
+                echo = self._plan.echoes[i].before(_replaced(requests[i]))
+            text = echo + text
+            if self._plan.logprobs is not None:
+                pieces = [p._replace(offset=min(len(echo) + p.offset, len(text))) for p in pieces]
             if self._plan.scores and self._texts is not None:
                 first = results[i - i % self._plan.num_choices]  # it was scored for all choices of its prompt
-                ids = cast("Seq[int]", self._plan.specs[i].prompt)
-                pieces = [*prompt_pieces(first.prompt_logprobs or [], ids, self._texts), *pieces]
-            choices.append(self._form.choice(i, self._plan.echoes[i] + text, pieces, result.finish_reason))
+                ids, params = cast("Seq[int]", self._plan.specs[i].prompt), self._plan.specs[i].params
+                pieces = [*prompt_pieces(first.prompt_logprobs or [], ids, self._texts, params), *pieces]
+            choices.append(self._form.choice(i, text, pieces, result.finish_reason))
         return self._form.whole(choices, self._usage(), self._prompt_logprobs(results))
 
     def _prompt_logprobs(self, results: Seq[GenerationResult]) -> list[list[dict[str, Any] | None]] | None:
@@ -163,10 +168,9 @@ class Answer(Response):
 
     async def _send_events(self, requests: list[AsyncRequest], stream: EventStream) -> None:
         await stream.start()
-        opening = b"".join([self._form.opening(i, echo) for i, echo in enumerate(self._plan.echoes)])
+        opening = b"".join([self._form.opening(i, echo.settled) for i, echo in enumerate(self._plan.echoes)])
         if opening:
             await stream.write(opening)
-        offsets = [0] * len(requests)
         async with aclosing(merge(requests)) as batches:
             async for batch in batches:
                 events = []
@@ -175,13 +179,21 @@ class Answer(Response):
                     if pieces or finish:
                         drafted = sum(chunk.drafted for chunk in news.chunks)
                         usage = self._usage_so_far(requests) if self._plan.continuous_usage else None
-                        offset = offsets[news.choice]
-                        events.append(self._form.chunk(news.choice, pieces, finish, offset, drafted, usage))
-                        if self._plan.logprobs is not None:
-                            offsets[news.choice] += sum(len(piece.text) for piece in pieces)
+                        events.append(self._rest_of_echo(requests, news.choice, pieces, finish))
+                        events.append(self._form.chunk(news.choice, pieces, finish, drafted, usage))
                 if body := b"".join(events):
                     await stream.write(body)
         await stream.finish(self._form.closing(self._usage()))
+
+    def _rest_of_echo(
+        self, requests: Seq[AsyncRequest], choice: int, pieces: Seq[StreamPiece], finish: str | None
+    ) -> bytes:
+        """What the answer's first text leaves of the echo's end, in an event before it."""
+        echo = self._plan.echoes[choice]
+        if not echo.open_end or choice in self._echoed or not (finish or any(piece.text for piece in pieces)):
+            return b""
+        self._echoed.add(choice)
+        return self._form.opening(choice, echo.before(_replaced(requests[choice]))[len(echo.settled) :])
 
     def _take(self, requests: list[AsyncRequest], news: News) -> tuple[list[StreamPiece], str | None]:
         """Note what came for a choice; its new pieces, and why it ended."""
@@ -243,6 +255,13 @@ async def merge(requests: list[AsyncRequest]) -> AsyncGenerator[list[News]]:
     finally:
         for task in pumps:
             task.cancel()
+
+
+def _replaced(request: AsyncRequest) -> int:
+    """Characters that the echo loses at its end, when the answer has text, or has ended."""
+    assert request.handle is not None  # noqa: S101  # it was submitted
+    text = request.handle.sequence.text
+    return 0 if text is None else text.replaced
 
 
 def _result(request: AsyncRequest) -> GenerationResult:

@@ -43,7 +43,6 @@ class PartsFormat(ChatFormat):
         index: int,
         pieces: Seq[StreamPiece],
         finish: str | None,
-        offset: int,
         drafted: int,
         usage: dict[str, Any] | None = None,
     ) -> bytes:
@@ -63,7 +62,7 @@ class PartsFormat(ChatFormat):
             own, tested = (pieces, drafted) if i == 0 else ((), 0)
             end = finish if i == len(told) - 1 else None
             text = f'"delta":{json.dumps(delta, separators=(",", ":"))}'
-            events.append(self._event(index, text, own, end, offset, tested, usage))
+            events.append(self._event(index, text, own, end, tested, usage))
         return b"".join(events)
 
     def choice(self, index: int, text: str, pieces: Seq[StreamPiece], finish: str) -> dict[str, Any]:

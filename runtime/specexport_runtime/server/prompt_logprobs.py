@@ -4,6 +4,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from specexport_runtime.sampling.logprobs import TokenLogprobs
+from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.results import StreamPiece
 from specexport_runtime.server.errors import ApiError
 from specexport_runtime.server.responses import finite
@@ -35,9 +36,23 @@ def check_entries(param: str, num_prompt_tokens: int, alternatives: int) -> None
         )
 
 
-def prompt_pieces(entries: Seq[TokenLogprobs | None], ids: Seq[int], texts: TokenTexts) -> list[StreamPiece]:
-    """The tokens of a prompt that was scored, as pieces of an echo."""
-    return [StreamPiece(texts[token].text, token, "target", entry) for token, entry in zip(ids, entries, strict=True)]
+def prompt_pieces(
+    entries: Seq[TokenLogprobs | None], ids: Seq[int], texts: TokenTexts, params: SamplingParams
+) -> list[StreamPiece]:
+    """The tokens of a prompt that was scored, as pieces of an echo.
+
+    Args:
+        entries: of the prompt, one a token.
+        ids: the prompt.
+        texts: of tokens.
+        params: say whether special tokens have a text.
+    """
+    shown, pieces = texts.stream(params), []
+    for token, entry in zip(ids, entries, strict=True):
+        offset = shown.length
+        shown.append(token)
+        pieces.append(StreamPiece(shown.take(), token, "target", entry, offset=offset))
+    return pieces
 
 
 def prompt_logprobs_json(

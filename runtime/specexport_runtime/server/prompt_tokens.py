@@ -28,14 +28,6 @@ def encode(engine: SpecEngine, prompt: Prompt, *, add_special_tokens: bool = Tru
     return ids
 
 
-def decode(engine: SpecEngine, prompt: Prompt, *, skip_special_tokens: bool) -> str:
-    """The text of a prompt; ids that are no tokens are left out."""
-    if isinstance(prompt, str):
-        return prompt
-    known = [token for token in prompt if token < engine.target.vocab_size]
-    return str(engine.tokenizer.decode(known, skip_special_tokens=skip_special_tokens))
-
-
 def check_prompt(engine: SpecEngine, config: ServerConfig, source: str, ids: list[int]) -> None:
     """Refuse a prompt that the server or the engine does not take.
 

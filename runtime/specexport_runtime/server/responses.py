@@ -49,7 +49,6 @@ class AnswerFormat(ABC):
         index: int,
         pieces: Seq[StreamPiece],
         finish: str | None,
-        offset: int,
         drafted: int,
         usage: dict[str, Any] | None = None,
     ) -> bytes:
@@ -59,14 +58,13 @@ class AnswerFormat(ABC):
             index: the choice.
             pieces: its new tokens.
             finish: why it ended; None while it goes on.
-            offset: characters of its text before these.
             drafted: draft tokens that were tested for them.
             usage: of the answer so far; None for none.
         """
         text = pieces[0].text if len(pieces) == 1 else "".join([piece.text for piece in pieces])
         if not text and finish is None and not self._origins and self._texts is None:
             return b""
-        return self._event(index, self._delta(text), pieces, finish, offset, drafted, usage)
+        return self._event(index, self._delta(text), pieces, finish, drafted, usage)
 
     def _event(
         self,
@@ -74,13 +72,12 @@ class AnswerFormat(ABC):
         delta: str,
         pieces: Seq[StreamPiece],
         finish: str | None,
-        offset: int,
         drafted: int,
         usage: dict[str, Any] | None,
     ) -> bytes:
         """An event of one choice; arguments as :meth:`chunk`, ``delta`` is its JSON text."""
         more = "" if finish is None else f'"{finish}"'
-        logprobs = "null" if self._texts is None or not pieces else json.dumps(self._logprobs(pieces, offset))
+        logprobs = "null" if self._texts is None or not pieces else json.dumps(self._logprobs(pieces))
         origins = f',"tokens":{json.dumps(origins_of(pieces))},"drafted":{drafted}' if self._origins else ""
         body = f'{delta},"logprobs":{logprobs},"finish_reason":{more or "null"}{origins}'
         after = self._after if usage is None else f'}}],"usage":{json.dumps(usage)}}}\n\n'
@@ -107,7 +104,7 @@ class AnswerFormat(ABC):
         return self._choice(index, self._content(text), pieces, finish)
 
     def _choice(self, index: int, content: dict[str, Any], pieces: Seq[StreamPiece], finish: str) -> dict[str, Any]:
-        logprobs = None if self._texts is None else self._logprobs(pieces, 0)
+        logprobs = None if self._texts is None else self._logprobs(pieces)
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
         return choice | ({"tokens": origins_of(pieces)} if self._origins else {})
 
@@ -123,9 +120,9 @@ class AnswerFormat(ABC):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"object": kind, **self._header._asdict()}
 
-    def _logprobs(self, pieces: Seq[StreamPiece], offset: int) -> dict[str, Any]:
+    def _logprobs(self, pieces: Seq[StreamPiece]) -> dict[str, Any]:
         assert self._texts is not None  # noqa: S101  # callers check
-        return self._logprobs_of(pieces, self._texts, offset)
+        return self._logprobs_of(pieces, self._texts)
 
     @abstractmethod
     def _delta(self, text: str) -> str: ...
@@ -140,7 +137,7 @@ class AnswerFormat(ABC):
     def _place(self, prompt_logprobs: list[Any], answer: dict[str, Any]) -> None: ...
 
     @abstractmethod
-    def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts, offset: int) -> dict[str, Any]: ...
+    def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts) -> dict[str, Any]: ...
 
 
 class CompletionFormat(AnswerFormat):
@@ -161,22 +158,23 @@ class CompletionFormat(AnswerFormat):
         for choice, each in zip(answer["choices"], prompt_logprobs, strict=True):
             choice["prompt_logprobs"] = each
 
-    def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts, offset: int) -> dict[str, Any]:
-        tokens, offsets = [], []
+    def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts) -> dict[str, Any]:
+        tokens, offsets = [], [piece.offset for piece in pieces]
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
-        for piece in pieces:
+        for piece, behind in zip(pieces, [*offsets[1:], 1], strict=True):
             own = texts[piece.token_id].text
+            if piece.offset == 0:
+                own = _as_first(own, piece.text, is_shown=behind > 0)
             tokens.append(own)
-            offsets.append(offset)
-            offset += len(piece.text)
             if piece.logprobs is None:  # the first token of a prompt follows nothing
                 values.append(None)
                 tops.append(None)
                 continue
             top: dict[str, float] = {}
             for token, value in (*piece.logprobs.top, (piece.token_id, piece.logprobs.logprob)):
-                top.setdefault(texts[token].text, finite(value))  # the likelier one of two that read the same
+                name = own if token == piece.token_id else texts[token].text
+                top.setdefault(name, finite(value))  # the likelier one of two that read the same
             values.append(finite(piece.logprobs.logprob))
             tops.append(top)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
@@ -200,8 +198,15 @@ class ChatFormat(AnswerFormat):
     def _place(self, prompt_logprobs: list[Any], answer: dict[str, Any]) -> None:
         answer["prompt_logprobs"] = prompt_logprobs[0]  # a chat has one prompt
 
-    def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts, offset: int) -> dict[str, Any]:  # noqa: ARG002
+    def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts) -> dict[str, Any]:
         return {"content": chat_logprobs(pieces, texts), "refusal": None}
+
+
+def _as_first(name: str, shown: str, *, is_shown: bool) -> str:
+    """A token that may be the first of a text: decoders show it without its space, or with its ``##``."""
+    if shown and (name.endswith(shown) or shown.endswith(name)):
+        return shown
+    return "" if name.isspace() and not is_shown else name
 
 
 def usage_of(num_prompt_tokens: int, stats: Seq[SequenceStats], cached_tokens: int = 0) -> dict[str, Any]:

@@ -65,7 +65,6 @@ class ResponsesFormat:
         index: int,  # noqa: ARG002
         pieces: Seq[StreamPiece],
         finish: str | None,
-        offset: int,  # noqa: ARG002
         drafted: int,
         usage: dict[str, Any] | None = None,  # noqa: ARG002
     ) -> bytes:

@@ -1,9 +1,12 @@
 """Text and exact bytes of single tokens, for log-probabilities."""
 
-import json
 import re
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
+
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.decoder_steps import decoder_steps
+from specexport_runtime.sequences.text import TextStream
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,10 +35,8 @@ class TokenTexts:
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
-        decoder = tokenizer.decoder
-        kinds = "" if decoder is None else json.dumps(json.loads(decoder.__getstate__()))
-        self._is_byte_level = '"ByteLevel"' in kinds
-        self._has_byte_tokens = '"ByteFallback"' in kinds
+        kinds = {step["type"] for step in decoder_steps(tokenizer)}
+        self._is_byte_level, self._has_byte_tokens = "ByteLevel" in kinds, "ByteFallback" in kinds
         self._added = {token: str(added) for token, added in _added_tokens(tokenizer).items()}
         self._known: dict[int, TokenText] = {}
 
@@ -45,6 +46,10 @@ class TokenTexts:
         if known is None:
             known = self._known[token] = _token_text(self._bytes(token))
         return known
+
+    def stream(self, params: SamplingParams) -> TextStream:
+        """For the text of tokens in a row; stop strings do not end it."""
+        return TextStream(self._tokenizer, SamplingParams(skip_special_tokens=params.skip_special_tokens))
 
     def _bytes(self, token: int) -> bytes:
         if token in self._added:

@@ -9,6 +9,7 @@ from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.sequences.results import as_prompts
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.conversation import Conversation, read_conversation
+from specexport_runtime.server.echo import NO_ECHO, Echo, echo_of
 from specexport_runtime.server.errors import invalid, over_limit, shown, unsupported
 from specexport_runtime.server.models import adapter_of
 from specexport_runtime.server.prompt_logprobs import check_entries
@@ -16,7 +17,6 @@ from specexport_runtime.server.prompt_tokens import (
     aside_if_long,
     check_prompt,
     check_reference,
-    decode,
     encode,
     max_tokens_of,
 )
@@ -59,7 +59,7 @@ class Plan(NamedTuple):
     """
 
     specs: list[RequestSpec]
-    echoes: list[str]
+    echoes: list[Echo]
     num_prompt_tokens: int
     num_choices: int
     stream: bool
@@ -95,7 +95,11 @@ async def plan_completion(
         raise over_limit("prompt", f"{len(prompts)} prompts", config.max_prompts)
     ids = await aside_if_long(service, sum(map(len, prompts)), lambda: [encode(engine, prompt) for prompt in prompts])
     skip = body.skip_special_tokens is not False
-    echoes = [decode(engine, prompt, skip_special_tokens=skip) if body.echo else "" for prompt in prompts]
+    echoes = [NO_ECHO] * len(ids)
+    if body.echo:
+        echoes = await aside_if_long(
+            service, sum(map(len, ids)), lambda: [echo_of(engine, prompt, skip_special_tokens=skip) for prompt in ids]
+        )
     limit = ("max_tokens", body.max_tokens or (None if body.max_tokens is None else 1))
     return await _plan(body, service, config, owner, "prompt", ids, echoes, limit, DEFAULT_MAX_TOKENS)
 
@@ -117,7 +121,9 @@ async def plan_chat(body: ChatRequest, service: AsyncSpecEngine, config: ServerC
     conversation = await read_conversation(body, service, config)
     limit = given[0] if given else ("max_tokens", None)
     most = engine.max_model_len
-    return await _plan(body, service, config, owner, "messages", [conversation.ids], [""], limit, most, conversation)
+    return await _plan(
+        body, service, config, owner, "messages", [conversation.ids], [NO_ECHO], limit, most, conversation
+    )
 
 
 async def _plan(
@@ -127,7 +133,7 @@ async def _plan(
     owner: str,
     source: str,
     prompts: list[list[int]],
-    echoes: list[str],
+    echoes: list[Echo],
     limit: tuple[str, int | None],
     default_tokens: int,
     conversation: Conversation | None = None,
