@@ -71,6 +71,7 @@ def write_gguf(
     seed: int = 0,
     stated: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
+    split: int = 0,
 ) -> None:
     """Write a model with a byte vocabulary.
 
@@ -82,12 +83,13 @@ def write_gguf(
         seed: of those.
         stated: further settings by their whole keys, or other values of those that are always there; None drops one.
         tensors: further tensors.
+        split: tensors of a part, of which there are as many as it takes; 0 for one file.
     """
     import gguf
     from tokenizers import pre_tokenizers
 
     config, generator = model.config, np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

@@ -11,18 +11,62 @@ from typing import Any
 
 import numpy as np
 
-from specexport.frontend.source import Source
+from specexport.frontend.gguf_fields import read
+from specexport.frontend.source import SMALLEST_SPLIT, Source
 from specexport_runtime.errors import CheckpointError
 
 
 def open_reader(source: Source) -> Any:
     """A ``gguf.GGUFReader`` of a GGUF file, which is mapped and not read; None for other checkpoints.
 
+    The parts of a split file are one: the first one's settings, and the tensors of all. ``paths[name]`` says which file
+    a tensor lies in.
+
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: a file is damaged, or the parts are not those that they count themselves.
     """
     if source.gguf_file is None:
         return None
+    readers = [_open_file(path) for path in source.files]
+    for number, (path, reader) in enumerate(zip(source.files, readers, strict=True)):
+        _check_part(path, reader, number, len(readers))
+    first = readers[0]
+    first.paths = {}
+    for path, reader in zip(source.files, readers, strict=True):
+        for tensor in reader.tensors:
+            if first.paths.setdefault(tensor.name, path) is not path:
+                raise CheckpointError(f"{source.name}: {tensor.name} is in two of its parts.", _ALL_PARTS)
+    first.tensors = [tensor for reader in readers for tensor in reader.tensors]
+    counted = read(first, "split.tensors.count")
+    if len(readers) >= SMALLEST_SPLIT and counted is not None and counted != len(first.tensors):
+        raise CheckpointError(
+            f"{source.name} counts {counted} tensors in all parts, which hold {len(first.tensors)}.", _ALL_PARTS
+        )
+    return first
+
+
+_ALL_PARTS = "fetch all parts of one and the same file."
+
+
+def _check_part(path: Path, reader: Any, number: int, found: int) -> None:
+    """See that a file is whole by its own count, or the part of a split one that its name says it is."""
+    said, place = read(reader, "split.count"), read(reader, "split.no")
+    count = 1 if said is None and found == 1 else said or 1
+    if count != found:
+        whole = "says of itself that it is whole" if count == 1 else f"says that it is one of {count} parts"
+        named = "is named as a whole file" if found == 1 else f"is named as one of {found} parts"
+        raise CheckpointError(
+            f"{path.name} {named}, and {whole} (split.count).",
+            "put all parts into one folder, under the names they were published with.",
+        )
+    if found >= SMALLEST_SPLIT and place != number:
+        raise CheckpointError(
+            f"{path.name} is named as part {number + 1}, and says that it is part {(place or 0) + 1} (split.no).",
+            "put all parts into one folder, under the names they were published with.",
+        )
+
+
+def _open_file(path: Path) -> Any:
     import gguf
 
     class PlainReader(gguf.GGUFReader):  # type: ignore[misc]  # gguf is not followed
@@ -37,10 +81,10 @@ def open_reader(source: Source) -> Any:
             self._plain = np.asarray(mapped)
 
     try:
-        return PlainReader(source.folder / source.gguf_file)
+        return PlainReader(path)
     except Exception as error:  # whatever a parser of binary data stumbles over
         raise CheckpointError(
-            f"{source.name} is no readable GGUF file ({type(error).__name__}: {str(error)[:200]}).",
+            f"{path.name} is no readable GGUF file ({type(error).__name__}: {str(error)[:200]}).",
             "fetch or convert the checkpoint again.",
         ) from error
 

@@ -63,14 +63,15 @@ def kept_weights(
     quantized = [tensor for tensor in reader.tensors if tensor.tensor_type.name in FORMATS]
     if not quantized:
         return {}
-    conversion, file = conversion or Conversion(reader, model), WatchedFile(source.files[0], source.name)
+    conversion = conversion or Conversion(reader, model)
+    files = {path: WatchedFile(path, source.name) for path in source.files}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     kept = {}
     for tensor in quantized:
         name = conversion.names.get(tensor.name)
         if name is None and len(tensor.data.shape) == 2:  # no weight of this model: transformers leaves it out too
             continue
-        weight = _kept(tensor, conversion, file)
+        weight = _kept(tensor, conversion, files[reader.paths[tensor.name]])
         if weight is None or name is None or name not in parameters or not _same(weight, parameters, stored, name):
             raise UnsupportedModelError(
                 f"{tensor.name} of {source.name} ({tensor.tensor_type.name}) cannot be kept as it is stored: "

@@ -22,6 +22,7 @@ from specexport.frontend.packed import Packed, name_packed, read_packed
 from specexport.frontend.rope import max_positions, plain_positions, unknown_rope_types
 from specexport.frontend.short import plain_length
 from specexport.frontend.source import PACKED_METHODS, Source, hash_source, resolve_source
+from specexport.frontend.stated_ids import check_stated_ids
 from specexport.frontend.stored import Stored, StoredWeight
 from specexport.frontend.tagged import Tags, tagged_gguf, tagged_safetensors
 from specexport.frontend.tokenizer import collect_eos_ids, load_tokenizer
@@ -37,6 +38,7 @@ def load(
     if keep and reader is not None:
         check_formats(found, reader)
     with quiet_transformers(), shared(found, reader):
+        check_stated_ids(found)
         config = _load_config(found, trust_remote_code)
         correct_config(found, reader, config)
         tokenizer = honour_file(found, reader, load_tokenizer(found, trust_remote_code=trust_remote_code))

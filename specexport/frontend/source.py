@@ -17,6 +17,8 @@ from specexport_runtime.errors import CheckpointError
 _CONFIG = "config.json"
 _WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+SMALLEST_SPLIT = 2
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _CONVERT = (
     "convert the weights to safetensors: load them once where you trust them and call "
@@ -32,8 +34,8 @@ class Source(NamedTuple):
     Attributes:
         name: hub id, or the name of the folder or file; never a machine path.
         folder: folder with the files.
-        gguf_file: name of the GGUF file in it, or None.
-        files: the files that make the checkpoint, sorted by name.
+        gguf_file: name of the GGUF file in it, the first part of one that is split, or None.
+        files: the files that make the checkpoint, sorted by name; the parts of a split file in their order.
     """
 
     name: str
@@ -126,10 +128,34 @@ def _hash_file(path: Path, *_: int) -> str:
 
 def _gguf_source(path: Path) -> Source:
     if path.suffix.lower() == ".gguf":
-        return Source(path.name, path.parent, path.name, (path,))
+        parts = gguf_parts(path)
+        return Source(parts[0].name, path.parent, parts[0].name, parts)
     if any(path.match(pattern) for pattern in _PICKLED):
         raise CheckpointError(f"{path.name} may be pickled, and loading a pickle can run code.", _CONVERT)
     raise CheckpointError(f"{path.name} is a file, but not a .gguf file.", "give the folder that holds config.json.")
+
+
+def gguf_parts(path: Path) -> tuple[Path, ...]:
+    """The files of a GGUF file that is split as ``NAME-00001-of-00003.gguf``, whichever is given; any other by itself.
+
+    Names decide before links are followed: what a link leads to may be named by its hash.
+
+    Raises:
+        CheckpointError: one of them is not there.
+    """
+    match = _PART.fullmatch(path.name)
+    if match is None or int(match["count"]) < SMALLEST_SPLIT:
+        return (path,)
+    count = int(match["count"])
+    names = [f"{match['stem']}-{number:05d}-of-{count:05d}{path.suffix}" for number in range(1, count + 1)]
+    for number, name in enumerate(names, 1):
+        part = path.with_name(name)
+        if not part.is_file():
+            raise CheckpointError(
+                f"{path.name} is one of {count} parts, and part {number}, {name}, is not beside it.",
+                "put all parts into one folder, under the names they were published with.",
+            )
+    return tuple(path.with_name(name) for name in names)
 
 
 def _folder_source(folder: Path, name: str, remote_code: bool) -> Source:

@@ -166,7 +166,7 @@ def tagged_gguf(source: Source, reader: Any, conversion: Conversion, tags: Tags)
     Returns:
         None if transformers does more to a matrix than to order its rows.
     """
-    file = WatchedFile(source.files[0], source.name)
+    files = {path: WatchedFile(path, source.name) for path in source.files}
     state: dict[str, Tensor] = {}
     for tensor in reader.tensors:
         name, shape = conversion.names.get(tensor.name), tensor_shape(tensor)
@@ -181,5 +181,5 @@ def tagged_gguf(source: Source, reader: Any, conversion: Conversion, tags: Tags)
         order = conversion.row_order(tensor)
         if order is None:
             return None
-        state[name] = tags.make(shape, float_rows(file, tensor, order, tags.dtype))
+        state[name] = tags.make(shape, float_rows(files[reader.paths[tensor.name]], tensor, order, tags.dtype))
     return state
