@@ -18,6 +18,7 @@ from specexport.frontend.gguf_rows import Conversion
 from specexport.frontend.gguf_tokenizer import honour_file
 from specexport.frontend.kept import check_formats, kept_weights
 from specexport.frontend.layer_list import check_layer_lists, check_no_layer_left, unknown_kind
+from specexport.frontend.left_out import check_no_bias_left, check_no_gguf_bias_left
 from specexport.frontend.packed import Packed, name_packed, read_packed
 from specexport.frontend.rope import max_positions, plain_positions, unknown_rope_types
 from specexport.frontend.short import plain_length
@@ -52,6 +53,8 @@ def load(
         if model is None or stored is None:
             del model
             model, stored = _load_model(how, packed.all_floats() if how.packed else None), {}
+        if reader is not None:
+            check_no_gguf_bias_left(found, reader, model, conversion)
         kept = name_packed(packed.weights, model, found.name) if keep else {}
         if keep and reader is not None:
             kept = kept_weights(found, reader, model, stored, conversion)
@@ -238,6 +241,7 @@ def _load_model(how: _How, state: dict[str, torch.Tensor] | None) -> Any:
         )
     if not source.gguf_file:
         check_no_layer_left(source, model, report["unexpected_keys"])
+        check_no_bias_left(source, model, report["unexpected_keys"])
     _clear_quantizer_marks(model)
     return model.eval().requires_grad_(False)
 

@@ -81,3 +81,16 @@ def test_a_file_that_is_a_link_is_named_by_the_link(tmp_path: Path) -> None:
     assert checkpoint.source == "tiny.gguf"
     found = checkpoint.model.state_dict()
     assert all((value == found[name]).all() for name, value in expected.items())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bias_that_the_model_has_no_place_for_is_refused(tmp_path: Path, stream: bool) -> None:
+    """transformers gives a llama file no biases, and leaves out those that it has."""
+    model = make_model("Llama", GROUPED)
+    name, width = "blk.1.attn_q.bias", model.config.hidden_size
+    write_gguf(model, tmp_path / "zero.gguf", architecture="llama", tensors={name: np.zeros(width, np.float32)})
+    assert load_checkpoint(str(tmp_path / "zero.gguf"), stream=stream).model is not None
+    bias = np.linspace(0, 1, width, dtype=np.float32)
+    write_gguf(model, tmp_path / "one.gguf", architecture="llama", tensors={name: bias})
+    with pytest.raises(CheckpointError, match=r"^one\.gguf has a bias that .* leaves out, blk\.1\.attn_q"):
+        load_checkpoint(str(tmp_path / "one.gguf"), stream=stream)

@@ -251,3 +251,18 @@ def test_a_dangling_link_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.Monkey
     Path("gone").symlink_to("nowhere")
     with pytest.raises(CheckpointError, match="gone is a link that leads to nothing"):
         hash_checkpoint("gone")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bias_that_the_configuration_leaves_out_is_refused(folder: Path, stream: bool) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path, name = folder / "model.safetensors", "model.layers.0.self_attn.q_proj.bias"
+    weights = load_file(path)
+    size = weights[name.replace("bias", "weight")].shape[0]
+    save_file(weights | {name: torch.zeros(size)}, path, metadata={"format": "pt"})
+    assert load_checkpoint(str(folder), stream=stream).model is not None
+    save_file(weights | {name: torch.arange(float(size))}, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"tiny has a bias that its configuration leaves out, {name}"):
+        load_checkpoint(str(folder), stream=stream)
