@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 from tiny_models import ARCHITECTURES, HYBRIDS
 
+from tests.lanes import keep_lanes
 from tests.tiny_traces import share_exports
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -150,6 +151,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("bundle")
         if item.get_closest_marker("xdist_group") is None and (group := _group_of(item)):
             item.add_marker(pytest.mark.xdist_group(group))
+    keep_lanes(items, ARCHITECTURES.keys() | HYBRIDS.keys())
     slow = {_group(item) for item in items if item.get_closest_marker("slow")}
     waiting = {_group(item) for item in items if "demo_bundle" in getattr(item, "fixturenames", ())}
     # One worker builds the demo bundle at once. The other one has something else to do until it is there.

@@ -1,14 +1,28 @@
 """Two lanes of tests: what every change runs, and what ``make test-all`` adds (marked ``whole``)."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 
-EVERY_DAY = 90
-"""The GPU architecture (sm) whose kernels every run compiles."""
+EVERY_DAY_MODELS = {"llama", "gemma3", "qwen3_moe", "gpt_oss", "qwen3_next", "mamba2"}
+"""Plain, windows, experts, sinks, a hybrid with attention, states alone. The others of their kinds are in the long lane."""
 
 
-def with_one_every_day(architectures: Iterable[int]) -> list[ParameterSet]:
-    """Architectures as parameters, all but :data:`EVERY_DAY` in the long lane."""
-    return [pytest.param(sm, marks=[] if sm == EVERY_DAY else [pytest.mark.whole]) for sm in architectures]
+def keep_lanes(items: Seq[pytest.Item], models: set[str]) -> None:
+    """Mark for the long lane what stands beside a test of the same kind.
+
+    Args:
+        items: all tests. Of those marked ``one_of_kind`` the first of a function's parameters runs every day.
+        models: names of tiny models, which parameters of tests are.
+    """
+    seen = set()
+    for item in items:
+        kind = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("one_of_kind") is not None:
+            if kind in seen:
+                item.add_marker("whole")
+            seen.add(kind)
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        named = {value for value in parameters if isinstance(value, str) and value in models}
+        if named and not named & EVERY_DAY_MODELS:
+            item.add_marker("whole")

@@ -45,6 +45,7 @@ def test_a_bundle_says_what_was_quantized(tmp_path: Path, tiny_pair: TinyPair, r
     assert 0 < gated.quantized_bytes[0] < stored, "layers that can be switched off are counted too"
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 def test_an_int4_draft_is_accepted_nearly_as_often(
     tmp_path: Path, demo_pair: Path, demo_bundle: Path, monkeypatch: pytest.MonkeyPatch

@@ -197,6 +197,7 @@ def test_a_second_build_does_nothing_and_the_cache_serves_another_output(
     assert not (tmp_path / "third").exists()
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("classes", "config", "copies"),

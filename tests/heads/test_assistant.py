@@ -61,6 +61,7 @@ def build(target: Path, head: Path, output: Path, **settings: Any) -> Path:
     return output
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.bundle
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_bundle_drafts_what_transformers_drafts(pair: str, tmp_path: Path) -> None:
@@ -122,6 +123,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_target(make_target(**SHARED), place / "target"), save_assistant(make_assistant(), place / "head")
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.bundle
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_text_stays_the_targets_for_every_lookahead_and_batch(

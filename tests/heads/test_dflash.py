@@ -107,6 +107,7 @@ class Watch:
     def on_finish(self, _: Any) -> None: ...
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.bundle
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_bundle_drafts_what_the_published_equations_draft(
@@ -184,6 +185,7 @@ def check_reference(bundle: Path, spec: Any) -> None:
     assert check_head(opened.folder, opened.manifest.models["head"], HeadReference(steps)).max_abs_error <= 1e-5
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.bundle
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_drafts_that_are_right_are_accepted_to_the_last(quantize: str, tmp_path: Path) -> None:

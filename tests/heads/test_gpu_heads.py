@@ -116,6 +116,7 @@ def run_steps(executor: Any, reference: HeadReference) -> tuple[float, float]:
     return max(errors[0]), max(errors[1])
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dialect", GRAPHS)
 def test_a_lowered_head_computes_the_published_equations(
@@ -241,6 +242,7 @@ LOOPS = [
 ]
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.slow
 @pytest.mark.parametrize(("dialect", "way"), LOOPS)
 def test_drafts_over_lowered_graphs_are_those_of_the_published_equations(

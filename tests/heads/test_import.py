@@ -52,6 +52,7 @@ def test_a_head_computes_the_published_equations(dialect: str, target: Any, tmp_
     assert (None if loaded.ids is None else loaded.ids.tolist()) == spec.ids
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.bundle
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_bundle_drafts_what_the_published_equations_draft(

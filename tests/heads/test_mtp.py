@@ -82,6 +82,7 @@ def test_a_module_of_a_hybrid_computes_the_published_equations(family: str, tmp_
     torch.testing.assert_close(logits, wanted_logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.bundle
 @pytest.mark.parametrize("family", tiny_modules.FAMILIES)
 def test_a_bundle_drafts_what_the_module_drafts(family: str, tmp_path: Path) -> None:
@@ -118,6 +119,7 @@ def build(folder: Path, output: Path, **changes: Any) -> Any:
     return load_manifest(output).models["head"]
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.bundle
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_what_a_module_knows_is_accepted(knowing: Path, tmp_path: Path, quantize: Any) -> None:
@@ -126,6 +128,7 @@ def test_what_a_module_knows_is_accepted(knowing: Path, tmp_path: Path, quantize
     assert accepted(tmp_path / "b", PROMPTS) > 0.99
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.bundle
 @pytest.mark.parametrize("draft_quantize", [None, "int8"])
 def test_an_int8_target_keeps_its_law_and_its_text(knowing: Path, tmp_path: Path, draft_quantize: Any) -> None:

@@ -17,7 +17,6 @@ from specexport.kernels.signatures import SIGNATURES
 from specexport.kernels.spec import KernelSpec
 from specexport.kernels.tuning import SHARED_BYTES, TileConfig
 from specexport_runtime.errors import CheckFailedError, MissingDependencyError, UserInputError
-from tests.lanes import with_one_every_day
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kernels-compiled")]  # slow together
 
@@ -71,7 +70,8 @@ def check_compiled(kernel: CompiledKernel, *, most_spilled: int = 0) -> None:
         assert widths == {"0x10"}
 
 
-@pytest.mark.parametrize("sm", with_one_every_day(ARCHITECTURES))
+@pytest.mark.one_of_kind
+@pytest.mark.parametrize("sm", ARCHITECTURES)
 @pytest.mark.parametrize(("step", "spec"), SHIPPED)
 def test_shipped_kernels_compile_for_every_architecture(step: str, spec: KernelSpec, sm: int) -> None:
     kernel = compile_kernel(spec, sm)
@@ -97,7 +97,8 @@ def test_the_documented_table_is_complete() -> None:
     assert all(len(cells) == len(ARCHITECTURES) for cells in found.values())
 
 
-@pytest.mark.parametrize("sm", with_one_every_day(ARCHITECTURES))
+@pytest.mark.one_of_kind
+@pytest.mark.parametrize("sm", ARCHITECTURES)
 @pytest.mark.parametrize("kernel", SIGNATURES)
 def test_float16_compiles_for_every_architecture(kernel: str, sm: int) -> None:
     check_compiled(compile_kernel(replace(SPEC, kernel=kernel, dtype="float16"), sm))

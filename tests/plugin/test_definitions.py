@@ -24,7 +24,6 @@ from specexport.plugin.definitions import register_plugins
 from specexport.plugin.kernels import MOST_SHARED_BYTES, compile_plugin, tile_options
 from specexport.plugin.naming import graph_shape, plugin_name, plugin_names, plugin_spec
 from specexport_runtime.errors import CheckFailedError, IncompatibleError, MissingDependencyError, UserInputError
-from tests.lanes import with_one_every_day
 from tests.ops.test_unpadded_attention import CASES, one_node_model
 from tests.packaging.test_imports import HEAVY, loaded_after
 from tests.plugin.evaluator import ATTRIBUTES
@@ -147,7 +146,8 @@ def test_an_engine_launches_what_the_launcher_does(
             ]
 
 
-@pytest.mark.parametrize("sm", with_one_every_day([80, 89, 90, 100, 120]))
+@pytest.mark.one_of_kind
+@pytest.mark.parametrize("sm", [80, 89, 90, 100, 120])
 @pytest.mark.parametrize("name", ["append", "everything", "combine"])
 def test_the_code_takes_inputs_then_ints_then_outputs(name: str, sm: int, trt: types.ModuleType) -> None:
     """No scratch pointers: the parameters are as many as TensorRT passes."""
@@ -228,6 +228,7 @@ def test_registering_again_is_allowed_and_the_last_architecture_counts(trt: type
         definitions._define(trt, api, name)
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("name", ["everything", "values_smaller", "softcap", "sinks"])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_graphs_name_plugins_that_agree_with_them(name: str, splits: int, trt: types.ModuleType) -> None:

@@ -89,6 +89,7 @@ def test_what_was_learned_is_accepted(target: Path, trained: Any, tmp_path: Path
     assert accepted(tmp_path / "b", TEXTS) > 0.3
 
 
+@pytest.mark.whole
 @pytest.mark.bundle
 def test_a_head_learns_from_a_target_whose_layers_keep_a_state(prompts: Path, tmp_path: Path) -> None:
     """And no draft is made of its layers, which is told before the texts."""
