@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 import pytest
 
 EVERY_DAY_MODELS = {"llama", "gemma3", "qwen3_moe", "gpt_oss", "qwen3_next", "mamba2"}
-"""Plain, windows, experts, sinks, a hybrid with attention, states alone. The others of their kinds are in the long lane."""
+"""Plain, windows, experts, sinks, a hybrid with attention, states alone. The long lane has others of their kinds."""
 
 
 def keep_lanes(items: Seq[pytest.Item], models: set[str]) -> None:

@@ -1,0 +1,48 @@
+"""The page of refusals goes by messages: each one that it quotes is one that the code has."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "refused.md"
+SOURCES = [*(ROOT / "specexport").rglob("*.py"), *(ROOT / "runtime").rglob("*.py")]
+
+
+def texts() -> list[str]:
+    """Every text of the sources, with ``…`` for what is put in."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def quoted() -> list[str]:
+    """The messages of the page: what stands in backticks in the first column."""
+    rows = re.findall(r"^\| (`.+?) \| ", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+
+
+def pattern(message: str) -> str:
+    """Both sides may have something put in where the other one has words."""
+    return "[^|]*?".join(map(re.escape, message.split("…")))
+
+
+def unknown(messages: list[str]) -> list[str]:
+    known = "\n|".join(texts())
+    return [message for message in messages if re.search(pattern(message), known) is None]
+
+
+def test_every_message_of_the_page_is_one_of_the_code() -> None:
+    messages = quoted()
+    assert len(messages) > 30
+    assert unknown(messages) == []
+
+
+def test_a_message_that_is_gone_is_found() -> None:
+    assert unknown(["which is not installed", "which is not … anywhere"]) == ["which is not … anywhere"]
