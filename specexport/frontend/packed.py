@@ -1,5 +1,6 @@
 """Checkpoints of GPTQ, AWQ and compressed-tensors: read from safetensors, without the libraries that made them."""
 
+import json
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specexport.frontend.packed_blocks import awq_weight, compressed_weight, gptq_weight
+from specexport.frontend.packed_centre import check_centre
 from specexport.frontend.source import PACKED_PARTS, Source
 from specexport.frontend.tagged import SMALLEST_RANK, Tags
 from specexport.frontend.trace import WEIGHT_PREFIX
@@ -98,6 +100,7 @@ def read_packed(source: Source, settings: Mapping[str, Any]) -> Packed:
         )
     state: dict[str, torch.Tensor] = {}
     packed: dict[str, dict[str, np.ndarray]] = {}
+    place = _index(source)
     for path in source.files:
         if path.suffix != ".safetensors":
             continue
@@ -110,12 +113,63 @@ def read_packed(source: Source, settings: Mapping[str, Any]) -> Packed:
             ) from error
         for name, tensor in tensors.items():
             layer, _, part = name.rpartition(".")
+            if place.get(name, path.name) != path.name:  # a file that the index does not take it from
+                continue
             if part in PACKED_PARTS or tensor.dtype == torch.int8:
                 packed.setdefault(layer, {})[part] = _numpy(tensor)
             else:
                 state[name] = tensor
-    weights = {layer: _weight(method, tensors, settings, layer) for layer, tensors in packed.items()}
+    weights = {}
+    for layer, tensors in packed.items():
+        weights[layer] = _weight(method, tensors, _own_settings(source, settings, layer), layer)
+    check_centre(source, weights, settings)
     return Packed(state, weights)
+
+
+def _own_settings(source: Source, settings: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
+    """The settings of one layer: GPTQModel's ``dynamic`` gives some by expressions; the first that fits counts.
+
+    Raises:
+        CheckpointError: an expression cannot be read, or it says that a packed layer is none.
+    """
+    for key, own in (settings.get("dynamic") or {}).items():
+        sign, expression = (key[:2], key[2:]) if key[:2] in ("+:", "-:") else ("+:", key)
+        try:
+            fits = re.match(expression, layer)
+        except re.error as error:
+            raise CheckpointError(
+                f"{source.name}: dynamic in quantization_config has {key!r}, which is no expression ({error}).",
+                "give the config.json that was written with the weights.",
+            ) from error
+        if not fits:
+            continue
+        if sign == "-:" or not isinstance(own, Mapping):
+            raise CheckpointError(
+                f"{source.name}: dynamic in quantization_config says by {key!r} that {layer} is not quantized; it is.",
+                "give the config.json that was written with the weights.",
+            )
+        return {**settings, **own}
+    return settings
+
+
+def _index(source: Source) -> Mapping[str, str]:
+    """The file of each tensor by the checkpoint's index; empty if it has none.
+
+    Raises:
+        CheckpointError: the index cannot be read, or names a file that is not there.
+    """
+    path = source.folder / "model.safetensors.index.json"
+    if not path.is_file():
+        return {}
+    try:
+        found: dict[str, str] = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{source.name}: {path.name} cannot be read ({error}).", f"fetch {path.name} again."
+        ) from error
+    if missing := sorted(set(found.values()) - {file.name for file in source.files}):
+        raise CheckpointError(f"{source.name}: {missing[0]} is missing.", "give the complete checkpoint.")
+    return found
 
 
 def name_packed(weights: Mapping[str, BlockWeight], model: Any, name: str) -> dict[str, BlockWeight]:
@@ -176,6 +230,7 @@ def _weight(method: str, tensors: Mapping[str, np.ndarray], settings: Mapping[st
             return gptq_weight(tensors, settings, layer)
         if method == "awq":
             return awq_weight(tensors, settings, layer)
+        _check_zeros(tensors, settings)
         return compressed_weight(tensors, layer)
     except KeyError as error:
         raise CheckpointError(
@@ -186,6 +241,13 @@ def _weight(method: str, tensors: Mapping[str, np.ndarray], settings: Mapping[st
         raise CheckpointError(
             f"{layer} is no {method} matrix ({shapes}).", "give the checkpoint that it was quantized from."
         ) from error
+
+
+def _check_zeros(tensors: Mapping[str, np.ndarray], settings: Mapping[str, Any]) -> None:
+    """Refuse weights that all groups of the configuration say have zero points, and that have none."""
+    groups = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
+    if groups and "weight_zero_point" not in tensors and all(group.get("symmetric") is False for group in groups):
+        raise KeyError("weight_zero_point")
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -51,27 +51,51 @@ def gptq_weight(tensors: Tensors, settings: Mapping[str, Any], name: str) -> Blo
     Raises:
         CheckpointError: its inputs are in an order of their own (``desc_act``), or it has bits or groups of no kernel.
     """
-    bits = int(settings["bits"])
+    bits, order = int(settings["bits"]), tensors.get("g_idx")
     _check_bits(bits, name)
     codes = unpack(tensors["qweight"], bits, 0).T  # [N, K]
-    zeros = unpack(tensors["qzeros"], bits, 1).T.astype(np.int16)  # [N, groups]
-    if settings.get("checkpoint_format", "gptq") != "gptq_v2":
-        zeros = (zeros + 1) & ((1 << bits) - 1)  # a stored -1 wraps to the largest code
-    _check_order(tensors.get("g_idx"), codes.shape[1], zeros.shape[1], name)
-    return _grouped("GPTQ", bits, codes, zeros, tensors["scales"].T, name)
+    stored = unpack(tensors["qzeros"], bits, 1).T.astype(np.int16)  # [N, groups]
+    if order is None and settings.get("desc_act"):
+        raise CheckpointError(f"{name} has no g_idx, and desc_act says that it orders its inputs.", _HOW_TO_CONVERT)
+    _check_order(order, codes.shape[1], stored.shape[1], name)
+    _check_groups(settings, codes.shape[1], stored.shape[1], name)
+    return _grouped("GPTQ", bits, codes, _gptq_zeros(stored, bits, settings, name), tensors["scales"].T, name)
+
+
+def _gptq_zeros(stored: np.ndarray, bits: int, settings: Mapping[str, Any], name: str) -> np.ndarray | None:
+    """Zeros of the codes; None for the middle, which is what ``sym`` means whichever way a file stores it."""
+    middle = 1 << (bits - 1)
+    if settings.get("sym") is True:
+        if bool((stored == middle - 1).all() or (stored == middle).all()):
+            return None
+        odd = stored[(stored != middle - 1) & (stored != middle)]
+        found = f"zero {odd[0]}" if odd.size else "both"
+        raise CheckpointError(
+            f"{name} is symmetric by its configuration (sym), where all stored zeros are {middle - 1} or all {middle}: "
+            f"it has {found}.",
+            "set sym to false in quantization_config if it was made so, or give the checkpoint it was quantized from.",
+        )
+    if settings.get("checkpoint_format", "gptq") == "gptq_v2":
+        return stored
+    return (stored + 1) & ((1 << bits) - 1)  # a stored -1 wraps to the largest code
 
 
 def awq_weight(tensors: Tensors, settings: Mapping[str, Any], name: str) -> BlockWeight:
     """A weight of AWQ (GEMM): ``qweight``, ``qzeros``, ``scales``. As :func:`gptq_weight`."""
     bits = int(settings.get("bits", settings.get("w_bit", 4)))
     _check_bits(bits, name)
+    version = str(settings.get("version") or "gemm").lower()
+    if version != "gemm":
+        raise CheckpointError(f"{name} is packed as AWQ's {version}; gemm is known.", _HOW_TO_CONVERT)
     order = np.array(_AWQ_ORDER[bits])
 
     def ordered(words: Words) -> Codes:
         values = unpack(words, bits, 1)
         return values.reshape(len(values), -1, len(order))[..., order].reshape(len(values), -1).T
 
-    return _grouped("AWQ", bits, ordered(tensors["qweight"]), ordered(tensors["qzeros"]), tensors["scales"].T, name)
+    codes = ordered(tensors["qweight"])
+    _check_groups(settings, codes.shape[1], tensors["scales"].shape[0], name)
+    return _grouped("AWQ", bits, codes, ordered(tensors["qzeros"]), tensors["scales"].T, name)
 
 
 def compressed_weight(tensors: Tensors, name: str) -> BlockWeight:
@@ -127,6 +151,20 @@ def _check_order(order: np.ndarray | None, depth: int, num_groups: int, name: st
     if not np.array_equal(order, np.arange(depth) // -(-depth // num_groups)):
         raise CheckpointError(
             f"{name} was quantized with desc_act: its groups are no neighbours, which no kernel here multiplies.",
+            _HOW_TO_CONVERT,
+        )
+
+
+def _check_groups(settings: Mapping[str, Any], depth: int, groups: int, name: str) -> None:
+    """Refuse groups of another size than the configuration says: either bits or groups are not what it says."""
+    size = settings.get("group_size", settings.get("q_group_size"))
+    if size is None:
+        return
+    wanted = 1 if int(size) <= 0 else -(-depth // int(size))
+    if groups != wanted:
+        raise CheckpointError(
+            f"{name} has {groups} groups for {depth} inputs, and group_size is {size}: its bits or groups are others "
+            "than its configuration says.",
             _HOW_TO_CONVERT,
         )
 
