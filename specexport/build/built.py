@@ -20,12 +20,14 @@ class EngineCheck(NamedTuple):
             where that is decided; None if too few are.
         divergence: of a quantized engine, mean divergence of its distributions from the float model's, in nats.
         lost: that, over what the float model's distributions tell; see ``specexport.build.closeness``.
+        perplexity: of a quantized engine's float model, on the built-in texts; None where there are none for it.
     """
 
     max_abs_error: float
     agreement: float | None = None
     divergence: float | None = None
     lost: float | None = None
+    perplexity: float | None = None
 
 
 @dataclass(frozen=True)

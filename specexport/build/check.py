@@ -96,6 +96,29 @@ def text_sequences(tokenizer_json: bytes, vocab_size: int, max_positions: int | 
     return [np.array(ids, np.int64) for ids in found]
 
 
+def text_perplexity(tokenizer_json: bytes, sequences: Seq[Int64Array], references: Seq[Float32Array]) -> float | None:
+    """Perplexity of eager logits on the texts that they are of, which no reading of the weights shares; None of others.
+
+    Args:
+        tokenizer_json: the checkpoint's ``tokenizer.json``.
+        sequences: from :func:`text_sequences`.
+        references: logits [len, V] of each.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer, losses = Tokenizer.from_buffer(tokenizer_json), []
+    for text, ids, logits in zip(TEXTS, sequences, references, strict=True):
+        if tokenizer.encode(text).ids[: len(ids)] != ids.tolist():
+            return None
+        rows = logits[:-1].astype(np.float64)
+        most = rows.max(axis=1)
+        losses.append(most + np.log(np.exp(rows - most[:, None]).sum(axis=1)) - rows[np.arange(len(rows)), ids[1:]])
+    return float(np.exp(min(np.concatenate(losses).mean(), _MOST_NATS)))
+
+
+_MOST_NATS = 500.0  # no model is that sure, and all that is said of more is that it is chance
+
+
 def _any_tokens(vocab_size: int, lengths: Seq[int]) -> list[Int64Array]:
     generator = np.random.default_rng(20)
     return [generator.integers(0, vocab_size, length, dtype=np.int64) for length in lengths]

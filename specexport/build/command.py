@@ -168,7 +168,16 @@ def summary(result: "BuildResult") -> str:
         if layers:
             found = f"{layers}, {found}"
         lines.append(f"  {role}: {found}{cached}")
+        if check is not None and check.perplexity is not None and check.perplexity * _CHANCE > entry.vocab_size:
+            lines.append(
+                f"  warning: on text the {role}'s perplexity is {check.perplexity:.3g}, of {entry.vocab_size} tokens: "
+                "that is chance. Its weights are random, or read otherwise than they were stored."
+            )
     return "\n".join(lines)
+
+
+_CHANCE = 4
+"""A model of which a text is this many times likelier than any tokens knows something of it."""
 
 
 def _describe(check: "EngineCheck") -> str:

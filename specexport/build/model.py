@@ -13,7 +13,7 @@ from specexport.atomic import require_space
 from specexport.backends.base import AUTO_MODEL_LEN, Backend, BuildJob, release_weights
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.build.built import BuiltModel
-from specexport.build.check import check_engine, check_obstacle, check_sequences, text_sequences
+from specexport.build.check import check_engine, check_obstacle, check_sequences, text_perplexity, text_sequences
 from specexport.build.draft_layers import LayerPrune, check_num_layers, cut_pieces
 from specexport.build.draft_vocabulary import HeadCut, choose_head_ids, read_counting_texts
 from specexport.build.lora import bind_adapters, describe_adapters
@@ -178,6 +178,9 @@ def build_model(
     )
     with clock.stage("check", source.role, obstacle or ""):
         found = check_engine(folder, entry, *reference) if reference is not None else None
+        if found is not None and reference is not None and entry.quantize is not None and head_ids is None:
+            perplexity = text_perplexity(checkpoint.tokenizer_json, reference.sequences, reference.logits)
+            found = found._replace(perplexity=perplexity)
     return BuiltModel(
         entry=entry,
         files=hash_files(folder, [path.name for path in folder.iterdir()]),

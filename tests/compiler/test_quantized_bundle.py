@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from pairs import TinyPair, own_logits
 from tiny_models import ARCHITECTURES, make_model, save_checkpoint
 
 from specexport.build import closeness
-from specexport.build.check import TEXT_LENS, check_engine, check_sequences, text_sequences
+from specexport.build.check import TEXT_LENS, check_engine, check_sequences, text_perplexity, text_sequences
 from specexport.build.closeness import Closeness, measure_closeness
+from specexport.build.command import summary
 from specexport.build.pipeline import BuildResult, build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
@@ -266,3 +268,26 @@ def test_the_texts_are_read_in_the_models_own_tokens(demo_pair: Path) -> None:
     assert tokenizer.decode(sequences[0].tolist()).startswith("def read_settings(path):")
     assert [len(ids) for ids in text_sequences(content, 40)] == list(TEXT_LENS)
     assert max(max(ids) for ids in text_sequences(content, 40)) < 40, "any tokens where the texts do not fit"
+
+
+def test_the_perplexity_is_that_of_torch_and_chance_is_said(
+    demo_pair: Path, quantized: Callable[[str], tuple[BuildResult, list[np.ndarray]]]
+) -> None:
+    import torch
+
+    content = (demo_pair / "target" / "tokenizer.json").read_bytes()
+    result, references = quantized("int8")
+    sequences = text_sequences(content, 4096)
+    losses = [
+        torch.nn.functional.cross_entropy(torch.from_numpy(logits[:-1]), torch.from_numpy(ids[1:]), reduction="none")
+        for ids, logits in zip(sequences, references, strict=True)
+    ]
+    wanted = float(torch.cat(losses).mean().exp())
+    assert wanted < 4096 / 8, "the demo's target knows something of these texts"
+    found = result.checks["target"]
+    assert found is not None
+    assert found.perplexity == pytest.approx(wanted, rel=1e-4)
+    assert "warning" not in summary(result)
+    chance = replace(result, checks={"target": found._replace(perplexity=4000.0)})
+    assert "warning: on text the target's perplexity is 4e+03, of 4096 tokens: that is chance." in summary(chance)
+    assert text_perplexity(content, text_sequences(content, 40), references) is None, "any tokens are no text"
