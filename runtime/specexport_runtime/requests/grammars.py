@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
+from specexport_runtime.requests.plain_tokens import PlainTokens
 from specexport_runtime.sampling.grammar import Grammar
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import GrammarAfterThinking
@@ -69,20 +70,16 @@ class GrammarCompiler:
 
     def _compile(self, form: StructuredOutputs) -> Any:
         try:
-            from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+            from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
         except ImportError:
             raise MissingDependencyError(
                 "structured outputs need llguidance, which is not installed.",
                 "pip install 'specexport[structured]'.",
             ) from None
         if self._known is None:
-            try:
-                self._known = LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=list(self._eos))
-            except ValueError as error:
-                raise InvalidRequestError(
-                    f"structured_outputs: llguidance cannot read this model's tokenizer: {str(error).splitlines()[0]}.",
-                    "leave it out.",
-                ) from None
+            self._plain = PlainTokens(self._tokenizer, self._vocab_size, self._eos)
+            wrapper = TokenizerWrapper(self._plain)
+            self._known = LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=list(self._eos))
         try:
             text = _grammar_text(LLMatcher, form)
         except ValueError as error:
