@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
+from specexport_runtime.requests.form_texts import literals, named_tokens
 from specexport_runtime.requests.plain_tokens import PlainTokens
 from specexport_runtime.sampling.grammar import Grammar
 from specexport_runtime.sampling.structured import StructuredOutputs
@@ -41,6 +42,7 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, tuple(eos_token_ids)
         self._lock = threading.Lock()
         self._known: Any = None
+        self._plain: PlainTokens
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
     def compile(self, form: StructuredOutputs) -> Grammar:
@@ -84,6 +86,8 @@ class GrammarCompiler:
             text = _grammar_text(LLMatcher, form)
         except ValueError as error:
             raise _refused(form, str(error)) from None
+        if form.kind == "grammar":
+            self._check_ends(form.text)
         limits = LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
         has_failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._known, limits=limits)
         if has_failed or messages:  # a warning is of something that would not be honoured
@@ -91,7 +95,36 @@ class GrammarCompiler:
         matcher = LLMatcher(self._known, text, limits=limits, log_level=0)
         if matcher.is_error():
             raise _refused(form, matcher.get_error())
+        self._check_spelling(form, matcher)
         return matcher
+
+    def _check_ends(self, lark: str) -> None:
+        """A token that ends the text is no part of it."""
+        ends = set(self._eos)
+        if any(tokens and tokens <= ends for tokens in named_tokens(lark, self._tokenizer.token_to_id)):
+            raise InvalidRequestError(
+                "structured_outputs.grammar: it names a token that ends the text.",
+                "leave the token out: the text ends where its grammar does.",
+            )
+
+    def _check_spelling(self, form: StructuredOutputs, matcher: Any) -> None:
+        """Vocabularies without bytes lack characters; what is found only on the way ends its own request."""
+        if self._plain.is_complete:
+            return
+        for text in literals(form):
+            missing = self._plain.missing(text)
+            if missing is not None:
+                raise InvalidRequestError(
+                    f"structured_outputs.{form.kind}: this model has no tokens for {missing[:40]!r} in {text[:40]!r}.",
+                    "change it, or leave it out.",
+                )
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            raise InvalidRequestError(
+                f"structured_outputs.{form.kind}: this model has no tokens for how such a text begins.",
+                "change it, or leave it out.",
+            )
 
 
 def _grammar_text(matcher: Any, form: StructuredOutputs) -> str:

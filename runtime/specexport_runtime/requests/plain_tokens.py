@@ -41,7 +41,7 @@ class PlainTokens:
         self._tokenizer = _without_added_tokens(tokenizer)
 
     def __call__(self, data: bytes) -> list[int]:
-        """Plain tokens that spell ``data``, those of the tokenizer if it has some; all that can be spelled otherwise."""
+        """Plain tokens that spell ``data``, the tokenizer's own if they do; as far as there are any."""
         try:
             ids: list[int] = self._tokenizer.encode(data.decode(), add_special_tokens=False).ids
         except UnicodeDecodeError:
