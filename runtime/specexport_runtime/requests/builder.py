@@ -172,10 +172,11 @@ class RequestBuilder:
         return frozenset(token for token, each in added.items() if each.special)
 
     def _hidden(self, params: SamplingParams) -> frozenset[int] | None:
-        """Tokens without a text, where some special ones have one."""
-        if not (params.skip_special_tokens and params.shown_special_tokens):
+        """Tokens without a text, where they are not just the special ones: what ends a text has no part in its form."""
+        ends = frozenset(() if params.structured_outputs is None else self.eos_token_ids) - self.special_tokens
+        if not (params.skip_special_tokens and (params.shown_special_tokens or ends)):
             return None
-        return self.special_tokens - frozenset(params.shown_special_tokens)
+        return (self.special_tokens | ends) - frozenset(params.shown_special_tokens)
 
     def find_adapter(self, name: str | None) -> int | None:
         """Number of an adapter, from 1; None for no name.
