@@ -3,12 +3,10 @@
 import json
 import random
 import re
-import time
 from contextlib import closing
 
 import chance
 import jsonschema
-import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -16,9 +14,7 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.requests.grammars import GrammarCompiler
-from specexport_runtime.requests.plain_tokens import PlainTokens
 from specexport_runtime.sampling.structured import StructuredOutputs
-from specexport_runtime.sequences.text import text_behind
 from specexport_runtime.sequences.token_bytes import token_bytes
 
 pytest.importorskip("llguidance")
@@ -45,7 +41,7 @@ def bytes_of_tokens(decoder="fallback", *, missing=""):
         tokenizer.decoder = decoders.Sequence(steps)
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-        tokenizer.decoder = decoders.Metaspace()
+        tokenizer.decoder = decoder
     return with_added(tokenizer)
 
 
@@ -150,3 +146,133 @@ def test_drawn_forms_are_spelled_alike_by_every_drafter(engine):
         tokens = [result.token_ids for result in results]
         plain = plain or tokens
         assert tokens == plain, drafter
+
+
+def word_pieces(*, cleanup=True):
+    letters = [chr(code) for code in range(33, 127)]
+    names = ["[UNK]", *letters, *(f"##{letter}" for letter in letters), "the", "##ing", "do", "not"]
+    tokenizer = Tokenizer(models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=cleanup)
+    return with_added(tokenizer)
+
+
+def words():
+    """Without a decoder: tokens are joined by spaces."""
+    tokenizer = Tokenizer(models.WordLevel({"w": 0, "v": 1, "no": 2}, unk_token="w"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return with_added(tokenizer)
+
+
+OTHERS = {
+    "Metaspace": lambda: bytes_of_tokens(decoders.Metaspace(prepend_scheme="always")),
+    "Metaspace never": lambda: bytes_of_tokens(decoders.Metaspace(prepend_scheme="never")),
+    "Metaspace in a sequence": lambda: bytes_of_tokens(decoders.Sequence([decoders.Metaspace(), decoders.Fuse()])),
+    "Replace": lambda: bytes_of_tokens(decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])),
+    "WordPiece": word_pieces,
+    "WordPiece as it is": lambda: word_pieces(cleanup=False),
+    "words": words,
+}
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+def test_the_bytes_of_tokens_are_what_they_add_to_a_text(kind):
+    tokenizer, rng = (KINDS | OTHERS)[kind](), random.Random(chance.seed(12))
+    size = tokenizer.get_vocab_size()
+    found = token_bytes(tokenizer, size + 2)
+    assert found[size:] == [b"", b""]
+    added = tokenizer.get_added_tokens_decoder()
+    plain = [token for token in range(size) if token not in added]
+    before = [token for token in plain if found[token].strip().isalpha()][:1]
+    runs = [[i for byte in "日é".encode() for i in plain if tokenizer.id_to_token(i) == f"<0x{byte:02X}>"]]
+    whole = 0
+    for _ in range(chance.many(300)):
+        tokens = [token for _ in range(rng.randint(1, 6)) for token in rng.choice([[rng.choice(plain)], *runs])]
+        start, text = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
+        added_text = text.removeprefix(start).encode()
+        data = b"".join(found[token] for token in tokens)
+        try:
+            data.decode()
+        except UnicodeDecodeError:
+            continue
+        assert added_text == data
+        whole += 1
+    assert whole > 50
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (decoders.BPEDecoder(), "BPEDecoder"),
+        (decoders.CTC(), "CTC"),
+        (decoders.Strip(" ", 0, 1), "Strip"),
+        (decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "x")]), "Replace"),
+        (decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")]), "ByteFallback"),
+        (decoders.Sequence([decoders.Metaspace(), decoders.ByteLevel()]), "ByteLevel"),
+    ],
+)
+def test_tokens_whose_text_depends_on_their_neighbours_are_refused(step, name):
+    tokenizer = bytes_of_tokens(step)
+    compiler = GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), [1])
+    with pytest.raises(InvalidRequestError, match=rf"depends on their neighbours \(decoder step {name}\)"):
+        compiler.compile(StructuredOutputs(choice=("a",)))
+
+
+@pytest.fixture(scope="module")
+def metaspace():
+    tokenizer = OTHERS["Metaspace"]()
+    tokenizer.add_tokens(["<|end|>"])
+    with closing(make_engine(tokenizer)) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("drafter", ["none", "draft-model", "lookup", "self", "head"])
+@pytest.mark.parametrize("text", [" the", "the the", " ", "<|end|> true", "ab", "<0x41>", "  x"])
+def test_spaces_of_metaspace_are_spelled(metaspace, text, drafter):
+    params = SamplingParams(max_tokens=40, structured_outputs=StructuredOutputs(choice=(text,)))
+    result = metaspace.generate([PROMPT], [params], drafter=drafter)[0]
+    assert (result.text, result.finish_reason) == (text, "stop")
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({"choice": ("the", "a▁b")}, "no tokens for '▁b' in 'a▁b'"),
+        ({"choice": ("é",)}, "no tokens for 'é' in 'é'"),
+        ({"json": {"const": "é"}}, "no tokens for 'é"),
+        ({"json": {"properties": {"a": {"enum": ["b", "▁"]}}}}, "no tokens for '▁"),
+        ({"json": {"properties": {"▁": {}}}}, "no tokens for '▁"),
+        ({"regex": "▁+"}, "no tokens for how such a text begins"),
+        ({"grammar": 'start: "▁" | "é"'}, "no tokens for how such a text begins"),
+    ],
+)
+def test_what_no_plain_tokens_spell_is_refused_before_a_row_is_taken(metaspace, form, said):
+    for drafter in ("none", "draft-model", "lookup"):
+        with pytest.raises(InvalidRequestError, match=said):
+            metaspace.submit(PROMPT, SamplingParams(structured_outputs=StructuredOutputs(**form)), drafter=drafter)
+    assert metaspace.current_load().num_waiting == 0
+    schema = {"properties": {"a": {"description": "é", "const": "b"}}}  # a description is said nowhere
+    metaspace.submit(PROMPT, SamplingParams(max_tokens=2, structured_outputs=StructuredOutputs(json=schema))).result()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_ends_where_its_grammar_does(kind):
+    """A token that ends the text is left out of `any token`, wherever a grammar names it."""
+    tokenizer = KINDS[kind]()
+    end, other = (tokenizer.token_to_id(text) for text in ("<|end|>", "<tool_call>"))
+    compiler = GrammarCompiler(tokenizer, tokenizer.get_vocab_size(), [end])
+    x = tokenizer.token_to_id("x")
+    grammar = compiler.compile(StructuredOutputs(grammar=f'start: <[^{x},{other}]>* <tool_call> "x"'))
+    assert not grammar.allowed([])[end]
+    assert grammar.allowed([])[other]
+    assert grammar.cut([other, end]) == 1
+    assert grammar.cut([other, x, end]) == 3
+    assert grammar.forced(4, [other, x]) == [end]
+    with pytest.raises(CheckFailedError, match="where its grammar does not end"):
+        grammar.consume([other, end])
+    for name in ("<|end|>", f"<[{end}]>", f"<[{end}-{end}]>"):
+        with pytest.raises(InvalidRequestError, match="names a token that ends the text"):
+            compiler.compile(StructuredOutputs(grammar=f'start: "x" {name}'))
+    for text in (f'"<[{end}]>"', '"<|end|>"', "/<[|]end[|]>/", f'"x" // <[{end}]>', f"<[{other},{end}]>"):
+        assert compiler.compile(StructuredOutputs(grammar=f"start: {text}")).allowed([]).any()
