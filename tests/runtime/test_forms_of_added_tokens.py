@@ -1,5 +1,6 @@
 """Forms that spell what added tokens are called: with plain tokens, whatever drafts, under every kind of decoder."""
 
+import contextlib
 import json
 import random
 import re
@@ -276,3 +277,21 @@ def test_a_text_ends_where_its_grammar_does(kind):
             compiler.compile(StructuredOutputs(grammar=f'start: "x" {name}'))
     for text in (f'"<[{end}]>"', '"<|end|>"', "/<[|]end[|]>/", f'"x" // <[{end}]>', f"<[{other},{end}]>"):
         assert compiler.compile(StructuredOutputs(grammar=f"start: {text}")).allowed([]).any()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+def test_a_text_behind_a_prompt_without_text_is_right_or_refused(kind):
+    """Decoders strip the space of the first token that shows: it is spelled without one, or not at all."""
+    tokenizer = (KINDS | OTHERS)[kind]()
+    right = []
+    with closing(make_engine(tokenizer)) as engine:
+        for text in (" the", "the", "  the", "the the", "<s>", "##ing", " ", "no w"):
+            params = SamplingParams(max_tokens=30, structured_outputs=StructuredOutputs(choice=(text,)))
+            for drafter in ("none", "draft-model", "lookup"):
+                with contextlib.suppress(InvalidRequestError):
+                    result = engine.generate([[tokenizer.token_to_id("<s>")]], [params], drafter=drafter)[0]
+                    assert result.text == text
+                    right.append(text)
+    assert all(right.count(text) == 3 for text in right)  # refused for every drafter, or for none
+    assert kind in ("words", "WordPiece", "WordPiece as it is") or "the the" in right
+    assert (" the" in right) == (kind in ("byte level", "Metaspace never", "Replace"))

@@ -134,13 +134,16 @@ class RequestBuilder:
         check_rank(options.owner, options.priority)
         exit_params = self._exit_params(options, plan)
         grammar = None
-        if params.structured_outputs is not None:
-            if params.ignore_eos:
-                raise InvalidRequestError(
-                    "structured_outputs ends a text, and ignore_eos does not.", "leave one of them out."
-                )
-            grammar = self.grammars.compile(params.structured_outputs)
+        if params.structured_outputs is not None and params.ignore_eos:
+            raise InvalidRequestError(
+                "structured_outputs ends a text, and ignore_eos does not.", "leave one of them out."
+            )
         ids = self.encode(prompt)
+        hidden = self._hidden(params)
+        if params.structured_outputs is not None:
+            silent = (self.special_tokens if hidden is None else hidden) if params.skip_special_tokens else ()
+            follows_text = any(token not in silent for token in ids)
+            grammar = self.grammars.compile(params.structured_outputs, follows_text=follows_text)
         return Sequence(
             index,
             ids,
@@ -148,7 +151,7 @@ class RequestBuilder:
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
-            text=TextStream(self.tokenizer, params, self._hidden(params), ids),
+            text=TextStream(self.tokenizer, params, hidden, ids),
             stream=stream,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             draft_plan=plan.stages,

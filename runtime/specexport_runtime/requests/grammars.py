@@ -45,8 +45,12 @@ class GrammarCompiler:
         self._plain: PlainTokens
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
-    def compile(self, form: StructuredOutputs) -> Grammar:
+    def compile(self, form: StructuredOutputs, *, follows_text: bool = True) -> Grammar:
         """The grammar of a text that has yet to begin.
+
+        Args:
+            form: what the text is like.
+            follows_text: the prompt shows some text; otherwise decoders may show a first token in another way.
 
         Raises:
             InvalidRequestError: the form cannot be honoured: it says what in it is not known, or too large.
@@ -66,8 +70,17 @@ class GrammarCompiler:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(key)
             own = matcher.deep_copy()
+            first = None if follows_text else self._plain.first
         if form.thinking is None:
-            return Grammar(own, self._vocab_size, self._eos)
+            grammar = Grammar(own, self._vocab_size, self._eos, first)
+            allowed = None if first is None else grammar.allowed(())
+            if allowed is not None and not allowed.any():
+                raise InvalidRequestError(
+                    f"structured_outputs.{form.kind}: such a text begins with a space or a part of a word, which this "
+                    "model's decoder does not show behind a prompt without text.",
+                    "give a prompt, or change the form.",
+                )
+            return grammar
         return GrammarAfterThinking(own, self._vocab_size, self._eos, form.thinking)
 
     def _compile(self, form: StructuredOutputs) -> Any:

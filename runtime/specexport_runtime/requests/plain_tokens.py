@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from specexport_runtime.sequences.token_bytes import token_bytes
+from specexport_runtime.sampling.grammar import BoolArray
+from specexport_runtime.sequences.token_bytes import same_at_first, token_bytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -38,7 +40,13 @@ class PlainTokens:
         self._ids = {data: token for token, data in enumerate(self.tokens) if data and token not in named}
         self._longest = max(map(len, self._ids), default=0)
         self.is_complete = all(bytes([byte]) in self._ids for byte in range(256))
-        self._tokenizer = _without_added_tokens(tokenizer)
+        self._given, self._tokenizer = tokenizer, _without_added_tokens(tokenizer)
+
+    @cached_property
+    def first(self) -> BoolArray | None:
+        """Tokens that add to an empty text what they add to others: [V]; None if all do."""
+        same = same_at_first(self._given, self.tokens)
+        return None if same.all() else same
 
     def __call__(self, data: bytes) -> list[int]:
         """Plain tokens that spell ``data``, the tokenizer's own if they do; as far as there are any."""

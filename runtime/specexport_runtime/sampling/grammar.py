@@ -26,11 +26,13 @@ class Grammar:
         matcher: a ``llguidance.LLMatcher`` at the beginning of the text; this object's own.
         vocab_size: V.
         eos_token_ids: ids that end a text, where the grammar lets it end.
+        first: [V], tokens that the text may begin with; None for all.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: Seq[int]) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: Seq[int], first: BoolArray | None = None) -> None:
         self._matcher, self._vocab_size, self._eos = matcher, vocab_size, tuple(eos_token_ids)
         self._ends = [token for token in self._eos if token < vocab_size]
+        self._first = first
         self._drafted: list[int] = []
         self._masks: list[BoolArray | None] = [None]
         """Behind each number of tokens of ``_drafted``, from 0."""
@@ -103,6 +105,7 @@ class Grammar:
         if self._has_ended and not self._matcher.is_accepting():
             raise CheckFailedError("the end of a text was committed where its grammar does not end.")
         self._drafted, self._masks, self._place = [], [None], 0
+        self._first = self._first if not tokens else None
 
     def _is_over(self, drafted: Seq[int]) -> bool:
         """Whether the text has ended, or ends in a draft."""
@@ -122,6 +125,8 @@ class Grammar:
             mask = self._masks[len(drafted)] = bits[: self._vocab_size].view(np.bool_)
             if not self._matcher.is_accepting():
                 mask[self._ends] = False  # `<[^5]>` means them too
+            if self._first is not None and not drafted:
+                mask &= self._first
         return mask
 
     def _remember(self, drafted: Seq[int]) -> None:

@@ -1,8 +1,12 @@
 """What each token of a vocabulary adds to a text that is not empty, in bytes."""
 
 import re
+from collections.abc import Sequence as Seq
 from functools import cache
 from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sequences.decoder_steps import decoder_steps, decodes_in_windows
@@ -47,6 +51,18 @@ def token_bytes(tokenizer: "Tokenizer", vocab_size: int) -> list[bytes]:
             text = f"{_BEFORE} {name}" if decoder is None else decoder.decode([_BEFORE, name])
             found[token] = text[len(_BEFORE) :].encode()
     return found
+
+
+def same_at_first(tokenizer: "Tokenizer", found: Seq[bytes]) -> npt.NDArray[np.bool_]:
+    """Which tokens add the same bytes to an empty text: [V], of what :func:`token_bytes` found."""
+    same = np.ones(len(found), np.bool_)
+    decoder = tokenizer.decoder
+    if "ByteLevel" in {step["type"] for step in decoder_steps(tokenizer)}:
+        return same
+    for name, token in tokenizer.get_vocab(with_added_tokens=True).items():
+        if token < len(found) and not _BYTE_TOKEN.fullmatch(name):
+            same[token] = (name if decoder is None else decoder.decode([name])).encode() == found[token]
+    return same
 
 
 def _is_of_neighbours(step: dict[str, object]) -> bool:
