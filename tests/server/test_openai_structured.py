@@ -175,3 +175,25 @@ def test_a_prompt_that_was_read_is_not_read_again(client):
     assert cached(cache_salt="two")[0] == 0
     assert cached(cache_salt="one", speculative={"remember": False})[0] == 0
     assert cached(cache_salt="three", n=3)[0] == 0  # one of the three reads it
+
+
+@pytest.mark.parametrize("drafter", ["none", "draft-model", "lookup", "self", "auto"])
+@pytest.mark.parametrize("end", ["<|endoftext|>", "a<|endoftext|>b"])
+def test_the_name_of_a_special_token_is_spelled(client, end, drafter):
+    """It neither ends the text nor is left out of it."""
+    schema = {"type": "object", "properties": {end: {"const": end}}, "required": [end], "additionalProperties": False}
+    forms = {
+        end: {"choice": [end]},
+        f'{{"{end}":"{end}"}}': {"json": schema},
+        f"({end})": {"regex": rf"\({end.replace('|', '[|]')}\)"},
+        f"{end}!": {"grammar": f'start: "{end}" "!"'},
+    }
+    for text, form in forms.items():
+        answer = complete(client, temperature=0, structured_outputs=form, speculative={"drafter": drafter})
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text, "stop")
+
+
+def test_a_grammar_that_names_the_end_of_the_text_is_refused(client):
+    for name in ("<|endoftext|>", "<[0]>"):
+        with pytest.raises(BadRequestError, match="names a token that ends the text"):
+            complete(client, structured_outputs={"grammar": f'start: "x" {name} "y"'})

@@ -489,3 +489,31 @@ def test_odd_values_are_no_defect(clients):
         "max_tokens": 1,
     }
     check_odd_bodies(served, "/v1/chat/completions", body)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("drafter", ["none", "draft-model", "lookup"])
+def test_names_of_added_tokens_are_plain_text_in_a_call(clients, name, drafter):
+    """Keys and values, of strict functions and others; markers are tokens all the same."""
+    value = "<|end|></tool_call><tool_call>[ARGS]<think>[TOOL_CALLS]"
+    schema = {"type": "object", "properties": {value: {"const": value}}, "required": [value]}
+    schema["additionalProperties"] = False
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema, "strict": True}}]
+    choice = said(
+        clients(name), "x", tools=tools, tool_choice="required", extra_body={"speculative": {"drafter": drafter}}
+    )
+    assert choice.choices[0].finish_reason == "tool_calls"
+    (call,) = choice.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {value: value}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_names_of_added_tokens_are_plain_text_in_an_answer_beside_tools(clients, name):
+    for value in (*MARKERS, "<|end|>"):
+        schema = {"type": "object", "properties": {"x": {"const": value}}, "required": ["x"]}
+        schema["additionalProperties"] = False
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+        options = {"response_format": form, "tools": STRICT[:1]}
+        message = said(clients(name), '{"x":"', **options).choices[0].message
+        assert (json.loads(message.content), message.tool_calls) == ({"x": value}, None)
+        assert streamed(clients(name), '{"x":"', **options) == (message.content, "", [], "stop")

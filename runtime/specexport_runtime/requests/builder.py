@@ -134,13 +134,16 @@ class RequestBuilder:
         check_rank(options.owner, options.priority)
         exit_params = self._exit_params(options, plan)
         grammar = None
-        if params.structured_outputs is not None:
-            if params.ignore_eos:
-                raise InvalidRequestError(
-                    "structured_outputs ends a text, and ignore_eos does not.", "leave one of them out."
-                )
-            grammar = self.grammars.compile(params.structured_outputs)
+        if params.structured_outputs is not None and params.ignore_eos:
+            raise InvalidRequestError(
+                "structured_outputs ends a text, and ignore_eos does not.", "leave one of them out."
+            )
         ids = self.encode(prompt)
+        hidden = self._hidden(params)
+        if params.structured_outputs is not None:
+            silent = (self.special_tokens if hidden is None else hidden) if params.skip_special_tokens else ()
+            follows_text = any(token not in silent for token in ids)
+            grammar = self.grammars.compile(params.structured_outputs, follows_text=follows_text)
         return Sequence(
             index,
             ids,
@@ -148,7 +151,7 @@ class RequestBuilder:
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
-            text=TextStream(self.tokenizer, params, self._hidden(params), ids),
+            text=TextStream(self.tokenizer, params, hidden, ids),
             stream=stream,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             draft_plan=plan.stages,
@@ -172,10 +175,11 @@ class RequestBuilder:
         return frozenset(token for token, each in added.items() if each.special)
 
     def _hidden(self, params: SamplingParams) -> frozenset[int] | None:
-        """Tokens without a text, where some special ones have one."""
-        if not (params.skip_special_tokens and params.shown_special_tokens):
+        """Tokens without a text, where they are not just the special ones: what ends a text has no part in its form."""
+        ends = frozenset(() if params.structured_outputs is None else self.eos_token_ids) - self.special_tokens
+        if not (params.skip_special_tokens and (params.shown_special_tokens or ends)):
             return None
-        return self.special_tokens - frozenset(params.shown_special_tokens)
+        return (self.special_tokens | ends) - frozenset(params.shown_special_tokens)
 
     def find_adapter(self, name: str | None) -> int | None:
         """Number of an adapter, from 1; None for no name.

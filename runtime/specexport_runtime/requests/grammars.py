@@ -7,6 +7,8 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
+from specexport_runtime.requests.form_texts import literals, named_tokens
+from specexport_runtime.requests.plain_tokens import PlainTokens
 from specexport_runtime.sampling.grammar import Grammar
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import GrammarAfterThinking
@@ -40,10 +42,15 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, tuple(eos_token_ids)
         self._lock = threading.Lock()
         self._known: Any = None
+        self._plain: PlainTokens
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
-    def compile(self, form: StructuredOutputs) -> Grammar:
+    def compile(self, form: StructuredOutputs, *, follows_text: bool = True) -> Grammar:
         """The grammar of a text that has yet to begin.
+
+        Args:
+            form: what the text is like.
+            follows_text: the prompt shows some text; otherwise decoders may show a first token in another way.
 
         Raises:
             InvalidRequestError: the form cannot be honoured: it says what in it is not known, or too large.
@@ -63,30 +70,37 @@ class GrammarCompiler:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(key)
             own = matcher.deep_copy()
+            first = None if follows_text else self._plain.first
         if form.thinking is None:
-            return Grammar(own, self._vocab_size, self._eos)
+            grammar = Grammar(own, self._vocab_size, self._eos, first)
+            allowed = None if first is None else grammar.allowed(())
+            if allowed is not None and not allowed.any():
+                raise InvalidRequestError(
+                    f"structured_outputs.{form.kind}: such a text begins with a space or a part of a word, which this "
+                    "model's decoder does not show behind a prompt without text.",
+                    "give a prompt, or change the form.",
+                )
+            return grammar
         return GrammarAfterThinking(own, self._vocab_size, self._eos, form.thinking)
 
     def _compile(self, form: StructuredOutputs) -> Any:
         try:
-            from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+            from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
         except ImportError:
             raise MissingDependencyError(
                 "structured outputs need llguidance, which is not installed.",
                 "pip install 'specexport[structured]'.",
             ) from None
         if self._known is None:
-            try:
-                self._known = LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=list(self._eos))
-            except ValueError as error:
-                raise InvalidRequestError(
-                    f"structured_outputs: llguidance cannot read this model's tokenizer: {str(error).splitlines()[0]}.",
-                    "leave it out.",
-                ) from None
+            self._plain = PlainTokens(self._tokenizer, self._vocab_size, self._eos)
+            wrapper = TokenizerWrapper(self._plain)
+            self._known = LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=list(self._eos))
         try:
             text = _grammar_text(LLMatcher, form)
         except ValueError as error:
             raise _refused(form, str(error)) from None
+        if form.kind == "grammar":
+            self._check_ends(form.text)
         limits = LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
         has_failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._known, limits=limits)
         if has_failed or messages:  # a warning is of something that would not be honoured
@@ -94,7 +108,36 @@ class GrammarCompiler:
         matcher = LLMatcher(self._known, text, limits=limits, log_level=0)
         if matcher.is_error():
             raise _refused(form, matcher.get_error())
+        self._check_spelling(form, matcher)
         return matcher
+
+    def _check_ends(self, lark: str) -> None:
+        """A token that ends the text is no part of it."""
+        ends = set(self._eos)
+        if any(tokens and tokens <= ends for tokens in named_tokens(lark, self._tokenizer.token_to_id)):
+            raise InvalidRequestError(
+                "structured_outputs.grammar: it names a token that ends the text.",
+                "leave the token out: the text ends where its grammar does.",
+            )
+
+    def _check_spelling(self, form: StructuredOutputs, matcher: Any) -> None:
+        """Vocabularies without bytes lack characters; what is found only on the way ends its own request."""
+        if self._plain.is_complete:
+            return
+        for text in literals(form):
+            missing = self._plain.missing(text)
+            if missing is not None:
+                raise InvalidRequestError(
+                    f"structured_outputs.{form.kind}: this model has no tokens for {missing[:40]!r} in {text[:40]!r}.",
+                    "change it, or leave it out.",
+                )
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            raise InvalidRequestError(
+                f"structured_outputs.{form.kind}: this model has no tokens for how such a text begins.",
+                "change it, or leave it out.",
+            )
 
 
 def _grammar_text(matcher: Any, form: StructuredOutputs) -> str:

@@ -26,10 +26,13 @@ class Grammar:
         matcher: a ``llguidance.LLMatcher`` at the beginning of the text; this object's own.
         vocab_size: V.
         eos_token_ids: ids that end a text, where the grammar lets it end.
+        first: [V], tokens that the text may begin with; None for all.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: Seq[int]) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: Seq[int], first: BoolArray | None = None) -> None:
         self._matcher, self._vocab_size, self._eos = matcher, vocab_size, tuple(eos_token_ids)
+        self._ends = [token for token in self._eos if token < vocab_size]
+        self._first = first
         self._drafted: list[int] = []
         self._masks: list[BoolArray | None] = [None]
         """Behind each number of tokens of ``_drafted``, from 0."""
@@ -44,31 +47,21 @@ class Grammar:
             CheckFailedError: a draft token is not allowed.
             InvalidRequestError: the grammar is too complex.
         """
-        if self._is_over(drafted):
-            return None
-        self._remember(drafted)
-        mask = self._masks[len(drafted)]
-        if mask is None:
-            self._go_to(len(drafted))
-            bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
-            self._check()
-            mask = self._masks[len(drafted)] = bits[: self._vocab_size].view(np.bool_)
-        return mask
+        return None if self._is_over(drafted) else self._mask(drafted)
 
     def cut(self, drafted: Seq[int]) -> int:
         """How many draft tokens the grammar allows, to the end of the text at most."""
         if self._has_ended:
             return 0
-        for count, token in enumerate(drafted):
-            if token in self._eos:
-                drafted = drafted[: count + 1]
-                break
-        known = _num_common(self._drafted[: self._place], drafted)
+        end = self._end_in(drafted)
+        said = drafted[:end]
+        known = _num_common(self._drafted[: self._place], said)
         self._go_to(known)
-        if self._matcher.is_stopped():  # it takes no token any more, though the end of the text is allowed
-            return known + any(token in self._eos for token in drafted[known : known + 1])
-        valid: int = self._matcher.validate_tokens(list(drafted[known:]))
-        return known + valid
+        if not self._matcher.is_stopped():  # then it takes no token any more, though the end of the text is allowed
+            known += self._matcher.validate_tokens(list(said[known:]))
+        if known < end or end == len(drafted):
+            return known
+        return end + bool(self._mask(said)[drafted[end]])
 
     def forced(self, most: int, drafted: Seq[int] = ()) -> list[int]:
         """Tokens that a text of this grammar goes on with behind ``drafted``, whatever it says; at most ``most``.
@@ -85,6 +78,7 @@ class Grammar:
         self._remember(drafted)
         self._go_to(len(drafted))
         tokens = [int(token) for token in self._matcher.compute_ff_tokens()[:most]]
+        tokens = tokens[: self._end_in(tokens)]
         if len(tokens) < most:
             self._remember([*drafted, *tokens])
             self._go_to(len(drafted) + len(tokens))
@@ -101,20 +95,39 @@ class Grammar:
         """
         if self._has_ended:
             return
-        for count, token in enumerate(tokens):
-            if token in self._eos:
-                tokens, self._has_ended = tokens[:count], True
-                break
+        end = self._end_in(tokens)
+        tokens, self._has_ended = tokens[:end], end < len(tokens)
         known = _num_common(self._drafted[: self._place], tokens)
         self._go_to(known)
         if not self._matcher.consume_tokens(list(tokens[known:])):
             self._check()
             raise CheckFailedError("a token was committed that the grammar does not allow.")
+        if self._has_ended and not self._matcher.is_accepting():
+            raise CheckFailedError("the end of a text was committed where its grammar does not end.")
         self._drafted, self._masks, self._place = [], [None], 0
+        self._first = self._first if not tokens else None
 
     def _is_over(self, drafted: Seq[int]) -> bool:
         """Whether the text has ended, or ends in a draft."""
-        return self._has_ended or any(token in self._eos for token in drafted)
+        return self._has_ended or self._end_in(drafted) < len(drafted)
+
+    def _end_in(self, tokens: Seq[int]) -> int:
+        """How many tokens come before the first that ends the text."""
+        return next((count for count, token in enumerate(tokens) if token in self._eos), len(tokens))
+
+    def _mask(self, drafted: Seq[int]) -> BoolArray:
+        self._remember(drafted)
+        mask = self._masks[len(drafted)]
+        if mask is None:
+            self._go_to(len(drafted))
+            bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+            self._check()
+            mask = self._masks[len(drafted)] = bits[: self._vocab_size].view(np.bool_)
+            if not self._matcher.is_accepting():
+                mask[self._ends] = False  # `<[^5]>` means them too
+            if self._first is not None and not drafted:
+                mask &= self._first
+        return mask
 
     def _remember(self, drafted: Seq[int]) -> None:
         """Masks are of these tokens from now on, or of more that begin with them."""

@@ -1,12 +1,12 @@
 """Text and exact bytes of single tokens, for log-probabilities."""
 
 import re
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.decoder_steps import decoder_steps
 from specexport_runtime.sequences.text import TextStream
+from specexport_runtime.sequences.token_bytes import byte_of_char
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -57,8 +57,8 @@ class TokenTexts:
         name = self._tokenizer.id_to_token(token)
         if name is None:
             return b""  # a row of the LM head without a token
-        if self._is_byte_level and all(char in _byte_of_char() for char in name):
-            return bytes(_byte_of_char()[char] for char in name)
+        if self._is_byte_level and all(char in byte_of_char() for char in name):
+            return bytes(byte_of_char()[char] for char in name)
         if self._has_byte_tokens and (match := _BYTE_TOKEN.fullmatch(name)):
             return bytes([int(match[1], 16)])
         return self._text_after_itself(token).encode()
@@ -79,11 +79,3 @@ def _token_text(data: bytes) -> TokenText:
         return TokenText(data.decode("utf-8"), data)
     except UnicodeDecodeError:
         return TokenText("bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data)
-
-
-@cache
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for characters from U+0100 on."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,0 +1,84 @@
+"""What each token of a vocabulary adds to a text that is not empty, in bytes."""
+
+import re
+from collections.abc import Sequence as Seq
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.sequences.decoder_steps import decoder_steps, decodes_in_windows
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BEFORE = "a"  # decoders strip spaces of a first token
+
+
+def token_bytes(tokenizer: "Tokenizer", vocab_size: int) -> list[bytes]:
+    """The bytes of each token id; none of an id without a token.
+
+    Raises:
+        InvalidRequestError: what a token adds depends on its neighbours.
+    """
+    steps = decoder_steps(tokenizer)
+    kinds = [step["type"] for step in steps]
+    own = next((step["type"] for step in steps if _is_of_neighbours(step)), None)
+    if own is None and not decodes_in_windows(steps):
+        own = kinds[-1]
+    if own is None and "ByteLevel" in kinds and set(kinds) - {"ByteLevel", "Fuse", "Strip"}:
+        own = "ByteLevel"
+    if own is None and "ByteFallback" in kinds and {"Metaspace", "Replace"} & set(kinds[kinds.index("ByteFallback") :]):
+        own = "ByteFallback"
+    if own is not None:
+        raise InvalidRequestError(
+            f"structured_outputs: the text of this model's tokens depends on their neighbours (decoder step {own}).",
+            "leave it out.",
+        )
+    names = {token: name for name, token in tokenizer.get_vocab(with_added_tokens=True).items()}
+    if "ByteLevel" in kinds:
+        return [_of_alphabet(names.get(token, "")) for token in range(vocab_size)]
+    decoder, found = tokenizer.decoder, [b""] * vocab_size
+    for token, name in names.items():
+        if token >= vocab_size:
+            continue
+        if "ByteFallback" in kinds and (match := _BYTE_TOKEN.fullmatch(name)):
+            found[token] = bytes([int(match[1], 16)])
+        else:
+            text = f"{_BEFORE} {name}" if decoder is None else decoder.decode([_BEFORE, name])
+            found[token] = text[len(_BEFORE) :].encode()
+    return found
+
+
+def same_at_first(tokenizer: "Tokenizer", found: Seq[bytes]) -> npt.NDArray[np.bool_]:
+    """Which tokens add the same bytes to an empty text: [V], of what :func:`token_bytes` found."""
+    same = np.ones(len(found), np.bool_)
+    decoder = tokenizer.decoder
+    if "ByteLevel" in {step["type"] for step in decoder_steps(tokenizer)}:
+        return same
+    for name, token in tokenizer.get_vocab(with_added_tokens=True).items():
+        if token < len(found) and not _BYTE_TOKEN.fullmatch(name):
+            same[token] = (name if decoder is None else decoder.decode([name])).encode() == found[token]
+    return same
+
+
+def _is_of_neighbours(step: dict[str, object]) -> bool:
+    return step["type"] in {"BPEDecoder", "CTC"} or (step["type"] == "Strip" and bool(step["stop"]))
+
+
+def _of_alphabet(name: str) -> bytes:
+    try:
+        return bytes(byte_of_char()[char] for char in name)
+    except KeyError:
+        return name.encode()
+
+
+@cache
+def byte_of_char() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for characters from U+0100 on."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
