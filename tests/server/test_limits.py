@@ -226,23 +226,23 @@ def test_a_slow_head_is_not_waited_for(fake_served, monkeypatch):
         assert wire.rest() == b""
 
 
-@pytest.mark.parametrize("dripping", [False, True])
-def test_a_connection_without_a_request_is_closed(fake_served, monkeypatch, dripping):
+@pytest.mark.parametrize("fresh", [False, True])
+def test_empty_lines_keep_no_connection_open(fake_served, monkeypatch, fresh):
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
     with Wire(fake_served.port) as wire:
-        if dripping:
+        if not fresh:
             wire.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert wire.reply().status == 200
 
-            def cut_off() -> bool:
-                try:
-                    wire.send(b"\r\n")
-                    time.sleep(0.02)
-                except OSError:
-                    return True
-                return False
+        def cut_off() -> bool:
+            try:
+                wire.send(b"\r\n")
+                time.sleep(0.02)
+            except OSError:
+                return True
+            return False
 
-            wait_until(cut_off)
+        wait_until(cut_off)
         assert wire.rest() == b""
 
 
@@ -376,11 +376,13 @@ def test_it_listens_where_it_says(host, url):
 
 def test_connections_above_the_limit_are_told(monkeypatch):
     monkeypatch.setattr(connection, "SPARE_CONNECTIONS", 1)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", patience.HANG_S)
+    whole = request(ASK)
     with Served(fake_engine, ServerConfig(max_connections=2)) as served:
         inside = [Wire(served.port) for _ in range(2)]
         for wire in inside:
-            wire.post(ASK)
-            assert wire.reply().status == 200
+            wire.send(whole[:20])
+        wait_until(lambda: sum(each._in_head for each in served._server.server_state.connections) == 2)
         with Wire(served.port) as told:
             wait_until(lambda: connections(served) == 3)
             with Wire(served.port) as cut:
@@ -390,7 +392,7 @@ def test_connections_above_the_limit_are_told(monkeypatch):
             assert (reply.status, reply.code) == (503, "too_many_connections")
             assert (reply.headers["connection"], "retry-after" in reply.headers) == ("close", True)
             assert told.rest() == b""
-        inside[0].post(ASK)
+        inside[0].send(whole[20:])
         assert inside[0].reply().status == 200  # those inside go on
         inside[1].socket.close()
         wait_until(lambda: connections(served) == 1)

@@ -42,6 +42,7 @@ BAD_OPTIONS = {
     ("--max-connections", "0"): "--max-connections is 0",
     ("--request-timeout", "0"): "--request-timeout is 0",
     ("--body-timeout", "-1"): "--body-timeout is -1",
+    ("--keep-alive-timeout", "0"): "--keep-alive-timeout is 0",
     ("--drain-timeout", "nan"): "--drain-timeout is nan",
     ("--drain-timeout", "inf"): "--drain-timeout is inf",
     ("--log-format", "xml"): "--log-format",

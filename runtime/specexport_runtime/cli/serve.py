@@ -63,7 +63,16 @@ _LIMITS = (
         help="Most sequences of one key, running or waiting; more are refused with 429.  [default: with several keys, "
         "all but a quarter of the places in the queue]",
     ),
-    _setting("--max-connections", "max_connections", "Most connections at a time; more are refused with 503."),
+    _setting(
+        "--max-connections",
+        "max_connections",
+        "Most connections at a time. One more closes the one that rests the longest; if none rests, it gets 503.",
+    ),
+    _setting(
+        "--keep-alive-timeout",
+        "keep_alive_timeout_s",
+        "Seconds that a connection may rest between requests; give more than the proxy in front keeps its own.",
+    ),
     _setting("--request-timeout", "request_timeout_s", "Seconds that a request may take, waiting included."),
     _setting("--body-timeout", "body_timeout_s", "Seconds that a client may take to send its body."),
     _setting("--drain-timeout", "drain_timeout_s", "Seconds that requests may go on after SIGTERM."),

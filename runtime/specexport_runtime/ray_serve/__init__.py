@@ -13,6 +13,7 @@ Which replica gets a request, how many there are and what happens when one dies 
 application is built.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -62,7 +63,10 @@ def deploy(args: Mapping[str, Any], *, route_prefix: str = "/") -> Any:
     application = build_app(args)
     from ray import serve
 
-    serve.start(http_options={"host": settings.server.host, "port": settings.server.port})
+    rest_s = math.ceil(settings.server.keep_alive_timeout_s)
+    serve.start(
+        http_options={"host": settings.server.host, "port": settings.server.port, "keep_alive_timeout_s": rest_s}
+    )
     try:
         return serve.run(application, name=settings.app_name, route_prefix=route_prefix)
     except RuntimeError as error:

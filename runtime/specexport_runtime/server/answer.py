@@ -104,7 +104,9 @@ class Answer(Response):
                 if log is not None:
                     log.follow([request.handle.sequence for request in requests if request.handle is not None])
                 if self._plan.stream:
-                    await self._send_events(requests, stream)
+                    await stream.start()
+                    async with stream.kept_alive():
+                        await self._send_events(requests, stream)
                 else:
                     await self._send_whole(requests, scope, receive, send)
         except Exception as error:
@@ -167,7 +169,6 @@ class Answer(Response):
         return [each[i // n] for i in range(len(results))]
 
     async def _send_events(self, requests: list[AsyncRequest], stream: EventStream) -> None:
-        await stream.start()
         opening = b"".join([self._form.opening(i, echo.settled) for i, echo in enumerate(self._plan.echoes)])
         if opening:
             await stream.write(opening)

@@ -13,7 +13,7 @@ LOG_FORMATS = ("text", "json")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 _COUNTS = ("max_body_bytes", "max_prompts", "max_n", "max_connections")
 _OPTIONAL_COUNTS = ("max_prompt_tokens", "max_tokens", "max_requests_per_key")
-_SECONDS = ("request_timeout_s", "body_timeout_s", "drain_timeout_s")
+_SECONDS = ("request_timeout_s", "body_timeout_s", "drain_timeout_s", "keep_alive_timeout_s")
 _LONGEST_S = 7 * 86400.0
 _LONGEST_NAME = 256
 
@@ -42,7 +42,9 @@ class ServerConfig:
         request_timeout_s: longest that a request may take, waiting included.
         body_timeout_s: longest that a client may take to send its body.
         drain_timeout_s: longest that requests may go on after SIGTERM.
-        max_connections: most connections at a time; more are refused with 503.
+        max_connections: most connections at a time. For one more, the one that has rested the longest is closed; where
+            none rests, it is refused with 503.
+        keep_alive_timeout_s: how long a connection may rest before and between requests, as clients are told.
         log_format: ``"json"`` or ``"text"``.
         playground: serve the page at ``/``.
         tool_call_parser: format of calls of functions; ``"auto"`` finds it in the chat template.
@@ -70,6 +72,7 @@ class ServerConfig:
     body_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
     max_connections: int = 1024
+    keep_alive_timeout_s: float = 75.0
     log_format: str = "text"
     playground: bool = True
     tool_call_parser: str = "auto"

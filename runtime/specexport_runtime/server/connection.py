@@ -19,6 +19,9 @@ HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 32 * 1024
 LINGER_S = 5.0
 """How long what is left of a request is read and thrown away after its answer, so that the client gets to see that."""
+KEEP_ALIVE_GRACE_S = 1.0
+"""How much longer a connection may rest than its client was told: what is sent at the last moment is on its way."""
+LAST_LOOK_S = 0.01
 SPARE_CONNECTIONS = 64
 """Connections above the limit that are told so; those above these too are cut off."""
 
@@ -34,12 +37,21 @@ class BoundedProtocol(HttpToolsProtocol):
         *args: as uvicorn gives them.
         settings: the server's.
         overloaded: application that answers connections above the limit.
+        resting: the connections of the server that wait for a request, of which nothing has come; oldest first.
         **kwargs: as uvicorn gives them.
     """
 
-    def __init__(self, *args: Any, settings: ServerConfig, overloaded: ASGIApp, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        settings: ServerConfig,
+        overloaded: ASGIApp,
+        resting: "dict[BoundedProtocol, None]",
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._settings, self._overloaded = settings, overloaded
+        self._settings, self._overloaded, self._resting = settings, overloaded, resting
+        self.timeout_keep_alive = settings.keep_alive_timeout_s + KEEP_ALIVE_GRACE_S  # type: ignore[assignment]
         self._incoming: asyncio.TimerHandle | None = None  # what arrives must be complete by then
         self._unread: asyncio.TimerHandle | None = None  # what was sent must be read by then
         self._in_head = self._in_message = False
@@ -51,19 +63,24 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
-        """Take a connection, or turn it away."""
+        """Take a connection, if need be in the place of one that rests, or turn it away."""
         super().connection_made(transport)
+        if len(self.connections) > self._settings.max_connections:
+            self._take_the_place_of_one_that_rests()
         above = len(self.connections) - self._settings.max_connections
         if above > SPARE_CONNECTIONS:
             transport.abort()
             return
         if above > 0:
             self.app = self._overloaded
-        self._arm(HEAD_TIMEOUT_S, self._head_is_late)
+            self._arm(HEAD_TIMEOUT_S, self._head_is_late)
+        else:
+            self._rest()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the timers."""
         self._disarm()
+        self._unset_keepalive_if_required()
         self._stop_waiting_for_reader()
         super().connection_lost(exc)
 
@@ -78,7 +95,8 @@ class BoundedProtocol(HttpToolsProtocol):
             data = data[room:]
         if self._deaf or self.transport.is_closing() or self._in_head:
             return
-        if self._incoming is None and not self._answering:  # an empty line keeps no connection open
+        at_rest = self in self._resting
+        if self._incoming is None and not self._answering and not at_rest:  # an empty line keeps no connection open
             self._arm(HEAD_TIMEOUT_S, self._head_is_late)
 
     def _feed(self, data: bytes) -> None:
@@ -94,6 +112,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
+        self._unset_keepalive_if_required()
         self._begun += 1
         self._in_head, self._in_message, self._head_bytes = True, True, 0
         if not self._answering:
@@ -112,7 +131,8 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._arm(self._settings.body_timeout_s + LINGER_S, self._abort)
         super().on_headers_complete()
-        self.scope["state"]["abort_connection"] = self._abort
+        cycle = self.cycle
+        self.scope["state"] |= {"abort_connection": self._abort, "keeps_alive": lambda: cycle.keep_alive}
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
@@ -125,6 +145,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._deaf:
             self._disarm()
             super().on_message_complete()
+            if not self._answering:  # it was answered before it was there
+                self._rest()
 
     def on_response_complete(self) -> None:
         """The answer was given; if the request is still coming, not for long."""
@@ -133,11 +155,37 @@ class BoundedProtocol(HttpToolsProtocol):
             self._arm(LINGER_S, self._abort)
         if self.transport.is_closing():
             self._wait_for_reader()
+        elif self._incoming is None:
+            self._rest()
 
     def timeout_keep_alive_handler(self) -> None:
-        """No further request came: close, even if the last answer is never read."""
-        super().timeout_keep_alive_handler()
+        """No further request came: close, unless one came while the loop was busy, and is read before the last look."""
+        self._rest(LAST_LOOK_S, self._end)
+
+    def _end(self) -> None:
+        """Close, even if the last answer is never read."""
+        self._unset_keepalive_if_required()
+        self.transport.close()
         self._wait_for_reader()
+
+    def _rest(self, seconds: float | None = None, then: Callable[[], None] | None = None) -> None:
+        """Wait for a request, of which nothing has come yet."""
+        self._unset_keepalive_if_required()
+        seconds = self.timeout_keep_alive if seconds is None else seconds
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, then or self.timeout_keep_alive_handler)
+        self._resting[self] = None
+
+    def _unset_keepalive_if_required(self) -> None:
+        super()._unset_keepalive_if_required()
+        self._resting.pop(self, None)
+
+    def _take_the_place_of_one_that_rests(self) -> None:
+        for other in self._resting:
+            if not other.transport.get_write_buffer_size():  # it has sent all of its last answer
+                self.connections.discard(other)
+                other._unset_keepalive_if_required()
+                other.transport.abort()
+                return
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP; never into the middle of an answer, nor in place of an earlier request's."""

@@ -62,7 +62,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        exchange = _Exchange(scope, send, self._state)
+        exchange = _Exchange(scope, send, self._state, int(self._config.keep_alive_timeout_s))
         try:
             scope["state"]["owner"] = self._admission.check(scope, self._state)
             if has_body(scope["headers"]):
@@ -86,11 +86,11 @@ class Guard:
 
 
 class _Exchange:
-    """One request and its answer."""
+    """One request and its answer; its client is told for how many seconds the connection may rest after it."""
 
-    def __init__(self, scope: Scope, send: Send, state: ServerState) -> None:
+    def __init__(self, scope: Scope, send: Send, state: ServerState, rest_s: int) -> None:
         self.scope = scope
-        self._send, self._server = send, state
+        self._send, self._server, self._rest_s = send, state, rest_s
         self._state: dict[str, Any] = scope.setdefault("state", {})
         self._state["request_id"] = request_id_of(scope)
 
@@ -105,8 +105,12 @@ class _Exchange:
         given = {name.lower() for name, _ in headers}
         more = [(name, value) for name, value in _HEADERS.items() if name not in given]
         more.append((b"x-request-id", self._state["request_id"].encode()))
-        if self._server.draining and b"connection" not in given:
+        if b"connection" in given:
+            pass
+        elif self._server.draining:
             more.append((b"connection", b"close"))  # the next request should go elsewhere
+        elif self._rest_s and self._state.get("keeps_alive", bool)():
+            more += [(b"connection", b"keep-alive"), (b"keep-alive", b"timeout=%d" % self._rest_s)]
         return [*headers, *more]
 
     async def answer(self, error: Exception, receive: Receive) -> None:

@@ -17,7 +17,6 @@ from specexport_runtime.server.guard import overloaded
 
 LAST_WORDS_S = 5.0
 """How long clients may take to read the end of their answers when the server ends."""
-_KEEP_ALIVE_S = 5
 _FILES_BESIDES_CONNECTIONS = 256
 
 
@@ -100,7 +99,7 @@ def http_server(app: Any, config: ServerConfig, log_config: dict[str, Any] | Non
         log_config: settings for ``logging.config.dictConfig``; None leaves logging as it is.
     """
     allow_open_files(config.max_connections + _FILES_BESIDES_CONNECTIONS)
-    protocol: Any = functools.partial(BoundedProtocol, settings=config, overloaded=overloaded)
+    protocol: Any = functools.partial(BoundedProtocol, settings=config, overloaded=overloaded, resting={})
     options = uvicorn.Config(
         app,
         http=protocol,
@@ -112,7 +111,6 @@ def http_server(app: Any, config: ServerConfig, log_config: dict[str, Any] | Non
         server_header=False,
         proxy_headers=False,  # addresses are only logged; nobody in front is trusted with them
         backlog=config.max_connections,
-        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(LAST_WORDS_S),
     )
     return _Server(options)
