@@ -135,6 +135,22 @@ def nested(depth):
             "response_format.json_schema.schema",
             "not",
         ),
+        (
+            {"response_format": formatted({"type": "object", "x-guidance": {"item_separator": ";"}}, strict=False)},
+            "response_format.json_schema.schema",
+            "a setting of the matcher",
+        ),
+        (
+            {"structured_outputs": {"json": '{"items": {"x\\u002dguidance": {}}}'}},
+            "structured_outputs",
+            "a setting of the matcher",
+        ),
+        ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs", "comes back to itself"),
+        (
+            {"response_format": formatted({"properties": {"a": {"$ref": "#/properties/a"}}}, strict=False)},
+            "response_format.json_schema.schema",
+            "comes back to itself",
+        ),
         ({"structured_outputs": {}}, "structured_outputs", "nothing is given"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "regex, choice"),
@@ -197,3 +213,10 @@ def test_a_grammar_that_names_the_end_of_the_text_is_refused(client):
     for name in ("<|endoftext|>", "<[0]>"):
         with pytest.raises(BadRequestError, match="names a token that ends the text"):
             complete(client, structured_outputs={"grammar": f'start: "x" {name} "y"'})
+
+
+def test_a_key_of_the_matcher_as_a_name_is_data(client):
+    properties = {"x-guidance": {"type": "null"}, "y": {"const": {"x-guidance": {"item_separator": ";"}}}}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    (choice,) = complete(client, temperature=0, structured_outputs={"json": schema}).choices
+    assert json.loads(choice.text) == {"x-guidance": None, "y": {"x-guidance": {"item_separator": ";"}}}

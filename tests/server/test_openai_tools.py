@@ -422,6 +422,12 @@ USER = {"role": "user", "content": "x"}
             "invalid_value",
         ),
         ("hermes", {"messages": [USER | {"tool_call_id": "a"}]}, "messages[0].tool_call_id", "invalid_value"),
+        (
+            "hermes",
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x-guidance": {}}}}]},
+            "tools[0].function.parameters",
+            "invalid_value",
+        ),
         ("hermes", {"messages": [USER | {"tool_calls": [CALL]}]}, "messages[0].tool_calls", "invalid_value"),
         ("hermes", {"messages": [USER | {"reasoning": "x"}]}, "messages[0].reasoning_content", "invalid_value"),
         (

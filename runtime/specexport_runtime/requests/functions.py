@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.sampling.schema_rules import fault_of
 from specexport_runtime.sampling.structured import MAX_GRAMMAR_CHARS
 
 MAX_FUNCTIONS = 128
@@ -85,6 +86,9 @@ def read_functions(tools: Seq[Mapping[str, Any]]) -> tuple[Function, ...]:
         size = len(json.dumps([dict(tool) for tool in tools]))
     except (TypeError, ValueError, RecursionError) as error:
         raise FunctionError("tools", f"they are no JSON: {error}.", "give JSON.") from None
+    for i, each in enumerate(functions):
+        if (fault := fault_of(each.parameters)) is not None:
+            raise FunctionError(f"tools[{i}].function.parameters", f"{fault}.", "change it.")
     if size > MAX_GRAMMAR_CHARS:
         raise FunctionError("tools", f"they have {size} characters.", f"give at most {MAX_GRAMMAR_CHARS}.")
     return tuple(functions)

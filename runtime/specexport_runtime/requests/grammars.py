@@ -108,7 +108,14 @@ class GrammarCompiler:
         matcher = LLMatcher(self._known, text, limits=limits, log_level=0)
         if matcher.is_error():
             raise _refused(form, matcher.get_error())
-        self._check_spelling(form, matcher)
+        self._check_spelling(form)
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            raise InvalidRequestError(
+                f"structured_outputs.{form.kind}: this model has no tokens for how such a text begins.",
+                "change it, or leave it out.",
+            )
         return matcher
 
     def _check_ends(self, lark: str) -> None:
@@ -120,7 +127,7 @@ class GrammarCompiler:
                 "leave the token out: the text ends where its grammar does.",
             )
 
-    def _check_spelling(self, form: StructuredOutputs, matcher: Any) -> None:
+    def _check_spelling(self, form: StructuredOutputs) -> None:
         """Vocabularies without bytes lack characters; what is found only on the way ends its own request."""
         if self._plain.is_complete:
             return
@@ -131,13 +138,6 @@ class GrammarCompiler:
                     f"structured_outputs.{form.kind}: this model has no tokens for {missing[:40]!r} in {text[:40]!r}.",
                     "change it, or leave it out.",
                 )
-        first = matcher.deep_copy()
-        first.compute_bitmask()
-        if first.is_error():
-            raise InvalidRequestError(
-                f"structured_outputs.{form.kind}: this model has no tokens for how such a text begins.",
-                "change it, or leave it out.",
-            )
 
 
 def _grammar_text(matcher: Any, form: StructuredOutputs) -> str:

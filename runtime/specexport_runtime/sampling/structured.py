@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.sampling.schema_rules import fault_of
 from specexport_runtime.sampling.thinking import Thinking
 
 MAX_GRAMMAR_CHARS = 262_144
@@ -87,7 +88,13 @@ def _schema_text(schema: Any) -> str:
     if not isinstance(schema, Mapping):
         raise InvalidRequestError("structured_outputs.json is no JSON schema.", "give an object.")
     try:
-        return json.dumps(schema)
+        text = json.dumps(schema)
+        fault = fault_of(json.loads(text))
+        if fault is not None:
+            raise InvalidRequestError(f"structured_outputs.json: {fault}.", "change it, or leave it out.")
+        return text
+    except InvalidRequestError:  # which is a ValueError too
+        raise
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"structured_outputs.json: {error}.", "give a JSON schema.") from None
 

@@ -1,0 +1,160 @@
+"""Schemas that no text can follow, or that set the matcher, are refused before anything runs; data in them is data."""
+
+import json
+import random
+from typing import Any
+
+import chance
+import pytest
+
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.requests.functions import FunctionError, read_functions
+from specexport_runtime.sampling.schema_rules import fault_of
+from specexport_runtime.sampling.structured import StructuredOutputs
+
+SETTING = {"item_separator": ";"}
+NULL = {"type": "null"}
+LIST = {
+    "type": "object",
+    "properties": {"value": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#"}, NULL]}},
+    "required": ["value", "next"],
+    "additionalProperties": False,
+}
+
+SETTINGS: dict[str, Any] = {
+    "at the top": {"type": "object", "x-guidance": SETTING},
+    "in a property": {"properties": {"a": {"type": "array", "x-guidance": SETTING}}},
+    "in a definition": {"$defs": {"const": {"x-guidance": SETTING}}, "type": "null"},
+    "in a choice": {"anyOf": [NULL, {"type": "array", "x-guidance": SETTING}]},
+    "in items": {"items": {"items": {"x-guidance": SETTING}}},
+    "in a tuple": {"prefixItems": [{"x-guidance": SETTING}]},
+    "in a property named const": {"properties": {"const": {"x-guidance": SETTING}}},
+    "in additional properties": {"additionalProperties": {"x-guidance": SETTING}},
+    "with nothing in it": {"x-guidance": None},
+}
+DATA: dict[str, Any] = {
+    "a property's name": {"properties": {"x-guidance": NULL}, "required": ["x-guidance"]},
+    "a definition's name": {"$defs": {"x-guidance": NULL}, "$ref": "#/$defs/x-guidance"},
+    "a constant": {"const": {"x-guidance": SETTING}},
+    "one of an enum": {"enum": [{"x-guidance": SETTING}, "x-guidance"]},
+    "a default": {"type": "object", "default": {"x-guidance": SETTING}},
+    "an example": {"type": "object", "examples": [{"x-guidance": SETTING}]},
+    "a description": {"type": "object", "description": "x-guidance"},
+    "a property named $ref": {"properties": {"$ref": NULL}, "required": ["$ref"]},
+    "a constant with a reference": {"const": {"$ref": "#"}},
+}
+LOOPS: dict[str, Any] = {
+    "itself": {"$ref": "#"},
+    "the empty reference": {"$ref": ""},
+    "by its name": {"$id": "https://x.invalid/y", "$ref": "https://x.invalid/y"},
+    "by an anchor": {"$defs": {"a": {"$anchor": "q", "$ref": "#q"}}, "$ref": "#/$defs/a"},
+    "two": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    "escaped": {"$defs": {"a/b": {"$ref": "#/$defs/a~1b"}}, "$ref": "#/$defs/a~1b"},
+    "in percents": {"$defs": {"a b": {"$ref": "#/$defs/a%20b"}}, "$ref": "#/$defs/a%20b"},
+    "through allOf": {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"type": "object"}]}}, "$ref": "#/$defs/a"},
+    "the only choice": {"anyOf": [{"$ref": "#"}]},
+    "both choices": {"anyOf": [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}]},
+    "inside a property": {"properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]},
+    "inside items": {"type": "array", "items": {"$ref": "#/items"}},
+}
+RECURSIONS: dict[str, Any] = {
+    "a list": LIST,
+    "a tree": {"type": "object", "properties": {"children": {"type": "array", "items": {"$ref": "#"}}}},
+    "arrays of arrays": {"type": "array", "items": {"$ref": "#"}},
+    "a choice beside itself": {"anyOf": [{"$ref": "#"}, NULL]},
+    "through definitions": {"$defs": {"n": {"properties": {"next": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"},
+    "additional properties": {"type": "object", "additionalProperties": {"$ref": "#"}},
+    "an unknown place": {"$ref": "#/nowhere"},
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_of_the_matcher_are_refused(case: str) -> None:
+    with pytest.raises(InvalidRequestError, match="has 'x-guidance', a setting of the matcher"):
+        StructuredOutputs(json=SETTINGS[case])
+    escaped = json.dumps(SETTINGS[case]).replace("x-guidance", r"x\u002dguidance")
+    with pytest.raises(InvalidRequestError, match="has 'x-guidance', a setting of the matcher"):
+        StructuredOutputs(json=escaped)
+
+
+@pytest.mark.parametrize("case", LOOPS)
+def test_references_that_come_back_to_themselves_are_refused(case: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"refers to '.*', which comes back to itself"):
+        StructuredOutputs(json=LOOPS[case])
+
+
+@pytest.mark.parametrize("case", DATA | RECURSIONS)
+def test_data_and_recursion_stay(case: str) -> None:
+    assert fault_of((DATA | RECURSIONS)[case]) is None
+
+
+@pytest.mark.parametrize("schema", [SETTINGS["in a property"], LOOPS["inside a property"]])
+def test_functions_are_held_to_the_same(schema: Any) -> None:
+    good = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    bad = {"type": "function", "function": {"name": "g", "parameters": {"type": "object"} | schema}}
+    with pytest.raises(FunctionError, match=r"setting of the matcher|comes back to itself") as caught:
+        read_functions([good, bad])
+    assert caught.value.param == "tools[1].function.parameters"
+
+
+def test_what_is_deep_is_looked_through_without_recursion() -> None:
+    deep: Any = {"x-guidance": SETTING}
+    for _ in range(5000):
+        deep = {"items": deep}
+    assert "setting of the matcher" in str(fault_of(deep))
+
+
+# Drawn schemas, against the matcher and another reading of what can begin.
+
+
+def drawn(dice: random.Random, names: list[str], depth: int = 0) -> Any:
+    kind = dice.choice(["ref", "ref", "null", "array", "object", "anyOf", "allOf"] if depth < 3 else ["ref", "null"])
+    if kind == "ref":
+        return {"$ref": f"#/$defs/{dice.choice(names)}"}
+    if kind == "null":
+        return NULL
+    if kind == "array":
+        return {"type": "array", "items": drawn(dice, names, depth + 1), "maxItems": 1}
+    if kind == "object":
+        inner = {"p": drawn(dice, names, depth + 1)}
+        return {"type": "object", "properties": inner, "additionalProperties": False}
+    count = 1 if kind == "allOf" else dice.randint(1, 2)
+    return {kind: [drawn(dice, names, depth + 1) for _ in range(count)]}
+
+
+def begins(schema: Any, defs: Any, left: int) -> bool:
+    """Whether a value begins when at most ``left`` references are followed in its place: by plain expansion."""
+    if "$ref" in schema:
+        return left > 0 and begins(defs[schema["$ref"].rpartition("/")[2]], defs, left - 1)
+    if "anyOf" in schema:
+        return any(begins(each, defs, left) for each in schema["anyOf"])
+    return all(begins(each, defs, left) for each in schema.get("allOf", ()))
+
+
+def all_of(schema: Any) -> list[Any]:
+    inner = [*schema.get("anyOf", ()), *schema.get("allOf", ()), *schema.get("properties", {}).values()]
+    inner += [schema["items"]] if "items" in schema else []
+    return [schema, *(each for part in inner for each in all_of(part))]
+
+
+@pytest.mark.fuzz
+def test_drawn_references_are_judged_as_by_expansion_and_the_matcher_takes_the_rest() -> None:
+    llguidance = pytest.importorskip("llguidance")
+    tokenizer = llguidance.LLTokenizer("byte")
+    dice, verdicts = random.Random(chance.seed(7)), set()
+    for _ in range(150 * chance.MORE):
+        names = ["a", "b", "c"][: dice.randint(1, 3)]
+        defs = {name: drawn(dice, names) for name in names}
+        schema = {"$defs": defs, **drawn(dice, names)}
+        places = [part for each in (schema, *defs.values()) for part in all_of(each)]
+        wanted = all(begins(part, defs, len(names) + 1) for part in places if "$ref" in part)
+        found = fault_of(schema)
+        assert (found is None) == wanted, schema
+        verdicts.add(wanted)
+        if wanted:
+            text = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+            matcher = llguidance.LLMatcher(tokenizer, text, log_level=0)
+            if not matcher.is_error():  # it may refuse what it does not know
+                matcher.compute_bitmask()
+                assert not matcher.is_error(), schema
+    assert verdicts == {True, False}
