@@ -244,8 +244,10 @@ def test_spaces_of_metaspace_are_spelled(metaspace, text, drafter):
         ({"json": {"const": "é"}}, "no tokens for 'é"),
         ({"json": {"properties": {"a": {"enum": ["b", "▁"]}}}}, "no tokens for '▁"),
         ({"json": {"properties": {"▁": {}}}}, "no tokens for '▁"),
+        ({"grammar": 'start: "a" x\nx: "b" | "a▁"'}, "no tokens for '▁' in 'a▁'"),
+        ({"grammar": 'start: "a" %json {"properties": {"b": {"const": "▁"}}} "c"'}, "no tokens for '▁"),
         ({"regex": "▁+"}, "no tokens for how such a text begins"),
-        ({"grammar": 'start: "▁" | "é"'}, "no tokens for how such a text begins"),
+        ({"grammar": "start: /▁|é/"}, "no tokens for how such a text begins"),
     ],
 )
 def test_what_no_plain_tokens_spell_is_refused_before_a_row_is_taken(metaspace, form, said):
