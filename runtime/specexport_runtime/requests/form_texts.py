@@ -48,7 +48,8 @@ def _values(schema: Any) -> Iterator[Any]:
             for key, value in part.items():
                 if key == "properties" and isinstance(value, dict):
                     yield from value
-                if key == "const":
+                    waiting += value.values()
+                elif key == "const":
                     yield value
                 elif key == "enum" and isinstance(value, list):
                     yield from value
