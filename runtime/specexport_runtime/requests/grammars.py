@@ -39,7 +39,8 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer: "Tokenizer", vocab_size: int, eos_token_ids: Seq[int]) -> None:
-        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, tuple(eos_token_ids)
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos = tuple(token for token in eos_token_ids if token < vocab_size)
         self._lock = threading.Lock()
         self._known: Any = None
         self._plain: PlainTokens

@@ -31,7 +31,6 @@ class Grammar:
 
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: Seq[int], first: BoolArray | None = None) -> None:
         self._matcher, self._vocab_size, self._eos = matcher, vocab_size, tuple(eos_token_ids)
-        self._ends = [token for token in self._eos if token < vocab_size]
         self._first = first
         self._drafted: list[int] = []
         self._masks: list[BoolArray | None] = [None]
@@ -124,7 +123,7 @@ class Grammar:
             self._check()
             mask = self._masks[len(drafted)] = bits[: self._vocab_size].view(np.bool_)
             if not self._matcher.is_accepting():
-                mask[self._ends] = False  # `<[^5]>` means them too
+                mask[list(self._eos)] = False  # `<[^5]>` means them too
             if self._first is not None and not drafted:
                 mask &= self._first
         return mask
