@@ -129,7 +129,7 @@ def test_sampling_flags_reach_the_sampler(run):
         (["", "--max-tokens", 4], "the prompt is empty"),
         ([PROMPT, "--temperature", "-1"], "temperature"),
         ([PROMPT, "--temperature", "nan"], "temperature"),
-        ([PROMPT, "--top-p", "0"], "top_p"),
+        ([PROMPT, "--top-p", "-0.1"], "top_p"),
         ([PROMPT, "--top-p", "1.5"], "top_p"),
         ([PROMPT, "--top-k", "-3"], "top_k"),
         ([PROMPT, "--max-tokens", "0"], "max_tokens"),

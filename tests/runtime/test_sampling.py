@@ -71,7 +71,7 @@ PARAMS = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.25, 0.7, 1.0, 2.0]),
     top_k=st.integers(0, 45),
-    top_p=st.sampled_from([1e-9, 0.1, 0.33, 0.5, 0.8, 0.95, 0.999, 1.0]),
+    top_p=st.sampled_from([0.0, 5e-324, 1e-9, 0.1, 0.33, 0.5, 0.8, 0.95, 0.999, 1.0]),
     min_p=st.sampled_from([0.0, 0.0, 0.01, 0.2, 1.0]),
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.8]),
     presence_penalty=st.sampled_from([0.0, 0.0, 0.5, -0.25]),
@@ -111,7 +111,17 @@ def test_large_rows_equal_the_full_sort_reference(size, spread, step):
     logits = quantised(rng, size, spread, step)
     order = np.lexsort((np.arange(size), -logits))
     weights = np.exp((logits[order].astype(np.float64) - logits.max()) / 0.8)
-    for top_k, top_p in [(0, 0.95), (0, 0.5), (0, 0.9999), (7, 1.0), (300, 1.0), (1200, 0.9), (0, 1e-6)]:
+    for top_k, top_p in [
+        (0, 0.95),
+        (0, 0.5),
+        (0, 0.9999),
+        (7, 1.0),
+        (300, 1.0),
+        (1200, 0.9),
+        (0, 1e-6),
+        (9, 5e-324),
+        (0, 0),
+    ]:
         kept = order if top_k == 0 else order[:top_k]
         mass = weights[: len(kept)].cumsum() / weights[: len(kept)].sum()
         count = len(kept) if top_p == 1 else int(mass.searchsorted(top_p)) + 1
@@ -153,7 +163,7 @@ def test_top_k_keeps_exactly_k_and_the_lower_ids_of_ties():
 
 def test_top_p_keeps_the_smallest_set_and_the_lower_ids_of_ties():
     logits = np.zeros(4, dtype=np.float32)
-    for top_p, kept in [(0.5, [0, 1]), (0.500001, [0, 1, 2]), (0.25, [0]), (1e-12, [0]), (0.75, [0, 1, 2])]:
+    for top_p, kept in [(0.5, [0, 1]), (0.500001, [0, 1, 2]), (0.25, [0]), (1e-12, [0]), (0, [0]), (0.75, [0, 1, 2])]:
         got = Sampler(SamplingParams(temperature=1.0, top_p=top_p), [], 4).distribution(logits)
         assert got.token_ids.tolist() == kept
 

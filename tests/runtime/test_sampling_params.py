@@ -23,7 +23,7 @@ from specexport_runtime.sampling.sampler import Sampler
         ("top_k", -1),
         ("top_k", 1.5),
         ("top_k", True),
-        ("top_p", 0.0),
+        ("top_p", -1e-9),
         ("top_p", 1.0001),
         ("top_p", -1),
         ("top_p", math.nan),

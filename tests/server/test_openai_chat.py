@@ -94,8 +94,6 @@ def test_values_that_turn_off_are_taken(client):
         "function_call": "none",
         "audio": None,
         "modalities": ["text"],
-        "store": False,
-        "metadata": {},
         "service_tier": "auto",
         "response_format": {"type": "text"},
         "reasoning_effort": "none",

@@ -394,7 +394,7 @@ USER = {"role": "user", "content": "x"}
             "invalid_value",
         ),
         ("hermes", {"tools": [tool()], "tool_choice": "some"}, "tool_choice", "invalid_value"),
-        ("hermes", {"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice", "invalid_value"),
+        ("hermes", {"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice.function", None),
         ("hermes", {"tool_choice": "required"}, "tool_choice", "invalid_value"),
         (
             "hermes",

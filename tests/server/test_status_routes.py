@@ -21,10 +21,14 @@ def test_alive_and_ready(fake_served):
     assert patience.get(f"{fake_served.url}/health").json() == {"status": "ok"}
     answer = patience.get(f"{fake_served.url}/ready")
     assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
+    for path in ("/health", "/ready"):  # as some proxies ask
+        asked = patience.request("HEAD", fake_served.url + path)
+        assert (asked.status_code, asked.content) == (200, b"")
 
 
 def test_not_ready_while_loading(unloaded):
     assert unloaded.get("/health").status_code == 200
+    assert unloaded.head("/ready").status_code == 503
     answer = unloaded.get("/ready")
     assert (answer.status_code, answer.json()) == (503, {"status": "loading"})
     assert int(answer.headers["retry-after"]) >= 1

@@ -94,7 +94,7 @@ def sampling_options(
         ),
         click.option("--temperature", type=float, default=temperature, show_default=True, help="0 is greedy."),
         click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k likeliest tokens; 0 is off."),
-        click.option("--top-p", type=float, default=top_p, show_default=True, help="Nucleus probability; 1 is off."),
+        click.option("--top-p", type=float, default=top_p, show_default=True, help="Nucleus; 1 is off, 0 is greedy."),
         *(_cut_option(name, cut) for name, cut in CUTS.items()),
         click.option("--repetition-penalty", type=float, default=1.0, show_default=True),
         click.option("--presence-penalty", type=float, default=0.0, show_default=True),
@@ -285,7 +285,7 @@ def check_of_use(limits: Mapping[str, Any], drafting: "Drafting", params: "Sampl
         InvalidRequestError: a tune profile and K is given, or something for drafter suffix, which does not draft.
     """
     drafter, lookahead = drafting["drafter"], drafting["num_speculative_tokens"]
-    is_repeatable = params is not None and params.seed is not None and params.temperature > 0
+    is_repeatable = params is not None and params.seed is not None and not params.is_greedy
     by_default = drafter is None and not isinstance(lookahead, int) and not is_repeatable
     adapts = drafting["speculation"] and (by_default or "auto" in (lookahead, drafter))
     if limits["tune_profile"] is not None and not adapts:

@@ -111,7 +111,7 @@ class RequestBuilder:
         Raises:
             InvalidRequestError: the request can never be served.
         """
-        is_repeatable = params.seed is not None and params.temperature > 0
+        is_repeatable = params.seed is not None and not params.is_greedy
         plan = resolve_draft_plan(options, self.abilities, self.defaults, is_repeatable=is_repeatable)
         traits = [self.abilities.drafters[stage.drafter] for stage in plan.stages]
         if reference is not None and not any(each.takes_reference for each in traits):

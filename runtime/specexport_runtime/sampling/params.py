@@ -29,7 +29,7 @@ class SamplingParams:
     Attributes:
         temperature: divides the logits; 0 is greedy (the most likely token, the lowest id on a tie).
         top_k: keep the k most likely tokens (on a tie the lower id); 0 is off.
-        top_p: keep the smallest set of most likely tokens with at least this probability in all; 1 is off.
+        top_p: keep the smallest set of most likely tokens with at least this probability in all; 1 is off, 0 is greedy.
         min_p: keep tokens at least this fraction as likely as the most likely one; 0 is off.
         repetition_penalty: for each token in prompt or output, positive logits are divided by it and negative ones
             multiplied (CTRL, Keskar et al. 2019, section 4.1); 1 is off.
@@ -78,7 +78,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._set("temperature", _number("temperature", self.temperature, low=0.0, hint="0 means greedy"))
         self._set("top_k", _integer("top_k", self.top_k, low=0, hint="0 turns it off"))
-        self._set("top_p", _number("top_p", self.top_p, above=0.0, high=1.0, hint="1 turns it off"))
+        self._set("top_p", _number("top_p", self.top_p, low=0.0, high=1.0, hint="1 turns it off"))
         for name, cut in CUTS.items():
             hint = f"{cut.off:g} turns it off"
             self._set(name, _number(name, getattr(self, name), low=cut.low, high=cut.high, hint=hint))
@@ -107,6 +107,11 @@ class SamplingParams:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # frozen for callers; here the checked, normalised value goes in
+
+    @property
+    def is_greedy(self) -> bool:
+        """Always the likeliest token: nothing is drawn."""
+        return self.temperature == 0.0 or self.top_p == 0.0
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -45,8 +45,8 @@ class Sampler:
 
     @property
     def is_greedy(self) -> bool:
-        """Temperature is 0: use ``greedy_token``."""
-        return self.params.temperature == 0.0
+        """Nothing is drawn: use ``greedy_token``."""
+        return self.params.is_greedy
 
     @property
     def is_plain_greedy(self) -> bool:

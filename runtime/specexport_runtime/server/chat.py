@@ -29,7 +29,7 @@ async def create_chat_completion(request: Request) -> Response:
     engine = ready_engine(state)
     body = await parse_body(request, ChatRequest)
     plan = await plan_chat(body, engine, state.config, owner_of(request))
-    note_request(request, state, plan, body.safety_identifier or body.user)
+    note_request(request, state, plan, body)
     talk = plan.conversation
     form = ChatFormat if talk is None else partial(PartsFormat, talk)
     return make_answer(request, state, engine, plan, "chatcmpl-", form)

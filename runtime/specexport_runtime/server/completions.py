@@ -12,7 +12,7 @@ from specexport_runtime.server.answer_schema import CompletionAnswer
 from specexport_runtime.server.errors import unavailable
 from specexport_runtime.server.openapi import request_body, responses
 from specexport_runtime.server.parsing import parse_body
-from specexport_runtime.server.protocol import CompletionRequest
+from specexport_runtime.server.protocol import CompletionRequest, Sampling
 from specexport_runtime.server.request_log import RequestLog
 from specexport_runtime.server.responses import CompletionFormat, Header
 from specexport_runtime.server.state import ServerState, state_of
@@ -34,7 +34,7 @@ async def create_completion(request: Request) -> Response:
     engine = ready_engine(state)
     body = await parse_body(request, CompletionRequest)
     plan = await plan_completion(body, engine, state.config, owner_of(request))
-    note_request(request, state, plan, body.user)
+    note_request(request, state, plan, body)
     return make_answer(request, state, engine, plan, "cmpl-", CompletionFormat)
 
 
@@ -56,11 +56,12 @@ def owner_of(request: Request) -> str:
     return getattr(request.state, "owner", "")
 
 
-def note_request(request: Request, state: ServerState, plan: Plan, user: str | None) -> None:
+def note_request(request: Request, state: ServerState, plan: Plan, body: Sampling) -> None:
     """Tell the log of a request that was understood, if there is a log."""
     log: RequestLog | None = getattr(request.state, "log", None)
     if log is not None:
-        log.model, log.streamed, log.user = plan.model or state.config.model_name, plan.stream, user
+        log.model, log.streamed = plan.model or state.config.model_name, plan.stream
+        log.user = body.safety_identifier or body.user
 
 
 def make_answer(

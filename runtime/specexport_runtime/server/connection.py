@@ -8,6 +8,7 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -131,8 +132,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._arm(self._settings.body_timeout_s + LINGER_S, self._abort)
         super().on_headers_complete()
-        cycle = self.cycle
-        self.scope["state"] |= {"abort_connection": self._abort, "keeps_alive": lambda: cycle.keep_alive}
+        self.scope["state"] |= {"abort_connection": self._abort, "keeps_alive": partial(_keeps_alive, self.cycle)}
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
@@ -239,6 +239,14 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self.transport.write(raw_answer(status, message, code))
         self.transport.close()
+
+
+def _keeps_alive(cycle: Any) -> bool:
+    """Whether another request may follow an answer that begins now.
+
+    A client that was not told to send the body may leave it out, and what it sends next would be taken for the body.
+    """
+    return bool(cycle.keep_alive and not cycle.waiting_for_100_continue)
 
 
 def without_upgrade(data: bytes) -> bytes:

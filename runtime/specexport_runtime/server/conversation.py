@@ -20,6 +20,7 @@ from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, invalid
 from specexport_runtime.server.prompt_tokens import aside_if_long, encode
 from specexport_runtime.server.protocol import ChatRequest, Message, NamedTool, Tool, ToolCall, join_text
+from specexport_runtime.server.reasoning_effort import template_arguments
 from specexport_runtime.server.structured import check_strict, form_of
 
 _MESSAGE = 50  # characters that a message costs besides its content
@@ -120,7 +121,8 @@ async def read_conversation(body: ChatRequest, service: AsyncSpecEngine, config:
     """
     dialect = dialect_of(service.engine, config)
     functions, choice = _functions(body, dialect)
-    prompt, ids = await read_prompt(service, dialect, body.messages, functions, body.chat_template_kwargs)
+    arguments = template_arguments(dialect.template, body.reasoning_effort, body.chat_template_kwargs)
+    prompt, ids = await read_prompt(service, dialect, body.messages, functions, arguments)
     return Conversation(dialect, prompt, ids, functions, choice, dialect.syntax(prompt, functions, choice))
 
 

@@ -105,11 +105,12 @@ class _Exchange:
         given = {name.lower() for name, _ in headers}
         more = [(name, value) for name, value in _HEADERS.items() if name not in given]
         more.append((b"x-request-id", self._state["request_id"].encode()))
+        keeps_alive = self._state.get("keeps_alive")  # not there behind another server's connections
         if b"connection" in given:
             pass
-        elif self._server.draining:
+        elif self._server.draining or (keeps_alive is not None and not keeps_alive()):
             more.append((b"connection", b"close"))  # the next request should go elsewhere
-        elif self._rest_s and self._state.get("keeps_alive", bool)():
+        elif self._rest_s and keeps_alive is not None:
             more += [(b"connection", b"keep-alive"), (b"keep-alive", b"timeout=%d" % self._rest_s)]
         return [*headers, *more]
 

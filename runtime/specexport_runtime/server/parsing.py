@@ -22,6 +22,8 @@ _WANTED = {
     "num_speculative_tokens": 'must be an integer of at least 1, or "auto"',
     "tool_choice": 'must be "none", "auto", "required", or {"type": "function", …} with the name of a function',
 }
+_FORMS = {"prompt", "stop", "num_speculative_tokens"}
+"""Parameters of several forms: which one was meant is not known, so that what is wrong is told of the whole."""
 _INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
 _MAX_KEYS = 1024  # of one object; a logit_bias may have many
 _SHOWN = 100  # characters of a name or a value that a message repeats
@@ -108,10 +110,13 @@ def _clean(text: str) -> str:
 
 def _explain(error: ValidationError, body: dict[str, Any], model: type[BaseModel]) -> ApiError:
     """One error in OpenAI's words: of an unknown parameter if there is one, else the first."""
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    errors = error.errors(include_url=False, include_input=False)
     first = next((item for item in errors if item["type"] == "extra_forbidden" and len(item["loc"]) == 1), errors[0])
     kind = first["type"]
-    path = _real_path(first["loc"], body, missing=kind == "missing")
+    loc = first["loc"]
+    if kind.startswith("union_tag"):  # all objects of several kinds are told apart by the same key
+        loc, kind = (*loc, "type"), "missing" if kind.endswith("not_found") else kind
+    path = _real_path(loc, body, missing=kind == "missing")
     param = _path(path)
     refused = _is_refused(model, path)
     if kind == "extra_forbidden" and not refused:
@@ -125,11 +130,12 @@ def _explain(error: ValidationError, body: dict[str, Any], model: type[BaseModel
         message = f"{param} = {given} is not supported by this server: {fix}."
         return ApiError(400, message, param=param, code="unsupported_parameter")
     for name in reversed(path):
-        if name in _WANTED:
+        if name in _FORMS or (name in _WANTED and name == path[-1]):
             param = _path(path[: path.index(name) + 1])
             return ApiError(400, f"{param} {_WANTED[str(name)]}.", param=param, code="invalid_value")
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
-    return ApiError(400, f"{param} is {given}: {first['msg']}.", param=param, code=code)
+    told = f"Input should be one of {first['ctx']['expected_tags']}" if kind == "union_tag_invalid" else first["msg"]
+    return ApiError(400, f"{param} is {given}: {told}.", param=param, code=code)
 
 
 def _is_refused(model: type[BaseModel], path: Seq[str | int]) -> bool:

@@ -6,7 +6,7 @@ defaults work and all others are told.
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, create_model
 
 from specexport_runtime.requests.drafting import DRAFTERS
 from specexport_runtime.requests.functions import MAX_FUNCTIONS, NAME_PATTERN
@@ -28,13 +28,24 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 IdKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Empty = Annotated[list[Any], Field(fail_fast=True, max_length=0)]
-EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 OFF = "refused unless it is off"
 """Marks a parameter that is declared only to be refused, unless it holds a value that turns it off."""
 
 T = TypeVar("T")
 Refused = Annotated[T | None, OFF]
+Hint = Annotated[T | None, Field(exclude=True, description="A hint that changes no answer; not read.")]
+
+
+def list_or_text(value: Any) -> str:
+    """Which form a value has, so that what is wrong with it is told of that form alone; no key is called like it."""
+    return "a list" if isinstance(value, list) else "a text"
+
+
+def object_or_text(value: Any) -> str:
+    """Likewise."""
+    return "an object" if isinstance(value, (dict, BaseModel)) else "a text"
 
 
 class Strict(BaseModel):
@@ -107,7 +118,7 @@ class _Sampling(Strict):
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool | None = None
     stop: StopText | Annotated[list[StopText], Field(fail_fast=True, max_length=16)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
@@ -117,6 +128,12 @@ class _Sampling(Strict):
     frequency_penalty: Penalty | None = None
     logit_bias: dict[IdKey, Bias] | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    metadata: Hint[dict[str, Any]] = None
+    store: Hint[bool] = None
+    prompt_cache_key: Hint[str] = None
+    prompt_cache_retention: Hint[str] = None
+    service_tier: Refused[Literal["auto", "default"]] = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
@@ -166,7 +183,7 @@ class CompletionRequest(Choices):
     )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    suffix: Refused[None] = None
+    suffix: Refused[Literal[""]] = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     add_special_tokens: Refused[Literal[True]] = None
 
@@ -176,9 +193,11 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
+    cache_control: Hint[dict[str, Any]] = None
 
 
-Content = str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
+TextParts = Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
+Content = Annotated[Annotated[str, Tag("a text")] | Annotated[TextParts, Tag("a list")], Discriminator(list_or_text)]
 
 
 FunctionName = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -198,6 +217,7 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: FunctionSpec
+    cache_control: Hint[dict[str, Any]] = None
 
 
 class NamedFunction(Strict):
@@ -211,6 +231,12 @@ class NamedTool(Strict):
 
     type: Literal["function"]
     function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("a text")] | Annotated[NamedTool, Tag("an object")],
+    Discriminator(object_or_text),
+]
 
 
 class CalledFunction(Strict):
@@ -271,6 +297,7 @@ class Message(Strict):
     audio: Refused[None] = None
     function_call: Refused[None] = None
     parsed: Any = Field(default=None, description="What the official client adds; not read.")
+    cache_control: Hint[dict[str, Any]] = None
 
 
 class Prediction(Strict):
@@ -289,23 +316,17 @@ class ChatRequest(Choices):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     prediction: Prediction | None = None
-    safety_identifier: str | None = None
     echo: Refused[Literal[False]] = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Refused[Empty] = None
     function_call: Refused[Literal["none"]] = None
     audio: Refused[None] = None
     modalities: Refused[Annotated[list[Literal["text"]], Field(fail_fast=True, min_length=1, max_length=1)]] = None
-    store: Refused[Literal[False]] = None
-    metadata: Refused[EmptyObject] = None
-    service_tier: Refused[Literal["auto", "default"]] = None
-    reasoning_effort: Refused[Literal["none"]] = None
-    verbosity: Refused[None] = None
+    reasoning_effort: Effort | None = Field(default=None, description="Where the chat template reads it.")
+    verbosity: Refused[Literal["medium"]] = None
     web_search_options: Refused[None] = None
-    prompt_cache_key: Refused[None] = None
-    prompt_cache_retention: Refused[None] = None
     add_generation_prompt: Refused[Literal[True]] = None
     continue_final_message: Refused[Literal[False]] = None
     chat_template: Refused[None] = None

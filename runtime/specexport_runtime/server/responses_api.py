@@ -32,7 +32,7 @@ async def create_response(request: Request) -> Response:
     engine = ready_engine(state)
     body = await parse_body(request, ResponsesRequest)
     plan = await plan_response(body, engine, state.config, owner_of(request))
-    note_request(request, state, plan, body.safety_identifier or body.user)
+    note_request(request, state, plan, body)
     return make_answer(request, state, engine, plan, "resp_", partial(ResponsesFormat, body, plan.conversation))
 
 
@@ -44,7 +44,7 @@ async def plan_response(
     Raises:
         ApiError: 400; names the parameter.
     """
-    if body.top_logprobs and not body.include:
+    if body.top_logprobs and not body.wants_logprobs:
         raise invalid("top_logprobs", f'top_logprobs needs include: ["{LOGPROBS}"].')
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options needs stream: true.")
@@ -54,7 +54,7 @@ async def plan_response(
     except ApiError as error:
         raise chat.renamed(error) from None
     if plan.conversation is not None:
-        for param, asked in (("include", body.include), ("speculative.token_origins", plan.origins)):
+        for param, asked in (("include", body.wants_logprobs), ("speculative.token_origins", plan.origins)):
             if asked:
                 message = f"{param}: tokens are not told of where an answer may have calls or thinking."
                 raise unsupported(param, f"{message} /v1/chat/completions tells of all of them.")

@@ -203,7 +203,7 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "background": False,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": False,

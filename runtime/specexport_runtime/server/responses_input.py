@@ -23,6 +23,7 @@ _NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "tool_choice.function": "tool_choice",
+    "reasoning_effort": "reasoning.effort",
 }
 """Parameters of a chat, and what they are called here."""
 
@@ -59,12 +60,13 @@ class ResponseAsChat:
                 "messages": self._messages,
                 "max_completion_tokens": body.max_output_tokens,
                 "response_format": _response_format(body),
-                "logprobs": bool(body.include),
-                "top_logprobs": body.top_logprobs if body.include else None,
+                "logprobs": body.wants_logprobs,
+                "top_logprobs": body.top_logprobs if body.wants_logprobs else None,
                 "tools": self._tools(body),
                 "tool_choice": _tool_choice(body),
                 "parallel_tool_calls": body.parallel_tool_calls,
                 "chat_template_kwargs": body.chat_template_kwargs,
+                "reasoning_effort": body.reasoning and body.reasoning.effort,
             }
         )
 

@@ -10,9 +10,11 @@ from specexport_runtime.server.protocol import (
     MAX_LOGPROBS,
     MAX_SALT_CHARS,
     OFF,
+    Effort,
     Empty,
     FunctionName,
     FunctionSpec,
+    Hint,
     JsonObjectFormat,
     JsonSchema,
     Refused,
@@ -20,18 +22,17 @@ from specexport_runtime.server.protocol import (
     Strict,
     Text,
     TextFormat,
+    list_or_text,
+    object_or_text,
 )
 
 LOGPROBS = "message.output_text.logprobs"
 """Value of ``include`` that asks for log-probabilities."""
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+"""The second is for servers that tell nothing of what was thought; here it is told, and can be sent back."""
 MAX_METADATA = 16
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
-
-
-def _kind(value: Any) -> str:
-    """Which form a text has, so that what is wrong with it is told of that form alone."""
-    return "list" if isinstance(value, list) else "text"
 
 
 def _item_kind(value: Any) -> str:
@@ -45,6 +46,7 @@ class InputText(Strict):
 
     type: Literal["input_text"]
     text: str
+    cache_control: Hint[dict[str, Any]] = None
 
 
 class OutputText(Strict):
@@ -69,7 +71,7 @@ class InputMessage(Strict):
 
     type: Literal["message"] | None = None  # first: an item of another kind is told of by its kind
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Annotated[str, Tag("text")] | Annotated[Parts, Tag("list")], Discriminator(_kind)]
+    content: Annotated[Annotated[str, Tag("a text")] | Annotated[Parts, Tag("a list")], Discriminator(list_or_text)]
     id: str | None = None
     status: Status | None = None
     phase: Refused[None] = None
@@ -95,7 +97,7 @@ class InputCallOutput(Strict):
 
     type: Literal["function_call_output"]
     call_id: CallId
-    output: Annotated[Annotated[str, Tag("text")] | Annotated[InputTexts, Tag("list")], Discriminator(_kind)]
+    output: Annotated[Annotated[str, Tag("a text")] | Annotated[InputTexts, Tag("a list")], Discriminator(list_or_text)]
     id: str | None = None
     status: Status | None = None
 
@@ -143,6 +145,10 @@ class FlatNamedFunction(Strict):
     name: FunctionName
 
 
+FlatToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("a text")] | Annotated[FlatNamedFunction, Tag("an object")],
+    Discriminator(object_or_text),
+]
 FlatFunctions = Annotated[list[FlatFunction], Field(fail_fast=True, max_length=MAX_FUNCTIONS)]
 
 
@@ -159,7 +165,7 @@ class TextOptions(Strict):
     format: (
         Annotated[TextFormat | JsonObjectFormat | FlatJsonSchemaFormat, Field(discriminator="type")] | None
     ) = None  # fmt: skip
-    verbosity: Refused[None] = None
+    verbosity: Refused[Literal["medium"]] = None
 
 
 class EventOptions(Strict):
@@ -169,39 +175,40 @@ class EventOptions(Strict):
 
 
 class Reasoning(Strict):
-    """Settings of models that think; taken if they ask for nothing."""
+    """Settings of models that think. What they thought is told as it is: there are no summaries."""
 
-    effort: Literal["none"] | None = None
-    summary: None = None
-    generate_summary: None = None
+    effort: Effort | None = Field(default=None, description="Where the chat template reads reasoning_effort.")
+    summary: Refused[Literal["auto"]] = None
+    generate_summary: Refused[Literal["auto"]] = None
 
 
 class ResponsesRequest(Sampling):
     """Body of ``/v1/responses``."""
 
-    input: Annotated[Annotated[Text, Tag("text")] | Annotated[InputItems, Tag("list")], Discriminator(_kind)]
+    input: Annotated[Annotated[Text, Tag("a text")] | Annotated[InputItems, Tag("a list")], Discriminator(list_or_text)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextOptions | None = None
-    include: Annotated[list[Literal["message.output_text.logprobs"]], Field(fail_fast=True, max_length=8)] | None = None
+    include: Annotated[list[Included], Field(fail_fast=True, max_length=8)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] | None = None
-    safety_identifier: str | None = None
     stream_options: EventOptions | None = Field(default=None, description="Only with stream.")
     tools: FlatFunctions | None = None
-    tool_choice: Literal["none", "auto", "required"] | FlatNamedFunction | None = None
+    tool_choice: FlatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="Variables of the chat template, enable_thinking say."
     )
     max_tool_calls: Refused[None] = None
-    store: Refused[Literal[False]] = None
     previous_response_id: Refused[None] = None
     conversation: Refused[None] = None
     prompt: Refused[None] = None
     background: Refused[Literal[False]] = None
     truncation: Refused[Literal["disabled"]] = None
-    reasoning: Refused[Reasoning] = None
-    service_tier: Refused[Literal["auto", "default"]] = None
-    prompt_cache_key: Refused[None] = None
-    prompt_cache_retention: Refused[None] = None
+    reasoning: Reasoning | None = None
+    client_metadata: Hint[dict[str, Any]] = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer tells of the log-probabilities of its tokens."""
+        return LOGPROBS in (self.include or ())

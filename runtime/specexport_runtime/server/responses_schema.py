@@ -115,7 +115,7 @@ class ResponseAnswer(Part):
     parallel_tool_calls: bool
     previous_response_id: None
     background: Literal[False]
-    reasoning: dict[str, None]
+    reasoning: dict[str, str | None]
     safety_identifier: str | None
     service_tier: Literal["default"]
     store: Literal[False]

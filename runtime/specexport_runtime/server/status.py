@@ -14,12 +14,14 @@ router = APIRouter()
 _RETRY_AFTER_S = 5
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", tags=["status"])
 async def health() -> dict[str, str]:
     """The process is alive."""
     return {"status": "ok"}
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", tags=["status"])
 async def ready(request: Request) -> Response:
     """A request would be taken: the model is loaded, and the server is not draining."""

@@ -40,7 +40,8 @@ def _asked(body: Choices) -> tuple[StructuredOutputs | None, str]:
     if given is not None:
         fields = given.model_dump(exclude_none=True, by_alias=True)
         try:
-            return StructuredOutputs(**fields), "structured_outputs"
+            form = StructuredOutputs(**fields)
+            return form, f"structured_outputs.{form.kind}"
         except InvalidRequestError as error:
             raise invalid("structured_outputs", str(error)) from None
     if isinstance(asked, JsonObjectFormat):

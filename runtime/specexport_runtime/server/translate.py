@@ -112,7 +112,7 @@ async def plan_chat(body: ChatRequest, service: AsyncSpecEngine, config: ServerC
     """
     engine = service.engine
     _check_common(body, engine, config)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true.")
     limits = {"max_completion_tokens": body.max_completion_tokens, "max_tokens": body.max_tokens}
     given = [(name, value) for name, value in limits.items() if value is not None]

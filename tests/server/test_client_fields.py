@@ -1,0 +1,178 @@
+"""What clients send besides: hints change no answer, what would change it is honoured or refused by its name."""
+
+import patience
+import pytest
+from serving import TEMPLATE, Served, fake_engine
+
+from specexport_runtime.server.config import ServerConfig
+
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
+LEAST = {
+    COMPLETIONS: {"prompt": "w1 w2", "max_tokens": 6, "temperature": 0},
+    CHAT: {"messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 6, "temperature": 0},
+    RESPONSES: {"input": "w1 w2", "max_output_tokens": 6, "temperature": 0},
+}
+HINTS = {
+    "user": "somebody",
+    "safety_identifier": "somebody",
+    "metadata": {"trace": "1"},
+    "store": True,
+    "prompt_cache_key": "thread-1",
+    "prompt_cache_retention": "24h",
+    "service_tier": "auto",
+    "top_p": 1,
+    "stop": [],
+    "logit_bias": {},
+}
+CODEX = {
+    "instructions": "",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": ""}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "w1 w2"}]},
+    ],
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "thread-1",
+    "text": {"verbosity": "medium"},
+    "client_metadata": {"installation": "1"},
+}
+TAKEN = [
+    *((path, {name: value}) for path in LEAST for name, value in HINTS.items()),
+    (COMPLETIONS, {"suffix": "", "best_of": 1, "n": 1}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "w1 w2", **EPHEMERAL}], **EPHEMERAL}]}),
+    (CHAT, {"verbosity": "medium", "reasoning_effort": "none", "top_logprobs": 0, "metadata": {"tags": ["a"]}}),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "w1 w2", **EPHEMERAL}]}]}),
+    (RESPONSES, {"reasoning": {"effort": "none", "summary": "auto"}, "include": []}),
+    (RESPONSES, CODEX),
+]
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+REFUSED = [
+    *((path, {"service_tier": "flex"}, "service_tier") for path in LEAST),
+    *((path, {"litellm_call_id": "1"}, "litellm_call_id") for path in LEAST),
+    *((path, {"stream": True, "stream_options": {"a": 1}}, "stream_options.a") for path in LEAST),
+    *((path, {"logit_bias": {"w1": 1}}, "logit_bias.w1") for path in LEAST),
+    *((path, {"structured_outputs": {"regex": 5}}, "structured_outputs.regex") for path in LEAST),
+    (COMPLETIONS, {"response_format": {"type": "xml"}}, "response_format.type"),
+    (COMPLETIONS, {"response_format": {}}, "response_format.type"),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": 5}}},
+        "response_format.json_schema.schema",
+    ),
+    (CHAT, {"verbosity": "low"}, "verbosity"),
+    (CHAT, {"reasoning_effort": "low"}, "reasoning_effort"),
+    (CHAT, {"reasoning_effort": "little"}, "reasoning_effort"),
+    (CHAT, {"messages": [{"role": "user", "content": {"text": "w1"}}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": ["w1"]}]}, "messages[0].content[0]"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"text": "w1"}]}]}, "messages[0].content[0].type"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages[0].content[0].text"),
+    (
+        CHAT,
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "w1"},
+                        {"type": "image_url", "image_url": {"url": "data:,"}},
+                    ],
+                }
+            ]
+        },
+        "messages[0].content[1].type",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "w1", "image_url": "x"}]}]},
+        "messages[0].content[0].image_url",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": {}}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    (CHAT, {"prediction": {"type": "content", "content": [{"type": "text", "text": 5}]}}, "prediction.content[0].text"),
+    (
+        CHAT,
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
+        "tools[0].function.parameters",
+    ),
+    (CHAT, {"tool_choice": {"type": "function", "function": {"name": 5}}}, "tool_choice.function.name"),
+    (CHAT, {"tool_choice": 5}, "tool_choice"),
+    (RESPONSES, {"reasoning": {"effort": "low"}}, "reasoning.effort"),
+    (RESPONSES, {"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
+    (RESPONSES, {"text": {"format": {}}}, "text.format.type"),
+    (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    (RESPONSES, {"tools": [{"type": "custom", "name": "apply_patch"}]}, "tools[0].type"),
+    (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+    (
+        RESPONSES,
+        {"input": [{"type": "function_call_output", "call_id": "a", "output": [{"type": "input_file"}]}]},
+        "input[0].output[0].type",
+    ),
+]
+
+
+def post(served, path, fields):
+    return patience.post(served.url + path, json=LEAST[path] | fields)
+
+
+def text_of(path, answer):
+    assert answer.status_code == 200, answer.text
+    if path == RESPONSES:
+        return answer.json()["output"][0]["content"][0]["text"]
+    (choice,) = answer.json()["choices"]
+    return choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+
+
+@pytest.mark.parametrize(("path", "fields"), TAKEN, ids=lambda value: str(value)[:60])
+def test_a_hint_changes_nothing(fake_served, path, fields):
+    assert text_of(path, post(fake_served, path, fields)) == text_of(path, post(fake_served, path, {}))
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), REFUSED, ids=lambda value: str(value)[:60])
+def test_what_would_change_the_answer_is_refused_by_its_whole_name(fake_served, path, fields, param):
+    answer = post(fake_served, path, fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert param in error["message"]
+    assert "Input tag" not in error["message"]
+
+
+def test_nothing_is_stored_whatever_is_asked_for(fake_served):
+    answer = post(fake_served, RESPONSES, {"store": True, "reasoning": {"effort": "none"}}).json()
+    assert (answer["store"], answer["reasoning"]["effort"]) == (False, "none")
+
+
+def test_an_effort_reaches_a_template_that_reads_it():
+    def engine(condition: str):
+        return lambda: fake_engine(chat_template=f"{{% if {condition} %}}w7 {{% endif %}}{TEMPLATE}")
+
+    def prompts(served):
+        return {effort: text(served, effort) for effort in ("low", "high", "none", None)}
+
+    def text(served, effort):
+        said = text_of(CHAT, post(served, CHAT, {"reasoning_effort": effort}))
+        assert said == text_of(RESPONSES, post(served, RESPONSES, {"reasoning": {"effort": effort}}))
+        return said
+
+    config = ServerConfig(model_name="fake")
+    with Served(engine("reasoning_effort == 'low'"), config) as served:
+        plain = text_of(COMPLETIONS, post(served, COMPLETIONS, {}))
+        low = text_of(COMPLETIONS, post(served, COMPLETIONS, {"prompt": "w7 w1 w2"}))
+        assert low != plain
+        assert prompts(served) == {"low": low, "high": plain, "none": plain, None: plain}
+        own = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}
+        assert text_of(CHAT, post(served, CHAT, own)) == plain  # by its own name goes first
+    with Served(engine("enable_thinking is defined and not enable_thinking"), config) as served:
+        assert [text(served, effort) for effort in ("none", None)] == [low, plain]
+        assert post(served, CHAT, {"reasoning_effort": "low"}).json()["error"]["param"] == "reasoning_effort"
