@@ -260,6 +260,26 @@ def test_what_no_plain_tokens_spell_is_refused_before_a_row_is_taken(metaspace, 
     metaspace.submit(PROMPT, SamplingParams(max_tokens=2, structured_outputs=StructuredOutputs(json=schema))).result()
 
 
+@pytest.mark.fuzz
+def test_a_text_that_no_tokens_can_end_fails_with_every_drafter_or_with_none(metaspace):
+    """A vocabulary without bytes: a first token may lead to where nothing is possible, and a draft of it must not."""
+    rng = random.Random(chance.seed(13))
+    outcomes = set()
+    for _ in range(chance.many(12)):
+        letters = rng.sample("abcdefgxyz", 6)
+        form = StructuredOutputs(regex=f"([{''.join(letters[:3])}][{letters[4]}]?){{2,5}}({letters[5]}é|!)")
+        said = []
+        for drafter in ("none", "draft-model", "self", "head", "auto"):
+            try:
+                params = SamplingParams(max_tokens=40, structured_outputs=form)
+                said.append(metaspace.generate([PROMPT], [params], drafter=drafter)[0].text)
+            except InvalidRequestError as error:
+                said.append(str(error))
+        assert len(set(said)) == 1, said
+        outcomes.add("cannot be followed" in said[0])
+    assert outcomes == {True, False}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_ends_where_its_grammar_does(kind):
     """A token that ends the text is left out of `any token`, wherever a grammar names it."""
