@@ -20,10 +20,10 @@ from specexport_runtime.sequences.token_bytes import token_bytes
 
 pytest.importorskip("llguidance")
 
-SPECIAL = ("<s>", "</s>", "<|end|>", "[SEP]", "é")
+SPECIAL = ("<s>", "</s>", "<|end|>", "[SEP]", "日")
 ADDED = ("<tool_call>", "<think>", "ab", "\n\n", "true", '"x"', "▁▁")
 """Others than special ones. One is a word, one is of white space, one is JSON."""
-PIECES = ["▁the", "the", "▁a", "ab", "abc", "▁true", "tru", "▁<", "end", "tool", "_call", "|>", '{"', '":', '"}', "日"]
+PIECES = ["▁the", "the", "▁a", "ab", "abc", "▁true", "tru", "▁<", "end", "tool", "_call", "|>", '{"', '":', '"}']
 DRAFTERS = ("none", "draft-model", "lookup", "suffix", "chained", "self", "head", "auto")
 PROMPT = "a cat"
 
@@ -142,6 +142,7 @@ def test_drawn_forms_are_spelled_alike_by_every_drafter(engine):
     plain = None
     for drafter in DRAFTERS:
         results = engine.generate([PROMPT] * len(drawn), params, drafter=drafter)
+        assert drafter == "none" or sum(result.stats.drafted for result in results) > len(drawn)
         for (form, is_right), result in zip(drawn, results, strict=True):
             assert result.finish_reason == "stop", form
             assert is_right(result.text), (form, result.text)
