@@ -20,10 +20,10 @@ from specexport_runtime.sequences.token_bytes import token_bytes
 
 pytest.importorskip("llguidance")
 
-SPECIAL = ("<s>", "</s>", "<|end|>", "[SEP]", "é")
+SPECIAL = ("<s>", "</s>", "<|end|>", "[SEP]", "日")
 ADDED = ("<tool_call>", "<think>", "ab", "\n\n", "true", '"x"', "▁▁")
 """Others than special ones. One is a word, one is of white space, one is JSON."""
-PIECES = ["▁the", "the", "▁a", "ab", "abc", "▁true", "tru", "▁<", "end", "tool", "_call", "|>", '{"', '":', '"}', "日"]
+PIECES = ["▁the", "the", "▁a", "ab", "abc", "▁true", "tru", "▁<", "end", "tool", "_call", "|>", '{"', '":', '"}']
 DRAFTERS = ("none", "draft-model", "lookup", "suffix", "chained", "self", "head", "auto")
 PROMPT = "a cat"
 
@@ -142,6 +142,7 @@ def test_drawn_forms_are_spelled_alike_by_every_drafter(engine):
     plain = None
     for drafter in DRAFTERS:
         results = engine.generate([PROMPT] * len(drawn), params, drafter=drafter)
+        assert drafter == "none" or sum(result.stats.drafted for result in results) > len(drawn)
         for (form, is_right), result in zip(drawn, results, strict=True):
             assert result.finish_reason == "stop", form
             assert is_right(result.text), (form, result.text)
@@ -258,6 +259,26 @@ def test_what_no_plain_tokens_spell_is_refused_before_a_row_is_taken(metaspace, 
     assert metaspace.current_load().num_waiting == 0
     schema = {"properties": {"a": {"description": "é", "const": "b"}}}  # a description is said nowhere
     metaspace.submit(PROMPT, SamplingParams(max_tokens=2, structured_outputs=StructuredOutputs(json=schema))).result()
+
+
+@pytest.mark.fuzz
+def test_a_text_that_no_tokens_can_end_fails_with_every_drafter_or_with_none(metaspace):
+    """A vocabulary without bytes: a first token may lead to where nothing is possible, and a draft of it must not."""
+    rng = random.Random(chance.seed(13))
+    outcomes = set()
+    for _ in range(chance.many(12)):
+        letters = rng.sample("abcdefgxyz", 6)
+        form = StructuredOutputs(regex=f"([{''.join(letters[:3])}][{letters[4]}]?){{2,5}}({letters[5]}é|!)")
+        said = []
+        for drafter in ("none", "draft-model", "self", "head", "auto"):
+            try:
+                params = SamplingParams(max_tokens=40, structured_outputs=form)
+                said.append(metaspace.generate([PROMPT], [params], drafter=drafter)[0].text)
+            except InvalidRequestError as error:
+                said.append(str(error))
+        assert len(set(said)) == 1, said
+        outcomes.add("cannot be followed" in said[0])
+    assert outcomes == {True, False}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -144,6 +144,8 @@ class RequestBuilder:
             silent = (self.special_tokens if hidden is None else hidden) if params.skip_special_tokens else ()
             follows_text = any(token not in silent for token in ids)
             grammar = self.grammars.compile(params.structured_outputs, follows_text=follows_text)
+            if not self.grammars.spell_all:  # a draft that nothing can follow would end the matcher
+                plan = DraftPlan()
         return Sequence(
             index,
             ids,

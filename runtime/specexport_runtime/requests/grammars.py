@@ -46,6 +46,11 @@ class GrammarCompiler:
         self._plain: PlainTokens
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
+    @property
+    def spell_all(self) -> bool:
+        """Whether the vocabulary has tokens for any text; to be asked when a grammar was compiled."""
+        return self._plain.is_complete
+
     def compile(self, form: StructuredOutputs, *, follows_text: bool = True) -> Grammar:
         """The grammar of a text that has yet to begin.
 

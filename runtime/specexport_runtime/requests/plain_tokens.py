@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+_BYTES_OF_TEXTS = [*range(0xC0), *range(0xC2, 0xF5)]
+"""Those that UTF-8 has."""
+
+
 class PlainTokens:
     """What ``llguidance.TokenizerWrapper`` wraps.
 
@@ -39,7 +43,7 @@ class PlainTokens:
         named = set(self.special_token_ids)
         self._ids = {data: token for token, data in enumerate(self.tokens) if data and token not in named}
         self._longest = max(map(len, self._ids), default=0)
-        self.is_complete = all(bytes([byte]) in self._ids for byte in range(256))
+        self.is_complete = all(bytes([byte]) in self._ids for byte in _BYTES_OF_TEXTS)
         self._given, self._tokenizer = tokenizer, _without_added_tokens(tokenizer)
 
     @cached_property

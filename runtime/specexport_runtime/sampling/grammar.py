@@ -150,10 +150,10 @@ class Grammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise InvalidRequestError(
-                f"the grammar cannot be followed: {self._matcher.get_error().splitlines()[0]}.",
-                "give a simpler schema or grammar.",
-            )
+            reason = self._matcher.get_error().splitlines()[0]
+            if reason.startswith("NoExtension"):
+                reason = "this model has no token for what comes next"
+            raise InvalidRequestError(f"the grammar cannot be followed: {reason}.", "give a simpler schema or grammar.")
 
 
 def _num_common(some: Seq[int], others: Seq[int]) -> int:
