@@ -299,7 +299,7 @@ def test_pieces_and_traces_say_what_was_forced():
     seq._pieces = []
     events = run(decoder, [seq])
     event = next(event for event in events if 0 < event.proposal.num_forced(event.accepted) < event.accepted)
-    seq._pieces = [""] * 40
+    seq._pieces = [("", 0)] * 40
     pieces = make_chunk(event).pieces
     names = ["forced" if j in event.proposal.forced else "draft-model" for j in range(event.accepted)]
     assert [piece.drafter for piece in pieces] == [*names, ""]
