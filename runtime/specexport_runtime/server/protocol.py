@@ -174,11 +174,24 @@ class CompletionRequest(Choices):
 class TextPart(Strict):
     """A part of a message."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
+class RefusalPart(Strict):
+    """A part of a message in which the assistant refused."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """What was said."""
+        return self.refusal
+
+
+Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+Content = str | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_ITEMS)]
 
 
 FunctionName = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -239,7 +252,7 @@ def _role(*names: str, null: tuple[str, ...], given: tuple[str, ...] = ()) -> di
     return {
         "properties": {"role": {"enum": names}}
         | {name: {"type": "null"} for name in null}
-        | {name: {"type": ["string", "array"]} for name in given},
+        | {name: {"type": ["string", "array"], "minItems": 1} for name in given},
         "required": list(given),
     }
 
@@ -247,7 +260,6 @@ def _role(*names: str, null: tuple[str, ...], given: tuple[str, ...] = ()) -> di
 _OF_ASSISTANTS = ("tool_calls", "reasoning_content", "reasoning")
 _ROLES: list[Any] = [
     _role("system", "developer", "user", null=(*_OF_ASSISTANTS, "tool_call_id"), given=("content",)),
-    _role("assistant", null=("tool_call_id", *_OF_ASSISTANTS), given=("content",)),
     _role("assistant", null=("tool_call_id",)),
     _role("tool", null=_OF_ASSISTANTS, given=("content", "tool_call_id")),
 ]
@@ -258,7 +270,7 @@ class Message(Strict):
 
     model_config = ConfigDict(json_schema_extra={"anyOf": _ROLES})
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = Field(default=None, description="null only where the assistant calls functions.")
+    content: Content | None = Field(default=None, description="null only of the assistant.")
     name: Text | None = None
     tool_calls: ToolCalls | None = Field(default=None, description="Of the assistant.")
     tool_call_id: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = Field(
