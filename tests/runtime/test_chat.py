@@ -43,7 +43,9 @@ def test_extensions_of_published_templates():
     assert render_chat("{% generation %}{{ messages[0].content }}{% endgeneration %}!", messages, {}) == "0!"
     inner = "{% generation %}{{ messages[0].content }}{% set x = 1 %}{% endgeneration %}{{ x is defined }}"
     assert render_chat(inner, messages, {}) == "0False"
-    assert render_chat("{{ tools is none }}{{ messages[0].content }}{{ documents is none }}", messages, {}) == "True0True"
+    assert (
+        render_chat("{{ tools is none }}{{ messages[0].content }}{{ documents is none }}", messages, {}) == "True0True"
+    )
     year = str(datetime.now().year)
     assert render_chat("{{ strftime_now('%Y') }}{{ messages[0].content }}", messages, {}) == year + "0"
 

@@ -63,7 +63,9 @@ def render_chat(
 
     def write(messages: Seq[Mapping[str, Any]], header: bool) -> str:
         try:
-            return compiled.render(messages=messages, add_generation_prompt=header and add_generation_prompt, **variables)
+            return compiled.render(
+                messages=messages, add_generation_prompt=header and add_generation_prompt, **variables
+            )
         except TemplateError as error:
             raise InvalidRequestError(f"The chat template refused: {error}.", hint=_TEMPLATE_HINT) from error
         except Exception as error:  # a template is a program: wrong types in it fail with any exception

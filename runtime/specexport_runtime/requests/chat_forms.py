@@ -1,8 +1,8 @@
 """Conversations in the form that a chat template writes in full, found out by trying: nothing of them is lost.
 
-Templates take a content as one text or as parts, know some roles and not others, and leave out without a word what they do
-not know. So a conversation of the same shape, with a word of its own in each place, is rendered first: where every word is in
-the text, the messages are handed over in that form.
+Templates take a content as one text or as parts, know some roles and not others, and leave out without a word what
+they do not know. So a conversation of the same shape, with a word of its own in each place, is rendered first: where
+every word is in the text, the messages are handed over in that form.
 """
 
 import itertools
@@ -194,9 +194,7 @@ def _texts(content: Any) -> list[str] | None:
         return [content]
     if not isinstance(content, list):
         return None
-    texts = [
-        part.get(_TEXTS.get(str(part.get("type")), "")) if isinstance(part, Mapping) else None for part in content
-    ]
+    texts = [part.get(_TEXTS.get(str(part.get("type")), "")) if isinstance(part, Mapping) else None for part in content]
     return [str(text) for text in texts] if all(isinstance(text, str) for text in texts) else None
 
 
