@@ -191,7 +191,8 @@ class RefusalPart(Strict):
 
 
 Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
-Content = str | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_ITEMS)]
+Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_ITEMS)]
+Content = str | Parts
 
 
 FunctionName = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -289,7 +290,7 @@ class Prediction(Strict):
     """OpenAI's predicted output: text that the answer probably repeats."""
 
     type: Literal["content"]
-    content: Content
+    content: str | Annotated[Parts, Field(min_length=1)]
 
 
 class ChatRequest(Choices):
