@@ -169,6 +169,21 @@ def test_a_developer_is_the_system_where_only_that_is_known():
     assert got.startswith("<|im_start|>system\ndeveloper says<|im_end|>")
 
 
+def test_arguments_are_text_where_the_template_adds_them_to_text():
+    template = (
+        HEAD + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}{% endfor %}"
+    )
+    assert render_chat(template + "{% endfor %}", TALKS["calls"][:3], {}) == 'user saysweather{"city": "Paris"}rain'
+
+
+def test_a_text_beside_calls_may_be_left_out_later():
+    later = "{% if not m.tool_calls or loop.index > messages | length - 2 %}{{ m.content }}{% endif %}"
+    template = HEAD + later + CALLS + "{% endfor %}"
+    talk = [*TALKS["text and calls"], SAID, USER]
+    assert "let me see" in render_chat(template, talk[:3], {})
+    assert "let me see" not in render_chat(template, talk, {})
+
+
 def test_a_short_text_is_not_found_in_another():
     with pytest.raises(UnwrittenError):
         render_chat(TEMPLATES["no system"], [{"role": "system", "content": "s"}, USER], {})

@@ -44,9 +44,6 @@ SERVERS = {
     "thinks in text": (THINKS, ()),
     "plain": (PLAIN, ()),
     "talk": (TALK, ()),
-        PLAIN.replace("['system', 'user']", "['user']").replace("{%- else %}", "{%- elif m.role == 'assistant' %}"),
-        (),
-    ),
 }
 
 

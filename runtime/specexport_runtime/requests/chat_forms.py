@@ -6,6 +6,7 @@ every word is in the text, the messages are handed over in that form.
 """
 
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ class _Form(NamedTuple):
         system: what a developer says is said by the system.
         null: a content that is empty beside calls is null, or an empty text where it was null.
         split: text and calls of one message are two messages.
+        written: arguments of calls are text, as OpenAI has them.
     """
 
     parts: frozenset[str] = frozenset()
@@ -47,6 +49,7 @@ class _Form(NamedTuple):
     system: bool = False
     null: bool = False
     split: bool = False
+    written: bool = False
 
     def apply(self, messages: Seq[Message]) -> list[Message]:
         return [each for message in messages for each in self._of(message)]
@@ -57,6 +60,8 @@ class _Form(NamedTuple):
         if self.split and message.get("tool_calls") and texts is not None and "".join(texts).strip():
             yield from self._of({"role": role, "content": content})
             texts = [""]
+        if self.written and message.get("tool_calls"):
+            message = message | {"tool_calls": [_written(call) for call in message["tool_calls"]]}
         if self.system and role == "developer":
             message = message | {"role": "system"}
         if self.null and message.get("tool_calls") and not "".join(texts or ()):
@@ -120,11 +125,11 @@ def _forms(messages: Seq[Message]) -> Iterator[_Form]:
     systems = (False, True) if "developer" in whole else (False,)
     nulls = (False, True) if any(each.get("tool_calls") for each in messages) else (False,)
     lists = any(len(_texts(each.get("content")) or ()) > 1 for each in messages)
-    for split, null in itertools.product(nulls, nulls):
-        for parts, system in itertools.product([frozenset[str](), whole, *some[:30]], systems):
-            yield _Form(parts, False, system, null, split)
+    for split, written, null in itertools.product(nulls, nulls, nulls):
+        for parts, system in itertools.product([frozenset[str](), whole, *some], systems):
+            yield _Form(parts, False, system, null, split, written)
             if lists and parts:
-                yield _Form(parts, True, system, null, split)
+                yield _Form(parts, True, system, null, split, written)
 
 
 class _Words:
@@ -171,6 +176,14 @@ class _Words:
         is_text = isinstance(function["arguments"], str)
         told = {"name": name, "arguments": f'{{"key": "{value}"}}' if is_text else {"key": value}}
         return {**call, "function": {**function, **told}}
+
+
+def _written(call: Any) -> Any:
+    """A call whose arguments are a text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def _word(number: int) -> str:
