@@ -126,7 +126,8 @@ def _forms(messages: Seq[Message]) -> Iterator[_Form]:
     nulls = (False, True) if any(each.get("tool_calls") for each in messages) else (False,)
     lists = any(len(_texts(each.get("content")) or ()) > 1 for each in messages)
     for split, written, null in itertools.product(nulls, nulls, nulls):
-        for parts, system in itertools.product([frozenset[str](), whole, *some], systems):
+        usual = not (split or written or null)  # the others are for calls: fewer of them bound what a refusal costs
+        for parts, system in itertools.product([frozenset[str](), whole, *(some if usual else ())], systems):
             yield _Form(parts, False, system, null, split, written)
             if lists and parts:
                 yield _Form(parts, True, system, null, split, written)
