@@ -37,25 +37,19 @@ def test_blocks_leave_no_blank_lines():
 def test_extensions_of_published_templates():
     messages = [{"role": "user", "content": str(i)} for i in range(5)]
     loop = "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content }}{% if m.content == '3' %}"
-    loop = "{{ messages | map(attribute='content') | join }} " + loop
-    assert render_chat(loop + "{% break %}{% endif %}{% endfor %}", messages, {}) == "01234 123"
-    messages = messages[:1]
+    assert render_chat(loop + "{% break %}{% endif %}{% endfor %}", messages, {}) == "123"
     assert render_chat("{% generation %}{{ messages[0].content }}{% endgeneration %}!", messages, {}) == "0!"
-    inner = "{% generation %}{{ messages[0].content }}{% set x = 1 %}{% endgeneration %}{{ x is defined }}"
-    assert render_chat(inner, messages, {}) == "0False"
-    assert (
-        render_chat("{{ tools is none }}{{ messages[0].content }}{{ documents is none }}", messages, {}) == "True0True"
-    )
+    inner = "{% generation %}{% set x = 1 %}{% endgeneration %}{{ x is defined }}"
+    assert render_chat(inner, messages, {}) == "False"
+    assert render_chat("{{ tools is none }} {{ documents is none }}", messages, {}) == "True True"
     year = str(datetime.now().year)
-    assert render_chat("{{ strftime_now('%Y') }}{{ messages[0].content }}", messages, {}) == year + "0"
+    assert render_chat("{{ strftime_now('%Y') }}", messages, {}) == year
 
 
 def test_tojson_keeps_html_and_unicode_and_order():
     message = {"role": "user", "content": "x", "call": {"z": "<é>", "a": ["&", 1]}}
-    got = render_chat("{{ messages[0].call | tojson }}{{ messages[0].content }}", [message], {})
-    assert got == '{"z": "<é>", "a": ["&", 1]}x'
-    got = render_chat("{{ messages[0].call | tojson(indent=1) }}{{ messages[0].content }}", [message], {})
-    assert got.startswith('{\n "z"')
+    assert render_chat("{{ messages[0].call | tojson }}", [message], {}) == '{"z": "<é>", "a": ["&", 1]}'
+    assert render_chat("{{ messages[0].call | tojson(indent=1) }}", [message], {}).startswith('{\n "z"')
 
 
 def test_content_may_be_parts_and_tool_calls_need_none():

@@ -9,7 +9,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.chat import render_chat
+from specexport_runtime.requests.chat import render_whole
 from specexport_runtime.requests.chat_forms import UnwrittenError
 
 HEAD = "{% for m in messages %}"
@@ -144,9 +144,9 @@ def test_a_prompt_is_what_transformers_writes_of_a_form_or_there_is_none(name, t
             possible.append(text)
     if not possible:
         with pytest.raises(InvalidRequestError):
-            render_chat(template, messages, {"bos_token": "<s>"})
+            render_whole(template, messages, {"bos_token": "<s>"})
         return
-    assert render_chat(template, messages, {"bos_token": "<s>"}) in possible
+    assert render_whole(template, messages, {"bos_token": "<s>"}) in possible
 
 
 @pytest.mark.parametrize(
@@ -161,11 +161,11 @@ def test_a_prompt_is_what_transformers_writes_of_a_form_or_there_is_none(name, t
 )
 def test_what_is_left_out_is_named(name, talk, param):
     with pytest.raises(InvalidRequestError, match=param):
-        render_chat(TEMPLATES[name], TALKS[talk], {"bos_token": ""})
+        render_whole(TEMPLATES[name], TALKS[talk], {"bos_token": ""})
 
 
 def test_a_developer_is_the_system_where_only_that_is_known():
-    got = render_chat(TEMPLATES["no developer"], TALKS["developer"], {})
+    got = render_whole(TEMPLATES["no developer"], TALKS["developer"], {})
     assert got.startswith("<|im_start|>system\ndeveloper says<|im_end|>")
 
 
@@ -173,20 +173,20 @@ def test_arguments_are_text_where_the_template_adds_them_to_text():
     template = (
         HEAD + "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}{% endfor %}"
     )
-    assert render_chat(template + "{% endfor %}", TALKS["calls"][:3], {}) == 'user saysweather{"city": "Paris"}rain'
+    assert render_whole(template + "{% endfor %}", TALKS["calls"][:3], {}) == 'user saysweather{"city": "Paris"}rain'
 
 
 def test_a_text_beside_calls_may_be_left_out_later():
     later = "{% if not m.tool_calls or loop.index > messages | length - 2 %}{{ m.content }}{% endif %}"
     template = HEAD + later + CALLS + "{% endfor %}"
     talk = [*TALKS["text and calls"], SAID, USER]
-    assert "let me see" in render_chat(template, talk[:3], {})
-    assert "let me see" not in render_chat(template, talk, {})
+    assert "let me see" in render_whole(template, talk[:3], {})
+    assert "let me see" not in render_whole(template, talk, {})
 
 
 def test_a_short_text_is_not_found_in_another():
     with pytest.raises(UnwrittenError):
-        render_chat(TEMPLATES["no system"], [{"role": "system", "content": "s"}, USER], {})
+        render_whole(TEMPLATES["no system"], [{"role": "system", "content": "s"}, USER], {})
 
 
 WRITES = [
@@ -231,8 +231,10 @@ def test_every_word_is_in_the_prompt_or_refused():
             messages.append(message)
             words += told
         try:
-            text = render_chat(template, messages, {})
+            text = render_whole(template, messages, {})
         except InvalidRequestError:
+            continue
+        if not text:  # which is refused as an empty prompt
             continue
         whole += 1
         assert [word for word in words if word not in text] == [], (template, messages, text)

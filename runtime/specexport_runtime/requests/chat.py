@@ -30,7 +30,7 @@ def render_chat(
     tools: Seq[Mapping[str, Any]] | None = None,
     template_arguments: Mapping[str, Any] | None = None,
 ) -> str:
-    """Render messages with a chat template, in a form of them in which it leaves nothing out.
+    """Render messages with a chat template, in the form in which they are given.
 
     Args:
         template: Jinja source.
@@ -44,7 +44,6 @@ def render_chat(
         the prompt. It usually holds the beginning-of-sequence token already: tokenize without adding one.
 
     Raises:
-        UnwrittenError: the template leaves a message out.
         InvalidRequestError: the messages are malformed, the template is wrong or refuses them, or it does not have the
             variables.
     """
@@ -61,18 +60,33 @@ def render_chat(
         check_template_arguments(template, given, special_tokens)
     variables = {**given, **special_tokens, "tools": tools or None, "documents": None}
 
-    def write(messages: Seq[Mapping[str, Any]], header: bool) -> str:
-        try:
-            return compiled.render(
-                messages=messages, add_generation_prompt=header and add_generation_prompt, **variables
-            )
-        except TemplateError as error:
-            raise InvalidRequestError(f"The chat template refused: {error}.", hint=_TEMPLATE_HINT) from error
-        except Exception as error:  # a template is a program: wrong types in it fail with any exception
-            message = f"The chat template failed with {type(error).__name__}: {error}."
-            raise InvalidRequestError(message, hint=_TEMPLATE_HINT) from error
+    try:
+        return compiled.render(messages=checked, add_generation_prompt=add_generation_prompt, **variables)
+    except TemplateError as error:
+        raise InvalidRequestError(f"The chat template refused: {error}.", hint=_TEMPLATE_HINT) from error
+    except Exception as error:  # a template is a program: wrong types in it fail with any exception
+        message = f"The chat template failed with {type(error).__name__}: {error}."
+        raise InvalidRequestError(message, hint=_TEMPLATE_HINT) from error
 
-    return write_whole(checked, write)
+
+def render_whole(
+    template: str,
+    messages: Seq[Mapping[str, Any]],
+    special_tokens: Mapping[str, str],
+    tools: Seq[Mapping[str, Any]] | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
+) -> str:
+    """Render messages as :func:`render_chat` does, in a form of them in which the template leaves nothing out.
+
+    Raises:
+        UnwrittenError: there is no such form.
+        InvalidRequestError: as :func:`render_chat`.
+    """
+
+    def write(messages: Seq[Mapping[str, Any]], header: bool) -> str:
+        return render_chat(template, messages, special_tokens, header, tools, template_arguments)
+
+    return write_whole(_check_messages(messages), write)
 
 
 @lru_cache(maxsize=8)

@@ -90,11 +90,13 @@ def write_whole(messages: Seq[Message], write: Write) -> str:
     shape = [words.shape(i, message) for i, message in enumerate(messages)]
     best: list[int] | None = None
     nones: int | None = None
+    found = False
     for form in _forms(messages):
         try:
             text = write(form.apply(shape), True)
         except InvalidRequestError:
             continue
+        found = found or bool(text)
         nones = text.count("None") if nones is None else nones
         if (form.parts and words.is_quoted(text)) or text.count("None") > nones:  # a list or a null as Python writes it
             continue
@@ -103,6 +105,8 @@ def write_whole(messages: Seq[Message], write: Write) -> str:
             return write(form.apply(messages), True)
         best = lost if best is None or len(lost) < len(best) else best
     if best is not None:
+        if not found:  # an empty prompt: whoever gets it refuses it
+            return ""
         raise _unwritten(words.places[best[0]], messages)
     text = write(_Form().apply(messages), True)  # what the template has against them, if it has
     for i, message in enumerate(messages):
