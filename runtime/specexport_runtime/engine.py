@@ -625,12 +625,12 @@ class SpecEngine:
         Raises:
             InvalidRequestError: there is no chat template, or the messages are no turns of a user and an assistant.
         """
-        from specexport_runtime.requests.chat import render_chat
+        from specexport_runtime.requests.chat import render_whole
 
         template = self._chat_template if chat_template is None else chat_template
         if template is None:
             raise InvalidRequestError("this bundle has no chat template.", "give one as chat_template.")
-        render = partial(render_chat, template, special_tokens=self._special_tokens)
+        render = partial(render_whole, template, special_tokens=self._special_tokens)
         return Conversation(render, self.tokenizer, [dict(message) for message in messages])
 
     def close(self) -> None:

@@ -39,6 +39,8 @@ def test_extensions_of_published_templates():
     loop = "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content }}{% if m.content == '3' %}"
     assert render_chat(loop + "{% break %}{% endif %}{% endfor %}", messages, {}) == "123"
     assert render_chat("{% generation %}{{ messages[0].content }}{% endgeneration %}!", messages, {}) == "0!"
+    inner = "{% generation %}{% set x = 1 %}{% endgeneration %}{{ x is defined }}"
+    assert render_chat(inner, messages, {}) == "False"
     assert render_chat("{{ tools is none }} {{ documents is none }}", messages, {}) == "True True"
     year = str(datetime.now().year)
     assert render_chat("{{ strftime_now('%Y') }}", messages, {}) == year

@@ -36,12 +36,14 @@ BROKEN = '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>'
 THOUGHT = "<think>\nhm, {let me see}\n</think>\n\n"
 WEATHER, STOPPED = ("function_call", "weather", ARGUMENTS), ("function_call", "stop", "{}")
 REASONING = ("reasoning", "hm, {let me see}")
+TALK = PLAIN.replace("['system', 'user']", "['user']").replace("{%- else %}", "{%- elif m.role == 'assistant' %}")
 SERVERS = {
     "hermes": (TEMPLATES["hermes"], MARKERS),
     "mistral": (TEMPLATES["mistral"], MARKERS),
     "thinks": (THINKS, MARKERS),
     "thinks in text": (THINKS, ()),
     "plain": (PLAIN, ()),
+    "talk": (TALK, ()),
 }
 
 
@@ -282,6 +284,39 @@ def test_items_go_back_as_the_messages_of_a_chat(clients):
     told = patience.post(f"{served.url}/tokenize", json={"messages": messages, "tools": tools}).json()
     assert "hm, {let me see}" in served.engine.engine.tokenizer.decode(told["tokens"], skip_special_tokens=False)
     assert again.usage.input_tokens == told["count"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "limit"),
+    [("Paris", 300), (f"{THOUGHT}So.\n{CALL}", 300), (f"{THOUGHT}Paris", 300), (THOUGHT, 9), (CALL, 300)],
+)
+def test_an_output_goes_back_as_it_is(clients, answer, limit):
+    client = clients("thinks")
+    first = create(client, answer, max_output_tokens=limit).output
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "rain"}
+        for item in first
+        if item.type == "function_call"
+    ]
+    for back in (first, [item.model_dump() for item in first]):
+        again = create(client, "", input=[{"role": "user", "content": answer}, *back, *results, WELL])
+        assert again.output_text == "Well."
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"instructions": "Be brief."}, "instructions"),
+        ({"input": [WELL, {"role": "developer", "content": "Be brief."}, WELL]}, "input[1].content"),
+        ({"instructions": "", "input": [WELL, {"role": "system", "content": "Be brief."}, WELL]}, "input[1].content"),
+        ({"input": [WELL, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}]}, "input[1]"),
+    ],
+)
+def test_what_a_template_leaves_out_is_named(clients, body, param):
+    answer = patience.post(clients.served("talk").url + PATH, json={"input": "x"} | body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert error["message"].startswith(f"{param}, of role ")
 
 
 USER = {"role": "user", "content": "x"}

@@ -432,7 +432,7 @@ USER = {"role": "user", "content": "x"}
         ("hermes", {"messages": [USER | {"reasoning": "x"}]}, "messages[0].reasoning_content", "invalid_value"),
         (
             "hermes",
-            {"messages": [USER, {"role": "assistant", "content": None}]},
+            {"messages": [USER, {"role": "system", "content": None}]},
             "messages[1].content",
             "invalid_value",
         ),
@@ -523,3 +523,49 @@ def test_names_of_added_tokens_are_plain_text_in_an_answer_beside_tools(clients,
         message = said(clients(name), '{"x":"', **options).choices[0].message
         assert (json.loads(message.content), message.tool_calls) == ({"x": value}, None)
         assert streamed(clients(name), '{"x":"', **options) == (message.content, "", [], "stop")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "limit"),
+    [
+        ("hermes", CALLS["hermes"], 300),
+        ("hermes", "Paris", 300),
+        ("hermes", f"Paris {CALLS['hermes']}", 300),
+        ("llama3_json", CALLS["llama3_json"], 300),
+        ("mistral", CALLS["mistral"], 300),
+        ("mistral named", TWO["mistral named"], 300),
+        ("json", CALLS["json"], 300),
+        ("thinks", "<think>\nhm\n</think>\n\nParis", 300),
+        ("thinks", f"<think>\nhm\n</think>\n\n{CALLS['hermes']}", 300),
+        ("thinks", "<think>\nhm, hm", 9),
+    ],
+)
+def test_an_answer_goes_back_as_it_is(clients, name, answer, limit):
+    client = clients(name)
+    message = said(client, answer, max_tokens=limit).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in message.tool_calls or ()]
+    for back in (message, message.model_dump(), message.model_dump(exclude_unset=True)):
+        messages = [{"role": "user", "content": answer}, back, *results, {"role": "user", "content": "thanks"}]
+        assert said(client, "", messages=messages).choices[0].message.content == "thanks"
+    if message.content is None and not results:
+        messages[1] = {"role": "assistant", "content": None}
+        assert said(client, "", messages=messages).choices[0].message.content == "thanks"
+
+
+@pytest.mark.parametrize("empty", [{}, {"content": None}, {"content": ""}, {"content": []}])
+@pytest.mark.parametrize("name", ["hermes", "thinks", "json", "mistral"])
+def test_a_turn_of_the_assistant_may_be_empty(clients, name, empty):
+    messages = [USER, {"role": "assistant", **empty}, {"role": "user", "content": "thanks"}]
+    assert said(clients(name), "", messages=messages, tools=TOOLS).choices[0].message.content == "thanks"
+
+
+def test_all_parts_of_a_message_are_read_and_others_named(clients):
+    kinds = [{"type": kind, "text": kind} for kind in ("text", "input_text", "output_text")]
+    parts = [*kinds, {"type": "refusal", "refusal": "refusal"}]
+    messages = [{"role": "user", "content": parts}]
+    got = said(clients("plain"), "", messages=messages, tools=()).choices[0].message.content
+    assert got == "textinput_textoutput_textrefusal"
+    for part in ({"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_audio", "input_audio": {}}):
+        with pytest.raises(BadRequestError) as caught:
+            said(clients("plain"), "", messages=[{"role": "user", "content": [kinds[0], part]}], tools=())
+        assert caught.value.param == "messages[0].content[1].type"

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.requests.chat_forms import write_whole
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -16,6 +17,8 @@ MAX_TEMPLATE_ARGUMENTS = 16
 MAX_TEMPLATE_CHARS = 4096
 """Most variables of a template that a caller may give, and their size as JSON."""
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names of what was thought; templates read the first two."""
 _TEMPLATE_HINT = "check the messages against the model's chat template, or pass a plain prompt."
 
 
@@ -27,7 +30,7 @@ def render_chat(
     tools: Seq[Mapping[str, Any]] | None = None,
     template_arguments: Mapping[str, Any] | None = None,
 ) -> str:
-    """Render messages with a chat template.
+    """Render messages with a chat template, in the form in which they are given.
 
     Args:
         template: Jinja source.
@@ -55,14 +58,35 @@ def render_chat(
     given = dict(template_arguments or {})
     if given:
         check_template_arguments(template, given, special_tokens)
-    variables = {**given, **special_tokens, "messages": checked, "add_generation_prompt": add_generation_prompt}
+    variables = {**given, **special_tokens, "tools": tools or None, "documents": None}
+
     try:
-        return compiled.render(tools=tools or None, documents=None, **variables)
+        return compiled.render(messages=checked, add_generation_prompt=add_generation_prompt, **variables)
     except TemplateError as error:
         raise InvalidRequestError(f"The chat template refused: {error}.", hint=_TEMPLATE_HINT) from error
     except Exception as error:  # a template is a program: wrong types in it fail with any exception
         message = f"The chat template failed with {type(error).__name__}: {error}."
         raise InvalidRequestError(message, hint=_TEMPLATE_HINT) from error
+
+
+def render_whole(
+    template: str,
+    messages: Seq[Mapping[str, Any]],
+    special_tokens: Mapping[str, str],
+    tools: Seq[Mapping[str, Any]] | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
+) -> str:
+    """Render messages as :func:`render_chat` does, in a form of them in which the template leaves nothing out.
+
+    Raises:
+        UnwrittenError: there is no such form.
+        InvalidRequestError: as :func:`render_chat`.
+    """
+
+    def write(messages: Seq[Mapping[str, Any]], header: bool) -> str:
+        return render_chat(template, messages, special_tokens, header, tools, template_arguments)
+
+    return write_whole(_check_messages(messages), write)
 
 
 @lru_cache(maxsize=8)
@@ -116,7 +140,9 @@ def _check_messages(messages: object) -> list[dict[str, Any]]:
         content = message.get("content")
         if not isinstance(content, (str, list)) and not message.get("tool_calls"):
             raise InvalidRequestError(f"messages[{i}] has no content (a string or a list of parts).", hint=example)
-        checked.append(dict(message))
+        thoughts = [message[key] for key in _THOUGHTS if message.get(key) is not None][:1]
+        named = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]} if thoughts else dict(message)
+        checked.append(named)
     return checked
 
 
@@ -131,6 +157,7 @@ def _environment() -> "Environment":
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
+    from jinja2.runtime import Macro
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationTag(Extension):
@@ -138,9 +165,13 @@ def _environment() -> "Environment":
 
         tags = {"generation"}  # noqa: RUF012 - the type that Jinja declares
 
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+        def _body(self, caller: Macro) -> str:  # a block of its own: what is set in it is not seen behind it
+            return caller()
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]

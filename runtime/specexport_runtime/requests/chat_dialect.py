@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.answer_reader import AnswerParts, AnswerSyntax, ThinkingMarks, read_parts
-from specexport_runtime.requests.chat import render_chat, template_variables
+from specexport_runtime.requests.chat import render_chat, render_whole, template_variables
+from specexport_runtime.requests.chat_forms import joined
 from specexport_runtime.requests.functions import Function, FunctionError, ToolChoice, read_functions
 from specexport_runtime.requests.tool_formats.base import Style, ToolFormat
 from specexport_runtime.requests.tool_formats.generic import GenericJson, in_words
@@ -142,13 +143,14 @@ class ChatDialect:
             template_arguments: more variables of the template.
 
         Raises:
+            UnwrittenError: the template leaves a message out.
             InvalidRequestError: the template refuses them, or cannot hold them.
         """
         if tools:
             self.check_tools()
         if not self.takes_tools and isinstance(self.tool_format, GenericJson):
-            messages, tools = in_words(messages, tools), ()
-        return render_chat(
+            messages, tools = in_words([joined(each) for each in messages], tools), ()
+        return render_whole(
             self.template, messages, self._special_tokens, tools=tools or None, template_arguments=template_arguments
         )
 

@@ -14,6 +14,7 @@ from specexport_runtime.errors import InvalidRequestError, MissingDependencyErro
 from specexport_runtime.requests.answer_reader import AnswerSyntax
 from specexport_runtime.requests.chat import check_template_arguments
 from specexport_runtime.requests.chat_dialect import ChatDialect
+from specexport_runtime.requests.chat_forms import UnwrittenError
 from specexport_runtime.requests.functions import Function, FunctionError, ToolChoice, read_functions
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.server.config import ServerConfig
@@ -143,7 +144,7 @@ async def read_prompt(
     except InvalidRequestError as error:
         raise invalid("chat_template_kwargs", f"chat_template_kwargs: {error}") from None
     told, tools = chat_messages(messages, dialect), [each.tool for each in functions]
-    length = sum(len(item["content"] or "") + _MESSAGE for item in told) + 4 * _MESSAGE * len(tools)
+    length = sum(len(join_text(item.content or "")) + _MESSAGE for item in messages) + 4 * _MESSAGE * len(tools)
 
     def write() -> tuple[str, list[int]]:
         text = dialect.render(told, tools, template_arguments)
@@ -151,12 +152,14 @@ async def read_prompt(
 
     try:
         return await aside_if_long(service, length, write)
+    except UnwrittenError as error:
+        raise invalid(error.param, str(error)) from None
     except InvalidRequestError as error:
         raise invalid("messages", f"messages: {error}") from None
 
 
 def chat_messages(messages: Seq[Message], dialect: ChatDialect) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: texts in one piece, arguments of calls as objects.
+    """Messages as chat templates take them: contents as texts or lists of them, arguments of calls as objects.
 
     Raises:
         ApiError: 400; names the message and its part.
@@ -221,17 +224,22 @@ def _functions(body: ChatRequest, dialect: ChatDialect) -> tuple[tuple[Function,
     return functions, choice
 
 
-def _content(item: Message, where: str, dialect: ChatDialect) -> str | None:
-    if item.content is not None:
-        return join_text(item.content)
+def _content(item: Message, where: str, dialect: ChatDialect) -> str | list[dict[str, str]] | None:
     param = f"{where}.content"
-    thought = item.reasoning_content or item.reasoning
-    if item.role == "assistant" and (item.tool_calls or thought):
+    if isinstance(item.content, list) and len(item.content) > 1:
+        return [{"type": "text", "text": part.text} for part in item.content]
+    if item.content:
+        return join_text(item.content)
+    if item.content == "":
+        return ""
+    if item.role == "assistant":
         # Most templates want a text here. Some tell calls by a content that is none: they ask for it.
-        return None if _TESTS_FOR_NONE.search(dialect.template) else ""
+        return None if item.tool_calls and _TESTS_FOR_NONE.search(dialect.template) else ""
     if "content" not in item.model_fields_set:
         raise ApiError(400, f"{param} is missing.", param=param, code="missing_required_parameter")
-    raise invalid(param, f"{param} is null: that is for messages of the assistant with tool_calls or reasoning.")
+    if item.content is not None:
+        raise invalid(param, f"{param} has no parts.")
+    raise invalid(param, f"{param} is null: that is for messages of the assistant.")
 
 
 def _called(call: ToolCall, where: str) -> dict[str, Any]:

@@ -191,13 +191,27 @@ class CompletionRequest(Choices):
 class TextPart(Strict):
     """A part of a message."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
     cache_control: Hint[dict[str, Any]] = None
 
 
-TextParts = Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
-Content = Annotated[Annotated[str, Tag("a text")] | Annotated[TextParts, Tag("a list")], Discriminator(list_or_text)]
+class RefusalPart(Strict):
+    """A part of a message in which the assistant refused."""
+
+    type: Literal["refusal"]
+    refusal: str
+    cache_control: Hint[dict[str, Any]] = None
+
+    @property
+    def text(self) -> str:
+        """What was said."""
+        return self.refusal
+
+
+Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_ITEMS)]
+Content = Annotated[Annotated[str, Tag("a text")] | Annotated[Parts, Tag("a list")], Discriminator(list_or_text)]
 
 
 FunctionName = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -265,7 +279,7 @@ def _role(*names: str, null: tuple[str, ...], given: tuple[str, ...] = ()) -> di
     return {
         "properties": {"role": {"enum": names}}
         | {name: {"type": "null"} for name in null}
-        | {name: {"type": ["string", "array"]} for name in given},
+        | {name: {"type": ["string", "array"], "minItems": 1} for name in given},
         "required": list(given),
     }
 
@@ -273,7 +287,6 @@ def _role(*names: str, null: tuple[str, ...], given: tuple[str, ...] = ()) -> di
 _OF_ASSISTANTS = ("tool_calls", "reasoning_content", "reasoning")
 _ROLES: list[Any] = [
     _role("system", "developer", "user", null=(*_OF_ASSISTANTS, "tool_call_id"), given=("content",)),
-    _role("assistant", null=("tool_call_id", *_OF_ASSISTANTS), given=("content",)),
     _role("assistant", null=("tool_call_id",)),
     _role("tool", null=_OF_ASSISTANTS, given=("content", "tool_call_id")),
 ]
@@ -284,7 +297,7 @@ class Message(Strict):
 
     model_config = ConfigDict(json_schema_extra={"anyOf": _ROLES})
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = Field(default=None, description="null only where the assistant calls functions.")
+    content: Content | None = Field(default=None, description="null only of the assistant.")
     name: Text | None = None
     tool_calls: ToolCalls | None = Field(default=None, description="Of the assistant.")
     tool_call_id: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = Field(
@@ -304,7 +317,7 @@ class Prediction(Strict):
     """OpenAI's predicted output: text that the answer probably repeats."""
 
     type: Literal["content"]
-    content: Content
+    content: str | Annotated[Parts, Field(min_length=1)]
 
 
 class ChatRequest(Choices):

@@ -45,9 +45,11 @@ class ResponseAsChat:
         self._names: dict[str, str] = {}
         self._messages: list[dict[str, Any]] = []
         if body.instructions is not None:
-            self._messages.append({"role": "system", "content": body.instructions})
+            self._names["messages[0].content"] = "instructions"
+            self._add({"role": "system", "content": body.instructions}, "instructions")
         if isinstance(body.input, str):
-            self._messages.append({"role": "user", "content": body.input})
+            self._names[f"messages[{len(self._messages)}].content"] = "input"
+            self._add({"role": "user", "content": body.input}, "input")
         else:
             self._read(body.input)
         if not self._messages:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from specexport_runtime.requests.functions import MAX_FUNCTIONS
 from specexport_runtime.server.protocol import (
@@ -30,6 +30,7 @@ LOGPROBS = "message.output_text.logprobs"
 """Value of ``include`` that asks for log-probabilities."""
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 """The second is for servers that tell nothing of what was thought; here it is told, and can be sent back."""
+_NULLS_OF_CLIENTS = ("async", "async_", "caller", "namespace")
 MAX_METADATA = 16
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
@@ -87,6 +88,14 @@ class InputCall(Strict):
     id: str | None = None
     status: Status | None = None
     parsed_arguments: Any = Field(default=None, description="What the official client adds; not read.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        """What the official client adds to a call when it writes it down, where it says nothing."""
+        if not isinstance(value, dict):
+            return value
+        return {key: item for key, item in value.items() if item is not None or key not in _NULLS_OF_CLIENTS}
 
 
 InputTexts = Annotated[list[InputText], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]

@@ -1,0 +1,226 @@
+"""Conversations in the form that a chat template writes in full, found out by trying: nothing of them is lost.
+
+Templates take a content as one text or as parts, know some roles and not others, and leave out without a word what
+they do not know. So a conversation of the same shape, with a word of its own in each place, is rendered first: where
+every word is in the text, the messages are handed over in that form.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple
+
+from specexport_runtime.errors import InvalidRequestError
+
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of parts that are text, and where they have it."""
+
+Message = dict[str, Any]
+Write = Callable[[Seq[Message], bool], str]
+
+
+class UnwrittenError(InvalidRequestError):
+    """A chat template leaves out something of a message.
+
+    Attributes:
+        param: what it leaves out, ``messages[1].content`` say.
+    """
+
+    def __init__(self, param: str, message: str, hint: str) -> None:
+        super().__init__(message, hint)
+        self.param = param
+
+
+class _Form(NamedTuple):
+    """How messages are handed over.
+
+    Attributes:
+        parts: roles whose content is a list of parts.
+        joined: such a list has one part.
+        system: what a developer says is said by the system.
+        null: a content that is empty beside calls is null, or an empty text where it was null.
+        split: text and calls of one message are two messages.
+        written: arguments of calls are text, as OpenAI has them.
+    """
+
+    parts: frozenset[str] = frozenset()
+    joined: bool = False
+    system: bool = False
+    null: bool = False
+    split: bool = False
+    written: bool = False
+
+    def apply(self, messages: Seq[Message]) -> list[Message]:
+        return [each for message in messages for each in self._of(message)]
+
+    def _of(self, message: Message) -> Iterator[Message]:
+        role, content = message["role"], message.get("content")
+        texts = _texts(content)
+        if self.split and message.get("tool_calls") and texts is not None and "".join(texts).strip():
+            yield from self._of({"role": role, "content": content})
+            texts = [""]
+        if self.written and message.get("tool_calls"):
+            message = message | {"tool_calls": [_written(call) for call in message["tool_calls"]]}
+        if self.system and role == "developer":
+            message = message | {"role": "system"}
+        if self.null and message.get("tool_calls") and not "".join(texts or ()):
+            yield message | {"content": "" if content is None else None}
+        elif texts is None:
+            yield message
+        elif role in self.parts:
+            told = ["".join(texts)] if self.joined or not texts else texts
+            yield message | {"content": [{"type": "text", "text": text} for text in told]}
+        else:
+            yield message | {"content": "".join(texts)}
+
+
+def write_whole(messages: Seq[Message], write: Write) -> str:
+    """The text of a conversation, in the first form in which nothing of it is left out.
+
+    Args:
+        messages: checked ones.
+        write: renders messages, with or without the header of an answer.
+
+    Raises:
+        UnwrittenError: there is no such form.
+        InvalidRequestError: the template refuses the messages.
+    """
+    words = _Words()
+    shape = [words.shape(i, message) for i, message in enumerate(messages)]
+    best: list[int] | None = None
+    nones: int | None = None
+    found = False
+    for form in _forms(messages):
+        try:
+            text = write(form.apply(shape), True)
+        except InvalidRequestError:
+            continue
+        found = found or bool(text)
+        nones = text.count("None") if nones is None else nones
+        if (form.parts and words.is_quoted(text)) or text.count("None") > nones:  # a list or a null as Python writes it
+            continue
+        lost = [at for at in words.lost(text) if not _left_out_later(words, shape, at, form, write)]
+        if not lost:
+            return write(form.apply(messages), True)
+        best = lost if best is None or len(lost) < len(best) else best
+    if best is not None:
+        if not found:  # an empty prompt: whoever gets it refuses it
+            return ""
+        raise _unwritten(words.places[best[0]], messages)
+    text = write(_Form().apply(messages), True)  # what the template has against them, if it has
+    for i, message in enumerate(messages):
+        if any(each.strip() not in text for each in _texts(message.get("content")) or ()):
+            raise _unwritten((i, "content"), messages)
+    return text
+
+
+def joined(message: Mapping[str, Any]) -> Message:
+    """A message whose content is one text, if it was texts."""
+    texts = _texts(message.get("content"))
+    return dict(message) if texts is None else {**message, "content": "".join(texts)}
+
+
+def _forms(messages: Seq[Message]) -> Iterator[_Form]:
+    """Ways to hand messages over, the usual one first."""
+    roles = list(dict.fromkeys(str(message["role"]) for message in messages))
+    whole = frozenset(roles)
+    some = [frozenset(each) for size in range(1, len(whole)) for each in itertools.combinations(roles, size)]
+    systems = (False, True) if "developer" in whole else (False,)
+    nulls = (False, True) if any(each.get("tool_calls") for each in messages) else (False,)
+    lists = any(len(_texts(each.get("content")) or ()) > 1 for each in messages)
+    for split, written, null in itertools.product(nulls, nulls, nulls):
+        usual = not (split or written or null)  # the others are for calls: fewer of them bound what a refusal costs
+        for parts, system in itertools.product([frozenset[str](), whole, *(some if usual else ())], systems):
+            yield _Form(parts, False, system, null, split, written)
+            if lists and parts:
+                yield _Form(parts, True, system, null, split, written)
+
+
+class _Words:
+    """Words that stand in a conversation in the places of its own.
+
+    Attributes:
+        places: the message of each word, and its part.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[tuple[int, str]] = []
+
+    def shape(self, index: int, message: Message) -> Message:
+        """A message with words in the places of what it says; empty texts stay."""
+        shape, texts = dict(message), _texts(message.get("content"))
+        if texts is not None:
+            told = [self._new(index, "content") if text.strip() else text for text in texts]
+            single = isinstance(message["content"], str)
+            shape["content"] = told[0] if single else [{"type": "text", "text": text} for text in told]
+        if message.get("tool_calls"):
+            calls = enumerate(message["tool_calls"])
+            shape["tool_calls"] = [self._call(index, f"tool_calls[{j}]", call) for j, call in calls]
+        return shape
+
+    def lost(self, text: str) -> list[int]:
+        """Numbers of the words that are not in a text."""
+        text = text.casefold()
+        return [i for i in range(len(self.places)) if _word(i) not in text]
+
+    def is_quoted(self, text: str) -> bool:
+        """Whether a list of parts is in a text as Python or JSON writes it."""
+        starts = ("'text': '", '"text": "', '"text":"')
+        return any(start + _word(0)[:5] in text for start in starts)
+
+    def _new(self, index: int, part: str) -> str:
+        self.places.append((index, part))
+        return _word(len(self.places) - 1)
+
+    def _call(self, index: int, part: str, call: Any) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), (str, Mapping)):
+            return call
+        name, value = self._new(index, part), self._new(index, part)
+        is_text = isinstance(function["arguments"], str)
+        told = {"name": name, "arguments": f'{{"key": "{value}"}}' if is_text else {"key": value}}
+        return {**call, "function": {**function, **told}}
+
+
+def _written(call: Any) -> Any:
+    """A call whose arguments are a text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+def _word(number: int) -> str:
+    return "qzxqw" + "".join(chr(ord("a") + int(digit)) for digit in str(number)) + "wqxzq"
+
+
+def _left_out_later(words: _Words, shape: Seq[Message], at: int, form: _Form, write: Write) -> bool:
+    """Whether a text beside calls is written until more is said: then it is left out as thoughts are."""
+    index, part = words.places[at]
+    if part != "content" or not shape[index].get("tool_calls"):
+        return False
+    try:
+        return at not in words.lost(write(form.apply(shape[: index + 1]), False))
+    except InvalidRequestError:
+        return False
+
+
+def _texts(content: Any) -> list[str] | None:
+    """The texts of a content; None if it has something else."""
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, list):
+        return None
+    texts = [part.get(_TEXTS.get(str(part.get("type")), "")) if isinstance(part, Mapping) else None for part in content]
+    return [str(text) for text in texts] if all(isinstance(text, str) for text in texts) else None
+
+
+def _unwritten(place: tuple[int, str], messages: Seq[Message]) -> UnwrittenError:
+    index, part = place
+    role, param = messages[index]["role"], f"messages[{index}].{part}"
+    return UnwrittenError(
+        param,
+        f"{param}, of role {role!r}, is left out by this model's chat template.",
+        "leave the message out, or say it in one of the user.",
+    )
