@@ -164,6 +164,9 @@ def _real_path(loc: Seq[str | int], body: Any, *, missing: bool) -> tuple[str | 
     value = body
     for i, key in enumerate(loc):
         if isinstance(value, Mapping) and (key in value or (missing and i == len(loc) - 1)):
+            following = loc[i + 1] if i + 1 < len(loc) else None
+            if isinstance(value.get(key), str) and following in value and following != key:
+                continue  # a variant that is named as one of its keys is
             path.append(key)
             value = value.get(key)
         elif isinstance(value, list) and isinstance(key, int) and key < len(value):
