@@ -317,7 +317,10 @@ class Prediction(Strict):
     """OpenAI's predicted output: text that the answer probably repeats."""
 
     type: Literal["content"]
-    content: str | Annotated[Parts, Field(min_length=1)]
+    content: Annotated[
+        Annotated[str, Tag("a text")] | Annotated[Parts, Field(min_length=1), Tag("a list")],
+        Discriminator(list_or_text),
+    ]
 
 
 class ChatRequest(Choices):
