@@ -31,6 +31,7 @@ SETTINGS: dict[str, Any] = {
     "in a property named const": {"properties": {"const": {"x-guidance": SETTING}}},
     "in additional properties": {"additionalProperties": {"x-guidance": SETTING}},
     "with nothing in it": {"x-guidance": None},
+    "where a reference leads": {"$ref": "#/x/y", "x": {"y": {"type": "array", "x-guidance": SETTING}}},
 }
 DATA: dict[str, Any] = {
     "a property's name": {"properties": {"x-guidance": NULL}, "required": ["x-guidance"]},
@@ -56,9 +57,12 @@ LOOPS: dict[str, Any] = {
     "both choices": {"anyOf": [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}]},
     "inside a property": {"properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]},
     "inside items": {"type": "array", "items": {"$ref": "#/items"}},
+    "inside what is data elsewhere": {"$ref": "#/default", "default": {"$ref": "#/default"}},
+    "inside an unknown keyword": {"$ref": "#/x/y", "x": {"y": {"$ref": "#/x/y"}}},
 }
 RECURSIONS: dict[str, Any] = {
     "a list": LIST,
+    "a loop that nothing refers to": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "type": "null"},
     "a tree": {"type": "object", "properties": {"children": {"type": "array", "items": {"$ref": "#"}}}},
     "arrays of arrays": {"type": "array", "items": {"$ref": "#"}},
     "a choice beside itself": {"anyOf": [{"$ref": "#"}, NULL]},
@@ -146,7 +150,15 @@ def test_drawn_references_are_judged_as_by_expansion_and_the_matcher_takes_the_r
         names = ["a", "b", "c"][: dice.randint(1, 3)]
         defs = {name: drawn(dice, names) for name in names}
         schema = {"$defs": defs, **drawn(dice, names)}
-        places = [part for each in (schema, *defs.values()) for part in all_of(each)]
+        used, todo = {}, [schema]
+        while todo:  # what the schema is made of, and what that refers to
+            for part in all_of(todo.pop()):
+                used[id(part)] = part
+                target = defs[part["$ref"].rpartition("/")[2]] if "$ref" in part else None
+                if target is not None and id(target) not in used:
+                    used[id(target)] = target
+                    todo.append(target)
+        places = used.values()
         wanted = all(begins(part, defs, len(names) + 1) for part in places if "$ref" in part)
         found = fault_of(schema)
         assert (found is None) == wanted, schema

@@ -15,7 +15,8 @@ _SCHEMAS = frozenset(
 )
 """Keywords whose value is a schema, or a list of them."""
 _LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
-_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_DEFINITIONS = frozenset({"$defs", "definitions"})
+_MAPS = _DEFINITIONS | {"properties", "patternProperties", "dependentSchemas"}
 """Keywords that give schemas by names. Everything else is data: a key in it is no keyword."""
 
 
@@ -25,10 +26,10 @@ def fault_of(schema: Any) -> str | None:
     Args:
         schema: as JSON reads it: mappings, lists, texts, numbers.
     """
-    places = dict(_parts(schema))
-    for where, part in places.items():
+    for where, part in _parts(schema):
         if found := MATCHER_KEYS & part.keys():
             return f"{_name(where)} has {min(found)!r}, a setting of the matcher and no keyword"
+    places = dict(_parts(schema, only_used=True))
     known = {id(part): where for where, part in places.items()}
     begun: set[int] = set()
     while True:  # the least fixed point: a value begins where something of it does
@@ -42,8 +43,13 @@ def fault_of(schema: Any) -> str | None:
     return None
 
 
-def _parts(schema: Any) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
-    """All schemas within a schema that are objects, and where they are."""
+def _parts(schema: Any, *, only_used: bool = False) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    """All schemas within a schema that are objects, and where they are; what references lead to is one wherever it is.
+
+    Args:
+        schema: the whole.
+        only_used: leave out definitions that no reference leads to.
+    """
     todo: list[tuple[tuple[str, ...], Any]] = [((), schema)]
     seen: set[int] = set()
     while todo:
@@ -52,7 +58,11 @@ def _parts(schema: Any) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
             continue
         seen.add(id(part))
         yield where, part
+        if "$ref" in part:
+            todo.append(((*where, "$ref"), _target(part["$ref"], schema)))
         for key, value in part.items():
+            if only_used and key in _DEFINITIONS:
+                continue
             if key in _LISTS and isinstance(value, list):
                 todo += [((*where, key, str(i)), each) for i, each in enumerate(value)]
             elif key in _MAPS and isinstance(value, Mapping):
@@ -84,7 +94,7 @@ def _target(reference: Any, root: Any) -> Any:
     if not fragment:
         return root
     if not fragment.startswith("/"):
-        return next((part for _, part in _parts(root) if part.get("$anchor") == fragment), None)
+        return next((part for part in _objects(root) if part.get("$anchor") == fragment), None)
     found = root
     for name in unquote(fragment)[1:].split("/"):
         key = name.replace("~1", "/").replace("~0", "~")
@@ -95,6 +105,18 @@ def _target(reference: Any, root: Any) -> Any:
         else:
             return None
     return found
+
+
+def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    """All objects within a value."""
+    todo = [value]
+    while todo:
+        found = todo.pop()
+        if isinstance(found, Mapping):
+            yield found
+            todo += found.values()
+        elif isinstance(found, list):
+            todo += found
 
 
 def _name(where: tuple[str, ...]) -> str:
