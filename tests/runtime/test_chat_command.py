@@ -199,8 +199,15 @@ def test_a_bundle_without_a_template_is_refused(demo_bundle):
 
 @pytest.mark.parametrize(
     "content",
-    ["[[1]]", "{}", "nothing", "[" * 10**5, '[{"role": "user", "content": 1}]'],
-    ids=["lists", "empty", "text", "deep", "number"],
+    [
+        "[[1]]",
+        "{}",
+        "nothing",
+        "[" * 10**5,
+        '[{"role": "user", "content": 1}]',
+        '[{"role": "assistant", "content": "", "tool_calls": [{"id": "a"}]}]',
+    ],
+    ids=["lists", "empty", "text", "deep", "number", "calls"],
 )
 def test_what_is_no_conversation_is_neither_loaded_nor_replaced(chat, tmp_path, content):
     file = tmp_path / "notes.txt"

@@ -32,7 +32,7 @@ def save_messages(path: Path, messages: list[Message]) -> None:
 
 
 def load_messages(path: Path) -> list[Message]:
-    """Read a conversation: roles, texts, and which answers were cut off. Other fields are left out.
+    """Read a conversation: roles, texts, and which answers were cut off. Other fields are left out; calls are refused.
 
     Raises:
         InvalidRequestError: the file cannot be read, or is no conversation.
@@ -54,6 +54,8 @@ def load_messages(path: Path) -> list[Message]:
 def _message(item: Any, where: str) -> Message:
     if not isinstance(item, dict) or not all(isinstance(item.get(name), str) for name in ("role", "content")):
         raise InvalidRequestError(f"{where} has no role and content that are texts.", _FORM)
+    if item.get("tool_calls"):
+        raise InvalidRequestError(f"{where} has calls of functions, which a chat here does not tell.", "leave it out.")
     cut = item.get(FINISH_REASON)
     message = {"role": item["role"], "content": item["content"]}
     return {**message, FINISH_REASON: cut} if cut in _CUT else message
