@@ -27,6 +27,8 @@ from typing import Any
 from common import DEMO_PROMPTS, read_prompts, report
 from serving import server
 
+from specexport_runtime.sequences.text import shared_length
+
 CHOICE, ROLLING, GENERATE = "choose_the_end", "whole_texts", "go_on"
 WAYS = {"token ids, batches of 8, 4 clients": (True, 8, 4), "texts, one at a time": (False, 1, 1)}
 WORDS = 24
@@ -156,8 +158,9 @@ class Reference:
         """The greedy text, up to the stop text."""
         torch, ids = self._torch, self._encode(text)
         with torch.no_grad():
-            made = self._model.generate(torch.tensor([ids]), max_new_tokens=WORDS, do_sample=False)[0, len(ids) :]
-        found: str = self._tokenizer.decode(made, skip_special_tokens=True).split(DONE)[0]
+            made = self._model.generate(torch.tensor([ids]), max_new_tokens=WORDS, do_sample=False)[0]
+        whole, before = (self._tokenizer.decode(each, skip_special_tokens=True) for each in (made, ids))
+        found: str = whole[shared_length(whole, before) :].split(DONE)[0]
         return found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from specexport_runtime.abi import kv_slack
+from specexport_runtime.bundle.tokenizer_load import whole_reader
 from specexport_runtime.decoding.handle import Callback, RequestHandle, RequestListener
 from specexport_runtime.decoding.loop import DecodeLoop
 from specexport_runtime.decoding.memory_budget import MemoryBudget
@@ -72,7 +73,7 @@ class SpecEngine:
 
     Args:
         target: the target's executor.
-        tokenizer: tokenizer of both models.
+        tokenizer: tokenizer of both models. Texts are read whole, even if it is set to cut or to fill them.
         draft: the draft model's executor, if there is one.
         head: the draft head's, if there is one; the target's executor then gives features.
         max_model_len: most tokens of one sequence, prompt included.
@@ -149,7 +150,7 @@ class SpecEngine:
         self.target = target
         self.draft, self.head = draft, head
         self.draft_head, self.mask = draft_head, mask
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer = whole_reader(tokenizer)
         self.max_model_len = max_model_len
         self.lookahead = lookahead
         self.cost_curves = cost_curves

@@ -42,16 +42,26 @@ def cache_root() -> Path:
         RuntimeError: there is no variable that names it, and no home folder to find it in.
     """
     if folder := os.environ.get(ROOT_VARIABLE):
-        return Path(folder).expanduser()
-    stated = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME", "")))
+        return _in_home(Path(folder)).expanduser()
+    stated = _in_home(Path(os.environ.get("XDG_CACHE_HOME", "")))
     if stated.is_absolute():  # the specification has others ignored
         return stated / "specexport"
     if sys.platform == "win32" and (folder := os.environ.get("LOCALAPPDATA")):
         return Path(folder) / "specexport" / "Cache"
+    return _home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "specexport"
+
+
+def _in_home(path: Path) -> Path:
+    return _home().joinpath(*path.parts[1:]) if path.parts[:1] == ("~",) else path
+
+
+def _home() -> Path:
     home = Path.home()
+    if os.environ.get("HOME") == "" and sys.platform != "win32":
+        raise RuntimeError("HOME is empty")  # which Python takes for the root folder
     if not home.is_absolute():
         raise RuntimeError(f"the home folder is {str(home)!r}, which depends on the working directory")
-    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "specexport"
+    return home
 
 
 def cache_folder(kind: str, *, writable: bool = True) -> Path | None:

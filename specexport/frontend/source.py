@@ -17,7 +17,7 @@ from specexport_runtime.errors import CheckpointError
 _CONFIG = "config.json"
 _WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
-_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+_PART = re.compile(r".+-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 SMALLEST_SPLIT = 2
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _CONVERT = (
@@ -146,8 +146,8 @@ def gguf_parts(path: Path) -> tuple[Path, ...]:
     match = _PART.fullmatch(path.name)
     if match is None or int(match["count"]) < SMALLEST_SPLIT:
         return (path,)
-    count = int(match["count"])
-    names = [f"{match['stem']}-{number:05d}-of-{count:05d}{path.suffix}" for number in range(1, count + 1)]
+    count, (begin, end) = int(match["count"]), match.span("number")
+    names = [f"{path.name[:begin]}{number:05d}{path.name[end:]}" for number in range(1, count + 1)]
     for number, name in enumerate(names, 1):
         part = path.with_name(name)
         if not part.is_file():

@@ -1,12 +1,14 @@
 """GGUF files in parts are read as the file that they are parts of, or refused by their own count."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from specexport.frontend import hash_checkpoint, load_checkpoint, reference_logits
+from specexport.frontend.source import gguf_parts
 from specexport_runtime.errors import CheckpointError
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import GROUPED, make_model
@@ -76,6 +78,16 @@ def test_parts_that_are_links_go_by_the_names_of_the_links(copy: Path) -> None:
         path.rename(copy / f"{9 - number:064x}")
         path.symlink_to(f"{9 - number:064x}")
     found = load_checkpoint(str(copy / "many-00001-of-00004.gguf")).model.state_dict()
+    for name, weight in wanted.items():
+        np.testing.assert_array_equal(found[name].numpy(), weight.numpy())
+
+
+@pytest.mark.parametrize("spelling", [str.upper, str.title])
+def test_names_of_parts_may_be_spelled_in_capitals(copy: Path, spelling: Callable[[str], str]) -> None:
+    paths = [path.rename(copy / spelling(path.name)) for path in sorted(copy.glob("many-*.gguf"))]
+    for given in paths:
+        assert gguf_parts(given) == tuple(paths)
+    found, wanted = (load_checkpoint(str(path)).model.state_dict() for path in (paths[1], copy / "whole.gguf"))
     for name, weight in wanted.items():
         np.testing.assert_array_equal(found[name].numpy(), weight.numpy())
 

@@ -12,6 +12,8 @@ import click
 import pytest
 
 from specexport_runtime.cli.any_text import take_any_text
+from specexport_runtime.cli.chat.command import chat
+from specexport_runtime.cli.command import generate
 from specexport_runtime.cli.errors import SuggestingGroup
 from specexport_runtime.errors import BundleError
 
@@ -77,10 +79,21 @@ def run(*arguments: str | bytes | Path, **environment: str) -> subprocess.Comple
 @pytest.mark.parametrize("environment", [C_LOCALE, {"PYTHONIOENCODING": "latin-1"}], ids=["C", "latin-1"])
 def test_texts_and_folders_in_other_letters(environment: dict[str, str], bundle: Path) -> None:
     prompt = "é 日本 😀"
-    done = run("generate", bundle, prompt, "--max-tokens", "2", "--json", **environment)
+    done = run("generate", bundle, prompt, "--choice", "日", "--max-tokens", "4", "--json", **environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii()
-    assert json.loads(done.stdout)["prompt"] == prompt
+    record = json.loads(done.stdout)
+    assert (record["prompt"], record["text"]) == (prompt, "日")
+
+
+def test_texts_of_the_command_line_are_utf8_whatever_the_locale() -> None:
+    """An option that is no path, file or name takes its text as the prompt does."""
+    for command in (generate, chat):
+        options = {each.name: each.type for each in command.params if each.metavar == "TEXT"}
+        assert options
+        for name, kind in options.items():
+            assert kind("é 日".encode().decode("ascii", "surrogateescape")) == "é 日", name
+            assert kind("é") == "é"
 
 
 def test_a_folder_whose_name_is_no_utf8_is_refused(bundle: Path, tmp_path: Path) -> None:

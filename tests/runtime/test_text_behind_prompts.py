@@ -33,6 +33,7 @@ MARKED = {
     "pattern in the whole": [_FROM_MARK, _FUSE, decoders.Replace(Regex(" *a+ *"), "-")],
     "words": [],
     "suffix": [decoders.BPEDecoder("c")],
+    "suffix before the end": [decoders.BPEDecoder("▁")],
     "repeats": [decoders.CTC("c", "▁", cleanup=True)],
     "letters": [decoders.ByteLevel()],
     "letters, stripped": [decoders.ByteLevel(), decoders.Strip(" ", 1, 0)],

@@ -5,11 +5,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from specexport_runtime.bundle import tokenizer_load
 from specexport_runtime.bundle.tokenizer_load import load_tokenizer, start_loading
+from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import BundleError
+from specexport_runtime.executors.fake import FakeExecutor
 
 
 def test_it_loads_once_when_it_is_started_or_used(demo_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,3 +61,23 @@ def test_what_a_tokenizer_keeps_of_its_training_does_not_act(demo_pair: Path, tm
     assert len(Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids) == 64
     found = load_tokenizer(tmp_path / "tokenizer.json", background=background)
     assert [each.ids for each in found.encode_batch([text, "", text])] == [wanted, [], wanted]
+
+
+@pytest.mark.parametrize("setting", ["truncation", "padding", "dropout", "alpha", None])
+def test_a_callers_tokenizer_reads_whole_texts_and_stays_as_it_is(setting: str | None) -> None:
+    pieces = [("<unk>", 0.0), ("a", -1.0), ("b", -1.0), ("ab", -1.5), ("aba", -2.0), ("ba", -1.4)]
+    merges = [("a", "b"), ("ab", "a")]
+    unigram, bpe = models.Unigram(pieces, unk_id=0), models.BPE({p: i for i, (p, _) in enumerate(pieces)}, merges)
+    tokenizer = Tokenizer(unigram if setting == "alpha" else bpe)
+    text = "abababaab" * 5
+    wanted = tokenizer.encode(text).ids
+    if setting == "truncation":
+        tokenizer.enable_truncation(4)
+    elif setting == "padding":
+        tokenizer.enable_padding(length=256)
+    elif setting is not None:
+        setattr(tokenizer.model, setting, 0.9)
+    engine = SpecEngine(FakeExecutor(6, 2, 80), tokenizer, max_model_len=64)
+    assert engine.encode(text) == engine.encode(text) == wanted
+    assert all(tokenizer.encode(text).ids == wanted for _ in range(50)) == (setting is None)
+    assert (engine.tokenizer is tokenizer) == (setting is None)

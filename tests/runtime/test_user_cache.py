@@ -14,7 +14,7 @@ from specexport.build.cache import open_cache
 from specexport.doctor import _cache
 from specexport_runtime import machine as machine_facts
 from specexport_runtime.machine import machine_key, packing_key
-from specexport_runtime.user_cache import cache_folder, cache_root, read_json, warn_once, write_json
+from specexport_runtime.user_cache import ROOT_VARIABLE, cache_folder, cache_root, read_json, warn_once, write_json
 
 
 @pytest.fixture(autouse=True)
@@ -228,15 +228,24 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert cache_root() == tmp_path / "y"
 
 
-@pytest.mark.parametrize("home", ["relative", None])
+@pytest.mark.parametrize(
+    ("home", "stated"),
+    [("relative", {}), (None, {}), ("", {}), ("", {"XDG_CACHE_HOME": "~/x"}), ("", {ROOT_VARIABLE: "~/x"})],
+)
 def test_without_a_home_folder_there_is_no_cache(
-    home: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    home: str | None,
+    stated: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    for name in ("SPECEXPORT_CACHE_DIR", "XDG_CACHE_HOME"):
+    for name in (ROOT_VARIABLE, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
+        if name in stated:
+            monkeypatch.setenv(name, stated[name])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.platform", "linux")
     if home is None:

@@ -16,6 +16,8 @@ from specexport_runtime.machine import return_freed_memory
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+_CHANCES = ("dropout", "alpha")
+
 
 def load_tokenizer(path: Path, *, background: bool = False) -> "Tokenizer":
     """Load a tokenizer.
@@ -41,12 +43,25 @@ def read_whole_texts(tokenizer: "Tokenizer") -> None:
     """Make a tokenizer read every text whole, and in the same way each time.
 
     A ``tokenizer.json`` keeps what its training set: ``truncation`` cuts texts, ``padding`` fills them up, and
-    ``dropout`` leaves merges out at random.
+    ``dropout`` leaves merges out at random. One made in Python may have ``alpha``, which draws among readings.
     """
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    if getattr(tokenizer.model, "dropout", None) is not None:
-        tokenizer.model.dropout = None
+    for chance in _CHANCES:
+        if getattr(tokenizer.model, chance, None) is not None:
+            setattr(tokenizer.model, chance, None)
+
+
+def whole_reader(tokenizer: "Tokenizer") -> "Tokenizer":
+    """A caller's tokenizer, or where it would not read texts whole (see :func:`read_whole_texts`), a copy that does."""
+    if isinstance(tokenizer, _BackgroundTokenizer):
+        return tokenizer
+    settings = (tokenizer.truncation, tokenizer.padding, *(getattr(tokenizer.model, name, None) for name in _CHANCES))
+    if all(setting is None for setting in settings):
+        return tokenizer
+    copy = type(tokenizer).from_str(tokenizer.to_str())
+    read_whole_texts(copy)
+    return copy
 
 
 def _load(path: Path) -> "Tokenizer":

@@ -1,6 +1,8 @@
-"""Output that takes every text, whatever the encoding of the terminal or the pipe has no letters for."""
+"""Texts in letters that the locale has not: output takes them, and the command line holds them."""
 
 import codecs
+import contextlib
+import os
 import sys
 
 
@@ -18,3 +20,13 @@ def take_any_text() -> None:
             change(errors="backslashreplace")
         if codecs.lookup(stream.encoding).name == "ascii":
             change(encoding="utf-8", errors=stream.errors)
+
+
+def typed(text: str) -> str:
+    """A text of the command line, whose bytes the C locale takes for ASCII though they are UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        with contextlib.suppress(UnicodeDecodeError):  # refused where texts are checked
+            return os.fsencode(text).decode("utf-8")
+    return text

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specexport_runtime.cli.any_text import typed
 from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def sampling_options(
         click.option("--frequency-penalty", type=float, default=0.0, show_default=True),
         click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Add BIAS to a token's logit. Repeatable."),
         click.option("--seed", type=int, help="Seed of the random stream; none draws a fresh one."),
-        click.option("--stop", multiple=True, metavar="TEXT", help="End the text at TEXT. Repeatable."),
+        click.option("--stop", multiple=True, type=typed, metavar="TEXT", help="End the text at TEXT. Repeatable."),
         click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="End at this id. Repeatable."),
         click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
         click.option(
@@ -111,8 +112,8 @@ def sampling_options(
             help="Write JSON that follows this JSON schema.",
         ),
         click.option("--json-object", is_flag=True, help="Write a JSON object."),
-        click.option("--regex", metavar="TEXT", help="Write what matches this regular expression."),
-        click.option("--choice", multiple=True, metavar="TEXT", help="Write one of these. Repeatable."),
+        click.option("--regex", type=typed, metavar="TEXT", help="Write what matches this regular expression."),
+        click.option("--choice", multiple=True, type=typed, metavar="TEXT", help="Write one of these. Repeatable."),
         click.option(
             "--grammar",
             type=click.Path(path_type=Path, dir_okay=False),

@@ -1,13 +1,12 @@
 """Reading prompts for a command: an argument, a text file, JSON lines, or standard input."""
 
-import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specexport_runtime.cli.any_text import typed
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.checks import check_text
 
@@ -47,7 +46,7 @@ def read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | N
     elif prompt_file is not None:
         yield PromptItem(read_text(prompt_file))
     elif prompt is not None and prompt != "-":
-        yield PromptItem(_typed(prompt))
+        yield PromptItem(typed(prompt))
     else:
         if prompt is None and sys.stdin.isatty():
             raise InvalidRequestError(
@@ -100,16 +99,6 @@ def _parse(line: str, where: str) -> dict[str, Any]:
         if isinstance(value, str):
             check_text(value, f"{where}: `{name}`")
     return record
-
-
-def _typed(text: str) -> str:
-    """A text of the command line, whose bytes the C locale takes for ASCII though they are UTF-8."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        with contextlib.suppress(UnicodeDecodeError):  # refused where texts are checked
-            return os.fsencode(text).decode("utf-8")
-    return text
 
 
 def _decode(data: bytes, where: str) -> str:

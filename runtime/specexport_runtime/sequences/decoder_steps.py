@@ -1,6 +1,7 @@
 """What a tokenizer's decoder does with the texts of tokens, one step after another."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,3 +39,18 @@ def decodes_in_windows(steps: Iterable[Mapping[str, Any]]) -> bool:
 
 def _maps_single_characters(step: Mapping[str, Any]) -> bool:
     return step["type"] == "Replace" and len(step["pattern"].get("String", "")) == 1
+
+
+def unsettled_names(steps: Iterable[Mapping[str, Any]]) -> re.Pattern[str] | None:
+    """The names of tokens whose own text tokens behind them may change; None if there are none.
+
+    Byte tokens (``<0x41>``), and those that hold the suffix of a ``BPEDecoder`` before their end: it is a space there,
+    and nothing in the last token.
+    """
+    found = []
+    for step in steps:
+        if step["type"] == "ByteFallback":
+            found.append("<0x..>")
+        if step["type"] == "BPEDecoder" and step["suffix"]:
+            found.append(f".*{re.escape(step['suffix'])}.+")
+    return re.compile("|".join(found), re.DOTALL) if found else None

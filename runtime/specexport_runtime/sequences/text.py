@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.decoder_steps import decoder_steps, decodes_in_windows
+from specexport_runtime.sequences.decoder_steps import decoder_steps, decodes_in_windows, unsettled_names
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -54,9 +54,9 @@ class TextStream:
         self._decoded = 0  # tokens of the window that have been decoded
         self._window_text = 0  # characters of the window's text that are in _text, or of the prompt
         steps = decoder_steps(tokenizer)
-        self._has_byte_tokens = any(step["type"] == "ByteFallback" for step in steps)
         self._has_windows = decodes_in_windows(steps)
-        self._in_bytes = not self._has_windows  # inside a run of byte tokens, whose text is not decided
+        self._unsettled = unsettled_names(steps) if self._has_windows else None
+        self._in_run = not self._has_windows  # inside a run of byte tokens or the like, whose text is not decided
         self._text = ""  # decided text: no later token can change it
         self._tentative = ""  # after it: may still change, but is right if generation ends here
         self._taken = 0
@@ -106,7 +106,7 @@ class TextStream:
     def open_end(self) -> int:
         """How many of the last characters of the prompt's text may change; to be asked before the first token."""
         self._begin()
-        return len(self._before or "") if self._in_bytes else int((self._before or "").endswith(_UNFINISHED))
+        return len(self._before or "") if self._in_run else int((self._before or "").endswith(_UNFINISHED))
 
     def _take_until(self, end: int) -> str:
         piece = self._text[self._taken : end]
@@ -125,7 +125,7 @@ class TextStream:
         while True:
             context = list(prompt[-size:])
             self._before = self._decode_ids(context)
-            is_run = self._track_byte_run(context)
+            is_run = self._track_run(context)
             if size >= len(prompt) or (len(self._before) >= _SETTLED and not is_run):
                 break
             size *= 2
@@ -139,10 +139,10 @@ class TextStream:
             return
         window = self._decode_ids(self._ids)
         if not final:
-            self._track_byte_run(self._ids[self._decoded :])
+            self._track_run(self._ids[self._decoded :])
         if final:
             shown = decided = window
-        elif self._in_bytes:
+        elif self._in_run:
             shown, decided = window.rstrip(_UNFINISHED), window[: self._window_text]
         else:
             # The last character may be the first bytes of a real one; the next token, or the end, decides it.
@@ -161,7 +161,7 @@ class TextStream:
             len(self._ids) > _WINDOW
             and self._before is None
             and len(decided) == len(window)
-            and not (final or self._in_bytes)
+            and not (final or self._in_run)
         ):
             self._move_window(window)
 
@@ -181,23 +181,23 @@ class TextStream:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip)
         return text
 
-    def _track_byte_run(self, ids: list[int]) -> bool:
-        """Note whether the last token with text is a byte token (``<0x41>``); True if all with text are.
+    def _track_run(self, ids: list[int]) -> bool:
+        """Note whether the last token with text is one that others may change; True if all with text are.
 
         The decoder shows a run of byte tokens as text only if the whole run is valid UTF-8, otherwise as one U+FFFD a
         byte: until the run ends, none of its text is decided.
         """
-        if not (self._has_byte_tokens and self._has_windows):
+        if self._unsettled is None:
             return False
         is_last = True
         for token in reversed(ids):
             name = self._tokenizer.id_to_token(token) or ""
-            is_byte = len(name) == 6 and name.startswith("<0x") and name.endswith(">")
-            if not is_byte and not self._decode_ids([token]):
+            is_open = self._unsettled.fullmatch(name) is not None
+            if not is_open and not self._decode_ids([token]):
                 continue  # a token without text (a skipped special one) neither starts nor ends a run
             if is_last:
-                self._in_bytes, is_last = is_byte, False
-            if not is_byte:
+                self._in_run, is_last = is_open, False
+            if not is_open:
                 return False
         return not is_last
 

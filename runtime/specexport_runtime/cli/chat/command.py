@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from specexport_runtime.cli.any_text import typed
 from specexport_runtime.cli.chat.commands import Commands
 from specexport_runtime.cli.chat.lines import ReadLine, piped_lines, read_entry, terminal_lines
 from specexport_runtime.cli.chat.session import ChatOptions, Session
@@ -31,7 +32,7 @@ _PATH = click.Path(path_type=Path)
 
 @click.command()
 @click.argument("bundle", type=_PATH)
-@click.option("--system", metavar="TEXT", help="System prompt: what the model is told before everything.")
+@click.option("--system", type=typed, metavar="TEXT", help="System prompt: what the model is told before everything.")
 @click.option("--system-file", type=_PATH, help="Read the system prompt from a UTF-8 text file.")
 @click.option("--load", "load_file", type=_PATH, metavar="FILE", help="Go on from a conversation that /save wrote.")
 @click.option("--chat-template", type=_PATH, metavar="FILE", help="Jinja template in place of the bundle's.")
