@@ -117,7 +117,7 @@ def _check_output(folder: Path, kind: str) -> None:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         is_head = "speculators_model_type" in values
         is_ours = is_head == (kind != "pruned") and (folder / "curve.json").is_file()
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         is_ours = False
     if not is_ours:
         what = "pruned draft" if kind == "pruned" else "head"
