@@ -24,6 +24,19 @@ def temporary_name(path: Path) -> Path:
     return path.parent / f".{path.name}.tmp-{os.getpid()}"
 
 
+def place_behind_links(path: Path) -> Path:
+    """Where a folder will be: behind a link, the folder that it leads to.
+
+    Raises:
+        OutputExistsError: the link, or one on the way, leads back to itself.
+    """
+    place = Path(os.path.realpath(path))
+    for each in (place, *place.parents):
+        if each.is_symlink():
+            raise OutputExistsError(f"{each} is a link that leads to itself.", "choose another folder with -o.")
+    return place
+
+
 def _old_name(path: Path) -> Path:
     """Where this process puts the ``path`` that it replaces, until the new one is in place."""
     return path.parent / f".{path.name}.old-{os.getpid()}"
@@ -86,7 +99,7 @@ def new_folder(path: Path, *, replace: bool = False, sync: bool = True) -> Itera
         UserInputError: the folder cannot be made, or the disk is full; names the written and the free bytes.
         OutputExistsError: ``path`` is in use by the time the block ends.
     """
-    path = Path(os.path.realpath(path)) if path.is_symlink() else path
+    path = place_behind_links(path) if path.is_symlink() else path
     temporary = temporary_name(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@
 module imports no torch, so that a bad flag is reported at once.
 """
 
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -330,7 +331,7 @@ class BuildRecipe:
     @property
     def bundle_name(self) -> str:
         """Name of the bundle: ``name``, or the output folder's name."""
-        return self.name or Path(self.output).resolve().name
+        return self.name or Path(os.path.abspath(self.output)).name
 
     def settings(self) -> dict[str, Any]:
         """The recipe without the places it reads from and writes to: what belongs into hashes and manifests."""

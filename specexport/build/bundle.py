@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from specexport.atomic import remove_leftovers
+from specexport.atomic import place_behind_links, remove_leftovers
 from specexport.build.built import TOKENIZER_NAME, BuiltModel, entry_in_bundle
 from specexport.build.vocabulary import draftable_size, read_vocabulary, sha256_of
 from specexport.recipe import BuildRecipe
@@ -23,6 +23,7 @@ def check_output(output: Path, *, force: bool) -> bool:
     Raises:
         OutputExistsError: something else stands there.
     """
+    place_behind_links(output)
     if output.parent.is_dir():
         remove_leftovers(output)
     if not output.exists():

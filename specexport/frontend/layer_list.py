@@ -26,7 +26,7 @@ def check_layer_lists(source: Source) -> None:
     """
     try:
         config = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # the loader says what is wrong with it
+    except (OSError, ValueError, RecursionError):  # the loader says what is wrong with it
         return
     text = config.get("text_config", config) if isinstance(config, dict) else {}
     count = text.get(_COUNT) if isinstance(text, dict) else None

@@ -82,7 +82,7 @@ def holds_quantized(source: Source) -> bool:
     try:
         config = json.loads((source.folder / _CONFIG).read_text(encoding="utf-8"))
         return config["quantization_config"]["quant_method"] in PACKED_METHODS
-    except (OSError, ValueError, KeyError, TypeError):  # the loader says what is wrong with a config
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # the loader says what is wrong with a config
         return False
 
 

@@ -40,7 +40,7 @@ def _read(source: Source, name: str) -> Mapping[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if name == _CONFIG:  # whoever loads the model says what is wrong with it
             return {}
         raise CheckpointError(

@@ -108,7 +108,7 @@ def _read_object(source: Source, name: str) -> Mapping[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(source, name, error) from error
     if not isinstance(found, dict):
         raise _unreadable(source, name, TypeError("it holds no JSON object"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specexport.atomic import require_space
+from specexport.atomic import place_behind_links, require_space
 from specexport.bench.prompts import read_prompts
 from specexport.host import peak_memory_bytes
 from specexport.progress import Progress, StageClock
@@ -110,13 +110,14 @@ def _check_output(folder: Path, kind: str) -> None:
     Raises:
         OutputExistsError: it does.
     """
+    place_behind_links(folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         is_head = "speculators_model_type" in values
         is_ours = is_head == (kind != "pruned") and (folder / "curve.json").is_file()
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         is_ours = False
     if not is_ours:
         what = "pruned draft" if kind == "pruned" else "head"

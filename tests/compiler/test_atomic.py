@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from specexport import atomic
+from specexport.build.bundle import check_output
+from specexport.recipe import BuildRecipe
+from specexport.train.run import _check_output
 from specexport_runtime.errors import OutputExistsError, UserInputError
 
 
@@ -166,3 +169,19 @@ def test_a_link_stays_and_the_folder_it_leads_to_is_replaced(tmp_path: Path) -> 
         assert (place / "file").read_text() == text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]
     assert [path.name for path in place.parent.iterdir()] == ["bundle"]
+
+
+def test_a_link_that_leads_to_itself_is_refused(tmp_path: Path) -> None:
+    """Before any work: for a bundle, and for a trained draft."""
+    (tmp_path / "loop").symlink_to("again")
+    (tmp_path / "again").symlink_to("loop")
+    for path in (tmp_path / "loop", tmp_path / "loop" / "bundle"):
+        for check in (lambda place: check_output(place, force=True), lambda place: _check_output(place, "eagle3")):
+            with pytest.raises(OutputExistsError, match=r"(loop|again) is a link that leads to itself"):
+                check(path)
+        assert BuildRecipe(target="x", output=str(path)).bundle_name == path.name
+
+
+def test_a_bundle_is_named_by_the_link_that_was_given(tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to(tmp_path / "disk" / "3f2a")
+    assert BuildRecipe(target="x", output=str(tmp_path / "model")).bundle_name == "model"

@@ -47,7 +47,7 @@ def test_what_is_no_id_begins_no_text(folder: Path, value: str) -> None:
         load_checkpoint(str(folder))
 
 
-@pytest.mark.parametrize("text", ["", '{"eos_token_id": [0, 11]', "\ufeff{}", "[]", "null", '"eos"'])
+@pytest.mark.parametrize("text", ["", '{"eos_token_id": [0, 11]', "\ufeff{}", "[]", "null", "[" * 9999, '"eos"'])
 def test_a_generation_config_that_is_no_object_is_not_passed_over(folder: Path, text: str) -> None:
     (folder / "generation_config.json").write_text(text, encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"^tiny: generation_config\.json (cannot be read|holds no JSON object)"):

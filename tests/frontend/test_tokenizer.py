@@ -96,7 +96,7 @@ def test_added_tokens_keep_their_numbers_wherever_they_stand(folder: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
-@pytest.mark.parametrize("content", ["{", "[]", '"x"', "\xff"])
+@pytest.mark.parametrize("content", ["{", "[" * 9999, "[]", '"x"', "\xff"])
 def test_a_damaged_file_is_named(folder: Path, name: str, content: str) -> None:
     (folder / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(CheckpointError, match=rf"tiny: .*{name} cannot be read") as caught:
