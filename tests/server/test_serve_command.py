@@ -59,7 +59,7 @@ BAD_OPTIONS = {
     ("--host", "some-name"): "no API key was given",
     ("--drafter", "wish"): "--drafter",
     ("--num-speculative-tokens", "some"): "'some' is neither an integer nor 'auto'",
-    ("--api-key-file", "/nonexistent"): "--api-key-file /nonexistent cannot be read: No such file",
+    ("--api-key-file", "/nonexistent/key"): "--api-key-file /nonexistent/key cannot be read: No such file",
 }
 
 

@@ -27,6 +27,6 @@ def typed(text: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        with contextlib.suppress(UnicodeDecodeError):  # refused where texts are checked
+        with contextlib.suppress(UnicodeError):  # refused where texts are checked
             return os.fsencode(text).decode("utf-8")
     return text
