@@ -1,0 +1,160 @@
+// The library that ONNX Runtime loads: the list of operators, and what all of them are registered with.
+#include "cpu.h"
+#include "operator.h"
+
+namespace specexport {
+ort::Api api;
+
+namespace {
+constexpr const char* kDomain = "specexport";
+constexpr void (*kDefinitions[])(Operator&) = {define_block_linear, define_block_embedding};
+constexpr size_t kCount = sizeof kDefinitions / sizeof *kDefinitions;
+Operator operators[kCount];
+
+thread_local void* scratch_data[kScratchSlots];  // a thread that ends loses them: a destructor would need the C++ runtime
+thread_local size_t scratch_size[kScratchSlots];
+
+Status* read(const ort::Value* value, Tensor& tensor) {
+  tensor.absent = value == nullptr;
+  if (tensor.absent) return nullptr;
+  TRY(api.GetMutableData(const_cast<ort::Value*>(value), &tensor.data));
+  if (api.GetShapeReference) {
+    const int64_t* dims;
+    TRY(api.GetShapeReference(value, &tensor.type, &dims, &tensor.rank));
+    REQUIRE(tensor.rank <= kMaxRank, "a tensor has more than 8 dimensions");
+    for (size_t i = 0; i < tensor.rank; i++) tensor.dims[i] = dims[i];
+    return nullptr;
+  }
+  ort::TypeInfo* info;
+  TRY(api.GetTypeAndShape(value, &info));
+  Status* status = api.GetRank(info, &tensor.rank);
+  if (!status) status = api.GetElementType(info, &tensor.type);
+  if (!status && tensor.rank <= kMaxRank) status = api.GetDims(info, tensor.dims, tensor.rank);
+  api.ReleaseTypeInfo(info);
+  TRY(status);
+  REQUIRE(tensor.rank <= kMaxRank, "a tensor has more than 8 dimensions");
+  return nullptr;
+}
+
+const Operator* self(const ort::CustomOp* op) { return static_cast<const Operator*>(op); }
+struct Instance {
+  const Operator* kind;
+  void* kernel;
+};
+ort::Characteristic characteristic(const Argument& argument) { return argument.optional ? ort::kOptional : ort::kRequired; }
+size_t none(int**, int**) { return 0; }
+void nothing(int*, int*) {}
+
+// Everything of OrtCustomOp that is the same for all.
+void fill(Operator& op) {
+  op.version = ort::kApiVersion;
+  op.GetName = [](const ort::CustomOp* o) { return self(o)->name; };
+  op.GetExecutionProviderType = [](const ort::CustomOp*) -> const char* { return "CPUExecutionProvider"; };
+  op.GetInputType = [](const ort::CustomOp* o, size_t i) { return self(o)->inputs[i].type; };
+  op.GetInputTypeCount = [](const ort::CustomOp* o) { return self(o)->num_inputs; };
+  op.GetOutputType = [](const ort::CustomOp* o, size_t i) { return self(o)->outputs[i].type; };
+  op.GetOutputTypeCount = [](const ort::CustomOp* o) { return self(o)->num_outputs; };
+  op.GetInputCharacteristic = [](const ort::CustomOp* o, size_t i) { return characteristic(self(o)->inputs[i]); };
+  op.GetOutputCharacteristic = [](const ort::CustomOp* o, size_t i) { return characteristic(self(o)->outputs[i]); };
+  op.GetInputMemoryType = [](const ort::CustomOp*, size_t) { return 0; };
+  op.GetVariadicInputMinArity = [](const ort::CustomOp*) { return 1; };
+  op.GetVariadicInputHomogeneity = [](const ort::CustomOp*) { return 0; };
+  op.GetVariadicOutputMinArity = [](const ort::CustomOp*) { return 1; };
+  op.GetVariadicOutputHomogeneity = [](const ort::CustomOp*) { return 0; };
+  op.CreateKernelV2 = [](const ort::CustomOp* o, ort::Table, const KernelInfo* info, void** out) -> Status* {
+    auto* instance = static_cast<Instance*>(calloc(1, sizeof(Instance)));
+    REQUIRE(instance, "out of memory");
+    instance->kind = self(o);
+    if (Status* status = instance->kind->make(info, &instance->kernel)) {
+      free(instance->kernel);
+      free(instance);
+      return status;
+    }
+    *out = instance;
+    return nullptr;
+  };
+  op.KernelComputeV2 = [](void* kernel, KernelContext* context) -> Status* {
+    auto* instance = static_cast<Instance*>(kernel);
+    return instance->kind->run(instance->kernel, context);
+  };
+  op.KernelDestroy = [](void* kernel) {
+    auto* instance = static_cast<Instance*>(kernel);
+    free(instance->kernel);
+    free(instance);
+  };
+  op.GetMayInplace = none, op.GetAliasMap = none;
+  op.ReleaseMayInplace = nothing, op.ReleaseAliasMap = nothing;
+}
+
+int minor_of(const char* version) {  // "1.31.1" -> 31
+  while (*version && *version != '.') version++;
+  return atoi(*version ? version + 1 : version);
+}
+}  // namespace
+
+Status* input(KernelContext* context, size_t index, Tensor& tensor) {
+  const ort::Value* value = nullptr;
+  TRY(api.GetInput(context, index, &value));
+  return read(value, tensor);
+}
+Status* output(KernelContext* context, size_t index, const int64_t* dims, size_t rank, void** data) {
+  ort::Value* value = nullptr;
+  TRY(api.GetOutput(context, index, dims, rank, &value));
+  *data = nullptr;
+  return value ? api.GetMutableData(value, data) : nullptr;
+}
+Status* constant(const KernelInfo* info, size_t index, Tensor& tensor) {
+  int is_constant = 0;
+  const ort::Value* value = nullptr;
+  TRY(api.GetConstantInput(info, index, &is_constant, &value));
+  return read(is_constant ? value : nullptr, tensor);
+}
+Status* attribute(const KernelInfo* info, const char* name, int64_t& value) { return api.GetAttributeInt(info, name, &value); }
+Status* attribute(const KernelInfo* info, const char* name, float& value) { return api.GetAttributeFloat(info, name, &value); }
+Status* attribute(const KernelInfo* info, const char* name, char* text, size_t size) {
+  size_t needed = 0;
+  TRY(api.GetAttributeString(info, name, nullptr, &needed));
+  REQUIRE(needed <= size, "an attribute is too long");
+  return api.GetAttributeString(info, name, text, &needed);
+}
+
+void* scratch(size_t bytes, int slot) {
+  if (bytes > scratch_size[slot]) {
+    free(scratch_data[slot]);
+    scratch_data[slot] = malloc(bytes + 64);
+    scratch_size[slot] = scratch_data[slot] ? bytes : 0;
+  }
+  char* start = static_cast<char*>(scratch_data[slot]);
+  return start ? start + (64 - reinterpret_cast<uintptr_t>(start) % 64) % 64 : nullptr;
+}
+
+Status* parallel(KernelContext* context, void (*fn)(void*, size_t), size_t parts, void* data) {
+  if (parts == 0) return nullptr;
+  if (parts == 1) return fn(data, 0), nullptr;
+  return api.ParallelFor(context, fn, parts, 0, data);
+}
+}  // namespace specexport
+
+// Called for each SessionOptions. Where ONNX Runtime is too old the operators stay unknown, and loading a model says so.
+ORT_EXPORT ort::Status* ORT_CALL RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
+  using namespace specexport;
+  ort::Table table = base->GetApi(ort::kApiVersion);
+  if (!table) return nullptr;
+  api.load(table);
+  if (minor_of(base->GetVersionString()) >= 24) ort::Api::set(api.GetShapeReference, table, ort::kGetShapeReference);
+  ort::Domain* domain;  // lives as long as the sessions that use it: never released
+  TRY(api.CreateDomain(kDomain, &domain));
+  for (size_t i = 0; i < kCount; i++) {
+    if (!operators[i].name) {  // sessions that are open use them
+      fill(operators[i]);
+      kDefinitions[i](operators[i]);
+    }
+    TRY(api.DomainAdd(domain, &operators[i]));
+  }
+  return api.AddDomain(options, domain);
+}
+
+// Which kernels run here: "avx512vnni", "avx2", …
+ORT_EXPORT const char* specexport_kernels() { return specexport::isa_name(specexport::isa()); }
+// Of which sources the library was built; the Python package compares it.
+ORT_EXPORT const char* specexport_build() { return SPECEXPORT_BUILD; }
