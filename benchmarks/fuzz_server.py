@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def _engine(bundle: Path | None) -> SpecEngine:
-    options: dict[str, Any] = {"max_num_seqs": 4, "num_threads": 1, "spin": False, "prepacked": False}
+    options: dict[str, Any] = {"max_num_seqs": 4, "num_threads": 1, "spin": False}
     return fake_engine() if bundle is None else SpecEngine.load(bundle, **options)
 
 

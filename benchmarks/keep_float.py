@@ -42,7 +42,7 @@ def measure(folder: Path) -> str:
     vocab_size = min(entry.vocab_size for entry in manifest.models.values())
     texts = [prompt.text for prompt in read_prompts(())]
     windows = make_windows(texts, bundle.tokenizer, vocab_size=vocab_size, max_model_len=manifest.max_model_len)
-    executor = open_executor(bundle._replace(max_model_len=max(map(len, windows))), "target", prepacked=False)
+    executor = open_executor(bundle._replace(max_model_len=max(map(len, windows))), "target")
     loss = score_engine(executor, windows, lookahead=manifest.lookahead).loss
     executor.close()
     return f"{folder}: {math.exp(loss):.3f} over {count_predicted(windows)} tokens"

@@ -49,10 +49,8 @@ def session_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _isolated_environment(session_dir: Path) -> Iterator[None]:
     """Caches of this session only, and no model hub: a test must not depend on what a machine did before."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("DIR", "GB"):
-            patch.delenv(f"SPECEXPORT_CACHE_{name}", raising=False)
-        for name in ("PREPACKED", "VERIFY_HASHES"):
-            patch.delenv(f"SPECEXPORT_{name}", raising=False)
+        patch.delenv("SPECEXPORT_CACHE_DIR", raising=False)
+        patch.delenv("SPECEXPORT_VERIFY_HASHES", raising=False)
         patch.setenv("XDG_CACHE_HOME", str(session_dir / "cache"))
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("TOKENIZERS_PARALLELISM", "false")

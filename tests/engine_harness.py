@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from specexport_runtime.abi import CACHE_INPUTS, PADDED_STEP_INPUTS, LayerGeometry
+from tests.sessions import session_of
 
 
 def make_checkpoint(model: Any) -> Any:
@@ -113,11 +114,7 @@ class Engine:
         graph: str = "model.onnx",
         poison: float = np.nan,
     ) -> None:
-        import onnxruntime as ort
-
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 1
-        self.session = ort.InferenceSession(str(folder / graph), options, providers=["CPUExecutionProvider"])
+        self.session = session_of(folder / graph)
         self.inputs = {value.name for value in self.session.get_inputs()}
         self.flat_caches = len(next(x.shape for x in self.session.get_inputs() if x.name == "k_cache.0")) == 4
         kind = next(value.type for value in self.session.get_inputs() if value.name == "k_cache.0")

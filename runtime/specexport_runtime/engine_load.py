@@ -111,7 +111,6 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
                 spin=options.spin,
                 unpad_kv=options.unpad_kv,
                 cuda_graphs=options.cuda_graphs,
-                prepacked=options.prepacked,
                 share_threads=options.share_threads,
                 gives_back=budget is not None,
                 target=executors.get("target"),

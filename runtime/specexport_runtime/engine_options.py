@@ -45,7 +45,6 @@ class EngineOptions:
             ``"2GiB"``: ``max_num_seqs`` may then be more than fit at their full length. A request begins when all that
             it may come to need fits beside the others. On the CPU, on Linux. None: rows take what is written to them,
             and keep it.
-        prepacked: on the CPU, keep packed weights in the user's cache, where later loads and other processes map them.
         lora: the LoRA adapter of requests that name none, one of those that requests may choose; None for none.
         share_threads: on the CPU, let target and a large draft take the same threads: faster, but from then on ONNX
             Runtime refuses every session of this process with threads of its own. The commands and the server do so.
@@ -68,7 +67,6 @@ class EngineOptions:
     enable_prefix_caching: bool = True
     prefix_rows: int = 0
     kv_cache_memory_bytes: int | str | None = None
-    prepacked: bool = True
     suffix_memory_mb: int | None = None
     corpus: str | Path | None = None
     suffix_file: str | Path | None = None
@@ -77,6 +75,8 @@ class EngineOptions:
 
 
 OPTION_NAMES = tuple(field.name for field in fields(EngineOptions))
+GONE = {"prepacked": "weights are packed in the bundle, and every process maps them from there"}
+"""Options of earlier releases, and what took their place."""
 
 
 def make_options(options: EngineOptions | None, changes: Mapping[str, Any]) -> EngineOptions:
@@ -86,6 +86,8 @@ def make_options(options: EngineOptions | None, changes: Mapping[str, Any]) -> E
         TypeError: there is no option of a name.
     """
     for name in changes:
+        if name in GONE:
+            raise TypeError(f"there is no engine option {name!r} any more: {GONE[name]}; leave it out")
         if name not in OPTION_NAMES:
             near = get_close_matches(name, OPTION_NAMES, n=1)
             raise TypeError(f"there is no engine option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))

@@ -29,16 +29,8 @@ def most_threads() -> int:
     return max(64, 4 * (os.cpu_count() or 1))
 
 
-def packing_key() -> str:
-    """Hash of what ONNX Runtime's optimized graphs and packed weights depend on: CPU, platform, package version.
-
-    Not the number of threads: kernels pack alike for any.
-    """
-    return _digest(_packing_facts())
-
-
 def machine_key() -> str:
-    """Hash of what timings depend on: all of :func:`packing_key`, the usable cores, the kernel, numpy, NVIDIA GPUs."""
+    """Hash of what timings depend on: processor, platform, usable cores, kernel, onnxruntime, numpy, NVIDIA GPUs."""
     cores = str(available_cores())
     gpus = {"gpus": ", ".join(names)} if (names := gpu_names()) else {}
     facts = {"cores": cores, "release": platform.release(), "numpy": _version("numpy")}
@@ -80,18 +72,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def has_exact_int8_products() -> bool:
-    """Whether this processor adds int8 products in 32 bits (VNNI, AMX, or no x86 at all).
-
-    On other x86 processors ONNX Runtime's kernels add pairs of products in 16 bits, which can saturate, unless they are
-    told to be precise. Where the processor cannot be asked, the answer is no.
-    """
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return True
-    flags = set(_cpu()[1].split())
-    return bool(flags & {"avx512_vnni", "avx_vnni", "amx_int8"})
 
 
 def has_int8_tiles() -> bool:

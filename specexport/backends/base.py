@@ -106,6 +106,7 @@ class Backend:
         quantize_operator: what makes int4 weights float in its engines, ``"MatMulNBits"`` or ``"DequantizeLinear"``;
             empty for operators for CPUs, which quantize activations too.
         quantize_block: inputs that share a scale in int4 there.
+        own_operators: linear layers are operators of our own for CPUs, whatever their weights are.
         packs_linear: linear layers that share their input are packed into one.
         has_states: layers may keep a state instead of a KV cache.
         chooses_adapters: requests can choose between several LoRA adapters of a target.
@@ -128,6 +129,7 @@ class Backend:
     quantizations: tuple[str, ...] = ()
     quantize_operator: str = ""
     quantize_block: int = 0
+    own_operators: bool = False
     packs_linear: bool = False
     has_states: bool = False
     chooses_adapters: bool = False

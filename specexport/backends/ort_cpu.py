@@ -18,6 +18,7 @@ class OrtCpu(Backend):
     extra = "cpu"
     options = ("self_draft", "kv_cache_dtype")
     quantizations = ("int8", "int4", "keep")
+    own_operators = True
     packs_linear = True
     has_states = True
     chooses_adapters = True

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specexport.backends.registry import DEFAULT_BACKEND
+from specexport_runtime.cli.gone import gone
 
 if TYPE_CHECKING:
     from specexport.build.built import EngineCheck
@@ -73,12 +74,7 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--head-revision", help="Hub revision of the head.")
 @click.option("--trust-remote-code", is_flag=True, default=None, help="Run the hub's Python code while loading.")
 @click.option("--no-check", is_flag=True, help="Do not compare the engines with eager transformers.")
-@click.option(
-    "--prepack/--no-prepack",
-    default=True,
-    show_default=True,
-    help="Pack the weights for this machine's CPU, so that the first load is fast.",
-)
+@gone("--prepack/--no-prepack", "engine files hold packed weights")
 @click.option("--no-cache", is_flag=True, help="Neither use nor fill the cache of built engines.")
 @click.option("--force", is_flag=True, help="Replace a bundle that stands in the output folder.")
 @click.option(
@@ -90,7 +86,6 @@ def build(
     *,
     recipe_file: Path | None,
     no_check: bool,
-    prepack: bool,
     no_cache: bool,
     force: bool,
     dump_passes: Path | None,
@@ -115,7 +110,6 @@ def build(
             dump_passes=dump_passes,
             force=force,
             use_cache=not no_cache,
-            prepack=prepack,
         )
     if as_json:
         click.echo(json.dumps(result_to_json(result)))

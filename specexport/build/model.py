@@ -451,6 +451,7 @@ def compile_graph(
             quantize_lm_head=recipe.quantize_lm_head,
             quantize_operator=backend.quantize_operator,
             quantize_block=backend.quantize_block,
+            own_operators=backend.own_operators,
             adapters=job.adapters,
             **of_passes,
         )

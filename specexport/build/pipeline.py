@@ -36,7 +36,6 @@ from specexport.build.model import (
     reads_texts,
     require_export_stack,
 )
-from specexport.build.prepack import prepack_bundle
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.host import peak_memory_bytes, seldom_collected
 from specexport.progress import Progress, StageClock
@@ -106,7 +105,6 @@ def build_bundle(
     dump_passes: Path | None = None,
     force: bool = False,
     use_cache: bool = True,
-    prepack: bool = False,
 ) -> BuildResult:
     """Build the bundle of a recipe, or find that it is there already.
 
@@ -116,7 +114,6 @@ def build_bundle(
         dump_passes: folder for the graph after each pass, one subfolder a model; implies building every model anew.
         force: replace a bundle that stands in the way.
         use_cache: take engines from the cache and put new ones there.
-        prepack: pack the weights for this machine, into the user's cache.
 
     Returns:
         the bundle and what was done.
@@ -128,7 +125,7 @@ def build_bundle(
     """
     output = Path(recipe.output).expanduser()
     num_models = 1 + (recipe.draft is not None) + (recipe.head is not None)
-    num_steps = len(STAGES) * num_models + _NUM_COMMON_STAGES + (recipe.head is not None) + prepack
+    num_steps = len(STAGES) * num_models + _NUM_COMMON_STAGES + (recipe.head is not None)
     clock = StageClock(progress, num_steps=num_steps)
     with clock.stage("plan"):
         exists = check_output(output, force=force)
@@ -173,9 +170,6 @@ def build_bundle(
             resolved = resolve_recipe(recipe, [n for each in entries for n in (each.max_positions, each.rope_len)])
             backend.check_bundle(resolved, {role: model.entry for role, model in built.items()})
             manifest = write_bundle(folder, recipe=resolved, build_key=plan.build_key, tools=plan.tools, models=built)
-    if prepack:
-        with clock.stage("prepack"):
-            prepack_bundle(output)
     checks = {role: model.check for role, model in built.items()}
     return _result(output, manifest, clock, reused=tuple(reused), checks=checks)
 

@@ -100,7 +100,7 @@ def capture_step(
             f"takes {bundle.max_model_len}.",
             "give a shorter prompt, or a smaller --after.",
         )
-    executor = open_executor(bundle, role, num_threads=num_threads, spin=False, prepacked=False)
+    executor = open_executor(bundle, role, num_threads=num_threads, spin=False)
     try:
         return _decode(executor, list(prompt), kind, after, lookahead)
     finally:

@@ -40,7 +40,7 @@ def make_engine_runner(bundle: Bundle, role: str, step: CapturedStep, num_thread
         """Runs the tokens before the step and the step, and gives what the step has left."""
 
         def activate_impl(self) -> None:
-            self.executor = open_executor(bundle, role, num_threads=num_threads, spin=False, prepacked=False)
+            self.executor = open_executor(bundle, role, num_threads=num_threads, spin=False)
 
         def get_input_metadata_impl(self) -> Any:
             return TensorMetadata()

@@ -22,9 +22,8 @@ from specexport.passes.activation_smooth import DIVIDED, INVERSE
 from specexport.passes.residual_blocks import cache_writers
 from specexport_runtime.abi import LOGITS
 
-_PRODUCTS = ("MatMul", "Gemm", "MatMulInteger", "MatMulNBits")
-_SCALINGS = {"MatMulInteger": 2}  # products behind it that bring back the scales of the row and of the weight
-_FORMS = re.compile(r"(\.(int8|int4|transposed|smooth|divided|weight))+$")
+_PRODUCTS = ("MatMul", "Gemm", "MatMulNBits", "BlockLinear")
+_FORMS = re.compile(r"(\.(int4|blocks\.\w+|transposed|smooth|divided|weight))+$")
 _PART = ".part"
 _PACKED = ".packed"
 _STEM = re.compile(r"^(model\.)+")
@@ -109,17 +108,14 @@ def find_points(source: EngineGraph) -> dict[Key, Point]:
 
 
 def _embeddings(graph: ir.Graph) -> Iterator[Point]:
-    """What is looked up by token id, as floats: of an int8 table behind its scales."""
+    """What is looked up by token id, as floats."""
     count = 0
     for node in graph:
-        table = node.inputs[0] if node.op_type == "Gather" and node.inputs else None
+        at = {"Gather": 0, "BlockEmbedding": 1}.get(node.op_type)
+        table = None if at is None or len(node.inputs) <= at else node.inputs[at]
         if table is None or not table.is_initializer() or table.shape is None or len(table.shape) != 2:
             continue
-        value, scalings = node.outputs[0], 0 if table.dtype == ir.DataType.FLOAT else 1
-        while scalings and len(uses := list(value.uses())) == 1:
-            after = uses[0].node
-            scalings -= after.op_type == "Mul"
-            value = after.outputs[0]
+        value = node.outputs[0]
         for use in value.uses():  # smoothing scaled a tied table, and takes that back
             if any(item is not None and str(item.name).endswith(INVERSE) for item in use.node.inputs):
                 value = use.node.outputs[0]
@@ -175,16 +171,11 @@ def _parts(packed: ir.Value) -> Iterable[ir.Value]:
 
 
 def _end(node: ir.Node) -> tuple[ir.Value, bool]:
-    """The tensor that a linear layer gives, behind scales and bias, and whether a bias was added."""
-    value, scalings = node.outputs[0], _SCALINGS.get(node.op_type, 0)
-    has_bias = node.op_type == "Gemm" and len(node.inputs) > 2
+    """The tensor that a linear layer gives, behind its bias, and whether a bias was added."""
+    value, has_bias = node.outputs[0], node.op_type in ("Gemm", "BlockLinear") and len(node.inputs) > 2
     while len(uses := list(value.uses())) == 1 and not value.is_graph_output():
         after, other = uses[0].node, _other(uses[0].node, value)
-        if after.op_type == "Cast" and scalings:
-            value = after.outputs[0]
-        elif after.op_type == "Mul" and scalings:
-            value, scalings = after.outputs[0], scalings - 1
-        elif after.op_type == "Add" and not has_bias and _is_vector(other):
+        if after.op_type == "Add" and not has_bias and _is_vector(other):
             value, has_bias = after.outputs[0], True
         else:
             break

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _CONTRIB = "com.microsoft"
-_ROUNDING = {"MatMulInteger", "MatMulNBits", "QMoE"}
+_ROUNDING = {"BlockLinear", "QMoE"}
 _PLAN_NAME = "RowPlan"
 _MASK_NAME = "KvMask"
 _STEP = ("row_starts", "row_ends", "row_totals", "pad_index", "unpad_index", *PLAN_OUTPUTS)

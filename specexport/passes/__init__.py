@@ -38,6 +38,7 @@ def default_passes(
     ranges: "Mapping[str, ChannelRanges] | None" = None,
     kept: "Mapping[str, BlockWeight] | None" = None,
     adapters: "Seq[Adapter]" = (),
+    own_operators: bool = False,
 ) -> "list[CountingPass]":
     """The passes of one model's build, in order, each with its reason; see ``pipeline.list_passes``."""
     from specexport.passes.pipeline import list_passes
@@ -53,6 +54,7 @@ def default_passes(
         ranges=ranges,
         kept=kept,
         adapters=adapters,
+        own_operators=own_operators,
     )
 
 

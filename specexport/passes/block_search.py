@@ -25,7 +25,7 @@ def search_blocks(values: Float32Array, importance: Float32Array) -> tuple[np.nd
         importance: float32 [blocks, block], not negative.
 
     Returns:
-        codes, uint8 [N, blocks, block]; scales, float32 [N, blocks]; zero points, uint8 [N, blocks].
+        codes, uint8 [N, blocks, block]; scales, float32 [N, blocks], all float16 too; zero points, uint8 [N, blocks].
     """
     width, blocks, block = values.shape
     codes = np.empty(values.shape, np.uint8)
@@ -42,6 +42,7 @@ def search_blocks(values: Float32Array, importance: Float32Array) -> tuple[np.nd
 def extreme_blocks(values: Float32Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes, scales and zero points that reach from each block's least weight to its largest; see above for shapes."""
     scales, zeros = _between(*_ends(values))
+    scales = _stored(scales)
     codes = _steps(values, scales, zeros) + zeros[..., None]
     return codes.astype(np.uint8), scales, zeros.astype(np.uint8)
 
@@ -74,7 +75,16 @@ def _search(values: Float32Array, weights: Float32Array) -> tuple[np.ndarray, np
         best = np.where(better, gain, best)
         scales = np.where(better, np.where(fitted > 0, fitted, scale), scales)
         zeros = np.where(better, zero, zeros)
+    scales = _stored(scales)
     return _steps(values, scales, zeros) + zeros[..., None], scales, zeros
+
+
+def _stored(scales: np.ndarray) -> Float32Array:
+    """As engines store them: codes are chosen by that."""
+    found: Float32Array = np.maximum(scales.astype(np.float16), np.finfo(np.float16).smallest_subnormal).astype(
+        np.float32
+    )
+    return found
 
 
 def _steps(values: Float32Array, scales: np.ndarray, zeros: np.ndarray) -> Float32Array:

@@ -96,6 +96,7 @@ class BlockWeight:
         stored_bytes: in the checkpoint.
         read: gives the blocks of some rows.
         spread: how scales and offsets are stored; None if as float32.
+        format: that holds it in an engine; empty to find it (``block_format.format_of``).
     """
 
     kind: str
@@ -104,6 +105,7 @@ class BlockWeight:
     stored_bytes: int
     read: Callable[[Rows], Blocks]
     spread: Spread | None = None
+    format: str = ""
 
     @property
     def num_blocks(self) -> int:

@@ -40,6 +40,7 @@ def list_passes(
     ranges: Mapping[str, ChannelRanges] | None = None,
     kept: Mapping[str, BlockWeight] | None = None,
     adapters: "Seq[Adapter]" = (),
+    own_operators: bool = False,
 ) -> list[CountingPass]:
     """The passes of a build, in order. Each says why it is there in its ``reason``.
 
@@ -55,6 +56,7 @@ def list_passes(
             weigh errors by them, nor is it done without ``quantize``.
         kept: with ``"keep"``, the checkpoint's quantized weights by name in the traced graph.
         adapters: what requests may choose to have added to linear layers.
+        own_operators: give linear layers and embeddings that stay float to our own operators for CPUs.
     """
     cutting: list[CountingPass] = [] if head_ids is None else [LmHeadCutPass(head_ids)]
     smoothing: list[CountingPass] = []
@@ -90,6 +92,10 @@ def list_passes(
         quantizing = quantizing_passes(
             quantize, lm_head=quantize_lm_head, operator=quantize_operator, block=quantize_block
         )
+    if own_operators:
+        from specexport.passes.float_blocks import FloatBlocksPass
+
+        quantizing = [*quantizing, FloatBlocksPass()]
     return [
         ConstantFoldPass(),  # first: the other passes look for tidy patterns
         OperatorFusePass(),

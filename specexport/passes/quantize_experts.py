@@ -8,10 +8,13 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import Together, lazy_weight, part_of
-from specexport.passes import quantize_int4, quantize_sensitive
 from specexport.passes.base import CountingPass, constant_of, sizes_of
+from specexport.passes.block_linear import of_blocks, put_linear
+from specexport.passes.block_make import int8_weight
+from specexport.passes.block_search import extreme_blocks
 from specexport.passes.experts_graph import CONTRIB, ExpertsSite, experts_sites, gates_in_turn, put_experts
 from specexport.passes.linear_pack import sources_of
+from specexport.passes.quantize_graph import pack_pairs
 from specexport.passes.quantize_sites import HOW_TO_LEAVE, linear_site
 from specexport_runtime.errors import UnsupportedModelError
 
@@ -56,7 +59,7 @@ class ExpertsQuantizePass(CountingPass):
 
 
 def quantize_router(graph: ir.Graph, site: ExpertsSite, kept: Collection[str] = ()) -> None:
-    """Give the product that chooses a layer's experts 8 bits in blocks, where blocks divide it.
+    """Give the product that chooses a layer's experts 8 bits in blocks.
 
     Args:
         graph: the layer's graph.
@@ -67,8 +70,7 @@ def quantize_router(graph: ir.Graph, site: ExpertsSite, kept: Collection[str] = 
         router = linear_site(product)
         if router is None or router.weight.name in kept:
             continue
-        if router.depth % quantize_sensitive.BLOCK == 0 and len(router.weight.uses()) == 1:
-            quantize_sensitive.put_blocks(graph, router)
+        put_linear(graph, router, of_blocks(int8_weight(router.tensor, turned=router.turned)))
 
 
 def _replace(graph: ir.Graph, site: ExpertsSite, bits: int) -> None:
@@ -137,7 +139,11 @@ def _parts(tensor: ir.TensorProtocol, bits: int, block: int) -> Iterator[np.ndar
 
 
 def _one(channels: np.ndarray, bits: int, block: int) -> tuple[np.ndarray, ...]:
+    """Codes, scales and of 4 bits zero points of one expert's weight [N, K]."""
+    values = channels.astype(np.float32, copy=False).reshape(len(channels), -1, block)
     if bits == 8:
-        return quantize_sensitive.quantize_blocks(channels, block)
-    even = np.ones(channels.shape[1], np.float32)  # inputs are not measured: all count the same
-    return quantize_int4.quantize_blocks(channels, block, even)
+        scales = np.abs(values).max(axis=2) / np.float32(127)
+        codes = np.rint(values / np.where(scales > 0, scales, np.float32(1))[..., None]) + 128
+        return codes.astype(np.uint8), scales
+    codes, scales, zeros = extreme_blocks(values)  # inputs are not measured
+    return pack_pairs(codes), scales, pack_pairs(np.pad(zeros, ((0, 0), (0, zeros.shape[1] % 2))))

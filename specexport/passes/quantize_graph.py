@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter
 from specexport.passes.base import constant_of
-from specexport.passes.quantize_sites import LinearSite
+from specexport.passes.quantize_sites import BLOCK_LINEAR, LinearSite
 from specexport_runtime.abi import ITEM_BYTES
 
 CONTRIB = "com.microsoft"
@@ -46,7 +46,7 @@ def put_nbits(
             what the layer reads; zero points, two to a byte, uint8 [N * ceil(blocks / 2)], or none: then the zero is
             code 8, of 8 bits 128.
         block: inputs that share a scale.
-        accuracy_level: 4 lets CPUs quantize activations to int8; 0 lets them be.
+        accuracy_level: 0 lets activations be.
         bits: of a code, 4 or 8.
     """
     emit = Emitter(graph)
@@ -73,15 +73,18 @@ def pack_pairs(codes: np.ndarray) -> np.ndarray:
 
 
 def nbits_bytes(graph: ir.Graph, dtype: str) -> tuple[int, int]:
-    """Bytes of the weights of all ``MatMulNBits`` and ``QMoE``, with what scales are made of, and in ``dtype``.
+    """Bytes of the weights of all layers in blocks and quantized experts, with their scales, and in ``dtype``.
 
     Args:
         graph: a model's.
         dtype: numpy name, for example ``"float16"``.
     """
-    nodes = [node for node in graph.all_nodes() if node.op_type == NBITS]
+    nodes = [node for node in graph.all_nodes() if node.op_type in (NBITS, BLOCK_LINEAR)]
     experts = [node for node in graph.all_nodes() if node.op_type == "QMoE"]
-    given = [*(node.inputs[1:] for node in nodes), *(node.inputs[2:] for node in experts)]
+    given = [
+        *(node.inputs[1:2] if node.op_type == BLOCK_LINEAR else node.inputs[1:] for node in nodes),
+        *(node.inputs[2:] for node in experts),
+    ]
     found = {value: tensor for values in given for value, tensor in _constants(values)}
     stored = sum(tensor.nbytes for tensor in found.values())
     elements = sum(node.attributes["K"].as_int() * node.attributes["N"].as_int() for node in nodes)

@@ -12,6 +12,8 @@ from specexport.passes.experts_graph import experts_read
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import UnsupportedModelError
 
+BLOCK_LINEAR = "BlockLinear"
+"""The operator for linear layers with weights in blocks; see ``block_linear.py``."""
 _CHUNK = 1 << 22  # weight elements worked on at a time
 _PRODUCTS = {"MatMul", "Gemm", "Einsum", "Conv"}
 # Between a stored weight and the product that it enters.
@@ -91,8 +93,8 @@ def find_sites(model: ir.Model, kind: str, *, lm_head: bool, multiples: tuple[in
     if not lm_head:
         heads = head_nodes(model, {site.node for site in sites})
         sites = [site for site in sites if site.node not in heads]
-    if not sites and any(node.op_type == "MatMulNBits" for node in model.graph):
-        return []  # sensitive layers have got their weights before, and there are no others
+    if not sites and any(node.op_type == BLOCK_LINEAR for node in model.graph):
+        return []  # routers have got their weights before, and there are no others
     if not sites:
         raise UnsupportedModelError(f"{kind} was asked for, and the model has no linear layer for it.", HOW_TO_LEAVE)
     inputs, outputs = multiples
@@ -153,7 +155,7 @@ def head_sites(model: ir.Model) -> list[LinearSite]:
 
 def linear_share(model: ir.Model, site: LinearSite) -> float:
     """How much of the weights that a token reads one layer has, whatever has been quantized before (0 to 1)."""
-    others = (node for node in model.graph if node.op_type == "MatMulNBits")
+    others = (node for node in model.graph if node.op_type == BLOCK_LINEAR)
     done = sum(node.attributes["K"].as_int() * node.attributes["N"].as_int() for node in others)
     left = sum(found.depth * found.width for node in model.graph if (found := linear_site(node)) is not None)
     return site.depth * site.width / (done + left + experts_read(model))

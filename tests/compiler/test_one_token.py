@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pairs import TinyPair, own_logits
@@ -13,10 +12,7 @@ from specexport.backends import ort_cpu as cpu_build
 from specexport.build.check import check_engine, check_sequences
 from specexport.build.pipeline import build_bundle
 from specexport_runtime.bundle.manifest import ModelEntry, load_manifest
-from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckFailedError
-from specexport_runtime.executors import ort_session
-from specexport_runtime.executors.open import open_executor
 
 
 def test_only_the_draft_has_it_over_its_own_weights(tiny_bundle: Path) -> None:
@@ -38,25 +34,6 @@ def test_others_do_not_have_it(why: str, tiny_pair: TinyPair, tmp_path: Path, mo
     draft = load_manifest(tmp_path / "bundle").models["draft"]
     assert draft.one_token_path is None
     assert not (tmp_path / "bundle" / "draft" / "model.one_token.onnx").exists()
-
-
-def test_prepacked_weights_are_kept_for_both_graphs(
-    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPECEXPORT_CACHE", str(tmp_path))
-    opened: list[str | None] = []
-    original = ort_session.open_session
-
-    def note(path: Path, num_threads: int, spin: bool, engine_hash: str | None = None, **_: object) -> Any:
-        opened.append(engine_hash)
-        return original(path, num_threads, spin)
-
-    monkeypatch.setattr("specexport_runtime.executors.ort_graph.open_session", note)
-    bundle = load_bundle(tiny_bundle)
-    for prepacked in (True, False):
-        open_executor(bundle, "draft", spin=False, prepacked=prepacked)
-    assert opened[2:] == [None, None]
-    assert len({*opened[:2]} - {None}) == 2, "each graph has a hash of its own"
 
 
 @pytest.mark.parametrize("spoil", ["scale", "rows"])

@@ -25,7 +25,7 @@ from specexport.heads.loaded import TargetTables
 from specexport.heads.probe import check_probe, probe_head, readings_of
 from specexport.heads.trace import trace_head
 from specexport.inspect import describe
-from specexport.passes.quantize_embedding import is_lookup
+from specexport.passes.quantize_blocks import is_lookup
 from specexport.recipe import BuildRecipe
 from specexport.verify.head_tree import HeadTree
 from specexport.verify.sampling import check_sampling

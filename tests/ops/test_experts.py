@@ -19,6 +19,7 @@ from specexport.passes import experts_graph
 from specexport.passes.quantize_experts import ExpertsQuantizePass
 from specexport.passes.weight_remove import WeightRemovePass
 from specexport_runtime.errors import UnsupportedModelError
+from tests.sessions import session_of
 
 
 class Case(NamedTuple):
@@ -74,7 +75,6 @@ def step_of(case: Case, num_tokens: int, *, alike: bool = False) -> dict[str, np
 
 def lowered(case: Case, weights: dict[str, np.ndarray], bits: int | None) -> Any:
     """A session of one layer on two threads; returns what computes a step."""
-    import onnxruntime as ort
 
     def value(name: str, dtype: ir.DataType, shape: list[Any]) -> ir.Value:
         return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
@@ -103,9 +103,7 @@ def lowered(case: Case, weights: dict[str, np.ndarray], bits: int | None) -> Any
         assert ExpertsQuantizePass(bits).rewrite(model) == 1
         WeightRemovePass().rewrite(model)
     assert lower_experts(model) == (bits is None)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 2
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, ["CPUExecutionProvider"])
+    session = session_of(model, num_threads=2)
     return lambda step: session.run(None, step)[0]
 
 

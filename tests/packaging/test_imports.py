@@ -55,7 +55,6 @@ DRIVES_THE_RUNTIME = (
     "build/check_head.py",
     "build/check_head.py",
     "build/check_parts.py",
-    "build/prepack.py",
     "train/texts.py",
     "verify",
     "bench",

@@ -16,7 +16,7 @@ from patience import HANG_S, wait_until
 
 KEY = "test-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-ENGINE = {"max_num_seqs": 4, "num_threads": 1, "prepacked": False}
+ENGINE = {"max_num_seqs": 4, "num_threads": 1}
 SETTINGS = {**ENGINE, "model_name": "demo", "health_check_period_s": 1, "drain_timeout_s": 5, "playground": False}
 
 

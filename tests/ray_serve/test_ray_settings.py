@@ -202,7 +202,7 @@ def test_a_replica_whose_decoding_thread_hangs_says_so_and_ends(demo_bundle):
 @pytest.mark.whole  # it imports Ray Serve, which takes seconds
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own models
 def test_a_replica_whose_engine_was_closed_is_not_healthy(demo_bundle):
-    settings = parse(demo_bundle, prepacked=False, max_num_seqs=1)
+    settings = parse(demo_bundle, max_num_seqs=1)
     replica = Replica(settings, needs_key=False)
 
     async def check():

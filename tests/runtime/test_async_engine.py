@@ -421,7 +421,7 @@ def test_the_demo_bundle_in_an_event_loop(demo_bundle):
     params = [SamplingParams(max_tokens=12 + i, **({"temperature": 0.8, "seed": i} if i % 2 else {})) for i in range(6)]
 
     async def main():
-        options = {"max_num_seqs": 4, "num_threads": 1, "spin": False, "prepacked": False}
+        options = {"max_num_seqs": 4, "num_threads": 1, "spin": False}
         async with await AsyncSpecEngine.load(demo_bundle, max_waiting=2, **options) as service:
             requests = await service.submit_all([RequestSpec(*pair) for pair in zip(prompts, params, strict=True)])
             texts = await asyncio.gather(*(text_of(request) for request in requests))

@@ -105,17 +105,6 @@ def test_a_bundle_of_links_gives_the_same_text(layout, bundle: Path, tmp_path: P
     assert text_of(linked) == flat_text
 
 
-@pytest.mark.parametrize("layout", [hub, weights_alone])
-def test_packed_weights_of_links_are_the_same_bytes(layout, bundle: Path, demo_bundle: Path, tmp_path: Path) -> None:
-    def packed(folder: Path, name: str) -> list[bytes]:
-        made = tmp_path / name
-        made.mkdir()
-        ort_session._write_prepacked(folder / "draft" / "model.onnx", made, 1)
-        return [path.read_bytes() for path in files_of(made)]
-
-    assert packed(layout(bundle, tmp_path), "linked") == packed(demo_bundle, "flat")
-
-
 def test_weights_behind_a_link_are_named_and_not_read(bundle: Path, tmp_path: Path) -> None:
     class Options:
         def add_session_config_entry(self, key: str, value: str) -> None:

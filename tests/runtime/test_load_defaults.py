@@ -63,7 +63,7 @@ def test_without_limits_there_are_eight_rows(demo_bundle: Path) -> None:
 def test_an_unknown_option_is_an_error_that_suggests() -> None:
     with pytest.raises(TypeError, match="no engine option 'max_num_seq'; did you mean 'max_num_seqs'"):
         make_options(None, {"max_num_seq": 1})
-    assert make_options(EngineOptions(spin=False), {"prepacked": False}) == EngineOptions(spin=False, prepacked=False)
+    assert make_options(EngineOptions(spin=False), {"unpad_kv": False}) == EngineOptions(spin=False, unpad_kv=False)
     assert "adaptive" in OPTION_NAMES
 
 

@@ -13,7 +13,7 @@ from specexport.build.cache import cache_folder as compiler_cache_folder
 from specexport.build.cache import open_cache
 from specexport.doctor import _cache
 from specexport_runtime import machine as machine_facts
-from specexport_runtime.machine import machine_key, packing_key
+from specexport_runtime.machine import machine_key
 from specexport_runtime.user_cache import ROOT_VARIABLE, cache_folder, cache_root, read_json, warn_once, write_json
 
 
@@ -155,43 +155,26 @@ def test_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_keys_name_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    packing, machine = packing_key(), machine_key()
-    assert (packing_key(), machine_key()) == (packing, machine)
-    monkeypatch.setattr(machine_facts, "available_cores", lambda: 99)
-    assert packing_key() == packing  # weights pack alike for any number of threads
-    assert machine_key() != machine
-    for name, value in (("_version", lambda _: "0.0"), ("_cpu", lambda: ("other", "flags"))):
+def test_the_machines_key_names_what_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = machine_key()
+    assert machine_key() == machine
+    for name, value in (
+        ("available_cores", lambda: 99),
+        ("_version", lambda _: "0.0"),
+        ("_cpu", lambda: ("other", "")),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(machine_facts, name, value)
             machine_facts._packing_facts.cache_clear()
-            assert packing_key() != packing
+            assert machine_key() != machine
     machine_facts._packing_facts.cache_clear()
-    assert packing_key() == packing
+    assert machine_key() == machine
 
 
 def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> None:
     for topic in ("a", "a", "b"):
         warn_once(topic, "about %s", topic)
     assert [record.getMessage() for record in caplog.records] == ["about a", "about b"]
-
-
-@pytest.mark.parametrize(
-    ("machine", "flags", "exact"),
-    [
-        ("x86_64", "avx2 avx512f avx512_vnni", True),
-        ("AMD64", "avx2 avx_vnni", True),
-        ("x86_64", "avx2 avx512f avx512bw", False),
-        ("x86_64", "", False),
-        ("aarch64", "", True),
-    ],
-)
-def test_only_x86_without_vnni_can_saturate(
-    machine: str, flags: str, exact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine_facts.platform, "machine", lambda: machine)
-    monkeypatch.setattr(machine_facts, "_cpu", lambda: ("a processor", flags))
-    assert machine_facts.has_exact_int8_products() is exact
 
 
 def test_timings_of_one_gpu_are_not_taken_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ def demo_served(demo_bundle: Path) -> Iterator[Served]:
     """The demo bundle behind a socket; four rows, one thread."""
 
     def load() -> SpecEngine:
-        return SpecEngine.load(demo_bundle, max_num_seqs=4, num_threads=1, spin=False, prepacked=False)
+        return SpecEngine.load(demo_bundle, max_num_seqs=4, num_threads=1, spin=False)
 
     with Served(load, ServerConfig(model_name="demo")) as served:
         yield served

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from patience import HANG_S
 
-QUICK = ("--threads", "1", "--no-spin", "--no-adaptive", "--no-prepacked")
+QUICK = ("--threads", "1", "--no-spin", "--no-adaptive")
 COMMAND = ("-m", "specexport_runtime", "serve")
 SLOW_LOAD = """
 import sys, time

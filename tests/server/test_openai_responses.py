@@ -37,7 +37,7 @@ def chat_served(demo_bundle):
     """The demo bundle with a chat template."""
 
     def load():
-        engine = SpecEngine.load(demo_bundle, max_num_seqs=2, num_threads=1, spin=False, prepacked=False)
+        engine = SpecEngine.load(demo_bundle, max_num_seqs=2, num_threads=1, spin=False)
         engine._chat_template = TEMPLATE
         return engine
 

@@ -1,7 +1,5 @@
 """Opening a bundle folder: checks, tokenizer, chat template. Its engines are opened by ``executors.open``."""
 
-import hashlib
-import json
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,18 +37,6 @@ class Bundle(NamedTuple):
     max_model_len: int
     max_num_seqs: int
     num_rows: int
-
-    def hash_of(self, path: str) -> str:
-        """Hash of a graph of this bundle and of the weights beside it, from the manifest's hashes.
-
-        Args:
-            path: the graph, relative to the bundle's folder.
-        """
-        parent = PurePosixPath(path).parent
-        files = self.manifest.files
-        weights = [name for name in files if PurePosixPath(name).parent == parent and name.endswith(".data")]
-        hashes = [(PurePosixPath(name).name, files[name].sha256) for name in (path, *sorted(weights))]
-        return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
 def check_num_seqs(count: int, name: str = "max_num_seqs") -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specexport_runtime.cli.any_text import typed
+from specexport_runtime.cli.gone import gone
+from specexport_runtime.engine_options import GONE
 from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -29,7 +31,6 @@ LIMITS = (
     "enable_prefix_caching",
     "prefix_rows",
     "kv_cache_memory_bytes",
-    "prepacked",
     "suffix_memory_mb",
     "corpus",
     "suffix_file",
@@ -187,12 +188,7 @@ def engine_options(command: Any) -> Any:
             show_default=True,
             help="Go on from what cache rows have of a prompt.",
         ),
-        click.option(
-            "--prepacked/--no-prepacked",
-            default=True,
-            show_default=True,
-            help="Keep packed weights in the user's cache, for later loads and other processes (CPU).",
-        ),
+        gone("--prepacked/--no-prepacked", GONE["prepacked"]),
         click.option(
             "--corpus",
             type=click.Path(path_type=Path),

@@ -353,8 +353,6 @@ class EngineRequest:
         share_threads: on a CPU: let all engines of this process take one pool of threads.
         unpad_kv: False opens the graph for caches that hold padding entries.
         cuda_graphs: on a GPU: record decode and verify steps and replay them; None leaves it to the backend.
-        hash_of: gives the hash of a graph and its weights, by which their packed form is kept in the user's cache; None
-            keeps none.
         lender: of a draft head that has no cache: whose it reads; None lets it read zeros.
         lends: of a target: a draft head reads its caches, with windows of its own.
         gives_back: memory of rows that is of no use goes back to the system; only where the backend can.
@@ -371,7 +369,6 @@ class EngineRequest:
     share_threads: bool = False
     unpad_kv: bool = True
     cuda_graphs: bool | None = None
-    hash_of: Callable[[str], str] | None = None
     lender: CacheLender | None = None
     lends: bool = False
     gives_back: bool = False

@@ -66,7 +66,6 @@ def open_executor(
     spin: bool = True,
     unpad_kv: bool = True,
     cuda_graphs: bool | None = None,
-    prepacked: bool = True,
     share_threads: bool = False,
     gives_back: bool = False,
     target: Executor | None = None,
@@ -80,7 +79,6 @@ def open_executor(
         spin: on a CPU: let idle threads spin.
         unpad_kv: False loads the graph for caches that hold padding entries.
         cuda_graphs: on a GPU: record decode and verify steps and replay them; None does so with TensorRT only.
-        prepacked: on a CPU: keep packed weights in the user's cache, where all processes map them.
         share_threads: on a CPU: let all engines of this process take one pool of threads, if the draft is large.
         gives_back: memory of cache rows that is of no use goes back to the system.
         target: the target's executor, opened with the same ``bundle``: a draft head may read its caches.
@@ -123,7 +121,6 @@ def open_executor(
             share_threads=share_threads and _takes_turns(bundle),
             unpad_kv=unpad_kv,
             cuda_graphs=cuda_graphs,
-            hash_of=bundle.hash_of if prepacked else None,
             lender=as_lender(target),
             lends=role == "target" and bundle.manifest.lends_caches,
             gives_back=gives_back,

@@ -89,9 +89,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         num_threads: compute threads; None takes the cores really available.
         spin: let idle threads spin: faster on an idle machine, much slower on a busy one.
         unpad_kv: ``path`` is the entry's own engine; False if it is the entry's padded-KV graph.
-        engine_hash: hash of the graph and its weights: keeps their packed form in the user's cache. None does not.
-        one_token_hash: the same of the graph for steps of one token a row.
-        lookahead: K of the steps it will verify: packed weights that are kept are proved at K+1 tokens too.
+        lookahead: K of the steps it will verify.
         lender: whose caches a head reads that has none; None lets it read zeros.
         lends: a head reads these caches: they keep what lies before their own windows.
         gives_back: pages of the arena that are of no use go back to the system, where it takes them. Rows then begin
@@ -113,8 +111,6 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         num_threads: int | None = None,
         spin: bool = True,
         unpad_kv: bool = True,
-        engine_hash: str | None = None,
-        one_token_hash: str | None = None,
         lookahead: int = 0,
         lender: CacheLender | None = None,
         lends: bool = False,
@@ -129,10 +125,8 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         self.sum_borders = sum_borders(entry)
         names = entry.inputs if unpad_kv else entry.padded_inputs
         threads = num_threads or available_cores()
-        self._graph = open_graph(
-            path, entry, names, num_threads=threads, spin=spin, engine_hash=engine_hash, lookahead=lookahead
-        )
-        self._one_token = open_one_token_graph(path, entry, spin=spin, engine_hash=one_token_hash) if unpad_kv else None
+        self._graph = open_graph(path, entry, names, num_threads=threads, spin=spin)
+        self._one_token = open_one_token_graph(path, entry, spin=spin) if unpad_kv else None
         self.num_gates = entry.num_gates if unpad_kv else 0  # a padded-KV graph never has gates
         self.gate_kinds = entry.gate_kinds
         self._gates = OrtGates(self._graph.session, self.num_gates, path)
@@ -300,7 +294,6 @@ def open_ort_executor(request: EngineRequest) -> OrtExecutor:
     if not shared and request.role in ("draft", "head"):
         small = entry.num_parameters < SMALL_DRAFT_PARAMETERS
         num_threads, spin = (1 if small else num_threads), spin and small
-    hash_of = request.hash_of
     return OrtExecutor(
         request.folder / path,
         entry,
@@ -309,8 +302,6 @@ def open_ort_executor(request: EngineRequest) -> OrtExecutor:
         num_threads=num_threads,
         spin=spin,
         unpad_kv=request.unpad_kv,
-        engine_hash=None if hash_of is None else hash_of(path),
-        one_token_hash=None if hash_of is None or entry.one_token_path is None else hash_of(entry.one_token_path),
         lookahead=request.lookahead,
         lender=request.lender,
         lends=request.lends,

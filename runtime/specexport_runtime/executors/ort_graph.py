@@ -37,8 +37,6 @@ def open_graph(
     *,
     num_threads: int,
     spin: bool,
-    engine_hash: str | None,
-    lookahead: int = 0,
 ) -> OrtGraph:
     """Open a graph whose inputs must be ``step_inputs`` and the caches and states of ``entry``; see ``open_session``.
 
@@ -47,7 +45,7 @@ def open_graph(
         IncompatibleError: the inputs are others, or states have other sizes.
     """
     flash = not sum_borders(entry)
-    session = open_session(path, num_threads, spin, engine_hash, lookahead=lookahead, flash=flash)
+    session = open_session(path, num_threads, spin, flash=flash)
     inputs = frozenset(value.name for value in session.get_inputs())
     caches = {spec.name.format(i=i) for i in range(len(entry.layers)) for spec in CACHE_INPUTS}
     caches |= {spec.name.format(i=i) for i in range(len(entry.states)) for spec in STATE_INPUTS}
@@ -74,7 +72,7 @@ def _check_sizes(path: Path, entry: ModelEntry, session: Any) -> None:
             )
 
 
-def open_one_token_graph(path: Path, entry: ModelEntry, *, spin: bool, engine_hash: str | None) -> OrtGraph | None:
+def open_one_token_graph(path: Path, entry: ModelEntry, *, spin: bool) -> OrtGraph | None:
     """Open the graph for steps of one token a row, on the calling thread alone; None if the model has none.
 
     Threads of its own would spin beside those of the model's other session.
@@ -83,7 +81,6 @@ def open_one_token_graph(path: Path, entry: ModelEntry, *, spin: bool, engine_ha
         path: the model's engine file, in whose folder the graph is.
         entry: the model's manifest entry.
         spin: let idle threads spin.
-        engine_hash: hash of this graph and its weights, for ``open_session``.
 
     Raises:
         MissingDependencyError, BundleError, IncompatibleError: see ``open_graph``.
@@ -91,5 +88,5 @@ def open_one_token_graph(path: Path, entry: ModelEntry, *, spin: bool, engine_ha
     if entry.one_token_path is None:
         return None
     own = path.with_name(Path(entry.one_token_path).name)
-    graph = open_graph(own, entry, entry.one_token_inputs, num_threads=1, spin=spin, engine_hash=engine_hash)
+    graph = open_graph(own, entry, entry.one_token_inputs, num_threads=1, spin=spin)
     return graph._replace(one_token=True)

@@ -1,11 +1,10 @@
-"""What was measured of inputs decides how layers are rounded: blocks for some, weighed errors in 4 bits."""
+"""What was measured of inputs decides how layers are rounded: 8 bits for some, weighed errors in 4 bits."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 
@@ -13,14 +12,13 @@ from specexport.backends import ort
 from specexport.channel_ranges import ChannelRanges
 from specexport.frontend import Checkpoint, activation_ranges
 from specexport.lowering.ort_cpu import lower_ort_cpu
-from specexport.onnx_emit import Together
-from specexport.passes import default_passes, quantize_int4, run_passes
+from specexport.passes import block_make, default_passes, run_passes
 from specexport.passes.block_search import extreme_blocks, search_blocks
 from specexport.passes.input_note import InputNotePass, inputs_of
 from specexport.passes.quantize import quantizing_passes
-from specexport.passes.quantize_sensitive import SensitiveBlocksPass
 from specexport.passes.quantize_sites import linear_site
 from tests.engine_harness import Recipe
+from tests.sessions import session_of
 from tests.tiny_models import ARCHITECTURES, make_model
 from tests.tiny_traces import trace_of
 
@@ -42,7 +40,7 @@ def ranges_of(inputs: np.ndarray, first: np.ndarray | None = None) -> ChannelRan
 
 
 def layer(weight: np.ndarray, kind: str | None, ranges: ChannelRanges | None) -> Any:
-    """A session of a linear layer and of another that nothing is known of, and the changes of each pass."""
+    """A session of a linear layer and of another that nothing is known of, the graph, and the changes of each pass."""
     signature = f"(float[T, {DEPTH}] x) => (float[T, {WIDTH}] y, float[T, 4] z)"
     text = f"""<ir_version: 10, opset_import: ["": 23]> g {signature} {{
         y = MatMul (x, weight) z = MatMul (x, other)
@@ -54,19 +52,11 @@ def layer(weight: np.ndarray, kind: str | None, ranges: ChannelRanges | None) ->
     for item in [*noting, *([] if kind is None else quantizing_passes(kind, lm_head=True))]:
         item(model)
         report[item.name] = item.changes
-    written = ir.to_proto(model).SerializeToString()
-    return onnxruntime.InferenceSession(written, providers=["CPUExecutionProvider"]), report
+    return session_of(model), model, report
 
 
 def product(session: Any, inputs: np.ndarray) -> np.ndarray:
     return session.run(["y"], {"x": inputs})[0]
-
-
-def spiked(seed: int) -> np.ndarray:
-    """Tokens [T, K] with one channel far out, another one for each."""
-    inputs = numbers(seed, TOKENS, DEPTH)
-    inputs[np.arange(TOKENS), np.random.default_rng(seed).integers(0, DEPTH, TOKENS)] *= 400
-    return inputs
 
 
 def massive(seed: int) -> np.ndarray:
@@ -76,49 +66,16 @@ def massive(seed: int) -> np.ndarray:
     return first
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_massive_activations_lose_less_in_blocks_of_8_bits(kind: str) -> None:
+def test_massive_activations_lose_less_in_8_bits() -> None:
     weight, first = numbers(0, DEPTH, WIDTH), massive(2)
-    weight[:32] *= 0.05  # small beside the others of their outputs, and one of them is met by the largest input
     ranges = ranges_of(numbers(1, TOKENS, DEPTH), first)
     assert ranges.massive
-    old, new = layer(weight, kind, None), layer(weight, kind, ranges)
-    assert (old[1]["sensitive-blocks"], new[1]["sensitive-blocks"]) == (0, 1)
+    old, new = (layer(weight, "int4", known) for known in (ranges_of(numbers(1, TOKENS, DEPTH)), ranges))
+    formats = [[node.attributes["format"].as_string() for node in model.graph] for _, model, _ in (old, new)]
+    assert formats == [["group4_32_f16_zero"] * 2, ["int8", "group4_32_f16_zero"]]
     exact = first @ weight
-    errors = [np.linalg.norm(product(session, first) - exact) for session, _ in (old, new)]
+    errors = [np.linalg.norm(product(session, first) - exact) for session, *_ in (old, new)]
     assert errors[1] < 0.3 * errors[0]
-
-
-def test_channels_far_out_for_one_token_lose_less_in_blocks() -> None:
-    weight, inputs = numbers(3, DEPTH, WIDTH), spiked(4)
-    exact = inputs @ weight
-    errors = [
-        np.linalg.norm(product(layer(weight, "int8", ranges)[0], inputs) - exact)
-        for ranges in (None, ranges_of(spiked(5))._replace(crest=20.0))
-    ]
-    assert errors[1] < 0.8 * errors[0]
-
-
-def test_only_one_scale_a_token_makes_these_layers_sensitive_and_no_norm_before_them() -> None:
-    coarse = ranges_of(numbers(1, TOKENS, DEPTH))._replace(crest=20.0)
-    weight = numbers(0, DEPTH, WIDTH)
-    assert layer(weight, "int8", coarse)[1]["sensitive-blocks"] == 1
-    assert layer(weight, "int8", coarse._replace(crest=13.0))[1]["sensitive-blocks"] == 0
-    text = f"""<ir_version: 10, opset_import: ["": 23]> g (float[T, {DEPTH}] x) => (float[T, {WIDTH}] y) {{
-        n = RMSNormalization (x, scale) y = MatMul (n, weight)
-    }}"""
-    tensors = [ir.tensor(weight, name="weight"), ir.tensor(np.ones(DEPTH, np.float32), name="scale")]
-    for ranges, expected in ((coarse, 0), (coarse._replace(first=coarse.largest * 4), 1)):
-        model = ir.from_onnx_text(text, initializers=tensors)
-        InputNotePass({"weight": ranges})(model)
-        blocks = SensitiveBlocksPass(per_token=True)
-        blocks(model)
-        assert blocks.changes == expected
-        blocks = SensitiveBlocksPass(per_token=False)
-        model = ir.from_onnx_text(text, initializers=tensors)
-        InputNotePass({"weight": coarse})(model)
-        blocks(model)
-        assert blocks.changes == 0
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -126,7 +83,7 @@ def test_only_one_scale_a_token_makes_these_layers_sensitive_and_no_norm_before_
 def test_a_token_is_the_same_at_every_width(kind: str, sensitive: bool) -> None:
     inputs = numbers(6, 9, DEPTH) * np.array([[1.0], [300], [1e-3], [1], [2], [3], [4], [5], [6]], np.float32)
     ranges = ranges_of(inputs, massive(7) if sensitive else None)
-    session, _ = layer(numbers(8, DEPTH, WIDTH), kind, ranges)
+    session, *_ = layer(numbers(8, DEPTH, WIDTH), kind, ranges)
     whole = product(session, inputs)
     for width in (1, 2, 5, 9):
         for start in range(0, len(inputs) - width + 1):
@@ -172,7 +129,7 @@ def test_notes_follow_their_weights_through_smoothing_and_packing() -> None:
     ranges = activation_ranges(checkpoint, PIECES)
     traced = trace_of(model)
     passes = default_passes(Recipe(), pack=True, quantize="int8", ranges=ranges)
-    kept = [item for item in passes if item.name not in ("sensitive-blocks", "int8-quantize", "embedding-quantize")]
+    kept = [item for item in passes if item.name != "int8-quantize"]
     report = dict(run_passes(traced.ir_model, kept))
     sites = [site for node in traced.ir_model.graph if (site := linear_site(node)) is not None]
     assert report["input-note"] == 15
@@ -203,44 +160,16 @@ def test_measured_squares_and_first_tokens_are_those_of_the_model() -> None:
     assert found.crest == pytest.approx(float((rest.abs().amax(1) / rest.square().mean(1).sqrt()).mean()), rel=1e-4)
 
 
-def test_a_weight_is_searched_once_and_nothing_of_it_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made, left = [], []
-
-    class Watched(Together):
-        def part(self, index: int) -> np.ndarray:
-            left.append(sum(len(each._waiting) > 0 for each in made if each is not self))
-            return super().part(index)
-
-        def __init__(self, make: Any) -> None:
-            super().__init__(make)
-            made.append(self)
-
+def test_a_weight_is_searched_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     searched = []
-    monkeypatch.setattr(quantize_int4, "Together", Watched)
-    monkeypatch.setattr(quantize_int4, "search_blocks", lambda *given: searched.append(1) or search_blocks(*given))
+    monkeypatch.setattr(block_make, "search_blocks", lambda *given: searched.append(1) or search_blocks(*given))
     model = make_model(*ARCHITECTURES["llama"])
     checkpoint = Checkpoint(**dict.fromkeys(Checkpoint.__dataclass_fields__) | {"model": model})
     ranges = activation_ranges(checkpoint, PIECES)
     traced = trace_of(model)
-    report = dict(run_passes(traced.ir_model, default_passes(Recipe(), quantize="int4", ranges=ranges)))
+    run_passes(traced.ir_model, default_passes(Recipe(), quantize="int4", ranges=ranges))
     lower_ort_cpu(traced.ir_model)
-    monkeypatch.setattr(ort, "INLINE_BYTES", 0)  # small tensors are written after all others, large ones in order
+    assert not searched, "before it is written"
     ort.write_onnx(traced.ir_model, tmp_path)
-    assert len(searched) == len(made) == report["int4-quantize"]
-    assert max(left) == 0, "parts of one weight were asked for between those of another"
-    assert all(not each._waiting for each in made)
-
-
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_a_model_may_have_sensitive_layers_only(kind: str) -> None:
-    text = f"""<ir_version: 10, opset_import: ["": 23]> g (float[T, {DEPTH}] x) => (float[T, {WIDTH}] y) {{
-        y = MatMul (x, weight)
-    }}"""
-    model = ir.from_onnx_text(text, initializers=[ir.tensor(numbers(1, DEPTH, WIDTH), name="weight")])
-    ranges = ranges_of(numbers(2, TOKENS, DEPTH), massive(3))
-    changes = {}
-    for item in [InputNotePass({"weight": ranges}), *quantizing_passes(kind, lm_head=True)]:
-        item(model)
-        changes[item.name] = item.changes
-    assert changes["sensitive-blocks"] == 1
-    assert changes[f"{kind}-quantize"] == 0
+    blocks = [node for node in traced.ir_model.graph if node.op_type == "BlockLinear"]
+    assert len(searched) == sum(node.attributes["format"].as_string() != "int8" for node in blocks)

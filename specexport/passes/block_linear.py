@@ -1,0 +1,131 @@
+"""Linear layers and embeddings with packed weights, as operators of our own for CPUs."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from specexport.block_format import format_of, pack, pack_float, packed_shape
+from specexport.onnx_emit import Emitter, lazy_weight
+from specexport.passes.base import AS_STORED, constant_of, sizes_of
+from specexport.passes.block_weight import BlockWeight
+from specexport.passes.quantize_sites import BLOCK_LINEAR, LinearSite, channel_parts
+from specexport.passes.transpose_fold import FOLDED
+from specexport_runtime.abi import OP_DOMAIN
+
+BLOCK_EMBEDDING = "BlockEmbedding"
+_FLOAT = ir.DataType.FLOAT
+
+
+class Packing(NamedTuple):
+    """A weight [N, K] that will be packed when the engine is written.
+
+    Attributes:
+        format: see ``block_format``.
+        shape: N and K; K may be filled up to whole blocks.
+        make: gives it packed, uint8 [tiles, bytes of a tile].
+    """
+
+    format: str
+    shape: tuple[int, int]
+    make: Callable[[], np.ndarray]
+
+
+def of_blocks(weight: BlockWeight) -> Packing:
+    """A weight of integers in blocks, as it is."""
+    kind = format_of(weight)
+    return Packing(kind, weight.shape, partial(pack, kind, weight))
+
+
+def of_floats(tensor: ir.TensorProtocol, *, turned: bool) -> Packing:
+    """A float weight, in the narrowest of bfloat16, float16 and float32 that holds each of its values exactly.
+
+    Args:
+        tensor: [N, K] if it is ``turned``, else [K, N].
+        turned: see above.
+    """
+    sizes = sizes_of(tensor)
+    width, depth = sizes if turned else sizes[::-1]
+    kind = _narrowest(tensor, turned)
+    return Packing(kind, (width, depth), lambda: pack_float(kind, channel_parts(tensor, turned), width, depth))
+
+
+def _narrowest(tensor: ir.TensorProtocol, turned: bool) -> str:
+    kinds = ["bf16", "f16"]
+    for part in channel_parts(tensor, turned):
+        values = np.ascontiguousarray(part, np.float32)
+        if "bf16" in kinds and bool((values.view(np.uint32) & np.uint32(0xFFFF)).any()):
+            kinds.remove("bf16")
+        if "f16" in kinds and "bf16" not in kinds:
+            with np.errstate(over="ignore"):
+                same = values.astype(np.float16).astype(np.float32) == values
+            if not bool(same.all()):
+                kinds.remove("f16")
+        if not kinds:
+            return "f32"
+    return kinds[0]
+
+
+def put_linear(graph: ir.Graph, site: LinearSite, packing: Packing) -> None:
+    """Replace a layer, and the bias behind it, by one ``BlockLinear``."""
+    emit, old, bias = Emitter(graph), site.node, site.bias
+    added = _bias_behind(site) if bias is None else None
+    end = old.outputs[0] if added is None else added.outputs[0]
+    if added is not None:
+        bias = next(value for value in added.inputs if value is not old.outputs[0])
+    result = emit.op(
+        BLOCK_LINEAR,
+        site.source,
+        _stored(graph, str(site.weight.name), packing),
+        *([] if bias is None else [bias]),
+        dtype=_FLOAT,
+        shape=end.shape,
+        domain=OP_DOMAIN,
+        format=packing.format,
+        K=site.depth,
+        N=site.width,
+    )
+    emit.place(before=old)
+    name, end.name = end.name, None
+    ir.convenience.replace_all_uses_with(end, result, replace_graph_outputs=True)
+    graph.remove([old] if added is None else [added, old], safe=True)
+    result.name = name
+
+
+def put_lookup(graph: ir.Graph, node: ir.Node, packing: Packing) -> None:
+    """Replace a ``Gather`` of rows of a table [N, K] by ``BlockEmbedding``; a tied LM head has the same weight."""
+    emit, (table, ids) = Emitter(graph), node.inputs[:2]
+    num_rows, width = sizes_of(constant_of(table))  # type: ignore[arg-type]
+    packed = _stored(graph, str(table.name), packing)  # type: ignore[union-attr]
+    found = emit.op(
+        BLOCK_EMBEDDING,
+        ids,
+        packed,
+        dtype=_FLOAT,
+        shape=node.outputs[0].shape,
+        domain=OP_DOMAIN,
+        format=packing.format,
+        K=width,
+        N=num_rows,
+    )
+    emit.replace(node, [found])
+
+
+def _stored(graph: ir.Graph, name: str, packing: Packing) -> ir.Value:
+    stored = f"{name.removesuffix(FOLDED)}.blocks.{packing.format}"
+    shape = packed_shape(packing.format, *packing.shape)
+    value = lazy_weight(graph, stored, ir.DataType.UINT8, shape, packing.make)
+    value.meta[AS_STORED] = True
+    return value
+
+
+def _bias_behind(site: LinearSite) -> ir.Node | None:
+    """The addition of a constant [N] that alone reads what the layer gives."""
+    out = site.node.outputs[0]
+    uses = list(out.uses())
+    if len(uses) != 1 or out.is_graph_output() or uses[0].node.op_type != "Add" or uses[0].node.domain != "":
+        return None
+    tensor = constant_of(uses[0].node.inputs[1 - uses[0].idx])
+    return uses[0].node if tensor is not None and tuple(tensor.shape) == (site.width,) else None

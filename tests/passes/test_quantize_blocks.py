@@ -1,0 +1,228 @@
+"""Quantized linear layers: which, how closely, and that no token depends on its neighbours in the step."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from specexport.passes import default_passes, run_passes
+from specexport.passes.block_make import half_up, int4_weight, int8_weight
+from specexport.passes.quantize import quantizing_passes
+from specexport.passes.quantize_blocks import HEAD_SHARE, BlockQuantizePass
+from specexport_runtime.errors import RecipeError, UnsupportedModelError
+from tests.engine_harness import Engine, Recipe
+from tests.sessions import session_of
+from tests.tiny_models import VOCAB, make_llama
+from tests.tiny_traces import tiny_model, trace_of
+
+Traced = Callable[[str], Any]
+NUM_LINEAR = {"llama_tied": 15, "gpt2": 9, "gemma3": 15, "opt": 15}
+"""Linear layers with the LM head: 7 a layer for a gated MLP; gpt2 packs q, k and v; opt projects its embeddings."""
+LEARNED_POSITIONS = {"gpt2": 1, "opt": 1}
+LARGEST_ERROR = {"int8": 0.06, "int4": 0.5}
+"""Relative L2 error of any row's logits against float32; an unrelated row is at about 1.4."""
+PROMPTS = [[3, 4, 5, 9, 11, 7], [6, 8, 2]]
+VERIFY = [[7, 12, 13, 250, 300], [8, 9]]
+
+
+def build(name: str, folder: Path, quantize: str | None, **changes: Any) -> tuple[Any, Any, dict[str, int]]:
+    """Compile an architecture; returns the graph after the passes, its layers and what each pass changed."""
+    from specexport.backends.ort import write_onnx
+    from specexport.lowering.ort_cpu import lower_ort_cpu
+
+    traced = trace_of(tiny_model(name))
+    report = dict(run_passes(traced.ir_model, default_passes(Recipe(), quantize=quantize, **changes)))
+    passed = traced.ir_model.clone()
+    lower_ort_cpu(traced.ir_model)
+    write_onnx(traced.ir_model, folder)
+    return passed, traced.layers, report
+
+
+def verify_logits(folder: Path, layers: Any, rows: Seq[int]) -> np.ndarray:
+    """Logits of a verify step of these sequences, after a prefill of each alone."""
+    engine = Engine(folder, layers, num_rows=len(rows), capacity=24)
+    for at, row in enumerate(rows):
+        engine.step([PROMPTS[row]], [0], first_row=at)
+    return engine.step([VERIFY[row] for row in rows], [len(PROMPTS[row]) for row in rows])
+
+
+def worst_row(found: np.ndarray, reference: np.ndarray) -> float:
+    """Largest relative L2 error of a row."""
+    return float((np.linalg.norm(found - reference, axis=1) / np.linalg.norm(reference, axis=1)).max())
+
+
+@pytest.mark.parametrize("name", NUM_LINEAR)
+def test_every_linear_layer_is_quantized_and_the_logits_stay_near(name: str, tmp_path: Path) -> None:
+    logits = {}
+    for kind in (None, "int8", "int4"):
+        folder = tmp_path / str(kind)
+        graph, layers, report = build(name, folder, kind)
+        logits[kind] = verify_logits(folder, layers, [0, 1])
+        if kind is not None:
+            assert report[f"{kind}-quantize"] == NUM_LINEAR[name] + 1, "and the embedding"
+            assert not [node for node in graph.graph if node.op_type in ("Gemm", "MatMul")]
+            large = [v for v in graph.graph.initializers.values() if len(v.shape) == 2 and v.dtype == ir.DataType.FLOAT]
+            assert len(large) == LEARNED_POSITIONS.get(name, 0), "a float matrix that is no table of positions"
+            assert 1e-5 < worst_row(logits[kind], logits[None]) < LARGEST_ERROR[kind]
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_row_does_not_depend_on_its_neighbours(kind: str, tmp_path: Path) -> None:
+    _, layers, _ = build("qwen2", tmp_path, kind)
+    together = verify_logits(tmp_path, layers, [0, 1])
+    count = len(VERIFY[0])
+    alone = verify_logits(tmp_path, layers, [0])
+    np.testing.assert_allclose(together[:count], alone, atol=1e-4)
+    np.testing.assert_allclose(together[count:], verify_logits(tmp_path, layers, [1]), atol=1e-4)
+    engine = Engine(tmp_path, layers, num_rows=1, capacity=24)
+    engine.step([PROMPTS[0]], [0])
+    one_by_one = [engine.step([[token]], [len(PROMPTS[0]) + i]) for i, token in enumerate(VERIFY[0])]
+    np.testing.assert_array_equal(np.concatenate(one_by_one), alone)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_the_lm_head_can_stay_as_it_is(traced: Traced, kind: str) -> None:
+    model = traced("llama_tied")
+    report = dict(run_passes(model, default_passes(Recipe(), quantize=kind, quantize_lm_head=False)))
+    assert report[f"{kind}-quantize"] == 14
+    assert any(node.op_type == "Gather" and node.inputs[0].dtype == ir.DataType.FLOAT for node in model.graph)
+    (head,) = [node for node in model.graph if node.op_type == "Gemm"]
+    assert tuple(head.inputs[1].shape) == (VOCAB, 128)
+
+
+@pytest.mark.parametrize(("vocab_size", "bits"), [(320, 8), (4000, 4)])
+def test_a_small_lm_head_has_eight_bits_beside_int4(vocab_size: int, bits: int) -> None:
+    model = make_llama(vocab_size=vocab_size, tie_word_embeddings=True)
+    head, layers = vocab_size * 64, sum(p.numel() for n, p in model.named_parameters() if "proj" in n)
+    assert (head / (head + layers) > HEAD_SHARE) == (bits == 4), "the test's own models"
+    graph = trace_of(model).ir_model
+    report = dict(run_passes(graph, default_passes(Recipe(), quantize="int4")))
+    assert report["int4-quantize"] == 16
+    formats = formats_of(graph)
+    assert formats["BlockEmbedding"] == ["int8"]
+    assert formats["BlockLinear"].count("int8") == (bits == 8)
+    tables = {node.inputs[1].name for node in graph.graph if node.attributes.get_int("N", 0) == vocab_size}
+    assert len(tables) == (1 if bits == 8 else 2), "a head of 8 bits and the embedding are one table"
+
+
+def formats_of(model: ir.Model) -> dict[str, list[str]]:
+    """Formats of the weights in blocks, by operator."""
+    found: dict[str, list[str]] = {"BlockLinear": [], "BlockEmbedding": []}
+    for node in model.graph:
+        if node.op_type in found:
+            found[node.op_type].append(node.attributes["format"].as_string())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_batched_experts_are_refused_by_name(traced: Traced, name: str, kind: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"{kind} was asked for, and .*experts.* is no matrix.*--quantize"):
+        run_passes(traced(name), default_passes(Recipe(), quantize=kind))
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"no quantization 'int3'.*int8 or int4"):
+        quantizing_passes("int3", lm_head=True)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_int8_blocks_are_within_half_a_step(turned: bool) -> None:
+    weight = np.random.default_rng(0).normal(size=(48, 80)).astype(np.float32)
+    weight[5, :], weight[:, 3] = 0, 0
+    channels = weight if turned else weight.T
+    found = int8_weight(ir.tensor(weight), turned=turned)
+    blocks = found.read(np.arange(len(channels)))
+    assert found.shape == (len(channels), -(-channels.shape[1] // 32) * 32)
+    assert np.isfinite(blocks.scales).all()
+    assert (blocks.scales == blocks.scales.astype(np.float16)).all(), "as they are stored"
+    values = found.floats()[:, : channels.shape[1]]
+    assert (np.abs(values - channels) <= np.repeat(blocks.scales, 32, axis=1)[:, : channels.shape[1]] * 0.5001).all()
+    assert (values[channels == 0] == 0).all()
+    assert (found.floats()[:, channels.shape[1] :] == 0).all()
+    np.testing.assert_array_equal(found.floats(np.arange(17, 30)), found.floats()[17:30])
+
+
+def test_int4_blocks_are_within_a_step_and_keep_zeros() -> None:
+    weight = np.random.default_rng(1).normal(size=(7, 80)).astype(np.float32)  # 80: not whole blocks
+    weight[2] = 0
+    weight[:, 40:44] = 0
+    for importance in (None, np.ones(80, np.float32)):
+        found = int4_weight(ir.tensor(weight), turned=True, importance=importance)
+        scales = found.read(np.arange(7)).scales
+        assert (scales == scales.astype(np.float16)).all(), "as they are stored"
+        values = found.floats()
+        steps = np.repeat(scales, 32, axis=1)[:, :80] * (1 if importance is None else 5)
+        assert (np.abs(values[:, :80] - weight) <= steps).all()
+        assert (values[:, :80][weight == 0] == 0).all()
+        assert (values[:, 80:] == 0).all()
+
+
+def test_scales_are_rounded_up_to_what_is_stored() -> None:
+    scales = np.abs(np.random.default_rng(2).normal(size=1000)).astype(np.float32) * 10.0 ** np.arange(-9, 1).repeat(
+        100
+    )
+    found = half_up(scales.astype(np.float32)).astype(np.float32)
+    assert (found >= scales.astype(np.float32)).all()
+    assert (found[scales > 1e-4] <= scales[scales > 1e-4] * 1.001).all()
+    for odd in (np.inf, np.nan, 1e6):
+        with pytest.raises(UnsupportedModelError, match="larger than quantization can store"):
+            half_up(np.array([odd], np.float32))
+
+
+V, H = 50, 12
+TABLE = np.random.default_rng(0).normal(size=(V, H)).astype(np.float32)
+
+
+def lookup_model(ids_text: str, body: str) -> ir.Model:
+    """A graph that looks ids up in TABLE; ``body`` is its nodes."""
+    text = (
+        f'<ir_version: 10, opset_import: ["": 23]> g ({ids_text}, float[T, {H}] x) => (float[m, n] y, float[T, 4] z) {{'
+    )
+    given = {"table": TABLE, "other": TABLE[:4].T.copy()}
+    model = ir.from_onnx_text(
+        f"{text} {body} z = MatMul (x, other) }}", initializers=[ir.tensor(a, name=name) for name, a in given.items()]
+    )
+    model.graph.outputs[0].shape = None
+    return model
+
+
+@pytest.mark.parametrize("shape", [[5], [1, 5], [2, 3, 4]])
+def test_a_lookup_gives_the_rows_to_eight_bits(shape: list[int]) -> None:
+    dims = ", ".join(map(str, shape))
+    model = lookup_model(f"int64[{dims}] input_ids", "y = Gather <axis = 0> (table, input_ids)")
+    assert BlockQuantizePass(8, lm_head=True)(model).modified
+    ids = np.random.default_rng(1).integers(0, V, shape)
+    found = session_of(model).run(["y"], {"input_ids": ids, "x": np.zeros((1, H), np.float32)})[0]
+    np.testing.assert_array_equal(found, int8_weight(ir.tensor(TABLE), turned=True).floats()[ids, :H])
+    assert np.abs(found - TABLE[ids]).max() <= np.abs(TABLE).max() / 127 / 1.99
+
+
+def test_what_tokens_do_not_look_up_stays() -> None:
+    computed = "one = Constant <value = int64 {1}> () ids = Add (input_ids, one) y = Gather <axis = 0> (table, ids)"
+    for text, body in (
+        ("int64[5] positions", "y = Gather <axis = 0> (table, positions)"),
+        ("int64[5] input_ids", computed),  # learned positions are read so
+        ("int64[5] input_ids", "y = Gather <axis = 1> (table, input_ids)"),
+    ):
+        model = lookup_model(text, body)
+        BlockQuantizePass(8, lm_head=True)(model)
+        assert formats_of(model) == {"BlockLinear": ["int8"], "BlockEmbedding": []}
+
+
+@pytest.mark.parametrize(("stored", "kind"), [("bfloat16", "bf16"), ("float16", "f16"), ("float32", "f32")])
+def test_float_weights_are_as_narrow_as_what_they_hold(stored: str, kind: str, traced: Traced) -> None:
+    import ml_dtypes  # noqa: F401 names bfloat16
+
+    model = traced("llama_tied")
+    for value in model.graph.initializers.values():
+        if value.const_value.dtype == ir.DataType.FLOAT:
+            held = value.const_value.numpy().astype(stored).astype(np.float32)
+            value.const_value = ir.tensor(held, name=value.name)
+    report = dict(run_passes(model, default_passes(Recipe(), own_operators=True)))
+    assert report["float-blocks"] == 16
+    assert formats_of(model) == {"BlockLinear": [kind] * 15, "BlockEmbedding": [kind]}
