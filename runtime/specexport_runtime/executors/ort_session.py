@@ -9,9 +9,10 @@ from typing import Any
 
 from specexport_runtime.bundle.files import native_path
 from specexport_runtime.bundle.opened import WEIGHTS
-from specexport_runtime.errors import BundleError, MissingDependencyError
+from specexport_runtime.errors import BundleError, MissingDependencyError, SpecexportError
 from specexport_runtime.executors.external_data import session_model
 from specexport_runtime.executors.flash_attention import flash_attention
+from specexport_runtime.executors.operators import register
 from specexport_runtime.executors.ort_probe import ProbedStep, difference, probe_session, probe_widths
 from specexport_runtime.executors.ort_threads import set_threads
 from specexport_runtime.executors.packed_alignment import align_packed
@@ -46,7 +47,8 @@ def open_session(
         an ``onnxruntime.InferenceSession``.
 
     Raises:
-        MissingDependencyError: onnxruntime is not installed.
+        MissingDependencyError: onnxruntime or the library of our operators is not installed.
+        IncompatibleError: that library, or onnxruntime, is of another version.
         BundleError: ONNX Runtime cannot load the engine.
     """
     try:
@@ -70,7 +72,7 @@ def open_session(
 def _open_plain(path: Path, num_threads: int, spin: bool, flash: bool = True) -> Any:
     try:
         session = _make_session(path, _options(num_threads, spin), flash)
-    except BundleError:
+    except SpecexportError:
         raise
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
         raise BundleError(f"{path}: ONNX Runtime cannot load this engine: {error}", "build it again.") from error
@@ -90,6 +92,7 @@ def _options(num_threads: int, spin: bool) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
+    register(options)
     set_threads(options, num_threads, spin=spin)
     options.log_severity_level = 3
     # A plan of the memory of each combination of input sizes is kept for ever, and a server meets thousands of them.
