@@ -6,7 +6,8 @@ PYTHON ?= python3
 INSTALL_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-INPUTS := pyproject.toml tools/install.py
+# The operators are compiled when the package is installed.
+INPUTS := pyproject.toml hatch_build.py tools/install.py $(wildcard $(foreach part,*.cpp *.h */*.cpp */*.h build.py,runtime/operators/$(part)))
 
 # Two workers on two cores: one thread each, or they fight.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1

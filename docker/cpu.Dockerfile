@@ -5,10 +5,11 @@ ARG BASE_IMAGE=python:3.11.13-slim-bookworm
 FROM ${BASE_IMAGE} AS build
 ARG EXTRAS=cpu,serve,structured
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY specexport specexport
 COPY runtime runtime
-# pip stays in this stage. Wheels only: a package that would have to be compiled fails here.
+# pip stays in this stage, and so does the compiler of our own operators, a wheel that pip removes again. Of all else
+# wheels only: a package that would have to be compiled fails here.
 RUN python -m venv --without-pip /opt/specexport \
     && python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
     && python -m pip --python /opt/specexport/bin/python install --no-cache-dir --only-binary :all: \

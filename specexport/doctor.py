@@ -15,6 +15,8 @@ import click
 from specexport.backends.registry import BACKENDS
 from specexport.build.cache import cache_folder
 from specexport.host import memory_bytes, query_gpus
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors import operators
 from specexport_runtime.executors.open import backend_of
 from specexport_runtime.machine import available_cores
 
@@ -61,7 +63,7 @@ def doctor(*, as_json: bool) -> None:
 def examine() -> Iterator[Finding]:
     """Look at everything, cheapest first."""
     checks: tuple[Callable[[], Finding], ...] = (
-        _python, _cores, _memory, _cpu_features, _onnxruntime, _export_stack, _gpu, _tensorrt, _cache
+        _python, _cores, _memory, _cpu_features, _operators, _onnxruntime, _export_stack, _gpu, _tensorrt, _cache
     )  # fmt: skip
     for check in checks:
         yield check()
@@ -85,6 +87,7 @@ def capabilities(findings: list[Finding]) -> dict[str, bool]:
         can[f"run {name} bundles"] = (
             runs is not None
             and present(runs.modules)
+            and (name != "ort-cpu" or states["CPU operators"] != "missing")
             and (has_gpu or not runs.on_gpu)
             and (runs.provider is None or runs.provider in providers)
         )
@@ -134,6 +137,18 @@ def _cpu_features() -> Finding:
     absent = [name for name in _CPU_FEATURES if name not in flags]
     text = (", ".join(present) or "none") + (f" (without {', '.join(absent)})" if absent else "")
     return Finding("cpu features", "ok" if "avx2" in flags else "note", text)
+
+
+def _operators() -> Finding:
+    """Which kernels of our own operators run."""
+    try:
+        operators.check_sources()
+        chosen, others = operators.kernels(), operators.runnable_kernels()
+    except SpecexportError as error:
+        return Finding("CPU operators", "missing", error.message, error.hint or "")
+    rest = ", ".join(name for name in others if name != chosen)
+    text = chosen + (f" (runs here too: {rest})" if rest else "")
+    return Finding("CPU operators", "note" if chosen == "portable" else "ok", text)
 
 
 def _onnxruntime() -> Finding:

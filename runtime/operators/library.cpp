@@ -62,6 +62,7 @@ void fill(Operator& op) {
   op.GetVariadicOutputMinArity = [](const ort::CustomOp*) { return 1; };
   op.GetVariadicOutputHomogeneity = [](const ort::CustomOp*) { return 0; };
   op.CreateKernelV2 = [](const ort::CustomOp* o, ort::Table, const KernelInfo* info, void** out) -> Status* {
+    REQUIRE(self(o)->make && self(o)->run, "this operator is not there yet");
     auto* instance = static_cast<Instance*>(calloc(1, sizeof(Instance)));
     REQUIRE(instance, "out of memory");
     instance->kind = self(o);
@@ -156,5 +157,11 @@ ORT_EXPORT ort::Status* ORT_CALL RegisterCustomOps(ort::SessionOptions* options,
 
 // Which kernels run here: "avx512vnni", "avx2", …
 ORT_EXPORT const char* specexport_kernels() { return specexport::isa_name(specexport::isa()); }
+// All that there are, by index, and whether this processor runs them; null behind the last.
+ORT_EXPORT const char* specexport_kernels_at(int index, int* runs) {
+  if (index < 0 || index >= specexport::kNumIsas) return nullptr;
+  *runs = specexport::runs_here(specexport::Isa(index));
+  return specexport::isa_name(specexport::Isa(index));
+}
 // Of which sources the library was built; the Python package compares it.
 ORT_EXPORT const char* specexport_build() { return SPECEXPORT_BUILD; }

@@ -20,8 +20,8 @@ def test_this_machine_can_build_and_run(run_cli: RunCli) -> None:
     assert data["can"]["run ort-cpu bundles"]
     assert data["can"]["build bundles for tensorrt-rtx"], "a dev environment builds engines without a GPU"
     topics = [finding["topic"] for finding in data["findings"]]
-    assert topics == ["python", "cores", "memory", "cpu features", "onnxruntime", "export stack", "gpu", "tensorrt",
-                      "cache"]  # fmt: skip
+    assert topics == ["python", "cores", "memory", "cpu features", "CPU operators", "onnxruntime", "export stack", "gpu",
+                      "tensorrt", "cache"]  # fmt: skip
     text = run_cli("doctor").stdout
     assert all(topic in text for topic in topics)
 
@@ -55,7 +55,7 @@ def test_without_the_export_stack_bundles_still_run(run_cli: RunCli, monkeypatch
 
 
 def test_a_gpu_runs_what_is_installed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    topics = ("python", "onnxruntime", "export stack", "gpu")
+    topics = ("python", "CPU operators", "onnxruntime", "export stack", "gpu")
     findings = [doctor.Finding(topic, "ok", "CPUExecutionProvider") for topic in topics]
     monkeypatch.setattr(doctor, "_installed", lambda module: module in ("tensorrt", "cuda"))
     able = {name for name, possible in doctor.capabilities(findings).items() if possible}

@@ -1,0 +1,136 @@
+"""The library of our own operators for ONNX Runtime on the CPU: found, checked, and registered with a session.
+
+It lies in this package. An editable installation has its sources beside, and they may have changed since.
+"""
+
+import ctypes
+import functools
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from specexport_runtime.bundle.files import native_path
+from specexport_runtime.errors import IncompatibleError, MissingDependencyError, UserInputError
+
+KERNELS_VARIABLE = "SPECEXPORT_CPU_KERNELS"
+"""Names an instruction set, for tests."""
+OLDEST_ONNXRUNTIME = (1, 18)
+"""The first whose threads an operator can use."""
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_LIBRARY = _PACKAGE / f"_operators.{ {'darwin': 'dylib', 'win32': 'dll'}.get(sys.platform, 'so') }"
+_SOURCES = _PACKAGE.parent / "operators"
+_REGISTERED = "specexport.operators"
+
+
+def register(options: Any) -> None:
+    """Make our operators known to a session that is to be opened; again is nothing.
+
+    Args:
+        options: its ``onnxruntime.SessionOptions``.
+
+    Raises:
+        MissingDependencyError, IncompatibleError, UserInputError: as :func:`kernels`; ONNX Runtime is too old.
+    """
+    _loaded()
+    _check_onnxruntime()
+    try:
+        options.get_session_config_entry(_REGISTERED)
+    except RuntimeError:  # not set
+        options.register_custom_ops_library(native_path(_LIBRARY))
+        options.add_session_config_entry(_REGISTERED, "1")
+
+
+def kernels() -> str:
+    """The instruction set whose kernels run in this process, as ``"avx512vnni"``.
+
+    Raises:
+        MissingDependencyError: there is no library.
+        IncompatibleError: it cannot be loaded, or other sources lie beside it than it was compiled from.
+        UserInputError: ``SPECEXPORT_CPU_KERNELS`` names what this processor has not.
+    """
+    return _text(_loaded().specexport_kernels)
+
+
+def runnable_kernels() -> tuple[str, ...]:
+    """All that this processor can run, slowest first. Raises as :func:`kernels`."""
+    return tuple(name for name, runs in _all_kernels(_loaded()) if runs)
+
+
+def check_sources() -> None:
+    """Compare an editable installation's library with its sources, whatever their dates say.
+
+    Raises:
+        IncompatibleError: it was compiled from others.
+    """
+    if _has_sources() and (built := _text(_loaded().specexport_build)) != _fingerprint():
+        raise IncompatibleError(f"{_LIBRARY} was compiled from other sources ({built}) than lie beside it.", _mend())
+
+
+@functools.cache
+def _loaded() -> ctypes.CDLL:
+    if not _LIBRARY.is_file():
+        raise MissingDependencyError(f"{_LIBRARY} is missing: it has the CPU's operators.", _mend())
+    try:
+        library = ctypes.CDLL(native_path(_LIBRARY))
+        built = _text(library.specexport_build)
+    except (OSError, AttributeError) as error:
+        raise IncompatibleError(f"{_LIBRARY} cannot be loaded ({error}).", _mend()) from error
+    if _has_sources() and _sources_are_newer() and built != _fingerprint():
+        raise IncompatibleError(f"{_LIBRARY} is older than its sources in {_SOURCES}.", _mend())
+    wanted = os.environ.get(KERNELS_VARIABLE)
+    if wanted and wanted != _text(library.specexport_kernels):
+        names = _all_kernels(library)
+        known = f"this processor runs {', '.join(name for name, runs in names if runs)}"
+        what = "this processor lacks it" if wanted in dict(names) else "there is no such instruction set"
+        raise UserInputError(f"{KERNELS_VARIABLE}={wanted}: {what}.", f"{known}; unset it to take the best.")
+    return library
+
+
+def _check_onnxruntime() -> None:
+    import onnxruntime
+
+    release = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+    if release < OLDEST_ONNXRUNTIME:
+        oldest = ".".join(map(str, OLDEST_ONNXRUNTIME))
+        raise IncompatibleError(
+            f"onnxruntime {onnxruntime.__version__} is older than {oldest}, and cannot run our operators.",
+            "pip install -U 'specexport[cpu]'.",
+        )
+
+
+def _all_kernels(library: ctypes.CDLL) -> list[tuple[str, bool]]:
+    function = library.specexport_kernels_at
+    function.restype = ctypes.c_char_p
+    runs, found = ctypes.c_int(), []
+    while (name := function(len(found), ctypes.byref(runs))) is not None:
+        found.append((name.decode("ascii"), bool(runs.value)))
+    return found
+
+
+def _text(function: Any) -> str:
+    function.restype = ctypes.c_char_p
+    text: bytes = function()
+    return text.decode("ascii")
+
+
+def _has_sources() -> bool:
+    return (_SOURCES / "build.py").is_file() and (_SOURCES / "library.cpp").is_file()
+
+
+def _sources_are_newer() -> bool:
+    parts = (path for path in _SOURCES.rglob("*") if path.suffix in (".cpp", ".h") or path.name == "build.py")
+    return max(path.stat().st_mtime_ns for path in parts) >= _LIBRARY.stat().st_mtime_ns
+
+
+def _fingerprint() -> str:
+    text: str = runpy.run_path(str(_SOURCES / "build.py"))["fingerprint"]()
+    return text
+
+
+def _mend() -> str:
+    if _has_sources():
+        return f"run `make install` in {_SOURCES.parents[1]}, or python {_SOURCES / 'build.py'}."
+    return "install specexport again, with pip's --force-reinstall."
