@@ -18,7 +18,7 @@ import torch
 from specexport.build.check import text_sequences
 from specexport.build.closeness import measure_closeness
 from specexport.frontend import load_checkpoint, reference_logits
-from specexport.passes import quantize_int4
+from specexport.passes.block_search import extreme_blocks
 from specexport.passes.quantize_weights import quantize_blocks
 from specexport.rounding import UNIT_ROUNDOFF, logit_tolerance
 from specexport.verify.checkpoint import widen_weights
@@ -68,12 +68,10 @@ def fused_symmetric(part: np.ndarray, block: int, dtype: np.dtype) -> np.ndarray
 
 def fused_asymmetric(part: np.ndarray, block: int, dtype: np.dtype) -> np.ndarray:
     """The same with zero points: it rounds zero times scale before it subtracts that."""
-    packed, scales, zeros = quantize_int4.quantize_blocks(part, block)
-    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], block).astype(np.float32)
-    zero = np.stack([zeros & 15, zeros >> 4], axis=-1).reshape(len(zeros), -1)[:, : codes.shape[1]]
+    codes, scales, zeros = extreme_blocks(part.reshape(len(part), -1, block))
     scales = scales.astype(dtype).astype(np.float32)
-    shift = (zero * scales).astype(dtype).astype(np.float32)
-    values = codes * scales[..., None] - shift[..., None]
+    shift = (zeros * scales).astype(dtype).astype(np.float32)
+    values = codes.astype(np.float32) * scales[..., None] - shift[..., None]
     return values.astype(dtype).astype(np.float32).reshape(part.shape)
 
 
