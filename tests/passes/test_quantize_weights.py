@@ -15,7 +15,7 @@ from specexport.passes.quantize_weights import quantize_blocks
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
 from tests import engine_harness as harness
 from tests.engine_harness import Recipe
-from tests.passes.test_quantize import build, verify_logits, worst_row
+from tests.passes.test_quantize_blocks import build, verify_logits, worst_row
 from tests.tiny_models import make_llama
 from tests.tiny_traces import tiny_model, trace_of
 
