@@ -1,7 +1,8 @@
 """Packed weights of the CPU's operators: which formats there are, and where each byte lies.
 
-A weight [N, K] is cut into tiles of 16 outputs. A tile's bytes are the codes of all its blocks of 32 inputs, then what
-scales and offsets are made of, filled up to a multiple of 64 bytes. ``runtime/operators/formats.h`` reads the same::
+A weight [N, K] is cut into tiles of 16 outputs, and these into stretches of 1024 inputs, which lie one after the other.
+Of a stretch there is what its scales and offsets are made of, filled up to a multiple of 64 bytes, and then the codes of
+its blocks of 32 inputs. ``runtime/operators/formats.h`` reads the same::
 
     value[n, k] = scale * (code - zero) + offset
 
@@ -10,7 +11,7 @@ has the quads q and q + 4 in the halves of line q, a plane of two bits the quads
 bit quad q in bit q of each byte. Lines of all planes of a block lie together, one for each bit of a code.
 
 ==================  =====================================================  ===============================
-arrays of a tile    when                                                   elements
+arrays, in order    when                                                   elements
 ==================  =====================================================  ===============================
 scales              ``half``, ``single``                                   float16 or float32 [groups, 16]
 levels, bases       ``level``: scale = base * level                        int8 [groups, 16], float16 [supers, 16]
@@ -38,6 +39,8 @@ TILE = 16
 """Outputs of a tile."""
 BLOCK = 32
 """Inputs whose activations share a scale."""
+STRETCH = 1024
+"""Inputs of a stretch."""
 _SUPER = 256  # inputs that share a base
 _LINE = 64
 _CHUNK = 1 << 22  # weights worked on at a time: bounds the memory beside the result
@@ -50,7 +53,7 @@ class Layout(NamedTuple):
 
     Attributes:
         bits: of a code.
-        group: inputs that share a scale, 16 or a multiple of 32.
+        group: inputs that share a scale, 16 to 1024: a power of two.
         scale: ``half``, ``single`` or ``level``.
         shift: ``""`` for the middle of the codes, ``offset``, ``zero`` or ``minima``.
         bias: of the codes of a ``BlockWeight``: they are larger by it.
@@ -96,6 +99,7 @@ _KINDS = {
     "Q8_0": "int8",
     **{name.upper(): name for name in ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")},
 }
+_GROUPS = ("16", "32", "64", "128", "256", "512", "1024")
 _GROUP = re.compile(r"group([48])_(\d+)_(f16|f32)(?:_(zero|offset))?")
 
 
@@ -107,7 +111,7 @@ def layout(format: str) -> Layout:  # noqa: A002 what everyone calls it
     """
     if format in NAMED:
         return NAMED[format]
-    if (found := _GROUP.fullmatch(format)) and (int(found[2]) == 16 or int(found[2]) % BLOCK == 0 < int(found[2])):
+    if (found := _GROUP.fullmatch(format)) and found[2] in _GROUPS:
         return Layout(int(found[1]), int(found[2]), "half" if found[3] == "f16" else "single", found[4] or "")
     raise ValueError(f"there is no block format {format!r}")
 
@@ -134,9 +138,7 @@ def packed_shape(format: str, n: int, k: int) -> tuple[int, int]:  # noqa: A002
     if format in FLOATS:
         return tiles, _up(TILE * k * FLOATS[format], _LINE)
     form = layout(format)
-    blocks = -(-k // BLOCK)
-    arrays = sum(dtype.itemsize * count * TILE for _, dtype, count in _arrays(form, k))
-    return tiles, _up(_LINE * form.bits * blocks + arrays, _LINE)
+    return tiles, sum(_head_bytes(form, part) + _code_bytes(form, part) for part in _stretches(k))
 
 
 def pack(format: str, weight: BlockWeight) -> Packed:  # noqa: A002
@@ -152,14 +154,14 @@ def pack(format: str, weight: BlockWeight) -> Packed:  # noqa: A002
     for rows in _chunks(n, k):
         blocks = weight.read(rows)
         tiles = slice(int(rows[0]) // TILE, int(rows[-1]) // TILE + 1)
-        _put_codes(result[tiles], form, _plain_codes(blocks.codes, form), k)
-        start = _LINE * form.bits * -(-k // BLOCK)
-        values = _parameters(form, blocks, weight.form.zero)
-        for name, dtype, count in _arrays(form, k):
-            size = dtype.itemsize * count * TILE
-            part = result[tiles, start : start + size].view(dtype).reshape(-1, count, TILE)
-            _by_columns(part, values[name])
-            start += size
+        codes, values = _plain_codes(blocks.codes, form), _parameters(form, blocks, weight.form.zero)
+        for start, inputs, at, arrays in _places(form, k):
+            for name, (dtype, first, last, byte) in arrays.items():
+                size = dtype.itemsize * (last - first) * TILE
+                part = result[tiles, byte : byte + size].view(dtype).reshape(-1, last - first, TILE)
+                _by_columns(part, values[name][:, first:last])
+            size = _code_bytes(form, inputs)
+            _put_codes(result[tiles, at : at + size], form, codes[:, start : start + inputs], inputs)
     return result
 
 
@@ -184,7 +186,9 @@ def pack_float(format: str, channels: np.ndarray | Iterator[np.ndarray], n: int,
             if not len(part):
                 continue
             if row + len(part) > n or part.shape[1:] != (k,):
-                raise ValueError(f"a weight [{n}, {k}] was expected, and {row + len(part)} rows of {part.shape[1:]} came")
+                raise ValueError(
+                    f"a weight [{n}, {k}] was expected, and {row + len(part)} rows of {part.shape[1:]} came"
+                )
             bits = _float_bits(format, part)
             for first in range(0, len(part), TILE):  # of one tile each, all of them but the first and the last whole
                 rows = bits[first : first + TILE]
@@ -213,28 +217,30 @@ def unpack(format: str, packed: Packed, n: int, k: int) -> Float32Array:  # noqa
 def stored(format: str, packed: Packed, n: int, k: int) -> tuple[np.ndarray, Float32Array, Float32Array | None]:  # noqa: A002
     """Codes less their zeros int32 [n, k], float32 scales [n, groups], and offsets or None, of a packed weight."""
     form = layout(format)
-    blocks = -(-k // BLOCK)
-    codes = _take_codes(packed, form, blocks)[:n, :k].astype(np.int32)
+    parts, found = [], dict[str, list[np.ndarray]]()
+    for _, inputs, at, arrays in _places(form, k):
+        taken = _take_codes(packed[:, at : at + _code_bytes(form, inputs)], form, -(-inputs // BLOCK))
+        parts.append(taken[:n, :inputs].astype(np.int32))
+        for name, (dtype, first, last, byte) in arrays.items():
+            size = dtype.itemsize * (last - first) * TILE
+            part = np.ascontiguousarray(packed[:, byte : byte + size]).view(dtype).reshape(-1, last - first, TILE)
+            found.setdefault(name, []).append(part.transpose(0, 2, 1).reshape(-1, last - first)[:n])
+    whole = {name: np.concatenate(pieces, axis=1) for name, pieces in found.items()}
+    codes = np.concatenate(parts, axis=1)
     if form.lookup:
         codes = IQ4_VALUES.astype(np.int32)[codes] + 128
-    start, found = _LINE * form.bits * blocks, dict[str, np.ndarray]()
-    for name, dtype, count in _arrays(form, k):
-        size = dtype.itemsize * count * TILE
-        part = packed[:, start : start + size].view(dtype).reshape(-1, count, TILE)
-        found[name] = part.transpose(0, 2, 1).reshape(-1, count)[:n]
-        start += size
     groups, share = -(-k // form.group), max(1, _SUPER // form.group)
 
     def spread(name: str) -> Float32Array:
-        return np.repeat(found[name], share, axis=1)[:, :groups].astype(np.float32)
+        return np.repeat(whole[name], share, axis=1)[:, :groups].astype(np.float32)
 
-    scales = found["scales"] if form.scale != "level" else spread("bases") * found["levels"].astype(np.float32)
+    scales = whole["scales"] if form.scale != "level" else spread("bases") * whole["levels"].astype(np.float32)
     offsets = None
     if form.shift == "offset":
-        offsets = found["offsets"].astype(np.float32)
+        offsets = whole["offsets"].astype(np.float32)
     elif form.shift == "minima":
-        offsets = spread("leasts") * found["minima"].astype(np.float32)
-    zeros = np.repeat(found["zeros"], form.group, axis=1)[:, :k].astype(np.int32) if form.shift == "zero" else form.zero
+        offsets = spread("leasts") * whole["minima"].astype(np.float32)
+    zeros = np.repeat(whole["zeros"], form.group, axis=1)[:, :k].astype(np.int32) if form.shift == "zero" else form.zero
     return codes - zeros, scales.astype(np.float32), offsets
 
 
@@ -281,21 +287,46 @@ def _chunks(n: int, k: int) -> Iterator[npt.NDArray[np.int64]]:
     return (np.arange(start, min(start + step, n)) for start in range(0, n, step))
 
 
-def _arrays(form: Layout, k: int) -> list[tuple[str, np.dtype, int]]:
-    """What follows the codes of a tile: names, types, and how many for each output."""
-    groups, supers = -(-k // form.group), -(-k // _SUPER)
+def _stretches(k: int) -> list[int]:
+    return [min(STRETCH, k - start) for start in range(0, k, STRETCH)]
+
+
+def _arrays(form: Layout) -> dict[str, tuple[np.dtype, int]]:
+    """What a stretch begins with: names, types, and inputs that share an element."""
     half, single, byte = np.dtype("<f2"), np.dtype("<f4"), np.dtype(np.uint8)
     number = half if form.scale == "half" else single
-    scales = [("scales", number, groups)]
+    scales = {"scales": (number, form.group)}
     if form.scale == "level":
-        scales = [("levels", np.dtype(np.int8), groups), ("bases", half, supers)]
+        scales = {"levels": (np.dtype(np.int8), form.group), "bases": (half, _SUPER)}
     shifts = {
-        "": [],
-        "offset": [("offsets", number, groups)],
-        "zero": [("zeros", byte, groups)],
-        "minima": [("minima", byte, groups), ("leasts", half, supers)],
+        "": {},
+        "offset": {"offsets": (number, form.group)},
+        "zero": {"zeros": (byte, form.group)},
+        "minima": {"minima": (byte, form.group), "leasts": (half, _SUPER)},
     }
-    return [*scales, *shifts[form.shift]]
+    return scales | shifts[form.shift]
+
+
+def _head_bytes(form: Layout, inputs: int) -> int:
+    return _up(sum(dtype.itemsize * -(-inputs // share) * TILE for dtype, share in _arrays(form).values()), _LINE)
+
+
+def _code_bytes(form: Layout, inputs: int) -> int:
+    return _LINE * form.bits * -(-inputs // BLOCK)
+
+
+def _places(form: Layout, k: int) -> Iterator[tuple[int, int, int, dict[str, tuple[np.dtype, int, int, int]]]]:
+    """Of each stretch its first input, inputs, the byte of its codes, and its arrays: type, first, last, and byte."""
+    at = 0
+    for index, inputs in enumerate(_stretches(k)):
+        start, byte, arrays = index * STRETCH, at, {}
+        for name, (dtype, share) in _arrays(form).items():
+            first, last = start // share, -(-(start + inputs) // share)
+            arrays[name] = (dtype, first, last, byte)
+            byte += dtype.itemsize * (last - first) * TILE
+        at += _head_bytes(form, inputs)
+        yield start, inputs, at, arrays
+        at += _code_bytes(form, inputs)
 
 
 def _check(format: str, form: Layout, weight: BlockWeight) -> None:  # noqa: A002
