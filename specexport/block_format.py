@@ -1,14 +1,14 @@
 """Packed weights of the CPU's operators: which formats there are, and where each byte lies.
 
-A weight [N, K] is cut into tiles of 16 outputs, and these into stretches of 1024 inputs, which lie one after the other.
-Of a stretch there is what its scales and offsets are made of, filled up to a multiple of 64 bytes, and then the codes of
-its blocks of 32 inputs. ``runtime/operators/formats.h`` reads the same::
+A weight [N, K] is cut into tiles of 16 outputs, and these into stretches of 1024 inputs, one after the other. Of a
+stretch there is what its scales and offsets are made of, filled up to a multiple of 64 bytes, then the codes of its
+blocks of 32 inputs. ``runtime/operators/formats.h`` reads the same::
 
     value[n, k] = scale * (code - zero) + offset
 
-Codes of a block lie in *planes* of lines of 64 bytes: of 16 outputs the four codes of a *quad* of inputs. A nibble plane
-has the quads q and q + 4 in the halves of line q, a plane of two bits the quads j, j + 2, … in line j, a plane of one
-bit quad q in bit q of each byte. Lines of all planes of a block lie together, one for each bit of a code.
+Codes of a block lie in *planes* of lines of 64 bytes: of 16 outputs the four codes of a *quad* of inputs. A nibble
+plane has the quads q and q + 4 in the halves of line q, a plane of two bits the quads j, j + 2, … in line j, a plane of
+one bit quad q in bit q of each byte. Lines of all planes of a block lie together, one for each bit of a code.
 
 ==================  =====================================================  ===============================
 arrays, in order    when                                                   elements
@@ -293,12 +293,13 @@ def _stretches(k: int) -> list[int]:
 
 def _arrays(form: Layout) -> dict[str, tuple[np.dtype, int]]:
     """What a stretch begins with: names, types, and inputs that share an element."""
-    half, single, byte = np.dtype("<f2"), np.dtype("<f4"), np.dtype(np.uint8)
-    number = half if form.scale == "half" else single
+    half: np.dtype = np.dtype("<f2")
+    byte: np.dtype = np.dtype(np.uint8)
+    number = half if form.scale == "half" else np.dtype("<f4")
     scales = {"scales": (number, form.group)}
     if form.scale == "level":
         scales = {"levels": (np.dtype(np.int8), form.group), "bases": (half, _SUPER)}
-    shifts = {
+    shifts: dict[str, dict[str, tuple[np.dtype, int]]] = {
         "": {},
         "offset": {"offsets": (number, form.group)},
         "zero": {"zeros": (byte, form.group)},
@@ -365,7 +366,7 @@ def _parameters(form: Layout, blocks: Blocks, middle: int) -> dict[str, np.ndarr
         values |= {"minima": kept.minima, "leasts": kept.least}  # type: ignore[union-attr,dict-item]
     elif form.shift == "offset" and kept is not None:
         values["offsets"] = kept.least  # type: ignore[assignment]
-    elif form.shift == "offset":
+    elif form.shift == "offset" and blocks.offsets is not None:
         values["offsets"] = blocks.offsets - np.float32(middle) * blocks.scales
     return values
 

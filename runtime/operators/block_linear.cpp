@@ -9,8 +9,8 @@ const Kernels& kernels() {
 #if defined(__x86_64__) || defined(_M_X64)
     case Isa::amx:
     case Isa::avx512vnni: return avx512_kernels;
-    case Isa::avxvnni:
-    case Isa::avx2:
+    case Isa::avxvnni: return avxvnni_kernels;
+    case Isa::avx2: return avx2_kernels;
 #elif defined(__aarch64__)
     case Isa::neon_dot:
     case Isa::neon_i8mm:

@@ -5,7 +5,7 @@
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ def random_weight(name: str, n: int, k: int, generator: np.random.Generator) -> 
     groups, supers = -(-k // form.group), -(-k // 256)
     middle = 128 if form.bits > 4 or form.lookup else 8
     codes = generator.integers(0, 1 << form.bits, (n, k), dtype=np.uint8)
+    codes[0], codes[-1] = (1 << form.bits) - 1, 0  # what sums of pairs must have room for
     if form.lookup:
         codes = _book()[codes]
     scales = generator.uniform(0.001, 0.01, (n, groups)).astype(np.float16 if form.scale == "half" else np.float32)
@@ -93,8 +94,8 @@ def packed(name: str, n: int, k: int, generator: np.random.Generator) -> np.ndar
 
 
 def session(
-    library: str, nodes: Sequence[onnx.NodeProto], given: dict[str, tuple[int, int]], weights: dict[str, np.ndarray],
-    outputs: Sequence[str], threads: int = 1,
+    library: str, nodes: Seq[onnx.NodeProto], given: dict[str, tuple[int, int]], weights: dict[str, np.ndarray],
+    outputs: Seq[str], threads: int = 1,
 ) -> ort.InferenceSession:  # fmt: skip
     """A session of some nodes; ``given`` has types and ranks of inputs."""
     graph = helper.make_graph(
@@ -116,7 +117,7 @@ def session(
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def linear(name: str, n: int, k: int, inputs: Sequence[str] = ("x", "w"), out: str = "y") -> onnx.NodeProto:
+def linear(name: str, n: int, k: int, inputs: Seq[str] = ("x", "w"), out: str = "y") -> onnx.NodeProto:
     """A node."""
     return helper.make_node("BlockLinear", list(inputs), [out], domain="specexport", format=name, N=n, K=k)
 
@@ -136,6 +137,7 @@ def check(library: str, name: str, n: int, k: int, generator: np.random.Generato
         np.float32
     )
     x[3] = 0
+    x[4], x[7] = 1, np.where(np.arange(k) % 3, -1, 1)
     ids = generator.integers(0, n, 9)
     wanted = reference(name, weight, n, k, x) + bias
     got, rows = runs[0](None, {"x": x[None], "ids": ids})

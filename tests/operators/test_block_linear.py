@@ -1,4 +1,4 @@
-"""Products and lookups of packed weights: each format with each set of kernels against float64, and bits against bits."""
+"""Products and lookups of packed weights: every format with all kernels against float64, bits against bits."""
 
 import os
 import subprocess
