@@ -21,7 +21,7 @@ const Kernels& kernels() {
 
 namespace {
 constexpr size_t kPartBytes = 64 << 10, kMostParts = 32;
-constexpr int64_t kRowBytes = 512 << 10;  // of activations that are kept at hand while tiles pass
+constexpr size_t kRowBytes = 512 << 10;  // of activations that are kept at hand while tiles pass
 
 Status* run(const void* kernel, KernelContext* context) {
   const Weight& weight = *static_cast<const Weight*>(kernel);
@@ -46,38 +46,34 @@ Status* run(const void* kernel, KernelContext* context) {
   p.weight = packed.as<uint8_t>(), p.x = x.as<float>(), p.out = static_cast<float*>(out);
   p.bias = bias.absent ? nullptr : bias.as<float>();
   const Kernels& set = kernels();
-  if (!layout.format.is_float()) {
-    const size_t blocks = size_t(rows * layout.blocks);
-    char* room = static_cast<char*>(scratch(blocks * (kBlock + 4 + 4 * layout.format.parts()), 0));
-    REQUIRE(room || !blocks, "out of memory");
-    p.values = reinterpret_cast<int8_t*>(room);
-    p.scales = reinterpret_cast<float*>(room + blocks * kBlock);
-    p.shares = reinterpret_cast<int32_t*>(p.scales + blocks);
-    const size_t parts = blocks < 2048 || rows < 2 ? 1 : size_t(rows < 8 ? rows : 8);
-    TRY(parallel(context, parts, [&](size_t part) {
-      set.quantize(p, rows * int64_t(part) / int64_t(parts), rows * int64_t(part + 1) / int64_t(parts));
-    }));
-  }
+  p.rows = rows;
+  p.groups = (rows + set.most - 1) / set.most;
+  p.capacity = (rows + p.groups - 1) / p.groups;
+  p.groups = (rows + p.capacity - 1) / p.capacity;
+  p.arranged = static_cast<uint8_t*>(scratch(size_t(p.groups) * p.group_bytes() + 1, 0));
+  REQUIRE(p.arranged, "out of memory");
+  const size_t shares = rows * layout.K < 1 << 16 ? 1 : size_t(p.groups < 8 ? p.groups : 8);
+  TRY(parallel(context, shares, [&](size_t i) {
+    set.arrange(p, p.groups * int64_t(i) / int64_t(shares), p.groups * int64_t(i + 1) / int64_t(shares));
+  }));
   // Parts have whole tiles. Rows that pass a part's tiles together are few enough to stay in the cache.
-  const int64_t row_bytes = layout.K * (layout.format.is_float() ? 4 : 1) + 1;
-  int64_t step = kRowBytes / row_bytes / 8 * 8;
-  step = step < 16 ? 16 : step > 256 ? 256 : step;
-  if (step > rows) step = rows;
-  const size_t work = size_t(layout.tiles) * layout.tile_bytes * size_t(1 + rows / 8);
-  size_t parts = work / kPartBytes;
+  int64_t step = int64_t(kRowBytes / (p.group_bytes() + 1));
+  step = step < 2 ? 2 : step > 32 ? 32 : step;
+  if (step > p.groups) step = p.groups;
+  size_t parts = size_t(layout.tiles) * layout.tile_bytes * size_t(p.groups) / kPartBytes;
   if (parts > kMostParts) parts = kMostParts;
   if (parts > size_t(layout.tiles)) parts = size_t(layout.tiles);
   if (parts < 1) parts = 1;
   bool failed = false;
   TRY(parallel(context, parts, [&](size_t part) {
     const int64_t first = layout.tiles * int64_t(part) / int64_t(parts), last = layout.tiles * int64_t(part + 1) / int64_t(parts);
-    void* room = scratch(work_bytes(step), 1);
+    void* room = scratch(work_bytes(step * p.capacity), 1);
     if (!room) {
       failed = true;
       return;
     }
-    for (int64_t row = 0; row < rows; row += step)
-      set.multiply(p, first, last, row, row + step < rows ? row + step : rows, room);
+    for (int64_t group = 0; group < p.groups; group += step)
+      set.multiply(p, first, last, group, group + step < p.groups ? group + step : p.groups, room);
   }));
   REQUIRE(!failed, "out of memory");
   return nullptr;

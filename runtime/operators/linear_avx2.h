@@ -10,7 +10,6 @@ using U = __m256i;
 INLINE V vload(const float* p) { return _mm256_loadu_ps(p); }
 INLINE void vstore(float* p, V v) { _mm256_storeu_ps(p, v); }
 INLINE V vset(float x) { return _mm256_set1_ps(x); }
-INLINE V vset_bits(int32_t x) { return _mm256_castsi256_ps(_mm256_set1_epi32(x)); }
 INLINE V vmul(V a, V b) { return _mm256_mul_ps(a, b); }
 INLINE V vfma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE I izero() { return _mm256_setzero_si256(); }

@@ -24,7 +24,6 @@ using U = __m512i;
 INLINE V vload(const float* p) { return _mm512_loadu_ps(p); }
 INLINE void vstore(float* p, V v) { _mm512_storeu_ps(p, v); }
 INLINE V vset(float x) { return _mm512_set1_ps(x); }
-INLINE V vset_bits(int32_t x) { return _mm512_castsi512_ps(_mm512_set1_epi32(x)); }
 INLINE V vmul(V a, V b) { return _mm512_mul_ps(a, b); }
 INLINE V vfma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE I izero() { return _mm512_setzero_si512(); }
@@ -74,7 +73,7 @@ INLINE void round_block(const float* x, float inverse, int8_t* values, int32_t* 
 }
 #include "linear_tile.h"
 }  // namespace avx512
-const Kernels avx512_kernels = {avx512::quantize, avx512::multiply};
+const Kernels avx512_kernels = {avx512::kMost, avx512::arrange, avx512::multiply};
 }  // namespace specexport
 #if defined(__clang__)
 #pragma clang attribute pop

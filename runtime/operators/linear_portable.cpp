@@ -23,7 +23,6 @@ INLINE T load(const void* p) {
 INLINE V vload(const float* p) { return load<V>(p); }
 INLINE void vstore(float* p, V v) { memcpy(p, &v, sizeof v); }
 INLINE V vset(float x) { return V{x, x, x, x}; }
-INLINE V vset_bits(int32_t x) { return vset(float_of_bits(uint32_t(x))); }
 INLINE V vmul(V a, V b) { return a * b; }
 INLINE V vfma(V a, V b, V c) { return a * b + c; }
 INLINE I izero() { return I{}; }
@@ -79,5 +78,5 @@ INLINE void round_block(const float* x, float inverse, int8_t* values, int32_t* 
 }
 #include "linear_tile.h"
 }  // namespace portable
-const Kernels portable_kernels = {portable::quantize, portable::multiply};
+const Kernels portable_kernels = {portable::kMost, portable::arrange, portable::multiply};
 }  // namespace specexport

@@ -68,22 +68,27 @@ struct Part {
   const uint8_t* codes;
   const float *scales, *offsets;  // [blocks, parts, 16]
   int64_t blocks;
-  const int8_t* values;
-  const float* row_scales;
-  const int32_t* shares;
-  int64_t stride;  // blocks of a row
-  float* sums;     // [rows, 16], added to
+  const uint8_t* slots;
+  size_t stride;  // bytes of a block's slots
+  float* sums;    // [rows, 16], added to
 };
 
+INLINE float float_at(const uint8_t* p) { return load_single(p); }
+INLINE int32_t int_at(const uint8_t* p) {
+  int32_t value;
+  memcpy(&value, p, 4);
+  return value;
+}
 template <int bits, int parts, bool shifted, int M>
 static void multiply_codes(const Part& p) {
-  constexpr int lines = bits == kLookup ? 4 : bits;
+  constexpr int lines = bits == kLookup ? 4 : bits, slot = kBlock + 4 + 4 * parts;
   for (int slice = 0; slice < kSlices; slice++) {
     const int column = slice * kLanes;
     V sums[M];
     UNROLL for (int m = 0; m < M; m++) sums[m] = vload(p.sums + kTile * m + column);
+    const uint8_t *line = p.codes, *row = p.slots;
+    const float *scales = p.scales + column, *offsets = p.offsets + column;
     for (int64_t b = 0; b < p.blocks; b++) {
-      const uint8_t* line = p.codes + b * 64 * lines;
       if (slice == 0) {
         UNROLL for (int i = 0; i < lines; i++) prefetch(line + kAhead + 64 * i);
       }
@@ -91,26 +96,27 @@ static void multiply_codes(const Part& p) {
       unpack<bits>(line + 4 * column, u);
       V scale[parts], offset[parts];
       UNROLL for (int i = 0; i < parts; i++) {
-        scale[i] = vload(p.scales + (b * parts + i) * kTile + column);
-        if (shifted) offset[i] = vload(p.offsets + (b * parts + i) * kTile + column);
+        scale[i] = vload(scales + i * kTile);
+        if (shifted) offset[i] = vload(offsets + i * kTile);
       }
       UNROLL for (int m = 0; m < M; m++) {
-        const int64_t at = m * p.stride + b;
-        const int8_t* values = p.values + at * kBlock;
-        const int32_t* share = p.shares + at * parts;
-        const V row_scale = vset(p.row_scales[at]);
-        I low = shifted ? izero() : iset(share[0]), high = shifted || parts == 1 ? izero() : iset(share[parts - 1]);
-        low = dot<bits>(low, u, values), high = dot<bits>(high, u + 4, values + 16);
-        if (parts == 1) {
-          sums[m] = vfma(to_float(iadd(low, high)), vmul(scale[0], row_scale), sums[m]);
-        } else {
+        const int8_t* values = reinterpret_cast<const int8_t*>(row + slot * m);
+        const uint8_t* share = row + slot * m + kBlock + 4;
+        const V row_scale = vset(float_at(row + slot * m + kBlock));
+        I low = dot<bits>(shifted ? izero() : iset(int_at(share)), u, values);
+        if (parts == 2) {
+          const I high = dot<bits>(shifted ? izero() : iset(int_at(share + 4)), u + 4, values + 16);
           sums[m] = vfma(to_float(low), vmul(scale[0], row_scale), sums[m]);
           sums[m] = vfma(to_float(high), vmul(scale[parts - 1], row_scale), sums[m]);
+        } else {
+          low = M < 3 ? iadd(low, dot<bits>(izero(), u + 4, values + 16)) : dot<bits>(low, u + 4, values + 16);
+          sums[m] = vfma(to_float(low), vmul(scale[0], row_scale), sums[m]);
         }
         if (shifted) {
-          UNROLL for (int i = 0; i < parts; i++) sums[m] = vfma(offset[i], vset_bits(share[i]), sums[m]);
+          UNROLL for (int i = 0; i < parts; i++) sums[m] = vfma(offset[i], vset(float_at(share + 4 * i)), sums[m]);
         }
       }
+      line += 64 * lines, row += p.stride, scales += kTile * parts, offsets += kTile * parts;
     }
     UNROLL for (int m = 0; m < M; m++) vstore(p.sums + kTile * m + column, sums[m]);
   }
@@ -184,7 +190,7 @@ INLINE V load_weights(const uint8_t* p) {
   return kind == Scale::f32 ? vload(reinterpret_cast<const float*>(p)) : kind == Scale::f16 ? load_halves(p) : load_bf16(p);
 }
 template <Scale kind, int M>
-static void multiply_floats(const uint8_t* weight, const float* x, int64_t stride, int64_t inputs, float* sums) {
+static void multiply_floats(const uint8_t* weight, const float* x, int64_t capacity, int64_t inputs, float* sums) {
   constexpr int width = kind == Scale::f32 ? 4 : 2;
   for (int slice = 0; slice < kSlices; slice++) {
     const int column = slice * kLanes;
@@ -193,20 +199,21 @@ static void multiply_floats(const uint8_t* weight, const float* x, int64_t strid
       even[m] = vload(sums + kTile * 2 * m + column), odd[m] = vload(sums + kTile * (2 * m + 1) + column);
     }
     const uint8_t* p = weight + width * column;
+    const float* row = x;
     int64_t k = 0;
-    for (; k + 2 <= inputs; k += 2, p += 2 * width * kTile) {
+    for (; k + 2 <= inputs; k += 2, p += 2 * width * kTile, row += 2 * capacity) {
       if (slice == 0) {
         UNROLL for (int i = 0; i < width / 2; i++) prefetch(p + kAhead + 64 * i);
       }
       const V first = load_weights<kind>(p), second = load_weights<kind>(p + width * kTile);
       UNROLL for (int m = 0; m < M; m++) {
-        even[m] = vfma(first, vset(x[m * stride + k]), even[m]);
-        odd[m] = vfma(second, vset(x[m * stride + k + 1]), odd[m]);
+        even[m] = vfma(first, vset(row[m]), even[m]);
+        odd[m] = vfma(second, vset(row[capacity + m]), odd[m]);
       }
     }
     if (k < inputs) {
       const V first = load_weights<kind>(p);
-      UNROLL for (int m = 0; m < M; m++) even[m] = vfma(first, vset(x[m * stride + k]), even[m]);
+      UNROLL for (int m = 0; m < M; m++) even[m] = vfma(first, vset(row[m]), even[m]);
     }
     UNROLL for (int m = 0; m < M; m++) {
       vstore(sums + kTile * 2 * m + column, even[m]), vstore(sums + kTile * (2 * m + 1) + column, odd[m]);
@@ -226,20 +233,12 @@ static constexpr FloatRows kFloatRows[8] = {
     multiply_floats<kind, kMost < 8 ? 1 : 8>,
 };
 
-// Calls work(first, count) for rows in groups as even as may be.
-template <class F>
-INLINE void by_rows(int64_t first, int64_t last, const F& work) {
-  while (first < last) {
-    const int64_t groups = (last - first + kMost - 1) / kMost, count = (last - first + groups - 1) / groups;
-    work(first, count);
-    first += count;
-  }
-}
-
 static void multiply(const Product& p, int64_t first_tile, int64_t last_tile, int64_t first, int64_t last, void* work) {
   const Layout& layout = p.layout;
   const Format& format = layout.format;
-  const int chains = format.is_float() ? 2 : 1, parts = format.parts();
+  const int64_t first_row = first * p.capacity, last_row = last * p.capacity < p.rows ? last * p.capacity : p.rows;
+  const size_t slots = size_t(p.capacity) * p.slot_bytes(), group_bytes = p.group_bytes();
+  const int chains = format.is_float() ? 2 : 1;
   float* scales = static_cast<float*>(work);
   float* offsets = scales + kTile * 2 * kStretch / kBlock;
   float* sums = offsets + kTile * 2 * kStretch / kBlock;
@@ -249,70 +248,74 @@ static void multiply(const Product& p, int64_t first_tile, int64_t last_tile, in
                                                              : kFloatRows<Scale::bf16>;
   for (int64_t t = first_tile; t < last_tile; t++) {
     const uint8_t* at = p.weight + size_t(t) * layout.tile_bytes;
-    memset(sums, 0, sizeof(float) * size_t((last - first) * chains * kTile));
+    memset(sums, 0, sizeof(float) * size_t((last_row - first_row) * chains * kTile));
     const int64_t step = format.is_float() ? kStretch / 2 : kStretch;
     for (int64_t k = 0; k < layout.K; k += step) {
       const int64_t inputs = layout.K - k < step ? layout.K - k : step;
-      if (format.is_float()) {
-        by_rows(first, last, [&](int64_t row, int64_t count) {
-          float_rows[count - 1](at, p.x + row * layout.K + k, layout.K, inputs, sums + (row - first) * 2 * kTile);
-        });
-        at += inputs * kTile * (format.bits / 8);
-        continue;
-      }
       const Stretch& s = inputs == kStretch ? layout.whole : layout.last;
-      expand(format, s, at, scales, offsets);
-      by_rows(first, last, [&](int64_t row, int64_t count) {
-        const int64_t block = row * layout.blocks + k / kBlock;
-        rows[count - 1]({at + s.codes, scales, offsets, s.blocks, p.values + block * kBlock, p.scales + block,
-                         p.shares + block * parts, layout.blocks, sums + (row - first) * kTile});
-      });
-      at += s.end;
+      if (!format.is_float()) expand(format, s, at, scales, offsets);
+      for (int64_t g = first; g < last; g++) {
+        const int64_t row = g * p.capacity, count = p.rows - row < p.capacity ? p.rows - row : p.capacity;
+        const uint8_t* group = p.arranged + size_t(g) * group_bytes;
+        float* to = sums + (row - first_row) * chains * kTile;
+        if (format.is_float()) {
+          const float* x = reinterpret_cast<const float*>(group) + k * p.capacity;
+          float_rows[count - 1](at, x, p.capacity, inputs, to);
+        } else {
+          group += size_t(k / kBlock) * slots;
+          rows[count - 1]({at + s.codes, scales, offsets, s.blocks, group, slots, to});
+        }
+      }
+      at += format.is_float() ? size_t(inputs) * kTile * (format.bits / 8) : s.end;
     }
     const int64_t column = t * kTile, width = layout.N - column < kTile ? layout.N - column : kTile;
-    for (int64_t row = first; row < last; row++) {
-      const float* sum = sums + (row - first) * chains * kTile;
-      float* out = p.out + row * layout.N + column;
+    for (int64_t row = first_row; row < last_row; row++) {
+      const float* sum = sums + (row - first_row) * chains * kTile;
       float total[kTile];
       for (int i = 0; i < kTile; i++) total[i] = chains == 2 ? sum[i] + sum[kTile + i] : sum[i];
       if (p.bias)
         for (int64_t i = 0; i < width; i++) total[i] += p.bias[column + i];
-      memcpy(out, total, sizeof(float) * size_t(width));
+      memcpy(p.out + row * layout.N + column, total, sizeof(float) * size_t(width));
     }
   }
 }
 
-// Integers of 32 activations, and the sums of their halves. `largest` is the greatest |x|; above infinity's bits it is NaN.
-static void quantize(const Product& p, int64_t first, int64_t last) {
-  const Layout& layout = p.layout;
+// A slot of 32 activations: their largest magnitude becomes 127. A NaN or an infinity makes the slot's scale NaN.
+static void fill_slot(const Layout& layout, const float* x, uint8_t* slot) {
   const int parts = layout.format.parts(), zero = kSigned && layout.format.zero() == 128 ? 0 : layout.format.zero();
-  for (int64_t row = first; row < last; row++)
-    for (int64_t b = 0; b < layout.blocks; b++) {
-      const float* x = p.x + row * layout.K + b * kBlock;
-      float filled[kBlock];
-      if ((b + 1) * kBlock > layout.K) {
-        memset(filled, 0, sizeof filled);
-        memcpy(filled, x, sizeof(float) * size_t(layout.K - b * kBlock));
-        x = filled;
+  const int32_t bits = largest_bits(x);
+  const float largest = float_of_bits(uint32_t(bits));
+  const bool finite = bits < 0x7f800000, some = finite && bits >= 0x03800000;  // 2^-120: 127 / x is finite
+  const float scale = some ? largest / 127.f : finite ? 0.f : float_of_bits(0x7fc00000);
+  int32_t sums[2] = {};
+  memset(slot, 0, kBlock);
+  if (some) round_block(x, 127.f / largest, reinterpret_cast<int8_t*>(slot), sums);
+  memcpy(slot + kBlock, &scale, 4);
+  if (parts == 1) sums[0] += sums[1];
+  for (int i = 0; i < parts; i++) {
+    const float share = float(sums[i]) * scale;
+    const int32_t correction = -zero * sums[i];
+    memcpy(slot + kBlock + 4 + 4 * i, layout.format.shifted() ? static_cast<const void*>(&share) : &correction, 4);
+  }
+}
+static void arrange(const Product& p, int64_t first, int64_t last) {
+  const Layout& layout = p.layout;
+  const size_t slot = p.slot_bytes();
+  for (int64_t g = first; g < last; g++) {
+    uint8_t* group = p.arranged + size_t(g) * p.group_bytes();
+    for (int64_t m = 0; m < p.capacity && g * p.capacity + m < p.rows; m++) {
+      const float* x = p.x + (g * p.capacity + m) * layout.K;
+      if (layout.format.is_float()) {
+        float* to = reinterpret_cast<float*>(group) + m;
+        for (int64_t k = 0; k < layout.K; k++) to[k * p.capacity] = x[k];
+        continue;
       }
-      const int64_t at = row * layout.blocks + b;
-      const int32_t bits = largest_bits(x);
-      const float largest = float_of_bits(uint32_t(bits));
-      const bool finite = bits < 0x7f800000, some = finite && bits >= 0x03800000;  // 2^-120: 127 / x is finite
-      const float scale = some ? largest / 127.f : finite ? 0.f : float_of_bits(0x7fc00000);
-      int32_t sums[2];
-      if (some) {
-        round_block(x, 127.f / largest, p.values + at * kBlock, sums);
-      } else {
-        memset(p.values + at * kBlock, 0, kBlock);
-        sums[0] = sums[1] = 0;
-      }
-      p.scales[at] = scale;
-      if (parts == 1) sums[0] += sums[1];
-      for (int i = 0; i < parts; i++) {
-        const float share = float(sums[i]) * scale;
-        if (layout.format.shifted()) memcpy(p.shares + at * parts + i, &share, 4);
-        else p.shares[at * parts + i] = -zero * sums[i];
+      for (int64_t b = 0; b < layout.blocks; b++) {
+        const int64_t left = layout.K - b * kBlock;
+        float filled[kBlock] = {};
+        if (left < kBlock) memcpy(filled, x + b * kBlock, sizeof(float) * size_t(left));
+        fill_slot(layout, left < kBlock ? filled : x + b * kBlock, group + size_t(b * p.capacity + m) * slot);
       }
     }
+  }
 }
