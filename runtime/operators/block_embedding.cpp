@@ -1,0 +1,138 @@
+// Rows of a packed weight: ids [...] -> [..., K]. And what all operators of packed weights check.
+#include <stdio.h>
+
+#include "block_weight.h"
+
+namespace specexport {
+namespace {
+int code_at(const Format& format, const uint8_t* block, int column, int input) {
+  const int quad = input / 4, byte = column * 4 + input % 4;
+  if (format.bits == 8) return block[64 * quad + byte];
+  int code = 0, bits = 0;
+  if (format.bits >= 4) {
+    code = block[64 * (quad % 4) + byte] >> (quad / 4 * 4) & 15;
+    block += 256, bits = 4;
+  }
+  if (format.bits - bits >= 2) {
+    code |= (block[64 * (quad % 2) + byte] >> (quad / 2 * 2) & 3) << bits;
+    block += 128, bits += 2;
+  }
+  if (format.bits > bits) code |= (block[byte] >> quad & 1) << bits;
+  return format.lookup ? kCodebook[code] : code;
+}
+
+void look_up(const Layout& layout, const uint8_t* tile, int column, float* out) {
+  const Format& format = layout.format;
+  if (format.is_float()) {
+    for (int64_t k = 0; k < layout.K; k++) {
+      const uint8_t* p = tile + (k * kTile + column) * (format.bits / 8);
+      uint16_t half;
+      memcpy(&half, p, 2);
+      out[k] = format.scale == Scale::f32 ? load_single(p) : format.scale == Scale::f16 ? half_to_float(half) : float_of_bits(uint32_t(half) << 16);
+    }
+    return;
+  }
+  for (int64_t first = 0; first < layout.K; first += kStretch) {
+    const Stretch& s = layout.K - first < kStretch ? layout.last : layout.whole;
+    for (int64_t g = 0; g < s.groups; g++) {
+      const int64_t i = g * kTile + column, base = (g * format.group / kSuper * kTile + column) * 2;
+      const float scale = format.scale == Scale::half     ? load_half(tile + 2 * i)
+                          : format.scale == Scale::single ? load_single(tile + 4 * i)
+                                                          : load_half(tile + s.bases + base) * float(int8_t(tile[i]));
+      float offset = 0;
+      if (format.shift == Shift::offset)
+        offset = format.scale == Scale::half ? load_half(tile + s.shifts + 2 * i) : load_single(tile + s.shifts + 4 * i);
+      if (format.shift == Shift::minima) offset = load_half(tile + s.leasts + base) * float(tile[s.shifts + i]);
+      const int zero = format.shift == Shift::zero ? tile[s.shifts + i] : format.zero();
+      const bool has_offset = format.shift == Shift::offset || format.shift == Shift::minima;
+      for (int64_t k = g * format.group; k < (g + 1) * format.group && first + k < layout.K; k++) {
+        const uint8_t* block = tile + s.codes + k / kBlock * 64 * format.bits;
+        const float value = float(code_at(format, block, column, int(k % kBlock)) - zero) * scale;
+        out[first + k] = has_offset ? value + offset : value;
+      }
+    }
+    tile += s.end;
+  }
+}
+
+Status* error(const char* text) { return api.CreateStatus(ort::kInvalidArgument, text); }
+
+Status* run(const void* kernel, KernelContext* context) {
+  const Weight& weight = *static_cast<const Weight*>(kernel);
+  const Layout& layout = weight.layout;
+  Tensor ids, packed;
+  TRY(input(context, 0, ids));
+  TRY(input(context, 1, packed));
+  TRY(check(weight, packed));
+  REQUIRE(ids.rank < kMaxRank, "ids have more than 7 dimensions");
+  int64_t dims[kMaxRank];
+  for (size_t i = 0; i < ids.rank; i++) dims[i] = ids.dims[i];
+  dims[ids.rank] = layout.K;
+  const int64_t count = ids.count();
+  for (int64_t i = 0; i < count; i++) {
+    const long long id = ids.as<int64_t>()[i];
+    if (id >= 0 && id < layout.N) continue;
+    char text[128];
+    snprintf(text, sizeof text, "specexport: id %lld is outside the table, which has %lld rows", id, (long long)layout.N);
+    return error(text);
+  }
+  void* out;
+  TRY(output(context, 0, dims, ids.rank + 1, &out));
+  const size_t parts = count * layout.K < 1 << 15 ? 1 : size_t(count < 32 ? count : 32);
+  return parallel(context, count ? parts : 0, [&](size_t part) {
+    for (int64_t i = count * int64_t(part) / int64_t(parts); i < count * int64_t(part + 1) / int64_t(parts); i++) {
+      const int64_t id = ids.as<int64_t>()[i];
+      const uint8_t* tile = packed.as<uint8_t>() + size_t(id / kTile) * layout.tile_bytes;
+      look_up(layout, tile, int(id % kTile), static_cast<float*>(out) + i * layout.K);
+    }
+  });
+}
+}  // namespace
+
+Status* make_weight(const KernelInfo* info, void** kernel) {
+  auto* weight = static_cast<Weight*>(calloc(1, sizeof(Weight)));
+  REQUIRE(weight, "out of memory");
+  *kernel = weight;
+  int64_t n, k;
+  TRY(attribute(info, "format", weight->format, sizeof weight->format));
+  TRY(attribute(info, "N", n));
+  TRY(attribute(info, "K", k));
+  Format format;
+  if (!find_format(weight->format, format)) {
+    char text[128];
+    snprintf(text, sizeof text, "specexport: there is no block format '%s'", weight->format);
+    return error(text);
+  }
+  REQUIRE(n >= 0 && k >= 0 && n < 1ll << 31 && k < 1ll << 31, "N and K of a packed weight must be 0 or more");
+  weight->layout.make(format, n, k);
+  Tensor packed;
+  TRY(constant(info, 1, packed));
+  return packed.absent ? nullptr : check(*weight, packed);
+}
+
+Status* check(const Weight& weight, const Tensor& packed) {
+  const Layout& layout = weight.layout;
+  if (packed.rank == 2 && packed.dims[0] == layout.tiles && packed.dims[1] == int64_t(layout.tile_bytes)) return nullptr;
+  return bad_shape("weight", packed, "[%lld, %lld] for its format, N and K", (long long)layout.tiles, (long long)layout.tile_bytes);
+}
+
+Status* bad_shape(const char* what, const Tensor& tensor, const char* wanted, long long a, long long b) {
+  char text[384];
+  int at = snprintf(text, sizeof text, "specexport: %s has the shape [", what);
+  for (size_t i = 0; i < tensor.rank; i++) at += snprintf(text + at, sizeof text - at, i ? ", %lld" : "%lld", (long long)tensor.dims[i]);
+  at += snprintf(text + at, sizeof text - at, "], which must be ");
+  snprintf(text + at, sizeof text - at, wanted, a, b);
+  return error(text);
+}
+
+void define_block_embedding(Operator& op) {
+  op.name = "BlockEmbedding";
+  op.inputs[0] = {ort::kInt64, false};
+  op.inputs[1] = {ort::kUint8, false};
+  op.num_inputs = 2;
+  op.outputs[0] = {ort::kFloat, false};
+  op.num_outputs = 1;
+  op.make = make_weight;
+  op.run = run;
+}
+}  // namespace specexport

@@ -1,0 +1,129 @@
+// How packed weights lie: `specexport/block_format.py` says it in full. A new format is a line of `kFormats`.
+#pragma once
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+namespace specexport {
+constexpr int kTile = 16;       // outputs of a tile
+constexpr int kBlock = 32;      // inputs of a block
+constexpr int kStretch = 1024;  // inputs of a stretch
+constexpr int kSuper = 256;     // inputs that share a base
+
+enum class Scale { half, single, level, f32, bf16, f16 };  // the last three are floats themselves, no codes
+enum class Shift { none, offset, zero, minima };
+
+struct Format {
+  const char* name;
+  int bits;    // of a code
+  bool lookup;  // codes are places in the codebook
+  int group;   // inputs that share a scale
+  Scale scale;
+  Shift shift;
+
+  bool is_float() const { return scale >= Scale::f32; }
+  int parts() const { return group < kBlock ? 2 : 1; }  // scales of a block
+  bool shifted() const { return shift != Shift::none; }
+  int zero() const { return shifted() ? 0 : lookup ? 128 : 1 << (bits - 1); }  // the code that stands for 0
+};
+constexpr Format kFormats[] = {
+    {"f32", 32, false, 1, Scale::f32, Shift::none},
+    {"bf16", 16, false, 1, Scale::bf16, Shift::none},
+    {"f16", 16, false, 1, Scale::f16, Shift::none},
+    {"int8", 8, false, 32, Scale::half, Shift::none},
+    {"int4", 4, false, 32, Scale::half, Shift::none},
+    {"int4_offset", 4, false, 32, Scale::half, Shift::offset},
+    {"int5", 5, false, 32, Scale::half, Shift::none},
+    {"int5_offset", 5, false, 32, Scale::half, Shift::offset},
+    {"q2_k", 2, false, 16, Scale::level, Shift::minima},
+    {"q3_k", 3, false, 16, Scale::level, Shift::none},
+    {"q4_k", 4, false, 32, Scale::level, Shift::minima},
+    {"q5_k", 5, false, 32, Scale::level, Shift::minima},
+    {"q6_k", 6, false, 16, Scale::level, Shift::none},
+    {"iq4_nl", 4, true, 32, Scale::half, Shift::none},
+    {"iq4_xs", 4, true, 32, Scale::level, Shift::none},
+};
+constexpr uint8_t kCodebook[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+// `group4_64_f16`, `group8_128_f32_zero`, …: bits, inputs of a group, type of scales, and what offsets are made of.
+inline bool find_format(const char* name, Format& found) {
+  for (const Format& format : kFormats)
+    if (!strcmp(format.name, name)) return found = format, true;
+  if (strncmp(name, "group", 5) || (name[5] != '4' && name[5] != '8') || name[6] != '_') return false;
+  char* rest;
+  const long group = strtol(name + 7, &rest, 10);
+  if (group < 16 || group > kStretch || (group & (group - 1))) return false;
+  const bool half = !strncmp(rest, "_f16", 4);
+  if (!half && strncmp(rest, "_f32", 4)) return false;
+  const char* end = rest + 4;
+  Shift shift = !*end ? Shift::none : !strcmp(end, "_offset") ? Shift::offset : Shift::zero;
+  if (shift == Shift::zero && strcmp(end, "_zero")) return false;
+  found = {"group", name[5] - '0', false, int(group), half ? Scale::half : Scale::single, shift};
+  return true;
+}
+
+// Where the arrays of a stretch of `inputs` lie, in bytes from its start.
+struct Stretch {
+  int64_t blocks, groups, supers;
+  size_t scales, bases, shifts, leasts, codes, end;
+};
+inline Stretch stretch(const Format& format, int64_t inputs) {
+  const int number = format.scale == Scale::half ? 2 : format.scale == Scale::single ? 4 : 1;
+  const int shift = format.shift == Shift::none ? 0 : format.shift == Shift::offset ? number : 1;
+  Stretch s = {};
+  s.blocks = (inputs + kBlock - 1) / kBlock;
+  s.groups = (inputs + format.group - 1) / format.group;
+  s.supers = (inputs + kSuper - 1) / kSuper;
+  s.bases = size_t(s.groups) * kTile * number;
+  s.shifts = s.bases + (format.scale == Scale::level ? size_t(s.supers) * kTile * 2 : 0);
+  s.leasts = s.shifts + size_t(s.groups) * kTile * shift;
+  s.codes = s.leasts + (format.shift == Shift::minima ? size_t(s.supers) * kTile * 2 : 0);
+  s.codes = (s.codes + 63) / 64 * 64;
+  s.end = s.codes + size_t(s.blocks) * 64 * format.bits;
+  return s;
+}
+
+// A weight [N, K] of a format.
+struct Layout {
+  Format format;
+  int64_t N, K, blocks, tiles;
+  size_t tile_bytes;
+  Stretch whole, last;  // of 1024 inputs, and of what is left
+
+  void make(const Format& chosen, int64_t n, int64_t k) {
+    format = chosen, N = n, K = k;
+    blocks = (K + kBlock - 1) / kBlock;
+    tiles = (N + kTile - 1) / kTile;
+    if (format.is_float()) {
+      tile_bytes = (size_t(K) * kTile * (format.bits / 8) + 63) / 64 * 64;
+    } else {
+      whole = stretch(format, kStretch), last = stretch(format, K % kStretch);
+      tile_bytes = size_t(K / kStretch) * whole.end + last.end;
+    }
+  }
+};
+
+inline float float_of_bits(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+inline float half_to_float(uint16_t half) {
+  const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, fraction = half & 1023;
+  if (exponent == 0) {
+    const float value = float(fraction) * 5.9604644775390625e-8f;  // 2^-24
+    return sign ? -value : value;
+  }
+  return float_of_bits(sign | (exponent == 31 ? 0x7f800000u | fraction << 13 : (exponent + 112) << 23 | fraction << 13));
+}
+inline float load_half(const uint8_t* p) {
+  uint16_t half;
+  memcpy(&half, p, 2);
+  return half_to_float(half);
+}
+inline float load_single(const uint8_t* p) {
+  float value;
+  memcpy(&value, p, 4);
+  return value;
+}
+}  // namespace specexport

@@ -1,0 +1,25 @@
+// AVX2 with FMA and F16C.
+#if defined(__x86_64__) || defined(_M_X64)
+#include "linear.h"
+
+#if defined(__clang__)
+#include <immintrin.h>
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#include <immintrin.h>
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+namespace specexport {
+namespace avx2 {
+constexpr bool kSigned = true;
+#include "linear_avx2.h"
+}  // namespace avx2
+const Kernels avx2_kernels = {avx2::kMost, avx2::arrange, avx2::multiply};
+}  // namespace specexport
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,91 @@
+// 256 bits: included by linear_avx2.cpp and linear_avxvnni.cpp inside their namespaces. A tile is two slices.
+//
+// Without VNNI pairs of products are added up in 16 bits, where codes of up to 5 bits leave room for four quads, and
+// those of 6 bits for two. Codes of 8 bits do not fit there: |code| is multiplied with the activation in the code's sign.
+constexpr int kLanes = 8, kMost = 4, kAhead = 1024;
+using V = __m256;
+using I = __m256i;
+using U = __m256i;
+
+INLINE V vload(const float* p) { return _mm256_loadu_ps(p); }
+INLINE void vstore(float* p, V v) { _mm256_storeu_ps(p, v); }
+INLINE V vset(float x) { return _mm256_set1_ps(x); }
+INLINE V vmul(V a, V b) { return _mm256_mul_ps(a, b); }
+INLINE V vfma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE I izero() { return _mm256_setzero_si256(); }
+INLINE I iset(int32_t x) { return _mm256_set1_epi32(x); }
+INLINE I iadd(I a, I b) { return _mm256_add_epi32(a, b); }
+INLINE V to_float(I a) { return _mm256_cvtepi32_ps(a); }
+INLINE U uload(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+INLINE U uand(U a, int mask) { return _mm256_and_si256(a, _mm256_set1_epi8(char(mask))); }
+INLINE U uxor(U a, int mask) { return _mm256_xor_si256(a, _mm256_set1_epi8(char(mask))); }
+INLINE U uor(U a, U b) { return _mm256_or_si256(a, b); }
+template <int n>
+INLINE U ushl(U a) { return _mm256_slli_epi16(a, n); }
+template <int n>
+INLINE U ushr(U a) { return _mm256_srli_epi16(a, n); }
+INLINE U ulookup(U a) {
+  const U codes = _mm256_shuffle_epi8(
+      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kCodebook))), a);
+  return kSigned ? uxor(codes, 0x80) : codes;
+}
+INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
+INLINE I quad(const int8_t* values) {
+  int32_t bits;
+  memcpy(&bits, values, 4);
+  return _mm256_set1_epi32(bits);
+}
+template <int bits>
+INLINE I dot(I sum, const U* u, const int8_t* values) {
+#if defined(WITH_VNNI)
+  UNROLL for (int q = 0; q < 4; q++) sum = _mm256_dpbusd_avx_epi32(sum, u[q], quad(values + 4 * q));
+  return sum;
+#else
+  const I ones = _mm256_set1_epi16(1);
+  if constexpr (bits == 8 || bits == 0) {
+    UNROLL for (int q = 0; q < 4; q++) {
+      const I pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(u[q]), _mm256_sign_epi8(quad(values + 4 * q), u[q]));
+      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+    }
+    return sum;
+  }
+  const I first = _mm256_add_epi16(_mm256_maddubs_epi16(u[0], quad(values)), _mm256_maddubs_epi16(u[1], quad(values + 4)));
+  const I second = _mm256_add_epi16(_mm256_maddubs_epi16(u[2], quad(values + 8)), _mm256_maddubs_epi16(u[3], quad(values + 12)));
+  if constexpr (bits == 6) {
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(first, ones));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(second, ones));
+  }
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_add_epi16(first, second), ones));
+#endif
+}
+INLINE __m128i bytes8(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
+INLINE __m128i words8(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+INLINE V load_halves(const uint8_t* p) { return _mm256_cvtph_ps(words8(p)); }
+INLINE V load_bf16(const uint8_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words8(p)), 16)); }
+INLINE V load_levels(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes8(p))); }
+INLINE V load_bytes(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes8(p))); }
+
+INLINE int32_t largest_bits(const float* x) {
+  I largest = izero();
+  for (int i = 0; i < kBlock; i += 8)
+    largest = _mm256_max_epi32(largest, _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i)),
+                                                         _mm256_set1_epi32(0x7fffffff)));
+  __m128i half = _mm_max_epi32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
+  half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
+}
+INLINE void round_block(const float* x, float inverse, int8_t* values, int32_t* sums) {
+  for (int part = 0; part < 2; part++) {
+    const I low = _mm256_cvtps_epi32(_mm256_mul_ps(vload(x + 16 * part), vset(inverse)));
+    const I high = _mm256_cvtps_epi32(_mm256_mul_ps(vload(x + 16 * part + 8), vset(inverse)));
+    const I words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(values + 16 * part),
+                     _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+    const I sum = _mm256_add_epi32(low, high);
+    __m128i half = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+    sums[part] = _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
+  }
+}
+#include "linear_tile.h"

@@ -1,0 +1,81 @@
+// AVX-512 with VNNI: a vector is a tile.
+#if defined(__x86_64__) || defined(_M_X64)
+#include "linear.h"
+
+#if defined(__clang__)
+#include <immintrin.h>
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"))), apply_to = function)
+#else
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in its own headers
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
+#include <immintrin.h>
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+namespace specexport {
+namespace avx512 {
+constexpr int kLanes = 16, kMost = 8, kAhead = 2048;
+constexpr bool kSigned = false;
+using V = __m512;
+using I = __m512i;
+using U = __m512i;
+
+INLINE V vload(const float* p) { return _mm512_loadu_ps(p); }
+INLINE void vstore(float* p, V v) { _mm512_storeu_ps(p, v); }
+INLINE V vset(float x) { return _mm512_set1_ps(x); }
+INLINE V vmul(V a, V b) { return _mm512_mul_ps(a, b); }
+INLINE V vfma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE I izero() { return _mm512_setzero_si512(); }
+INLINE I iset(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
+INLINE V to_float(I a) { return _mm512_cvtepi32_ps(a); }
+INLINE U uload(const uint8_t* p) { return _mm512_loadu_si512(p); }
+INLINE U uand(U a, int mask) { return _mm512_and_si512(a, _mm512_set1_epi8(char(mask))); }
+INLINE U uxor(U a, int mask) { return _mm512_xor_si512(a, _mm512_set1_epi8(char(mask))); }
+INLINE U uor(U a, U b) { return _mm512_or_si512(a, b); }
+template <int n>
+INLINE U ushl(U a) { return _mm512_slli_epi16(a, n); }
+template <int n>
+INLINE U ushr(U a) { return _mm512_srli_epi16(a, n); }
+INLINE U ulookup(U a) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kCodebook))), a);
+}
+INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
+template <int bits>
+INLINE I dot(I sum, const U* u, const int8_t* values) {
+  UNROLL for (int q = 0; q < 4; q++) {
+    int32_t quad;
+    memcpy(&quad, values + 4 * q, 4);
+    sum = _mm512_dpbusd_epi32(sum, u[q], _mm512_set1_epi32(quad));
+  }
+  return sum;
+}
+INLINE __m128i bytes16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+INLINE __m256i words16(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+INLINE V load_halves(const uint8_t* p) { return _mm512_cvtph_ps(words16(p)); }
+INLINE V load_bf16(const uint8_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words16(p)), 16)); }
+INLINE V load_levels(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes16(p))); }
+INLINE V load_bytes(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes16(p))); }
+
+INLINE int32_t largest_bits(const float* x) {
+  const __m512i mask = _mm512_set1_epi32(0x7fffffff);
+  const __m512i a = _mm512_and_si512(_mm512_loadu_si512(x), mask), b = _mm512_and_si512(_mm512_loadu_si512(x + 16), mask);
+  return _mm512_reduce_max_epi32(_mm512_max_epi32(a, b));
+}
+INLINE void round_block(const float* x, float inverse, int8_t* values, int32_t* sums) {
+  for (int half = 0; half < 2; half++) {
+    const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + 16 * half), _mm512_set1_ps(inverse)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(values + 16 * half), _mm512_cvtepi32_epi8(rounded));
+    sums[half] = _mm512_reduce_add_epi32(rounded);
+  }
+}
+#include "linear_tile.h"
+}  // namespace avx512
+const Kernels avx512_kernels = {avx512::kMost, avx512::arrange, avx512::multiply};
+}  // namespace specexport
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,25 @@
+// AVX-VNNI: AVX2's vectors, and products of codes as AVX-512 has them.
+#if defined(__x86_64__) || defined(_M_X64)
+#include "linear.h"
+
+#if defined(__clang__)
+#include <immintrin.h>
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avxvnni"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c,avxvnni")
+#include <immintrin.h>
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+#define WITH_VNNI
+namespace specexport {
+namespace avxvnni {
+constexpr bool kSigned = false;
+#include "linear_avx2.h"
+}  // namespace avxvnni
+const Kernels avxvnni_kernels = {avxvnni::kMost, avxvnni::arrange, avxvnni::multiply};
+}  // namespace specexport
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,321 @@
+// The products, in terms of an instruction set's own vectors: included by each file of one, inside its namespace.
+//
+// V are floats, I are int32 of kLanes outputs; U are the bytes of a line for these outputs. A row's sum is taken in one
+// order, whatever rows stand beside it: over blocks, and in a block over its parts.
+
+constexpr int kSlices = kTile / kLanes;
+constexpr int kLookup = 0;  // stands for the codebook where bits are asked for
+
+// Codes of one block, from unsigned planes of lines; signed ones where the products want them (8 bits, codebook).
+template <int from, int to>
+INLINE U field(U line, int mask) {
+  if constexpr (from > to) return uand(ushr<from - to>(line), mask);
+  if constexpr (from < to) return uand(ushl<to - from>(line), mask);
+  return uand(line, mask);
+}
+template <int bits>
+INLINE void unpack(const uint8_t* p, U* u) {
+  if constexpr (bits == 8) {
+    UNROLL for (int q = 0; q < 8; q++) u[q] = kSigned ? uxor(uload(p + 64 * q), 0x80) : uload(p + 64 * q);
+    return;
+  }
+  if constexpr (bits == kLookup || bits >= 4) {
+    UNROLL for (int q = 0; q < 4; q++) {
+      const U line = uload(p + 64 * q);
+      u[q] = uand(line, 15);
+      u[q + 4] = uand(ushr<4>(line), 15);
+    }
+    p += 256;
+  }
+  if constexpr (bits == kLookup) {
+    UNROLL for (int q = 0; q < 8; q++) u[q] = ulookup(u[q]);
+  }
+  if constexpr (bits == 6) {
+    UNROLL for (int j = 0; j < 2; j++) {
+      const U line = uload(p + 64 * j);
+      u[j] = uor(u[j], field<0, 4>(line, 0x30));
+      u[j + 2] = uor(u[j + 2], field<2, 4>(line, 0x30));
+      u[j + 4] = uor(u[j + 4], field<4, 4>(line, 0x30));
+      u[j + 6] = uor(u[j + 6], field<6, 4>(line, 0x30));
+    }
+  }
+  if constexpr (bits == 2 || bits == 3) {
+    UNROLL for (int j = 0; j < 2; j++) {
+      const U line = uload(p + 64 * j);
+      u[j] = field<0, 0>(line, 3);
+      u[j + 2] = field<2, 0>(line, 3);
+      u[j + 4] = field<4, 0>(line, 3);
+      u[j + 6] = field<6, 0>(line, 3);
+    }
+    p += 128;
+  }
+  if constexpr (bits == 3 || bits == 5) {
+    constexpr int to = bits - 1, mask = 1 << to;
+    const U line = uload(p);
+    u[0] = uor(u[0], field<0, to>(line, mask));
+    u[1] = uor(u[1], field<1, to>(line, mask));
+    u[2] = uor(u[2], field<2, to>(line, mask));
+    u[3] = uor(u[3], field<3, to>(line, mask));
+    u[4] = uor(u[4], field<4, to>(line, mask));
+    u[5] = uor(u[5], field<5, to>(line, mask));
+    u[6] = uor(u[6], field<6, to>(line, mask));
+    u[7] = uor(u[7], field<7, to>(line, mask));
+  }
+}
+
+// What a call of a kernel gets: a stretch of a tile, and some rows from its first block on.
+struct Part {
+  const uint8_t* codes;
+  const float *scales, *offsets;  // [blocks, parts, 16]
+  int64_t blocks;
+  const uint8_t* slots;
+  size_t stride;  // bytes of a block's slots
+  float* sums;    // [rows, 16], added to
+};
+
+INLINE float float_at(const uint8_t* p) { return load_single(p); }
+INLINE int32_t int_at(const uint8_t* p) {
+  int32_t value;
+  memcpy(&value, p, 4);
+  return value;
+}
+template <int bits, int parts, bool shifted, int M>
+static void multiply_codes(const Part& p) {
+  constexpr int lines = bits == kLookup ? 4 : bits, slot = kBlock + 4 + 4 * parts;
+  for (int slice = 0; slice < kSlices; slice++) {
+    const int column = slice * kLanes;
+    V sums[M];
+    UNROLL for (int m = 0; m < M; m++) sums[m] = vload(p.sums + kTile * m + column);
+    const uint8_t *line = p.codes, *row = p.slots;
+    const float *scales = p.scales + column, *offsets = p.offsets + column;
+    for (int64_t b = 0; b < p.blocks; b++) {
+      if (slice == 0) {
+        UNROLL for (int i = 0; i < lines; i++) prefetch(line + kAhead + 64 * i);
+      }
+      U u[8];
+      unpack<bits>(line + 4 * column, u);
+      V scale[parts], offset[parts];
+      UNROLL for (int i = 0; i < parts; i++) {
+        scale[i] = vload(scales + i * kTile);
+        if (shifted) offset[i] = vload(offsets + i * kTile);
+      }
+      UNROLL for (int m = 0; m < M; m++) {
+        const int8_t* values = reinterpret_cast<const int8_t*>(row + slot * m);
+        const uint8_t* share = row + slot * m + kBlock + 4;
+        const V row_scale = vset(float_at(row + slot * m + kBlock));
+        I low = dot<bits>(shifted ? izero() : iset(int_at(share)), u, values);
+        if (parts == 2) {
+          const I high = dot<bits>(shifted ? izero() : iset(int_at(share + 4)), u + 4, values + 16);
+          sums[m] = vfma(to_float(low), vmul(scale[0], row_scale), sums[m]);
+          sums[m] = vfma(to_float(high), vmul(scale[parts - 1], row_scale), sums[m]);
+        } else {
+          low = M < 3 ? iadd(low, dot<bits>(izero(), u + 4, values + 16)) : dot<bits>(low, u + 4, values + 16);
+          sums[m] = vfma(to_float(low), vmul(scale[0], row_scale), sums[m]);
+        }
+        if (shifted) {
+          UNROLL for (int i = 0; i < parts; i++) sums[m] = vfma(offset[i], vset(float_at(share + 4 * i)), sums[m]);
+        }
+      }
+      line += 64 * lines, row += p.stride, scales += kTile * parts, offsets += kTile * parts;
+    }
+    UNROLL for (int m = 0; m < M; m++) vstore(p.sums + kTile * m + column, sums[m]);
+  }
+}
+using Rows = void (*)(const Part&);
+template <int bits, int parts, bool shifted>
+static constexpr Rows kRows[8] = {
+    multiply_codes<bits, parts, shifted, 1>,
+    multiply_codes<bits, parts, shifted, 2>,
+    multiply_codes<bits, parts, shifted, 3>,
+    multiply_codes<bits, parts, shifted, 4>,
+    multiply_codes<bits, parts, shifted, kMost < 5 ? 1 : 5>,
+    multiply_codes<bits, parts, shifted, kMost < 6 ? 1 : 6>,
+    multiply_codes<bits, parts, shifted, kMost < 7 ? 1 : 7>,
+    multiply_codes<bits, parts, shifted, kMost < 8 ? 1 : 8>,
+};
+static const Rows* rows_of(const Format& format) {
+  const bool shifted = format.shifted();
+  const int parts = format.parts();
+  switch (format.bits) {
+    case 2: return kRows<2, 2, true>;
+    case 3: return kRows<3, 2, false>;
+    case 4: if (format.lookup) return kRows<kLookup, 1, false>;
+            if (parts == 2) return shifted ? kRows<4, 2, true> : kRows<4, 2, false>;
+            return shifted ? kRows<4, 1, true> : kRows<4, 1, false>;
+    case 5: return shifted ? kRows<5, 1, true> : kRows<5, 1, false>;
+    case 6: return kRows<6, 2, false>;
+    default: if (parts == 2) return shifted ? kRows<8, 2, true> : kRows<8, 2, false>;
+             return shifted ? kRows<8, 1, true> : kRows<8, 1, false>;
+  }
+}
+
+// float32 scales and offsets of each part of a stretch's blocks.
+static void expand(const Format& format, const Stretch& s, const uint8_t* at, float* scales, float* offsets) {
+  const int64_t wanted = s.blocks * format.parts(), repeats = format.group <= kBlock ? 1 : format.group / kBlock;
+  const int64_t supers = kSuper / format.group;  // groups of one
+  const float middle = kSigned && (format.lookup || format.bits == 8) ? 128.f : 0.f;
+  for (int64_t g = 0; g < s.groups; g++) {
+    if (g % 2 == 0) prefetch(at + kAhead + g * int64_t(s.codes) / s.groups);
+    for (int column = 0; column < kTile; column += kLanes) {
+      const int64_t i = g * kTile + column;
+      const int64_t base = format.scale == Scale::level ? (g / supers * kTile + column) * 2 : 0;
+      V scale, offset = vset(0.f);
+      switch (format.scale) {
+        case Scale::half: scale = load_halves(at + 2 * i); break;
+        case Scale::single: scale = vload(reinterpret_cast<const float*>(at) + i); break;
+        default: scale = vmul(load_halves(at + s.bases + base), load_levels(at + i)); break;
+      }
+      switch (format.shift) {
+        case Shift::none: break;
+        case Shift::offset:
+          offset = format.scale == Scale::half ? load_halves(at + s.shifts + 2 * i)
+                                               : vload(reinterpret_cast<const float*>(at + s.shifts) + i);
+          break;
+        case Shift::zero: offset = vmul(vmul(vset(-1.f), scale), load_bytes(at + s.shifts + i)); break;
+        case Shift::minima: offset = vmul(load_halves(at + s.leasts + base), load_bytes(at + s.shifts + i)); break;
+      }
+      if (middle != 0.f) offset = vfma(vset(middle), scale, offset);
+      for (int64_t r = g * repeats; r < (g + 1) * repeats && r < wanted; r++) {
+        vstore(scales + r * kTile + column, scale);
+        if (format.shifted()) vstore(offsets + r * kTile + column, offset);
+      }
+    }
+  }
+  for (int64_t i = s.groups * repeats * kTile; i < wanted * kTile; i++) scales[i] = offsets[i] = 0.f;
+}
+
+// Float weights: two chains of a row's sum, over even and odd inputs.
+template <Scale kind>
+INLINE V load_weights(const uint8_t* p) {
+  return kind == Scale::f32 ? vload(reinterpret_cast<const float*>(p)) : kind == Scale::f16 ? load_halves(p) : load_bf16(p);
+}
+template <Scale kind, int M>
+static void multiply_floats(const uint8_t* weight, const float* x, int64_t capacity, int64_t inputs, float* sums) {
+  constexpr int width = kind == Scale::f32 ? 4 : 2;
+  for (int slice = 0; slice < kSlices; slice++) {
+    const int column = slice * kLanes;
+    V even[M], odd[M];
+    UNROLL for (int m = 0; m < M; m++) {
+      even[m] = vload(sums + kTile * 2 * m + column), odd[m] = vload(sums + kTile * (2 * m + 1) + column);
+    }
+    const uint8_t* p = weight + width * column;
+    const float* row = x;
+    int64_t k = 0;
+    for (; k + 2 <= inputs; k += 2, p += 2 * width * kTile, row += 2 * capacity) {
+      if (slice == 0) {
+        UNROLL for (int i = 0; i < width / 2; i++) prefetch(p + kAhead + 64 * i);
+      }
+      const V first = load_weights<kind>(p), second = load_weights<kind>(p + width * kTile);
+      UNROLL for (int m = 0; m < M; m++) {
+        even[m] = vfma(first, vset(row[m]), even[m]);
+        odd[m] = vfma(second, vset(row[capacity + m]), odd[m]);
+      }
+    }
+    if (k < inputs) {
+      const V first = load_weights<kind>(p);
+      UNROLL for (int m = 0; m < M; m++) even[m] = vfma(first, vset(row[m]), even[m]);
+    }
+    UNROLL for (int m = 0; m < M; m++) {
+      vstore(sums + kTile * 2 * m + column, even[m]), vstore(sums + kTile * (2 * m + 1) + column, odd[m]);
+    }
+  }
+}
+using FloatRows = void (*)(const uint8_t*, const float*, int64_t, int64_t, float*);
+template <Scale kind>
+static constexpr FloatRows kFloatRows[8] = {
+    multiply_floats<kind, 1>,
+    multiply_floats<kind, 2>,
+    multiply_floats<kind, 3>,
+    multiply_floats<kind, 4>,
+    multiply_floats<kind, kMost < 5 ? 1 : 5>,
+    multiply_floats<kind, kMost < 6 ? 1 : 6>,
+    multiply_floats<kind, kMost < 7 ? 1 : 7>,
+    multiply_floats<kind, kMost < 8 ? 1 : 8>,
+};
+
+static void multiply(const Product& p, int64_t first_tile, int64_t last_tile, int64_t first, int64_t last, void* work) {
+  const Layout& layout = p.layout;
+  const Format& format = layout.format;
+  const int64_t first_row = first * p.capacity, last_row = last * p.capacity < p.rows ? last * p.capacity : p.rows;
+  const size_t slots = size_t(p.capacity) * p.slot_bytes(), group_bytes = p.group_bytes();
+  const int chains = format.is_float() ? 2 : 1;
+  float* scales = static_cast<float*>(work);
+  float* offsets = scales + kTile * 2 * kStretch / kBlock;
+  float* sums = offsets + kTile * 2 * kStretch / kBlock;
+  const Rows* rows = format.is_float() ? nullptr : rows_of(format);
+  const FloatRows* float_rows = format.scale == Scale::f32   ? kFloatRows<Scale::f32>
+                                : format.scale == Scale::f16 ? kFloatRows<Scale::f16>
+                                                             : kFloatRows<Scale::bf16>;
+  for (int64_t t = first_tile; t < last_tile; t++) {
+    const uint8_t* at = p.weight + size_t(t) * layout.tile_bytes;
+    memset(sums, 0, sizeof(float) * size_t((last_row - first_row) * chains * kTile));
+    const int64_t step = format.is_float() ? kStretch / 2 : kStretch;
+    for (int64_t k = 0; k < layout.K; k += step) {
+      const int64_t inputs = layout.K - k < step ? layout.K - k : step;
+      const Stretch& s = inputs == kStretch ? layout.whole : layout.last;
+      if (!format.is_float()) expand(format, s, at, scales, offsets);
+      for (int64_t g = first; g < last; g++) {
+        const int64_t row = g * p.capacity, count = p.rows - row < p.capacity ? p.rows - row : p.capacity;
+        const uint8_t* group = p.arranged + size_t(g) * group_bytes;
+        float* to = sums + (row - first_row) * chains * kTile;
+        if (format.is_float()) {
+          const float* x = reinterpret_cast<const float*>(group) + k * p.capacity;
+          float_rows[count - 1](at, x, p.capacity, inputs, to);
+        } else {
+          group += size_t(k / kBlock) * slots;
+          rows[count - 1]({at + s.codes, scales, offsets, s.blocks, group, slots, to});
+        }
+      }
+      at += format.is_float() ? size_t(inputs) * kTile * (format.bits / 8) : s.end;
+    }
+    const int64_t column = t * kTile, width = layout.N - column < kTile ? layout.N - column : kTile;
+    for (int64_t row = first_row; row < last_row; row++) {
+      const float* sum = sums + (row - first_row) * chains * kTile;
+      float total[kTile];
+      for (int i = 0; i < kTile; i++) total[i] = chains == 2 ? sum[i] + sum[kTile + i] : sum[i];
+      if (p.bias)
+        for (int64_t i = 0; i < width; i++) total[i] += p.bias[column + i];
+      memcpy(p.out + row * layout.N + column, total, sizeof(float) * size_t(width));
+    }
+  }
+}
+
+// A slot of 32 activations: their largest magnitude becomes 127. A NaN or an infinity makes the slot's scale NaN.
+static void fill_slot(const Layout& layout, const float* x, uint8_t* slot) {
+  const int parts = layout.format.parts(), zero = kSigned && layout.format.zero() == 128 ? 0 : layout.format.zero();
+  const int32_t bits = largest_bits(x);
+  const float largest = float_of_bits(uint32_t(bits));
+  const bool finite = bits < 0x7f800000, some = finite && bits >= 0x03800000;  // 2^-120: 127 / x is finite
+  const float scale = some ? largest / 127.f : finite ? 0.f : float_of_bits(0x7fc00000);
+  int32_t sums[2] = {};
+  memset(slot, 0, kBlock);
+  if (some) round_block(x, 127.f / largest, reinterpret_cast<int8_t*>(slot), sums);
+  memcpy(slot + kBlock, &scale, 4);
+  if (parts == 1) sums[0] += sums[1];
+  for (int i = 0; i < parts; i++) {
+    const float share = float(sums[i]) * scale;
+    const int32_t correction = -zero * sums[i];
+    memcpy(slot + kBlock + 4 + 4 * i, layout.format.shifted() ? static_cast<const void*>(&share) : &correction, 4);
+  }
+}
+static void arrange(const Product& p, int64_t first, int64_t last) {
+  const Layout& layout = p.layout;
+  const size_t slot = p.slot_bytes();
+  for (int64_t g = first; g < last; g++) {
+    uint8_t* group = p.arranged + size_t(g) * p.group_bytes();
+    for (int64_t m = 0; m < p.capacity && g * p.capacity + m < p.rows; m++) {
+      const float* x = p.x + (g * p.capacity + m) * layout.K;
+      if (layout.format.is_float()) {
+        float* to = reinterpret_cast<float*>(group) + m;
+        for (int64_t k = 0; k < layout.K; k++) to[k * p.capacity] = x[k];
+        continue;
+      }
+      for (int64_t b = 0; b < layout.blocks; b++) {
+        const int64_t left = layout.K - b * kBlock;
+        float filled[kBlock] = {};
+        if (left < kBlock) memcpy(filled, x + b * kBlock, sizeof(float) * size_t(left));
+        fill_slot(layout, left < kBlock ? filled : x + b * kBlock, group + size_t(b * p.capacity + m) * slot);
+      }
+    }
+  }
+}

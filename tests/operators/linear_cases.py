@@ -1,0 +1,178 @@
+"""Packed weights of every format, and ONNX Runtime sessions of one operator over them.
+
+``python -m tests.operators.linear_cases LIBRARY [SEED SHAPES]`` checks products and lookups with the kernels that
+``SPECEXPORT_CPU_KERNELS`` names, for ``test_block_linear.py``: a process has one set of kernels.
+"""
+
+import sys
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper, numpy_helper
+
+from specexport.block_format import FLOATS, NAMED, STRETCH, layout, pack, pack_float, reference, unpack
+from specexport.passes.block_weight import Blocks, BlockWeight, Form, Spread, Stored
+
+GROUPS = [
+    "group4_64_f16",
+    "group4_128_f32",
+    "group4_16_f16",
+    "group4_32_f16_zero",
+    "group4_128_f16_zero",
+    "group4_16_f32_zero",
+    "group4_32_f32_offset",
+    "group8_128_f16",
+    "group8_32_f32",
+    "group8_16_f16",
+    "group8_128_f16_zero",
+    "group8_16_f32_offset",
+]
+CODES = [*NAMED, *GROUPS]
+ALL = [*FLOATS, *CODES]
+TOLERANCE = 1e-5
+SHAPES = [(16, 32), (33, 100), (7, 1), (40, 1100), (64, 2048)]
+
+
+def random_weight(name: str, n: int, k: int, generator: np.random.Generator) -> BlockWeight:
+    """Any integers, scales and offsets that a format of codes can hold; K of any size."""
+    form = layout(name)
+    groups, supers = -(-k // form.group), -(-k // 256)
+    middle = 128 if form.bits > 4 or form.lookup else 8
+    codes = generator.integers(0, 1 << form.bits, (n, k), dtype=np.uint8)
+    codes[0], codes[-1] = (1 << form.bits) - 1, 0  # what sums of pairs must have room for
+    if form.lookup:
+        codes = _book()[codes]
+    scales = generator.uniform(0.001, 0.01, (n, groups)).astype(np.float16 if form.scale == "half" else np.float32)
+    bases = generator.uniform(-0.001, 0.001, (n, supers)).astype(np.float16)
+    share = 256 // form.group if form.scale == "level" else 1
+    levels = generator.integers(-32, 64, (n, groups)).astype(np.int8) if form.scale == "level" else None
+    stored: Stored | None = None
+    offsets: np.ndarray | None = None
+    if levels is not None:
+        scales = np.repeat(bases, share, 1)[:, :groups].astype(np.float32) * levels
+        stored = Stored(bases, levels)
+    if form.shift == "minima":
+        least = generator.uniform(-0.02, 0.001, (n, supers)).astype(np.float16)
+        minima = generator.integers(0, 64, (n, groups)).astype(np.int8)
+        stored = Stored(bases, levels, least, minima)
+        offsets = np.repeat(least, share, 1)[:, :groups].astype(np.float32) * minima
+    elif form.shift == "zero":
+        zeros = generator.integers(0, 1 << form.bits, (n, groups))
+        offsets = scales.astype(np.float32) * (middle - zeros).astype(np.float32)
+    elif form.shift == "offset":
+        least = generator.uniform(-0.05, 0.05, (n, groups)).astype(scales.dtype)
+        offsets, stored = least.astype(np.float32), Stored(scales, least=least)  # type: ignore[arg-type]
+    blocks = Blocks(codes + np.uint8(form.bias), scales.astype(np.float32), offsets, stored)
+    spread = None if stored is None else Spread(256, levels is not None, form.shift == "minima")
+
+    def read(rows: np.ndarray) -> Blocks:
+        parts: list[Any] = [None if part is None else part[rows] for part in (blocks.stored or ())]
+        return Blocks(
+            blocks.codes[rows],
+            blocks.scales[rows],
+            None if blocks.offsets is None else blocks.offsets[rows],
+            Stored(*parts) if parts else None,
+        )
+
+    return BlockWeight(name, Form(4 if middle == 8 else 8, form.group, bool(form.shift)), (n, k), 0, read, spread)
+
+
+def _book() -> np.ndarray:
+    from specexport.block_format import IQ4_VALUES
+
+    return (IQ4_VALUES + 128).astype(np.uint8)
+
+
+def packed(name: str, n: int, k: int, generator: np.random.Generator) -> np.ndarray:
+    """A random weight, packed."""
+    if name in FLOATS:
+        return pack_float(name, generator.standard_normal((n, k)).astype(np.float32) * np.float32(0.05), n, k)
+    return pack(name, random_weight(name, n, k, generator))
+
+
+def session(
+    library: str, nodes: Seq[onnx.NodeProto], given: dict[str, tuple[int, int]], weights: dict[str, np.ndarray],
+    outputs: Seq[str], threads: int = 1,
+) -> ort.InferenceSession:  # fmt: skip
+    """A session of some nodes; ``given`` has types and ranks of inputs."""
+    graph = helper.make_graph(
+        list(nodes),
+        "operators",
+        [helper.make_tensor_value_info(name, kind, [None] * rank) for name, (kind, rank) in given.items()],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
+        [numpy_helper.from_array(value, name) for name, value in weights.items()],
+    )
+    opsets = [
+        helper.make_opsetid("", 20),
+        helper.make_opsetid("specexport", 1),
+        helper.make_opsetid("com.microsoft", 1),
+    ]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(library)
+    options.intra_op_num_threads, options.log_severity_level = threads, 4
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def linear(name: str, n: int, k: int, inputs: Seq[str] = ("x", "w"), out: str = "y") -> onnx.NodeProto:
+    """A node."""
+    return helper.make_node("BlockLinear", list(inputs), [out], domain="specexport", format=name, N=n, K=k)
+
+
+def embedding(name: str, n: int, k: int) -> onnx.NodeProto:
+    """A node."""
+    return helper.make_node("BlockEmbedding", ["ids", "w"], ["rows"], domain="specexport", format=name, N=n, K=k)
+
+
+def check(library: str, name: str, n: int, k: int, generator: np.random.Generator) -> None:
+    """Products against float64, their bits at widths, batches and threads, and lookups."""
+    weight, bias = packed(name, n, k, generator), generator.standard_normal(n).astype(np.float32)
+    nodes = [linear(name, n, k, ("x", "w", "b")), embedding(name, n, k)]
+    given = {"x": (TensorProto.FLOAT, 3), "ids": (TensorProto.INT64, 1)}
+    runs = [session(library, nodes, given, {"w": weight, "b": bias}, ["y", "rows"], threads).run for threads in (1, 2)]
+    x = generator.standard_normal((17, k)).astype(np.float32) * np.exp(generator.normal(size=(17, 1))).astype(
+        np.float32
+    )
+    x[3] = 0
+    x[4], x[7] = 1, np.where(np.arange(k) % 3, -1, 1)
+    ids = generator.integers(0, n, 9)
+    wanted = reference(name, weight, n, k, x) + bias
+    got, rows = runs[0](None, {"x": x[None], "ids": ids})
+    scale = max(float(np.abs(wanted).max()), 1e-30)
+    error = float(np.abs(got[0] - wanted).max()) / scale
+    assert error <= TOLERANCE, f"{name} [{n}, {k}]: error {error}"
+    values = unpack(name, weight, n, k)
+    assert rows.tobytes() == values[ids].tobytes(), f"{name} [{n}, {k}]: rows"
+    for run in runs:
+        for width in range(1, 17):
+            part = run(["y"], {"x": x[None, :width], "ids": ids})[0]
+            assert part.tobytes() == got[:, :width].tobytes(), f"{name} [{n}, {k}]: bits at width {width}"
+        batch = run(["y"], {"x": x[:16].reshape(4, 4, k), "ids": ids})[0]
+        assert batch.tobytes() == got[:, :16].tobytes(), f"{name} [{n}, {k}]: bits in a batch"
+    broken = x.copy()
+    broken[5, k // 2], broken[6, 0] = np.nan, np.inf
+    odd = runs[0](["y"], {"x": broken[None], "ids": ids})[0][0]
+    assert not np.isfinite(odd[5:7]).any(), f"{name}: NaN"
+    rest = [row for row in range(17) if row not in (5, 6)]
+    assert odd[rest].tobytes() == got[0][rest].tobytes(), f"{name}: rows beside a NaN"
+
+
+def main() -> None:
+    """See the module."""
+    library = sys.argv[1]
+    if len(sys.argv) > 2:
+        generator = np.random.default_rng(int(sys.argv[2]))
+        for _ in range(int(sys.argv[3])):
+            name = str(generator.choice(ALL))
+            check(library, name, int(generator.integers(1, 100)), int(generator.integers(1, 2 * STRETCH)), generator)
+        return
+    for index, name in enumerate(ALL):
+        for n, k in SHAPES:
+            check(library, name, n, k, np.random.default_rng([index, n, k]))
+
+
+if __name__ == "__main__":
+    main()
