@@ -118,6 +118,8 @@ def layout(format: str) -> Layout:  # noqa: A002 what everyone calls it
 
 def format_of(weight: BlockWeight) -> str:
     """The format that holds a checkpoint's weight exactly, with the fewest bytes."""
+    if weight.format:
+        return weight.format
     if weight.kind in _KINDS and weight.spread is not None:
         return _KINDS[weight.kind]
     if weight.spread is not None and weight.spread.values == weight.form.block and not weight.form.has_offsets:
