@@ -173,7 +173,6 @@ INLINE void mix_block(const float* weights, const float* values, int64_t stride,
 
 struct Tile {
   int64_t start, first, last;  // entry of its first lane; lanes that some query sees
-  bool whole;                  // all queries see all of [first, last)
   const float* values;
   int64_t stride;
 };
@@ -213,8 +212,27 @@ INLINE float weigh(const Queries& given, const Tile& tile, int64_t query, float*
   return keep;
 }
 
+// Weighted values of lanes [first, last), which all N queries see, or each its own.
+template <int N, bool ALL>
+INLINE void mix(const Queries& given, const Tile& tile, int64_t query, int64_t first, int64_t last, const float* keep,
+                const State& state, const Workspace& space) {
+  constexpr int kWide = LANES == 16 ? 4 : 1;
+  const float* weights = space.scores + query * kTile;
+  float* mixed = state.mixed + query * given.v_pad;
+  int64_t at = 0;
+  for (; at + kWide * 16 <= given.v_pad; at += kWide * 16)
+    mix_block<N, kWide, ALL>(weights, tile.values + at, tile.stride, first, last, space.seen + query, keep, mixed + at, given.v_pad);
+  for (; at < given.v_pad; at += 16)
+    mix_block<N, 1, ALL>(weights, tile.values + at, tile.stride, first, last, space.seen + query, keep, mixed + at, given.v_pad);
+}
+
 template <int N>
-TARGET void attend_block(const Queries& given, const Tile& tile, int64_t query, State state, const Workspace& space) {
+TARGET void attend_block(const Queries& given, const Tile& whole, int64_t query, State state, const Workspace& space) {
+  uint64_t any = 0, common = ~uint64_t(0);
+  for (int n = 0; n < N; n++) any |= space.seen[query + n], common &= space.seen[query + n];
+  if (!any) return;
+  Tile tile = whole;
+  tile.first = __builtin_ctzll(any), tile.last = kTile - __builtin_clzll(any);
   const float* q = given.q + query * given.k_dim;
   float* scores = space.scores + query * kTile;
   const int64_t padded = (given.k_dim + 15) / 16 * 16;
@@ -224,27 +242,11 @@ TARGET void attend_block(const Queries& given, const Tile& tile, int64_t query, 
   for (; group * 16 < tile.last; group++)
     score_block<N, 1>(q, space.keys + group * 16 * padded, given.k_dim, scores + group * 16);
   float keep[N];
-  const uint64_t* seen = space.seen + query;
-  for (int n = 0; n < N; n++) keep[n] = weigh(given, tile, query + n, scores + n * kTile, seen[n], state);
-  int64_t channel = 0;
-  for (const int64_t dim = given.v_pad; channel < dim;) {
-    float* mixed = state.mixed + query * dim + channel;
-    const float* values = tile.values + channel;
-    if (LANES == 16 && channel + 64 <= dim) {
-      constexpr int kGroups = LANES == 16 ? 4 : 1;
-      if (tile.whole)
-        mix_block<N, kGroups, true>(scores, values, tile.stride, tile.first, tile.last, seen, keep, mixed, dim);
-      else
-        mix_block<N, kGroups, false>(scores, values, tile.stride, tile.first, tile.last, seen, keep, mixed, dim);
-      channel += 64;
-    } else {
-      if (tile.whole)
-        mix_block<N, 1, true>(scores, values, tile.stride, tile.first, tile.last, seen, keep, mixed, dim);
-      else
-        mix_block<N, 1, false>(scores, values, tile.stride, tile.first, tile.last, seen, keep, mixed, dim);
-      channel += 16;
-    }
-  }
+  for (int n = 0; n < N; n++) keep[n] = weigh(given, tile, query + n, scores + n * kTile, space.seen[query + n], state);
+  if (any == common && any == ~uint64_t(0) >> (kTile - tile.last) >> tile.first << tile.first)
+    mix<N, true>(given, tile, query, tile.first, tile.last, keep, state, space);
+  else
+    mix<N, false>(given, tile, query, tile.first, tile.last, keep, state, space);
 }
 
 template <int N>
@@ -256,9 +258,9 @@ TARGET void attend_rest(const Queries& given, const Tile& tile, int64_t query, i
   }
 }
 
-// Which entries of a tile each query sees; finds the tile's first and last lanes and whether all see all of those.
+// Which entries of a tile each query sees; finds the lanes that some do, false if there are none.
 INLINE bool look(const Queries& given, Tile& tile, int64_t from, int64_t to, uint64_t* seen) {
-  uint64_t any = 0, common = ~uint64_t(0);
+  uint64_t any = 0;
   for (int64_t token = 0; token < given.tokens; token++) {
     const int64_t first = given.first[token] > from ? given.first[token] : from;
     const int64_t last = given.last[token] < to ? given.last[token] : to;
@@ -272,12 +274,10 @@ INLINE bool look(const Queries& given, Tile& tile, int64_t from, int64_t to, uin
         if (entry < 0 || entry > at || (given.window > 0 && entry <= at - given.window)) bits &= ~(uint64_t(1) << lane);
       }
     for (int64_t i = 0; i < given.group; i++) seen[token * given.group + i] = bits;
-    any |= bits, common &= bits;
+    any |= bits;
   }
-  if (!any) return false;
-  tile.first = __builtin_ctzll(any), tile.last = kTile - __builtin_clzll(any);
-  tile.whole = any == common && any == (~uint64_t(0) >> (kTile - tile.last) >> tile.first << tile.first);
-  return true;
+  if (any) tile.first = __builtin_ctzll(any), tile.last = kTile - __builtin_clzll(any);
+  return any;
 }
 
 template <class T>
@@ -286,7 +286,7 @@ TARGET void attend_as(const Queries& given, int64_t from, int64_t to, State stat
   for (int64_t i = 0; i < queries; i++) state.top[i] = kNothing, state.sum[i] = 0;
   for (int64_t i = 0; i < queries * given.v_pad; i++) state.mixed[i] = 0;
   for (int64_t start = from / kTile * kTile; start < to; start += kTile) {
-    Tile tile = {start, 0, 0, false, nullptr, given.v_dim};
+    Tile tile = {start, 0, 0, nullptr, given.v_dim};
     if (!look(given, tile, from, to, space.seen)) continue;
     turn_keys(static_cast<const T*>(given.keys) + start * given.k_dim, given.k_dim, tile.first, tile.last, space.keys);
     const T* values = static_cast<const T*>(given.values) + start * given.v_dim;
