@@ -297,8 +297,8 @@ Status* check(Step& step) {
 Status* own(KernelContext* context, size_t index, const Tensor& given, char*& cache) {
   void* data = nullptr;
   TRY(output(context, index, given.dims, given.rank, &data));
-  REQUIRE(data, "UnpaddedAttention: a cache that is appended to is an output too");
-  if (data != given.data) memcpy(data, given.data, given.count() * (given.type == ort::kInt8 ? 1 : 4));
+  REQUIRE(data || given.count() == 0, "UnpaddedAttention: a cache that is appended to is an output too");
+  if (data != given.data && data) memcpy(data, given.data, given.count() * (given.type == ort::kInt8 ? 1 : 4));
   cache = static_cast<char*>(data);
   return nullptr;
 }

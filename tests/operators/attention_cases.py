@@ -61,7 +61,7 @@ def draw(case: Case, seed: int = 0) -> dict[str, Array]:
         return rng.standard_normal(shape).astype(np.float32)
 
     tokens = sum(new for _, new in case.rows)
-    capacity = case.capacity or max(past + new for past, new in case.rows) + 3
+    capacity = case.capacity or max([past + new for past, new in case.rows], default=0) + 3
     sizes = [case.heads * case.k_dim, case.kv_heads * case.k_dim, case.kv_heads * case.v_dim]
     given: dict[str, Array] = dict(zip("qkv", (normal(tokens, size) for size in sizes), strict=True))
     for name, dim in (("k", case.k_dim), ("v", case.v_dim)):
@@ -72,7 +72,7 @@ def draw(case: Case, seed: int = 0) -> dict[str, Array]:
         given[f"{name}_cache"] = cache
         if case.int8:
             given[f"{name}_scale"] = rng.uniform(0.01, 0.03, case.kv_heads * dim).astype(np.float32)
-    given["kv_lens"] = np.array([[past] for past, _ in case.rows], np.int32)
+    given["kv_lens"] = np.array([past for past, _ in case.rows], np.int32)[:, None]
     given["cu_new_tokens"] = np.cumsum([0, *(new for _, new in case.rows)]).astype(np.int32)
     if case.sinks:
         given["sinks"] = normal(case.heads)
@@ -132,12 +132,12 @@ class Operator:
     def in_place(self, given: dict[str, Array]) -> Array:
         """The output; the caches of ``given`` are written."""
         io = self.session.io_binding()
+        io.bind_output("output")
         for name, array in given.items():
             value = onnxruntime.OrtValue.ortvalue_from_numpy(array)
             io.bind_ortvalue_input(name, value)
             if f"{name}_out" in self.outputs:
                 io.bind_ortvalue_output(f"{name}_out", value)
-        io.bind_output("output")
         self.session.run_with_iobinding(io)
         found: Array = io.get_outputs()[0].numpy()
         return found
