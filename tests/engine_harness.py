@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from specexport_runtime.abi import CACHE_INPUTS, PADDED_STEP_INPUTS, LayerGeometry
+from specexport_runtime.executors.operators import register
 
 
 def make_checkpoint(model: Any) -> Any:
@@ -117,6 +118,7 @@ class Engine:
 
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
+        register(options)
         self.session = ort.InferenceSession(str(folder / graph), options, providers=["CPUExecutionProvider"])
         self.inputs = {value.name for value in self.session.get_inputs()}
         self.flat_caches = len(next(x.shape for x in self.session.get_inputs() if x.name == "k_cache.0")) == 4

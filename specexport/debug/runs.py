@@ -78,11 +78,13 @@ def _open(proto: Any, folder: Path, num_threads: int) -> Any:
 
     from specexport_runtime.bundle.files import native_path
     from specexport_runtime.executors.external_data import FOLDER_KEY, follow_links
+    from specexport_runtime.executors.operators import register
     from specexport_runtime.machine import has_exact_int8_products
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = num_threads, 1
     options.log_severity_level = 3
+    register(options)
     options.add_session_config_entry(FOLDER_KEY, native_path(follow_links(proto, folder)))
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if not has_exact_int8_products():

@@ -12,6 +12,7 @@ from specexport_runtime.bundle.opened import WEIGHTS
 from specexport_runtime.errors import BundleError, MissingDependencyError
 from specexport_runtime.executors.external_data import session_model
 from specexport_runtime.executors.flash_attention import flash_attention
+from specexport_runtime.executors.operators import register
 from specexport_runtime.executors.ort_probe import ProbedStep, difference, probe_session, probe_widths
 from specexport_runtime.executors.ort_threads import set_threads
 from specexport_runtime.executors.packed_alignment import align_packed
@@ -92,6 +93,7 @@ def _options(num_threads: int, spin: bool) -> Any:
     options = onnxruntime.SessionOptions()
     set_threads(options, num_threads, spin=spin)
     options.log_severity_level = 3
+    register(options)
     # A plan of the memory of each combination of input sizes is kept for ever, and a server meets thousands of them.
     options.enable_mem_pattern = False
     if not has_exact_int8_products():
