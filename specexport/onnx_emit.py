@@ -1,7 +1,7 @@
 """The one way in which passes and lowerings write ONNX: nodes, constants, weights and inputs.
 
 Nodes that go into a graph come from :class:`Emitter` and from nowhere else; a test holds the sources to that. Bodies of
-model-local functions are the exception: they are ONNX text, in ``specexport.lowering.functions``, which says why.
+model-local functions are the exception: they are ONNX text, in ``specexport.lowering.recurrence``, which says why.
 """
 
 import hashlib

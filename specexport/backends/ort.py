@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 ENGINE_NAME = "model.onnx"
 PADDED_NAME = "model.padded.onnx"
-ONE_TOKEN_NAME = "model.one_token.onnx"  # noqa: S105 no password
 DATA_NAME = "model.onnx.data"
 PAGE_BYTES = 4096
 INLINE_BYTES = 1024
@@ -64,27 +63,12 @@ def write_padded_onnx(ir_model: "ir.Model", folder: Path) -> str:
     Raises:
         CheckFailedError: the graph has a weight that ``model.onnx`` has not.
     """
-    return _write_sharing(ir_model, folder, PADDED_NAME, "padded-KV")
-
-
-def write_one_token_onnx(ir_model: "ir.Model", folder: Path) -> str:
-    """Write ``model.one_token.onnx``, the graph for steps of one token a row, like :func:`write_padded_onnx`."""
-    return _write_sharing(ir_model, folder, ONE_TOKEN_NAME, "one-token")
-
-
-def _write_sharing(ir_model: "ir.Model", folder: Path, name: str, kind: str) -> str:
     import onnx_ir as ir
 
     written = ir.load(folder / ENGINE_NAME).graph.initializers
     for weight, value in ir_model.graph.initializers.items():
-        if weight in written:
-            value.const_value = written[weight].const_value
-        elif not (_is_size(value.const_value) and kind == "one-token"):
-            raise CheckFailedError(f"the {kind} graph has a weight of its own, {weight}.")
-    ir.save(ir_model, folder / name)
-    return name
-
-
-def _is_size(tensor: "ir.TensorProtocol | None") -> bool:
-    """Whether a constant is no weight but the sizes that a node reshapes to."""
-    return tensor is not None and tensor.dtype.is_integer() and tensor.nbytes <= INLINE_BYTES
+        if weight not in written:
+            raise CheckFailedError(f"the padded-KV graph has a weight of its own, {weight}.")
+        value.const_value = written[weight].const_value
+    ir.save(ir_model, folder / PADDED_NAME)
+    return PADDED_NAME

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 from specexport.backends.base import AUTO_MODEL_LEN, Backend, BuildJob, RecipeFields, release_weights
-from specexport_runtime.bundle.manifest import SMALL_DRAFT_PARAMETERS
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -38,7 +37,7 @@ class OrtCpu(Backend):
         Where it is asked for, a target gets layers that can be switched off, for drafting with itself. All others get
         their norms joined with the additions before them instead: the two exclude each other.
         """
-        from specexport.backends.ort import write_one_token_onnx, write_onnx, write_padded_onnx
+        from specexport.backends.ort import write_onnx, write_padded_onnx
         from specexport.lowering.feature_gate import gate_features
         from specexport.lowering.first_gate import gate_prefix
         from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
@@ -60,7 +59,6 @@ class OrtCpu(Backend):
             if job.cache_ranges is not None:
                 for model in (ir_model, *([] if padded_model is None else [padded_model])):
                     use_int8_caches(model, job.cache_ranges)
-            one_token_model = _one_token_model(ir_model, job)
             gate = gate_prefix if job.first_only and job.layers else gate_layers
             gated = gate is gate_prefix or (recipe.self_draft and role == "target")
             blocks = find_residual_blocks(ir_model) if gated else None
@@ -82,11 +80,10 @@ class OrtCpu(Backend):
             fields["quantized_bytes"] = nbits_bytes(ir_model.graph, recipe.dtype)
         with job.clock.stage("build", role):
             fields["path"] = write_onnx(ir_model, folder)
-            others = {"padded": (padded_model, write_padded_onnx), "one_token": (one_token_model, write_one_token_onnx)}
-            for name, (other, write) in others.items():
-                if other is not None:
-                    fields |= {f"{name}_path": write(other, folder), f"{name}_inputs": step_inputs(other)}
-                    release_weights(other.graph.initializers.values())
+            if padded_model is not None:
+                fields["padded_path"] = write_padded_onnx(padded_model, folder)
+                fields["padded_inputs"] = step_inputs(padded_model)
+                release_weights(padded_model.graph.initializers.values())
         return {
             **fields,
             "inputs": step_inputs(ir_model),
@@ -112,23 +109,3 @@ def _padded_model(ir_model: "ir.Model", job: BuildJob) -> "ir.Model | None":
     padded_model = ir_model.clone()  # shares the weights
     drop_features(padded_model)
     return padded_model
-
-
-def _one_token_model(ir_model: "ir.Model", job: BuildJob) -> "ir.Model | None":
-    """The graph for steps of one token a row, from the traced model; None where it is not worth its memory.
-
-    A session packs its weights for itself. So this graph is for small drafts only: their steps are mostly fixed cost
-    per operator, and there are far fewer operators in it.
-    """
-    from specexport.lowering.experts import lower_experts
-    from specexport.lowering.fuse import fuse_norms
-    from specexport.lowering.one_token import lower_one_token
-
-    if job.role == "target" or not job.recipe.fuse or job.num_parameters >= SMALL_DRAFT_PARAMETERS:
-        return None
-    one_token_model = ir_model.clone()  # shares the weights
-    lower_experts(one_token_model)
-    if not lower_one_token(one_token_model):
-        return None
-    fuse_norms(one_token_model)
-    return one_token_model

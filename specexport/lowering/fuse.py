@@ -6,7 +6,6 @@ import numpy as np
 
 from specexport.lowering.causal import is_causal
 from specexport.lowering.fuse_norm import NORMS, fuse_norms
-from specexport.lowering.shared_kv import appends
 from specexport.onnx_emit import Emitter, constant, set_inputs
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME, kv_slack
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ROTARY_ATTRIBUTE",
     "ROTARY_INPUTS",
+    "appends",
     "fuse_norms",
     "fuse_rotary",
     "packed_qkv",
@@ -36,7 +36,6 @@ _COMMON_LEN = 4096
 _MAX_LOOKAHEAD = 64
 _MIN_TABLE_BYTES = 2 * 2**20
 _TABLE_SHARE = 25
-_HEAD_MULTIPLE = 16  # the fused kernel rotates heads of these sizes, in parts of these sizes
 _ROW_PERM = (0, 2, 1, 3)
 
 
@@ -59,11 +58,11 @@ class _Side(NamedTuple):
 
 
 def fuse_rotary(ir_model: "ir.Model", rows: int | None = None, limit: int | None = None) -> int:
-    """Move rotary embeddings into the attention nodes of a traced model, where the fused kernel then does them.
+    """Move rotary embeddings into the attention nodes of a traced model, whose operator then does them.
 
-    A node is changed only if its q and k are rotated alike, in a way that the kernel can do (whole heads or their first
-    part, in multiples of 16), and the tables agree with the graph on random vectors. Positions are then the kernel's
-    own count of cache entries, which is what they are in an unpadded KV cache. All tables together may take 2 MiB or a
+    A node is changed only if its q and k are rotated alike, whole heads or their first part, and the tables agree with
+    the graph on random vectors. Positions are then the operator's own count of cache entries, which is what they are in
+    an unpadded KV cache. All tables together may take 2 MiB or a
     25th of the weights, whichever is more; otherwise nothing is changed, as the gain does not grow with the model.
 
     Args:
@@ -107,7 +106,7 @@ def _find_rotations(
     for node in graph:
         if node.op_type != OP_NAME or node.domain != OP_DOMAIN:
             continue
-        if not is_causal(node) or not appends(node):  # the kernel is causal, and rotates q and k or neither
+        if not is_causal(node) or not appends(node):  # q and k are then not rotated alike
             continue
         regions = [find_region(value, order, dependent, alone) for value in node.inputs[:2]]  # type: ignore[arg-type]
         sides = _probe(ir_model, node, regions)
@@ -117,7 +116,7 @@ def _find_rotations(
         if key not in measured:
             measured[key] = measure_rotation(sides[1].probe, rows, limit)
         rotation = measured[key]
-        if rotation is None or not _kernel_can(rotation, sides[0].probe.dim):
+        if rotation is None or 2 * rotation.cos.shape[1] > sides[0].probe.dim:
             continue
         if all(agrees(side.probe, rotation, limit) for side in sides):
             found.append((node, sides, rotation))
@@ -127,10 +126,9 @@ def _find_rotations(
 def _probe(ir_model: "ir.Model", node: "ir.Node", regions: "list[Region | None]") -> tuple[_Side, _Side] | None:
     from specexport.lowering.fuse_region import Probe
 
-    caches = [node.inputs[index].shape for index in (3, 4)]  # type: ignore[union-attr]
-    dims = {shape[4] for shape in caches if shape is not None}
-    dim = next(iter(dims))
-    if len(dims) != 1 or not isinstance(dim, int):
+    keys = node.inputs[3].shape  # type: ignore[union-attr]
+    dim = None if keys is None else keys[4]
+    if not isinstance(dim, int):
         return None
     sides = []
     for name, region in zip(("num_heads", "kv_num_heads"), regions, strict=True):
@@ -142,11 +140,6 @@ def _probe(ir_model: "ir.Model", node: "ir.Node", regions: "list[Region | None]"
             return None
         sides.append(_Side(region, probe))
     return sides[0], sides[1]
-
-
-def _kernel_can(rotation: "Rotation", head_dim: int) -> bool:
-    rotary_dim = 2 * rotation.cos.shape[1]
-    return head_dim % _HEAD_MULTIPLE == 0 and rotary_dim % _HEAD_MULTIPLE == 0 and rotary_dim <= head_dim
 
 
 def _flat_root(ir_model: "ir.Model", node: "ir.Node", side: _Side) -> "ir.Value":
@@ -208,6 +201,11 @@ def remove_dead_nodes(ir_model: "ir.Model") -> None:
     for node in reversed(list(ir_model.graph)):
         if not any(out.uses() or out.is_graph_output() for out in node.outputs):
             ir_model.graph.remove(node, safe=True)
+
+
+def appends(node: "ir.Node") -> bool:
+    """Whether an ``UnpaddedAttention`` node puts keys and values of its own into its caches."""
+    return node.inputs[1] is not None
 
 
 def rotary_kind(node: "ir.Node") -> str:

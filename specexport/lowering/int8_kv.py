@@ -1,8 +1,7 @@
 """KV caches in int8: a quarter of float32's memory, with a fixed scale for each channel of each layer.
 
-``com.microsoft.GroupQueryAttention`` rounds new keys and values when it appends them, and reads all entries as they are
-stored, those of the step's own tokens too. So a token's result does not depend on the step it is in; and unlike the
-float32 kernels these add up in one order at every width.
+The operator rounds new keys and values when it appends them, and reads all entries as they are stored, those of the
+step's own tokens too. So a token's result does not depend on the step it is in.
 """
 
 from collections.abc import Sequence as Seq
@@ -11,12 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specexport.channel_ranges import CacheRange, FloatVector
-from specexport.lowering.functions import fused_takes
 from specexport.lowering.fuse import ROTARY_INPUTS
-from specexport.lowering.slopes import refuse_slopes
 from specexport.onnx_emit import constant, set_inputs
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME
-from specexport_runtime.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -32,22 +28,11 @@ def use_int8_caches(ir_model: "ir.Model", ranges: Seq[CacheRange]) -> None:
     Args:
         ir_model: the traced model, after the passes and, if rotary embeddings are fused, after that.
         ranges: of each layer.
-
-    Raises:
-        UnsupportedModelError: the kernel cannot do a layer's attention.
     """
     import onnx_ir as ir
 
     nodes = [node for node in ir_model.graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN]
     for layer, (node, found) in enumerate(zip(nodes, ranges, strict=True)):
-        refuse_slopes(node, "the kernel for int8 KV caches")
-        dims = [len(largest) // node.attributes["kv_num_heads"].as_int() for largest in found]
-        if not fused_takes(*dims):
-            raise UnsupportedModelError(
-                f"the heads of layer {layer} have keys of {dims[0]} and values of {dims[1]} numbers, and the kernel "
-                "for int8 KV caches takes equal multiples of 8.",
-                "build without --kv-cache-dtype.",
-            )
         scales = [
             constant(ir_model.graph, f"{name}_cache_scale.{layer}", _scales(largest))
             for name, largest in zip("kv", found, strict=True)
@@ -55,11 +40,6 @@ def use_int8_caches(ir_model: "ir.Model", ranges: Seq[CacheRange]) -> None:
         set_inputs(node, _FIRST_SCALE, scales)
         for cache in (*(node.inputs[index] for index in _CACHES), *node.outputs[1:]):
             cache.type = ir.TensorType(ir.DataType.INT8)  # type: ignore[union-attr]
-
-
-def has_int8_caches(node: "ir.Node") -> bool:
-    """Whether an attention node keeps its caches in int8."""
-    return len(node.inputs) > _FIRST_SCALE
 
 
 def _scales(largest: FloatVector) -> FloatVector:

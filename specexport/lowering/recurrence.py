@@ -1,6 +1,6 @@
 """Lowering of the recurrences for ONNX Runtime on the CPU: model-local functions over its own kernels.
 
-A ``Scan`` over cache rows runs each row by itself, as for attention. ``com.microsoft.LinearAttention`` works through
+A ``Scan`` over cache rows runs each row by itself. ``com.microsoft.LinearAttention`` works through
 its tokens one after another, so that a token has the same bits in a step of any width; once up to the last token that
 is for good, which leaves the state in place, and once more behind it for drafts, whose state nobody keeps.
 
@@ -10,7 +10,6 @@ Inputs and outputs of a row share memory. So what is written to it is made of co
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from specexport.lowering.functions import parse_function
 from specexport.onnx_emit import Emitter
 from specexport.ops.recurrence import LINEAR_ATTENTION, RECURRENCES
 from specexport.ops.spec import OpSpec
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _CONTRIB = "com.microsoft"
+_HEADER = '<domain: "{domain}", opset_import: ["": {opset}, "com.microsoft": 1]>\n'
 
 # One row: `all` is what waits and what is new; the first `border` of it are for good.
 _FUNCTION = """{name}{attributes}({inputs}) => (output, state_out, pending_out) {{
@@ -104,7 +104,7 @@ def lower_recurrences(ir_model: "ir.Model") -> int:
         present = [item.name for item in spec.inputs if given.get(item.name) is not None]
         names = [name for name in present if name != "cu_new_tokens"]
         text, attributes = _text(spec, node, given, names)
-        function = parse_function(text, ir_model.opset_imports[""])
+        function = _parse_function(text, ir_model.opset_imports[""])
         ir_model.functions.setdefault(function.identifier(), function)
         emit = Emitter(ir_model.graph)
         inputs = [given[name] for name in names]
@@ -113,6 +113,15 @@ def lower_recurrences(ir_model: "ir.Model") -> int:
     if nodes:
         ir_model.opset_imports.setdefault(_CONTRIB, 1)
     return len(nodes)
+
+
+def _parse_function(text: str, opset: int) -> "ir.Function":
+    """A function of the op's domain: a program that nests and reads values around it by name reads best as text."""
+    import onnx_ir as ir
+    from onnx import parser
+
+    function: ir.Function = ir.from_proto(parser.parse_function(_HEADER.format(domain=OP_DOMAIN, opset=opset) + text))
+    return function
 
 
 def _text(

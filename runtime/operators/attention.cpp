@@ -1,0 +1,394 @@
+// UnpaddedAttention, as specexport/ops/spec.py declares it: new keys and values go into the caches, then every token
+// attends to what its row holds.
+//
+// A piece of work is some tokens of a row and one key/value head, whose cache entries are read once for all of them and
+// for all heads that share it. Long rows are cut into parts at fixed entries, which are computed side by side where
+// there are few pieces, and are put together in one order: a token's result knows nothing of what stands beside it.
+#include "attention.h"
+
+#include "cpu.h"
+#include "operator.h"
+
+namespace specexport {
+namespace {
+enum Input { kQ, kK, kV, kKeys, kValues, kLens, kStarts, kSinks, kSlopes, kCos, kSin, kKeyScale, kValueScale, kAt, kEntryAt, kInputs };
+constexpr int64_t kBlock = 96;         // queries of a piece, about
+constexpr int64_t kEnough = 32;        // pieces that keep all threads busy
+constexpr int64_t kMostBytes = 8 << 20;  // of states of parts
+enum Rotary { kNone, kHalf, kInterleaved };
+
+struct Attention {
+  int64_t heads, kv_heads, window, causal, packed;
+  float scale, softcap;
+  Rotary rotary;
+};
+
+Status* make(const KernelInfo* info, void** kernel) {
+  auto* made = static_cast<Attention*>(calloc(1, sizeof(Attention)));
+  REQUIRE(made, "out of memory");
+  *kernel = made;
+  char rotary[16];
+  TRY(attribute(info, "num_heads", made->heads));
+  TRY(attribute(info, "kv_num_heads", made->kv_heads));
+  TRY(attribute(info, "window", made->window));
+  TRY(attribute(info, "causal", made->causal));
+  TRY(attribute(info, "packed", made->packed));
+  TRY(attribute(info, "scale", made->scale));
+  TRY(attribute(info, "softcap", made->softcap));
+  TRY(attribute(info, "rotary", rotary, sizeof rotary));
+  REQUIRE(made->heads > 0 && made->kv_heads > 0 && made->heads % made->kv_heads == 0,
+          "UnpaddedAttention: num_heads is no multiple of kv_num_heads");
+  made->rotary = !strcmp(rotary, "half") ? kHalf : !strcmp(rotary, "interleaved") ? kInterleaved : kNone;
+  REQUIRE(made->rotary != kNone || !*rotary, "UnpaddedAttention: rotary is \"\", \"half\" or \"interleaved\"");
+  return nullptr;
+}
+
+// Some tokens of a row: [token, token + count), which stand at entries [at, at + count) and see [first, last).
+struct Block {
+  int64_t row, token, count, at, first, last, part;  // `part`: its first among the parts of all blocks, for one head
+};
+
+struct Step {
+  const Attention* kind;
+  Tensor in[kInputs];
+  int64_t tokens, rows, entries, k_dim, v_dim, v_pad, group, rotated, table_rows;
+  bool appends, int8;
+  const float *q, *k, *v;                // the first token's; they lie `*_stride` floats apart
+  int64_t q_stride, k_stride, v_stride;
+  char *keys, *values;                   // the caches that are written and read
+  float* output;
+  Block* blocks;
+  int64_t num_blocks;
+  float* states;                         // of parts that are computed side by side
+  int* left;                             // of these, for each block and head
+  bool failed;                           // a thread had no memory
+
+  int64_t count(int64_t row) const { return in[kStarts].as<int32_t>()[row + 1] - in[kStarts].as<int32_t>()[row]; }
+  int64_t past(int64_t row) const {  // entries before a row's first new token
+    const int64_t held = in[kLens].as<int32_t>()[row];
+    return appends ? held : held > count(row) ? held - count(row) : 0;
+  }
+  char* entry(char* cache, int64_t row, int64_t head, int64_t at, int64_t dim) const {
+    return cache + ((row * kind->kv_heads + head) * entries + at) * dim * (int8 ? 1 : 4);
+  }
+};
+
+// `dim` floats with their first part rotated by the tables' row `at`.
+void rotate(const Step& step, const float* from, int64_t at, int64_t dim, float* to) {
+  const int64_t half = step.rotated / 2;
+  const float* cos = step.in[kCos].as<float>() + at * half;
+  const float* sin = step.in[kSin].as<float>() + at * half;
+  memcpy(to, from, dim * sizeof(float));
+  if (step.kind->rotary == kHalf)
+    for (int64_t i = 0; i < half; i++) {
+      to[i] = from[i] * cos[i] - from[i + half] * sin[i];
+      to[i + half] = from[i + half] * cos[i] + from[i] * sin[i];
+    }
+  else
+    for (int64_t i = 0; i < half; i++) {
+      to[2 * i] = from[2 * i] * cos[i] - from[2 * i + 1] * sin[i];
+      to[2 * i + 1] = from[2 * i + 1] * cos[i] + from[2 * i] * sin[i];
+    }
+}
+
+void keep(const Step& step, const float* from, const float* scales, int64_t dim, char* to) {
+  if (!step.int8) {
+    memcpy(to, from, dim * sizeof(float));
+    return;
+  }
+  for (int64_t d = 0; d < dim; d++) {
+    const float x = from[d] / scales[d], most = x > -128 ? x < 127 ? x : 127 : -128;  // NaN becomes -128
+    to[d] = static_cast<char>(static_cast<int8_t>(static_cast<int>(most + 12582912.0f - 12582912.0f)));
+  }
+}
+
+// New keys and values of one block of tokens into the caches, for all heads.
+void append(const Step& step, const Block& block, float* space) {
+  for (int64_t i = 0; i < block.count; i++)
+    for (int64_t head = 0; head < step.kind->kv_heads; head++) {
+      const float* key = step.k + (block.token + i) * step.k_stride + head * step.k_dim;
+      const float* value = step.v + (block.token + i) * step.v_stride + head * step.v_dim;
+      const float* scales[2] = {step.in[kKeyScale].as<float>(), step.in[kValueScale].as<float>()};
+      if (step.kind->rotary) {
+        rotate(step, key, block.at + i, step.k_dim, space);
+        key = space;
+      }
+      keep(step, key, scales[0] + (step.int8 ? head * step.k_dim : 0), step.k_dim,
+           step.entry(step.keys, block.row, head, block.at + i, step.k_dim));
+      keep(step, value, scales[1] + (step.int8 ? head * step.v_dim : 0), step.v_dim,
+           step.entry(step.values, block.row, head, block.at + i, step.v_dim));
+    }
+}
+
+// Memory for one piece, laid out in one buffer.
+struct Piece {
+  Queries queries;
+  State total, part;
+  Workspace space;
+};
+int64_t state_size(int64_t queries, int64_t v_pad) { return queries * (v_pad + 2); }  // floats
+State state_at(float* from, int64_t queries) { return {from, from + queries, from + 2 * queries}; }
+
+bool prepare(const Step& step, const Block& block, int64_t head, Piece& piece) {
+  const int64_t queries = block.count * step.group, k_pad = (step.k_dim + 15) / 16 * 16, state = state_size(queries, step.v_pad);
+  const int64_t floats = queries * k_pad + 2 * state + k_pad * kTile + kTile * step.v_pad + queries * kTile;
+  auto* memory = static_cast<float*>(scratch(floats * sizeof(float) + (queries + 3 * block.count) * sizeof(int64_t)));
+  if (!memory) return false;
+  float* q = memory;
+  piece.total = state_at(q + queries * k_pad, queries);
+  piece.part = state_at(q + queries * k_pad + state, queries);
+  piece.space.keys = q + queries * k_pad + 2 * state;
+  piece.space.values = piece.space.keys + k_pad * kTile;
+  piece.space.scores = piece.space.values + kTile * step.v_pad;
+  piece.space.seen = reinterpret_cast<uint64_t*>(piece.space.scores + queries * kTile);
+  int64_t* first = reinterpret_cast<int64_t*>(piece.space.seen + queries);
+  int64_t *last = first + block.count, *at = last + block.count;
+  const Attention& kind = *step.kind;
+  const bool told = !step.in[kEntryAt].absent;
+  const float* scales = step.int8 ? step.in[kKeyScale].as<float>() + head * step.k_dim : nullptr;
+  for (int64_t i = 0; i < block.count; i++) {
+    const int64_t entry = block.at + i;
+    at[i] = told ? step.in[kAt].as<int64_t>()[block.token + i] : entry;
+    last[i] = kind.causal && !told ? (entry < block.last ? entry + 1 : block.last) : block.last;
+    first[i] = kind.window > 0 && !told && entry >= kind.window ? entry - kind.window + 1 : 0;
+    for (int64_t h = 0; h < step.group; h++) {
+      float* to = q + (i * step.group + h) * step.k_dim;
+      const float* from = step.q + (block.token + i) * step.q_stride + (head * step.group + h) * step.k_dim;
+      if (kind.rotary)
+        rotate(step, from, entry, step.k_dim, to);
+      else
+        memcpy(to, from, step.k_dim * sizeof(float));
+      for (int64_t d = 0; d < step.k_dim; d++) to[d] *= scales ? kind.scale * scales[d] : kind.scale;
+    }
+  }
+  const int64_t span = told ? step.in[kEntryAt].dims[2] : 0;
+  piece.queries = {block.count, step.group, step.k_dim, step.v_dim, step.v_pad, q,
+                   step.entry(step.keys, block.row, head, 0, step.k_dim),
+                   step.entry(step.values, block.row, head, 0, step.v_dim), step.int8, first, last,
+                   told ? step.in[kEntryAt].as<int64_t>() + block.row * span : nullptr, at, kind.window,
+                   step.in[kSlopes].absent ? nullptr : step.in[kSlopes].as<float>() + head * step.group, kind.softcap};
+  return true;
+}
+
+void start(State state, int64_t queries, int64_t v_pad) {
+  for (int64_t i = 0; i < queries; i++) state.top[i] = kNothing, state.sum[i] = 0;
+  memset(state.mixed, 0, queries * v_pad * sizeof(float));
+}
+
+void write(const Step& step, const AttentionKernels& kernels, const Block& block, int64_t head, State state) {
+  const float* sinks = step.in[kSinks].absent ? nullptr : step.in[kSinks].as<float>() + head * step.group;
+  const float* scales = step.int8 ? step.in[kValueScale].as<float>() + head * step.v_dim : nullptr;
+  for (int64_t i = 0; i < block.count * step.group; i++) {
+    const int64_t token = block.token + i / step.group, h = head * step.group + i % step.group;
+    kernels.finish(state, i, step.v_pad, step.v_dim, sinks ? sinks + i % step.group : nullptr, scales,
+                   step.output + (token * step.kind->heads + h) * step.v_dim);
+  }
+}
+
+int64_t first_part(const Block& block) { return block.first / kPart; }
+int64_t parts_of(const Block& block) {
+  return block.last > block.first ? (block.last + kPart - 1) / kPart - first_part(block) : 1;
+}
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// All parts of a block for one head, one after the other.
+bool attend_whole(const Step& step, const AttentionKernels& kernels, const Block& block, int64_t head) {
+  Piece piece;
+  if (!prepare(step, block, head, piece)) return false;
+  const int64_t queries = block.count * step.group;
+  start(piece.total, queries, step.v_pad);
+  for (int64_t i = 0, number = first_part(block); i < parts_of(block); i++, number++) {
+    kernels.attend(piece.queries, number * kPart, least((number + 1) * kPart, block.last), piece.part, piece.space);
+    kernels.merge(piece.total, piece.part, queries, step.v_pad);
+  }
+  write(step, kernels, block, head, piece.total);
+  return true;
+}
+
+// One part of them; who is last puts all together.
+bool attend_part(const Step& step, const AttentionKernels& kernels, const Block& block, int64_t head, int64_t index,
+                 float* states, int* left) {
+  Piece piece;
+  const int64_t queries = block.count * step.group, size = state_size(queries, step.v_pad);
+  const int64_t number = first_part(block) + index;
+  const bool ready = prepare(step, block, head, piece);
+  if (ready)
+    kernels.attend(piece.queries, number * kPart, least((number + 1) * kPart, block.last),
+                   state_at(states + index * size, queries), piece.space);
+  if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) > 0 || !ready) return ready;
+  start(piece.total, queries, step.v_pad);
+  for (int64_t i = 0; i < parts_of(block); i++)
+    kernels.merge(piece.total, state_at(states + i * size, queries), queries, step.v_pad);
+  write(step, kernels, block, head, piece.total);
+  return true;
+}
+
+const AttentionKernels& kernels_here() {
+#if defined(__x86_64__) || defined(_M_X64)
+  if (isa() == Isa::avx512vnni || isa() == Isa::amx) return attention_avx512;
+  if (isa() == Isa::avx2 || isa() == Isa::avxvnni) return attention_avx2;
+#endif
+  return attention_portable;
+}
+
+bool is(const Tensor& tensor, ort::ElementType type, int64_t count) {
+  return tensor.absent || (tensor.type == type && tensor.count() == count);
+}
+
+Status* check(Step& step) {
+  const Attention& kind = *step.kind;
+  Tensor* in = step.in;
+  const Tensor &q = in[kQ], &keys = in[kKeys], &values = in[kValues];
+  REQUIRE(keys.rank == 5 && values.rank == 5 && keys.type == values.type && (keys.type == ort::kFloat || keys.type == ort::kInt8),
+          "UnpaddedAttention: caches are [rows, 1, heads, entries, head size], of float or int8");
+  step.rows = keys.dims[0], step.entries = keys.dims[3], step.k_dim = keys.dims[4], step.v_dim = values.dims[4];
+  step.int8 = keys.type == ort::kInt8;
+  REQUIRE(keys.dims[1] == 1 && keys.dims[2] == kind.kv_heads && step.k_dim > 0 && step.v_dim > 0 && values.dims[0] == step.rows &&
+              values.dims[1] == 1 && values.dims[2] == kind.kv_heads && values.dims[3] == step.entries,
+          "UnpaddedAttention: the caches' shapes do not fit");
+  step.v_pad = (step.v_dim + 15) / 16 * 16, step.group = kind.heads / kind.kv_heads;
+  const int64_t k_width = kind.kv_heads * step.k_dim, v_width = kind.kv_heads * step.v_dim;
+  step.q_stride = kind.heads * step.k_dim + (kind.packed ? k_width + v_width : 0);
+  REQUIRE(q.rank >= 1 && q.dims[q.rank - 1] == step.q_stride, "UnpaddedAttention: queries are not as wide as the heads are");
+  step.tokens = q.count() / step.q_stride;
+  step.appends = kind.packed || !in[kK].absent;
+  REQUIRE(step.appends ? kind.packed ? in[kK].absent && in[kV].absent : !in[kV].absent : in[kV].absent,
+          "UnpaddedAttention: keys and values are given both, or packed with the queries, or neither is");
+  REQUIRE(is(in[kK], ort::kFloat, step.tokens * k_width) && is(in[kV], ort::kFloat, step.tokens * v_width),
+          "UnpaddedAttention: new keys or values do not fit the queries and caches");
+  step.q = q.as<float>();
+  step.k = kind.packed ? step.q + kind.heads * step.k_dim : in[kK].as<float>();
+  step.v = kind.packed ? step.k + k_width : in[kV].as<float>();
+  step.k_stride = kind.packed ? step.q_stride : k_width, step.v_stride = kind.packed ? step.q_stride : v_width;
+  REQUIRE(in[kLens].count() == step.rows && in[kStarts].count() == step.rows + 1,
+          "UnpaddedAttention: kv_lens and cu_new_tokens do not fit the caches' rows");
+  REQUIRE(is(in[kSinks], ort::kFloat, kind.heads) && is(in[kSlopes], ort::kFloat, kind.heads),
+          "UnpaddedAttention: sinks and slopes are one a head");
+  REQUIRE(step.int8 ? !in[kKeyScale].absent && !in[kValueScale].absent && is(in[kKeyScale], ort::kFloat, k_width) &&
+                          is(in[kValueScale], ort::kFloat, v_width)
+                    : in[kKeyScale].absent && in[kValueScale].absent,
+          "UnpaddedAttention: int8 caches, and no others, have a scale for each channel");
+  if (kind.rotary) {
+    const Tensor &cos = in[kCos], &sin = in[kSin];
+    REQUIRE(!cos.absent && !sin.absent && cos.rank == 2 && sin.rank == 2 && cos.dims[0] == sin.dims[0] &&
+                cos.dims[1] == sin.dims[1] && 2 * cos.dims[1] <= step.k_dim,
+            "UnpaddedAttention: tables of cosines and sines are [rows, at most half a head]");
+    step.rotated = 2 * cos.dims[1], step.table_rows = cos.dims[0];
+  }
+  const Tensor& entry_at = in[kEntryAt];
+  REQUIRE(entry_at.absent == in[kAt].absent && is(in[kAt], ort::kInt64, step.tokens) &&
+              (entry_at.absent || (entry_at.rank == 3 && entry_at.dims[0] == step.rows && entry_at.dims[1] == 1 && kind.causal)),
+          "UnpaddedAttention: positions of tokens and of entries go together, and with causality");
+  const int32_t *starts = in[kStarts].as<int32_t>(), *lens = in[kLens].as<int32_t>();
+  REQUIRE(starts[0] == 0 && starts[step.rows] == step.tokens, "UnpaddedAttention: the rows' new tokens are not those of the step");
+  for (int64_t row = 0; row < step.rows; row++) {
+    REQUIRE(starts[row + 1] >= starts[row], "UnpaddedAttention: a row has fewer than no new tokens");
+    REQUIRE(lens[row] >= 0 && lens[row] <= step.entries, "UnpaddedAttention: a row's length is not that of a cache row");
+    if (step.count(row) == 0) continue;
+    const int64_t end = step.past(row) + step.count(row);
+    REQUIRE(!step.appends || end <= step.entries, "UnpaddedAttention: a row's new tokens do not fit its cache");
+    REQUIRE(!kind.rotary || end <= step.table_rows, "UnpaddedAttention: a token is beyond the rotary tables");
+    REQUIRE(entry_at.absent || end <= entry_at.dims[2], "UnpaddedAttention: a row has entries without positions");
+  }
+  return nullptr;
+}
+
+// The cache that is written: the one given, where it is bound as the output, or a copy.
+Status* own(KernelContext* context, size_t index, const Tensor& given, char*& cache) {
+  void* data = nullptr;
+  TRY(output(context, index, given.dims, given.rank, &data));
+  REQUIRE(data || given.count() == 0, "UnpaddedAttention: a cache that is appended to is an output too");
+  if (data != given.data && data) memcpy(data, given.data, given.count() * (given.type == ort::kInt8 ? 1 : 4));
+  cache = static_cast<char*>(data);
+  return nullptr;
+}
+
+Status* run(const void* kernel, KernelContext* context) {
+  Step step = {};
+  step.kind = static_cast<const Attention*>(kernel);
+  for (size_t i = 0; i < kInputs; i++) TRY(input(context, i, step.in[i]));
+  TRY(check(step));
+  const int64_t dims[] = {step.tokens, step.kind->heads * step.v_dim};
+  void* out;
+  TRY(output(context, 0, dims, 2, &out));
+  step.output = static_cast<float*>(out);
+  step.keys = step.in[kKeys].as<char>(), step.values = step.in[kValues].as<char>();
+  if (step.appends) {
+    TRY(own(context, 1, step.in[kKeys], step.keys));
+    TRY(own(context, 2, step.in[kValues], step.values));
+  }
+  if (step.tokens == 0) return nullptr;
+
+  const int64_t tokens = kBlock / step.group > 1 ? kBlock / step.group : 1, kv_heads = step.kind->kv_heads;
+  int64_t parts = 0, longest = 0, most_blocks = 0;
+  for (int64_t row = 0; row < step.rows; row++) most_blocks += (step.count(row) + tokens - 1) / tokens;
+  auto* blocks = static_cast<Block*>(scratch(most_blocks * sizeof(Block), 1));
+  REQUIRE(blocks, "out of memory");
+  for (int64_t row = step.rows - 1; row >= 0; row--) {  // what sees most is begun first
+    const int64_t past = step.past(row), end = least(past + step.count(row), step.entries);
+    for (int64_t from = (step.count(row) - 1) / tokens * tokens; step.count(row) && from >= 0; from -= tokens) {
+      const bool told = !step.in[kEntryAt].absent;
+      Block block = {row, step.in[kStarts].as<int32_t>()[row] + from, least(tokens, step.count(row) - from), past + from, 0, end, parts};
+      if (step.kind->causal && !told) block.last = least(block.at + block.count, end);
+      if (step.kind->window > 0 && !told && block.at >= step.kind->window) block.first = block.at - step.kind->window + 1;
+      parts += parts_of(block), longest = parts_of(block) > longest ? parts_of(block) : longest;
+      blocks[step.num_blocks++] = block;
+    }
+  }
+  step.blocks = blocks;
+  if (step.appends) {
+    const auto append_one = [&step](size_t i) {
+      auto* space = static_cast<float*>(scratch(step.k_dim * sizeof(float)));
+      if (!space) return __atomic_store_n(&step.failed, true, __ATOMIC_RELAXED);
+      append(step, step.blocks[i], space);
+    };
+    if (step.tokens * kv_heads * (step.k_dim + step.v_dim) < 65536)  // less than it costs to wake a thread
+      for (int64_t i = 0; i < step.num_blocks; i++) append_one(i);
+    else
+      TRY(parallel(context, step.num_blocks, append_one));
+    REQUIRE(!step.failed, "out of memory");
+  }
+
+  const AttentionKernels& kernels = kernels_here();
+  const int64_t whole = step.num_blocks * kv_heads, size = state_size(least(tokens, step.tokens) * step.group, step.v_pad);
+  const int64_t bytes = parts * kv_heads * size * sizeof(float) + 64 + whole * sizeof(int);
+  if (whole >= kEnough || longest == 1 || bytes > kMostBytes) {
+    TRY(parallel(context, whole, [&](size_t i) {
+      if (!attend_whole(step, kernels, step.blocks[i / kv_heads], i % kv_heads))
+        __atomic_store_n(&step.failed, true, __ATOMIC_RELAXED);
+    }));
+  } else {
+    step.states = static_cast<float*>(scratch(bytes, 2));
+    REQUIRE(step.states, "out of memory");
+    step.left = reinterpret_cast<int*>(step.states + parts * kv_heads * size);
+    for (int64_t i = 0; i < whole; i++) step.left[i] = parts_of(blocks[i / kv_heads]);
+    TRY(parallel(context, parts * kv_heads, [&](size_t i) {
+      const int64_t head = i % kv_heads, part = i / kv_heads;
+      int64_t at = 0;
+      while (at + 1 < step.num_blocks && step.blocks[at + 1].part <= part) at++;
+      const Block& block = step.blocks[at];
+      float* states = step.states + (block.part * kv_heads + head * parts_of(block)) * size;
+      if (!attend_part(step, kernels, block, head, part - block.part, states, step.left + at * kv_heads + head))
+        __atomic_store_n(&step.failed, true, __ATOMIC_RELAXED);
+    }));
+  }
+  REQUIRE(!step.failed, "out of memory");
+  return nullptr;
+}
+}  // namespace
+
+void define_attention(Operator& op) {
+  static const Argument inputs[] = {{ort::kFloat, false}, {ort::kFloat, true}, {ort::kFloat, true}, {ort::kUndefined, false},
+                                    {ort::kUndefined, false}, {ort::kInt32, false}, {ort::kInt32, false}, {ort::kFloat, true},
+                                    {ort::kFloat, true}, {ort::kFloat, true}, {ort::kFloat, true}, {ort::kFloat, true},
+                                    {ort::kFloat, true}, {ort::kInt64, true}, {ort::kInt64, true}};
+  op.name = "UnpaddedAttention";
+  memcpy(op.inputs, inputs, sizeof inputs);
+  op.num_inputs = kInputs;
+  op.outputs[0] = {ort::kFloat, false};
+  op.outputs[1] = op.outputs[2] = {ort::kUndefined, true};
+  op.num_outputs = 3;
+  op.make = make;
+  op.run = run;
+}
+}  // namespace specexport

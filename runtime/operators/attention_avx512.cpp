@@ -1,0 +1,13 @@
+// Attention with AVX-512.
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+
+#include "attention.h"
+
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
+#define LANES 16
+#define QUERIES 6
+#define KERNELS attention_avx512
+#define FMA(a, b, c) ((V)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
+#include "attention_tile.h"
+#endif
