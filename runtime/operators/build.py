@@ -20,10 +20,8 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent / "specexport_runtime"
-FLAGS = (
-    "-std=c++17 -O3 -shared -s -fvisibility=hidden -fno-exceptions -fno-rtti -ffp-contract=off -fno-math-errno "
-    "-Wall -Wextra"
-).split()
+FLAGS = ["-std=c++17", "-O3", "-shared", "-s", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"]
+FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"]
 _CPUS = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 _SUFFIXES = {"darwin": "dylib", "win32": "dll"}
 
