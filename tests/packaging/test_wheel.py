@@ -128,6 +128,7 @@ def test_production_environment_generates_from_a_bundle(production: Path, demo_b
 @pytest.mark.xdist_group("production")  # one worker, one environment
 def test_production_environment_names_the_missing_extra(production: Path, demo_pair: Path, tmp_path: Path) -> None:
     assert run([production / "specexport", "--help"], cwd=tmp_path).returncode == 0
+    assert "ok      CPU operators" in run([production / "specexport", "doctor"], cwd=tmp_path).stdout
     result = run([production / "specexport", "build", demo_pair / "target", "-o", "bundle"], cwd=tmp_path)
     assert result.returncode == 2
     assert "specexport[export" in result.stderr
