@@ -103,8 +103,7 @@ def compile_library(target: str, out: Path, *, sanitize: str = "", program: Path
         target: name of the platform.
         out: the library's file, replaced as a whole: processes that have the old one mapped keep it.
         sanitize: what ``-fsanitize=`` takes, with ``CXX`` or g++.
-        program: a source file with ``main`` that makes a program of it; for other Linux machines with all that it needs
-            inside, so that an emulator runs it.
+        program: a source file with ``main`` that makes a program of it.
 
     Raises:
         BuildError: there is no compiler, or it failed.
@@ -120,8 +119,6 @@ def compile_library(target: str, out: Path, *, sanitize: str = "", program: Path
     flags += ["-Wl,-z,nodelete", "-Wl,--as-needed"] if target.startswith("linux") and not program else []
     files = [*(path for path in sources() if path.suffix == ".cpp"), *([program] if program else [])]
     compiler = shlex.split(os.environ.get("CXX") or "g++") if sanitize else _compiler(target)
-    if program and target.startswith("linux") and target != this_target() and _zig_is_used():
-        compiler = [part.replace("linux-gnu.2.17", "linux-musl") for part in compiler] + ["-static"]
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".operators-") as folder:
         made = Path(folder) / out.name  # Mach-O files know their name
         command = [*compiler, *flags, f'-DSPECEXPORT_BUILD="{fingerprint()}"', "-o", str(made), *map(str, files)]
