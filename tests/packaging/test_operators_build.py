@@ -11,7 +11,8 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,14 +21,18 @@ BUILD = ROOT / "runtime" / "operators" / "build.py"
 EXPORTED = (b"RegisterCustomOps", b"specexport_kernels", b"specexport_build")
 
 
-@pytest.fixture(scope="module")
-def build() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_operators", BUILD)
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def build() -> ModuleType:
+    return load(BUILD)
 
 
 def hatchling(kind: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -81,6 +86,23 @@ def test_cxx_is_the_compiler_and_promises_this_machine_alone(
     assert wheel.stem.endswith(f"py3-none-{build.wheel_tag(here)}")
     with zipfile.ZipFile(wheel) as archive:
         assert "-O3" in json.loads(archive.read(f"specexport_runtime/{build.file_name(here)}"))
+
+
+def test_an_editable_installation_has_the_library_beside_its_sources(
+    build: ModuleType, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(ROOT / "runtime" / "operators", tmp_path / "runtime" / "operators")
+    (tmp_path / "runtime" / "specexport_runtime").mkdir()
+    monkeypatch.setenv("CXX", f"'{compiler}'")
+    app = SimpleNamespace(display_info=str, abort=pytest.fail)
+    hook = load(ROOT / "hatch_build.py").OperatorsHook(str(tmp_path), {}, None, None, "", "wheel", app)
+    data: dict[str, Any] = {"force_include": {}}
+    hook.initialize("editable", data)
+    hook.finalize("editable", data, "")
+    library = tmp_path / "runtime" / "specexport_runtime" / build.file_name(build.this_target())
+    assert "-O3" in json.loads(library.read_text())
+    assert data.pop("force_include") == {}
+    assert data == {"pure_python": False, "tag": f"py3-none-{build.wheel_tag(build.this_target())}"}
 
 
 @pytest.mark.parametrize(
