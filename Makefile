@@ -8,13 +8,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The operators are compiled when the package is installed.
 INPUTS := pyproject.toml hatch_build.py tools/install.py $(wildcard $(foreach part,*.cpp *.h */*.cpp */*.h build.py,runtime/operators/$(part)))
+INPUTS += $(if $(wildcard runtime/specexport_runtime/_operators.*),,no-library)
 
 # Two workers on two cores: one thread each, or they fight.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check fuzz lint format docs clean distclean
+.PHONY: no-library help install demo test test-all check fuzz lint format docs clean distclean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'

@@ -20,12 +20,9 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent / "specexport_runtime"
-FLAGS = (
-    "-std=c++17 -O3 -shared -s -fvisibility=hidden -fno-exceptions -fno-rtti -ffp-contract=off -fno-math-errno "
-    "-Wall -Wextra"
-).split()
+FLAGS = ["-std=c++17", "-O3", "-shared", "-s", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"]
+FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"]
 _CPUS = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
-_SUFFIXES = {"darwin": "dylib", "win32": "dll"}
 
 
 class Target(NamedTuple):
@@ -33,20 +30,22 @@ class Target(NamedTuple):
 
     Attributes:
         zig: its name for zig, with the oldest C library that it runs on. Without it zig would take this machine's own.
+        suffix: of the library's file.
         tag: of a wheel's name.
     """
 
     zig: str
+    suffix: str
     tag: str
 
 
 TARGETS = {
-    "linux/x86_64": Target("x86_64-linux-gnu.2.17", "manylinux_2_17_x86_64"),
-    "linux/aarch64": Target("aarch64-linux-gnu.2.17", "manylinux_2_17_aarch64"),
-    "darwin/x86_64": Target("x86_64-macos.11.0", "macosx_11_0_x86_64"),
-    "darwin/aarch64": Target("aarch64-macos.11.0", "macosx_11_0_arm64"),
-    "win32/x86_64": Target("x86_64-windows-gnu", "win_amd64"),
-    "win32/aarch64": Target("aarch64-windows-gnu", "win_arm64"),
+    "linux/x86_64": Target("x86_64-linux-gnu.2.17", "so", "manylinux_2_17_x86_64"),
+    "linux/aarch64": Target("aarch64-linux-gnu.2.17", "so", "manylinux_2_17_aarch64"),
+    "darwin/x86_64": Target("x86_64-macos.11.0", "dylib", "macosx_11_0_x86_64"),
+    "darwin/aarch64": Target("aarch64-macos.11.0", "dylib", "macosx_11_0_arm64"),
+    "win32/x86_64": Target("x86_64-windows-gnu", "dll", "win_amd64"),
+    "win32/aarch64": Target("aarch64-windows-gnu", "dll", "win_arm64"),
 }
 
 
@@ -74,7 +73,7 @@ def wanted_target() -> str:
 
 def file_name(target: str) -> str:
     """Of the library on a platform."""
-    return f"_operators.{_SUFFIXES.get(target.partition('/')[0], 'so')}"
+    return f"_operators.{TARGETS[target].suffix if target in TARGETS else 'so'}"
 
 
 def wheel_tag(target: str) -> str:

@@ -20,8 +20,8 @@ def test_this_machine_can_build_and_run(run_cli: RunCli) -> None:
     assert data["can"]["run ort-cpu bundles"]
     assert data["can"]["build bundles for tensorrt-rtx"], "a dev environment builds engines without a GPU"
     topics = [finding["topic"] for finding in data["findings"]]
-    assert topics == ["python", "cores", "memory", "cpu features", "CPU operators", "onnxruntime", "export stack", "gpu",
-                      "tensorrt", "cache"]  # fmt: skip
+    assert topics == ["python", "cores", "memory", "cpu features", "CPU operators", "onnxruntime", "export stack",
+                      "gpu", "tensorrt", "cache"]  # fmt: skip
     text = run_cli("doctor").stdout
     assert all(topic in text for topic in topics)
 

@@ -66,7 +66,8 @@ DRIVES_THE_RUNTIME = (
 
 def modules_of(package: Path) -> list[str]:
     found = pkgutil.walk_packages([str(package)], prefix=f"{package.name}.")
-    return [package.name, *(module.name for module in found if not module.name.endswith(".__main__"))]
+    not_modules = (".__main__", "._operators")  # the second is a library that ONNX Runtime loads
+    return [package.name, *(module.name for module in found if not module.name.endswith(not_modules))]
 
 
 def loaded_after(code: str) -> tuple[set[str], float]:

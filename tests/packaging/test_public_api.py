@@ -15,7 +15,7 @@ def every_module() -> list[str]:
     names = list(PACKAGES)
     for name, folder in PACKAGES.items():
         names += [module.name for module in pkgutil.walk_packages([str(folder)], prefix=f"{name}.")]
-    return [name for name in names if not name.endswith(".__main__")]
+    return [name for name in names if not name.endswith((".__main__", "._operators"))]
 
 
 def public_names(module: ModuleType) -> list[str]:

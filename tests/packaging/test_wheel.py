@@ -14,6 +14,7 @@ from patience import HANG_S
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"specexport": ROOT / "specexport", "specexport_runtime": ROOT / "runtime" / "specexport_runtime"}
+LIBRARY = {"darwin": "_operators.dylib", "win32": "_operators.dll"}.get(sys.platform, "_operators.so")
 NOT_IN_PRODUCTION = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "triton", "safetensors", "gguf")
 
 
@@ -57,14 +58,22 @@ def test_every_source_file_is_in_the_wheel_and_nothing_else(members: Mapping[str
         f"{name}/{path.relative_to(folder).as_posix()}"
         for name, folder in PACKAGES.items()
         for path in folder.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts and path.stem != "_operators"
     }
+    wanted |= {f"specexport_runtime/{LIBRARY}"}
     assert {name for name in members if ".dist-info/" not in name} == wanted
     assert {f"{name}/py.typed" for name in PACKAGES} <= wanted
 
 
 def test_wheel_is_small(wheel: Path) -> None:
-    assert wheel.stat().st_size < 1_300_000
+    assert wheel.stat().st_size < 2_500_000
+
+
+def test_wheel_is_for_every_python_of_one_platform(wheel: Path, members: Mapping[str, bytes]) -> None:
+    python, abi, platform = wheel.stem.split("-")[2:]
+    assert (python, abi) == ("py3", "none")
+    assert platform != "any"
+    assert "Root-Is-Purelib: false" in dist_info(members, "WHEEL")
 
 
 def test_licence_is_complete(members: Mapping[str, bytes]) -> None:
@@ -119,6 +128,7 @@ def test_production_environment_generates_from_a_bundle(production: Path, demo_b
 @pytest.mark.xdist_group("production")  # one worker, one environment
 def test_production_environment_names_the_missing_extra(production: Path, demo_pair: Path, tmp_path: Path) -> None:
     assert run([production / "specexport", "--help"], cwd=tmp_path).returncode == 0
+    assert "ok      CPU operators" in run([production / "specexport", "doctor"], cwd=tmp_path).stdout
     result = run([production / "specexport", "build", demo_pair / "target", "-o", "bundle"], cwd=tmp_path)
     assert result.returncode == 2
     assert "specexport[export" in result.stderr

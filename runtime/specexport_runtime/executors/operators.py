@@ -104,7 +104,8 @@ def _check_onnxruntime() -> None:
 def _all_kernels(library: ctypes.CDLL) -> list[tuple[str, bool]]:
     function = library.specexport_kernels_at
     function.restype = ctypes.c_char_p
-    runs, found = ctypes.c_int(), []
+    runs = ctypes.c_int()
+    found: list[tuple[str, bool]] = []
     while (name := function(len(found), ctypes.byref(runs))) is not None:
         found.append((name.decode("ascii"), bool(runs.value)))
     return found

@@ -51,9 +51,9 @@ def _options(num_threads: int, spin: bool) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    register(options)
     set_threads(options, num_threads, spin=spin)
     options.log_severity_level = 3
+    register(options)
     # A plan of the memory of each combination of input sizes is kept for ever, and a server meets thousands of them.
     options.enable_mem_pattern = False
     return options

@@ -1,0 +1,216 @@
+"""How the CPU operators are compiled: by what compiler, for which platform, into which wheel."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "runtime" / "operators" / "build.py"
+EXPORTED = (b"RegisterCustomOps", b"specexport_kernels", b"specexport_build")
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def build() -> ModuleType:
+    return load(BUILD)
+
+
+def hatchling(kind: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
+    kept = {name: value for name, value in os.environ.items() if name not in ("CXX", "SPECEXPORT_TARGET")}
+    return subprocess.run(command, cwd=ROOT, env=kept | environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> Path:
+    """Writes its arguments where the library shall be."""
+    path = tmp_path / "my compiler"
+    path.write_text(
+        f"#!{sys.executable}\nimport json, sys\n"
+        "open(sys.argv[sys.argv.index('-o') + 1], 'w').write(json.dumps(sys.argv[1:]))\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_the_source_distribution_has_sources_and_hook_and_no_library(tmp_path: Path) -> None:
+    done = hatchling("sdist", tmp_path)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {path.relative_to(ROOT).as_posix() for path in BUILD.parent.rglob("*.*") if path.suffix != ".pyc"}
+    assert sources | {"hatch_build.py", "pyproject.toml"} <= names
+    assert "runtime/operators/library.cpp" in sources
+    assert not [name for name in names if Path(name).stem == "_operators"]
+
+
+def test_cxx_is_the_compiler_and_promises_this_machine_alone(
+    build: ModuleType, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = build.this_target()
+    monkeypatch.setenv("CXX", f"'{compiler}' -m64")
+    build.compile_library(here, tmp_path / "made.so")
+    arguments = json.loads((tmp_path / "made.so").read_text())
+    assert arguments[0] == "-m64"
+    assert {"-O3", "-s", "-shared", "-ffp-contract=off"} <= set(arguments)
+    assert f'-DSPECEXPORT_BUILD="{build.fingerprint()}"' in arguments
+    assert "manylinux" not in build.wheel_tag(here)
+    build.compile_library(here, tmp_path / "checked.so", sanitize="thread")
+    arguments = json.loads((tmp_path / "checked.so").read_text())
+    assert {"-fsanitize=thread", "-g", "-O1"} <= set(arguments)
+    assert not {"-O3", "-s"} & set(arguments)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checked.so", "made.so", compiler.name]
+    assert hatchling("wheel", tmp_path, CXX=f"'{compiler}'").returncode == 0
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stem.endswith(f"py3-none-{build.wheel_tag(here)}")
+    with zipfile.ZipFile(wheel) as archive:
+        assert "-O3" in json.loads(archive.read(f"specexport_runtime/{build.file_name(here)}"))
+
+
+def test_an_editable_installation_has_the_library_beside_its_sources(
+    build: ModuleType, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(ROOT / "runtime" / "operators", tmp_path / "runtime" / "operators")
+    (tmp_path / "runtime" / "specexport_runtime").mkdir()
+    monkeypatch.setenv("CXX", f"'{compiler}'")
+    app = SimpleNamespace(display_info=str, abort=pytest.fail)
+    hook = load(ROOT / "hatch_build.py").OperatorsHook(str(tmp_path), {}, None, None, "", "wheel", app)
+    data: dict[str, Any] = {"force_include": {}}
+    hook.initialize("editable", data)
+    hook.finalize("editable", data, "")
+    library = tmp_path / "runtime" / "specexport_runtime" / build.file_name(build.this_target())
+    assert "-O3" in json.loads(library.read_text())
+    assert data.pop("force_include") == {}
+    assert data == {"pure_python": False, "tag": f"py3-none-{build.wheel_tag(build.this_target())}"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"CXX": "false"}, r"specexport: false failed \(exit code 1\)"),
+        ({"CXX": "/none/c++"}, r"specexport: /none/c\+\+ cannot be run .*set CXX to a C\+\+17 compiler"),
+        ({"SPECEXPORT_TARGET": "plan9/x86_64"}, r"SPECEXPORT_TARGET=plan9/x86_64: there are .*win32/aarch64"),
+    ],
+    ids=["fails", "missing", "unknown platform"],
+)
+def test_a_wheel_that_cannot_be_compiled_says_why(tmp_path: Path, environment: dict[str, str], says: str) -> None:
+    done = hatchling("wheel", tmp_path, **environment)
+    assert done.returncode == 1
+    assert re.search(says, done.stderr)
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_any_compiler_one_line_says_what_to_do(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "CXX"} | {"PATH": str(tmp_path)}
+    command = [sys.executable, "-S", str(BUILD), "--out", str(tmp_path / "made.so")]  # no ziglang
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"operators: no C\+\+ compiler for \S+: pip install 'ziglang[^\n]+, or set CXX[^\n]+\n", done.stderr
+    )
+    (tmp_path / "c++").write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho system > "$2"\n')
+    (tmp_path / "c++").chmod(0o755)
+    subprocess.run(command, env=environment, check=True)
+    assert (tmp_path / "made.so").read_text() == "system\n"
+
+
+def form_of(library: bytes) -> tuple[str, int]:
+    """Kind of a binary, and the number of its processor."""
+    if library[:5] == b"\x7fELF\x02":
+        return "ELF", struct.unpack_from("<H", library, 18)[0]
+    if library[:4] == b"\xcf\xfa\xed\xfe":
+        return "Mach-O", struct.unpack_from("<I", library, 4)[0]
+    start = struct.unpack_from("<I", library, 0x3C)[0]
+    assert library[start : start + 4] == b"PE\0\0"
+    return "PE", struct.unpack_from("<H", library, start + 4)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+@pytest.mark.xdist_group("zig")  # one worker, one cache
+@pytest.mark.parametrize(
+    ("target", "tag", "suffix", "form"),
+    [
+        ("linux/x86_64", "manylinux_2_17_x86_64", "so", ("ELF", 0x3E)),
+        ("linux/aarch64", "manylinux_2_17_aarch64", "so", ("ELF", 0xB7)),
+        ("darwin/x86_64", "macosx_11_0_x86_64", "dylib", ("Mach-O", 0x01000007)),
+        ("darwin/aarch64", "macosx_11_0_arm64", "dylib", ("Mach-O", 0x0100000C)),
+        ("win32/x86_64", "win_amd64", "dll", ("PE", 0x8664)),
+        ("win32/aarch64", "win_arm64", "dll", ("PE", 0xAA64)),
+    ],
+)
+def test_wheels_of_all_platforms_are_made_here(
+    build: ModuleType, target: str, tag: str, suffix: str, form: tuple[str, int], session_dir: Path, tmp_path: Path
+) -> None:
+    """What cannot run here is looked at: the binary's form, its processor, and what it gives."""
+    assert build.TARGETS[target].tag == tag
+    beside = {path: path.stat().st_mtime_ns for path in build.PACKAGE.glob("_operators.*")}
+    cache = str(session_dir / "zig")
+    done = hatchling("wheel", tmp_path, SPECEXPORT_TARGET=target, ZIG_GLOBAL_CACHE_DIR=cache, ZIG_LOCAL_CACHE_DIR=cache)
+    assert done.returncode == 0, done.stderr
+    assert beside == {path: path.stat().st_mtime_ns for path in build.PACKAGE.glob("_operators.*")}
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stem.endswith(f"-py3-none-{tag}")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if Path(name).stem == "_operators")
+        library = archive.read(name)
+    assert name == f"specexport_runtime/_operators.{suffix}"
+    assert form_of(library) == form
+    assert all(symbol in library for symbol in EXPORTED)
+    assert build.fingerprint().encode() in library
+    assert len(library) < 1_000_000
+    assert not re.search(rb"libstdc\+\+|libc\+\+|libgcc", library)
+    needed = {int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", library)}
+    assert max(needed, default=0) <= 17
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="no qemu-x86_64: apt-get install qemu-user")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="runs programs of Linux")
+def test_older_processors_take_what_they_have(build: ModuleType, tmp_path: Path) -> None:
+    source, program = tmp_path / "main.cpp", tmp_path / "program"
+    source.write_text(
+        '#include <stdio.h>\n#include "cpu.h"\nint main() { puts(specexport::isa_name(specexport::isa())); }\n'
+    )
+    if build.this_target() != "linux/x86_64":
+        pytest.skip("the program would need the C library of x86-64")
+    build.compile_library("linux/x86_64", program, program=source)
+
+    def chosen(model: str, kernels: str = "") -> str:
+        environment = {**os.environ, "SPECEXPORT_CPU_KERNELS": kernels}
+        done = subprocess.run(
+            ["qemu-x86_64", "-cpu", model, program], env=environment, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    assert chosen("Nehalem") == "portable"
+    assert chosen("Haswell") == "avx2"
+    assert chosen("Haswell", "portable") == "portable"
+    assert chosen("Nehalem", "avx2") == "portable", "what it lacks is not taken"
+
+
+def test_every_platform_has_its_test(build: ModuleType) -> None:
+    (mark,) = (mark for mark in test_wheels_of_all_platforms_are_made_here.pytestmark if mark.name == "parametrize")
+    assert [row[0] for row in mark.args[1]] == list(build.TARGETS)
