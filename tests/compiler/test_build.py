@@ -259,7 +259,7 @@ def test_the_check_sees_every_position(tiny_bundle: Path, sequence: int, positio
     [
         ("target", False, "LlamaForCausalLM engine, one token at a time,"),
         ("target", True, "engine's padded-KV graph, one token at a time,"),
-        ("draft", False, "engine's one-token graph"),
+        ("draft", False, "engine, one token at a time,"),
     ],
 )
 def test_the_check_sees_what_is_wrong_one_token_at_a_time_only(

@@ -11,7 +11,6 @@ from specexport_runtime.bundle.files import native_path
 from specexport_runtime.bundle.opened import WEIGHTS
 from specexport_runtime.errors import BundleError, MissingDependencyError
 from specexport_runtime.executors.external_data import session_model
-from specexport_runtime.executors.flash_attention import flash_attention
 from specexport_runtime.executors.operators import register
 from specexport_runtime.executors.ort_probe import ProbedStep, difference, probe_session, probe_widths
 from specexport_runtime.executors.ort_threads import set_threads
@@ -30,7 +29,6 @@ def open_session(
     engine_hash: str | None = None,
     *,
     lookahead: int = 0,
-    flash: bool = True,
 ) -> Any:
     """Open an engine.
 
@@ -41,7 +39,6 @@ def open_session(
         engine_hash: hash of the graph and all its weights: the session then maps its weights from the prepacked file
             in the user's cache, which is made if it is not there. None packs them into memory of this process.
         lookahead: K of its verify steps, at whose width too a new prepacked file is compared with the engine.
-        flash: attention may go through the cache in tiles, see ``exact_width``.
 
     Returns:
         an ``onnxruntime.InferenceSession``.
@@ -60,17 +57,17 @@ def open_session(
         weights = sum(file.stat().st_size for file in path.parent.glob(WEIGHTS))
         session = PrepackedEngine(engine_hash, weights, probe_widths(lookahead)).load(
             write=lambda folder: _write_prepacked(path, folder, num_threads),
-            prove=lambda folder, widths: _prove_prepacked(path, folder, num_threads, widths, flash),
-            read=lambda folder: _open_prepacked(folder, num_threads, spin, flash),
+            prove=lambda folder, widths: _prove_prepacked(path, folder, num_threads, widths),
+            read=lambda folder: _open_prepacked(folder, num_threads, spin),
         )
         if session is not None:
             return session
-    return _open_plain(path, num_threads, spin, flash)
+    return _open_plain(path, num_threads, spin)
 
 
-def _open_plain(path: Path, num_threads: int, spin: bool, flash: bool = True) -> Any:
+def _open_plain(path: Path, num_threads: int, spin: bool) -> Any:
     try:
-        session = _make_session(path, _options(num_threads, spin), flash)
+        session = _make_session(path, _options(num_threads, spin))
     except BundleError:
         raise
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
@@ -79,12 +76,11 @@ def _open_plain(path: Path, num_threads: int, spin: bool, flash: bool = True) ->
     return session
 
 
-def _make_session(path: Path, options: Any, flash: bool) -> Any:
+def _make_session(path: Path, options: Any) -> Any:
     import onnxruntime
 
     model = session_model(path, options)
-    with flash_attention(flash):
-        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def _options(num_threads: int, spin: bool) -> Any:
@@ -111,21 +107,21 @@ def _write_prepacked(path: Path, folder: Path, num_threads: int) -> None:
         ("save_external_prepacked_constant_initializers", "1"),
     ):
         options.add_session_config_entry(f"session.{key}", value)
-    _make_session(path, options, flash=True)  # nothing of that is written
+    _make_session(path, options)  # nothing of that is written
     return_freed_memory()
     align_packed(folder / GRAPH_NAME, folder / DATA_NAME)
 
 
-def _prove_prepacked(path: Path, folder: Path, num_threads: int, widths: tuple[int, ...], flash: bool) -> None:
+def _prove_prepacked(path: Path, folder: Path, num_threads: int, widths: tuple[int, ...]) -> None:
     """Compare a prepacked file with its engine, one session after the other, so that memory holds one.
 
     Raises:
         UnprovenError: some logits differ or are not finite, or the file cannot be opened.
         BundleError: ONNX Runtime cannot load the engine itself.
     """
-    expected = _probe(lambda: _open_plain(path, num_threads, False, flash), widths)
+    expected = _probe(lambda: _open_plain(path, num_threads, False), widths)
     try:
-        found = _probe(lambda: _open_prepacked(folder, num_threads, False, flash), widths)
+        found = _probe(lambda: _open_prepacked(folder, num_threads, False), widths)
     except OSError:
         raise
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
@@ -140,11 +136,11 @@ def _probe(make_session: Callable[[], Any], widths: tuple[int, ...]) -> list[Pro
     return steps
 
 
-def _open_prepacked(folder: Path, num_threads: int, spin: bool, flash: bool = True) -> Any:
+def _open_prepacked(folder: Path, num_threads: int, spin: bool) -> Any:
     import onnxruntime
 
     options = _options(num_threads, spin)
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # they are in the file
-    session = _make_session(folder / GRAPH_NAME, options, flash)
+    session = _make_session(folder / GRAPH_NAME, options)
     return_freed_memory()
     return session
