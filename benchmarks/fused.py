@@ -75,9 +75,7 @@ def main() -> None:
             rows.append((f"{role}, {step} new", f"{unfused:.4f} -> {fused:.4f} ms: {unfused / fused:.2f}x"))
         record[role] = {str(folder): found for folder, found in rounds.items()}
         entry = manifests[args.fused].models[role]
-        fusions = [f"{name} {count}" for name, count in entry.fused] + ["one-token graph"] * (
-            entry.one_token_path is not None
-        )
+        fusions = [f"{name} {count}" for name, count in entry.fused]
         rows.append((f"{role}, fused", ", ".join(fusions)))
     report(f"Fused against unfused, {args.rows} rows, {args.threads} threads", rows, {"ms": record}, args.json)
 

@@ -202,8 +202,6 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     yield from _describe_engines(entry)
     if entry.padded_path is not None:
         yield f"  padded-KV graph over the same weights: {entry.padded_path}"
-    if entry.one_token_path is not None:
-        yield f"  graph for steps of one token a row over the same weights: {entry.one_token_path}"
     if entry.quantize is not None:
         yield from _describe_weights(entry)
     if entry.skipped_layers:

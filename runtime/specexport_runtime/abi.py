@@ -337,10 +337,6 @@ LARGEST_SIZE = 1 << 20
 """Of a head, a state's axis, and the like: what a manifest may say."""
 
 
-LONGEST_WHOLE = 128
-"""Heads of quantized models up to this run in tiles on the CPU; larger ones do not, see ``executors.exact_width``."""
-
-
 class LayerGeometry(NamedTuple):
     """Cache sizes of one attention layer (keys and values may differ, as in multi-head latent attention)."""
 

@@ -86,7 +86,6 @@ def entry_in_bundle(built: BuiltModel, role: str) -> ModelEntry:
         engines=engines,
         path=str(Path(role) / built.entry.path),
         padded_path=inside(built.entry.padded_path),
-        one_token_path=inside(built.entry.one_token_path),
         head_ids_path=inside(built.entry.head_ids_path),
         mask_path=inside(built.entry.mask_path),
     )

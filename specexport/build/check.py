@@ -250,7 +250,7 @@ def _run(
     from specexport_runtime.packing.batch import ModelRunner
 
     name = "engine" if unpad_kv else "engine's padded-KV graph"
-    narrow = "engine's one-token graph" if unpad_kv and entry.one_token_path else f"{name}, one token at a time,"
+    narrow = f"{name}, one token at a time,"
     executor = _make_executor(folder, entry, sequences, unpad_kv=unpad_kv)
 
     def read_all() -> list[_Run]:

@@ -42,7 +42,7 @@ def is_large(folder: Path, entry: ModelEntry) -> bool:
     from specexport_runtime.executors.open import backend_of
 
     backend, data = backend_of(entry.backend), folder / Path(entry.path).parent / DATA_NAME
-    whole = entry.one_token_path is not None or entry.num_gates > 0 or backend is None or backend.on_gpu
+    whole = entry.num_gates > 0 or backend is None or backend.on_gpu
     return not whole and data.is_file() and data.stat().st_size > LARGE_BYTES
 
 
@@ -75,7 +75,6 @@ class PartedExecutor:
         num_threads: compute threads.
     """
 
-    sum_borders: tuple[int, ...] = ()
     max_num_tokens: int | None = None
     engine_seconds = 0.0
 
@@ -132,7 +131,6 @@ class PartedExecutor:
 
     def compute(self) -> None:
         """Run all steps that were written down."""
-        from specexport_runtime.executors.exact_width import sum_borders
         from specexport_runtime.executors.ort_session import open_session
         from specexport_runtime.machine import return_freed_memory
 
@@ -141,7 +139,7 @@ class PartedExecutor:
         for part in split_graph(self._path):
             try:
                 place.write_bytes(part.with_inputs(known[0] | self._empty_caches()))
-                session = open_session(place, self._num_threads, False, flash=not sum_borders(self._entry))
+                session = open_session(place, self._num_threads, False)
             finally:
                 place.unlink(missing_ok=True)
             self._run_part(session, known)

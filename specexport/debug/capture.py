@@ -44,11 +44,8 @@ class CapturedStep(NamedTuple):
         return len(self.context)
 
     def feeds_of(self, inputs: dict[str, int]) -> Feeds:
-        """The feeds of a graph, by the names and ranks of its inputs; one-token graphs have caches of four."""
-        return {
-            name: feed[:, 0] if rank == 4 and (feed := self.feeds[name]).ndim == 5 else self.feeds[name]
-            for name, rank in inputs.items()
-        }
+        """The feeds of a graph, by the names of its inputs."""
+        return {name: self.feeds[name] for name in inputs}
 
 
 class _Recorder:

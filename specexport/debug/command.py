@@ -10,7 +10,7 @@ import click
 if TYPE_CHECKING:
     from specexport.debug.run import DebugReport
 
-_ROLES, _GRAPHS, _STEPS = ("target", "draft"), ("engine", "padded", "one-token"), ("prefill", "decode", "verify")
+_ROLES, _GRAPHS, _STEPS = ("target", "draft"), ("engine", "padded"), ("prefill", "decode", "verify")
 
 
 @click.command()

@@ -85,7 +85,7 @@ def pair_points(reference: EngineGraph, other: EngineGraph, *, same_names: bool)
     common = {key for key in common if first[key].whole not in common}
     places = {str(value.name): at for at, node in enumerate(reference.model.graph) for value in node.outputs}
     points = sorted((first[key] for key in common), key=lambda point: places[point.name])
-    # In one-token graphs the parts of a packed layer have no names.
+    # Where q, k and v stay one tensor, the parts of a packed layer have no names.
     labels = {key: max(first[key].label, second[key].label, key=len) for key in common}
     once = {point.name: point for point in points}
     return [Pair(point, second[point.key].name) for point in _numbered(list(once.values()), labels)]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 BACKEND = "ort-cpu"
 CACHE_BACKENDS = ("tensorrt", "tensorrt-rtx")
 """Their engines show what they leave in the caches."""
-GraphKind = Literal["engine", "padded", "one-token"]
+GraphKind = Literal["engine", "padded"]
 TOLERANCES = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1, "int8": 0.1, "int4": 0.5, "keep": 0.1}
 """Default tolerance by the dtype of the less exact graph, or by how its weights are quantized."""
 _TRACING = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
@@ -60,10 +60,6 @@ class DebugOptions:
             raise InvalidRequestError(f"--tolerance is {self.tolerance}.", "give a number above 0, for example 0.01.")
         if self.after < 0:
             raise InvalidRequestError(f"--after is {self.after}.", "give 0 or more tokens.")
-        if self.graph == "one-token" and self.step != "decode":
-            raise InvalidRequestError(
-                f"the one-token graph takes no {self.step} step of several tokens.", "add --step decode."
-            )
         if self.save is not None and self.save.exists():
             raise OutputExistsError(f"--save {self.save}: it exists.", "name another folder, or delete it.")
 
@@ -235,13 +231,9 @@ def _check_same_checkpoint(folder: Path, entry: ModelEntry, options: DebugOption
 def _load(folder: Path, entry: ModelEntry, kind: GraphKind) -> "EngineGraph":
     from specexport.debug.graph import load_graph
 
-    path = {"engine": entry.path, "padded": entry.padded_path, "one-token": entry.one_token_path}[kind]
+    path = {"engine": entry.path, "padded": entry.padded_path}[kind]
     if path is None:
         without = "a model that keeps states has none" if entry.states else "a target built with --self-draft has none"
-        hints = {
-            "one-token": "only small drafts have one: add --role draft.",
-            "padded": f"{without}: give --against a bundle of the same checkpoint.",
-        }
-        hint = hints.get(kind, "build it again.")
+        hint = f"{without}: give --against a bundle of the same checkpoint." if kind == "padded" else "build it again."
         raise InvalidRequestError(f"{folder}: this model has no {kind} graph.", hint)
     return load_graph(folder / path)

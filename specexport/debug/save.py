@@ -8,6 +8,7 @@ from pathlib import Path
 from specexport.atomic import new_folder
 from specexport.debug.capture import CapturedStep
 from specexport.debug.graph import EngineGraph
+from specexport.debug.plain import with_plain_attention
 
 MODEL, INPUTS = "model.onnx", "inputs.json"
 
@@ -31,11 +32,12 @@ def save_graphs(folder: Path, graphs: Mapping[str, tuple[EngineGraph, Seq[str]]]
 
     with new_folder(folder) as made:
         for name, (graph, outputs) in graphs.items():
-            place, proto = made / name, modify_outputs(graph.to_proto(), outputs=list(outputs))
+            plain = graph._replace(model=with_plain_attention(graph.model, step.feeds))
+            place, proto = made / name, modify_outputs(plain.to_proto(), outputs=list(outputs))
             place.mkdir()
             entries = [entry for tensor in proto.graph.initializer for entry in tensor.external_data]
             for location in {entry.value for entry in entries if entry.key == "location"}:
                 shutil.copyfile(graph.folder / location, place / location)
             # graphsurgeon, by which polygraphy changes graphs, does not keep the types of model-local functions apart.
             onnx.save(onnx.inliner.inline_local_functions(proto), str(place / MODEL))
-            save_json([step.feeds_of(graph.inputs())], str(place / INPUTS))
+            save_json([step.feeds_of(plain.inputs())], str(place / INPUTS))

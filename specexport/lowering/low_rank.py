@@ -11,7 +11,7 @@ may share a step: each token is in one of them, and reads that one's matrices on
 
 ``down`` and ``up`` are constants, so ONNX Runtime packs them when it loads the engine, and multiplies packed matrices
 in one order of additions whatever the number of rows. (It does not with matrices that come as inputs, which is why
-these are none.) So in quantized engines a token's numbers still do not depend on its step; see ``exact_width``. It
+these are none.) So in quantized engines a token's numbers still do not depend on its step. It
 packs no constant of the graph for a branch within a branch: in layers that can be left out, which are in a branch
 already, the products have no ``If``, and a step without adapters runs them over no rows.
 """

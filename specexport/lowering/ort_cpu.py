@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _FUSED = ("cos_table", "sin_table", "k_scale", "v_scale")
-_INPUTS = (
+INPUTS = (
     *("q", "k", "v", "k_cache", "v_cache", "kv_lens", "cu_new_tokens", "sinks", "slopes"),
     *(*_FUSED, "positions", "kv_positions"),
 )
-"""Inputs of our operator, in order; ``positions`` and ``kv_positions`` are those of padded-KV graphs."""
+"""Inputs of our operator by name, in order; ``positions`` and ``kv_positions`` are those of padded-KV graphs."""
 
 
 def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
@@ -69,7 +69,7 @@ def _replace(ir_model: "ir.Model", node: "ir.Node", told: "dict[str, ir.Value | 
         for item in UNPADDED_ATTENTION.attributes
     }
     attributes |= {"packed": int(packed is not None), "rotary": rotary_kind(node)}
-    inputs = [given.get(name) for name in _INPUTS]
+    inputs = [given.get(name) for name in INPUTS]
     while inputs[-1] is None:
         inputs.pop()
     emit, appended = Emitter(ir_model.graph), appends(node)

@@ -136,7 +136,7 @@ def test_every_quantized_layer_is_ranked_by_what_it_does_to_the_logits(
 
 @pytest.mark.parametrize(
     ("graph", "role", "step"),
-    [("padded", "target", "verify"), ("padded", "target", "prefill"), ("one-token", "draft", "decode")],
+    [("padded", "target", "verify"), ("padded", "target", "prefill"), ("padded", "draft", "decode")],
 )
 def test_lowerings_of_one_model_agree(
     graph: str, role: str, step: str, gated_bundle: Path, debug_json: Callable[..., dict[str, Any]]
@@ -219,8 +219,6 @@ def test_divergence_is_that_of_the_distributions() -> None:
         (["--against", "OTHER"], "built from draft"),
         (["--against", "nowhere"], "nowhere"),
         (["--against", "SELF", "--layer", "layers.9.*"], "--layer layers.9.*: the two graphs have no such layer"),
-        (["--graph", "one-token"], "the one-token graph takes no verify step"),
-        (["--graph", "one-token", "--step", "decode"], "this model has no one-token graph"),
         (["--graph", "padded", "--tolerance", "0"], "--tolerance is 0.0"),
         (["--graph", "padded", "--after", "-1"], "--after is -1"),
         (["--graph", "padded", "--after", "100000"], "the prompt has 17 tokens"),

@@ -208,10 +208,10 @@ def test_some_are_never_paused():
 # --- how prompts share a step
 
 
-def reading(index, unread, owner="a", priority=0, *, least=1, late=False):
+def reading(index, unread, owner="a", priority=0, *, late=False):
     seq = sequence(index, owner, priority, length=unread)
     seq.row = index
-    return Reading(seq, least, unread, unread, late)
+    return Reading(seq, unread, unread, late)
 
 
 def test_prompts_of_one_owner_are_read_one_after_the_other():
@@ -233,16 +233,15 @@ def test_what_is_more_urgent_is_read_first_and_the_oldest_gets_a_quarter():
     assert share_tokens([reading(0, 500, late=True), reading(1, 30), reading(2, 40, "b")], 100) == {0: 30, 1: 30, 2: 40}
 
 
-def test_a_chunk_that_may_not_be_cut_waits_for_room_unless_it_is_the_oldest():
-    assert share_tokens([reading(0, 90, least=65), reading(1, 90, "b", least=65)], 100) == {0: 90}
-    assert share_tokens([reading(0, 90, least=65), reading(1, 9, "b")], 16) == {0: 65}
+def test_the_oldest_gets_a_token_of_the_smallest_step():
+    assert share_tokens([reading(0, 90), reading(1, 9, "b", -1)], 1) == {0: 1}
     assert share_tokens([], 16) == {}
 
 
 @examples(80)
 @given(
     prompts=st.lists(
-        st.tuples(st.integers(1, 90), st.sampled_from("abc"), st.integers(0, 1), st.booleans(), st.integers(1, 20)),
+        st.tuples(st.integers(1, 90), st.sampled_from("abc"), st.integers(0, 1), st.booleans()),
         min_size=1,
         max_size=8,
     ),
@@ -250,16 +249,13 @@ def test_a_chunk_that_may_not_be_cut_waits_for_room_unless_it_is_the_oldest():
 )
 def test_every_step_is_full_and_no_prompt_starves(prompts, tokens):
     readings = [
-        reading(i, unread, owner, priority, late=late, least=min(least, unread))
-        for i, (unread, owner, priority, late, least) in enumerate(prompts)
+        reading(i, unread, owner, priority, late=late) for i, (unread, owner, priority, late) in enumerate(prompts)
     ]
     given_tokens = share_tokens(readings, tokens)
     oldest = readings[0]
-    assert given_tokens[0] >= max(oldest.least, min(oldest.unread, tokens // 4))
-    assert sum(given_tokens.values()) <= max(tokens, oldest.least)
-    assert all(readings[row].least <= count <= readings[row].most for row, count in given_tokens.items())
-    if all(each.least == 1 for each in readings):
-        assert sum(given_tokens.values()) == min(tokens, sum(each.unread for each in readings))
+    assert given_tokens[0] >= max(1, min(oldest.unread, tokens // 4))
+    assert all(1 <= count <= readings[row].most for row, count in given_tokens.items())
+    assert sum(given_tokens.values()) == min(tokens, sum(each.unread for each in readings))
 
 
 def test_first_tokens_that_nobody_else_has_a_claim_on_have_a_step_for_themselves():
@@ -345,9 +341,6 @@ def test_what_is_read_again_comes_in_small_pieces_and_smaller_ones_beside_a_firs
     assert scheduler.share(0, pending, 500) == {0: REREAD_CHUNK}
     read[0] = 90
     assert scheduler.share(0, pending, 500) == {0: 9}  # the newest token begins the next round
-    read[0] = 10
-    scheduler.sum_borders = (64,)
-    assert scheduler.share(0, pending, 500) == {0: 55}  # not to be cut before
 
 
 def test_the_scheduler_keeps_the_pace():

@@ -50,7 +50,6 @@ ENTRY = ModelEntry(
         EngineFile("target/sm120.delta", "sm120", "tensorrt", "10.0", base="target/sm89.engine"),
     ),
     padded_path="target/model.padded.onnx",
-    one_token_path="target/model.one.onnx",
     kv_capacity=300,
     max_num_seqs=4,
     gate_obstacle="tied",
@@ -167,7 +166,6 @@ def test_the_manifest_of_these_tests_loads(tmp_path):
         (("models", "target", "path"), "/elsewhere/model.onnx", "it lies outside the bundle"),
         (("models", "target", "path"), "target\\..\\..\\x", "it lies outside the bundle"),
         (("models", "target", "path"), "target/other.onnx", "'target/other.onnx', not among the files"),
-        (("models", "target", "one_token_path"), "C:/x", "models.target.one_token_path is 'C:/x'"),
         (("models", "target", "engines", 0, "path"), "/e", "models.target.engines[0].path is '/e'"),
         (("models", "target", "engines", 1, "base"), "../e", "models.target.engines[1].base is '../e'"),
         (("models", "target", "engines", 1, "base"), "e", "an engine of models.target is 'e', not among the files"),
@@ -287,7 +285,9 @@ def older(schema):
         if schema < 6:
             del entry["head_ids_path"], entry["num_head_ids"]
         if schema < 5:
-            entry["full_path"], entry["full_inputs"] = entry.pop("one_token_path"), entry.pop("one_token_inputs")
+            entry["full_path"], entry["full_inputs"] = "target/gone.onnx", ["input_ids"]
+        elif schema < 11:
+            entry["one_token_path"], entry["one_token_inputs"] = "target/gone.onnx", ["input_ids"]
         if schema < 4:
             for name in ("num_gates", "gate_obstacle", "quantize", "fused", "full_path", "full_inputs"):
                 del entry[name]
@@ -301,7 +301,6 @@ def older(schema):
 def test_manifests_of_every_schema_load(tmp_path, schema):
     manifest = load_manifest(write(tmp_path, older(schema)))
     assert manifest.schema_version == schema
-    assert manifest.models["target"].one_token_path == (ENTRY.one_token_path if schema >= 4 else None)
     assert manifest.models["draft"].head_size == (120 if schema >= 6 else 300)
     assert manifest.models["draft"].step_parameters == (DRAFT.step_parameters if schema >= 8 else None)
     assert manifest.models["draft"].kept_layers == ((1,) if schema >= 7 else (0,))

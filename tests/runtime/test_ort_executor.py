@@ -232,42 +232,6 @@ def test_an_engine_that_does_not_match_the_manifest_is_refused(bundle):
     other = ModelEntry(**{**vars(entry), "inputs": (*entry.inputs, "surprise")})
     with pytest.raises(IncompatibleError, match="surprise"):
         OrtExecutor(bundle.folder / entry.path, other, num_rows=1, kv_capacity=CAPACITY)
-    other = dataclasses.replace(entry, one_token_inputs=("input_ids", "surprise"))
-    with pytest.raises(IncompatibleError, match=r"model\.one_token\.onnx.*kv_lens, row_totals, surprise"):
-        OrtExecutor(bundle.folder / entry.path, other, num_rows=1, kv_capacity=CAPACITY)
-
-
-def test_one_token_steps_run_on_their_own_graph_over_the_same_caches(bundle, texts):
-    entry = dataclasses.replace(bundle.manifest.models["draft"], one_token_path=None)
-    plain = ModelRunner(OrtExecutor(bundle.folder / entry.path, entry, num_rows=4, kv_capacity=CAPACITY, num_threads=1))
-    runner = make_runner(bundle)
-    executor = runner.executor
-    for row, text in enumerate(texts):
-        runner.prefill(row, text[: 3 + row])
-        plain.prefill(row, text[: 3 + row])
-    steps = [
-        (0, [RowWork([5], 1)] * 4, True),
-        (1, [RowWork([6], 1)] * 2, True),
-        (3, [RowWork([7], 1)], True),
-        (0, [RowWork([8], 1), RowWork([9], 0)], False),  # not all logits are wanted
-        (0, [RowWork([8], 1), IDLE], False),
-        (0, [RowWork([8, 9], 1)], False),
-        (0, [RowWork([8, 9], 1), IDLE], False),
-        (2, [RowWork([4], 1)] * 2, True),
-    ]
-    for first, work, full in steps:
-        expected = plain.step(first, work).copy()
-        np.testing.assert_allclose(runner.step(first, work), expected, atol=1e-5)
-        assert (executor._current.session is executor._one_token.session) is full
-        for row, item in enumerate(work, start=first):
-            runner.kv.commit(row, runner.kv.kv_len(row) + len(item.tokens))
-            plain.kv.commit(row, plain.kv.kv_len(row) + len(item.tokens))
-
-
-def test_the_target_and_padded_graphs_have_no_second_session(bundle):
-    assert bundle.manifest.models["target"].one_token_path is None
-    assert open_executor(bundle, "target", num_threads=1, spin=False)._one_token is None
-    assert make_runner(bundle, unpad_kv=False).executor._one_token is None
 
 
 def test_misuse_raises(bundle):

@@ -252,11 +252,3 @@ def test_rows_are_taken_over_whole_or_not_at_all():
         runner.kv.restore(0, 3)
     with pytest.raises(SpecexportError, match="cannot take over"):
         runner.kv.restore(1, CAPACITY + 1)
-
-
-@pytest.mark.parametrize("border", [19, 20, 21])
-def test_the_last_token_of_a_prompt_that_ends_on_a_border_is_not_read_alone(border):
-    """A step of one token sees one entry more than the prompt has: that is beyond the border, the prompt is not."""
-    decoder = decoder_of(draft=None)
-    decoder.target.executor.sum_borders = (border,)
-    assert [ask(decoder, LONG[:20]).stats.cached_tokens for _ in range(2)] == [0, 18 if border == 20 else 19]

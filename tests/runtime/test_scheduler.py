@@ -60,19 +60,6 @@ def test_a_prompt_never_starves_behind_decoding_sequences():
     assert seq.num_generated == 1
 
 
-def test_the_first_chunk_of_a_prompt_is_not_cut_too_early():
-    rows = Rows(4, 10)
-    rows.scheduler.sum_borders = (5,)
-    for index, length in enumerate((6, 5, 9, 20)):
-        rows.add(index, length)
-    assert rows.round(busy=2) == {0: 6}  # the second has five tokens, and two would fit
-    assert rows.round(busy=1) == {1: 5}
-    assert rows.round(busy=9) == {2: 6}  # more than nothing is left, and more than the oldest gets at least
-    assert rows.round(busy=1) == {2: 3, 3: 6}
-    assert rows.round(busy=9) == {3: 4}  # what comes later may be cut anywhere
-    assert rows.round(busy=9, max_chunk=2) == {3: 2}
-
-
 def test_a_waiting_sequence_takes_over_the_row_of_a_finished_one_without_any_move():
     rows = Rows(3, 100)
     seqs = [rows.add(i, 5) for i in range(4)]

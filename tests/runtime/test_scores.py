@@ -56,9 +56,8 @@ def test_scores_are_the_same_however_a_prompt_is_cut(budget):
 
 def test_no_more_is_scored_at_a_time_than_there_should_be():
     rows = {i: make_sequence(i, [1] * 40, SamplingParams(prompt_logprobs=0 if i else None)) for i in range(4)}
-    assert scores.bound_scored({0: 40, 1: 40, 2: 40, 3: 40}, rows, 1) == {0: 40, 1: 40, 2: 24}
-    assert scores.bound_scored({1: 40, 2: 40}, rows, 30) == {1: 40}
-    assert scores.bound_scored({1: 40, 2: 40, 0: 7}, rows, 70) == {1: 40, 0: 7}
+    assert scores.bound_scored({0: 40, 1: 40, 2: 40, 3: 40}, rows) == {0: 40, 1: 40, 2: 24}
+    assert scores.bound_scored({1: 64, 2: 40, 0: 7}, rows) == {1: 64, 0: 7}
 
 
 def test_a_prompt_that_cannot_be_scored_ends_alone(monkeypatch):

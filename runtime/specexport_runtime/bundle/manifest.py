@@ -48,8 +48,8 @@ READABLE_SCHEMAS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
 version 5 the defaults for loading, and engines that are stored as a difference, version 6 those of a cut LM head,
 version 7 the layers that a draft was built without, version 8 what a step's cost can be told from, version 9 the
 dtype of KV caches, version 10 draft heads, version 11 the states of recurrences, windows, experts, LoRA adapters, and
-which rotary table an engine has. An older manifest is one without them. Version 5 also renamed some."""
-_RENAMED = {"full_path": "one_token_path", "full_inputs": "one_token_inputs"}
+which rotary table an engine has. An older manifest is one without them."""
+_GONE = {"full_path", "full_inputs", "one_token_path", "one_token_inputs"}  # of graphs that nobody needs any more
 MANIFEST_NAME = "manifest.json"
 DEFAULT_NUM_SEQS = 8
 MAX_LOOKAHEAD = 64
@@ -156,9 +156,6 @@ class ModelEntry:
             the integers of a quantized checkpoint.
         quantized_bytes: bytes of the quantized weights, and what they would take in ``dtype``; None where not counted.
         fused: what the lowering fused: ``[name, count]``.
-        one_token_path: graph of a small draft for steps of exactly one new token a row, all with logits, over the same
-            weights file; its caches have no second dimension. None if there is none.
-        one_token_inputs: step inputs that graph takes.
         head_ids_path: the token ids that the LM head of a draft was cut down to, see ``bundle.cut_head``; None where it
             is whole.
         num_head_ids: N, how many those are.
@@ -222,8 +219,6 @@ class ModelEntry:
     quantize: str | None = None
     quantized_bytes: tuple[int, int] | None = None
     fused: tuple[tuple[str, int], ...] = ()
-    one_token_path: str | None = None
-    one_token_inputs: tuple[str, ...] = ()
     head_ids_path: str | None = None
     num_head_ids: int | None = None
     dropped_layers: tuple[tuple[int, float], ...] = ()
@@ -272,7 +267,7 @@ class ModelEntry:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "ModelEntry":
         """Rebuild an entry from its JSON form."""
-        fields = _with_new_names(data)
+        fields = _without_gone(data)
         fields["layers"] = tuple(LayerGeometry(*layer) for layer in data["layers"])
         fields["windows"] = tuple(fields.get("windows", ()))
         fields["states"] = tuple(StateGeometry(tuple(shape), width) for shape, width in data.get("states", ()))
@@ -284,7 +279,6 @@ class ModelEntry:
         fields["dropped_layers"] = tuple((int(layer), float(value)) for layer, value in data.get("dropped_layers", ()))
         fields["taps"] = tuple(fields.get("taps", ()))
         fields["target_layers"] = tuple(fields.get("target_layers", ()))
-        fields["one_token_inputs"] = tuple(fields.get("one_token_inputs", ()))
         fields["engines"] = tuple(EngineFile(**engine) for engine in data.get("engines", ()))
         fields["profiles"] = tuple(Profile(*profile) for profile in data.get("profiles", ()))
         fields["fused"] = tuple((str(name), int(count)) for name, count in data.get("fused", ()))
@@ -441,8 +435,6 @@ _ENTRY_RULES = _rules_of(
     quantize=optional(text),
     quantized_bytes=optional(tuple_of(_COUNT, _COUNT)),
     fused=_PASSES,
-    one_token_path=optional(inner_path),
-    one_token_inputs=list_of(text),
     head_ids_path=optional(inner_path),
     num_head_ids=optional(whole(1, 1 << 24)),
     dropped_layers=list_of(tuple_of(_COUNT, number(-1, 1))),
@@ -468,7 +460,7 @@ _ENTRY_RULES = _rules_of(
 
 
 def _model_rules(value: Any, where: str) -> None:
-    _ENTRY_RULES(_with_new_names(value) if isinstance(value, dict) else value, where)
+    _ENTRY_RULES(_without_gone(value) if isinstance(value, dict) else value, where)
 
 
 _VOCABULARY_RULES = _rules_of(
@@ -556,8 +548,8 @@ def _from_json(data: dict[str, Any], path: Path) -> Manifest:
     return manifest
 
 
-def _with_new_names(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {_RENAMED.get(name, name): value for name, value in entry.items()}
+def _without_gone(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name not in _GONE}
 
 
 def _check_agreement(manifest: Manifest) -> None:
@@ -573,7 +565,7 @@ def _check_agreement(manifest: Manifest) -> None:
         beyond = [token for token in vocabulary.eos_token_ids if role == "target" and token >= entry.vocab_size]
         if beyond:
             raise MisfitError("an id of vocabulary.eos_token_ids", beyond[0], f"below {entry.vocab_size}")
-        paths = [entry.path, entry.padded_path, entry.one_token_path, *(engine.path for engine in entry.engines)]
+        paths = [entry.path, entry.padded_path, *(engine.path for engine in entry.engines)]
         paths += [engine.base for engine in entry.engines]
         for path in paths:
             if path is not None and path not in manifest.files:

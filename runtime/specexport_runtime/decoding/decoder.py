@@ -20,7 +20,6 @@ from specexport_runtime.decoding.told_step import told_step
 from specexport_runtime.drafters.base import Drafter, as_prefix_drafter, can_restart, prefill_seconds_of, restart
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, argmax_ids
-from specexport_runtime.executors.exact_width import least_first_chunk, room_within
 from specexport_runtime.lookahead.base import DraftLength, concerns_lengths, learn_from_tests, step_load
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.accept import Verdict, accept_greedy, accept_sampled
@@ -75,7 +74,6 @@ class Decoder:
         self.scheduler = Scheduler(
             min(max_num_seqs or rows, rows),
             max_num_batched_tokens=min(max_num_batched_tokens, limit or max_num_batched_tokens),
-            sum_borders=target.executor.sum_borders,
             pace=pace,
             can_resume=lambda seq: can_restart(drafter, seq),
         )
@@ -89,7 +87,6 @@ class Decoder:
         self.times = PhaseTimes()
         self.padding = PaddingStats()
         # Padding a whole batch to the width of a prompt chunk helps nobody: the padded method prefills apart.
-        self._sum_borders = target.executor.sum_borders
         self._mixes_prefill = target.unpad_kv and target.unpad_input
 
     def add(self, sequence: Sequence) -> None:
@@ -185,7 +182,7 @@ class Decoder:
         chunks = self.scheduler.share(busy_tokens, self._pending, self.target.max_chunk)
         rows = {row: self._in_row(row) for row in chunks}
         if any(seq.is_scored for seq in rows.values()):
-            return bound_scored(chunks, rows, least_first_chunk(self._sum_borders))
+            return bound_scored(chunks, rows)
         return chunks
 
     def cancel(self, sequence: Sequence, error: Exception | None = None) -> None:
@@ -307,19 +304,11 @@ class Decoder:
         start, read_before = time.perf_counter(), prefill_seconds_of(self.drafter)
         if load is not None and self.lengths is not None:
             self.lengths.begin_round(load)
-        rooms = [self._room(seq) for seq in sequences]
+        rooms = [seq.room_for_drafts for seq in sequences]
         proposals = self.drafter.propose(sequences, rooms) if sequences else []
         read = prefill_seconds_of(self.drafter) - read_before
         self.times.count_draft(time.perf_counter() - start, read, [proposal.num_own for proposal in proposals])
         return {seq.row: proposal for seq, proposal in zip(sequences, proposals, strict=True)}
-
-    def _room(self, seq: Sequence) -> int:
-        """Most draft tokens of a sequence in this step."""
-        room, borders = seq.room_for_drafts, self._sum_borders
-        if borders and len(seq.tokens) <= borders[-1]:
-            within = room_within(borders, len(seq.tokens), reads_prompt=not seq.num_generated)
-            return room if within is None else min(room, within)
-        return room
 
     def _verify(
         self, ready: Seq[Sequence], proposals: Mapping[int, Proposal], chunks: Mapping[int, int]

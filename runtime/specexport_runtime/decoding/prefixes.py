@@ -11,8 +11,7 @@ elsewhere is copied. What its row held for others moves to another row, or is fo
 others do go first, then those that nobody used for the longest time.
 
 The numbers are those that reading the prompt would have given: an entry depends on the tokens before it, and engines
-give a token the same bits in a step of any width. Where they do not, up to a few entries (``exact_width``), only texts
-that were read alike are taken. Entries are never shifted to other positions.
+give a token the same bits in a step of any width. Entries are never shifted to other positions.
 """
 
 from collections.abc import Iterator
@@ -44,7 +43,6 @@ class KeptPrefix:
     Attributes:
         tokens: int64 [n]; the row has the entries of all of them.
         scope: who may go on from it, and with which adapter.
-        sides: on which side of the target's borders its first step was (see ``exact_width``).
         drafts: what the drafter has of the row.
         used: when it was last used, in admissions.
         is_pinned: it stays, whatever comes.
@@ -52,7 +50,6 @@ class KeptPrefix:
 
     tokens: Int64Array
     scope: tuple[str, int | None]
-    sides: tuple[int, ...]
     drafts: Any
     used: int
     is_pinned: bool = False
@@ -123,10 +120,10 @@ class Prefixes:
         """Whether a sequence should wait: another is reading a beginning that both have, and will have it soon."""
         if seq.row_scope is None or seq.is_scored:
             return False
-        prompt, sides = np.asarray(seq.tokens, np.int64), self._sides(seq.num_prompt_tokens)
+        prompt = np.asarray(seq.tokens, np.int64)
         coming, there = 0, 0
         for other in running:
-            if other.is_decoding or other.row_scope != seq.row_scope or self._sides(other.num_prompt_tokens) != sides:
+            if other.is_decoding or other.row_scope != seq.row_scope:
                 continue
             common = _common(prompt, np.asarray(other.tokens, np.int64))
             if common > coming:
@@ -212,7 +209,6 @@ class Prefixes:
         self._kept[seq.row] = KeptPrefix(
             np.asarray(seq.tokens[:count], np.int64),
             seq.row_scope,
-            self._sides(seq.num_prompt_tokens),
             self._drafter.snapshot(seq),
             self._clock,
             seq.is_pinned,
@@ -272,13 +268,11 @@ class Prefixes:
                 raise SpecexportError(f"row {row} is kept for later and in use.")
 
     def _longest(self, seq: Sequence, running: Seq[Sequence]) -> _Match | None:
-        prompt, sides = np.asarray(seq.tokens, np.int64), self._sides(seq.num_prompt_tokens)
+        prompt = np.asarray(seq.tokens, np.int64)
         best: _Match | None = None
-        for row, kept, tokens, drafts in self._texts(seq, running, sides):
+        for row, kept, tokens, drafts in self._texts(seq, running):
             common = _common(prompt, tokens)
             reused = min(common, len(prompt) - 1)  # the last token is read again: its logits are wanted
-            if reused == seq.num_prompt_tokens - 1 and 1 in sides:
-                reused -= 1  # alone it would see one entry more than its prompt has, which is beyond the border
             least = max(LEAST_REUSED if row == seq.row else self._least_copied, self._target.least_len(row))
             if reused < least or (best is not None and reused < best.reused):
                 continue
@@ -290,24 +284,15 @@ class Prefixes:
                 best = _Match(common, reused, row, given, kept)
         return best
 
-    def _texts(
-        self, seq: Sequence, running: Seq[Sequence], sides: tuple[int, ...]
-    ) -> Iterator[tuple[int, KeptPrefix | None, Int64Array, Any]]:
+    def _texts(self, seq: Sequence, running: Seq[Sequence]) -> Iterator[tuple[int, KeptPrefix | None, Int64Array, Any]]:
         """Row, what is kept, tokens, and what the drafter has, of every text that a sequence may go on from."""
         for row, kept in self._kept.items():
-            if kept.scope == seq.row_scope and kept.sides == sides:
+            if kept.scope == seq.row_scope:
                 yield row, kept, kept.tokens, kept.drafts
         for other in running:
-            count, is_alike = self._target.kv.kv_len(other.row), self._sides(other.num_prompt_tokens) == sides
-            if other is not seq and count and other.row_scope == seq.row_scope and is_alike:
+            count = self._target.kv.kv_len(other.row)
+            if other is not seq and count and other.row_scope == seq.row_scope:
                 yield other.row, None, np.asarray(other.tokens[:count], np.int64), other
-
-    def _sides(self, prompt_tokens: int) -> tuple[int, ...]:
-        """By border: 0 for prompts below it, 2 for longer ones, 1 for those that end on it.
-
-        The last token of these is read within the border; one that is generated there is not.
-        """
-        return tuple((prompt_tokens >= at) + (prompt_tokens > at) for at in self._target.executor.sum_borders)
 
     def _take(self, source: int, row: int, count: int) -> None:
         """The first tokens of what ``source`` has are in ``row`` now, and it is no longer kept; what ``row`` had is."""
@@ -382,7 +367,6 @@ class Prefixes:
             other is not kept
             and row != at
             and other.scope == kept.scope
-            and other.sides == kept.sides
             and len(other.tokens) >= size
             and (other.tokens[:size] == kept.tokens).all()
             for row, other in self._kept.items()

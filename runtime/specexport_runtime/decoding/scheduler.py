@@ -15,7 +15,6 @@ from specexport_runtime.decoding.pausing import whom_to_pause
 from specexport_runtime.decoding.queue import WaitingQueue
 from specexport_runtime.decoding.sharing import Reading, share_tokens
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.exact_width import chunk_bounds
 from specexport_runtime.sequences.sequence import NO_ROW, Sequence
 
 REREAD_CHUNK = 32
@@ -33,7 +32,6 @@ class Scheduler:
         max_num_batched_tokens: most tokens of one step. Sequences that are decoding always get theirs; prompts share
             what is left.
         min_prefill_tokens: prompts get this many even if nothing is left, so that they cannot starve.
-        sum_borders: where a text may not be cut, see ``exact_width``.
         pace: times that are to be kept; None for none.
         can_resume: whether a sequence can go on when it was paused.
 
@@ -48,14 +46,12 @@ class Scheduler:
         *,
         max_num_batched_tokens: int,
         min_prefill_tokens: int = 16,
-        sum_borders: tuple[int, ...] = (),
         pace: Pace | None = None,
         can_resume: Callable[[Sequence], bool] = lambda _: True,
     ) -> None:
         self.num_rows = num_rows
         self.max_num_batched_tokens = max_num_batched_tokens
         self.min_prefill_tokens = min_prefill_tokens
-        self.sum_borders = sum_borders
         self.waiting = WaitingQueue()
         self.rows: list[Sequence | None] = []
         self._pace = pace or Pace()
@@ -147,21 +143,14 @@ class Scheduler:
             return {}
         is_awaited = any(not seq.reads_again for seq in reads)
         again = min(self.min_prefill_tokens if is_awaited else REREAD_CHUNK, max_chunk)
-        readings = [
-            self._reading(seq, pending(seq), again if seq.reads_again else max_chunk, max_chunk) for seq in reads
-        ]
+        readings = [self._reading(seq, pending(seq), again if seq.reads_again else max_chunk) for seq in reads]
         left = self._pace.most(self.max_num_batched_tokens - busy_tokens, len(self._arrivals) - len(reads))
         return share_tokens(readings, max(left, self.min_prefill_tokens))
 
-    def _reading(self, seq: Sequence, pending: int, wanted: int, max_chunk: int) -> Reading:
-        """What a sequence has to read: up to ``wanted`` tokens now, or as few as may be if that is more."""
-        end = len(seq.tokens) - seq.reads_again
-        start = len(seq.tokens) - pending
-        # Also where a kept prefix is gone on from: what was read alike must go on alike.
-        least, most = chunk_bounds(self.sum_borders, seq.num_prompt_tokens, start, end)
-        least = min(least, max_chunk)
-        late = self._pace.is_late(seq, end - start)
-        return Reading(seq, least, max(least, min(most, wanted)), end - start, late)
+    def _reading(self, seq: Sequence, pending: int, wanted: int) -> Reading:
+        """What a sequence has to read: up to ``wanted`` tokens now."""
+        unread = pending - seq.reads_again
+        return Reading(seq, min(unread, wanted), unread, self._pace.is_late(seq, unread))
 
     def retire(self, seq: Sequence) -> None:
         """A sequence gives its row back, or its place in the queue."""

@@ -11,22 +11,21 @@ from specexport_runtime.sampling.logprobs import logprobs_of
 from specexport_runtime.sequences.sequence import Sequence
 
 MOST_SCORED = 64
-"""Tokens of a step that are scored; more only where a prompt's first chunk may not be cut so short."""
+"""Tokens of a step that are scored."""
 
 
-def bound_scored(chunks: Mapping[int, int], rows: Mapping[int, Sequence], least: int) -> dict[int, int]:
+def bound_scored(chunks: Mapping[int, int], rows: Mapping[int, Sequence]) -> dict[int, int]:
     """Prompt tokens of each row, such that no more are scored at a time than there should be.
 
     Args:
         chunks: prompt tokens of each row.
         rows: the sequences of these rows.
-        least: fewest tokens of a prompt's first chunk.
     """
-    left, bounded = max(MOST_SCORED, least), {}
+    left, bounded = MOST_SCORED, {}
     for row, count in chunks.items():
         if not rows[row].is_scored:
             bounded[row] = count
-        elif left >= least or left >= count:
+        elif left:
             bounded[row] = min(count, left)
             left -= bounded[row]
     return bounded

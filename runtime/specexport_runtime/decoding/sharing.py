@@ -18,14 +18,12 @@ class Reading(NamedTuple):
 
     Attributes:
         sequence: whose it is.
-        least: tokens that its next chunk has at least: it may not be cut before.
         most: tokens that its next chunk has at most.
         unread: tokens that are left.
         is_late: it yields to those that are not.
     """
 
     sequence: Sequence
-    least: int
     most: int
     unread: int
     is_late: bool = False
@@ -36,7 +34,7 @@ def share_tokens(readings: Seq[Reading], tokens: int) -> dict[int, int]:
 
     Args:
         readings: the oldest first.
-        tokens: to be shared; the oldest gets its ``least`` all the same.
+        tokens: to be shared; the oldest gets one at least.
 
     Returns:
         row to number of tokens, for rows that get any, in the order of ``readings``.
@@ -44,7 +42,7 @@ def share_tokens(readings: Seq[Reading], tokens: int) -> dict[int, int]:
     if not readings:
         return {}
     oldest, given = readings[0], dict.fromkeys([each.sequence.row for each in readings], 0)
-    given[oldest.sequence.row] = max(oldest.least, min(oldest.most, tokens // _OLDEST_SHARE))
+    given[oldest.sequence.row] = max(1, min(oldest.most, tokens // _OLDEST_SHARE))
     left = tokens - given[oldest.sequence.row]
     for urgency in sorted({_urgency(each) for each in readings}):
         owners: dict[str, list[Reading]] = {}
@@ -57,7 +55,7 @@ def share_tokens(readings: Seq[Reading], tokens: int) -> dict[int, int]:
             there = left + sum(_given(each, given) for each in groups[number:])
             equal = there // (len(groups) - number) - _given(group, given)
             left -= _fill(group, max(min(left, equal), 0), given)
-        for group in groups:  # what a chunk that may not be cut had no room in
+        for group in groups:  # what the last of them may not read yet
             left -= _fill(group, max(left, 0), given)
     return {row: count for row, count in given.items() if count}
 
@@ -92,8 +90,6 @@ def _fill(readings: Seq[Reading], tokens: int, given: dict[int, int]) -> int:
     for each in readings:
         row = each.sequence.row
         more = min(each.most - given[row], left)
-        if given[row] + more < each.least:  # a later step has more room
-            break
         given[row] += more
         left -= more
     return tokens - left

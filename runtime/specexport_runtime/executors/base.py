@@ -77,8 +77,6 @@ class Executor(Protocol):
     kv_capacity: int
     engine_seconds: float
     """Seconds spent inside engine execution since creation."""
-    sum_borders: tuple[int, ...]
-    """Cache entries up to which a step sums otherwise than beyond, ascending (see ``exact_width``)."""
 
     @property
     def max_num_tokens(self) -> int | None:

@@ -84,7 +84,6 @@ class FakeExecutor:
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
         self.max_num_tokens: int | None = None
-        self.sum_borders: tuple[int, ...] = ()
         self.engine_seconds = 0.0
         self.calls: list[StepShape] = []
         """Shape of every executed step."""

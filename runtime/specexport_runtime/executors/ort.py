@@ -41,12 +41,11 @@ from specexport_runtime.executors.base import (
     Want,
     argmax_ids,
 )
-from specexport_runtime.executors.exact_width import sum_borders
 from specexport_runtime.executors.features import BoundFeatures, WithFeatures
 from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK, ArenaRows
 from specexport_runtime.executors.ort_features import OrtFeatures
 from specexport_runtime.executors.ort_gates import GatedByInputs, OrtGates
-from specexport_runtime.executors.ort_graph import OrtGraph, open_graph, open_one_token_graph
+from specexport_runtime.executors.ort_graph import OrtGraph, open_graph
 from specexport_runtime.executors.ort_threads import join_threads
 from specexport_runtime.machine import available_cores
 
@@ -78,8 +77,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
     A binding is kept for each step shape and refilled, because binding everything anew costs more than a small
     model's step. The arena is one array per cache input (``ort_arena``); a step on rows [r, r+B) binds the address of
     row r, so no cache entry is ever copied. Gates are bound by pointer too, so that switching layers on and off is
-    free. A small draft has a second graph, for steps of one token a row: another session over the same arena, picked
-    by step shape.
+    free.
 
     Args:
         path: engine file of the bundle.
@@ -122,11 +120,9 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         self.gives_back = gives_back and CAN_GIVE_BACK
         self.max_num_tokens: int | None = None
         self.engine_seconds = 0.0
-        self.sum_borders = sum_borders(entry)
         names = entry.inputs if unpad_kv else entry.padded_inputs
         threads = num_threads or available_cores()
         self._graph = open_graph(path, entry, names, num_threads=threads, spin=spin)
-        self._one_token = open_one_token_graph(path, entry, spin=spin) if unpad_kv else None
         self.num_gates = entry.num_gates if unpad_kv else 0  # a padded-KV graph never has gates
         self.gate_kinds = entry.gate_kinds
         self._gates = OrtGates(self._graph.session, self.num_gates, path)
@@ -143,7 +139,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
             self._lent = self._caches if lender is None else lender.lend(entry.target_layers)
             self._memory = {}
             self._check_lent(path, entry)
-        self._row_values: dict[tuple[int, int, bool], list[tuple[str, str, Any]]] = {}
+        self._row_values: dict[tuple[int, int], list[tuple[str, str, Any]]] = {}
         self._bindings: OrderedDict[tuple[StepShape, bool, bool], _Binding] = OrderedDict()
         self._logits: Float32Array = np.empty((0, self.vocab_size), np.float32)
         self._current: _Binding | None = None
@@ -210,7 +206,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         self._row_values.clear()
         self._memory, self._state_memory, self._lent = {}, {}, {}
         self._current = None
-        self._graph, self._one_token = OrtGraph(None, frozenset()), None
+        self._graph = OrtGraph(None, frozenset())
 
     def _bind(self, shape: StepShape, measured: bool, featured: bool) -> _Binding:
         if not self._features.fits(shape.num_tokens):
@@ -221,7 +217,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
             self._logits = np.empty((shape.num_logit_rows, self.vocab_size), np.float32)
         while len(self._bindings) >= MAX_BINDINGS:
             self._bindings.popitem(last=False)
-        graph = self._one_token if self._one_token is not None and self._one_token.takes(shape) else self._graph
+        graph = self._graph
         io = graph.session.io_binding()
         if bool(shape.kv_span) != (KV_POSITIONS.name in graph.inputs):
             raise SpecexportError(
@@ -236,7 +232,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         for name, array in arrays.items():
             if name in graph.inputs:
                 io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        for name, out_name, rows in self._bound_rows(shape.first_row, shape.num_seqs, graph.one_token):
+        for name, out_name, rows in self._bound_rows(shape.first_row, shape.num_seqs):
             io.bind_ortvalue_input(name, rows)
             if name not in self._lent:
                 io.bind_ortvalue_output(out_name, rows)
@@ -249,28 +245,25 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         self._bindings[shape, measured, featured] = binding
         return binding
 
-    def _bound_rows(self, first_row: int, num_seqs: int, one_token: bool) -> list[tuple[str, str, Any]]:
+    def _bound_rows(self, first_row: int, num_seqs: int) -> list[tuple[str, str, Any]]:
         """(input name, output name, value) of each cache for rows ``[first_row, first_row + num_seqs)``, kept.
-
-        A one-token graph has its caches without the second dimension.
 
         The value is the arena's own memory. Making it costs more than binding it, and many shapes have the same rows.
         """
         import onnxruntime
 
-        kept = self._row_values.get((first_row, num_seqs, one_token))
+        kept = self._row_values.get((first_row, num_seqs))
         if kept is None:
             kept = []
             for name, cache in (self._caches | self._lent | self._states).items():
                 rows = cache[first_row : first_row + num_seqs]
-                rows = rows[:, 0] if one_token else rows
                 kind, _, index = name.rpartition(".")
                 value = onnxruntime.OrtValue.ortvalue_from_numpy(rows)
                 if value.data_ptr() != rows.ctypes.data:
                     version = onnxruntime.__version__
                     raise IncompatibleError(f"onnxruntime {version} copies bound arrays.", "install another version.")
                 kept.append((name, _OUTPUT_OF[kind].format(i=index), value))
-            self._row_values[first_row, num_seqs, one_token] = kept
+            self._row_values[first_row, num_seqs] = kept
         return kept
 
 

@@ -99,7 +99,6 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
         self.max_num_tokens = None
-        self.sum_borders: tuple[int, ...] = ()
         self.engine_seconds = 0.0
         self._device = ("cuda", device_id)
         self._graphs = cuda_graphs

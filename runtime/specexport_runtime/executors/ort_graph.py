@@ -4,10 +4,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specexport_runtime.abi import CACHE_INPUTS, STATE_INPUTS, StepShape, state_shapes
+from specexport_runtime.abi import CACHE_INPUTS, STATE_INPUTS, state_shapes
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import IncompatibleError
-from specexport_runtime.executors.exact_width import sum_borders
 from specexport_runtime.executors.ort_session import open_session
 
 
@@ -17,17 +16,10 @@ class OrtGraph(NamedTuple):
     Attributes:
         session: the ``onnxruntime.InferenceSession``.
         inputs: names of all its inputs.
-        one_token: it is for steps of exactly one token a row; caches come without their second dimension.
     """
 
     session: Any
     inputs: frozenset[str]
-    one_token: bool = False
-
-    def takes(self, shape: StepShape) -> bool:
-        """Whether a step of ``shape`` can run on a one-token graph: every row has one token, and gets its logits."""
-        sizes = {shape.num_tokens, shape.num_seqs, shape.num_logit_rows}
-        return self.one_token and shape.max_new_tokens == 1 and len(sizes) == 1
 
 
 def open_graph(
@@ -44,8 +36,7 @@ def open_graph(
         MissingDependencyError, BundleError: see ``open_session``.
         IncompatibleError: the inputs are others, or states have other sizes.
     """
-    flash = not sum_borders(entry)
-    session = open_session(path, num_threads, spin, flash=flash)
+    session = open_session(path, num_threads, spin)
     inputs = frozenset(value.name for value in session.get_inputs())
     caches = {spec.name.format(i=i) for i in range(len(entry.layers)) for spec in CACHE_INPUTS}
     caches |= {spec.name.format(i=i) for i in range(len(entry.states)) for spec in STATE_INPUTS}
@@ -70,23 +61,3 @@ def _check_sizes(path: Path, entry: ModelEntry, session: Any) -> None:
                 f"{path}: {value.name} has the sizes {sizes} ({value.type}), and the manifest says {expected}.",
                 "build it again.",
             )
-
-
-def open_one_token_graph(path: Path, entry: ModelEntry, *, spin: bool) -> OrtGraph | None:
-    """Open the graph for steps of one token a row, on the calling thread alone; None if the model has none.
-
-    Threads of its own would spin beside those of the model's other session.
-
-    Args:
-        path: the model's engine file, in whose folder the graph is.
-        entry: the model's manifest entry.
-        spin: let idle threads spin.
-
-    Raises:
-        MissingDependencyError, BundleError, IncompatibleError: see ``open_graph``.
-    """
-    if entry.one_token_path is None:
-        return None
-    own = path.with_name(Path(entry.one_token_path).name)
-    graph = open_graph(own, entry, entry.one_token_inputs, num_threads=1, spin=spin)
-    return graph._replace(one_token=True)

@@ -8,20 +8,18 @@ from typing import Any
 
 from specexport_runtime.errors import BundleError, MissingDependencyError
 from specexport_runtime.executors.external_data import session_model
-from specexport_runtime.executors.flash_attention import flash_attention
 from specexport_runtime.executors.operators import register
 from specexport_runtime.executors.ort_threads import set_threads
 from specexport_runtime.machine import return_freed_memory
 
 
-def open_session(path: Path, num_threads: int, spin: bool, *, flash: bool = True) -> Any:
+def open_session(path: Path, num_threads: int, spin: bool) -> Any:
     """Open an engine.
 
     Args:
         path: engine file of the bundle.
         num_threads: compute threads.
         spin: let idle threads spin.
-        flash: attention may go through the cache in tiles, see ``exact_width``.
 
     Returns:
         an ``onnxruntime.InferenceSession``.
@@ -39,8 +37,7 @@ def open_session(path: Path, num_threads: int, spin: bool, *, flash: bool = True
     options = _options(num_threads, spin)
     try:
         model = session_model(path, options)
-        with flash_attention(flash):
-            session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
         raise BundleError(f"{path}: ONNX Runtime cannot load this engine: {error}", "build it again.") from error
     return_freed_memory()

@@ -84,7 +84,6 @@ class TrtExecutor(WithFeatures):
         self.num_rows = num_rows
         self.kv_capacity = sizes.kv_capacity - sizes.scratch
         ranged = [profile.num_tokens for _, profile in sizes.profiles if not profile.is_fixed]
-        self.sum_borders: tuple[int, ...] = ()
         self.max_num_tokens: int | None = max(ranged or [profile.num_tokens for _, profile in sizes.profiles])
         self.engine_seconds = 0.0
         self.graphs = self._parts.graphs
