@@ -73,4 +73,5 @@ __attribute__((constructor)) void choose() {
 
 Isa isa() { return chosen; }
 const char* isa_name(Isa isa) { return kNames[int(isa)]; }
+bool runs_here(Isa isa) { return runs[int(isa)]; }
 }  // namespace specexport

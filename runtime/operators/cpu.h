@@ -10,4 +10,5 @@ constexpr int kNumIsas = 7;
 // here: an unknown name, or one that this processor lacks, leaves the best.
 Isa isa();
 const char* isa_name(Isa);
+bool runs_here(Isa);
 }  // namespace specexport
