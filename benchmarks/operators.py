@@ -26,8 +26,10 @@ TOKENS = [1, 2, 5, 9, 16, 100]
 BEYOND_CACHES = 160_000_000
 
 
-def session(nodes: list[onnx.NodeProto], weights: dict[str, np.ndarray], k: int, threads: int, library: str) -> ort.InferenceSession:  # fmt: skip
-    """A session of nodes from ``x`` to ``y0``, ``y1``, …"""
+def session(
+    nodes: list[onnx.NodeProto], weights: dict[str, np.ndarray], k: int, threads: int, library: str
+) -> ort.InferenceSession:
+    """A session of nodes from ``x`` to outputs of their own."""
     graph = helper.make_graph(
         nodes,
         "operators",

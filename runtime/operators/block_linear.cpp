@@ -13,7 +13,7 @@ const Kernels& kernels() {
     case Isa::avx2: return avx2_kernels;
 #elif defined(__aarch64__)
     case Isa::neon_dot:
-    case Isa::neon_i8mm:
+    case Isa::neon_i8mm: return neon_kernels;
 #endif
     default: return portable_kernels;
   }

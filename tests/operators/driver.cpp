@@ -1,0 +1,97 @@
+// Runs every kernel of this processor over every format, without ONNX Runtime: for sanitizers, and for other processors
+// by emulation. Weights are any bytes, in buffers of exactly their size; what is checked are sums in double, the bits of
+// rows in other company, and that no byte is read or written outside.
+#include <math.h>
+#include <stdio.h>
+
+#include "../../runtime/operators/cpu.h"
+#include "../../runtime/operators/linear.h"
+
+using namespace specexport;
+
+namespace {
+uint32_t state = 37;
+uint32_t draw() { return state = state * 1664525u + 1013904223u, state >> 8; }
+float draw_float() { return float(int(draw() % 2001) - 1000) / 500.f; }
+
+void product(const Kernels& set, Product& p, int64_t rows) {
+  p.rows = rows;
+  p.groups = (rows + set.most - 1) / set.most;
+  p.capacity = (rows + p.groups - 1) / p.groups;
+  p.groups = (rows + p.capacity - 1) / p.capacity;
+  p.arranged = static_cast<uint8_t*>(malloc(size_t(p.groups) * p.group_bytes() + 1));
+  void* work = malloc(work_bytes(rows));
+  set.arrange(p, 0, p.groups);
+  set.multiply(p, 0, p.layout.tiles, 0, p.groups, work);
+  free(work);
+  free(p.arranged);
+}
+
+// The greatest difference between two products, relative to the largest output.
+double difference(const float* a, const float* b, int64_t count) {
+  double most = 0, largest = 1e-30;
+  for (int64_t i = 0; i < count; i++) {
+    most = fmax(most, fabs(double(a[i]) - b[i]));
+    largest = fmax(largest, fabs(double(b[i])));
+  }
+  return most / largest;
+}
+
+bool check(const char* name, const Kernels& set, int64_t n, int64_t k) {
+  constexpr int64_t rows = 11;
+  Product p = {};
+  Format format;
+  if (!find_format(name, format)) return printf("%s: no format\n", name), false;
+  p.layout.make(format, n, k);
+  const size_t size = size_t(p.layout.tiles) * p.layout.tile_bytes;
+  auto* weight = static_cast<uint8_t*>(malloc(size));
+  for (size_t i = 0; i < size; i++) weight[i] = uint8_t(draw() % 60);  // no scale is a NaN, or large
+  auto* x = static_cast<float*>(malloc(sizeof(float) * size_t(rows * k)));
+  for (int64_t i = 0; i < rows * k; i++) x[i] = draw_float();
+  auto* bias = static_cast<float*>(malloc(sizeof(float) * size_t(n)));
+  for (int64_t i = 0; i < n; i++) bias[i] = draw_float();
+  auto* plain = static_cast<float*>(malloc(sizeof(float) * size_t(rows * n)));
+  auto* out = static_cast<float*>(malloc(sizeof(float) * size_t(rows * n)));
+  auto* alone = static_cast<float*>(malloc(sizeof(float) * size_t(n)));
+  p.weight = weight, p.x = x, p.bias = bias;
+  p.out = plain;
+  product(portable_kernels, p, rows);
+  p.out = out;
+  product(set, p, rows);
+  const double error = difference(out, plain, rows * n);
+  bool same = true;
+  for (int64_t row = 0; row < rows; row++) {
+    p.x = x + row * k, p.out = alone;
+    product(set, p, 1);
+    same = same && !memcmp(alone, out + row * n, sizeof(float) * size_t(n));
+  }
+  free(weight), free(x), free(bias), free(plain), free(out), free(alone);
+  if (error > 1e-5 || !same) printf("%s [%lld, %lld]: error %g, %s bits\n", name, (long long)n, (long long)k, error, same ? "the same" : "other");
+  return error <= 1e-5 && same;
+}
+}  // namespace
+
+int main() {
+  const Kernels* sets[kNumIsas] = {&portable_kernels};
+#if defined(__x86_64__)
+  sets[int(Isa::avx2)] = &avx2_kernels;
+  sets[int(Isa::avxvnni)] = &avxvnni_kernels;
+  sets[int(Isa::avx512vnni)] = &avx512_kernels;
+#elif defined(__aarch64__)
+  sets[int(Isa::neon_dot)] = &neon_kernels;
+#endif
+  const char* more[] = {"group4_64_f16", "group4_16_f32_zero", "group4_128_f16_zero", "group4_32_f32_offset", "group8_128_f32", "group8_16_f16_offset", "group8_1024_f16_zero"};
+  const int64_t shapes[][2] = {{16, 32}, {33, 100}, {7, 1}, {20, 1100}, {32, 2048}};
+  int failed = 0, sets_run = 0;
+  for (int i = 0; i < kNumIsas; i++) {
+    if (!sets[i] || !runs_here(Isa(i))) continue;
+    sets_run++;
+    printf("%s\n", isa_name(Isa(i)));
+    for (const auto& shape : shapes) {
+      for (const Format& format : kFormats) failed += !check(format.name, *sets[i], shape[0], shape[1]);
+      for (const char* name : more) failed += !check(name, *sets[i], shape[0], shape[1]);
+    }
+  }
+  printf("%d sets, %d failed\n", sets_run, failed);
+  return failed || !sets_run;
+}
