@@ -1,4 +1,4 @@
-"""Our own attention as standard operators, for what is saved: other programs do not have the library.
+"""Our own operators as standard ones, for what is saved: other programs do not have the library.
 
 What depends on the step alone (positions, lengths, what a token sees) is a constant then: a saved graph is for the
 saved step.
@@ -10,32 +10,39 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from specexport.block_format import unpack
 from specexport.debug.capture import Feeds
 from specexport.lowering.ort_cpu import INPUTS
-from specexport.onnx_emit import Emitter
+from specexport.onnx_emit import Emitter, lazy_weight
+from specexport.passes.base import constant_of
 from specexport_runtime.abi import CU_NEW_TOKENS, KV_LENS, KV_POSITIONS, OP_DOMAIN, OP_NAME, POSITIONS
 
 _HIDDEN = -1e30
 
 
 class _Row(NamedTuple):
-    """Tokens [start, stop) of the step are entries [past, end) of cache row ``index``."""
+    """Tokens [start, stop) of the step are entries [past, end) of a cache row."""
 
-    index: int
+    row: int
     start: int
     stop: int
     past: int
     end: int
 
 
-def with_plain_attention(model: ir.Model, feeds: Feeds) -> ir.Model:
-    """A copy of a graph whose attention is written in standard operators, and which gives no caches.
+def with_plain_operators(model: ir.Model, feeds: Feeds) -> ir.Model:
+    """A copy of a graph that is written in standard operators, and gives no caches.
+
+    Weights are float32, what they stand for; products read activations as they are, where ours round them.
 
     Args:
         model: a graph of an engine for ONNX Runtime on a CPU.
         feeds: of the step that the copy is for.
     """
     copy = model.clone()
+    for node in [node for node in copy.graph if node.domain == OP_DOMAIN and node.op_type in _OF_BLOCKS]:
+        emit = Emitter(copy.graph)
+        emit.replace(node, [_OF_BLOCKS[node.op_type](node, emit)])
     for node in [node for node in copy.graph if (node.domain, node.op_type) == (OP_DOMAIN, OP_NAME)]:
         emit = Emitter(copy.graph)
         plain = _Attention(node, feeds, emit).output()
@@ -51,12 +58,41 @@ def with_plain_attention(model: ir.Model, feeds: Feeds) -> ir.Model:
     return copy
 
 
+def _linear(node: ir.Node, emit: Emitter) -> ir.Value:
+    source, packed, *bias = node.inputs
+    product = emit.op("MatMul", source, _floats(packed, node, emit, turned=False))
+    return emit.op("Add", product, bias[0]) if bias and bias[0] is not None else product
+
+
+def _embedding(node: ir.Node, emit: Emitter) -> ir.Value:
+    ids, packed = node.inputs
+    table = _floats(packed, node, emit, turned=True)
+    return emit.op("Gather", table, ids, axis=0, dtype=ir.DataType.FLOAT)
+
+
+_OF_BLOCKS = {"BlockLinear": _linear, "BlockEmbedding": _embedding}
+
+
+def _floats(packed: "ir.Value | None", node: ir.Node, emit: Emitter, *, turned: bool) -> ir.Value:
+    """A packed weight as float32, [N, K] if it is ``turned``, else [K, N]."""
+    tensor, kind = constant_of(packed), node.attributes["format"].as_string()
+    assert tensor is not None  # noqa: S101 - engines have constant weights
+    n, k = (node.attributes[name].as_int() for name in "NK")
+
+    def make() -> npt.NDArray[np.float32]:
+        values = unpack(kind, tensor.numpy(), n, k)
+        return values if turned else np.ascontiguousarray(values.T)
+
+    name = f"{tensor.name}.{'rows' if turned else 'columns'}"
+    return lazy_weight(emit.graph, name, ir.DataType.FLOAT, [n, k] if turned else [k, n], make)
+
+
 class _Attention:
     """One node of ours."""
 
     def __init__(self, node: ir.Node, feeds: Feeds, emit: Emitter) -> None:
         self.given = dict(zip(INPUTS, node.inputs, strict=False))
-        self.told = {name: attribute.value for name, attribute in node.attributes.items()}
+        self.told: dict[str, Any] = {name: attribute.value for name, attribute in node.attributes.items()}
         self.feeds, self.emit = feeds, emit
         self.heads, self.kv_heads = self.told["num_heads"], self.told["kv_num_heads"]
         self.dims = [feeds[str(self._value(f"{part}_cache").name)].shape[-1] for part in "kv"]
@@ -128,7 +164,7 @@ class _Attention:
         """[H, end, dim] of the row's keys or values, this step's among them."""
         emit, dim = self.emit, self.dims["kv".index(name)]
         held = row.past if self.appends else row.end
-        cache = self._slice(self._value(f"{name}_cache"), [row.index, 0], [row.index + 1, held], [0, 3])
+        cache = self._slice(self._value(f"{name}_cache"), [row.row, 0], [row.row + 1, held], [0, 3])
         entries = emit.cast(emit.reshape(cache, [self.kv_heads, held, dim]), ir.DataType.FLOAT)
         new = self._tokens(row, part, self.kv_heads, dim, rotated=name == "k") if self.appends else None
         scale = self.given.get(f"{name}_scale")
@@ -145,7 +181,7 @@ class _Attention:
         own, entries = np.arange(row.past, row.end), np.arange(row.end)
         if self.given.get("kv_positions") is not None:
             own = self.feeds[POSITIONS.name][row.start : row.stop]
-            entries = self.feeds[KV_POSITIONS.name][row.index, 0, : row.end]
+            entries = self.feeds[KV_POSITIONS.name][row.row, 0, : row.end]
         return entries[None] - own[:, None]
 
     def _seen(self, row: _Row, distance: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -155,7 +191,7 @@ class _Attention:
         if self.told["window"] > 0:
             seen &= distance > -self.told["window"]
         if self.given.get("kv_positions") is not None:
-            seen &= self.feeds[KV_POSITIONS.name][row.index, 0, : row.end] >= 0
+            seen &= self.feeds[KV_POSITIONS.name][row.row, 0, : row.end] >= 0
         return seen
 
     def _slice(self, value: ir.Value, starts: list[int], stops: list[int], axes: list[int]) -> ir.Value:

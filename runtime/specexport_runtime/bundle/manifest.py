@@ -42,13 +42,14 @@ from specexport_runtime.bundle.rules import (
 )
 from specexport_runtime.errors import BundleError, IncompatibleError
 
-SCHEMA_VERSION = 11
-READABLE_SCHEMAS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
+SCHEMA_VERSION = 12
+READABLE_SCHEMAS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)
 """Version 3 added the fields of engines that are built for a GPU, version 4 those of self-drafting and quantization,
 version 5 the defaults for loading, and engines that are stored as a difference, version 6 those of a cut LM head,
 version 7 the layers that a draft was built without, version 8 what a step's cost can be told from, version 9 the
 dtype of KV caches, version 10 draft heads, version 11 the states of recurrences, windows, experts, LoRA adapters, and
-which rotary table an engine has. An older manifest is one without them."""
+which rotary table an engine has, version 12 engines for CPUs of our own operators. An older manifest is one without
+them."""
 _GONE = {"full_path", "full_inputs", "one_token_path", "one_token_inputs"}  # of graphs that nobody needs any more
 MANIFEST_NAME = "manifest.json"
 DEFAULT_NUM_SEQS = 8

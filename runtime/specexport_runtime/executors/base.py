@@ -384,6 +384,7 @@ class EngineBackend(NamedTuple):
         gives_back: memory of rows that is of no use can go back to the system: the KV cache can have a budget.
         modules: Python modules that running needs.
         provider: ONNX Runtime's execution provider that running needs; None for none but its own.
+        oldest_schema: the first version of manifests whose engines can be run.
     """
 
     open: Callable[[EngineRequest], Executor]
@@ -394,3 +395,4 @@ class EngineBackend(NamedTuple):
     gives_back: bool = False
     modules: tuple[str, ...] = ()
     provider: str | None = None
+    oldest_schema: int = 0

@@ -98,6 +98,11 @@ def open_executor(
             f"{folder}: the {role} was built for backend {entry.backend!r}, which this runtime cannot run.",
             f"build it with --backend {next(iter(PLACES))}, or upgrade specexport.",
         )
+    if bundle.manifest.schema_version < backend.oldest_schema:
+        raise IncompatibleError(
+            f"{folder}: the {role}'s engine is of an earlier release, whose operators for {entry.backend} were others.",
+            f"build it again: `specexport build … -o {folder} --force`, as it was built.",
+        )
     if not unpad_kv and not backend.has_padded_kv:
         usable = backends_with("has_padded_kv")
         raise IncompatibleError(

@@ -309,4 +309,5 @@ BACKEND = EngineBackend(
     copies_rows=True,
     gives_back=CAN_GIVE_BACK,
     modules=("onnxruntime",),
+    oldest_schema=12,
 )
