@@ -19,9 +19,9 @@ _HIDDEN = -1e30
 
 
 class _Row(NamedTuple):
-    """Tokens [start, stop) of the step are entries [past, end) of cache row ``index``."""
+    """Tokens [start, stop) of the step are entries [past, end) of cache row ``number``."""
 
-    index: int
+    number: int
     start: int
     stop: int
     past: int
@@ -81,9 +81,9 @@ class _Attention:
     def _rows(self) -> list[_Row]:
         lens, starts = self.feeds[KV_LENS.name][:, 0].tolist(), self.feeds[CU_NEW_TOKENS.name].tolist()
         rows = []
-        for index, (held, start, stop) in enumerate(zip(lens, starts, starts[1:], strict=False)):
+        for number, (held, start, stop) in enumerate(zip(lens, starts, starts[1:], strict=False)):
             past = held if self.appends else max(held - (stop - start), 0)
-            rows.append(_Row(index, start, stop, past, past + stop - start))
+            rows.append(_Row(number, start, stop, past, past + stop - start))
         return [row for row in rows if row.stop > row.start]
 
     def _row(self, row: _Row, parts: "list[ir.Value | None]") -> ir.Value:
@@ -128,7 +128,7 @@ class _Attention:
         """[H, end, dim] of the row's keys or values, this step's among them."""
         emit, dim = self.emit, self.dims["kv".index(name)]
         held = row.past if self.appends else row.end
-        cache = self._slice(self._value(f"{name}_cache"), [row.index, 0], [row.index + 1, held], [0, 3])
+        cache = self._slice(self._value(f"{name}_cache"), [row.number, 0], [row.number + 1, held], [0, 3])
         entries = emit.cast(emit.reshape(cache, [self.kv_heads, held, dim]), ir.DataType.FLOAT)
         new = self._tokens(row, part, self.kv_heads, dim, rotated=name == "k") if self.appends else None
         scale = self.given.get(f"{name}_scale")
@@ -145,7 +145,7 @@ class _Attention:
         own, entries = np.arange(row.past, row.end), np.arange(row.end)
         if self.given.get("kv_positions") is not None:
             own = self.feeds[POSITIONS.name][row.start : row.stop]
-            entries = self.feeds[KV_POSITIONS.name][row.index, 0, : row.end]
+            entries = self.feeds[KV_POSITIONS.name][row.number, 0, : row.end]
         return entries[None] - own[:, None]
 
     def _seen(self, row: _Row, distance: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -155,7 +155,7 @@ class _Attention:
         if self.told["window"] > 0:
             seen &= distance > -self.told["window"]
         if self.given.get("kv_positions") is not None:
-            seen &= self.feeds[KV_POSITIONS.name][row.index, 0, : row.end] >= 0
+            seen &= self.feeds[KV_POSITIONS.name][row.number, 0, : row.end] >= 0
         return seen
 
     def _slice(self, value: ir.Value, starts: list[int], stops: list[int], axes: list[int]) -> ir.Value:
