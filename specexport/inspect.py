@@ -202,7 +202,7 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     yield from _describe_engines(entry)
     if entry.padded_path is not None:
         yield f"  padded-KV graph over the same weights: {entry.padded_path}"
-    if entry.quantize is not None:
+    if entry.quantize is not None or entry.weight_formats:
         yield from _describe_weights(entry)
     if entry.skipped_layers:
         yield f"  self-drafting: without layers {', '.join(map(str, entry.skipped_layers))}"
@@ -233,18 +233,16 @@ def _taps(entry: ModelEntry) -> str:
 
 
 def _describe_weights(entry: ModelEntry) -> Iterator[str]:
-    if entry.quantize != "keep":
-        yield f"  quantized: {entry.quantize} weights in the linear layers{_saved(entry)}"
-        return
     formats = [
-        f"{name} {count / 1e6:.1f} M ({8 * size / count:.2f} bits each, exact)"
-        for name, count, size in entry.weight_formats
+        f"{name} {count / 1e6:.1f} M ({8 * size / count:.2f} bits each)" for name, count, size in entry.weight_formats
     ]
-    yield f"  weights as the checkpoint has them: {', '.join(formats)}{_saved(entry)}"
+    kinds = {"keep": "weights as the checkpoint has them", None: "weights, exact"}
+    kind = kinds.get(entry.quantize, f"quantized: {entry.quantize} weights")
+    yield f"  {kind}{': ' if formats else ' in the linear layers'}{', '.join(formats)}{_saved(entry)}"
 
 
 def _saved(entry: ModelEntry) -> str:
-    """How much smaller the quantized weights are, where that was counted."""
+    """How much smaller the packed weights are, where that was counted."""
     if entry.quantized_bytes is None:
         return ""
     stored, before = entry.quantized_bytes

@@ -34,7 +34,8 @@ def machine_key() -> str:
     cores = str(available_cores())
     gpus = {"gpus": ", ".join(names)} if (names := gpu_names()) else {}
     facts = {"cores": cores, "release": platform.release(), "numpy": _version("numpy")}
-    return _digest({**_packing_facts(), **facts, **gpus})
+    facts["kernels"] = os.environ.get("SPECEXPORT_CPU_KERNELS", "")  # else those of the processor
+    return _digest({**_processor_facts(), **facts, **gpus})
 
 
 def gpu_names(folder: Path = Path("/proc/driver/nvidia/gpus")) -> tuple[str, ...]:
@@ -56,7 +57,7 @@ def _digest(facts: dict[str, str]) -> str:
 
 
 @functools.cache
-def _packing_facts() -> dict[str, str]:
+def _processor_facts() -> dict[str, str]:
     name, flags = _cpu()
     return {
         "cpu": name,

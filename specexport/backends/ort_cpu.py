@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from specexport.backends.base import AUTO_MODEL_LEN, Backend, BuildJob, RecipeFields, release_weights
+from specexport_runtime.abi import ITEM_BYTES
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -46,7 +47,7 @@ class OrtCpu(Backend):
         from specexport.lowering.low_rank import expand_adapters
         from specexport.lowering.ort_cpu import lower_ort_cpu
         from specexport.lowering.step_inputs import step_inputs
-        from specexport.passes.quantize_graph import nbits_bytes
+        from specexport.passes.block_linear import packed_formats
         from specexport.passes.residual_blocks import find_residual_blocks
 
         recipe, role, folder = job.recipe, job.role, job.folder
@@ -75,9 +76,11 @@ class OrtCpu(Backend):
                 expand_adapters(padded_model, job.adapters)
             expand_adapters(ir_model, job.adapters)  # last: marks are in the branches of gates by now
         quantize = recipe.quantization_of(role)
-        fields: dict[str, Any] = {}
-        if quantize == "keep":
-            fields["quantized_bytes"] = nbits_bytes(ir_model.graph, recipe.dtype)
+        formats = packed_formats(ir_model.graph)
+        stored, count = sum(size for *_, size in formats), sum(count for _, count, _ in formats)
+        fields: dict[str, Any] = {"quantized_bytes": (stored, count * ITEM_BYTES[recipe.dtype])}
+        if quantize != "keep":  # else those of the checkpoint
+            fields["weight_formats"] = formats
         with job.clock.stage("build", role):
             fields["path"] = write_onnx(ir_model, folder)
             if padded_model is not None:

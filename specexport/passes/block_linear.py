@@ -113,6 +113,21 @@ def put_lookup(graph: ir.Graph, node: ir.Node, packing: Packing) -> None:
     emit.replace(node, [found])
 
 
+def packed_formats(graph: ir.Graph) -> tuple[tuple[str, int, int], ...]:
+    """Each format of packed weights: its name, weights and bytes, the most weights first; a tied weight counts once."""
+    seen = {}
+    for node in graph.all_nodes():
+        tensor = constant_of(node.inputs[1]) if node.op_type in (BLOCK_LINEAR, BLOCK_EMBEDDING) else None
+        if tensor is not None:
+            size = node.attributes["K"].as_int() * node.attributes["N"].as_int()
+            seen[tensor.name] = node.attributes["format"].as_string(), size, tensor.nbytes
+    found: dict[str, tuple[int, int]] = {}
+    for kind, size, stored in seen.values():
+        count, total = found.get(kind, (0, 0))
+        found[kind] = count + size, total + stored
+    return tuple(sorted(((kind, *sizes) for kind, sizes in found.items()), key=lambda each: -each[1]))
+
+
 def _stored(graph: ir.Graph, name: str, packing: Packing) -> ir.Value:
     stored = f"{name.removesuffix(FOLDED)}.blocks.{packing.format}"
     shape = packed_shape(packing.format, *packing.shape)

@@ -165,9 +165,9 @@ def test_the_machines_key_names_what_it_depends_on(monkeypatch: pytest.MonkeyPat
     ):
         with monkeypatch.context() as patch:
             patch.setattr(machine_facts, name, value)
-            machine_facts._packing_facts.cache_clear()
+            machine_facts._processor_facts.cache_clear()
             assert machine_key() != machine
-    machine_facts._packing_facts.cache_clear()
+    machine_facts._processor_facts.cache_clear()
     assert machine_key() == machine
 
 

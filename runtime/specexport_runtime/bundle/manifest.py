@@ -155,7 +155,7 @@ class ModelEntry:
         gate_obstacle: why no layer of a target can be skipped exactly; None where that was not asked, or can be done.
         quantize: ``"int8"`` or ``"int4"`` where the linear layers' weights are quantized, ``"keep"`` where they are
             the integers of a quantized checkpoint.
-        quantized_bytes: bytes of the quantized weights, and what they would take in ``dtype``; None where not counted.
+        quantized_bytes: bytes of the packed weights, and what they would take in ``dtype``; None where not counted.
         fused: what the lowering fused: ``[name, count]``.
         head_ids_path: the token ids that the LM head of a draft was cut down to, see ``bundle.cut_head``; None where it
             is whole.
@@ -167,7 +167,8 @@ class ModelEntry:
         experts: of those parameters, the ones of which a step reads what its tokens chose; None where there are none,
             and where the backend multiplies by copies of them.
         num_heads: query heads of an attention layer; None in older bundles, and where the checkpoint does not say.
-        weight_formats: with ``"keep"``, each format of the checkpoint: name, weights and stored bytes.
+        weight_formats: of engines for CPUs, each format of the packed weights: name, weights and bytes; with ``"keep"``
+            those of the checkpoint.
         kv_dtype: dtype of the KV caches, ``"int8"``, where they are of another than ``dtype``; None where not.
         feature_size: E: of a target with a draft head, width of the features that it gives; of the head, of those that
             it reads. 0 for all others.

@@ -120,7 +120,7 @@ def _state_seconds(entry: ModelEntry, rates: _Rates, width: int) -> float:
 
 def _bytes_of_weight(entry: ModelEntry) -> float:
     item = ITEM_BYTES.get(entry.dtype, 4)
-    if entry.quantize == "keep" and entry.quantized_bytes is not None:  # any mixture of formats
+    if entry.quantized_bytes is not None:  # any mixture of formats
         stored, before = entry.quantized_bytes
         return item * stored / max(before, 1)
     return _QUANTIZED_BYTES.get(entry.quantize or "", item)
