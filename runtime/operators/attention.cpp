@@ -120,27 +120,36 @@ void append(const Step& step, const Block& block, float* space) {
     }
 }
 
-// Memory for one piece, laid out in one buffer.
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t parts_of(const Block& block) {
+  return block.last > block.first ? (block.last + kPart - 1) / kPart - block.first / kPart : 1;
+}
+
 struct Piece {
   Queries queries;
-  State total, part;
+  State total;
   Workspace space;
 };
-int64_t state_size(int64_t queries, int64_t v_pad) { return queries * (v_pad + 2); }  // floats
-State state_at(float* from, int64_t queries) { return {from, from + queries, from + 2 * queries}; }
+int64_t state_size(int64_t queries, int64_t v_pad) { return (queries * (v_pad + 2) + 15) / 16 * 16; }  // floats
+State state_at(float* from, int64_t queries, int64_t v_pad) {
+  float* top = from + queries * v_pad;
+  return {top, top + queries, from};
+}
 
-bool prepare(const Step& step, const Block& block, int64_t head, Piece& piece) {
-  const int64_t queries = block.count * step.group, k_pad = (step.k_dim + 15) / 16 * 16, state = state_size(queries, step.v_pad);
-  const int64_t floats = queries * k_pad + 2 * state + k_pad * kTile + kTile * step.v_pad + queries * kTile;
-  auto* memory = static_cast<float*>(scratch(floats * sizeof(float) + (queries + 3 * block.count) * sizeof(int64_t)));
-  if (!memory) return false;
-  float* q = memory;
-  piece.total = state_at(q + queries * k_pad, queries);
-  piece.part = state_at(q + queries * k_pad + state, queries);
-  piece.space.keys = q + queries * k_pad + 2 * state;
+// A piece in memory of this thread, with room for `states` of it, `total` first; false if there is none.
+bool prepare(const Step& step, const Block& block, int64_t head, int64_t states, Piece& piece) {
+  const int64_t queries = block.count * step.group, k_pad = (step.k_dim + 15) / 16 * 16;
+  const int64_t room = states * state_size(queries, step.v_pad);
+  const int64_t floats = queries * k_pad + k_pad * kTile + kTile * step.v_pad + queries * kTile;
+  const int64_t words = (queries + 3 * block.count + 7) / 8 * 8;  // what lies behind them begins at a cache line
+  auto* seen = static_cast<uint64_t*>(scratch(words * sizeof(uint64_t) + (floats + room) * sizeof(float)));
+  if (!seen) return false;
+  float* q = reinterpret_cast<float*>(seen + words);
+  piece.space.seen = seen;
+  piece.space.keys = q + queries * k_pad;
   piece.space.values = piece.space.keys + k_pad * kTile;
   piece.space.scores = piece.space.values + kTile * step.v_pad;
-  piece.space.seen = reinterpret_cast<uint64_t*>(piece.space.scores + queries * kTile);
+  piece.total = state_at(piece.space.scores + queries * kTile, queries, step.v_pad);
   int64_t* first = reinterpret_cast<int64_t*>(piece.space.seen + queries);
   int64_t *last = first + block.count, *at = last + block.count;
   const Attention& kind = *step.kind;
@@ -170,56 +179,29 @@ bool prepare(const Step& step, const Block& block, int64_t head, Piece& piece) {
   return true;
 }
 
-void start(State state, int64_t queries, int64_t v_pad) {
-  for (int64_t i = 0; i < queries; i++) state.top[i] = kNothing, state.sum[i] = 0;
-  memset(state.mixed, 0, queries * v_pad * sizeof(float));
-}
-
-void write(const Step& step, const AttentionKernels& kernels, const Block& block, int64_t head, State state) {
+// Parts [index, index + count) of a block for one head; who is last puts all of them together. `states` and `left` are
+// those of the block and head, null where one call does it all. False if there is no memory.
+bool attend(const Step& step, const AttentionKernels& kernels, const Block& block, int64_t head, int64_t index, int64_t count,
+            float* states, int* left) {
+  Piece piece;
+  const int64_t queries = block.count * step.group, size = state_size(queries, step.v_pad), parts = parts_of(block);
+  const bool ready = prepare(step, block, head, states ? 1 : parts + 1, piece);
+  if (ready && !states) states = piece.total.mixed + size;
+  for (int64_t i = index; ready && i < index + count; i++) {
+    const int64_t from = (block.first / kPart + i) * kPart;
+    kernels.attend(piece.queries, from, least(from + kPart, block.last), state_at(states + i * size, queries, step.v_pad), piece.space);
+  }
+  if ((left && __atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) > 0) || !ready) return ready;
+  for (int64_t i = 0; i < queries; i++) piece.total.top[i] = kNothing, piece.total.sum[i] = 0;
+  memset(piece.total.mixed, 0, queries * step.v_pad * sizeof(float));
+  for (int64_t i = 0; i < parts; i++) kernels.merge(piece.total, state_at(states + i * size, queries, step.v_pad), queries, step.v_pad);
   const float* sinks = step.in[kSinks].absent ? nullptr : step.in[kSinks].as<float>() + head * step.group;
   const float* scales = step.int8 ? step.in[kValueScale].as<float>() + head * step.v_dim : nullptr;
-  for (int64_t i = 0; i < block.count * step.group; i++) {
+  for (int64_t i = 0; i < queries; i++) {
     const int64_t token = block.token + i / step.group, h = head * step.group + i % step.group;
-    kernels.finish(state, i, step.v_pad, step.v_dim, sinks ? sinks + i % step.group : nullptr, scales,
+    kernels.finish(piece.total, i, step.v_pad, step.v_dim, sinks ? sinks + i % step.group : nullptr, scales,
                    step.output + (token * step.kind->heads + h) * step.v_dim);
   }
-}
-
-int64_t first_part(const Block& block) { return block.first / kPart; }
-int64_t parts_of(const Block& block) {
-  return block.last > block.first ? (block.last + kPart - 1) / kPart - first_part(block) : 1;
-}
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// All parts of a block for one head, one after the other.
-bool attend_whole(const Step& step, const AttentionKernels& kernels, const Block& block, int64_t head) {
-  Piece piece;
-  if (!prepare(step, block, head, piece)) return false;
-  const int64_t queries = block.count * step.group;
-  start(piece.total, queries, step.v_pad);
-  for (int64_t i = 0, number = first_part(block); i < parts_of(block); i++, number++) {
-    kernels.attend(piece.queries, number * kPart, least((number + 1) * kPart, block.last), piece.part, piece.space);
-    kernels.merge(piece.total, piece.part, queries, step.v_pad);
-  }
-  write(step, kernels, block, head, piece.total);
-  return true;
-}
-
-// One part of them; who is last puts all together.
-bool attend_part(const Step& step, const AttentionKernels& kernels, const Block& block, int64_t head, int64_t index,
-                 float* states, int* left) {
-  Piece piece;
-  const int64_t queries = block.count * step.group, size = state_size(queries, step.v_pad);
-  const int64_t number = first_part(block) + index;
-  const bool ready = prepare(step, block, head, piece);
-  if (ready)
-    kernels.attend(piece.queries, number * kPart, least((number + 1) * kPart, block.last),
-                   state_at(states + index * size, queries), piece.space);
-  if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) > 0 || !ready) return ready;
-  start(piece.total, queries, step.v_pad);
-  for (int64_t i = 0; i < parts_of(block); i++)
-    kernels.merge(piece.total, state_at(states + i * size, queries), queries, step.v_pad);
-  write(step, kernels, block, head, piece.total);
   return true;
 }
 
@@ -352,26 +334,23 @@ Status* run(const void* kernel, KernelContext* context) {
   const AttentionKernels& kernels = kernels_here();
   const int64_t whole = step.num_blocks * kv_heads, size = state_size(least(tokens, step.tokens) * step.group, step.v_pad);
   const int64_t bytes = parts * kv_heads * size * sizeof(float) + 64 + whole * sizeof(int);
-  if (whole >= kEnough || longest == 1 || bytes > kMostBytes) {
-    TRY(parallel(context, whole, [&](size_t i) {
-      if (!attend_whole(step, kernels, step.blocks[i / kv_heads], i % kv_heads))
-        __atomic_store_n(&step.failed, true, __ATOMIC_RELAXED);
-    }));
-  } else {
+  const bool together = whole >= kEnough || longest == 1 || bytes > kMostBytes;
+  if (!together) {
     step.states = static_cast<float*>(scratch(bytes, 2));
     REQUIRE(step.states, "out of memory");
     step.left = reinterpret_cast<int*>(step.states + parts * kv_heads * size);
     for (int64_t i = 0; i < whole; i++) step.left[i] = parts_of(blocks[i / kv_heads]);
-    TRY(parallel(context, parts * kv_heads, [&](size_t i) {
-      const int64_t head = i % kv_heads, part = i / kv_heads;
-      int64_t at = 0;
-      while (at + 1 < step.num_blocks && step.blocks[at + 1].part <= part) at++;
-      const Block& block = step.blocks[at];
-      float* states = step.states + (block.part * kv_heads + head * parts_of(block)) * size;
-      if (!attend_part(step, kernels, block, head, part - block.part, states, step.left + at * kv_heads + head))
-        __atomic_store_n(&step.failed, true, __ATOMIC_RELAXED);
-    }));
   }
+  TRY(parallel(context, together ? whole : parts * kv_heads, [&](size_t i) {
+    const int64_t head = i % kv_heads, number = i / kv_heads;
+    int64_t at = together ? number : 0;
+    while (!together && at + 1 < step.num_blocks && step.blocks[at + 1].part <= number) at++;
+    const Block& block = step.blocks[at];
+    float* states = together ? nullptr : step.states + (block.part * kv_heads + head * parts_of(block)) * size;
+    if (!attend(step, kernels, block, head, together ? 0 : number - block.part, together ? parts_of(block) : 1, states,
+                together ? nullptr : step.left + at * kv_heads + head))
+      __atomic_store_n(&step.failed, true, __ATOMIC_RELAXED);
+  }));
   REQUIRE(!step.failed, "out of memory");
   return nullptr;
 }
