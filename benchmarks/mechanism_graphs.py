@@ -96,6 +96,8 @@ def _write(
     import onnx_ir as ir
     import onnxruntime as ort
 
+    from specexport_runtime.executors.operators import register
+
     from specexport.passes.residual_blocks import Dataflow
 
     flow = Dataflow(model.graph)
@@ -114,6 +116,7 @@ def _write(
     if types:
         return {}
     options = ort.SessionOptions()
+    register(options)
     options.log_severity_level = 3
     session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     return {value.name: value.type.removeprefix("tensor(").removesuffix(")") for value in session.get_outputs()}
@@ -153,7 +156,10 @@ def write_packed(folder: Path) -> None:
     """``packed.onnx``: ``model.onnx`` as ONNX Runtime has optimized it, with its packed weights in a file to map."""
     import onnxruntime as ort
 
+    from specexport_runtime.executors.operators import register
+
     options = ort.SessionOptions()
+    register(options)
     options.log_severity_level = 3
     options.optimized_model_filepath = str(folder / PACKED)
     for key, value in {

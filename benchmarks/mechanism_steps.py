@@ -23,7 +23,10 @@ def open_session(path: Path, threads: int, *, mapped: bool = False) -> Any:
     """A session; ``mapped``: of a graph that is optimized and has its packed weights in a file."""
     import onnxruntime as ort
 
+    from specexport_runtime.executors.operators import register
+
     options = ort.SessionOptions()
+    register(options)
     options.intra_op_num_threads, options.inter_op_num_threads, options.log_severity_level = threads, 1, 3
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # many sessions must not spin at a time
     if mapped:

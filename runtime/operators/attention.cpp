@@ -11,7 +11,10 @@
 
 namespace specexport {
 namespace {
-enum Input { kQ, kK, kV, kKeys, kValues, kLens, kStarts, kSinks, kSlopes, kCos, kSin, kKeyScale, kValueScale, kAt, kEntryAt, kInputs };
+enum Input {  // in order
+  kQ, kK, kV, kKeys, kValues, kLens, kStarts, kSinks, kSlopes, kCos, kSin, kKeyScale, kValueScale, kAt, kEntryAt,
+  kInputs
+};
 constexpr int64_t kBlock = 96;         // queries of a piece, about
 constexpr int64_t kEnough = 32;        // pieces that keep all threads busy
 constexpr int64_t kMostBytes = 8 << 20;  // of states of parts
@@ -181,20 +184,22 @@ bool prepare(const Step& step, const Block& block, int64_t head, int64_t states,
 
 // Parts [index, index + count) of a block for one head; who is last puts all of them together. `states` and `left` are
 // those of the block and head, null where one call does it all. False if there is no memory.
-bool attend(const Step& step, const AttentionKernels& kernels, const Block& block, int64_t head, int64_t index, int64_t count,
-            float* states, int* left) {
+bool attend(const Step& step, const AttentionKernels& kernels, const Block& block, int64_t head, int64_t index,
+            int64_t count, float* states, int* left) {
   Piece piece;
   const int64_t queries = block.count * step.group, size = state_size(queries, step.v_pad), parts = parts_of(block);
   const bool ready = prepare(step, block, head, states ? 1 : parts + 1, piece);
   if (ready && !states) states = piece.total.mixed + size;
   for (int64_t i = index; ready && i < index + count; i++) {
     const int64_t from = (block.first / kPart + i) * kPart;
-    kernels.attend(piece.queries, from, least(from + kPart, block.last), state_at(states + i * size, queries, step.v_pad), piece.space);
+    const State part = state_at(states + i * size, queries, step.v_pad);
+    kernels.attend(piece.queries, from, least(from + kPart, block.last), part, piece.space);
   }
   if ((left && __atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) > 0) || !ready) return ready;
   for (int64_t i = 0; i < queries; i++) piece.total.top[i] = kNothing, piece.total.sum[i] = 0;
   memset(piece.total.mixed, 0, queries * step.v_pad * sizeof(float));
-  for (int64_t i = 0; i < parts; i++) kernels.merge(piece.total, state_at(states + i * size, queries, step.v_pad), queries, step.v_pad);
+  for (int64_t i = 0; i < parts; i++)
+    kernels.merge(piece.total, state_at(states + i * size, queries, step.v_pad), queries, step.v_pad);
   const float* sinks = step.in[kSinks].absent ? nullptr : step.in[kSinks].as<float>() + head * step.group;
   const float* scales = step.int8 ? step.in[kValueScale].as<float>() + head * step.v_dim : nullptr;
   for (int64_t i = 0; i < queries; i++) {
@@ -221,56 +226,58 @@ Status* check(Step& step) {
   const Attention& kind = *step.kind;
   Tensor* in = step.in;
   const Tensor &q = in[kQ], &keys = in[kKeys], &values = in[kValues];
-  REQUIRE(keys.rank == 5 && values.rank == 5 && keys.type == values.type && (keys.type == ort::kFloat || keys.type == ort::kInt8),
-          "UnpaddedAttention: caches are [rows, 1, heads, entries, head size], of float or int8");
+  REQUIRE(keys.rank == 5 && values.rank == 5 && keys.type == values.type &&
+              (keys.type == ort::kFloat || keys.type == ort::kInt8),
+          "caches are [rows, 1, heads, entries, head size], of float or int8");
   step.rows = keys.dims[0], step.entries = keys.dims[3], step.k_dim = keys.dims[4], step.v_dim = values.dims[4];
   step.int8 = keys.type == ort::kInt8;
-  REQUIRE(keys.dims[1] == 1 && keys.dims[2] == kind.kv_heads && step.k_dim > 0 && step.v_dim > 0 && values.dims[0] == step.rows &&
-              values.dims[1] == 1 && values.dims[2] == kind.kv_heads && values.dims[3] == step.entries,
-          "UnpaddedAttention: the caches' shapes do not fit");
+  REQUIRE(keys.dims[1] == 1 && keys.dims[2] == kind.kv_heads && step.k_dim > 0 && step.v_dim > 0 &&
+              !memcmp(keys.dims, values.dims, 4 * sizeof(int64_t)),
+          "the caches' shapes do not fit");
   step.v_pad = (step.v_dim + 15) / 16 * 16, step.group = kind.heads / kind.kv_heads;
   const int64_t k_width = kind.kv_heads * step.k_dim, v_width = kind.kv_heads * step.v_dim;
   step.q_stride = kind.heads * step.k_dim + (kind.packed ? k_width + v_width : 0);
-  REQUIRE(q.rank >= 1 && q.dims[q.rank - 1] == step.q_stride, "UnpaddedAttention: queries are not as wide as the heads are");
+  REQUIRE(q.rank >= 1 && q.dims[q.rank - 1] == step.q_stride, "queries are not as wide as the heads are");
   step.tokens = q.count() / step.q_stride;
   step.appends = kind.packed || !in[kK].absent;
   REQUIRE(step.appends ? kind.packed ? in[kK].absent && in[kV].absent : !in[kV].absent : in[kV].absent,
-          "UnpaddedAttention: keys and values are given both, or packed with the queries, or neither is");
+          "keys and values are given both, or packed with the queries, or neither is");
   REQUIRE(is(in[kK], ort::kFloat, step.tokens * k_width) && is(in[kV], ort::kFloat, step.tokens * v_width),
-          "UnpaddedAttention: new keys or values do not fit the queries and caches");
+          "new keys or values do not fit the queries and caches");
   step.q = q.as<float>();
   step.k = kind.packed ? step.q + kind.heads * step.k_dim : in[kK].as<float>();
   step.v = kind.packed ? step.k + k_width : in[kV].as<float>();
   step.k_stride = kind.packed ? step.q_stride : k_width, step.v_stride = kind.packed ? step.q_stride : v_width;
   REQUIRE(in[kLens].count() == step.rows && in[kStarts].count() == step.rows + 1,
-          "UnpaddedAttention: kv_lens and cu_new_tokens do not fit the caches' rows");
+          "kv_lens and cu_new_tokens do not fit the caches' rows");
   REQUIRE(is(in[kSinks], ort::kFloat, kind.heads) && is(in[kSlopes], ort::kFloat, kind.heads),
-          "UnpaddedAttention: sinks and slopes are one a head");
+          "sinks and slopes are one a head");
   REQUIRE(step.int8 ? !in[kKeyScale].absent && !in[kValueScale].absent && is(in[kKeyScale], ort::kFloat, k_width) &&
                           is(in[kValueScale], ort::kFloat, v_width)
                     : in[kKeyScale].absent && in[kValueScale].absent,
-          "UnpaddedAttention: int8 caches, and no others, have a scale for each channel");
+          "int8 caches, and no others, have a scale for each channel");
   if (kind.rotary) {
     const Tensor &cos = in[kCos], &sin = in[kSin];
     REQUIRE(!cos.absent && !sin.absent && cos.rank == 2 && sin.rank == 2 && cos.dims[0] == sin.dims[0] &&
                 cos.dims[1] == sin.dims[1] && 2 * cos.dims[1] <= step.k_dim,
-            "UnpaddedAttention: tables of cosines and sines are [rows, at most half a head]");
+            "tables of cosines and sines are [rows, at most half a head]");
     step.rotated = 2 * cos.dims[1], step.table_rows = cos.dims[0];
   }
   const Tensor& entry_at = in[kEntryAt];
   REQUIRE(entry_at.absent == in[kAt].absent && is(in[kAt], ort::kInt64, step.tokens) &&
-              (entry_at.absent || (entry_at.rank == 3 && entry_at.dims[0] == step.rows && entry_at.dims[1] == 1 && kind.causal)),
-          "UnpaddedAttention: positions of tokens and of entries go together, and with causality");
+              (entry_at.absent || (entry_at.rank == 3 && kind.causal &&
+                                   is(entry_at, ort::kInt64, step.rows * entry_at.dims[2]))),
+          "positions of tokens and of entries go together, and with causality");
   const int32_t *starts = in[kStarts].as<int32_t>(), *lens = in[kLens].as<int32_t>();
-  REQUIRE(starts[0] == 0 && starts[step.rows] == step.tokens, "UnpaddedAttention: the rows' new tokens are not those of the step");
+  REQUIRE(starts[0] == 0 && starts[step.rows] == step.tokens, "the rows' new tokens are not those of the step");
   for (int64_t row = 0; row < step.rows; row++) {
-    REQUIRE(starts[row + 1] >= starts[row], "UnpaddedAttention: a row has fewer than no new tokens");
-    REQUIRE(lens[row] >= 0 && lens[row] <= step.entries, "UnpaddedAttention: a row's length is not that of a cache row");
+    REQUIRE(starts[row + 1] >= starts[row], "a row has fewer than no new tokens");
+    REQUIRE(lens[row] >= 0 && lens[row] <= step.entries, "a row's length is not that of a cache row");
     if (step.count(row) == 0) continue;
     const int64_t end = step.past(row) + step.count(row);
-    REQUIRE(!step.appends || end <= step.entries, "UnpaddedAttention: a row's new tokens do not fit its cache");
-    REQUIRE(!kind.rotary || end <= step.table_rows, "UnpaddedAttention: a token is beyond the rotary tables");
-    REQUIRE(entry_at.absent || end <= entry_at.dims[2], "UnpaddedAttention: a row has entries without positions");
+    REQUIRE(!step.appends || end <= step.entries, "a row's new tokens do not fit its cache");
+    REQUIRE(!kind.rotary || end <= step.table_rows, "a token is beyond the rotary tables");
+    REQUIRE(entry_at.absent || end <= entry_at.dims[2], "a row has entries without positions");
   }
   return nullptr;
 }
@@ -279,7 +286,7 @@ Status* check(Step& step) {
 Status* own(KernelContext* context, size_t index, const Tensor& given, char*& cache) {
   void* data = nullptr;
   TRY(output(context, index, given.dims, given.rank, &data));
-  REQUIRE(data || given.count() == 0, "UnpaddedAttention: a cache that is appended to is an output too");
+  REQUIRE(data || given.count() == 0, "a cache that is appended to is an output too");
   if (data != given.data && data) memcpy(data, given.data, given.count() * (given.type == ort::kInt8 ? 1 : 4));
   cache = static_cast<char*>(data);
   return nullptr;
@@ -310,9 +317,10 @@ Status* run(const void* kernel, KernelContext* context) {
     const int64_t past = step.past(row), end = least(past + step.count(row), step.entries);
     for (int64_t from = (step.count(row) - 1) / tokens * tokens; step.count(row) && from >= 0; from -= tokens) {
       const bool told = !step.in[kEntryAt].absent;
-      Block block = {row, step.in[kStarts].as<int32_t>()[row] + from, least(tokens, step.count(row) - from), past + from, 0, end, parts};
-      if (step.kind->causal && !told) block.last = least(block.at + block.count, end);
-      if (step.kind->window > 0 && !told && block.at >= step.kind->window) block.first = block.at - step.kind->window + 1;
+      const int64_t at = past + from, count = least(tokens, step.count(row) - from), window = step.kind->window;
+      Block block = {row, step.in[kStarts].as<int32_t>()[row] + from, count, at, 0, end, parts};
+      if (step.kind->causal && !told) block.last = least(at + count, end);
+      if (window > 0 && !told && at >= window) block.first = at - window + 1;
       parts += parts_of(block), longest = parts_of(block) > longest ? parts_of(block) : longest;
       blocks[step.num_blocks++] = block;
     }
@@ -332,7 +340,8 @@ Status* run(const void* kernel, KernelContext* context) {
   }
 
   const AttentionKernels& kernels = kernels_here();
-  const int64_t whole = step.num_blocks * kv_heads, size = state_size(least(tokens, step.tokens) * step.group, step.v_pad);
+  const int64_t whole = step.num_blocks * kv_heads;
+  const int64_t size = state_size(least(tokens, step.tokens) * step.group, step.v_pad);
   const int64_t bytes = parts * kv_heads * size * sizeof(float) + 64 + whole * sizeof(int);
   const bool together = whole >= kEnough || longest == 1 || bytes > kMostBytes;
   if (!together) {
@@ -357,12 +366,11 @@ Status* run(const void* kernel, KernelContext* context) {
 }  // namespace
 
 void define_attention(Operator& op) {
-  static const Argument inputs[] = {{ort::kFloat, false}, {ort::kFloat, true}, {ort::kFloat, true}, {ort::kUndefined, false},
-                                    {ort::kUndefined, false}, {ort::kInt32, false}, {ort::kInt32, false}, {ort::kFloat, true},
-                                    {ort::kFloat, true}, {ort::kFloat, true}, {ort::kFloat, true}, {ort::kFloat, true},
-                                    {ort::kFloat, true}, {ort::kInt64, true}, {ort::kInt64, true}};
+  for (size_t i = 0; i < kInputs; i++) op.inputs[i] = {ort::kFloat, i != kQ && i != kLens && i != kStarts};
+  op.inputs[kKeys] = op.inputs[kValues] = {ort::kUndefined, false};  // float or int8
+  op.inputs[kLens].type = op.inputs[kStarts].type = ort::kInt32;
+  op.inputs[kAt].type = op.inputs[kEntryAt].type = ort::kInt64;
   op.name = "UnpaddedAttention";
-  memcpy(op.inputs, inputs, sizeof inputs);
   op.num_inputs = kInputs;
   op.outputs[0] = {ort::kFloat, false};
   op.outputs[1] = op.outputs[2] = {ort::kUndefined, true};
