@@ -11,7 +11,10 @@
 
 namespace specexport {
 namespace {
-enum Input { kQ, kK, kV, kKeys, kValues, kLens, kStarts, kSinks, kSlopes, kCos, kSin, kKeyScale, kValueScale, kAt, kEntryAt, kInputs };
+enum Input {  // in order
+  kQ, kK, kV, kKeys, kValues, kLens, kStarts, kSinks, kSlopes, kCos, kSin, kKeyScale, kValueScale, kAt, kEntryAt,
+  kInputs
+};
 constexpr int64_t kBlock = 96;         // queries of a piece, about
 constexpr int64_t kEnough = 32;        // pieces that keep all threads busy
 constexpr int64_t kMostBytes = 8 << 20;  // of states of parts
@@ -120,27 +123,36 @@ void append(const Step& step, const Block& block, float* space) {
     }
 }
 
-// Memory for one piece, laid out in one buffer.
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t parts_of(const Block& block) {
+  return block.last > block.first ? (block.last + kPart - 1) / kPart - block.first / kPart : 1;
+}
+
 struct Piece {
   Queries queries;
-  State total, part;
+  State total;
   Workspace space;
 };
-int64_t state_size(int64_t queries, int64_t v_pad) { return queries * (v_pad + 2); }  // floats
-State state_at(float* from, int64_t queries) { return {from, from + queries, from + 2 * queries}; }
+int64_t state_size(int64_t queries, int64_t v_pad) { return (queries * (v_pad + 2) + 15) / 16 * 16; }  // floats
+State state_at(float* from, int64_t queries, int64_t v_pad) {
+  float* top = from + queries * v_pad;
+  return {top, top + queries, from};
+}
 
-bool prepare(const Step& step, const Block& block, int64_t head, Piece& piece) {
-  const int64_t queries = block.count * step.group, k_pad = (step.k_dim + 15) / 16 * 16, state = state_size(queries, step.v_pad);
-  const int64_t floats = queries * k_pad + 2 * state + k_pad * kTile + kTile * step.v_pad + queries * kTile;
-  auto* memory = static_cast<float*>(scratch(floats * sizeof(float) + (queries + 3 * block.count) * sizeof(int64_t)));
-  if (!memory) return false;
-  float* q = memory;
-  piece.total = state_at(q + queries * k_pad, queries);
-  piece.part = state_at(q + queries * k_pad + state, queries);
-  piece.space.keys = q + queries * k_pad + 2 * state;
+// A piece in memory of this thread, with room for `states` of it, `total` first; false if there is none.
+bool prepare(const Step& step, const Block& block, int64_t head, int64_t states, Piece& piece) {
+  const int64_t queries = block.count * step.group, k_pad = (step.k_dim + 15) / 16 * 16;
+  const int64_t room = states * state_size(queries, step.v_pad);
+  const int64_t floats = queries * k_pad + k_pad * kTile + kTile * step.v_pad + queries * kTile;
+  const int64_t words = (queries + 3 * block.count + 7) / 8 * 8;  // what lies behind them begins at a cache line
+  auto* seen = static_cast<uint64_t*>(scratch(words * sizeof(uint64_t) + (floats + room) * sizeof(float)));
+  if (!seen) return false;
+  float* q = reinterpret_cast<float*>(seen + words);
+  piece.space.seen = seen;
+  piece.space.keys = q + queries * k_pad;
   piece.space.values = piece.space.keys + k_pad * kTile;
   piece.space.scores = piece.space.values + kTile * step.v_pad;
-  piece.space.seen = reinterpret_cast<uint64_t*>(piece.space.scores + queries * kTile);
+  piece.total = state_at(piece.space.scores + queries * kTile, queries, step.v_pad);
   int64_t* first = reinterpret_cast<int64_t*>(piece.space.seen + queries);
   int64_t *last = first + block.count, *at = last + block.count;
   const Attention& kind = *step.kind;
@@ -170,56 +182,31 @@ bool prepare(const Step& step, const Block& block, int64_t head, Piece& piece) {
   return true;
 }
 
-void start(State state, int64_t queries, int64_t v_pad) {
-  for (int64_t i = 0; i < queries; i++) state.top[i] = kNothing, state.sum[i] = 0;
-  memset(state.mixed, 0, queries * v_pad * sizeof(float));
-}
-
-void write(const Step& step, const AttentionKernels& kernels, const Block& block, int64_t head, State state) {
+// Parts [index, index + count) of a block for one head; who is last puts all of them together. `states` and `left` are
+// those of the block and head, null where one call does it all. False if there is no memory.
+bool attend(const Step& step, const AttentionKernels& kernels, const Block& block, int64_t head, int64_t index,
+            int64_t count, float* states, int* left) {
+  Piece piece;
+  const int64_t queries = block.count * step.group, size = state_size(queries, step.v_pad), parts = parts_of(block);
+  const bool ready = prepare(step, block, head, states ? 1 : parts + 1, piece);
+  if (ready && !states) states = piece.total.mixed + size;
+  for (int64_t i = index; ready && i < index + count; i++) {
+    const int64_t from = (block.first / kPart + i) * kPart;
+    const State part = state_at(states + i * size, queries, step.v_pad);
+    kernels.attend(piece.queries, from, least(from + kPart, block.last), part, piece.space);
+  }
+  if ((left && __atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) > 0) || !ready) return ready;
+  for (int64_t i = 0; i < queries; i++) piece.total.top[i] = kNothing, piece.total.sum[i] = 0;
+  memset(piece.total.mixed, 0, queries * step.v_pad * sizeof(float));
+  for (int64_t i = 0; i < parts; i++)
+    kernels.merge(piece.total, state_at(states + i * size, queries, step.v_pad), queries, step.v_pad);
   const float* sinks = step.in[kSinks].absent ? nullptr : step.in[kSinks].as<float>() + head * step.group;
   const float* scales = step.int8 ? step.in[kValueScale].as<float>() + head * step.v_dim : nullptr;
-  for (int64_t i = 0; i < block.count * step.group; i++) {
+  for (int64_t i = 0; i < queries; i++) {
     const int64_t token = block.token + i / step.group, h = head * step.group + i % step.group;
-    kernels.finish(state, i, step.v_pad, step.v_dim, sinks ? sinks + i % step.group : nullptr, scales,
+    kernels.finish(piece.total, i, step.v_pad, step.v_dim, sinks ? sinks + i % step.group : nullptr, scales,
                    step.output + (token * step.kind->heads + h) * step.v_dim);
   }
-}
-
-int64_t first_part(const Block& block) { return block.first / kPart; }
-int64_t parts_of(const Block& block) {
-  return block.last > block.first ? (block.last + kPart - 1) / kPart - first_part(block) : 1;
-}
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// All parts of a block for one head, one after the other.
-bool attend_whole(const Step& step, const AttentionKernels& kernels, const Block& block, int64_t head) {
-  Piece piece;
-  if (!prepare(step, block, head, piece)) return false;
-  const int64_t queries = block.count * step.group;
-  start(piece.total, queries, step.v_pad);
-  for (int64_t i = 0, number = first_part(block); i < parts_of(block); i++, number++) {
-    kernels.attend(piece.queries, number * kPart, least((number + 1) * kPart, block.last), piece.part, piece.space);
-    kernels.merge(piece.total, piece.part, queries, step.v_pad);
-  }
-  write(step, kernels, block, head, piece.total);
-  return true;
-}
-
-// One part of them; who is last puts all together.
-bool attend_part(const Step& step, const AttentionKernels& kernels, const Block& block, int64_t head, int64_t index,
-                 float* states, int* left) {
-  Piece piece;
-  const int64_t queries = block.count * step.group, size = state_size(queries, step.v_pad);
-  const int64_t number = first_part(block) + index;
-  const bool ready = prepare(step, block, head, piece);
-  if (ready)
-    kernels.attend(piece.queries, number * kPart, least((number + 1) * kPart, block.last),
-                   state_at(states + index * size, queries), piece.space);
-  if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) > 0 || !ready) return ready;
-  start(piece.total, queries, step.v_pad);
-  for (int64_t i = 0; i < parts_of(block); i++)
-    kernels.merge(piece.total, state_at(states + i * size, queries), queries, step.v_pad);
-  write(step, kernels, block, head, piece.total);
   return true;
 }
 
@@ -239,56 +226,58 @@ Status* check(Step& step) {
   const Attention& kind = *step.kind;
   Tensor* in = step.in;
   const Tensor &q = in[kQ], &keys = in[kKeys], &values = in[kValues];
-  REQUIRE(keys.rank == 5 && values.rank == 5 && keys.type == values.type && (keys.type == ort::kFloat || keys.type == ort::kInt8),
-          "UnpaddedAttention: caches are [rows, 1, heads, entries, head size], of float or int8");
+  REQUIRE(keys.rank == 5 && values.rank == 5 && keys.type == values.type &&
+              (keys.type == ort::kFloat || keys.type == ort::kInt8),
+          "caches are [rows, 1, heads, entries, head size], of float or int8");
   step.rows = keys.dims[0], step.entries = keys.dims[3], step.k_dim = keys.dims[4], step.v_dim = values.dims[4];
   step.int8 = keys.type == ort::kInt8;
-  REQUIRE(keys.dims[1] == 1 && keys.dims[2] == kind.kv_heads && step.k_dim > 0 && step.v_dim > 0 && values.dims[0] == step.rows &&
-              values.dims[1] == 1 && values.dims[2] == kind.kv_heads && values.dims[3] == step.entries,
-          "UnpaddedAttention: the caches' shapes do not fit");
+  REQUIRE(keys.dims[1] == 1 && keys.dims[2] == kind.kv_heads && step.k_dim > 0 && step.v_dim > 0 &&
+              !memcmp(keys.dims, values.dims, 4 * sizeof(int64_t)),
+          "the caches' shapes do not fit");
   step.v_pad = (step.v_dim + 15) / 16 * 16, step.group = kind.heads / kind.kv_heads;
   const int64_t k_width = kind.kv_heads * step.k_dim, v_width = kind.kv_heads * step.v_dim;
   step.q_stride = kind.heads * step.k_dim + (kind.packed ? k_width + v_width : 0);
-  REQUIRE(q.rank >= 1 && q.dims[q.rank - 1] == step.q_stride, "UnpaddedAttention: queries are not as wide as the heads are");
+  REQUIRE(q.rank >= 1 && q.dims[q.rank - 1] == step.q_stride, "queries are not as wide as the heads are");
   step.tokens = q.count() / step.q_stride;
   step.appends = kind.packed || !in[kK].absent;
   REQUIRE(step.appends ? kind.packed ? in[kK].absent && in[kV].absent : !in[kV].absent : in[kV].absent,
-          "UnpaddedAttention: keys and values are given both, or packed with the queries, or neither is");
+          "keys and values are given both, or packed with the queries, or neither is");
   REQUIRE(is(in[kK], ort::kFloat, step.tokens * k_width) && is(in[kV], ort::kFloat, step.tokens * v_width),
-          "UnpaddedAttention: new keys or values do not fit the queries and caches");
+          "new keys or values do not fit the queries and caches");
   step.q = q.as<float>();
   step.k = kind.packed ? step.q + kind.heads * step.k_dim : in[kK].as<float>();
   step.v = kind.packed ? step.k + k_width : in[kV].as<float>();
   step.k_stride = kind.packed ? step.q_stride : k_width, step.v_stride = kind.packed ? step.q_stride : v_width;
   REQUIRE(in[kLens].count() == step.rows && in[kStarts].count() == step.rows + 1,
-          "UnpaddedAttention: kv_lens and cu_new_tokens do not fit the caches' rows");
+          "kv_lens and cu_new_tokens do not fit the caches' rows");
   REQUIRE(is(in[kSinks], ort::kFloat, kind.heads) && is(in[kSlopes], ort::kFloat, kind.heads),
-          "UnpaddedAttention: sinks and slopes are one a head");
+          "sinks and slopes are one a head");
   REQUIRE(step.int8 ? !in[kKeyScale].absent && !in[kValueScale].absent && is(in[kKeyScale], ort::kFloat, k_width) &&
                           is(in[kValueScale], ort::kFloat, v_width)
                     : in[kKeyScale].absent && in[kValueScale].absent,
-          "UnpaddedAttention: int8 caches, and no others, have a scale for each channel");
+          "int8 caches, and no others, have a scale for each channel");
   if (kind.rotary) {
     const Tensor &cos = in[kCos], &sin = in[kSin];
     REQUIRE(!cos.absent && !sin.absent && cos.rank == 2 && sin.rank == 2 && cos.dims[0] == sin.dims[0] &&
                 cos.dims[1] == sin.dims[1] && 2 * cos.dims[1] <= step.k_dim,
-            "UnpaddedAttention: tables of cosines and sines are [rows, at most half a head]");
+            "tables of cosines and sines are [rows, at most half a head]");
     step.rotated = 2 * cos.dims[1], step.table_rows = cos.dims[0];
   }
   const Tensor& entry_at = in[kEntryAt];
   REQUIRE(entry_at.absent == in[kAt].absent && is(in[kAt], ort::kInt64, step.tokens) &&
-              (entry_at.absent || (entry_at.rank == 3 && entry_at.dims[0] == step.rows && entry_at.dims[1] == 1 && kind.causal)),
-          "UnpaddedAttention: positions of tokens and of entries go together, and with causality");
+              (entry_at.absent || (entry_at.rank == 3 && kind.causal &&
+                                   is(entry_at, ort::kInt64, step.rows * entry_at.dims[2]))),
+          "positions of tokens and of entries go together, and with causality");
   const int32_t *starts = in[kStarts].as<int32_t>(), *lens = in[kLens].as<int32_t>();
-  REQUIRE(starts[0] == 0 && starts[step.rows] == step.tokens, "UnpaddedAttention: the rows' new tokens are not those of the step");
+  REQUIRE(starts[0] == 0 && starts[step.rows] == step.tokens, "the rows' new tokens are not those of the step");
   for (int64_t row = 0; row < step.rows; row++) {
-    REQUIRE(starts[row + 1] >= starts[row], "UnpaddedAttention: a row has fewer than no new tokens");
-    REQUIRE(lens[row] >= 0 && lens[row] <= step.entries, "UnpaddedAttention: a row's length is not that of a cache row");
+    REQUIRE(starts[row + 1] >= starts[row], "a row has fewer than no new tokens");
+    REQUIRE(lens[row] >= 0 && lens[row] <= step.entries, "a row's length is not that of a cache row");
     if (step.count(row) == 0) continue;
     const int64_t end = step.past(row) + step.count(row);
-    REQUIRE(!step.appends || end <= step.entries, "UnpaddedAttention: a row's new tokens do not fit its cache");
-    REQUIRE(!kind.rotary || end <= step.table_rows, "UnpaddedAttention: a token is beyond the rotary tables");
-    REQUIRE(entry_at.absent || end <= entry_at.dims[2], "UnpaddedAttention: a row has entries without positions");
+    REQUIRE(!step.appends || end <= step.entries, "a row's new tokens do not fit its cache");
+    REQUIRE(!kind.rotary || end <= step.table_rows, "a token is beyond the rotary tables");
+    REQUIRE(entry_at.absent || end <= entry_at.dims[2], "a row has entries without positions");
   }
   return nullptr;
 }
@@ -297,7 +286,7 @@ Status* check(Step& step) {
 Status* own(KernelContext* context, size_t index, const Tensor& given, char*& cache) {
   void* data = nullptr;
   TRY(output(context, index, given.dims, given.rank, &data));
-  REQUIRE(data || given.count() == 0, "UnpaddedAttention: a cache that is appended to is an output too");
+  REQUIRE(data || given.count() == 0, "a cache that is appended to is an output too");
   if (data != given.data && data) memcpy(data, given.data, given.count() * (given.type == ort::kInt8 ? 1 : 4));
   cache = static_cast<char*>(data);
   return nullptr;
@@ -328,9 +317,10 @@ Status* run(const void* kernel, KernelContext* context) {
     const int64_t past = step.past(row), end = least(past + step.count(row), step.entries);
     for (int64_t from = (step.count(row) - 1) / tokens * tokens; step.count(row) && from >= 0; from -= tokens) {
       const bool told = !step.in[kEntryAt].absent;
-      Block block = {row, step.in[kStarts].as<int32_t>()[row] + from, least(tokens, step.count(row) - from), past + from, 0, end, parts};
-      if (step.kind->causal && !told) block.last = least(block.at + block.count, end);
-      if (step.kind->window > 0 && !told && block.at >= step.kind->window) block.first = block.at - step.kind->window + 1;
+      const int64_t at = past + from, count = least(tokens, step.count(row) - from), window = step.kind->window;
+      Block block = {row, step.in[kStarts].as<int32_t>()[row] + from, count, at, 0, end, parts};
+      if (step.kind->causal && !told) block.last = least(at + count, end);
+      if (window > 0 && !told && at >= window) block.first = at - window + 1;
       parts += parts_of(block), longest = parts_of(block) > longest ? parts_of(block) : longest;
       blocks[step.num_blocks++] = block;
     }
@@ -350,40 +340,37 @@ Status* run(const void* kernel, KernelContext* context) {
   }
 
   const AttentionKernels& kernels = kernels_here();
-  const int64_t whole = step.num_blocks * kv_heads, size = state_size(least(tokens, step.tokens) * step.group, step.v_pad);
+  const int64_t whole = step.num_blocks * kv_heads;
+  const int64_t size = state_size(least(tokens, step.tokens) * step.group, step.v_pad);
   const int64_t bytes = parts * kv_heads * size * sizeof(float) + 64 + whole * sizeof(int);
-  if (whole >= kEnough || longest == 1 || bytes > kMostBytes) {
-    TRY(parallel(context, whole, [&](size_t i) {
-      if (!attend_whole(step, kernels, step.blocks[i / kv_heads], i % kv_heads))
-        __atomic_store_n(&step.failed, true, __ATOMIC_RELAXED);
-    }));
-  } else {
+  const bool together = whole >= kEnough || longest == 1 || bytes > kMostBytes;
+  if (!together) {
     step.states = static_cast<float*>(scratch(bytes, 2));
     REQUIRE(step.states, "out of memory");
     step.left = reinterpret_cast<int*>(step.states + parts * kv_heads * size);
     for (int64_t i = 0; i < whole; i++) step.left[i] = parts_of(blocks[i / kv_heads]);
-    TRY(parallel(context, parts * kv_heads, [&](size_t i) {
-      const int64_t head = i % kv_heads, part = i / kv_heads;
-      int64_t at = 0;
-      while (at + 1 < step.num_blocks && step.blocks[at + 1].part <= part) at++;
-      const Block& block = step.blocks[at];
-      float* states = step.states + (block.part * kv_heads + head * parts_of(block)) * size;
-      if (!attend_part(step, kernels, block, head, part - block.part, states, step.left + at * kv_heads + head))
-        __atomic_store_n(&step.failed, true, __ATOMIC_RELAXED);
-    }));
   }
+  TRY(parallel(context, together ? whole : parts * kv_heads, [&](size_t i) {
+    const int64_t head = i % kv_heads, number = i / kv_heads;
+    int64_t at = together ? number : 0;
+    while (!together && at + 1 < step.num_blocks && step.blocks[at + 1].part <= number) at++;
+    const Block& block = step.blocks[at];
+    float* states = together ? nullptr : step.states + (block.part * kv_heads + head * parts_of(block)) * size;
+    if (!attend(step, kernels, block, head, together ? 0 : number - block.part, together ? parts_of(block) : 1, states,
+                together ? nullptr : step.left + at * kv_heads + head))
+      __atomic_store_n(&step.failed, true, __ATOMIC_RELAXED);
+  }));
   REQUIRE(!step.failed, "out of memory");
   return nullptr;
 }
 }  // namespace
 
 void define_attention(Operator& op) {
-  static const Argument inputs[] = {{ort::kFloat, false}, {ort::kFloat, true}, {ort::kFloat, true}, {ort::kUndefined, false},
-                                    {ort::kUndefined, false}, {ort::kInt32, false}, {ort::kInt32, false}, {ort::kFloat, true},
-                                    {ort::kFloat, true}, {ort::kFloat, true}, {ort::kFloat, true}, {ort::kFloat, true},
-                                    {ort::kFloat, true}, {ort::kInt64, true}, {ort::kInt64, true}};
+  for (size_t i = 0; i < kInputs; i++) op.inputs[i] = {ort::kFloat, i != kQ && i != kLens && i != kStarts};
+  op.inputs[kKeys] = op.inputs[kValues] = {ort::kUndefined, false};  // float or int8
+  op.inputs[kLens].type = op.inputs[kStarts].type = ort::kInt32;
+  op.inputs[kAt].type = op.inputs[kEntryAt].type = ort::kInt64;
   op.name = "UnpaddedAttention";
-  memcpy(op.inputs, inputs, sizeof inputs);
   op.num_inputs = kInputs;
   op.outputs[0] = {ort::kFloat, false};
   op.outputs[1] = op.outputs[2] = {ort::kUndefined, true};

@@ -42,8 +42,8 @@ struct Workspace {
 struct AttentionKernels {
   void (*attend)(const Queries&, int64_t from, int64_t to, State, Workspace);  // over entries [from, to) of one part
   void (*merge)(State total, State part, int64_t queries, int64_t v_pad);      // what comes behind it
-  // weighted means of one query [v_dim], times `scales` unless null; `sink` is one more score, without a value
-  void (*finish)(State, int64_t query, int64_t v_pad, int64_t v_dim, const float* sink, const float* scales, float* out);
+  // Weighted means of one query [v_dim], times `scales` unless null; `sink` is one more score, without a value.
+  void (*finish)(State, int64_t query, int64_t v_pad, int64_t v_dim, const float* sink, const float* scales, float*);
 };
 extern const AttentionKernels attention_portable, attention_avx2, attention_avx512;
 }  // namespace specexport

@@ -26,7 +26,9 @@ INLINE V larger(V a, V b) { return a > b ? a : b; }
   v = OP(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));            \
   v = OP(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));            \
   v = OP(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
-INLINE V zip_low(V a, V b) { return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23); }
+INLINE V zip_low(V a, V b) {
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
 INLINE V zip_high(V a, V b) {
   return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
@@ -218,12 +220,14 @@ INLINE void mix(const Queries& given, const Tile& tile, int64_t query, int64_t f
                 const State& state, const Workspace& space) {
   constexpr int kWide = LANES == 16 ? 4 : 1;
   const float* weights = space.scores + query * kTile;
-  float* mixed = state.mixed + query * given.v_pad;
+  const uint64_t* seen = space.seen + query;
+  const int64_t dim = given.v_pad;
+  float* to = state.mixed + query * dim;
   int64_t at = 0;
-  for (; at + kWide * 16 <= given.v_pad; at += kWide * 16)
-    mix_block<N, kWide, ALL>(weights, tile.values + at, tile.stride, first, last, space.seen + query, keep, mixed + at, given.v_pad);
-  for (; at < given.v_pad; at += 16)
-    mix_block<N, 1, ALL>(weights, tile.values + at, tile.stride, first, last, space.seen + query, keep, mixed + at, given.v_pad);
+  for (; at + kWide * 16 <= dim; at += kWide * 16)
+    mix_block<N, kWide, ALL>(weights, tile.values + at, tile.stride, first, last, seen, keep, to + at, dim);
+  for (; at < dim; at += 16)
+    mix_block<N, 1, ALL>(weights, tile.values + at, tile.stride, first, last, seen, keep, to + at, dim);
 }
 
 template <int N>
@@ -294,7 +298,7 @@ TARGET void attend_as(const Queries& given, int64_t from, int64_t to, State stat
     if (given.int8 || given.v_dim != given.v_pad) {
       for (int64_t e = tile.first; e < tile.last; e++)
         for (int64_t d = 0; d < given.v_pad; d += LANES)
-          store(space.values + e * given.v_pad + d, d < given.v_dim ? load_some(values + e * given.v_dim, d, given.v_dim) : V{});
+          store(space.values + e * given.v_pad + d, load_some(values + e * given.v_dim, d, given.v_dim));
       tile.values = space.values, tile.stride = given.v_pad;
     }
     int64_t query = 0;
