@@ -28,7 +28,9 @@ void look_up(const Layout& layout, const uint8_t* tile, int column, float* out) 
       const uint8_t* p = tile + (k * kTile + column) * (format.bits / 8);
       uint16_t half;
       memcpy(&half, p, 2);
-      out[k] = format.scale == Scale::f32 ? load_single(p) : format.scale == Scale::f16 ? half_to_float(half) : float_of_bits(uint32_t(half) << 16);
+      out[k] = format.scale == Scale::f32   ? load_single(p)
+               : format.scale == Scale::f16 ? half_to_float(half)
+                                            : float_of_bits(uint32_t(half) << 16);
     }
     return;
   }
@@ -41,7 +43,8 @@ void look_up(const Layout& layout, const uint8_t* tile, int column, float* out) 
                                                           : load_half(tile + s.bases + base) * float(int8_t(tile[i]));
       float offset = 0;
       if (format.shift == Shift::offset)
-        offset = format.scale == Scale::half ? load_half(tile + s.shifts + 2 * i) : load_single(tile + s.shifts + 4 * i);
+        offset =
+            format.scale == Scale::half ? load_half(tile + s.shifts + 2 * i) : load_single(tile + s.shifts + 4 * i);
       if (format.shift == Shift::minima) offset = load_half(tile + s.leasts + base) * float(tile[s.shifts + i]);
       const int zero = format.shift == Shift::zero ? tile[s.shifts + i] : format.zero();
       const bool has_offset = format.shift == Shift::offset || format.shift == Shift::minima;
@@ -73,7 +76,8 @@ Status* run(const void* kernel, KernelContext* context) {
     const long long id = ids.as<int64_t>()[i];
     if (id >= 0 && id < layout.N) continue;
     char text[128];
-    snprintf(text, sizeof text, "specexport: id %lld is outside the table, which has %lld rows", id, (long long)layout.N);
+    snprintf(text, sizeof text, "specexport: id %lld is outside the table, which has %lld rows", id,
+             (long long)layout.N);
     return error(text);
   }
   void* out;
@@ -112,14 +116,16 @@ Status* make_weight(const KernelInfo* info, void** kernel) {
 
 Status* check(const Weight& weight, const Tensor& packed) {
   const Layout& layout = weight.layout;
-  if (packed.rank == 2 && packed.dims[0] == layout.tiles && packed.dims[1] == int64_t(layout.tile_bytes)) return nullptr;
-  return bad_shape("weight", packed, "[%lld, %lld] for its format, N and K", (long long)layout.tiles, (long long)layout.tile_bytes);
+  const int64_t tiles = layout.tiles, bytes = int64_t(layout.tile_bytes);
+  if (packed.rank == 2 && packed.dims[0] == tiles && packed.dims[1] == bytes) return nullptr;
+  return bad_shape("weight", packed, "[%lld, %lld] for its format, N and K", (long long)tiles, (long long)bytes);
 }
 
 Status* bad_shape(const char* what, const Tensor& tensor, const char* wanted, long long a, long long b) {
   char text[384];
   int at = snprintf(text, sizeof text, "specexport: %s has the shape [", what);
-  for (size_t i = 0; i < tensor.rank; i++) at += snprintf(text + at, sizeof text - at, i ? ", %lld" : "%lld", (long long)tensor.dims[i]);
+  for (size_t i = 0; i < tensor.rank; i++)
+    at += snprintf(text + at, sizeof text - at, i ? ", %lld" : "%lld", (long long)tensor.dims[i]);
   at += snprintf(text + at, sizeof text - at, "], which must be ");
   snprintf(text + at, sizeof text - at, wanted, a, b);
   return error(text);

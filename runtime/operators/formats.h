@@ -114,7 +114,7 @@ inline float half_to_float(uint16_t half) {
     const float value = float(fraction) * 5.9604644775390625e-8f;  // 2^-24
     return sign ? -value : value;
   }
-  return float_of_bits(sign | (exponent == 31 ? 0x7f800000u | fraction << 13 : (exponent + 112) << 23 | fraction << 13));
+  return float_of_bits(sign | (exponent == 31 ? 0xffu << 23 : (exponent + 112) << 23) | fraction << 13);
 }
 inline float load_half(const uint8_t* p) {
   uint16_t half;

@@ -28,7 +28,8 @@ struct Kernels {
   int64_t most;  // rows of a group
   void (*arrange)(const Product&, int64_t first_group, int64_t last_group);
   // Some tiles for some groups. `work` has work_bytes of their rows.
-  void (*multiply)(const Product&, int64_t first_tile, int64_t last_tile, int64_t first_group, int64_t last_group, void* work);
+  void (*multiply)(const Product&, int64_t first_tile, int64_t last_tile, int64_t first_group, int64_t last_group,
+                   void* work);
 };
 constexpr int kMostSums = 2;  // chains of a float sum
 inline size_t work_bytes(int64_t rows) { return 4 * kTile * (size_t(rows) * kMostSums + 2 * 2 * kStretch / kBlock); }

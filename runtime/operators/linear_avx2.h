@@ -1,7 +1,8 @@
 // 256 bits: included by linear_avx2.cpp and linear_avxvnni.cpp inside their namespaces. A tile is two slices.
 //
 // Without VNNI pairs of products are added up in 16 bits, where codes of up to 5 bits leave room for four quads, and
-// those of 6 bits for two. Codes of 8 bits do not fit there: |code| is multiplied with the activation in the code's sign.
+// those of 6 bits for two. Unsigned codes of 8 bits do not fit there: |code| is multiplied with the activation in the
+// code's sign.
 constexpr int kLanes = 8, kMost = 6, kAhead = 8192;
 using V = __m256;
 using I = __m256i;
@@ -50,8 +51,9 @@ INLINE I dot(I sum, const U* u, const int8_t* values) {
     }
     return sum;
   }
-  const I first = _mm256_add_epi16(_mm256_maddubs_epi16(u[0], quad(values)), _mm256_maddubs_epi16(u[1], quad(values + 4)));
-  const I second = _mm256_add_epi16(_mm256_maddubs_epi16(u[2], quad(values + 8)), _mm256_maddubs_epi16(u[3], quad(values + 12)));
+  I pairs[4];
+  UNROLL for (int q = 0; q < 4; q++) pairs[q] = _mm256_maddubs_epi16(u[q], quad(values + 4 * q));
+  const I first = _mm256_add_epi16(pairs[0], pairs[1]), second = _mm256_add_epi16(pairs[2], pairs[3]);
   if constexpr (bits == 6) {
     sum = _mm256_add_epi32(sum, _mm256_madd_epi16(first, ones));
     return _mm256_add_epi32(sum, _mm256_madd_epi16(second, ones));
@@ -62,7 +64,9 @@ INLINE I dot(I sum, const U* u, const int8_t* values) {
 INLINE __m128i bytes8(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
 INLINE __m128i words8(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 INLINE V load_halves(const uint8_t* p) { return _mm256_cvtph_ps(words8(p)); }
-INLINE V load_bf16(const uint8_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words8(p)), 16)); }
+INLINE V load_bf16(const uint8_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words8(p)), 16));
+}
 INLINE V load_levels(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes8(p))); }
 INLINE V load_bytes(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes8(p))); }
 

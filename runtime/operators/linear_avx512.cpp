@@ -4,7 +4,8 @@
 
 #if defined(__clang__)
 #include <immintrin.h>
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"))), apply_to = function)
+#pragma clang attribute push( \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"))), apply_to = function)
 #else
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in its own headers
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
@@ -55,13 +56,16 @@ INLINE I dot(I sum, const U* u, const int8_t* values) {
 INLINE __m128i bytes16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 INLINE __m256i words16(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 INLINE V load_halves(const uint8_t* p) { return _mm512_cvtph_ps(words16(p)); }
-INLINE V load_bf16(const uint8_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words16(p)), 16)); }
+INLINE V load_bf16(const uint8_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words16(p)), 16));
+}
 INLINE V load_levels(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes16(p))); }
 INLINE V load_bytes(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes16(p))); }
 
 INLINE int32_t largest_bits(const float* x) {
   const __m512i mask = _mm512_set1_epi32(0x7fffffff);
-  const __m512i a = _mm512_and_si512(_mm512_loadu_si512(x), mask), b = _mm512_and_si512(_mm512_loadu_si512(x + 16), mask);
+  const __m512i a = _mm512_and_si512(_mm512_loadu_si512(x), mask);
+  const __m512i b = _mm512_and_si512(_mm512_loadu_si512(x + 16), mask);
   return _mm512_reduce_max_epi32(_mm512_max_epi32(a, b));
 }
 INLINE void round_block(const float* x, float inverse, int8_t* values, int32_t* sums) {

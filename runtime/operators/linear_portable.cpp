@@ -46,9 +46,7 @@ INLINE void prefetch(const uint8_t*) {}
 template <int bits>
 INLINE I dot(I sum, const U* u, const int8_t* values) {
   for (int q = 0; q < 4; q++)
-    for (int i = 0; i < 4; i++)
-      sum[i] += u[q][4 * i] * values[4 * q] + u[q][4 * i + 1] * values[4 * q + 1] + u[q][4 * i + 2] * values[4 * q + 2] +
-                u[q][4 * i + 3] * values[4 * q + 3];
+    for (int i = 0; i < 16; i++) sum[i / 4] += u[q][i] * values[4 * q + i % 4];
   return sum;
 }
 INLINE V load_halves(const uint8_t* p) { return V{load_half(p), load_half(p + 2), load_half(p + 4), load_half(p + 6)}; }
@@ -57,7 +55,9 @@ INLINE V load_bf16(const uint8_t* p) {
   for (int i = 0; i < 4; i++) v[i] = float_of_bits(uint32_t(load<uint16_t>(p + 2 * i)) << 16);
   return v;
 }
-INLINE V load_levels(const uint8_t* p) { return V{float(int8_t(p[0])), float(int8_t(p[1])), float(int8_t(p[2])), float(int8_t(p[3]))}; }
+INLINE V load_levels(const uint8_t* p) {
+  return V{float(int8_t(p[0])), float(int8_t(p[1])), float(int8_t(p[2])), float(int8_t(p[3]))};
+}
 INLINE V load_bytes(const uint8_t* p) { return V{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
 
 INLINE int32_t largest_bits(const float* x) {

@@ -73,7 +73,6 @@ struct Part {
   float* sums;    // [rows, 16], added to
 };
 
-INLINE float float_at(const uint8_t* p) { return load_single(p); }
 INLINE int32_t int_at(const uint8_t* p) {
   int32_t value;
   memcpy(&value, p, 4);
@@ -102,7 +101,7 @@ static void multiply_codes(const Part& p) {
       UNROLL for (int m = 0; m < M; m++) {
         const int8_t* values = reinterpret_cast<const int8_t*>(row + slot * m);
         const uint8_t* share = row + slot * m + kBlock + 4;
-        const V row_scale = vset(float_at(row + slot * m + kBlock));
+        const V row_scale = vset(load_single(row + slot * m + kBlock));
         I low = dot<bits>(shifted ? izero() : iset(int_at(share)), u, values);
         if (parts == 2) {
           const I high = dot<bits>(shifted ? izero() : iset(int_at(share + 4)), u + 4, values + 16);
@@ -113,7 +112,7 @@ static void multiply_codes(const Part& p) {
           sums[m] = vfma(to_float(low), vmul(scale[0], row_scale), sums[m]);
         }
         if (shifted) {
-          UNROLL for (int i = 0; i < parts; i++) sums[m] = vfma(offset[i], vset(float_at(share + 4 * i)), sums[m]);
+          UNROLL for (int i = 0; i < parts; i++) sums[m] = vfma(offset[i], vset(load_single(share + 4 * i)), sums[m]);
         }
       }
       line += 64 * lines, row += p.stride, scales += kTile * parts, offsets += kTile * parts;
@@ -187,7 +186,8 @@ static void expand(const Format& format, const Stretch& s, const uint8_t* at, fl
 // Float weights: two chains of a row's sum, over even and odd inputs.
 template <Scale kind>
 INLINE V load_weights(const uint8_t* p) {
-  return kind == Scale::f32 ? vload(reinterpret_cast<const float*>(p)) : kind == Scale::f16 ? load_halves(p) : load_bf16(p);
+  if (kind == Scale::f32) return vload(reinterpret_cast<const float*>(p));
+  return kind == Scale::f16 ? load_halves(p) : load_bf16(p);
 }
 template <Scale kind, int M>
 static void multiply_floats(const uint8_t* weight, const float* x, int64_t capacity, int64_t inputs, float* sums) {

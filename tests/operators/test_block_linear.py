@@ -62,6 +62,26 @@ def test_the_check_finds_a_wrong_weight(library: Path, monkeypatch: pytest.Monke
         cases.check(str(library), "int4", 16, 64, np.random.default_rng(3))
 
 
+@pytest.mark.parametrize(
+    ("name", "n", "k", "count"), [("bf16", 20, 9000, 700), ("int4", 16, 64, 5000), ("q4_k", 200, 512, 300)]
+)
+def test_many_rows_have_the_bits_of_one(library: Path, name: str, n: int, k: int, count: int) -> None:
+    generator = np.random.default_rng(count)
+    weight, x = cases.packed(name, n, k, generator), generator.standard_normal((count, k)).astype(np.float32)
+    runs = [
+        cases.session(
+            str(library), [cases.linear(name, n, k)], {"x": (TensorProto.FLOAT, 2)}, {"w": weight}, ["y"], each
+        )
+        for each in (1, 2)
+    ]
+    whole = runs[0].run(None, {"x": x})[0]
+    assert runs[1].run(None, {"x": x})[0].tobytes() == whole.tobytes()
+    for row in (0, 7, 8, 255, 256, count - 1):
+        assert runs[1].run(None, {"x": x[row : row + 1]})[0].tobytes() == whole[row : row + 1].tobytes()
+    wanted = cases.reference(name, weight, n, k, x[-9:])
+    assert np.abs(whole[-9:] - wanted).max() <= cases.TOLERANCE * np.abs(wanted).max()
+
+
 @pytest.mark.parametrize("name", ["int8", "q4_k", "bf16"])
 @pytest.mark.parametrize(("n", "k"), [(16, 0), (0, 32), (0, 0)])
 def test_nothing_to_add_up(library: Path, name: str, n: int, k: int) -> None:
