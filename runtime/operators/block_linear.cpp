@@ -19,9 +19,19 @@ const Kernels& kernels() {
   }
 }
 
+bool multiply_tiles(const Product& p, int64_t first, int64_t last) {
+  constexpr size_t kRowBytes = 512 << 10;  // of activations that are kept at hand while tiles pass
+  int64_t step = int64_t(kRowBytes / (p.group_bytes() + 1));
+  step = step < 2 ? 2 : step > 32 ? 32 : step;
+  if (step > p.groups) step = p.groups;
+  void* room = scratch(work_bytes(step * p.capacity), 1);
+  for (int64_t group = 0; room && group < p.groups; group += step)
+    kernels().multiply(p, first, last, group, group + step < p.groups ? group + step : p.groups, room);
+  return room;
+}
+
 namespace {
 constexpr size_t kPartBytes = 64 << 10, kMostParts = 32;
-constexpr size_t kRowBytes = 512 << 10;  // of activations that are kept at hand while tiles pass
 
 Status* run(const void* kernel, KernelContext* context) {
   const Weight& weight = *static_cast<const Weight*>(kernel);
@@ -47,19 +57,13 @@ Status* run(const void* kernel, KernelContext* context) {
   p.bias = bias.absent ? nullptr : bias.as<float>();
   const Kernels& set = kernels();
   p.rows = rows;
-  p.groups = (rows + set.most - 1) / set.most;
-  p.capacity = (rows + p.groups - 1) / p.groups;
-  p.groups = (rows + p.capacity - 1) / p.capacity;
+  p.cut(set.most);
   p.arranged = static_cast<uint8_t*>(scratch(size_t(p.groups) * p.group_bytes() + 1, 0));
   REQUIRE(p.arranged, "out of memory");
   const size_t shares = rows * layout.K < 1 << 16 ? 1 : size_t(p.groups < 8 ? p.groups : 8);
   TRY(parallel(context, shares, [&](size_t i) {
     set.arrange(p, p.groups * int64_t(i) / int64_t(shares), p.groups * int64_t(i + 1) / int64_t(shares));
   }));
-  // Parts have whole tiles. Rows that pass a part's tiles together are few enough to stay in the cache.
-  int64_t step = int64_t(kRowBytes / (p.group_bytes() + 1));
-  step = step < 2 ? 2 : step > 32 ? 32 : step;
-  if (step > p.groups) step = p.groups;
   size_t parts = size_t(layout.tiles) * layout.tile_bytes * size_t(p.groups) / kPartBytes;
   if (parts > kMostParts) parts = kMostParts;
   if (parts > size_t(layout.tiles)) parts = size_t(layout.tiles);
@@ -67,13 +71,7 @@ Status* run(const void* kernel, KernelContext* context) {
   bool failed = false;
   TRY(parallel(context, parts, [&](size_t part) {
     const int64_t first = layout.tiles * int64_t(part) / int64_t(parts), last = layout.tiles * int64_t(part + 1) / int64_t(parts);
-    void* room = scratch(work_bytes(step * p.capacity), 1);
-    if (!room) {
-      failed = true;
-      return;
-    }
-    for (int64_t group = 0; group < p.groups; group += step)
-      set.multiply(p, first, last, group, group + step < p.groups ? group + step : p.groups, room);
+    if (!multiply_tiles(p, first, last)) failed = true;
   }));
   REQUIRE(!failed, "out of memory");
   return nullptr;

@@ -7,7 +7,7 @@ ort::Api api;
 
 namespace {
 constexpr const char* kDomain = "specexport";
-constexpr void (*kDefinitions[])(Operator&) = {define_block_linear, define_block_embedding};
+constexpr void (*kDefinitions[])(Operator&) = {define_block_linear, define_block_embedding, define_block_experts};
 constexpr size_t kCount = sizeof kDefinitions / sizeof *kDefinitions;
 Operator operators[kCount];
 
