@@ -12,8 +12,9 @@ namespace specexport {
 namespace {
 constexpr size_t kPartBytes = 64 << 10, kMostParts = 32;
 constexpr size_t kMostBytes = 64 << 20;  // of activations at a time: long prompts are worked on in pieces
+
 struct Experts {
-  int64_t count, H, order;
+  int64_t count, H;
   Gating gating;
   Layout gate_up, down;  // of one expert
 };
@@ -21,10 +22,10 @@ struct Experts {
 // A matrix of every expert, and the rows that these are multiplied with.
 struct Side {
   const Layout& layout;
-  const uint8_t* weight;
-  const float* bias;  // or null
-  float *x, *out;
-  uint8_t* arranged;
+  const uint8_t* weight = nullptr;
+  const float* bias = nullptr;
+  float *x = nullptr, *out = nullptr;
+  uint8_t* arranged = nullptr;
 };
 
 // An expert that some tokens have chosen: its rows, and how many groups, and rows in these, others have before it.
@@ -36,10 +37,9 @@ struct Step {
   const Experts& experts;
   const float *x, *shares;
   const int64_t* ids;
-  int64_t tokens, per_token;
-  Chosen* chosen;
-  int64_t num_chosen, groups;
-  int64_t *token_of, *row_of;  // of a row, its token; of a pair, its row
+  int64_t tokens, per_token, num_chosen = 0, groups = 0;
+  Chosen* chosen = nullptr;
+  int64_t *token_of = nullptr, *row_of = nullptr;  // of a row, its token; of a pair, its row
 };
 
 Product product(const Side& side, const Chosen& c) {
@@ -50,7 +50,7 @@ Product product(const Side& side, const Chosen& c) {
   p.x = side.x + c.first * side.layout.K, p.out = side.out + c.first * side.layout.N;
   p.rows = c.rows;
   p.cut(kernels().most);
-  p.arranged = side.arranged + size_t(c.room_before) * p.row_bytes();
+  p.arranged = side.arranged + size_t(c.room_before) * p.layout.row_bytes();
   return p;
 }
 
@@ -119,7 +119,6 @@ void sort(Step& step, int64_t* starts) {
   memset(starts, 0, sizeof(int64_t) * size_t(step.experts.count));
   for (int64_t pair = 0; pair < pairs; pair++) starts[step.ids[pair]]++;
   int64_t row = 0, room = 0;
-  step.num_chosen = step.groups = 0;
   for (int64_t expert = 0; expert < step.experts.count; expert++) {
     Product p = {};
     p.rows = starts[expert];
@@ -149,21 +148,17 @@ Status* some_tokens(KernelContext* context, Step& step, Side& first, Side& last,
   const Experts& experts = step.experts;
   const size_t pairs = size_t(step.tokens * step.per_token), count = size_t(experts.count);
   int64_t* starts;
-  Product sizes[2] = {};
-  sizes[0].layout = first.layout, sizes[1].layout = last.layout;
-  size_t row_bytes = sizes[0].row_bytes();
-  if (sizes[1].row_bytes() > row_bytes) row_bytes = sizes[1].row_bytes();
+  size_t row_bytes = first.layout.row_bytes();
+  if (last.layout.row_bytes() > row_bytes) row_bytes = last.layout.row_bytes();
   Room room = {nullptr, 0};
   for (int i = 0; i < 2; i++) {
     if (i) room = {static_cast<char*>(scratch(room.used, 0)), 0};
     REQUIRE(!i || room.start, "out of memory");
     room.take(starts, count);
     room.take(step.chosen, count < pairs ? count : pairs);
-    room.take(step.token_of, pairs);
-    room.take(step.row_of, pairs);
+    room.take(step.token_of, pairs), room.take(step.row_of, pairs);
     room.take(first.x, pairs * size_t(experts.H));
-    room.take(first.out, pairs * size_t(first.layout.N));
-    room.take(last.x, pairs * size_t(experts.gating.width));
+    room.take(first.out, pairs * size_t(first.layout.N)), room.take(last.x, pairs * size_t(last.layout.K));
     room.take(first.arranged, 2 * pairs * row_bytes);  // groups of an expert have room for fewer than twice its rows
   }
   last.out = first.x, last.arranged = first.arranged;  // nobody needs them any more by then
@@ -174,7 +169,7 @@ Status* some_tokens(KernelContext* context, Step& step, Side& first, Side& last,
   }));
   TRY(multiply(context, step, first));
   TRY(arrange(context, step, last, [&](int64_t row) {
-    gate(experts.gating, experts.order, first.out + row * first.layout.N, last.x + row * experts.gating.width);
+    gate(experts.gating, first.out + row * first.layout.N, last.x + row * experts.gating.width);
   }));
   TRY(multiply(context, step, last));
   return sum_up(context, step, last.out, out);
@@ -185,20 +180,25 @@ Status* check(const char* what, const Tensor& tensor, int64_t rows, int64_t colu
   return bad_shape(what, tensor, "[%lld, %lld]", (long long)rows, (long long)columns);
 }
 
+Status* read(KernelContext* context, size_t at, const char* name, const char* bias_name, int64_t count, Side& side) {
+  Tensor weight, bias;
+  TRY(input(context, at, weight));
+  TRY(input(context, at + 1, bias));
+  TRY(check(name, weight, count * side.layout.tiles, int64_t(side.layout.tile_bytes)));
+  if (!bias.absent) TRY(check(bias_name, bias, count, side.layout.N));
+  side.weight = weight.as<uint8_t>(), side.bias = bias.absent ? nullptr : bias.as<float>();
+  return nullptr;
+}
+
 Status* run(const void* kernel, KernelContext* context) {
   const Experts& experts = *static_cast<const Experts*>(kernel);
-  Tensor x, ids, shares, weights[2], biases[2];
+  Tensor x, ids, shares;
+  Side first = {experts.gate_up}, last = {experts.down};
   TRY(input(context, 0, x));
   TRY(input(context, 1, ids));
   TRY(input(context, 2, shares));
-  const Layout* layouts[2] = {&experts.gate_up, &experts.down};
-  for (int i = 0; i < 2; i++) {
-    const Layout& layout = *layouts[i];
-    TRY(input(context, 3 + 2 * i, weights[i]));
-    TRY(input(context, 4 + 2 * i, biases[i]));
-    TRY(check(i ? "down" : "gate_up", weights[i], experts.count * layout.tiles, int64_t(layout.tile_bytes)));
-    if (!biases[i].absent) TRY(check(i ? "down_bias" : "gate_up_bias", biases[i], experts.count, layout.N));
-  }
+  TRY(read(context, 3, "gate_up", "gate_up_bias", experts.count, first));
+  TRY(read(context, 5, "down", "down_bias", experts.count, last));
   if (x.rank != 2 || x.dims[1] != experts.H) return bad_shape("x", x, "[..., %lld]", (long long)experts.H);
   const int64_t tokens = x.dims[0], per_token = ids.rank == 2 ? ids.dims[1] : 0;
   TRY(check("expert_ids", ids, tokens, per_token));
@@ -213,20 +213,12 @@ Status* run(const void* kernel, KernelContext* context) {
   }
   void* out;
   TRY(output(context, 0, x.dims, 2, &out));
-  if (tokens && !per_token) memset(out, 0, sizeof(float) * size_t(tokens * experts.H));
-  if (!tokens || !per_token) return nullptr;
-  const auto side = [&](int i) -> Side {
-    const float* bias = biases[i].absent ? nullptr : biases[i].as<float>();
-    return {*layouts[i], weights[i].as<uint8_t>(), bias, nullptr, nullptr, nullptr};
-  };
-  Side first = side(0), last = side(1);
   const size_t bytes = sizeof(float) * size_t(3 * experts.H + experts.gate_up.N + 3 * experts.gating.width + 1);
-  int64_t most = int64_t(kMostBytes / bytes) / per_token;
-  if (most < 1) most = 1;
+  const int64_t fitting = int64_t(kMostBytes / bytes) / (per_token ? per_token : 1), most = fitting < 1 ? 1 : fitting;
   for (int64_t t = 0; t < tokens; t += most) {
     const int64_t pair = t * per_token;
     Step step = {experts, x.as<float>() + t * experts.H, shares.as<float>() + pair, ids.as<int64_t>() + pair,
-                 tokens - t < most ? tokens - t : most, per_token, nullptr, 0, 0, nullptr, nullptr};
+                 tokens - t < most ? tokens - t : most, per_token};
     TRY(some_tokens(context, step, first, last, static_cast<float*>(out) + t * experts.H));
   }
   return nullptr;
@@ -236,22 +228,15 @@ Status* make(const KernelInfo* info, void** kernel) {
   auto* experts = static_cast<Experts*>(calloc(1, sizeof(Experts)));
   REQUIRE(experts, "out of memory");
   *kernel = experts;
-  Gating& gating = experts->gating;
   char formats[2][48];
   TRY(attribute(info, "E", experts->count));
   TRY(attribute(info, "H", experts->H));
-  TRY(attribute(info, "I", gating.width));
-  TRY(attribute(info, "interleaved", experts->order));
-  TRY(attribute(info, "alpha", gating.alpha));
-  TRY(attribute(info, "beta", gating.beta));
-  TRY(attribute(info, "limit", gating.limit));
   TRY(attribute(info, "gate_up_format", formats[0], sizeof formats[0]));
   TRY(attribute(info, "down_format", formats[1], sizeof formats[1]));
-  REQUIRE(experts->H >= 1 && gating.width >= 1, "H and I must be 1 or more");
-  REQUIRE(experts->count >= 1 && experts->count < 1 << 20, "E must be from 1 to 2^20");
-  REQUIRE(experts->order >= kGatesFirst && experts->order <= kEach, "interleaved must be 0, 1 or 2");
-  TRY(make_layout(formats[0], experts->order == kEach ? gating.width : 2 * gating.width, experts->H, experts->gate_up));
-  return make_layout(formats[1], experts->H, gating.width, experts->down);
+  TRY(make_gating(info, experts->gating));
+  REQUIRE(experts->count >= 1 && experts->count < 1 << 20 && experts->H >= 1, "E must be from 1 to 2^20, H 1 or more");
+  TRY(make_layout(formats[0], experts->gating.inputs(), experts->H, experts->gate_up));
+  return make_layout(formats[1], experts->H, experts->gating.width, experts->down);
 }
 }  // namespace
 
@@ -259,11 +244,9 @@ void define_block_experts(Operator& op) {
   op.name = "BlockExperts";
   constexpr Argument inputs[] = {{ort::kFloat, false}, {ort::kInt64, false}, {ort::kFloat, false}, {ort::kUint8, false},
                                  {ort::kFloat, true},  {ort::kUint8, false}, {ort::kFloat, true}};
-  op.num_inputs = sizeof inputs / sizeof *inputs;
   memcpy(op.inputs, inputs, sizeof inputs);
   op.outputs[0] = {ort::kFloat, false};
-  op.num_outputs = 1;
-  op.make = make;
-  op.run = run;
+  op.num_inputs = 7, op.num_outputs = 1;
+  op.make = make, op.run = run;
 }
 }  // namespace specexport

@@ -1,14 +1,26 @@
 // What lies between an expert's two matrices: gate * sigmoid(alpha * gate) * (up + beta), both limited on request.
 #pragma once
 #include "formats.h"
+#include "operator.h"
 
 namespace specexport {
 enum Order : int64_t { kGatesFirst, kInTurn, kEach };  // of gates and ups; kEach: a value is both
 
 struct Gating {
-  int64_t width;  // gates
+  int64_t width, order;  // how many gates, and which of `Order`
   float alpha, beta, limit;
+  int64_t inputs() const { return order == kEach ? width : 2 * width; }
 };
+inline Status* make_gating(const KernelInfo* info, Gating& gating) {
+  TRY(attribute(info, "I", gating.width));
+  TRY(attribute(info, "interleaved", gating.order));
+  TRY(attribute(info, "alpha", gating.alpha));
+  TRY(attribute(info, "beta", gating.beta));
+  TRY(attribute(info, "limit", gating.limit));
+  REQUIRE(gating.width >= 1, "I must be 1 or more");
+  REQUIRE(gating.order >= kGatesFirst && gating.order <= kEach, "interleaved must be 0, 1 or 2");
+  return nullptr;
+}
 
 // e^x for x <= 0, to 2 units in the last place; below -87 it is 0, and NaN stays NaN. No fma: compilers may take any
 // vectors for it, and lanes and single values have the same bits.
@@ -39,9 +51,9 @@ inline void gate_row(const Gating& gating, const float* both, float* out) {
     out[i] = gate * ((z < 0 ? e : 1.0f) / (1.0f + e)) * (up + beta);
   }
 }
-inline void gate(const Gating& gating, int64_t order, const float* both, float* out) {
-  if (order == kGatesFirst) return gate_row<kGatesFirst>(gating, both, out);
-  if (order == kInTurn) return gate_row<kInTurn>(gating, both, out);
+inline void gate(const Gating& gating, const float* both, float* out) {
+  if (gating.order == kGatesFirst) return gate_row<kGatesFirst>(gating, both, out);
+  if (gating.order == kInTurn) return gate_row<kInTurn>(gating, both, out);
   gate_row<kEach>(gating, both, out);
 }
 }  // namespace specexport

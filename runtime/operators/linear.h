@@ -18,11 +18,8 @@ struct Product {
   uint8_t* arranged;
   int64_t rows, capacity, groups;  // T
 
-  size_t slot_bytes() const { return kBlock + 4 + 4 * layout.format.parts(); }
-  size_t row_bytes() const {
-    return layout.format.is_float() ? 4 * size_t(layout.K) : size_t(layout.blocks) * slot_bytes();
-  }
-  size_t group_bytes() const { return size_t(capacity) * row_bytes(); }
+  size_t slot_bytes() const { return layout.format.slot_bytes(); }
+  size_t group_bytes() const { return size_t(capacity) * layout.row_bytes(); }
   void cut(int64_t most) {  // its rows into groups of much the same size
     groups = (rows + most - 1) / most;
     capacity = (rows + groups - 1) / groups;

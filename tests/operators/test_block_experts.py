@@ -108,7 +108,7 @@ def test_bad_inputs_are_errors_of_one_line(library: Path) -> None:
     for changed, message in (
         ({"gate_up": "int7"}, "no block format 'int7'"),
         ({"interleaved": 3}, "interleaved must be 0, 1 or 2"),
-        ({"width": 0}, "H and I must be 1 or more"),
+        ({"width": 0}, "I must be 1 or more"),
     ):
         with pytest.raises(Exception, match=message):
             cases.session(str(library), layer._replace(**changed), weights)  # type: ignore[arg-type]
