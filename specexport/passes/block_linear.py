@@ -1,6 +1,6 @@
 """Linear layers and embeddings with packed weights, as operators of our own for CPUs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -25,12 +25,14 @@ class Packing(NamedTuple):
     Attributes:
         format: see ``block_format``.
         shape: N and K; K may be filled up to whole blocks.
-        make: gives it packed, uint8 [tiles, bytes of a tile].
+        make: gives it packed, uint8 [count * tiles, bytes of a tile].
+        count: of such weights, one below the other.
     """
 
     format: str
     shape: tuple[int, int]
     make: Callable[[], np.ndarray]
+    count: int = 1
 
 
 def of_blocks(weight: BlockWeight) -> Packing:
@@ -48,13 +50,14 @@ def of_floats(tensor: ir.TensorProtocol, *, turned: bool) -> Packing:
     """
     sizes = sizes_of(tensor)
     width, depth = sizes if turned else sizes[::-1]
-    kind = _narrowest(tensor, turned)
+    kind = narrowest(channel_parts(tensor, turned))
     return Packing(kind, (width, depth), lambda: pack_float(kind, channel_parts(tensor, turned), width, depth))
 
 
-def _narrowest(tensor: ir.TensorProtocol, turned: bool) -> str:
+def narrowest(parts: Iterable[np.ndarray]) -> str:
+    """The shortest format of floats that holds each value exactly."""
     kinds = ["bf16", "f16"]
-    for part in channel_parts(tensor, turned):
+    for part in parts:
         values = np.ascontiguousarray(part, np.float32)
         if "bf16" in kinds and bool((values.view(np.uint32) & np.uint32(0xFFFF)).any()):
             kinds.remove("bf16")
@@ -78,7 +81,7 @@ def put_linear(graph: ir.Graph, site: LinearSite, packing: Packing) -> None:
     result = emit.op(
         BLOCK_LINEAR,
         site.source,
-        _stored(graph, str(site.weight.name), packing),
+        stored_weight(graph, str(site.weight.name), packing),
         *([] if bias is None else [bias]),
         dtype=_FLOAT,
         shape=end.shape,
@@ -98,7 +101,7 @@ def put_lookup(graph: ir.Graph, node: ir.Node, packing: Packing) -> None:
     """Replace a ``Gather`` of rows of a table [N, K] by ``BlockEmbedding``; a tied LM head has the same weight."""
     emit, (table, ids) = Emitter(graph), node.inputs[:2]
     num_rows, width = sizes_of(constant_of(table))  # type: ignore[arg-type]
-    packed = _stored(graph, str(table.name), packing)  # type: ignore[union-attr]
+    packed = stored_weight(graph, str(table.name), packing)  # type: ignore[union-attr]
     found = emit.op(
         BLOCK_EMBEDDING,
         ids,
@@ -113,9 +116,11 @@ def put_lookup(graph: ir.Graph, node: ir.Node, packing: Packing) -> None:
     emit.replace(node, [found])
 
 
-def _stored(graph: ir.Graph, name: str, packing: Packing) -> ir.Value:
+def stored_weight(graph: ir.Graph, name: str, packing: Packing) -> ir.Value:
+    """A weight of an engine, packed when that is written; the same one for the same name and format."""
     stored = f"{name.removesuffix(FOLDED)}.blocks.{packing.format}"
-    shape = packed_shape(packing.format, *packing.shape)
+    tiles, tile_bytes = packed_shape(packing.format, *packing.shape)
+    shape = (packing.count * tiles, tile_bytes)
     value = lazy_weight(graph, stored, ir.DataType.UINT8, shape, packing.make)
     value.meta[AS_STORED] = True
     return value

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter
 from specexport.passes.base import constant_of
+from specexport.passes.experts_graph import BLOCK_EXPERTS, SIZES
 from specexport.passes.quantize_sites import BLOCK_LINEAR, LinearSite
 from specexport_runtime.abi import ITEM_BYTES
 
@@ -80,17 +81,15 @@ def nbits_bytes(graph: ir.Graph, dtype: str) -> tuple[int, int]:
         dtype: numpy name, for example ``"float16"``.
     """
     nodes = [node for node in graph.all_nodes() if node.op_type in (NBITS, BLOCK_LINEAR)]
-    experts = [node for node in graph.all_nodes() if node.op_type == "QMoE"]
+    experts = [node for node in graph.all_nodes() if node.op_type == BLOCK_EXPERTS]
     given = [
         *(node.inputs[1:2] if node.op_type == BLOCK_LINEAR else node.inputs[1:] for node in nodes),
-        *(node.inputs[2:] for node in experts),
+        *(node.inputs[3:6:2] for node in experts),
     ]
     found = {value: tensor for values in given for value, tensor in _constants(values)}
     stored = sum(tensor.nbytes for tensor in found.values())
     elements = sum(node.attributes["K"].as_int() * node.attributes["N"].as_int() for node in nodes)
-    for node in experts:
-        codes = [tensor for _, tensor in _constants([node.inputs[2], node.inputs[5]])]
-        elements += sum(tensor.size for tensor in codes) * 8 // node.attributes["expert_weight_bits"].as_int()
+    elements += sum(node.meta[SIZES].parameters for node in experts)
     return stored, elements * ITEM_BYTES[dtype]
 
 
