@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from click.testing import Result
 from pairs import TinyPair, own_logits
 from tiny_models import ARCHITECTURES, make_model, save_checkpoint
 

@@ -14,7 +14,7 @@ from specexport.frontend.packed_blocks import awq_weight, compressed_weight, gpt
 from specexport.passes.block_weight import BlockWeight
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.errors import CheckpointError, UnsupportedModelError
+from specexport_runtime.errors import CheckpointError
 from tests.tiny_models import ARCHITECTURES, GROUPED, make_model, save_checkpoint
 from tests.tiny_packed import SETTINGS, pack_checkpoint, random_layer
 
