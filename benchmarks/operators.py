@@ -20,7 +20,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 import specexport_runtime
-from specexport.block_format import FLOATS, layout, packed_shape
+from specexport.passes.block_format import FLOATS, layout, packed_shape
 
 TOKENS = [1, 2, 5, 9, 16, 100]
 BEYOND_CACHES = 160_000_000

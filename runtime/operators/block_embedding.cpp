@@ -93,6 +93,18 @@ Status* run(const void* kernel, KernelContext* context) {
 }
 }  // namespace
 
+Status* make_layout(const char* name, int64_t n, int64_t k, Layout& layout) {
+  Format format;
+  if (!find_format(name, format)) {
+    char text[128];
+    snprintf(text, sizeof text, "specexport: there is no block format '%s'", name);
+    return error(text);
+  }
+  REQUIRE(n >= 0 && k >= 0 && n < 1ll << 31 && k < 1ll << 31, "N and K of a packed weight must be 0 or more");
+  layout.make(format, n, k);
+  return nullptr;
+}
+
 Status* make_weight(const KernelInfo* info, void** kernel) {
   auto* weight = static_cast<Weight*>(calloc(1, sizeof(Weight)));
   REQUIRE(weight, "out of memory");
@@ -101,14 +113,7 @@ Status* make_weight(const KernelInfo* info, void** kernel) {
   TRY(attribute(info, "format", weight->format, sizeof weight->format));
   TRY(attribute(info, "N", n));
   TRY(attribute(info, "K", k));
-  Format format;
-  if (!find_format(weight->format, format)) {
-    char text[128];
-    snprintf(text, sizeof text, "specexport: there is no block format '%s'", weight->format);
-    return error(text);
-  }
-  REQUIRE(n >= 0 && k >= 0 && n < 1ll << 31 && k < 1ll << 31, "N and K of a packed weight must be 0 or more");
-  weight->layout.make(format, n, k);
+  TRY(make_layout(weight->format, n, k, weight->layout));
   Tensor packed;
   TRY(constant(info, 1, packed));
   return packed.absent ? nullptr : check(*weight, packed);

@@ -19,6 +19,17 @@ const Kernels& kernels() {
   }
 }
 
+bool multiply_tiles(const Product& p, int64_t first, int64_t last) {
+  constexpr size_t kRowBytes = 512 << 10;  // of activations that are kept at hand while tiles pass
+  int64_t step = int64_t(kRowBytes / (p.group_bytes() + 1));
+  step = step < 2 ? 2 : step > 32 ? 32 : step;
+  if (step > p.groups) step = p.groups;
+  void* room = scratch(work_bytes(step * p.capacity), 1);
+  for (int64_t group = 0; room && group < p.groups; group += step)
+    kernels().multiply(p, first, last, group, group + step < p.groups ? group + step : p.groups, room);
+  return room;
+}
+
 namespace {
 constexpr size_t kPartBytes = 64 << 10, kMostParts = 32;
 constexpr size_t kArrangedBytes = 8 << 20;  // of rows that are arranged together
@@ -28,9 +39,7 @@ size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 // Some rows. Parts have whole tiles, and whole groups of rows where tiles are too few.
 Status* multiply(KernelContext* context, const Kernels& set, Product& p) {
-  p.groups = (p.rows + set.most - 1) / set.most;
-  p.capacity = (p.rows + p.groups - 1) / p.groups;
-  p.groups = (p.rows + p.capacity - 1) / p.capacity;
+  p.cut(set.most);
   const size_t groups = size_t(p.groups), tiles = size_t(p.layout.tiles);
   p.arranged = static_cast<uint8_t*>(scratch(groups * p.group_bytes() + 1, 0));
   REQUIRE(p.arranged, "out of memory");

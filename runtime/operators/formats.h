@@ -1,4 +1,4 @@
-// How packed weights lie: `specexport/block_format.py` says it in full. A new format is a line of `kFormats`.
+// How packed weights lie: `specexport/passes/block_format.py` says it in full. A new format is a line of `kFormats`.
 #pragma once
 #include <stdint.h>
 #include <stdlib.h>
@@ -23,6 +23,7 @@ struct Format {
 
   bool is_float() const { return scale >= Scale::f32; }
   int parts() const { return group < kBlock ? 2 : 1; }  // scales of a block
+  size_t slot_bytes() const { return kBlock + 4 + 4 * parts(); }  // of 32 activations
   bool shifted() const { return shift != Shift::none; }
   int zero() const { return shifted() ? 0 : lookup ? 128 : 1 << (bits - 1); }  // the code that stands for 0
 };
@@ -90,6 +91,7 @@ struct Layout {
   size_t tile_bytes;
   Stretch whole, last;  // of 1024 inputs, and of what is left
 
+  size_t row_bytes() const { return format.is_float() ? 4 * size_t(K) : size_t(blocks) * format.slot_bytes(); }  // arranged
   void make(const Format& chosen, int64_t n, int64_t k) {
     format = chosen, N = n, K = k;
     blocks = (K + kBlock - 1) / kBlock;

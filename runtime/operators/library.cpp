@@ -7,7 +7,8 @@ ort::Api api;
 
 namespace {
 constexpr const char* kDomain = "specexport";
-constexpr void (*kDefinitions[])(Operator&) = {define_block_linear, define_block_embedding, define_attention};
+constexpr void (*kDefinitions[])(Operator&) = {define_block_linear, define_block_embedding, define_block_experts,
+                                                define_attention};
 constexpr size_t kCount = sizeof kDefinitions / sizeof *kDefinitions;
 Operator operators[kCount];
 

@@ -18,9 +18,12 @@ struct Product {
   uint8_t* arranged;
   int64_t rows, capacity, groups;  // T
 
-  size_t slot_bytes() const { return kBlock + 4 + 4 * layout.format.parts(); }
-  size_t group_bytes() const {
-    return size_t(capacity) * (layout.format.is_float() ? 4 * size_t(layout.K) : size_t(layout.blocks) * slot_bytes());
+  size_t slot_bytes() const { return layout.format.slot_bytes(); }
+  size_t group_bytes() const { return size_t(capacity) * layout.row_bytes(); }
+  void cut(int64_t most) {  // its rows into groups of much the same size
+    groups = (rows + most - 1) / most;
+    capacity = (rows + groups - 1) / groups;
+    groups = (rows + capacity - 1) / capacity;
   }
 };
 
@@ -35,5 +38,6 @@ constexpr int kMostSums = 2;  // chains of a float sum
 inline size_t work_bytes(int64_t rows) { return 4 * kTile * (size_t(rows) * kMostSums + 2 * 2 * kStretch / kBlock); }
 
 const Kernels& kernels();  // of this processor
+bool multiply_tiles(const Product& p, int64_t first, int64_t last);  // for all rows; false if there is no memory
 extern const Kernels portable_kernels, avx2_kernels, avxvnni_kernels, avx512_kernels, neon_kernels;
 }  // namespace specexport

@@ -87,5 +87,6 @@ struct Operator : ort::CustomOp {
 // The operators, each defined in a file of its own; library.cpp has their list.
 void define_block_linear(Operator&);
 void define_block_embedding(Operator&);
+void define_block_experts(Operator&);
 void define_attention(Operator&);
 }  // namespace specexport

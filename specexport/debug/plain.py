@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specexport.block_format import unpack
 from specexport.debug.capture import Feeds
 from specexport.lowering.ort_cpu import INPUTS
 from specexport.onnx_emit import Emitter, lazy_weight
 from specexport.passes.base import constant_of
+from specexport.passes.block_format import unpack
 from specexport_runtime.abi import CU_NEW_TOKENS, KV_LENS, KV_POSITIONS, OP_DOMAIN, OP_NAME, POSITIONS
 
 _HIDDEN = -1e30

@@ -1,16 +1,18 @@
 """Linear layers and embeddings with packed weights, as operators of our own for CPUs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
-from specexport.block_format import format_of, pack, pack_float, packed_shape
 from specexport.onnx_emit import Emitter, lazy_weight
+from specexport.ops.experts import EACH
 from specexport.passes.base import AS_STORED, constant_of, sizes_of
+from specexport.passes.block_format import format_of, pack, pack_float, packed_shape
 from specexport.passes.block_weight import BlockWeight
+from specexport.passes.experts_graph import BLOCK_EXPERTS
 from specexport.passes.quantize_sites import BLOCK_LINEAR, LinearSite, channel_parts
 from specexport.passes.transpose_fold import FOLDED
 from specexport_runtime.abi import OP_DOMAIN
@@ -25,12 +27,14 @@ class Packing(NamedTuple):
     Attributes:
         format: see ``block_format``.
         shape: N and K; K may be filled up to whole blocks.
-        make: gives it packed, uint8 [tiles, bytes of a tile].
+        make: gives it packed, uint8 [times * tiles, bytes of a tile].
+        times: how many such weights lie one below the other.
     """
 
     format: str
     shape: tuple[int, int]
     make: Callable[[], np.ndarray]
+    times: int = 1
 
 
 def of_blocks(weight: BlockWeight) -> Packing:
@@ -48,13 +52,14 @@ def of_floats(tensor: ir.TensorProtocol, *, turned: bool) -> Packing:
     """
     sizes = sizes_of(tensor)
     width, depth = sizes if turned else sizes[::-1]
-    kind = _narrowest(tensor, turned)
+    kind = narrowest(channel_parts(tensor, turned))
     return Packing(kind, (width, depth), lambda: pack_float(kind, channel_parts(tensor, turned), width, depth))
 
 
-def _narrowest(tensor: ir.TensorProtocol, turned: bool) -> str:
+def narrowest(parts: Iterable[np.ndarray]) -> str:
+    """The shortest format of floats that holds each value exactly."""
     kinds = ["bf16", "f16"]
-    for part in channel_parts(tensor, turned):
+    for part in parts:
         values = np.ascontiguousarray(part, np.float32)
         if "bf16" in kinds and bool((values.view(np.uint32) & np.uint32(0xFFFF)).any()):
             kinds.remove("bf16")
@@ -78,7 +83,7 @@ def put_linear(graph: ir.Graph, site: LinearSite, packing: Packing) -> None:
     result = emit.op(
         BLOCK_LINEAR,
         site.source,
-        _stored(graph, str(site.weight.name), packing),
+        stored_weight(graph, str(site.weight.name), packing),
         *([] if bias is None else [bias]),
         dtype=_FLOAT,
         shape=end.shape,
@@ -98,7 +103,7 @@ def put_lookup(graph: ir.Graph, node: ir.Node, packing: Packing) -> None:
     """Replace a ``Gather`` of rows of a table [N, K] by ``BlockEmbedding``; a tied LM head has the same weight."""
     emit, (table, ids) = Emitter(graph), node.inputs[:2]
     num_rows, width = sizes_of(constant_of(table))  # type: ignore[arg-type]
-    packed = _stored(graph, str(table.name), packing)  # type: ignore[union-attr]
+    packed = stored_weight(graph, str(table.name), packing)  # type: ignore[union-attr]
     found = emit.op(
         BLOCK_EMBEDDING,
         ids,
@@ -117,10 +122,10 @@ def packed_formats(graph: ir.Graph) -> tuple[tuple[str, int, int], ...]:
     """Each format of packed weights: its name, weights and bytes, the most weights first; a tied weight counts once."""
     seen = {}
     for node in graph.all_nodes():
-        tensor = constant_of(node.inputs[1]) if node.op_type in (BLOCK_LINEAR, BLOCK_EMBEDDING) else None
-        if tensor is not None:
-            size = node.attributes["K"].as_int() * node.attributes["N"].as_int()
-            seen[tensor.name] = node.attributes["format"].as_string(), size, tensor.nbytes
+        for at, kind, size in _packed_of(node):
+            tensor = constant_of(node.inputs[at])
+            if tensor is not None:
+                seen[tensor.name] = node.attributes[kind].as_string(), size, tensor.nbytes
     found: dict[str, tuple[int, int]] = {}
     for kind, size, stored in seen.values():
         count, total = found.get(kind, (0, 0))
@@ -128,9 +133,25 @@ def packed_formats(graph: ir.Graph) -> tuple[tuple[str, int, int], ...]:
     return tuple(sorted(((kind, *sizes) for kind, sizes in found.items()), key=lambda each: -each[1]))
 
 
-def _stored(graph: ir.Graph, name: str, packing: Packing) -> ir.Value:
+def _packed_of(node: ir.Node) -> list[tuple[int, str, int]]:
+    """The packed weights of a node: which inputs they are, the attributes of their formats, and how many weights."""
+    if node.domain != OP_DOMAIN:
+        return []
+    number = {name: value.value for name, value in node.attributes.items()}
+    if node.op_type in (BLOCK_LINEAR, BLOCK_EMBEDDING):
+        return [(1, "format", number["K"] * number["N"])]
+    if node.op_type != BLOCK_EXPERTS:
+        return []
+    one = number["E"] * number["H"] * number["I"]
+    gates = one if number["interleaved"] == EACH else 2 * one
+    return [(3, "gate_up_format", gates), (5, "down_format", one)]
+
+
+def stored_weight(graph: ir.Graph, name: str, packing: Packing) -> ir.Value:
+    """A weight of an engine, packed when that is written; the same one for the same name and format."""
     stored = f"{name.removesuffix(FOLDED)}.blocks.{packing.format}"
-    shape = packed_shape(packing.format, *packing.shape)
+    tiles, tile_bytes = packed_shape(packing.format, *packing.shape)
+    shape = (packing.times * tiles, tile_bytes)
     value = lazy_weight(graph, stored, ir.DataType.UINT8, shape, packing.make)
     value.meta[AS_STORED] = True
     return value

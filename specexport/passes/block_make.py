@@ -15,6 +15,8 @@ from specexport_runtime.errors import UnsupportedModelError
 from specexport_runtime.executors.base import Float32Array
 
 BLOCK = 32
+INT8, INT4 = "int8", "group4_32_f16_zero"
+"""Formats of weights that are rounded here."""
 _LARGEST, _ZERO = 127, 128
 _MOST = float(np.finfo(np.float16).max)
 
@@ -29,7 +31,7 @@ def int8_weight(tensor: ir.TensorProtocol, *, turned: bool) -> BlockWeight:
         turned: see above.
     """
     form = Form(8, BLOCK, has_offsets=False)
-    return _rounded("int8", "int8", form, tensor, turned, _eight_bits, Spread(BLOCK))
+    return _rounded("int8", INT8, form, tensor, turned, _eight_bits, Spread(BLOCK))
 
 
 def int4_weight(tensor: ir.TensorProtocol, *, turned: bool, importance: FloatVector | None) -> BlockWeight:
@@ -41,7 +43,7 @@ def int4_weight(tensor: ir.TensorProtocol, *, turned: bool, importance: FloatVec
         importance: of each input, float32 [K]: scales and zero points are searched for. None takes a block's extremes.
     """
     form = Form(4, BLOCK, has_offsets=True)
-    return _rounded("int4", "group4_32_f16_zero", form, tensor, turned, partial(_four_bits, importance))
+    return _rounded("int4", INT4, form, tensor, turned, partial(_four_bits, importance))
 
 
 def _rounded(

@@ -1,6 +1,5 @@
 """What quantizing passes do to a graph in the same way."""
 
-from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -8,7 +7,7 @@ import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter
 from specexport.passes.base import constant_of
-from specexport.passes.quantize_sites import BLOCK_LINEAR, LinearSite
+from specexport.passes.quantize_sites import LinearSite
 from specexport_runtime.abi import ITEM_BYTES
 
 CONTRIB = "com.microsoft"
@@ -73,32 +72,14 @@ def pack_pairs(codes: np.ndarray) -> np.ndarray:
 
 
 def nbits_bytes(graph: ir.Graph, dtype: str) -> tuple[int, int]:
-    """Bytes of the weights of all layers in blocks and quantized experts, with their scales, and in ``dtype``.
+    """Bytes of the weights of all ``MatMulNBits``, with their scales, and in ``dtype``.
 
     Args:
         graph: a model's.
         dtype: numpy name, for example ``"float16"``.
     """
-    nodes = [node for node in graph.all_nodes() if node.op_type in (NBITS, BLOCK_LINEAR)]
-    experts = [node for node in graph.all_nodes() if node.op_type == "QMoE"]
-    given = [
-        *(node.inputs[1:2] if node.op_type == BLOCK_LINEAR else node.inputs[1:] for node in nodes),
-        *(node.inputs[2:] for node in experts),
-    ]
-    found = {value: tensor for values in given for value, tensor in _constants(values)}
+    nodes = [node for node in graph.all_nodes() if node.op_type == NBITS]
+    found = {value: tensor for node in nodes for value in node.inputs[1:] if (tensor := constant_of(value)) is not None}
     stored = sum(tensor.nbytes for tensor in found.values())
     elements = sum(node.attributes["K"].as_int() * node.attributes["N"].as_int() for node in nodes)
-    for node in experts:
-        codes = [tensor for _, tensor in _constants([node.inputs[2], node.inputs[5]])]
-        elements += sum(tensor.size for tensor in codes) * 8 // node.attributes["expert_weight_bits"].as_int()
     return stored, elements * ITEM_BYTES[dtype]
-
-
-def _constants(values: Iterable[ir.Value | None]) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
-    """The constants that values are, or are computed from."""
-    for value in values:
-        tensor, producer = constant_of(value), None if value is None else value.producer()
-        if value is not None and tensor is not None:
-            yield value, tensor
-        elif producer is not None:
-            yield from _constants(producer.inputs)

@@ -13,7 +13,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from specexport.block_format import FLOATS, NAMED, STRETCH, layout, pack, pack_float, reference, unpack
+from specexport.passes.block_format import FLOATS, NAMED, STRETCH, layout, pack, pack_float, reference, unpack
 from specexport.passes.block_weight import Blocks, BlockWeight, Form, Spread, Stored
 
 GROUPS = [
@@ -81,7 +81,7 @@ def random_weight(name: str, n: int, k: int, generator: np.random.Generator) -> 
 
 
 def _book() -> np.ndarray:
-    from specexport.block_format import IQ4_VALUES
+    from specexport.passes.block_format import IQ4_VALUES
 
     return (IQ4_VALUES + 128).astype(np.uint8)
 

@@ -4,7 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from specexport.block_format import (
+from specexport.frontend.gguf_blocks import FORMATS
+from specexport.passes.block_format import (
     FLOATS,
     format_of,
     pack,
@@ -14,7 +15,6 @@ from specexport.block_format import (
     reference,
     unpack,
 )
-from specexport.frontend.gguf_blocks import FORMATS
 from specexport.passes.block_weight import Blocks, BlockWeight, Form, join
 from tests.frontend.test_gguf_blocks import make_weight
 from tests.operators.linear_cases import CODES, random_weight

@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto
 
-from specexport.block_format import pack_float, packed_shape
+from specexport.passes.block_format import pack_float, packed_shape
 from tests.chance import many, seed
 from tests.operators import linear_cases as cases
 
@@ -18,7 +18,7 @@ KERNELS = ["portable", "avx2", "avxvnni", "avx512vnni", "amx", "neon_dot", "neon
 ROOT = Path(__file__).parents[2]
 
 
-def run_cases(library: Path, kernels: str, *more: str) -> None:
+def run_cases(library: Path, kernels: str, *more: str, module: str = "tests.operators.linear_cases") -> None:
     environment = os.environ | {"SPECEXPORT_CPU_KERNELS": kernels}
     code = f"import ctypes; l = ctypes.CDLL({str(library)!r}); l.specexport_kernels.restype = ctypes.c_char_p; "
     found = subprocess.run(
@@ -27,7 +27,7 @@ def run_cases(library: Path, kernels: str, *more: str) -> None:
     )  # fmt: skip
     if found.stdout.strip() != kernels:
         pytest.skip(f"this processor does not run {kernels}")
-    command = [sys.executable, "-m", "tests.operators.linear_cases", str(library), *more]
+    command = [sys.executable, "-m", module, str(library), *more]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
