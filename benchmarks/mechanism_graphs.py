@@ -96,9 +96,8 @@ def _write(
     import onnx_ir as ir
     import onnxruntime as ort
 
-    from specexport_runtime.executors.operators import register
-
     from specexport.passes.residual_blocks import Dataflow
+    from specexport_runtime.executors.operators import register
 
     flow = Dataflow(model.graph)
     made = {value for node in nodes for value in node.outputs}
