@@ -11,6 +11,7 @@ import json, os, sys
 from specexport_runtime.executors import open as engines, ort
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.executors.operators import register
 
 bundle, shared, large = sys.argv[1], sys.argv[2] == "shared", sys.argv[3] == "large"
 if large:
@@ -29,7 +30,10 @@ for others in ({"num_threads": 2}, {"num_threads": 3, "spin": False}, {}):
     except InvalidRequestError as error:
         refused.append(str(error))
 try:
-    onnxruntime.InferenceSession(os.path.join(bundle, "target", "model.onnx"), providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    register(options)
+    model = os.path.join(bundle, "target", "model.onnx")
+    onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     others = "opened"
 except Exception as error:
     others = str(error)
