@@ -20,6 +20,7 @@ from specexport.passes import run_passes
 from specexport.passes.low_rank import MARK, LowRankMarkPass
 from specexport.passes.pipeline import list_passes
 from specexport_runtime.errors import UnsupportedModelError
+from specexport_runtime.executors.operators import register
 from tests.engine_harness import pack
 from tests.tiny_lora import ALL, apply_adapter, save_adapter
 from tests.tiny_models import ARCHITECTURES, make_model
@@ -44,7 +45,9 @@ def run(folder: Path, ids: list[int]) -> np.ndarray:
     """Logits [T, V] of the tokens with these adapters."""
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    register(options)
+    session = onnxruntime.InferenceSession(folder / "model.onnx", options, providers=["CPUExecutionProvider"])
     feeds = pack([TOKENS], [0]) | {"adapter_ids": np.array(ids, np.int64)}
     caches = {
         value.name: np.zeros((1, 1, value.shape[2], 16, value.shape[4]), np.float32)

@@ -321,7 +321,7 @@ def test_numbers_and_caches_are_the_ordinary_sessions(role: str, unpad_kv: bool,
         found = run_steps(open_executor(bundle, role, unpad_kv=unpad_kv), unpad_kv=unpad_kv)
         for want, got in zip(expected, found, strict=True):
             np.testing.assert_array_equal(want, got)
-        assert len(kept(store)) == (2 if role == "draft" and unpad_kv else 1), "a small draft has two graphs"
+        assert len(kept(store)) == 1
 
 
 def test_caches_are_updated_in_place(bundle: Bundle) -> None:
