@@ -29,7 +29,8 @@ def put_experts(graph: ir.Graph, site: ExpertsSite, gate_up: Packing, down: Pack
         E=site.num_experts,
         H=site.depth,
         I=site.width,
-        **{f"{name}_format": packing.format for name, packing in packed.items()},
+        gate_up_format=gate_up.format,
+        down_format=down.format,
         **{name: node.attributes[name].value for name in ("interleaved", "alpha", "beta", "limit")},
     )
     result.producer().meta[SIZES] = site.sizes  # type: ignore[union-attr]

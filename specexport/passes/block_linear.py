@@ -25,14 +25,14 @@ class Packing(NamedTuple):
     Attributes:
         format: see ``block_format``.
         shape: N and K; K may be filled up to whole blocks.
-        make: gives it packed, uint8 [count * tiles, bytes of a tile].
-        count: of such weights, one below the other.
+        make: gives it packed, uint8 [stack * tiles, bytes of a tile].
+        stack: how many such weights there are, one below the other.
     """
 
     format: str
     shape: tuple[int, int]
     make: Callable[[], np.ndarray]
-    count: int = 1
+    stack: int = 1
 
 
 def of_blocks(weight: BlockWeight) -> Packing:
@@ -120,7 +120,7 @@ def stored_weight(graph: ir.Graph, name: str, packing: Packing) -> ir.Value:
     """A weight of an engine, packed when that is written; the same one for the same name and format."""
     stored = f"{name.removesuffix(FOLDED)}.blocks.{packing.format}"
     tiles, tile_bytes = packed_shape(packing.format, *packing.shape)
-    shape = (packing.count * tiles, tile_bytes)
+    shape = (packing.stack * tiles, tile_bytes)
     value = lazy_weight(graph, stored, ir.DataType.UINT8, shape, packing.make)
     value.meta[AS_STORED] = True
     return value
