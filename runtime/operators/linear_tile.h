@@ -125,8 +125,8 @@ template <int bits, int parts, bool shifted>
 static constexpr Rows kRows[8] = {
     multiply_codes<bits, parts, shifted, 1>,
     multiply_codes<bits, parts, shifted, 2>,
-    multiply_codes<bits, parts, shifted, 3>,
-    multiply_codes<bits, parts, shifted, 4>,
+    multiply_codes<bits, parts, shifted, kMost < 3 ? 1 : 3>,
+    multiply_codes<bits, parts, shifted, kMost < 4 ? 1 : 4>,
     multiply_codes<bits, parts, shifted, kMost < 5 ? 1 : 5>,
     multiply_codes<bits, parts, shifted, kMost < 6 ? 1 : 6>,
     multiply_codes<bits, parts, shifted, kMost < 7 ? 1 : 7>,
@@ -225,8 +225,8 @@ template <Scale kind>
 static constexpr FloatRows kFloatRows[8] = {
     multiply_floats<kind, 1>,
     multiply_floats<kind, 2>,
-    multiply_floats<kind, 3>,
-    multiply_floats<kind, 4>,
+    multiply_floats<kind, kMost < 3 ? 1 : 3>,
+    multiply_floats<kind, kMost < 4 ? 1 : 4>,
     multiply_floats<kind, kMost < 5 ? 1 : 5>,
     multiply_floats<kind, kMost < 6 ? 1 : 6>,
     multiply_floats<kind, kMost < 7 ? 1 : 7>,
