@@ -122,15 +122,16 @@ static void multiply_codes(const Part& p) {
 }
 using Rows = void (*)(const Part&);
 template <int bits, int parts, bool shifted>
-static constexpr Rows kRows[8] = {
+static constexpr Rows kRows[9] = {
     multiply_codes<bits, parts, shifted, 1>,
     multiply_codes<bits, parts, shifted, 2>,
-    multiply_codes<bits, parts, shifted, 3>,
-    multiply_codes<bits, parts, shifted, 4>,
+    multiply_codes<bits, parts, shifted, kMost < 3 ? 1 : 3>,
+    multiply_codes<bits, parts, shifted, kMost < 4 ? 1 : 4>,
     multiply_codes<bits, parts, shifted, kMost < 5 ? 1 : 5>,
     multiply_codes<bits, parts, shifted, kMost < 6 ? 1 : 6>,
     multiply_codes<bits, parts, shifted, kMost < 7 ? 1 : 7>,
     multiply_codes<bits, parts, shifted, kMost < 8 ? 1 : 8>,
+    multiply_codes<bits, parts, shifted, kMost < 9 ? 1 : 9>,
 };
 static const Rows* rows_of(const Format& format) {
   const bool shifted = format.shifted();
@@ -222,15 +223,16 @@ static void multiply_floats(const uint8_t* weight, const float* x, int64_t capac
 }
 using FloatRows = void (*)(const uint8_t*, const float*, int64_t, int64_t, float*);
 template <Scale kind>
-static constexpr FloatRows kFloatRows[8] = {
+static constexpr FloatRows kFloatRows[9] = {
     multiply_floats<kind, 1>,
     multiply_floats<kind, 2>,
-    multiply_floats<kind, 3>,
-    multiply_floats<kind, 4>,
+    multiply_floats<kind, kMost < 3 ? 1 : 3>,
+    multiply_floats<kind, kMost < 4 ? 1 : 4>,
     multiply_floats<kind, kMost < 5 ? 1 : 5>,
     multiply_floats<kind, kMost < 6 ? 1 : 6>,
     multiply_floats<kind, kMost < 7 ? 1 : 7>,
     multiply_floats<kind, kMost < 8 ? 1 : 8>,
+    multiply_floats<kind, kMost < 9 ? 1 : 9>,
 };
 
 static void multiply(const Product& p, int64_t first_tile, int64_t last_tile, int64_t first, int64_t last, void* work) {
