@@ -31,6 +31,7 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.abi",
     "specexport_runtime.bundle.manifest",
     "specexport_runtime.bundle.tokenizer_load",  # what of a tokenizer does not act
+    "specexport_runtime.cli.gone",  # options of earlier releases
     "specexport_runtime.errors",
     "specexport_runtime.bundle.profiles",
     "specexport_runtime.bundle.files",  # hashes of files

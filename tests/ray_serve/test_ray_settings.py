@@ -159,6 +159,7 @@ class Gate:
         self._permits.release(steps)
 
 
+@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")  # Ray Serve's own
 def test_a_replica_whose_decoding_thread_hangs_says_so_and_ends(demo_bundle):
     """Neither loading nor a long prompt is taken for that."""
     now, ended = [0.0], []

@@ -139,7 +139,7 @@ def test_a_manifest_survives_writing_and_reading(bundle):
     assert load_manifest(bundle) == manifest
 
 
-def test_a_bundle_of_the_schema_before_gpu_engines_still_loads(bundle):
+def test_a_cpu_bundle_of_an_earlier_schema_is_read_and_not_run(bundle):
     from specexport_runtime.bundle import manifest as module
 
     path = bundle / "manifest.json"
@@ -151,7 +151,7 @@ def test_a_bundle_of_the_schema_before_gpu_engines_still_loads(bundle):
     data["manifest_sha256"] = module._digest(data)
     path.write_text(json.dumps(data))
     assert load_manifest(bundle).models["target"].lowering == "function"
-    result = CliRunner().invoke(
-        runtime_cli, ["generate", str(bundle), "def f():", "--max-tokens", "4", "--threads", "1", "--no-spin"]
-    )
-    assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(runtime_cli, ["generate", str(bundle), "def f():", "--max-tokens", "4"])
+    assert result.exit_code == 3, result.output
+    assert "the target's engine is of an earlier release" in result.output
+    assert "--force" in result.output

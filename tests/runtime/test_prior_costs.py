@@ -11,7 +11,8 @@ from specexport_runtime.costs.prior import prior_costs
 
 @pytest.fixture
 def entries(demo_bundle):
-    return load_manifest(demo_bundle).models
+    models = load_manifest(demo_bundle).models
+    return {role: replace(entry, quantized_bytes=None) for role, entry in models.items()}
 
 
 def costs(entries, *, on_gpu=False):

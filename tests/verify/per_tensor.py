@@ -10,13 +10,15 @@ def quantize_activations(source: Path, folder: Path, *, each_token: bool) -> Pat
     import onnx
     from onnx import numpy_helper
 
+    from specexport.passes.block_format import unpack
+
     model = onnx.load(source)
     weights = {item.name: item for item in model.graph.initializer}
     made: dict[str, tuple[str, str]] = {}
 
-    def quantized(name: str) -> tuple[str, str]:
+    def quantized(name: str, kind: str, n: int, k: int) -> tuple[str, str]:
         if name not in made:
-            values = numpy_helper.to_array(weights[name])
+            values = unpack(kind, numpy_helper.to_array(weights[name]), n, k).T
             scale = np.abs(values).max(axis=0) / 127
             whole = np.round(values / scale).astype(np.int8)
             made[name] = (f"{name}.int8", f"{name}.scale")
@@ -30,11 +32,13 @@ def quantize_activations(source: Path, folder: Path, *, each_token: bool) -> Pat
             for attribute in node.attribute:
                 if attribute.type == onnx.AttributeProto.GRAPH:
                     rewrite(attribute.g)
-            if node.op_type != "MatMul" or node.input[1] not in weights:
+            if node.op_type != "BlockLinear":
                 nodes.append(node)
                 continue
+            told = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
             given, out = node.input[0], node.output[0]
-            weight, scale = quantized(node.input[1])
+            assert len(node.input) == 2, "the demo target has no biases"
+            weight, scale = quantized(node.input[1], told["format"].decode(), told["N"], told["K"])
             make = onnx.helper.make_node
             nodes += [
                 make("Abs", [given], [f"{out}.abs"]),
