@@ -66,7 +66,7 @@ def test_a_mixture_stays_a_mixture(tied: bool, tmp_path: Path) -> None:
     # q and k are joined, v has another format; a tied LM head is the embedding's Q4_K
     assert sorted(formats) == sorted(["q4_k", "q6_k", "q6_k", "q4_k", "q6_k"] * 2 + ["q4_k" if tied else "q6_k"])
     stored = (tmp_path / "tiny.gguf").stat().st_size
-    assert result.files["target/model.onnx.data"].size < 1.1 * stored
+    assert result.files["target/model.onnx.data"].size < 1.2 * stored  # small weights begin at pages
     found = result.checks["target"]
     assert found is not None
     assert found.lost is not None
