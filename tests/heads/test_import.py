@@ -72,7 +72,7 @@ def test_a_bundle_drafts_what_the_published_equations_draft(
 
 
 def check_reference(bundle: Path, spec: Any) -> None:
-    """The engine's logits and hidden states in ragged steps, against the equations: 1e-5."""
+    """The engine's logits and hidden states in ragged steps, against the equations: 2e-5."""
     generator = np.random.default_rng(4)
     entry = load_manifest(bundle).models["head"]
     tokens = [generator.integers(0, VOCAB, n) for n in CHECK_LENS]
@@ -82,7 +82,7 @@ def check_reference(bundle: Path, spec: Any) -> None:
     opened = load_bundle(bundle)
     reference = causal_reference(tokens, features, logits, handed)
     found = check_head(opened.folder, opened.manifest.models["head"], reference)
-    assert found.max_abs_error <= 1e-5
+    assert found.max_abs_error <= 2e-5
 
 
 def test_a_head_for_another_target_is_refused_by_what_differs(tmp_path: Path, target: Any) -> None:
