@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
-from specexport.block_format import FLOATS, layout, packed_shape
 
 import specexport_runtime
+from specexport.passes.block_format import FLOATS, layout, packed_shape
 
 Arrays = dict[str, np.ndarray]
 STEPS = 6

@@ -233,8 +233,10 @@ def _taps(entry: ModelEntry) -> str:
 
 
 def _describe_weights(entry: ModelEntry) -> Iterator[str]:
+    exact = ", exact" if entry.quantize == "keep" else ""
     formats = [
-        f"{name} {count / 1e6:.1f} M ({8 * size / count:.2f} bits each)" for name, count, size in entry.weight_formats
+        f"{name} {count / 1e6:.1f} M ({8 * size / count:.2f} bits each{exact})"
+        for name, count, size in entry.weight_formats
     ]
     kinds = {"keep": "weights as the checkpoint has them", None: "weights, exact"}
     kind = kinds.get(entry.quantize, f"quantized: {entry.quantize} weights")
